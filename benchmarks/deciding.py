@@ -33,7 +33,7 @@ from specinfer.kernels.library import Library
 from specinfer.kernels.native import load_library
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.replay.drafts import CostTable, NoModel, num_rows
-from specinfer.replay.simulated_engine import path_along
+from specinfer.replay.engine import path_along
 from specinfer.request import Request
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve

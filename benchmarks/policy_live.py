@@ -30,7 +30,7 @@ from specinfer import LLM, RequestOutput
 from specinfer.config import SpeculationConfig
 from specinfer.engine.intake import Prompt
 from specinfer.errors import UserError
-from specinfer.replay.paired import speedup
+from specinfer.replay.replay import speedup
 from specinfer.report.dataset import read_dataset
 
 WAYS: Final = ("none", "lookup", "lookups", "draft", "all")

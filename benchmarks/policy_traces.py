@@ -38,14 +38,25 @@ from study import REQUIRED, Study, natural, parser, row, run, settings_of
 from specinfer import LLM, SamplingParams
 from specinfer.engine.intake import Prompt
 from specinfer.progress import ProgressBar
-from specinfer.replay.baselines import best_fixed, play_oracle
+from specinfer.replay.baselines import best_fixed
 from specinfer.replay.choices import Choices, on_average
-from specinfer.replay.paired import speedup
+from specinfer.replay.oracle import play_oracle
 from specinfer.replay.recorder import record
-from specinfer.replay.replay import POLICIES, Part, Played, play, play_without, speculation_of
+from specinfer.replay.replay import (
+    POLICIES,
+    Part,
+    Played,
+    disturbed,
+    mixed,
+    play,
+    play_without,
+    ramp,
+    speculation_of,
+    speedup,
+    whole,
+)
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace, write_trace
-from specinfer.replay.workloads import disturbed, mixed, ramp, whole
 from specinfer.report.dataset import Dataset, read_dataset
 from specinfer.request import Request
 from specinfer.speculate.drafts.growth import Shape

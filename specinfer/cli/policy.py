@@ -156,11 +156,9 @@ def replay(
     what other texts of the same kind would show. partly_read, where it is not 0, counts trees of heads that
     had missed the beginning of a text, and are played as if they had read it.
     """
-    from specinfer.replay.paired import speedup
-    from specinfer.replay.replay import with_nodes
+    from specinfer.replay.replay import mixed as in_turns
+    from specinfer.replay.replay import speedup, whole, with_nodes
     from specinfer.replay.trace_store import read_trace
-    from specinfer.replay.workloads import mixed as in_turns
-    from specinfer.replay.workloads import whole
 
     if plot is not None:
         from specinfer.report.picture import check_plot
@@ -196,7 +194,8 @@ def replay(
 
 def _play(name: str, parts: list[Part], speculation: SpeculationConfig) -> tuple[Played, dict[str, Any]]:
     """What a policy makes of the parts, and what was found out on the way."""
-    from specinfer.replay.baselines import best_fixed, play_oracle
+    from specinfer.replay.baselines import best_fixed
+    from specinfer.replay.oracle import play_oracle
     from specinfer.replay.replay import POLICIES, play, play_without, speculation_of
 
     if name == "off":
@@ -218,8 +217,7 @@ def _play(name: str, parts: list[Part], speculation: SpeculationConfig) -> tuple
 
 def _draw(parts: list[Part], speculation: SpeculationConfig, kinds: dict[int, str], path: Path) -> None:
     """Draw what the engine's own policy chooses over the parts; `kinds` names each trace, by its id()."""
-    from specinfer.replay.choices import Choices
-    from specinfer.replay.plot import draw_choices
+    from specinfer.replay.choices import Choices, draw_choices
     from specinfer.replay.replay import POLICIES, play, speculation_of
 
     speculation = speculation_of("cost", speculation)
@@ -235,7 +233,7 @@ def _kind(path: Path) -> str:
 
 
 def _as_json(played: Played, plain: Played, notes: dict[str, Any]) -> dict[str, Any]:
-    from specinfer.replay.paired import speedup
+    from specinfer.replay.replay import speedup
 
     over = speedup(plain.of_texts, played.of_texts)
     return {

@@ -92,6 +92,7 @@ class Engine:
         verifier: Verifier,
         guard: GuardedPolicy | None = None,
         memory: PolicyMemory | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._executor = executor
         self._speculators = speculators
@@ -106,7 +107,7 @@ class Engine:
         self._launched: list[_Launched] = []  # whose answers are not in the texts yet
         self._suspects = Suspects()  # of making steps fail
         self._listener_error: Exception | None = None  # of `on_tree`, in the step that runs
-        self.clock = StageClock()
+        self.clock = StageClock(clock)
         self.on_step: Callable[[Sequence[str]], None] | None = None
         self._on_step_failed = False  # and it was said
         self.on_tree: Callable[[TreeEvent], None] | None = None
@@ -160,7 +161,7 @@ class Engine:
         if running is not None:
             self._scheduler.remove(running.sequence)
             self._speculators.observe(StepReport([Outcome(request_id, (), finished=True)]))
-            running.transcript.abort(time.perf_counter())
+            running.transcript.abort(self.clock.now())
             self._tell(running)
         return self._deltas.pop(request_id, None)
 
@@ -228,7 +229,7 @@ class Engine:
         """Ask the pass, and make what it says text."""
         answers = self._ask(launched)
         self.clock.lap(Stage.VERIFY)
-        now = time.perf_counter()
+        now = self.clock.now()
         self._advance(launched.plan, answers)
         outcomes = self._commit(launched, answers, now)
         self._hear(launched, answers)
@@ -361,7 +362,7 @@ class Engine:
         for name in self._suspects.failed(plan, self._requests.keys()):
             running = self._requests[name]
             reason = f"its steps failed again and again: {error!r}"
-            running.transcript.fail(reason, time.perf_counter(), internal=True)
+            running.transcript.fail(reason, self.clock.now(), internal=True)
             self._speculators.observe(StepReport([self._told(running, ())]))
 
     def _recover(self) -> None:

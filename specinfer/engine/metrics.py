@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeVar
@@ -26,6 +26,7 @@ class Stage(StrEnum):
 class StageClock:
     """Adds up seconds per stage; `lap(stage)` charges what passed since the last lap."""
 
+    now: Callable[[], float] = time.perf_counter
     seconds: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
     steps: int = 0
     last: dict[str, float] = field(default_factory=dict)  # of the step that runs, or ran last
@@ -35,11 +36,11 @@ class StageClock:
         """Begin a step."""
         self.steps += 1
         self.last = {}
-        self._lapped = time.perf_counter()
+        self._lapped = self.now()
 
     def lap(self, stage: Stage) -> None:
         """Charge the time since `start` or the last lap to `stage`."""
-        now = time.perf_counter()
+        now = self.now()
         took = now - self._lapped
         self.last[stage] = self.last.get(stage, 0.0) + took
         self.seconds[stage] += took

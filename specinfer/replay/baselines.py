@@ -1,20 +1,68 @@
-"""What a policy is compared with: the best fixed choice in hindsight, and one that knows the text."""
+"""What policies are compared with: those that always do the same, and the best of these in hindsight."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Final
 
 from specinfer.config import SpeculationConfig
 from specinfer.errors import TraceTooSmallError
-from specinfer.replay.fixed_policies import CutPolicy
-from specinfer.replay.oracle import oracle
-from specinfer.replay.replay import Part, Played, play, play_without
+from specinfer.plan import PlanEntry
+from specinfer.replay.replay import Part, Played, play
 from specinfer.replay.trace import DEPTH
+from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.tree import TokenTree
+from specinfer.tree.prune import likeliest
+from specinfer.tree.token_tree import single_node
 
 NODES: Final = (2, 4, 8, 16, 32)  # of a tree, the root included
+
+
+class LookingOn(FixedPolicy):
+    """Lets everybody guess as configured, and verifies nothing: every step adds one token."""
+
+    def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        """The roots."""
+        return [single_node(tree.token_ids[0]) for tree in trees]
+
+
+class CutPolicy(FixedPolicy):
+    """Some drafts, so many levels deep, and of what all guessed the likeliest nodes, so many a request."""
+
+    def __init__(self, drafts: Collection[str], depth: int, nodes: int) -> None:
+        """`nodes` are those of a tree, the root included; likely is what speculators themselves say."""
+        self._drafts = frozenset(drafts)
+        self._depth = depth
+        self._nodes = nodes
+
+    def worth_starting(
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        unread: Sequence[int],
+        guessed: Sequence[TokenTree],
+    ) -> list[bool]:
+        """All entries, of the drafts that take part."""
+        return [speculator in self._drafts and self._depth > 0] * len(entries)
+
+    def worth_deepening(
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
+        """All entries, until the trees are deep enough."""
+        return [
+            of_tree if max(tree.depths()) < self._depth else ()
+            for tree, of_tree in zip(trees, ends, strict=True)
+        ]
+
+    def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        """The likeliest nodes of each tree, and those that have to stay."""
+        return [likeliest(tree, tree.likelihoods(), self._nodes) for tree in trees]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +125,3 @@ def best_fixed(
         if best[1] is None or played.seconds < best[1].seconds:
             best = choice, played
     return best
-
-
-def play_oracle(parts: Sequence[Part], speculation: SpeculationConfig) -> Played:
-    """Play parts under the policy that knows their texts, or without speculation where that is quicker.
-
-    The plan takes it that all requests of a batch do the same; where they part, a plan that gains little may
-    lose.
-    """
-    planned = play(parts, oracle(parts, speculation), speculation=speculation, whole_trees=True)
-    return min(planned, play_without(parts), key=lambda played: played.seconds)

@@ -1,13 +1,24 @@
-"""What a policy has chosen while texts were played: who, how deep, how many nodes, and what it brought."""
+"""What a policy has chosen while texts were played, in figures and as a picture.
+
+Who, how deep, how many nodes, and what it brought.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
 from statistics import fmean
+from typing import Any, Final
 
-from specinfer.replay.simulated_engine import PlayedStep
+import numpy as np
+
+from specinfer.replay.engine import PlayedStep
+from specinfer.report.picture import COLOURS, INK, QUIET, check_plot, dress, new_figure, save
+
+_POINTS: Final = 60  # of a line; each is the average over a stretch of as many tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +68,63 @@ def on_average(steps: Sequence[Chosen]) -> ChoicesOnAverage:
         fmean(step.passes for step in steps),
         {name: count / len(steps) for name, count in sorted(by.items())},
     )
+
+
+def draw_choices(steps: Sequence[Chosen], kinds: Sequence[str], path: Path) -> None:
+    """Write the picture of `steps` to `path`; `kinds` names what each text is, in the order of texts.
+
+    Raises ConfigError when matplotlib is missing or the file cannot be written.
+    """
+    check_plot(path)
+    figure = new_figure(9, 5.4, dpi=80)
+    top, middle, bottom = figure.subplots(3, 1, sharex=True)
+    places, averages = along_text(steps, _POINTS)
+    names = sorted({name for one in averages for name in one.by})
+    for name, colour in zip(names, COLOURS, strict=False):
+        parts = [100 * one.by.get(name, 0.0) for one in averages]
+        top.plot(places, parts, color=colour, label=name, linewidth=1.6)
+    middle.plot(places, [one.nodes for one in averages], color=COLOURS[0], label="nodes verified")
+    if any(one.passes for one in averages):
+        middle.plot(places, [one.passes for one in averages], color=COLOURS[1], label="passes of drafts")
+    bottom.plot(places, [one.tokens for one in averages], color=COLOURS[2], label="tokens")
+    dress(top, "", "", "% of steps with\nguesses verified")
+    dress(middle, "", "", "a step")
+    dress(bottom, "", "tokens of the texts", "tokens a step")
+    for axes in (top, middle, bottom):
+        axes.set_ylim(0, None)
+    _phases((top, middle, bottom), steps, kinds)
+    for axes in (top, middle):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
+    save(figure, path)
+
+
+def along_text(steps: Sequence[Chosen], points: int) -> tuple[list[float], list[ChoicesOnAverage]]:
+    """What was chosen in stretches of about as many tokens, so many at most; the middle of each in tokens."""
+    ends = np.cumsum([step.tokens for step in steps])
+    stretch = np.minimum(points - 1, (ends - 1) * points // max(1, ends[-1]))
+    places, averages = list[float](), list[ChoicesOnAverage]()
+    for _, of_stretch in groupby(range(len(steps)), key=lambda i: int(stretch[i])):
+        numbers = [*of_stretch]
+        places.append(float(ends[numbers].mean()))
+        averages.append(on_average([steps[i] for i in numbers]))
+    return places, averages
+
+
+def _phases(all_axes: Sequence[Any], steps: Sequence[Chosen], kinds: Sequence[str]) -> None:
+    """A line where another kind of text begins, and the name of each above the first axes."""
+    begins = 0
+    for kind, of_kind in groupby(steps, key=lambda step: kinds[step.text]):
+        tokens = sum(step.tokens for step in of_kind)
+        for axes in all_axes if begins else ():
+            axes.axvline(begins, color=QUIET, linewidth=0.8)
+        all_axes[0].text(
+            begins + tokens / 2,
+            1.02,
+            kind,
+            transform=all_axes[0].get_xaxis_transform(),
+            ha="center",
+            color=INK,
+            fontsize=9,
+        )
+        begins += tokens

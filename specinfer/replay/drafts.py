@@ -1,24 +1,42 @@
-"""Draft models whose passes are recorded, and draft models that answer from such records.
+"""Drafts whose guesses are recorded, and drafts that answer from such records.
 
-Both are the engine's own DraftModel: only the pass of the model and the draws from its logits are replaced.
-So what a draft has read, how its trees grow and what it keeps is decided by the code that does in an engine.
+Both are the engine's own DraftModel or BlockDraft: only the pass of the model and the draws from its logits
+are replaced. So what a draft has read, how its trees grow and what it keeps is decided by the code that does
+in an engine. What a block head guesses below a root depends on the text alone, and the likeliest nodes of a
+tree are its first ones (best_first.py): one tree of all nodes that a head may want is recorded for each root,
+and any smaller one grows from it as it did from the head's logits.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
+from specinfer.config import SpeculationConfig
 from specinfer.errors import IntegrityError
+from specinfer.heads.block_model import BlockText
+from specinfer.heads.config import BlockRows
+from specinfer.heads.runner import HeadPass
 from specinfer.replay.guess_trie import NO_SITE, GuessRecorder, GuessTrie
-from specinfer.replay.trace import RecordedDraft
+from specinfer.replay.trace import RecordedDraft, Trace
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.flight import Flight
 from specinfer.runtime.runner import ModelRunner, Move
+from specinfer.speculate.drafts.best_first import MOST_NODES, WIDTH, Children, add_likeliest
+from specinfer.speculate.drafts.draft_model import DraftModel
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
+from specinfer.speculate.drafts.growth import GuessedTree, Shape
+from specinfer.speculate.drafts.head_drafts import BlockDraft
+from specinfer.speculate.drafts.one_pass import GrowTrees, OnePassTrees
+from specinfer.speculate.speculator import LevelSpeculator
+from specinfer.tree import DrawRule, TreeBuilder
+from specinfer.tree.token_tree import draws_by_parent
 
 
 @dataclass(slots=True)
@@ -49,6 +67,23 @@ class RecordedPasses:
             self.notes.note(builder.path_tokens(site.node), site.width, tokens, draws)
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedTrees:
+    """Takes down the trees that others grow, as large as anybody may want them."""
+
+    others: GrowTrees
+    notes: GuessRecorder
+
+    def grow(self, guessed: Sequence[GuessedTree], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
+        """Grow these trees (`one_pass.GrowTrees`), of as many nodes as there may be, whatever is wanted."""
+        self.others(guessed, read_TD, logits_TU, MOST_NODES)
+        for one in guessed:
+            tree = one.growth.tree()
+            for parent, draws in (draws_by_parent(tree.draws) or {0: []}).items():
+                tokens = [tree.token_ids[draw.node] for draw in draws]
+                self.notes.note(tree.path_tokens(parent), WIDTH, tokens, draws)
+
+
 class CostTable:
     """Seconds of passes by rows, looked up: a curve is asked once for each number of rows."""
 
@@ -64,6 +99,22 @@ class CostTable:
 
 
 @dataclass(slots=True)
+class ReplayClock:
+    """Seconds that nobody waits for: they go by as passes take them."""
+
+    now: float = 0.0
+    slowdown: float = 1.0  # of everything, by others on the machine
+
+    def __call__(self) -> float:
+        """Seconds since the clock was made."""
+        return self.now
+
+    def run(self, seconds: float) -> None:
+        """Let so many seconds go by, or more where the machine is slow."""
+        self.now += self.slowdown * seconds
+
+
+@dataclass(slots=True)
 class Replayed:
     """A draft that is answered from a record: where, and what its passes would have cost.
 
@@ -73,7 +124,7 @@ class Replayed:
 
     name: str
     costs: CostTable
-    seconds: float = 0.0  # of all passes so far
+    clock: ReplayClock
     passes: int = 0
     lacks: str = ""
     _places: dict[str, tuple[GuessTrie, int]] = field(
@@ -93,7 +144,7 @@ class Replayed:
 
     def spend(self, rows: int) -> None:
         """A pass of so many rows."""
-        self.seconds += self.costs.seconds(rows)
+        self.clock.run(self.costs.seconds(rows))
         self.passes += 1
 
     def root(self, site: Site) -> tuple[GuessTrie, int]:
@@ -157,6 +208,115 @@ class NoModel(ModelRunner):
 
     def move(self, moves: Sequence[Move]) -> None:
         """There is nothing to move."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ReplayedHead(Replayed):
+    """A block head without a model: it reads texts, and its trees are answered from a record.
+
+    It is the head's runner, and grows its trees.
+    """
+
+    block_size: int  # of the cache
+    head: BlockRows
+    whole: bool = (
+        False  # whether trees are grown as large as they were recorded, however few nodes are wanted
+    )
+    partly_read: int = 0  # blocks behind a text whose beginning it has missed
+
+    def guess(self, texts: Sequence[BlockText]) -> HeadPass:
+        """Count the pass; what it makes is nothing, in the shapes that a head's has."""
+        self.spend(max(1, sum(text.count for text in texts)))
+        for text in texts:
+            self.partly_read += text.rows > 0 and text.shift > 0
+            if text.rows and text.rows < self.head.block_size and not self.head.causal:
+                self.lacks = self.lacks or (
+                    f"{self.name} was recorded with blocks of {self.head.block_size} rows, all of which see "
+                    f"each other, and there is room for {text.rows}; replay larger trees, or fewer at once"
+                )
+        none = torch.empty(0, 0)
+        return HeadPass([none[:0].flatten() if text.count else None for text in texts], none, none)
+
+    def grow(self, guessed: Sequence[GuessedTree], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
+        """Grow these trees (`one_pass.GrowTrees`): the first nodes of those that were recorded."""
+        for one in guessed:
+            guesses, root = self.root(one.site)
+            if root == NO_SITE:
+                self.lacks = self.lacks or (
+                    f"{self.name} was not recorded below {one.site.position} tokens of request "
+                    f"{one.site.request_id}; record the trace anew"
+                )
+                continue
+            wanted = MOST_NODES if self.whole else most
+            regrow(one.growth.builder, guesses, root, wanted, self.name, one.site.draws_by)
+
+    def draw(
+        self, sites: Sequence[Site], rows: Sequence[int], before: Sequence[int], logits_TU: Tensor
+    ) -> None:
+        """Nothing: no such trees are recorded."""
+        self.lacks = self.lacks or (
+            f"{self.name} would draw level by level for request {sites[0].request_id}, and was recorded best "
+            "first; record the trace anew"
+        )
+
+
+AnyReplayed = ReplayedPasses | ReplayedHead
+
+
+def regrow(
+    builder: TreeBuilder, guesses: GuessTrie, root: int, most: int, speculator: str, rule: DrawRule
+) -> None:
+    """Add the `most` likeliest nodes below a root's site, as far as the builder has room.
+
+    In the order in which they were added when they were recorded, of equal ones too.
+    """
+
+    def children(site: int) -> Children[int]:
+        tokens, confidences, below = guesses.draws(site)
+        return Children(
+            tokens, confidences, guesses.seen(site), [None if one == NO_SITE else one for one in below]
+        )
+
+    add_likeliest(builder, root, children, most, speculator, rule)
+
+
+def replayed_drafts(trace: Trace, clock: ReplayClock, *, whole_trees: bool = False) -> dict[str, AnyReplayed]:
+    """The drafts of a trace, to be answered from it; heads grow `whole_trees`, or what they would."""
+    return {
+        name: ReplayedPasses(name, CostTable(draft.curve), clock)
+        if draft.head is None
+        else ReplayedHead(
+            name=name,
+            costs=CostTable(draft.curve),
+            clock=clock,
+            block_size=trace.engine.block_size,
+            head=draft.head,
+            whole=whole_trees,
+        )
+        for name, draft in trace.drafts.items()
+    }
+
+
+def replayed_speculators(
+    replayed: Mapping[str, AnyReplayed], speculation: SpeculationConfig, trace: Trace
+) -> list[LevelSpeculator]:
+    """The speculators of these drafts, as an engine makes them."""
+    return [_speculator(one, speculation, trace) for one in replayed.values()]
+
+
+def _speculator(replayed: AnyReplayed, speculation: SpeculationConfig, trace: Trace) -> LevelSpeculator:
+    name, engine, shape = replayed.name, trace.engine, Shape.of(speculation)
+    if isinstance(replayed, ReplayedHead):
+        trees = OnePassTrees(name, shape, replayed.grow, replayed.draw)
+        # Which layer it is told of is all the same: their states have no width.
+        return BlockDraft(
+            *(name, replayed.guess, replayed.head, trees),
+            max_rows=engine.max_step_tokens,
+            block_size=engine.block_size,
+            taps=(0,),
+        )
+    runner = NoModel(engine.block_size, trace.drafts[name].max_context)
+    return DraftModel(name, runner, shape, max_rows=engine.max_step_tokens, draw=replayed)
 
 
 def num_rows(rows: Sequence[Rows]) -> int:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from specinfer.config import SpeculationConfig
 from specinfer.engine.metrics import Stage
 from specinfer.plan import PlanEntry, StepPlan
+from specinfer.replay.baselines import LookingOn
 from specinfer.replay.drafts import CostTable
-from specinfer.replay.fixed_policies import LookingOn
-from specinfer.replay.replay import Part, play
-from specinfer.replay.simulated_engine import path_along
+from specinfer.replay.engine import path_along
+from specinfer.replay.replay import Part, Played, play, play_without
 from specinfer.replay.trace import Trace
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.tree import TokenTree
@@ -143,6 +143,16 @@ def oracle(parts: Sequence[Part], speculation: SpeculationConfig) -> OraclePolic
         )
     ]
     return OraclePolicy(texts, choices)
+
+
+def play_oracle(parts: Sequence[Part], speculation: SpeculationConfig) -> Played:
+    """Play parts under the policy that knows their texts, or without speculation where that is quicker.
+
+    The plan takes it that all requests of a batch do the same; where they part, a plan that gains little may
+    lose.
+    """
+    planned = play(parts, oracle(parts, speculation), speculation=speculation, whole_trees=True)
+    return min(planned, play_without(parts), key=lambda played: played.seconds)
 
 
 def reaches_of(

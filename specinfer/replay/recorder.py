@@ -1,8 +1,8 @@
 """Records traces: the target writes texts once, then the drafts guess at every place of them.
 
-The drafts run in a simulated engine whose policy verifies nothing, so that every step adds one token: they
-read and guess as they would in an engine that decodes these texts without luck. Where heads are among them
-the target reads the texts along with them, as they read its hidden states.
+The drafts run in a replay whose policy verifies nothing, so that every step adds one token: they read and
+guess as they would in an engine that decodes these texts without luck. Where heads are among them the target
+reads the texts along with them, as they read its hidden states.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ from specinfer.heads.runner import HeadModel, HeadRunner
 from specinfer.llm import LLM
 from specinfer.models.language_model import LanguageModel
 from specinfer.progress import NoProgress, Progress
-from specinfer.replay.drafts import CostTable, RecordedPasses
-from specinfer.replay.fixed_policies import LookingOn
+from specinfer.replay.baselines import LookingOn
+from specinfer.replay.drafts import CostTable, RecordedPasses, RecordedTrees
+from specinfer.replay.engine import ReplayEngine, num_blocks
 from specinfer.replay.guess_trie import GuessRecorder
-from specinfer.replay.heads import RecordedTrees, without_states
-from specinfer.replay.simulated_engine import SimulatedEngine, States, num_blocks
 from specinfer.replay.trace import DEPTH, EngineFacts, RecordedDraft, RecordedText, Trace
 from specinfer.replay.trace_store import KEPT_PARAMS
 from specinfer.report.provenance import provenance
 from specinfer.request import Request, RequestOutput
-from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve, Timed, cost_curve
-from specinfer.runtime.flight import Flight
+from specinfer.runtime.executor import LocalExecutor
 from specinfer.runtime.runner import ModelRunner
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.best_first import MOST_NODES
@@ -321,7 +319,7 @@ def _guess(
                     draw=RecordedPasses(runner, name, vocabulary, recording.notes, recording.measured),
                 )
             )
-    simulated = SimulatedEngine(
+    replay = ReplayEngine(
         engine,
         speculators,
         LookingOn(),
@@ -329,28 +327,20 @@ def _guess(
         CostTable(trace.curve),
         trace.stages,
         batch=1,
-        states=_states(llm.models.target, blocks, engine) if heads else without_states,
+        states=LocalExecutor(llm.models.target, num_blocks=blocks, block_size=engine.block_size)
+        if heads
+        else None,
     )
     show = progress or NoProgress()
     show.start(trace.places, "guessing at every place", "tokens")
     try:
-        for step in simulated.play([(trace, number) for number in range(len(trace.texts))]):
+        for step in replay.play([(trace, number) for number in range(len(trace.texts))]):
             for _ in step.entries:
                 show.advance(1)
                 for recording in drafts.values():
                     recording.notes.close_root()
     finally:
         show.finish()
-
-
-def _states(target: LanguageModel, blocks: int, engine: EngineFacts) -> States:
-    """What the target makes of texts, in a cache of its own."""
-    runner = ModelRunner(target, num_blocks=blocks, block_size=engine.block_size)
-
-    def launch(rows: Sequence[Rows], taps: Sequence[int]) -> Flight:
-        return runner.launch(rows, taps=taps)
-
-    return launch
 
 
 def _curve(llm: LLM, model: LanguageModel | BlockModel, variant: str, progress: Progress | None) -> CostCurve:

@@ -1,28 +1,28 @@
-"""Playing traces under a policy, and what came of it."""
+"""Playing traces under a policy: workloads of recorded texts, what came of them, how much quicker it was."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise, zip_longest
 from typing import Final
+
+import numpy as np
 
 from specinfer.config import NO_SPECULATION, SpeculationConfig
 from specinfer.errors import ConfigError
-from specinfer.replay.drafts import CostTable
-from specinfer.replay.heads import ReplayedHead
-from specinfer.replay.simulated_engine import (
-    AnyReplayed,
-    PlayedStep,
-    SimulatedEngine,
-    replayed_drafts,
-    speculators_of,
-)
+from specinfer.replay.drafts import AnyReplayed, CostTable, ReplayClock, ReplayedHead, replayed_drafts
+from specinfer.replay.engine import PlayedStep, ReplayEngine, speculators_of
 from specinfer.replay.trace import Trace
 from specinfer.speculate.policy.estimator import Estimates, Estimator
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.speculate.policy.guarded_policy import sized_by_cost
 from specinfer.speculate.policy.speculation_policy import SpeculationPolicy
 
+_RESAMPLES: Final = 4000  # of texts, for an interval
+_LEVEL: Final = (2.5, 97.5)  # percentiles
+
+Kind = Trace | Sequence[Trace]  # texts of one kind, in one trace or in several
 MakePolicy = Callable[[Trace, SpeculationConfig], SpeculationPolicy]
 
 
@@ -70,6 +70,40 @@ class Part:
     slowdown: float = 1.0  # of all passes, by others on the machine
 
 
+def whole(kinds: Sequence[Kind], at_once: int = 1) -> list[Part]:
+    """All texts of a kind after all of the one before: of several kinds, phases."""
+    return [Part(_texts(kind), at_once) for kind in kinds]
+
+
+def mixed(kinds: Sequence[Kind], at_once: int = 1) -> list[Part]:
+    """Texts of all kinds in turns, as long as each lasts."""
+    rounds = zip_longest(*(_texts(kind) for kind in kinds))
+    return [Part([text for turn in rounds for text in turn if text is not None], at_once)]
+
+
+def ramp(kinds: Sequence[Kind], sizes: Sequence[int] = (1, 2, 4, 8, 16, 8, 4, 2, 1)) -> list[Part]:
+    """Texts of all kinds in turns, in parts of about equal length with so many at once in each."""
+    [turns] = mixed(kinds)
+    ends = [len(turns.texts) * i // len(sizes) for i in range(len(sizes) + 1)]
+    parts = zip(sizes, pairwise(ends), strict=True)
+    return [Part(turns.texts[start:end], size) for size, (start, end) in parts if start < end]
+
+
+def disturbed(parts: Sequence[Part], slowdown: float = 1.8, texts: int = 4) -> list[Part]:
+    """The same while somebody else uses the machine, from time to time: during every other few `texts`."""
+    return [
+        Part(part.texts[start : start + texts], part.at_once, slowdown if turn % 2 else 1.0)
+        for part in parts
+        for turn, start in enumerate(range(0, len(part.texts), texts))
+    ]
+
+
+def _texts(kind: Kind) -> list[tuple[Trace, int]]:
+    return [
+        (trace, i) for trace in ([kind] if isinstance(kind, Trace) else kind) for i in range(len(trace.texts))
+    ]
+
+
 @dataclass(slots=True)
 class Played:
     """What playing some texts came to, by the traces' own curves; steps of one request count each."""
@@ -97,21 +131,22 @@ class Played:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-def simulated_engine(
+def replay_engine(
     trace: Trace,
     policy: SpeculationPolicy,
     *,
     speculation: SpeculationConfig | None = None,
     batch: int = 1,
     whole_trees: bool = False,
-) -> tuple[SimulatedEngine, dict[str, AnyReplayed]]:
+) -> tuple[ReplayEngine, dict[str, AnyReplayed]]:
     """An engine that plays texts of `trace`, and of others of the same models; and its drafts.
 
     `speculation` is the trace's own, changed in whatever but the names of drafts and how they draw.
     """
     speculation = trace.speculation if speculation is None else speculation
-    replayed = replayed_drafts(trace, whole_trees=whole_trees)
-    engine = SimulatedEngine(
+    clock = ReplayClock()
+    replayed = replayed_drafts(trace, clock, whole_trees=whole_trees)
+    engine = ReplayEngine(
         trace.engine,
         speculators_of(speculation, trace, replayed),
         policy,
@@ -120,6 +155,7 @@ def simulated_engine(
         trace.stages,
         batch=batch,
         replayed=replayed,
+        clock=clock,
     )
     return engine, replayed
 
@@ -140,7 +176,7 @@ def play(
     """
     first = _first(parts)
     batch = max(part.at_once for part in parts)
-    engine, replayed = simulated_engine(
+    engine, replayed = replay_engine(
         first, policy, speculation=speculation, batch=batch, whole_trees=whole_trees
     )
     played = _count(engine, parts, on_step)
@@ -152,7 +188,7 @@ def play(
 def play_without(parts: Sequence[Part]) -> Played:
     """Play parts without speculation: what others are compared with."""
     first = _first(parts)
-    engine = SimulatedEngine(
+    engine = ReplayEngine(
         first.engine,
         (),
         FixedPolicy(),
@@ -186,7 +222,7 @@ def _first(parts: Sequence[Part]) -> Trace:
 
 
 def _count(
-    engine: SimulatedEngine, parts: Sequence[Part], on_step: Callable[[PlayedStep], None] | None
+    engine: ReplayEngine, parts: Sequence[Part], on_step: Callable[[PlayedStep], None] | None
 ) -> Played:
     played = Played()
     begun: set[str] = set()
@@ -209,3 +245,31 @@ def _count(
             if on_step is not None:
                 on_step(step)
     return played
+
+
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """A ratio of seconds, and the 95% interval around it."""
+
+    ratio: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def speedup(before: Sequence[float], after: Sequence[float]) -> Speedup:
+    """How many times as quick `after` is as `before`, of the same texts, whose seconds these are.
+
+    Texts are paired: which of them a workload happens to have makes both slow or quick alike. The interval
+    says what other texts of the same kind would show (a bootstrap over texts). Of one text it is the ratio
+    alone; the same seconds give the same interval.
+    """
+    seconds = np.array([before, after])  # [2, texts]
+    ratio = float(seconds[0].sum() / seconds[1].sum())
+    texts = seconds.shape[1]
+    drawn = np.random.default_rng(0).integers(0, texts, (_RESAMPLES, texts))
+    sums = seconds[:, drawn].sum(-1)
+    low, high = np.percentile(sums[0] / sums[1], _LEVEL)
+    return Speedup(ratio, float(low), float(high))

@@ -1,7 +1,7 @@
 """A policy trace: texts, what drafts would have guessed at every place of them, and what everything costs.
 
 Under the coupled rule, and greedily, a text does not depend on what was guessed. So a trace tells what any
-policy would have made of these texts, without a model (simulated_engine.py). Speculators that need none guess
+policy would have made of these texts, without a model (engine.py). Speculators that need none guess
 again when a trace is played, so their guesses are not kept.
 """
 

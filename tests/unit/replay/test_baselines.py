@@ -9,13 +9,11 @@ import pytest
 
 from specinfer.config import SpeculationConfig
 from specinfer.errors import TraceTooSmallError
-from specinfer.replay.baselines import FixedChoice, best_fixed, fixed_choices, play_fixed, play_oracle
-from specinfer.replay.fixed_policies import CutPolicy
-from specinfer.replay.oracle import Choice, OraclePolicy, oracle, reaches
-from specinfer.replay.replay import POLICIES, Part, play, play_without
-from specinfer.replay.simulated_engine import PlayedStep
+from specinfer.replay.baselines import CutPolicy, FixedChoice, best_fixed, fixed_choices, play_fixed
+from specinfer.replay.engine import PlayedStep
+from specinfer.replay.oracle import Choice, OraclePolicy, oracle, play_oracle, reaches
+from specinfer.replay.replay import POLICIES, Part, mixed, play, play_without, whole
 from specinfer.replay.trace import Trace
-from specinfer.replay.workloads import mixed, whole
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.tree import TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from specinfer.replay.choices import Choices, Chosen, on_average
-from specinfer.replay.plot import along_text, draw_choices
-from specinfer.replay.replay import POLICIES, play
+from specinfer.replay.choices import Choices, Chosen, along_text, draw_choices, on_average
+from specinfer.replay.replay import POLICIES, play, whole
 from specinfer.replay.trace import Trace
-from specinfer.replay.workloads import whole
 from tests.engines import Tiny
 from tests.unit.replay.conftest import recorded
 

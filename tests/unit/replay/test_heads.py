@@ -22,14 +22,14 @@ from specinfer.heads.load import load_head
 from specinfer.kernels.choice import choose_kernels, guessing
 from specinfer.llm import LLM
 from specinfer.models.weights import open_model
-from specinfer.replay.baselines import FixedChoice, best_fixed, fixed_choices, play_fixed, play_oracle
+from specinfer.replay.baselines import FixedChoice, best_fixed, fixed_choices, play_fixed
+from specinfer.replay.drafts import regrow
+from specinfer.replay.engine import PlayedStep
 from specinfer.replay.guess_trie import NO_SITE
-from specinfer.replay.heads import regrow
-from specinfer.replay.replay import POLICIES, Played, play, play_without, speculation_of
-from specinfer.replay.simulated_engine import PlayedStep
+from specinfer.replay.oracle import play_oracle
+from specinfer.replay.replay import POLICIES, Played, play, play_without, speculation_of, whole
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace, write_trace
-from specinfer.replay.workloads import whole
 from specinfer.speculate.drafts.best_first import MOST_NODES
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from tests.engines import CPU, ENGINE, Tiny, write_tiny

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from specinfer.errors import ConfigError, UserError
 from specinfer.replay import trace_store
 from specinfer.replay.guess_trie import GuessTrie
-from specinfer.replay.replay import POLICIES, play
+from specinfer.replay.replay import POLICIES, play, whole
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace, write_trace
-from specinfer.replay.workloads import whole
 from tests.engines import Tiny
 from tests.unit.replay.conftest import recorded
 

@@ -1,4 +1,4 @@
-"""The clock, the limits and the refusals of an engine without a model."""
+"""The clock, the limits and the refusals of an engine whose target is a trace."""
 
 from __future__ import annotations
 
@@ -7,12 +7,24 @@ from dataclasses import replace
 import pytest
 
 from specinfer.config import SpeculationConfig
-from specinfer.errors import ConfigError, RequestError, TraceTooSmallError
+from specinfer.engine.metrics import Stage
+from specinfer.errors import ConfigError, IntegrityError, RequestError, TraceTooSmallError
+from specinfer.plan import StepPlan
+from specinfer.replay.drafts import CostTable, ReplayClock
+from specinfer.replay.engine import PlayedStep, TracedExecutor, path_along
 from specinfer.replay.recorder import learned_shape, record, shapes_of
-from specinfer.replay.replay import POLICIES, Part, play, play_without, with_nodes
-from specinfer.replay.simulated_engine import PlayedStep, path_along
+from specinfer.replay.replay import (
+    POLICIES,
+    Part,
+    disturbed,
+    mixed,
+    play,
+    play_without,
+    ramp,
+    whole,
+    with_nodes,
+)
 from specinfer.replay.trace import Trace
-from specinfer.replay.workloads import disturbed, mixed, ramp, whole
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.growth import LIKELY_NODES, Shape
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
@@ -67,6 +79,42 @@ def test_steps_take_what_the_curves_say(trace: Trace) -> None:
         assert step.seconds["target_forward"] == pytest.approx(float(TARGET.seconds([7])[0]))
     assert came.seconds == pytest.approx(sum(sum(step.seconds.values()) for step in steps))
     assert came.draft_passes["0-similar"] >= 3 * len(in_decode)
+
+
+def test_what_steps_take_besides_their_passes_is_the_traces(trace: Trace) -> None:
+    """And goes by on the clock, which is slower where others use the machine."""
+    stages = {Stage.SCHEDULE: 0.25, Stage.VERIFY: 0.5, Stage.COMMIT: 0.125, Stage.FORWARD: 9.0}
+    usual, longer = (play(whole([one]), FixedPolicy()) for one in (trace, replace(trace, stages=stages)))
+    assert longer.passes == usual.passes
+    assert longer.seconds == pytest.approx(usual.seconds + usual.passes * 0.875)
+
+
+def test_a_text_that_was_cut_ends_where_it_was(trace: Trace) -> None:
+    text = max(trace.texts, key=lambda text: len(text.output))
+    cut = replace(trace, texts=(replace(text, output=text.output[:6]),))
+    assert text.params.max_tokens > 6
+    for policy in POLICIES:
+        assert play(whole([cut]), POLICIES[policy](cut, cut.speculation)).tokens == 6
+
+
+def test_what_a_trace_does_not_know_of_its_target_is_not_made_up(trace: Trace) -> None:
+    text = trace.texts[0].prompt
+    executor = TracedExecutor(64, CostTable(TARGET), {}, ReplayClock())
+    executor.texts["0"] = (*text, 5, 6)
+    tree = TokenTree((text[-1], 9, 5, 6), (-1, 0, 0, 2))
+    entry = plans.entry(text, request_id="0")
+    flight = executor.launch(StepPlan((entry,)), [tree])
+    assert flight.choices([0, 2], []) == [5, 6]
+    for beside in (1, 3):  # nobody asks there: one is no text, and the text ends with the other
+        with pytest.raises(KeyError):
+            flight.choices([beside], [])
+    for ask in (
+        lambda: flight.row(0),
+        lambda: flight.scores([0], [5], 1),
+        lambda: flight.likeliest([0], 1, [1.0]),
+    ):
+        with pytest.raises(IntegrityError, match="no logits"):
+            ask()
 
 
 def test_without_speculation_every_step_is_a_row(trace: Trace) -> None:

@@ -1,0 +1,360 @@
+"""The engine over a target that answers from a trace, and a clock on which its passes take what they cost.
+
+Step, scheduler, ensemble, speculators, policy and transcripts are the engine's own. What is replaced are the
+models: the executor's flight chooses what the target wrote, drafts answer from their records (drafts.py), and
+seconds go by only where a pass or a stage of a step takes some.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import tokenizers
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specinfer.config import SchedulerConfig, SpeculationConfig
+from specinfer.engine.admission import Admission
+from specinfer.engine.engine import Engine
+from specinfer.engine.kv_blocks import BlockPool
+from specinfer.engine.metrics import Stage
+from specinfer.engine.scheduler import Scheduler
+from specinfer.engine.trace import TreeEvent
+from specinfer.errors import ConfigError, IntegrityError, TraceTooSmallError
+from specinfer.plan import StepPlan
+from specinfer.processors.changes import RowChanges
+from specinfer.replay.drafts import AnyReplayed, CostTable, ReplayClock, replayed_speculators
+from specinfer.replay.trace import EngineFacts, RecordedText, Trace
+from specinfer.request import Request
+from specinfer.runtime.batch import logit_rows
+from specinfer.runtime.executor import Executor
+from specinfer.runtime.flight import Flight
+from specinfer.runtime.runner import Move
+from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.limits import SpeculationLimits
+from specinfer.speculate.policy.speculation_policy import SpeculationPolicy
+from specinfer.speculate.speculator import AnySpeculator
+from specinfer.speculate.table import build_speculators
+from specinfer.tokenizer import Tokenizer
+from specinfer.tree import TokenTree
+from specinfer.verify.logprobs import Scores
+from specinfer.verify.scan import NUMPY, Ask, Likeliest, Scan
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedEntry:
+    """One request's share of a step that was played."""
+
+    request_id: str
+    tree: TokenTree
+    path: tuple[int, ...]  # nodes that the target chose
+    committed: tuple[int, ...]  # tokens that became text: the path's, and the bonus token where there is one
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedStep:
+    """A step that was played."""
+
+    seconds: Mapping[str, float]  # of its stages, by the trace's curves
+    rows: int  # of the target's pass
+    passes: Mapping[str, int]  # of each draft
+    requests: tuple[str, ...]  # all in it, those whose prompts are being read included
+    entries: tuple[PlayedEntry, ...]  # those with a tree
+
+
+@dataclass(slots=True)
+class _Playing:
+    """A request inside the engine."""
+
+    text: tuple[int, ...]  # prompt and output
+    said: int  # tokens of it that the engine has
+
+
+class TracedFlight:
+    """A Flight of a target whose texts are known: it chooses what they go on with, and has no logits."""
+
+    def __init__(
+        self, vocab: int, choices: Mapping[int, int], tapped_TND: Tensor, taps: Sequence[int]
+    ) -> None:
+        """`choices` are the tokens at rows whose paths are text; `tapped_TND` what the layers `taps` got."""
+        self._vocab = vocab
+        self._choices = choices
+        self._tapped_TND = tapped_TND
+        self._taps = tuple(taps)
+
+    @property
+    def vocab(self) -> int:
+        """As Flight says."""
+        return self._vocab
+
+    @property
+    def scan(self) -> Scan:
+        """As Flight says."""
+        return NUMPY
+
+    @property
+    def at_once(self) -> int:
+        """None: beside the text nothing is known."""
+        return 0
+
+    def choices(
+        self, rows: Sequence[int], asks: Sequence[Ask], changes: Sequence[RowChanges] | None = None
+    ) -> list[int]:
+        """As Flight says, of rows whose paths are text."""
+        return [self._choices[row] for row in rows]
+
+    def likeliest(self, rows: Sequence[int], n: int, temperatures: Sequence[float]) -> Likeliest:
+        """Raises IntegrityError, as do all that need logits."""
+        raise _no_logits()
+
+    def scores(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> Scores:
+        """Raises IntegrityError."""
+        raise _no_logits()
+
+    def row(self, row: int) -> NDArray[np.float32]:
+        """Raises IntegrityError."""
+        raise _no_logits()
+
+    def copy(self, row: int, into: NDArray[np.float32]) -> None:
+        """Raises IntegrityError."""
+        raise _no_logits()
+
+    def tapped(self, layers: Sequence[int]) -> Tensor:
+        """As Flight says."""
+        if tuple(layers) == self._taps:
+            return self._tapped_TND
+        return self._tapped_TND[:, [self._taps.index(layer) for layer in layers]]
+
+
+def _no_logits() -> IntegrityError:
+    return IntegrityError("a trace keeps no logits; only what the target chose along its texts can be asked")
+
+
+class TracedExecutor:
+    """An Executor whose target has written all its texts already.
+
+    With `states` another executor runs the passes, too, for the hidden states that heads read; else these
+    have no width.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        costs: CostTable,
+        stages: Mapping[str, float],
+        clock: ReplayClock,
+        states: Executor | None = None,
+    ) -> None:
+        """A pass takes what `costs` say, and what a step does besides what `stages` say."""
+        self._vocab = vocab
+        self._costs = costs
+        self._clock = clock
+        self._scheduling = stages.get(Stage.SCHEDULE, 0.0)
+        self._behind = stages.get(Stage.VERIFY, 0.0) + stages.get(Stage.COMMIT, 0.0)
+        self._states = states
+        self.texts: dict[str, tuple[int, ...]] = {}  # of the requests that run
+        self.rows = 0  # of all passes so far
+
+    def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Flight:
+        """As Executor says."""
+        rows = sum(entry.end - entry.start for entry in plan.entries) + sum(t.num_nodes - 1 for t in trees)
+        self.rows += rows
+        self._clock.run(self._scheduling + self._costs.seconds(rows))
+        if self._states is None or not taps:
+            tapped_TND = torch.zeros(rows, len(taps), 0)
+        else:
+            tapped_TND = self._states.launch(plan, trees, taps).tapped(taps)
+        choices: dict[int, int] = {}
+        roots = logit_rows(plan, trees).roots
+        for entry, tree, root in zip(plan.tree_entries, trees, roots, strict=True):
+            text = self.texts[entry.request.request_id]
+            path = (0, *path_along(tree, text, entry.end))
+            choices |= {root + node: token for node, token in zip(path, text[entry.end :], strict=False)}
+        return TracedFlight(self._vocab, choices, tapped_TND, taps)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """As Executor says; here a step's stages behind its pass take their time."""
+        if self._states is not None:
+            self._states.move(moves)
+        self._clock.run(self._behind)
+
+
+class ReplayEngine:
+    """Plays recorded texts in an Engine. Its speculators and its policy learn from play to play."""
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        speculators: Sequence[AnySpeculator],
+        policy: SpeculationPolicy,
+        speculation: SpeculationConfig,
+        costs: CostTable,
+        stages: Mapping[str, float],
+        *,
+        batch: int,
+        replayed: Mapping[str, AnyReplayed] | None = None,
+        clock: ReplayClock | None = None,
+        states: Executor | None = None,
+    ) -> None:
+        """An engine for `batch` requests at once; `costs` and `stages` are those of TracedExecutor.
+
+        `replayed` are the drafts among the speculators, by name, where these are a trace's; they run on
+        `clock`, too.
+        """
+        self._facts = facts
+        self._batch = batch
+        self._replayed = dict(replayed or {})
+        self._clock = clock or ReplayClock()
+        self._executor = TracedExecutor(facts.vocab, costs, stages, self._clock, states)
+        blocks, max_context = num_blocks(facts, speculation, batch), max(facts.max_context, 2)
+        self._admission = Admission(
+            _wordless_tokenizer(facts.ending),
+            SpeculationLimits(speculation, speculators),
+            vocab=facts.vocab,
+            max_context=max_context,
+            capacity=blocks * facts.block_size,
+            block_size=facts.block_size if facts.prefix_reuse else None,
+        )
+        self._engine = Engine(
+            executor=self._executor,
+            speculators=Ensemble(speculators, vocab=facts.vocab, policy=policy, clock=self._clock),
+            tokenizer=self._admission.tokenizer,
+            admission=self._admission,
+            scheduler=Scheduler(
+                SchedulerConfig(
+                    max_batch_size=batch,
+                    max_step_tokens=max(facts.max_step_tokens, batch),
+                    max_context=max_context,
+                ),
+                BlockPool(blocks, facts.block_size),
+                tree_nodes=speculation.max_nodes,
+                max_context=max_context,
+                prefix_reuse=facts.prefix_reuse,
+            ),
+            verifier="coupled",
+            clock=self._clock,
+        )
+        self._engine.on_step = self._begin
+        self._engine.on_tree = self._hear
+        self._playing: dict[str, _Playing] = {}
+        self._requests = 0
+        self._in_step: tuple[str, ...] = ()
+        self._entries: list[PlayedEntry] = []  # of the step
+
+    def play(
+        self, texts: Sequence[tuple[Trace, int]], at_once: int | None = None, slowdown: float = 1.0
+    ) -> Iterator[PlayedStep]:
+        """Play texts of traces, by number, at most `at_once` at a time; yields every step.
+
+        `slowdown` times as long as the trace says takes everything, on a machine that others use, too.
+        Request ids count from "0" on, over all plays, in the order of `texts`. Raises TraceTooSmallError when
+        the policy asks for a guess that was not recorded.
+        """
+        most = self._batch if at_once is None else at_once
+        if not 1 <= most <= self._batch:
+            raise ConfigError(f"{most} requests at once; allowed: 1 to {self._batch}, the batch size")
+        self._clock.slowdown = slowdown
+        starts = {id(trace): trace.starts for trace, _ in texts}
+        waiting = deque(texts)
+        while waiting or self._playing:
+            # As an engine has them: those behind one that waits for a running prompt may begin before it.
+            while waiting and (most == self._batch or len(self._playing) < most):
+                trace, number = waiting.popleft()
+                self._add(trace, number, starts[id(trace)][number])
+            yield self._step()
+
+    def _add(self, trace: Trace, number: int, place: int) -> None:
+        text, request_id = trace.texts[number], str(self._requests)
+        self._requests += 1
+        params = text.params
+        if not self._ends_by_itself(text):
+            params = replace(params, max_tokens=len(text.output))
+        admitted = self._admission.admit(Request(request_id, text.prompt, params, text.seed, text.prediction))
+        for name, passes in self._replayed.items():
+            passes.follow(request_id, trace.drafts[name], place - len(text.prompt))
+        whole = (*text.prompt, *text.output)
+        self._playing[request_id] = _Playing(whole, len(text.prompt))
+        self._executor.texts[request_id] = whole
+        self._engine.add(admitted)
+
+    def _ends_by_itself(self, text: RecordedText) -> bool:
+        """Whether the text's own parameters end it where the record does."""
+        params, count = text.params, len(text.output)
+        ending = {*params.stop_token_ids, *(() if params.ignore_eos else self._facts.ending)}
+        full = len(text.prompt) + count >= self._admission.max_context
+        return full or count == params.max_tokens or text.output[-1] in ending
+
+    def _step(self) -> PlayedStep:
+        before = {name: passes.passes for name, passes in self._replayed.items()}
+        rows = self._executor.rows
+        self._entries, self._in_step = [], ()
+        for passes in self._replayed.values():
+            passes.begin_step()
+        deltas = self._engine.step()
+        for passes in self._replayed.values():
+            if passes.lacks:
+                raise TraceTooSmallError(passes.lacks)
+        for delta in deltas:
+            if delta.error is not None:
+                raise IntegrityError(f"request {delta.id} of a replay failed: {delta.error}")
+            if delta.finished:
+                self._leave(delta.id)
+        if not self._in_step:
+            raise IntegrityError("requests wait in a replay, and none can run")
+        ran = {name: passes.passes - before[name] for name, passes in self._replayed.items()}
+        seconds = dict(self._engine.clock.last)
+        return PlayedStep(seconds, self._executor.rows - rows, ran, self._in_step, tuple(self._entries))
+
+    def _begin(self, requests: Sequence[str]) -> None:
+        self._in_step = tuple(requests)
+
+    def _hear(self, event: TreeEvent) -> None:
+        playing, path = self._playing[event.request_id], event.acceptance.path
+        committed = playing.text[playing.said : playing.said + len(path) + 1]
+        playing.said += len(committed)
+        self._entries.append(PlayedEntry(event.request_id, event.tree, path, committed))
+
+    def _leave(self, request_id: str) -> None:
+        playing = self._playing.pop(request_id)
+        if playing.said != len(playing.text):
+            raise IntegrityError(f"request {request_id} of a replay ended after {playing.said} tokens")
+        del self._executor.texts[request_id]
+        for passes in self._replayed.values():
+            passes.forget(request_id)
+
+
+def _wordless_tokenizer(ending: Iterable[int]) -> Tokenizer:
+    """A tokenizer whose ids stand for no text, as a trace does not say for which."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return Tokenizer(backend, eos_token_ids=ending)
+
+
+def num_blocks(facts: EngineFacts, speculation: SpeculationConfig, batch: int) -> int:
+    """Cache blocks for so many of the longest texts at once, with their trees."""
+    return -(-batch * (facts.max_context + speculation.max_nodes) // facts.block_size)
+
+
+def path_along(tree: TokenTree, text: Sequence[int], end: int) -> tuple[int, ...]:
+    """The nodes of a tree below `end` tokens of a text along which the text goes on."""
+    children = tree.children() if tree.num_nodes > 1 else [{}]
+    path: list[int] = []
+    node = 0
+    for token in text[end:]:
+        child = children[node].get(token)
+        if child is None:
+            break
+        node = child
+        path.append(node)
+    return tuple(path)
+
+
+def speculators_of(
+    speculation: SpeculationConfig, trace: Trace, replayed: Mapping[str, AnyReplayed]
+) -> list[AnySpeculator]:
+    """The speculators of an engine in the order they are asked, its drafts answered from a trace."""
+    return [*build_speculators(speculation), *replayed_speculators(replayed, speculation, trace)]
