@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specinfer.attention.backend import CacheAttention
 from specinfer.errors import ensure
-from specinfer.heads.config import BlockConfig, EagleConfig, MedusaConfig
+from specinfer.heads.config import HeadConfig
 from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel
@@ -27,7 +27,7 @@ from specinfer.runtime.features import TappedRows
 from specinfer.runtime.inference import inference
 from specinfer.runtime.kv_cache import KvCache
 
-Config = TypeVar("Config", EagleConfig, BlockConfig, MedusaConfig)
+Config = TypeVar("Config", bound=HeadConfig)
 Text = TypeVar("Text")  # one text's share of a pass, as a kind of head wants it
 
 

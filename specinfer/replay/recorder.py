@@ -295,7 +295,9 @@ def _guess(
         if isinstance(model, BlockModel):
             runner_of_head = HeadRunner(model, num_blocks=blocks, block_size=engine.block_size)
             own = named_tokens(model.ids, model.config.vocab_size)
-            best_first = RecordedTrees(grow_best_first(name, model, own), recording.notes)
+            if (grow := grow_best_first(name, model, own)) is None:
+                raise ConfigError(f"{name} is a head, whose trees are recorded with native kernels: use them")
+            best_first = RecordedTrees(grow, recording.notes)
             trees = OnePassTrees(name, shapes[0], best_first.grow, level_drawer(name, model, own))
             speculators.append(
                 BlockDraft(

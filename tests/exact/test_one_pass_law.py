@@ -21,10 +21,8 @@ from specinfer.heads.medusa import MedusaModel, MedusaText
 from specinfer.models.weights import load_model, open_model
 from specinfer.runtime.features import TappedRows
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.drafts import plain_trees
 from specinfer.speculate.drafts.draft_tokens import named_tokens
 from specinfer.speculate.drafts.growth import Growth, Shape
-from specinfer.speculate.drafts.one_pass import OnePassTrees
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
 from specinfer.verify import noise
@@ -42,6 +40,7 @@ from tests.heads import (
     write_medusa,
     write_tiny_head,
 )
+from tests.oracles import best_first
 from tests.tiny_models import write_tiny_llama
 
 from .enumeration import World, distance, own_law
@@ -80,7 +79,9 @@ class Head:
         else:
             written = write_tiny_head(tiny_head(config, seed=3), folder / name)
         self.model = load_head(HeadFolder(written, target.config), target, model)
-        self.trees = OnePassTrees.of("head", self.model, SHAPE, named_tokens(self.model.ids, VOCAB))
+        named = named_tokens(self.model.ids, VOCAB)
+        named = named_tokens(self.model.ids, VOCAB)
+        self.trees = best_first.plain_one_pass_trees("head", self.model, SHAPE, named)
         self.params = params
 
     def tree(self, text, most):
@@ -138,8 +139,8 @@ def cuts(head, step, most, monkeypatch):
         grown.append(made)
         return grow(builder, made, *rest)
 
-    grow = plain_trees.grow
-    monkeypatch.setattr(plain_trees, "grow", caught)
+    grow = best_first.grow
+    monkeypatch.setattr(best_first, "grow", caught)
     for length in range(LENGTH):
         for text in product(range(len(SAID)), repeat=length):
             p = step.world.law("target", text)
@@ -153,7 +154,7 @@ def cuts(head, step, most, monkeypatch):
                     rows = level.logits_AC[before][:, said]
                     found[position] |= {exp(first - second) for first, second in rows}
                     before = said
-    monkeypatch.setattr(plain_trees, "grow", grow)
+    monkeypatch.setattr(best_first, "grow", grow)
     return [sorted(ratios) for ratios in found]
 
 

@@ -1,0 +1,1 @@
+"""Slow, plain versions of what ships, to hold it against."""

@@ -1,8 +1,9 @@
 """Trees whose levels are all guessed by one pass of a head.
 
 What each level guesses depends on the token before it by the Markov term alone, if there is one. So point
-masses and coupled draws are grown best first (best_first.py). Samples, requests with a shape of their own and
-those whose processors or filters look at whole rows are drawn level by level as a draft model's.
+masses and coupled draws are grown best first, where there are native kernels (best_first.py). Without these
+all trees are drawn level by level as a draft model's. So are samples, requests with a shape of their own, and
+those whose processors or filters look at whole rows, everywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from specinfer.speculate.drafts.draft import Draft
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.speculate.drafts.growth import Growth, GuessedTree, Shape, trees_first
-from specinfer.speculate.drafts.plain_trees import PlainTrees
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import as_runs
 
@@ -38,9 +38,10 @@ GrowTrees = Callable[[Sequence[GuessedTree], Tensor, Tensor, int], None]
 DrawLevel = Callable[[Sequence[Site], Sequence[int], Sequence[int], Tensor], None]
 
 
-def grow_best_first(name: str, model: AnyHeadModel, vocabulary: DraftVocabulary | None) -> GrowTrees:
-    """How a head's best-first trees are grown: by the library, where its kernels are native."""
-    return (NativeTrees.of(name, model, vocabulary) or PlainTrees(name, model, vocabulary)).grow
+def grow_best_first(name: str, model: AnyHeadModel, vocabulary: DraftVocabulary | None) -> GrowTrees | None:
+    """How a head's best-first trees are grown: by the library; None where its kernels are not native."""
+    native = NativeTrees.of(name, model, vocabulary)
+    return None if native is None else native.grow
 
 
 def level_drawer(name: str, model: AnyHeadModel, vocabulary: DraftVocabulary | None) -> DrawLevel:
@@ -61,8 +62,10 @@ def level_drawer(name: str, model: AnyHeadModel, vocabulary: DraftVocabulary | N
 class OnePassTrees:
     """Grows trees from what the output layer of a head reads of all their levels."""
 
-    def __init__(self, name: str, shape: Shape, grow_best_first: GrowTrees, draw_level: DrawLevel) -> None:
-        """`shape` is of trees not grown best first."""
+    def __init__(
+        self, name: str, shape: Shape, grow_best_first: GrowTrees | None, draw_level: DrawLevel
+    ) -> None:
+        """`shape` is of trees not grown best first, which are all of them where `grow_best_first` is None."""
         self._name = name
         self.shape = shape._replace(learned=False)  # what is drawn by levels has a shape
         self._most = MOST_NODES  # of a tree grown best first, as many as somebody may want
@@ -81,7 +84,8 @@ class OnePassTrees:
     def most_nodes(self, request: Request) -> int:
         """A full tree of the request's expansion, or the most that is grown of any."""
         own = request.params.speculation.expansion
-        return max(MOST_NODES, self.shape.expansion.num_nodes - 1) if own is None else own.num_nodes - 1
+        least = 0 if self._grow_best_first is None else MOST_NODES
+        return max(least, self.shape.expansion.num_nodes - 1) if own is None else own.num_nodes - 1
 
     def open(self, growth: Growth, first: int, levels: int) -> GuessedTree:
         """A tree that is about to grow out of the pass's rows first..first+levels-1 of all that guess."""
@@ -112,12 +116,12 @@ class OnePassTrees:
         by_level: list[GuessedTree] = []
         best_first: list[GuessedTree] = []
         for one in guessed:
-            if _is_best_first(one.growth, one.site):
+            if self._grow_best_first is not None and _is_best_first(one.growth, one.site):
                 best_first.append(one)
             else:
                 one.growth.limit = min(one.growth.limit, self.shape.depth(one.growth.entry.request))
                 by_level.append(one)
-        if best_first:
+        if best_first and self._grow_best_first is not None:
             self._grow_best_first(best_first, read_TD, logits_TU, self._most)
         while by_level:
             by_level = self._grow_a_level(by_level, logits_TU)

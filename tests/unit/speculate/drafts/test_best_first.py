@@ -7,9 +7,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from specinfer.speculate.drafts.best_first import WIDTH, Level, Race, grow
+from specinfer.speculate.drafts.best_first import WIDTH
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.verify.noise import exponentials
+from tests.oracles.best_first import Level, Race, grow
 
 TOKENS = np.array([[10, 11, 12], [20, 21, 22], [30, 31, 32]])
 

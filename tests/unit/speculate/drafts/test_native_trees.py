@@ -19,11 +19,11 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.best_first import NativeTrees
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, named_tokens
 from specinfer.speculate.drafts.growth import Growth, GuessedTree, Shape
-from specinfer.speculate.drafts.plain_trees import PlainTrees
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
 from tests import plans
 from tests.heads import SIZE, VOCAB, block_config, tiny_head, write_tiny_head
+from tests.oracles.best_first import PlainTrees
 from tests.tiny_models import write_tiny_llama
 
 CPU = torch.device("cpu")

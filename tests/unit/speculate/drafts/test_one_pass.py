@@ -12,7 +12,7 @@ from specinfer.heads.kinds import AnyHeadModel
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.growth import Growth, Shape
-from specinfer.speculate.drafts.one_pass import OnePassTrees
+from specinfer.speculate.drafts.one_pass import OnePassTrees, level_drawer
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.speculate.speculator import Speculator
@@ -55,16 +55,20 @@ def chain(nodes: int, name: str = "head") -> TokenTree:
     return builder.build()
 
 
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("params", [{"top_p": 0.9, "temperature": 1.0}, {"temperature": 0}])
-def test_what_is_drawn_by_levels_has_a_shape(head: Loaded, params: dict[str, Any]) -> None:
+def test_what_is_drawn_by_levels_has_a_shape(head: Loaded, params: dict[str, Any], native: bool) -> None:
     model, vocabulary = head
     learned = Shape(Expansion((1, 2, 1)), DrawRule.COUPLED, learned=True)
     entry = plans.entry([3, 7], params=SamplingParams(seed=1, **params))
     growth = Growth.of(entry, "head", LEVELS)
     read_TD = torch.randn(LEVELS, SIZE, generator=torch.Generator().manual_seed(1))
     mine = OnePassTrees.of("head", model, learned, vocabulary)
+    if not native:
+        mine = OnePassTrees("head", learned, None, level_drawer("head", model, vocabulary))
+        assert mine.most_nodes(entry.request) == 5
     mine.grow([mine.open(growth, 0, LEVELS)], read_TD, model.logits(read_TD))
-    by_levels = "top_p" in params
+    by_levels = "top_p" in params or not native
     assert (growth.tree().parents == (-1, 0, 1, 1, 2, 3)) == by_levels
 
 

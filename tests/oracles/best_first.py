@@ -1,13 +1,13 @@
-"""Best-first trees of one pass in PyTorch and NumPy: the oracle of NativeTrees (best_first.py).
+"""Best-first trees of one pass in PyTorch and NumPy: the oracle of the library's (cpu/best_first.cpp).
 
-What a level guesses depends on the token before it by the Markov term alone, if there is one. A level's
-candidates are the likeliest tokens behind the mean of the tokens that may stand before it; behind each of
-these the candidates have logits of their own.
+Shapes: L levels, C candidates a level, A tokens that may stand before a level (the anchor; then C), W
+children that a node may have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -18,14 +18,92 @@ from torch import Tensor
 from specinfer.heads.kinds import AnyHeadModel
 from specinfer.heads.runner import MarkovTerm
 from specinfer.runtime.flight import HostFlight
-from specinfer.speculate.drafts.best_first import Level, Race, grow
+from specinfer.speculate.drafts.best_first import WIDTH, Children, add_likeliest
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
-from specinfer.speculate.drafts.growth import GuessedTree
-from specinfer.tree import DrawRule
+from specinfer.speculate.drafts.growth import GuessedTree, Shape
+from specinfer.speculate.drafts.one_pass import OnePassTrees, level_drawer
+from specinfer.tree import DrawRule, TreeBuilder
+from specinfer.verify.noise import exponentials
 from specinfer.verify.scan import Likeliest
 
+Floats = NDArray[np.float64]
 _CANDIDATES: Final = 16  # of a level where the likeliest are wanted
 _RACERS: Final = 32  # where noise decides among them
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What is guessed at one level, given each token that may stand before."""
+
+    tokens_C: NDArray[np.int64]  # the target's ids
+    logits_AC: Floats  # at the temperature, the Markov term included
+    rest: float  # the mass of all other tokens, in units of e^logit
+    right_A: Floats | None = None  # how likely the guess is right, where the head says
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """The noise that the target will use: a request's seed, and where the first level's tokens will stand."""
+
+    seed: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranked:
+    """One level's children, best first: [A, W] each."""
+
+    places: NDArray[np.int64]  # among the level's candidates
+    tokens: list[list[int]]
+    hopes: list[list[float]]
+    evidence: list[tuple[float, float]]  # of each A: how likely the two likeliest are; 0 where there is one
+
+
+def grow(
+    builder: TreeBuilder, levels: Sequence[Level], most: int, speculator: str, race: Race | None
+) -> None:
+    """Add at most `most` nodes below the builder's root, as far as it has room, the likeliest paths first.
+
+    With `race` children are ranked as the coupled rule draws, else they are point masses. A draw's confidence
+    is how likely it is right, and its evidence how likely the two likeliest tokens there are.
+    """
+    ranked = [_rank(level, number, race) for number, level in enumerate(levels)]
+    rule = DrawRule.POINT_MASS if race is None else DrawRule.COUPLED
+
+    def children(place: tuple[int, int]) -> Children[tuple[int, int]]:
+        """Of a level, behind one of the tokens that may stand before."""
+        level, before = place
+        at = ranked[level]
+        below = [
+            (level + 1, behind) if level + 1 < len(ranked) else None for behind in at.places[before].tolist()
+        ]
+        return Children(at.tokens[before], at.hopes[before], at.evidence[before], below)
+
+    add_likeliest(builder, (0, 0), children, most, speculator, rule)
+
+
+def _rank(level: Level, number: int, race: Race | None) -> _Ranked:
+    """The children behind each token that may stand before, best first, and how likely each is right."""
+    top_A1 = level.logits_AC.max(axis=1, keepdims=True)
+    weights_AC = np.exp(level.logits_AC - top_A1)
+    mass_A1 = weights_AC.sum(axis=1, keepdims=True) + level.rest * np.exp(-top_A1)
+    chances_AC = weights_AC / mass_A1
+    keys_AC = -level.logits_AC
+    if race is not None:
+        keys_AC = np.log(exponentials(race.seed, race.position + number, level.tokens_C)) + keys_AC
+    places_AW = np.argsort(keys_AC, axis=1, kind="stable")[:, :WIDTH]
+    best_AW = -np.sort(-chances_AC, axis=1)[:, : max(2, WIDTH)]
+    hopes_AW = best_AW[:, : places_AW.shape[1]]
+    if race is not None and level.right_A is not None:
+        # The first is right as often as the head says; the others share what it leaves in the same way.
+        right_A1 = level.right_A[:, None]
+        hopes_AW = right_A1 * (1 - right_A1) ** np.arange(places_AW.shape[1])
+    return _Ranked(
+        places_AW,
+        level.tokens_C[places_AW].tolist(),
+        hopes_AW.tolist(),
+        [(row[0], row[1] if len(row) > 1 else 0.0) for row in best_AW[:, :2].tolist()],
+    )
 
 
 class PlainTrees:
@@ -127,3 +205,12 @@ class _Levels:
     def row(self) -> int:
         """The next level's, of all that guess."""
         return self.guessed.first + len(self.levels)
+
+
+def plain_one_pass_trees(
+    name: str, model: AnyHeadModel, shape: Shape, vocabulary: DraftVocabulary | None
+) -> OnePassTrees:
+    """As OnePassTrees.of, with best-first trees by the oracle."""
+    return OnePassTrees(
+        name, shape, PlainTrees(name, model, vocabulary).grow, level_drawer(name, model, vocabulary)
+    )
