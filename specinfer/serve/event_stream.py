@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
 from io import BytesIO
 from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from specinfer.serve.api_error import ADMITTED, ApiError
 
-PING: Final = b": ping\n\n"  # a comment: clients drop it, and proxies see that the stream lives
+PING: Final = ": ping\n\n"  # a comment: clients drop it, and proxies see that the stream lives
 _Answer = TypeVar("_Answer")
 _ENCODED: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -48,17 +47,7 @@ async def stream(
     if first.done():
         first.result()
 
-    async def whole() -> AsyncGenerator[str]:
-        async with aclosing(events):
-            try:
-                yield await first
-                async for one in events:
-                    yield one
-                yield done
-            except ApiError as error:
-                yield error.event
-
-    return _Events(whole(), events, first, ping)
+    return _Events(events, first, done, ping)
 
 
 async def _first(events: AsyncGenerator[str]) -> str:
@@ -73,13 +62,14 @@ class _Events(StreamingResponse):
     """
 
     def __init__(
-        self, whole: AsyncGenerator[str], events: AsyncGenerator[str], first: asyncio.Future[str], ping: float
+        self, events: AsyncGenerator[str], first: asyncio.Future[str], done: str, ping: float
     ) -> None:
-        self._generators = (whole, events)  # the one that is sent, and what it reads from if it ever begins
-        self._first = first
+        self._events = events
+        self._first = first  # of them
+        self._done = done
         self._ping = ping
         super().__init__(
-            whole,
+            (),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},  # a proxy hands on at once
         )
@@ -89,36 +79,37 @@ class _Events(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await _cancel(self._first)
-            for one in self._generators:
-                await one.aclose()
+            await self._events.aclose()
 
     async def stream_response(self, send: Send) -> None:
-        """As the framework has it, with comments in between."""
-        loop, pinging = asyncio.get_running_loop(), None
+        """The events, with comments in between."""
+        loop = asyncio.get_running_loop()
         sent = loop.time()
 
-        async def keep_alive() -> None:
+        async def say(text: str) -> None:
             nonlocal sent
+            sent = loop.time()
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+        async def keep_alive() -> None:
             while True:
                 await asyncio.sleep(sent + self._ping - loop.time())
                 if loop.time() >= sent + self._ping:
-                    sent = loop.time()
-                    await send({"type": "http.response.body", "body": PING, "more_body": True})
+                    await say(PING)
 
-        async def tell(message: Message) -> None:
-            nonlocal sent, pinging
-            sent = loop.time()
-            if pinging is not None and not message.get("more_body"):
-                await _cancel(pinging)
-            await send(message)
-            if self._ping and pinging is None:
-                pinging = asyncio.ensure_future(keep_alive())
-
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        pinging = asyncio.ensure_future(keep_alive()) if self._ping else None
         try:
-            await super().stream_response(tell)
+            await say(await self._first)
+            async for one in self._events:
+                await say(one)
+            await say(self._done)
+        except ApiError as error:
+            await say(error.event)
         finally:
             if pinging is not None:
                 await _cancel(pinging)
+        await send({"type": "http.response.body", "body": b""})
 
 
 async def _cancel(task: asyncio.Future[Any]) -> None:

@@ -114,10 +114,11 @@ def sent(events: AsyncGenerator[str], *, ping: float) -> list[tuple[float, bytes
 
 def test_a_stream_begins_when_its_request_is_admitted_and_is_kept_alive_while_nothing_is_said() -> None:
     a, b, done = event("a").encode(), event("b").encode(), b"data: [DONE]\n\n"
-    expected = [(1.0, b"start"), *((t, PING) for t in (16.0, 31.0)), (42.0, a), (57.0, PING), (62.0, b)]
+    ping = PING.encode()
+    expected = [(1.0, b"start"), *((t, ping) for t in (16.0, 31.0)), (42.0, a), (57.0, ping), (62.0, b)]
     assert sent(told_late(41.0, "a", "b", pause=20.0), ping=15.0) == [
         *expected,
-        *((77.0, PING), (82.0, done), (82.0, b"")),
+        *((77.0, ping), (82.0, done), (82.0, b"")),
     ]
     quiet = sent(told_late(41.0, "a"), ping=0.0)
     assert quiet == [(1.0, b"start"), (42.0, a), (42.0, done), (42.0, b"")]
@@ -136,7 +137,7 @@ def test_what_is_refused_before_it_is_admitted_is_no_stream() -> None:
 def test_what_fails_behind_that_is_the_last_event() -> None:
     error = ApiError("the engine died", status=500)
     assert sent(told_late(9.0, error), ping=5.0) == [
-        *((1.0, b"start"), (6.0, PING), (10.0, error.event.encode()), (10.0, b"")),
+        *((1.0, b"start"), (6.0, PING.encode()), (10.0, error.event.encode()), (10.0, b"")),
     ]
 
 
