@@ -38,10 +38,8 @@ def script() -> Iterator[Callable[[str], ModuleType]]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a script with options and `--out page.md`; returns the lines of the page."""
-    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path / "cache"))  # measured costs are kept there
-    monkeypatch.setenv("CXX", "no-such-compiler")  # and no kernels built
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tiny tensors gain nothing from more
 
     def main(module: ModuleType, *options: str, status: int | None = None) -> list[str]:
@@ -85,7 +83,17 @@ def traces(run: Run, pair: tuple[str, str], dataset: str, tmp_path: Path) -> lis
         done = CliRunner().invoke(
             cli,
             [
-                *("trace", "record", "--model", pair[0], "--draft", pair[1], "--ngram", "--prompts", dataset),
+                *(
+                    "trace",
+                    "record",
+                    "--model",
+                    pair[0],
+                    "--draft",
+                    pair[1],
+                    "--no-lookup",
+                    "--prompts",
+                    dataset,
+                ),
                 *("--out", str(out), "--max-tokens", "16", "--temperature", "0.5", "--seed", str(seed)),
                 *("--expansion", "1,1,3,1,1", "--shape", "1,1,3,1,1", "--kv-cache-memory", "16MB"),
             ],
