@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from serving.process import Server, free_port
+from peers.process import Server, free_port
 from study import REQUIRED, Study, in_turn, natural, parser, row, run, settings_of
 
 from specinfer import LLM, SamplingParams

@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peers.process import WorkerError
-from serving.process import Server, free_port
+from peers.process import Server, WorkerError, free_port
 from study import REQUIRED, Study, parser, row, run, settings_of
 
 from specinfer.errors import DatasetError

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import httpx
 import psutil
-from serving.process import Server, free_port
+from peers.process import Server, free_port
 from study import Study, natural, parser, row, run, settings_of
 
 from specinfer import LLM, SamplingParams

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import psutil
-from peers.process import WorkerError
+from peers.process import Server, WorkerError, free_port
 from peers.weights import INSTALL, Home, WeightsError, default_home
 from serving.engines import ENGINES, Engine, select
-from serving.process import Server, free_port
 from serving.report import cell_key, kept, page
 from study import REQUIRED, Study, digest, natural, parser, run
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
-from serving.process import Server, free_port
+from peers.process import Server, free_port
 from study import REQUIRED, Study, ask, in_turn, natural, parser, row, run, settings_of
 
 from specinfer import LLM, SamplingParams

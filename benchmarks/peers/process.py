@@ -1,4 +1,4 @@
-"""One engine as a child process, and the parent's side of the protocol in worker.py."""
+"""Engines as child processes: workers, by the parent's side of the protocol in worker.py, and servers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -14,11 +15,15 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.error import URLError
+from urllib.request import ProxyHandler, build_opener
 
 import psutil
 
 _GRACE = 20  # seconds a worker has to end by itself
 _SHOWN = 160  # characters of its last words
+_EVERY = 0.2  # seconds between two questions whether a server is ready
+_DIRECT = build_opener(ProxyHandler({}))
 
 
 class WorkerError(Exception):
@@ -152,6 +157,45 @@ class Worker(Child):
             self._unread += chunk
         line, _, self._unread = self._unread.partition(b"\n")
         return line
+
+
+class Server(Child):
+    """A server of OpenAI's API on a port of this machine."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], port: int) -> None:
+        """Start `command`, which serves at `port`. Raises WorkerError if it cannot be run."""
+        super().__init__(command, environment, subprocess.DEVNULL)
+        self.url = f"http://127.0.0.1:{port}"
+
+    def wait_until_ready(self, timeout: float) -> None:
+        """Return when it lists its models; raises WorkerError when it ends before that, or takes longer."""
+        end = time.monotonic() + timeout
+        while not self._ready():
+            if self._process.poll() is not None:
+                raise WorkerError(self._how_it_ended())
+            if time.monotonic() > end:
+                raise WorkerError(f"not ready within {timeout:.0f} s")
+            time.sleep(_EVERY)
+
+    def close(self) -> None:
+        """Ask the server to end, and see to it."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        super().close()
+
+    def _ready(self) -> bool:
+        try:
+            with _DIRECT.open(f"{self.url}/v1/models", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (URLError, OSError, ValueError):
+            return False
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens to now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _peak_memory(process: psutil.Process) -> int:
