@@ -50,12 +50,12 @@ _SPECINFER = (
 )
 _QUANTIZATIONS = {"bf16": "none", "int8": "int8", "int4": "int4"}
 _GUESSING = {
-    "ngram": ("--ngram",),
-    "draft": ("--draft", "$draft", "--draft-quantization", "int4", "--no-ngram"),
-    "draft+ngram": ("--draft", "$draft", "--draft-quantization", "int4", "--ngram"),
+    "ngram": ("--lookup",),
+    "draft": ("--draft", "$draft", "--draft-quantization", "int4", "--no-lookup"),
+    "draft+ngram": ("--draft", "$draft", "--draft-quantization", "int4", "--lookup"),
 }
 _SPECINFER_MODES = {
-    "": ("--no-ngram",),
+    "": ("--no-lookup",),
     **{f"+{name}-{size}": (*flags, "--tree-size", size)
        for name, flags in _GUESSING.items() for size in ("fixed", "cost")},
 }  # fmt: skip

@@ -54,8 +54,8 @@ def _library_for_lookups(config: SpeculationConfig, progress: Progress | None) -
     except KernelBuildError as error:
         if config.lookup != "auto":
             raise KernelBuildError(
-                f"lookup needs native kernels, which cannot be had: {error}; install a C++ compiler or a "
-                "wheel with kernels, or leave lookups off: lookup=False, --no-lookup"
+                f"lookup is {config.lookup}, and needs native kernels: {error}; or leave lookups off: "
+                "lookup=False, --no-lookup"
             ) from None
         _LOG.warning("no guesses are looked up, as that needs native kernels: %s", error)
         return None

@@ -106,7 +106,7 @@ def chi_square(counts: Mapping[tuple[int, ...], float], law: Mapping[tuple[int, 
         {"drafts": ["similar", "stranger"], "verifier": "mss", "lookup": True, "expansion": (2, 2)},
         {"drafts": ["stranger"], "verifier": "mss", "expansion": (3, 3), "max_nodes": 6},
     ],
-    ids=["coupled", "coupled, top-k", "mss, iid", "mss, without replacement and ngram", "mss, small budget"],
+    ids=["coupled", "coupled, top-k", "mss, iid", "mss, without replacement and lookup", "mss, small budget"],
 )
 def test_three_tokens_follow_the_targets_law(
     tiny: Tiny, options: dict[str, Any], sampling: dict[str, Any]

@@ -77,7 +77,7 @@ def test_speculators_keep_nothing_of_a_request_that_left(tiny: Tiny, ending: str
         stream.close()
     assert [finished for name, finished in told if name == first.request_id].count(True) == 1
     by_name = {s.name: s for s in engine_of(llm)._speculators._speculators}  # type: ignore[attr-defined]
-    assert (by_name["0-similar"]._texts, by_name["lookup"]._running) == ({}, {})
+    assert (by_name["0-similar"]._texts._texts, by_name["lookup"]._running) == ({}, {})
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 5, "max_batch_size": 4, "block_size": 4}])

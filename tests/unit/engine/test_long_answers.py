@@ -101,7 +101,7 @@ def phrases(count: int) -> list[int]:
 def test_the_last_steps_of_a_long_answer_cost_what_its_first_do(tmp_path: Path) -> None:
     text = phrases(TOKENS)
     tiny = write_tiny(tmp_path, vocab_size=256, max_context=len(PROMPT) + TOKENS + 64)
-    options: dict[str, Any] = {"ngram": True, "suffix": True, "kv_cache_memory": 1 << 27, "block_size": 64}
+    options: dict[str, Any] = {"lookup": True, "kv_cache_memory": 1 << 27, "block_size": 64}
     params = SamplingParams(
         temperature=0,
         max_tokens=TOKENS,

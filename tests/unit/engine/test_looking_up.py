@@ -37,17 +37,16 @@ def test_guesses_are_looked_up_whichever_kernels_the_models_run_on(folder: Path,
     assert guessed(folder, kernels=kernels, lookup=True) > 0
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_guesses_are_looked_up_unless_that_is_switched_off(folder: Path, kernels: str) -> None:
+def test_guesses_are_looked_up_unless_that_is_switched_off(folder: Path) -> None:
     library_or_skip()
-    assert guessed(folder, kernels=kernels, lookup="auto") > 0
-    assert guessed(folder, kernels=kernels, lookup=False) == 0
+    assert guessed(folder) > 0
+    assert guessed(folder, lookup=False) == 0
 
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(progress: object = None) -> None:
-        raise KernelBuildError("no compiler here")
+        raise KernelBuildError("no compiler here; install one")
 
     monkeypatch.setattr(table, "load_library", refuse)
 
@@ -55,10 +54,12 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_library")
 @pytest.mark.parametrize("name", ["lookup", "ngram", "suffix"])
 def test_lookups_that_are_asked_for_are_refused_without_a_library(folder: Path, name: str) -> None:
-    line = r"no compiler here; install a C\+\+ compiler or a wheel"
-    with pytest.raises(KernelBuildError, match=line) as caught:
+    with pytest.raises(KernelBuildError) as caught:
         guessed(folder, kernels="torch", **{name: True})
-    assert str(caught.value).endswith("or leave lookups off: lookup=False, --no-lookup")
+    assert str(caught.value) == (
+        "lookup is True, and needs native kernels: no compiler here; install one; or leave lookups off: "
+        "lookup=False, --no-lookup"
+    )
 
 
 @pytest.mark.usefixtures("no_library")
@@ -68,4 +69,4 @@ def test_lookups_by_default_are_left_off_without_a_library(
     with caplog.at_level(logging.WARNING, logger="specinfer"):
         assert guessed(folder, kernels="torch", lookup="auto") == 0
     told = [record.message for record in caplog.records if "looked up" in record.message]
-    assert told == ["no guesses are looked up, as that needs native kernels: no compiler here"]
+    assert told == ["no guesses are looked up, as that needs native kernels: no compiler here; install one"]

@@ -52,7 +52,7 @@ from tests.unit.engine.byte_oracle import EOS, LENGTH, PROMPTS, SPECULATION, VOC
         ),
         (
             {"speculation": {"speculators": ["ngram", "eagle"]}},
-            "speculation.speculators names 'eagle'; this engine has grammar, prediction, suffix, ngram, "
+            "speculation.speculators names 'eagle'; this engine has grammar, prediction, lookup, "
             "0-similar, 1-stranger",
         ),
         (

@@ -15,12 +15,14 @@ from tests.served import Served
 
 pytestmark = pytest.mark.thorough
 
+# Steps are counted, so no answer is guessed from earlier ones.
+OPTIONS: dict[str, Any] = {"tree_size": "fixed", "lookup": True, "lookup_memory": 0}
 HI = [{"role": "user", "content": "Hi there, hi there"}]
 
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(folder, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", lookup=True) as made:
+    with LLM(folder, dtype="float32", kv_cache_memory=1 << 24, **OPTIONS) as made:
         yield made
 
 
