@@ -1,6 +1,6 @@
 """A wheel with the native kernels inside: a library for every kind of CPU of this architecture.
 
-    pip wheel . --no-deps                                  all levels of specinfer/kernels/levels.py
+    pip wheel . --no-deps                                  all levels of specinfer/kernels/machine.py
     SPECINFER_WHEEL_LEVELS=amx,avx2 pip wheel . --no-deps  these alone, and each of them must compile
 
 A level that the compiler is too old for is left out. Where there is no compiler the wheel is a pure one, and
@@ -27,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.build import compile_library, find_compiler
-from specinfer.kernels.levels import LEVELS, Level
-from specinfer.kernels.machine import architecture
+from specinfer.kernels.machine import LEVELS, Level, architecture
 
 WANTED = "SPECINFER_WHEEL_LEVELS"
 

@@ -30,11 +30,10 @@ from torch import Tensor
 from specinfer.config import EngineConfig, KernelChoice
 from specinfer.engine.build import load_models, use_threads
 from specinfer.hub import resolve
-from specinfer.kernels.bandwidth import STREAMED, Bandwidth
+from specinfer.kernels.bandwidth import STREAMED, Bandwidth, profiled
 from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.machine import thread_count
 from specinfer.kernels.product import Product
-from specinfer.kernels.profile import profiled
 from specinfer.kernels.quantized import (
     Int4Weight,
     Int8Weight,

@@ -26,7 +26,7 @@ from study import REQUIRED, Study, parser, row, run, settings_of
 from specinfer.errors import DatasetError
 from specinfer.hub import resolve
 from specinfer.report.dataset import json_object, read_rows
-from specinfer.tokenizer.export import write_tokenizer
+from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 
 WORKER = Path(__file__).parent / "peers" / "run_lm_eval.py"
 CHOICES = 4  # of a row that brings none of its own

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from specinfer.tokenizer.token_bytes import byte_alphabet
+from specinfer.tokenizer.detokenizer import byte_alphabet
 
 CHARACTER = {byte: character for character, byte in byte_alphabet().items()}
 

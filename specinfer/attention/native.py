@@ -102,7 +102,7 @@ class NativeCache:
 
 
 class NativeAttend:
-    """NativeAttention's Attend; kernels/layers.py takes its addresses to the same code."""
+    """NativeAttention's Attend; kernels/decoder.py takes its addresses to the same code."""
 
     __slots__ = ("_numbers", "cache", "paths")
 

@@ -21,14 +21,17 @@ from specinfer.errors import ConfigError
 from specinfer.hub import resolve
 from specinfer.kernels.bandwidth import Bandwidth, seconds
 from specinfer.kernels.build import packaged_library
-from specinfer.kernels.cgroups import cgroup_cpus
-from specinfer.kernels.levels import LEVELS, VARIABLE, Level, levels_here
 from specinfer.kernels.library import Library
 from specinfer.kernels.machine import (
+    LEVELS,
+    VARIABLE,
+    Level,
     allowed_cpus,
     architecture,
+    cgroup_cpus,
     cpu_features,
     cpu_name,
+    levels_here,
     thread_count,
     usable_cores,
 )

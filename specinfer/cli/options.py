@@ -10,7 +10,7 @@ import click
 
 from specinfer.config import OLD_NAMES, EngineConfig
 from specinfer.errors import ConfigError
-from specinfer.hub.shipped import heads_of
+from specinfer.hub.catalogue import heads_of
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM

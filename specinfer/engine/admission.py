@@ -14,14 +14,14 @@ from specinfer.engine.sequence import SequenceState
 from specinfer.engine.transcript import Transcript
 from specinfer.errors import RequestError, naming
 from specinfer.grammar.grammar import GrammarCompiler, GrammarState
-from specinfer.processors.bad_words import tokenize_bad_words
+from specinfer.processors.changes import tokenize_bad_words
 from specinfer.processors.pipeline import Processors
 from specinfer.request import Delta, Request
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.lookups.alignment import PredictionShelf
 from specinfer.structured_output import StructuredOutput
 from specinfer.tokenizer import Tokenizer
-from specinfer.verify.prompt_logprobs import FIGURE_BYTES, PromptLogprobs
+from specinfer.verify.logprobs import FIGURE_BYTES, PromptLogprobs
 
 MOST_FIGURES: Final = (64 << 20) // FIGURE_BYTES  # that are reported of one prompt
 

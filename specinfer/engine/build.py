@@ -36,7 +36,7 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
 from specinfer.heads.load import load_head
 from specinfer.heads.runner import HeadModel
-from specinfer.hub.sampling_defaults import sampling_defaults
+from specinfer.hub.model_files import sampling_defaults
 from specinfer.kernels.choice import Kernels, choose_kernels, guessing, streaming
 from specinfer.kernels.machine import thread_count
 from specinfer.models.language_model import LanguageModel

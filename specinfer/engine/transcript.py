@@ -20,7 +20,7 @@ from specinfer.tokenizer import Detokenizer, Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import proposed_by
 from specinfer.verify.acceptance import Acceptance
-from specinfer.verify.prompt_logprobs import PromptLogprobs
+from specinfer.verify.logprobs import PromptLogprobs
 
 
 class Transcript:

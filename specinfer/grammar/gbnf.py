@@ -13,21 +13,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from specinfer.errors import RequestError
-from specinfer.grammar.regex_repeats import MAX_REPEAT, largest_repeat
-from specinfer.grammar.rules import (
-    Choice,
-    Expression,
-    Literal,
-    Pattern,
-    Reference,
-    Repeat,
-    Rules,
-    Sequence,
-    in_use,
-    references,
-)
+from specinfer.grammar.ecma_regex import MAX_REPEAT, largest_repeat
 
 START = "root"
 MAX_REGEX = 32 * 1024  # characters; a larger regular grammar is written as rules
@@ -37,6 +28,77 @@ _SPACE = re.compile(r"(?:\s|#[^\n]*)*")
 _BOUNDS = re.compile(r"\{\s*(?=[\d,])(\d{0,9})\s*(,?)\s*(\d{0,9})\s*\}")
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|([\s\S]))")
 _LETTERS = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-", "^": "^"}
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """This text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Any text a regular expression matches; one character of a class, in a GBNF grammar."""
+
+    regex: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Whatever the rule of that name stands for."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One after the other."""
+
+    items: tuple[Expression, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Any one of them."""
+
+    options: tuple[Expression, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """`low` to `high` times; without end when `high` is None."""
+
+    item: Expression
+    low: int
+    high: int | None
+
+
+Expression = Literal | Pattern | Reference | Sequence | Choice | Repeat
+Rules = Mapping[str, Expression]
+
+
+def in_use(rules: Rules, start: str) -> list[str]:
+    """The names of the rules that `start` leads to, itself first."""
+    found: dict[str, None] = {start: None}
+    todo = deque(found)
+    while todo:
+        new = [name for name in dict.fromkeys(references(rules[todo.popleft()])) if name not in found]
+        found.update(dict.fromkeys(new))
+        todo.extend(new)
+    return list(found)
+
+
+def references(body: Expression) -> Iterator[str]:
+    """The names a rule's body mentions, in order."""
+    match body:
+        case Reference(name):
+            yield name
+        case Sequence(parts) | Choice(parts):
+            for part in parts:
+                yield from references(part)
+        case Repeat(item):
+            yield from references(item)
 
 
 def read_gbnf(text: str) -> dict[str, Expression]:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from specinfer.errors import RequestError
+from specinfer.grammar.ecma_regex import MAX_REPEAT, largest_repeat
 from specinfer.grammar.gbnf import escaped, read_gbnf, to_lark
-from specinfer.grammar.regex_repeats import MAX_REPEAT, largest_repeat
 from specinfer.grammar.schemas.held import held_schema
 from specinfer.structured_output import JsonWhitespace, OutputKind, StructuredOutput
 

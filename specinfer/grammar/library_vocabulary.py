@@ -1,13 +1,84 @@
-"""LibraryVocabulary: a tokenizer as llguidance wants it, the bytes of every id of the target's logits."""
+"""How llguidance is used: the tokenizer it wants, a thread with a deep stack for it, and its complaints."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.grammar.deep_thread import DeepThread
+_Result = TypeVar("_Result")
+_stack_size = threading.Lock()  # Python has one stack size for all threads that start from now on
+_OURS = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?")  # places in what we wrote
+_SPECIAL = b"\xff"  # how the library marks tokens that are not text
+# A state of a text in which every token of one of these forms is legal takes them all at once, without a
+# look at each. Short forms serve JSON strings of bounded length, of which the library's own set has none.
+_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_CHARACTER}{{1,{n}}}" for n in (2, 4, 7, 10, 30)), f"{_CHARACTER}+"]
+
+
+class DeepThread:
+    """Runs calls one after the other on a thread of its own, with `stack` bytes of stack.
+
+    The first call starts the thread. It ends with the process, after the call it is in: a thread that the
+    process does not wait for may not come back from a library that gave up the interpreter's lock. A forked
+    process starts one of its own. Safe to share by threads; a call must not make another one.
+    """
+
+    def __init__(self, name: str, stack: int) -> None:
+        self._name = name
+        self._stack = stack
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+        self._process = 0  # whose thread it is
+
+    def run(self, work: Callable[[], _Result]) -> _Result:
+        """What `work` returns; raises what it raises, and RuntimeError when no thread can be started."""
+        return self._started().submit(work).result()
+
+    def _started(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._executor is None or self._process != os.getpid():
+                executor = ThreadPoolExecutor(1, self._name)
+                with _stack_size:
+                    usual = threading.stack_size(self._stack)
+                    try:
+                        executor.submit(int)  # the first call starts the only thread
+                    finally:
+                        threading.stack_size(usual)
+                self._executor, self._process = executor, os.getpid()
+            return self._executor
+
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+def complaint(matcher: LLMatcher) -> str:
+    """What the library says of a matcher that is in error."""
+    return in_one_line(matcher.get_error())
+
+
+def in_one_line(said: str) -> str:
+    """What the library says, without the excerpt of our own notation below it."""
+    said = said.replace("<non-verbose/>", "").partition("\n   1 |")[0]
+    return shortened(" ".join(said.split()))
+
+
+def without_places(said: str) -> str:
+    """What the library says, without lines and columns of a grammar that the caller never saw."""
+    return _OURS.sub("", said)
+
+
+def shortened(text: str) -> str:
+    """A text that is short enough for a message."""
+    return text if len(text) <= 160 else text[:157] + "..."
+
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -18,12 +89,6 @@ if TYPE_CHECKING:
 # ends the process. This is room for whatever fits into MAX_SOURCE. Only what was once used becomes memory: a
 # few pages as a rule, 44 MB after 15,000 rules within one another.
 _DEEP = DeepThread("grammar", 1 << 29)
-_SPECIAL = b"\xff"  # how the library marks tokens that are not text
-
-# A state of a text in which every token of one of these forms is legal takes them all at once, without a
-# look at each. Short forms serve JSON strings of bounded length, of which the library's own set has none.
-_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
-_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_CHARACTER}{{1,{n}}}" for n in (2, 4, 7, 10, 30)), f"{_CHARACTER}+"]
 
 
 class LibraryVocabulary:

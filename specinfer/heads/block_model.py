@@ -20,7 +20,7 @@ from specinfer.attention.sdpa import rotated
 from specinfer.heads.config import BlockConfig
 from specinfer.heads.runner import ConfidenceTerm, HeadCache, HeadModel, HeadPass, MarkovTerm
 from specinfer.kernels.block_head import BlockHeadParts, NativeBlockHead
-from specinfer.kernels.layers import NativeLayers
+from specinfer.kernels.decoder import NativeLayers
 from specinfer.kernels.product import in_huge_pages
 from specinfer.models.config import Activation
 from specinfer.models.decoder import Decoder, DecoderLayer

@@ -25,9 +25,8 @@ from specinfer.heads.eagle import EagleHead
 from specinfer.heads.vocabulary import own_tensors
 from specinfer.models.config import Activation, Family, ModelConfig
 from specinfer.models.fields import count, integer, mapping
-from specinfer.models.hf_config import config_from_hf
-from specinfer.models.hf_rope import rope_to_hf
-from specinfer.models.safetensors_writer import write_safetensors
+from specinfer.models.hf_config import config_from_hf, rope_to_hf
+from specinfer.models.safetensors import write_safetensors
 
 SCALE: Final = "_scale"  # behind the name of an int8 matrix: what to multiply its rows by
 FINGERPRINT: Final = "target_fingerprint"  # of a head's config: whose it is (models/fingerprint.py)

@@ -1,8 +1,28 @@
-"""The models that have a short name here, each one file named by its checksum."""
+"""The models that have a short name here, each one file with a checksum, and heads that are shipped.
+
+A downloaded file gets its final name only whole, and only with the right checksum.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import IO, Final
+
+from specinfer.errors import ChecksumError, DownloadError
+from specinfer.files import NewFile
+from specinfer.progress import Progress, format_bytes
+
+# The head's short name -> that of the model whose hidden states it reads.
+SHIPPED_HEADS: Final = {"smollm2-135m-head": "smollm2-135m"}
+BLOCK = 1 << 22  # bytes read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +81,89 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         ),
     )
 }
+
+
+def shipped_head(name: str) -> Path:
+    """The folder of the head of that name, which is one of SHIPPED_HEADS."""
+    return Path(str(files("specinfer"))) / "data" / "heads" / name
+
+
+def heads_of(model: str) -> tuple[str, ...]:
+    """The names of the heads that read this model of the catalogue; () for any other model."""
+    return tuple(head for head, target in SHIPPED_HEADS.items() if target == model)
+
+
+def install_stream(source: IO[bytes], entry: CatalogueEntry, target: Path, progress: Progress) -> None:
+    """Write `source` to `target`, hashing on the way.
+
+    No more is written than the entry's size, however much would come. Raises ChecksumError or, on a full
+    disk, DownloadError; nothing is left then.
+    """
+    digest, left = hashlib.sha256(), entry.size
+    with disk_errors(target.parent), NewFile(target, 0o644) as new:
+        while block := source.read(min(BLOCK, left + 1)):
+            left -= len(block)
+            if left < 0:
+                raise ChecksumError(
+                    f"{entry.file} is longer than the {entry.size} bytes the catalogue names; "
+                    "nothing was kept: pull again, or report it if it stays so"
+                )
+            new.write(block)
+            digest.update(block)
+            progress.advance(len(block))
+        _check(digest.hexdigest(), entry)
+        new.keep(through_power_cuts=True)
+
+
+def install_file(source: Path, entry: CatalogueEntry, target: Path) -> None:
+    """Move a finished download, on the same disk, to `target` after checking it.
+
+    Raises ChecksumError; the download is removed then.
+    """
+    with source.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
+    try:
+        _check(digest, entry)
+    except ChecksumError:
+        source.unlink()
+        raise
+    os.replace(source, target)
+
+
+def require_space(folder: Path, needed: int, what: str) -> None:
+    """Raise DownloadError when the disk that holds `folder` has fewer than `needed` bytes free."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise DownloadError(
+            f"{what} needs {format_bytes(needed)} in {folder}, where {format_bytes(free)} are free; "
+            "make room, or move the cache with SPECINFER_CACHE (HF_HOME for hub names)"
+        )
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Turn a full or unwritable disk inside the block into a DownloadError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DownloadError(
+                f"the disk of {folder} is full; the partial file was removed: make room, or move the cache "
+                "with SPECINFER_CACHE, and pull again"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise DownloadError(
+                f"cannot write to {folder} ({error.strerror}); "
+                "set SPECINFER_CACHE to a folder that can be written"
+            ) from error
+        raise
+
+
+def _check(sha256: str, entry: CatalogueEntry) -> None:
+    if sha256 != entry.sha256:
+        raise ChecksumError(
+            f"{entry.file} has sha256 {sha256}, the catalogue names {entry.sha256}; "
+            "nothing was kept: pull again, or report it if it stays so"
+        )

@@ -19,11 +19,10 @@ from specinfer.errors import (
     ModelNotFoundError,
     SourceUnavailableError,
 )
-from specinfer.hub.catalogue import CatalogueEntry, HubSource
+from specinfer.hub.catalogue import CatalogueEntry, HubSource, disk_errors, install_file, require_space
 from specinfer.hub.foreign_format import foreign_files
-from specinfer.hub.gguf_parts import first_parts, part_names
+from specinfer.hub.gguf_header import first_parts, part_names
 from specinfer.hub.model_files import PICKLES, instead, weight_files
-from specinfer.hub.verified_file import disk_errors, install_file, require_space
 from specinfer.progress import Progress
 
 if TYPE_CHECKING:

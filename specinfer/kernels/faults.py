@@ -1,6 +1,6 @@
 """What a library computes wrongly: products are held against plain arithmetic, all else must give numbers.
 
-python -m specinfer.kernels.faults LIBRARY LEVEL      what proof.py runs; NumPy alone, half a second
+python -m specinfer.kernels.faults LIBRARY LEVEL      what native.py runs; NumPy alone, half a second
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.errors import KernelBuildError
-from specinfer.kernels.levels import LEVELS
 from specinfer.kernels.library import (
     BLOCK,
     KINDS,
@@ -35,6 +34,7 @@ from specinfer.kernels.library import (
     num_blocks,
     padded_inner,
 )
+from specinfer.kernels.machine import LEVELS
 from specinfer.processors.changes import NOTHING, UNCHANGED, Changes, RowChanges
 from specinfer.verify.scan import ASK
 

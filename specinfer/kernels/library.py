@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from specinfer.errors import KernelBuildError
-from specinfer.kernels.levels import Level
+from specinfer.kernels.machine import Level
 
 Kind = Literal["float32", "bfloat16", "int8", "int4"]
 FloatType = Literal["float32", "bfloat16"]

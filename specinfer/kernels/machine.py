@@ -1,4 +1,20 @@
-"""What this machine is: its CPU, what that can do, and how many threads may use it."""
+"""What this machine is: its CPU, the kernels that suit it, and the threads and memory a process may use.
+
+Native kernels are compiled for a few levels of CPU. Sources are the same, and say with the compiler's own
+macros what a level has. int8 products have the same bits at every level, int4 ones at all but AMX. At each of
+them a row's result depends on the row alone, but for loose products (quantized.py). AMX wants float16
+arithmetic as well, which every CPU with AMX has unless a hypervisor hides it, and an assembler that knows it
+(binutils 2.38).
+
+Control groups limit the CPUs and the memory of containers and services:
+
+    /proc/self/cgroup     which group of which hierarchy:  4:memory:/docker/4f1a (version 1), 0::/user/a (2)
+    /proc/self/mountinfo  where the hierarchy is mounted, and which of its groups is at the mount's top
+
+A group's limit holds for all groups below it, so the least on the way up to the mount's top counts. What lies
+above a container's own group cannot be seen from inside. Reading them raises nothing: whatever is missing,
+damaged or another system's is no limit.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +22,16 @@ import functools
 import math
 import os
 import platform
+import re
 import subprocess
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Final
 
-from specinfer.kernels.cgroups import cgroup_cpus
+from specinfer.errors import ConfigError
 
+_ROOT = Path("/")
+_UNLIMITED: Final = 1 << 62  # bytes; version 1 writes "no limit" as the largest number of whole pages
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 _CPUS: Final = Path("/sys/devices/system/cpu")
 _CACHE: Final = 16 << 20  # bytes, where the system does not say
@@ -24,6 +44,116 @@ _APPLE: Final = {
     "hw.optional.arm.FEAT_I8MM": "i8mm",
     "hw.optional.arm.FEAT_BF16": "bf16",
 }
+VARIABLE: Final = "SPECINFER_CPU"
+_V3: Final = "-march=x86-64-v3"
+_V4: Final = "-march=x86-64-v4 -mavx512vnni"
+_AMX: Final = "-mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16 -DSPECINFER_TILES"
+
+
+@dataclass(frozen=True, slots=True)
+class _Mount:
+    """A hierarchy of groups in the file system."""
+
+    controllers: frozenset[str] | None  # None: version 2, which has all of them
+    top: PurePosixPath  # the group whose folder is the mount's
+    folder: Path
+
+
+def cgroup_cpus() -> float | None:
+    """How many CPUs' time the process's groups may use; None: as much as there is."""
+    return min((cpus for folder in _folders("cpu") if (cpus := _quota(folder)) is not None), default=None)
+
+
+def cgroup_free_memory() -> int | None:
+    """How many bytes the process's groups may still take; None: as many as there are.
+
+    Pages of files that nobody has used lately count as free: they go when memory is asked for.
+    """
+    rooms = (_free_memory(folder) for folder in _folders("memory"))
+    return min((room for room in rooms if room is not None), default=None)
+
+
+def _folders(controller: str) -> list[Path]:
+    """The folders of the process's groups, each before the ones around it, where they can be seen."""
+    mounts = _mounts()
+    folders: list[Path] = []
+    for line in (_read(_ROOT / "proc/self/cgroup") or "").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
+        if name and (controllers == "" or controller in controllers.split(",")):
+            folders += _way_up(name, [m for m in mounts if _has(m, controllers, controller)])
+    return folders
+
+
+def _has(mount: _Mount, controllers: str, controller: str) -> bool:
+    if controllers == "":
+        return mount.controllers is None
+    return mount.controllers is not None and controller in mount.controllers
+
+
+def _way_up(name: str, mounts: list[_Mount]) -> list[Path]:
+    """The folders from a group's up to the mount's top; the top alone where the group is not below it."""
+    group = PurePosixPath(name)
+    for mount in mounts:
+        if ".." not in group.parts and group.is_relative_to(mount.top):
+            below = group.relative_to(mount.top)
+            return [mount.folder / folder for folder in (below, *below.parents)]
+    return [mount.folder for mount in mounts[:1]]
+
+
+def _mounts() -> list[_Mount]:
+    mounts: list[_Mount] = []
+    for line in (_read(_ROOT / "proc/self/mountinfo") or "").splitlines():
+        # 32 31 0:29 /docker/4f1a /sys/fs/cgroup/cpu rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct
+        mount, _, kind = (part.split() for part in line.partition(" - "))
+        if len(mount) < 5 or len(kind) < 3 or kind[0] not in ("cgroup", "cgroup2"):
+            continue
+        top, folder = (
+            re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), name) for name in mount[3:5]
+        )
+        controllers = frozenset(kind[2].split(",")) if kind[0] == "cgroup" else None
+        mounts.append(_Mount(controllers, PurePosixPath(top), _ROOT / folder.lstrip("/")))
+    return mounts
+
+
+def _quota(folder: Path) -> float | None:
+    both = (_read(folder / "cpu.max") or "").split()
+    if not both:
+        both = [(_read(folder / f"cpu.cfs_{part}_us") or "").strip() for part in ("quota", "period")]
+    quota, period = (_number(text) for text in both) if len(both) == 2 else (None, None)
+    return quota / period if quota is not None and period else None
+
+
+def _free_memory(folder: Path) -> int | None:
+    limits = _numbers_in(folder, "memory.max", "memory.high", "memory.limit_in_bytes")
+    limit = min(limits, default=_UNLIMITED)
+    if limit >= _UNLIMITED:
+        return None
+    taken = max(_numbers_in(folder, "memory.current", "memory.usage_in_bytes"), default=0)
+    return max(0, limit - max(0, taken - _reclaimable(folder)))
+
+
+def _reclaimable(folder: Path) -> int:
+    """Bytes of files that were not used lately; version 1 counts those of the groups below apart."""
+    lines = (line.partition(" ") for line in (_read(folder / "memory.stat") or "").splitlines())
+    figures = {name: number for name, _, text in lines if (number := _number(text)) is not None}
+    return figures.get("total_inactive_file", figures.get("inactive_file", 0))
+
+
+def _numbers_in(folder: Path, *names: str) -> list[int]:
+    numbers = (_number((_read(folder / name) or "").strip()) for name in names)
+    return [number for number in numbers if number is not None]
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() and len(text) <= 20 else None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):  # a damaged name may hold what no path has
+        return None
 
 
 def architecture() -> str:
@@ -117,8 +247,69 @@ def _sysctl(key: str) -> str:
     return done.stdout.strip()
 
 
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A kind of CPU."""
+
+    name: str
+    architecture: str
+    needs: frozenset[str]  # of what /proc/cpuinfo names
+    flags: tuple[str, ...]  # of the compiler
+    words: str  # what it multiplies with, for people
+
+
+def _levels(architecture: str, *steps: tuple[str, str, str, str]) -> tuple[Level, ...]:
+    """Levels of which each has what those before it have: name, needs, flags and words of each."""
+    levels: list[Level] = []
+    needs: frozenset[str] = frozenset()
+    for name, more, flags, words in steps:
+        needs |= frozenset(more.split())
+        levels.append(Level(name, architecture, needs, tuple(flags.split()), words))
+    return tuple(levels)
+
+
+# From the least to the best.
+LEVELS: Final = (
+    *_levels(
+        "x86-64",
+        ("avx2", "avx2 fma f16c bmi1 bmi2 movbe abm", _V3, "AVX2"),
+        ("avxvnni", "avx_vnni", f"{_V3} -mavxvnni", "AVX2 with VNNI"),
+    ),
+    *_levels(
+        "x86-64",
+        (
+            "avx512",
+            "avx2 fma f16c bmi1 bmi2 movbe abm avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni",
+            _V4,
+            "AVX-512 with VNNI",
+        ),
+        ("avx512bf16", "avx512_bf16", f"{_V4} -mavx512bf16", "AVX-512 with VNNI and bfloat16"),
+        ("amx", "amx_tile amx_int8 amx_bf16 avx512_fp16", f"{_V4} {_AMX}", "AMX tiles"),
+    ),
+    *_levels(
+        "aarch64",
+        ("neon", "asimd", "-march=armv8-a", "NEON"),
+        ("dotprod", "asimddp", "-march=armv8.2-a+dotprod", "NEON with dot products"),
+        ("i8mm", "i8mm bf16", "-march=armv8.2-a+dotprod+i8mm+bf16", "NEON with dot products and bfloat16"),
+    ),
+)
+
+
+def levels_here() -> tuple[Level, ...]:
+    """The levels this CPU has, the best first; SPECINFER_CPU names the best one wanted.
+
+    Raises ConfigError where that is not the name of a level, or of one this CPU lacks.
+    """
+    here, has = architecture(), cpu_features()
+    found = tuple(level for level in reversed(LEVELS) if level.architecture == here and level.needs <= has)
+    wanted = os.environ.get(VARIABLE)
+    if not wanted:
+        return found
+    names = [level.name for level in found]
+    if wanted not in names:
+        known = wanted in [level.name for level in LEVELS]
+        raise ConfigError(
+            f"{VARIABLE} is {wanted!r}{', which this CPU lacks' if known else ''}; allowed here: "
+            f"{', '.join(names) or 'nothing'} ({cpu_name()})"
+        )
+    return found[names.index(wanted) :]

@@ -15,8 +15,8 @@ from specinfer.kernels.library import TYPES, Library
 from specinfer.processors.changes import Changes
 from specinfer.verify.law import Law
 from specinfer.verify.logit_block import LogitBlock
-from specinfer.verify.row_scan import HOTTEST, NUMPY_ROW
 from specinfer.verify.scan import ASK, Ask, Likeliest, changed_row, check_rows, choice
+from specinfer.verify.target_law import HOTTEST, NUMPY_ROW
 
 _ASKED: Final = struct.Struct("=dqddQq")  # an entry of ASK
 _UNDECIDED: Final = -2  # as in cpu/sampling.h

@@ -1,4 +1,4 @@
-"""What a model is, as pure data; foreign formats end in hf_config.py and gguf_config.py.
+"""What a model is, as pure data; foreign formats end in hf_config.py and gguf.py.
 
 A family is a set of values of these fields plus a name map (safetensors.py, gguf.py).
 """

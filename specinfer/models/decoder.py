@@ -13,8 +13,7 @@ from torch import Tensor
 
 from specinfer.attention.backend import Attend, AttentionSpec, Rotation
 from specinfer.attention.native import NativeAttend
-from specinfer.kernels.decoder import NativeDecoder
-from specinfer.kernels.layers import LayerParts, NativeLayers
+from specinfer.kernels.decoder import LayerParts, NativeDecoder, NativeLayers
 from specinfer.kernels.product import Product
 from specinfer.models.config import Activation, ModelConfig
 from specinfer.models.language_model import (

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from specinfer.files import NewFile, cache_dir, read_exactly
-from specinfer.hub.gguf_parts import part_files
+from specinfer.hub.gguf_header import part_files
 from specinfer.kernels.quantized import Int4Weight, Int8Weight
 
 _VERSION: Final = 2  # of what the numbers mean and how they lie; a file of another is made anew

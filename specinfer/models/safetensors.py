@@ -1,7 +1,7 @@
-"""Reading Hugging Face folders: config.json and safetensors files, by row ranges.
+"""Hugging Face folders: config.json and safetensors files, read by row ranges, and written.
 
 A safetensors file is an 8-byte length, a JSON header of that length, and the tensors' bytes. It is read, not
-mapped, so that no page of it stays in memory beside the weights.
+mapped, so that no page of it stays in memory beside the weights. A written file is whole or not there.
 """
 
 from __future__ import annotations
@@ -18,14 +18,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.errors import ModelFileError
-from specinfer.files import read_exactly
+from specinfer.errors import ModelError, ModelFileError
+from specinfer.files import NewFile, read_exactly
 from specinfer.hub.foreign_format import INSTEAD, quantized_tensor
-from specinfer.hub.model_files import read_json
-from specinfer.models.config import Family, ModelConfig
+from specinfer.hub.model_files import ModelFiles, read_json
+from specinfer.models.config import Family, ModelConfig, Rope
 from specinfer.models.hf_config import config_from_hf
 from specinfer.models.rope import is_rotated, read_in_order, rotated_order
+from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 
+_NAMES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 EAGLE_3: Final = "EAGLE-3"
 _MAX_HEADER = 100 << 20  # the format's own limit
@@ -34,7 +46,6 @@ _MOST_BYTES: Final = 1 << 62
 UNUSED: Final = re.compile(
     r"(?:\.rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|\.masked_bias|decoder\.version)$"
 )
-
 # Where the text decoder sits: alone, saved without its head, or inside a model that also sees images.
 _PREFIXES = ("model.", "", "language_model.model.", "model.language_model.")
 _OTHER_MODALITIES = (
@@ -43,6 +54,38 @@ _OTHER_MODALITIES = (
     "model.vision_tower.",
     "model.multi_modal_projector.",
 )
+_ARCHITECTURES: Final = {
+    Family.LLAMA: "LlamaForCausalLM",
+    Family.MISTRAL: "MistralForCausalLM",
+    Family.QWEN2: "Qwen2ForCausalLM",
+    Family.QWEN3: "Qwen3ForCausalLM",
+}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], *, mode: int = 0o644) -> None:
+    """Write these tensors, on the CPU and contiguous, to `path`, which gets its name when it is whole.
+
+    `mode` is who may read and write it. Raises OSError.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    pieces: list[bytes | memoryview] = []
+    for name, tensor in tensors.items():
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + len(data)],
+        }
+        offset += len(data)
+        pieces.append(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with NewFile(path, mode=mode) as new:
+        new.write(len(text).to_bytes(8, "little") + text)
+        for piece in pieces:
+            new.write(piece)
+        new.keep()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,3 +264,65 @@ def _decoder_names(entries: Mapping[str, TensorEntry], config: ModelConfig) -> d
         else:
             found[name] = entry
     return found
+
+
+def write_model(
+    config: ModelConfig, tensors: Mapping[str, Tensor], folder: Path, *, tokenizer: ModelFiles
+) -> None:
+    """Write config, weights (bfloat16) and the tokenizer of a decoder, each whole or not at all.
+
+    `tensors` have the decoder's names; `tokenizer` is the model whose tokenizer it has. Makes the folder.
+    Raises OSError, and ModelError for weights that are no finite numbers.
+    """
+    narrow = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
+    for name, tensor in narrow.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise ModelError(f"the model's tensor {name!r} holds values that are no finite bfloat16 numbers")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(tokenizer, folder)
+    write_safetensors(folder / "model.safetensors", narrow)
+    with NewFile(folder / "config.json", mode=0o644) as new:
+        new.write(json.dumps(config_to_hf(config), indent=2).encode())
+        new.keep()
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, object]:
+    """config.json of a model whose layers see everything before them; raises ModelError for other models.
+
+    Rotary embeddings have no scaling.
+    """
+    plain = config.rope is not None and config.rope == Rope(config.rope.theta)
+    if (
+        config.family not in _ARCHITECTURES
+        or not plain
+        or config.window is not None
+        or config.sandwich_norms
+        or (config.family in (Family.LLAMA, Family.QWEN3) and config.qkv_bias != config.o_bias)
+    ):
+        raise ModelError(f"a model of {config.family} with these layers cannot be written as a folder")
+    assert config.rope is not None
+    return {
+        "architectures": [_ARCHITECTURES[config.family]],
+        "model_type": str(config.family),
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta,
+        "max_position_embeddings": config.max_context,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": config.o_bias,
+        "mlp_bias": config.mlp_bias,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": list(config.eos_ids) or None,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",  # transformers 4
+    }

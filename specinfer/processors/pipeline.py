@@ -17,9 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.grammar.grammar import GrammarState
-from specinfer.processors.bad_words import BadWords
-from specinfer.processors.changes import RowChanges, bans, biases, change_each, joined
-from specinfer.processors.penalties import Penalties
+from specinfer.processors.changes import BadWords, Penalties, RowChanges, bans, biases, change_each, joined
 from specinfer.sampling_params import SamplingParams
 
 

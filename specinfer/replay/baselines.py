@@ -14,7 +14,7 @@ from specinfer.replay.replay import Part, Played, play
 from specinfer.replay.trace import DEPTH
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.tree import TokenTree
-from specinfer.tree.prune import likeliest
+from specinfer.tree.merging import likeliest
 from specinfer.tree.token_tree import single_node
 
 NODES: Final = (2, 4, 8, 16, 32)  # of a tree, the root included

@@ -24,7 +24,7 @@ from specinfer.replay.replay import Part, Played, play, play_without
 from specinfer.replay.trace import Trace
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.tree import TokenTree
-from specinfer.tree.prune import firm_nodes, keep
+from specinfer.tree.merging import firm_nodes, keep
 from specinfer.tree.token_tree import draws_by_parent
 
 Reaches = Mapping[str, int]  # speculator -> how many tokens its own guesses are right, from a root on

@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from specinfer.errors import CapacityError
-from specinfer.kernels.cgroups import cgroup_free_memory
+from specinfer.kernels.machine import cgroup_free_memory
 from specinfer.models.config import ModelConfig
 from specinfer.runtime.kv_cache import KvCache
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specinfer.errors import naming
-from specinfer.grammar.complaint import in_one_line, without_places
 from specinfer.grammar.lark import lark_of
-from specinfer.grammar.library_vocabulary import fault_of
+from specinfer.grammar.library_vocabulary import fault_of, in_one_line, without_places
 from specinfer.serve.api_error import ApiError, cut
 from specinfer.serve.dialect import CLOSE, OPEN, AnswerReader, Dialect, Reasoning, ReasoningSplitter
 from specinfer.serve.fields import ConversationFields
@@ -22,7 +21,7 @@ from specinfer.serve.tools.tagged_calls import call_parser
 from specinfer.serve.tools.tool import Tool, read_tools
 from specinfer.structured_output import StructuredOutput
 from specinfer.tokenizer import Rendered
-from specinfer.tokenizer.chat_messages import messages_for_template
+from specinfer.tokenizer.chat_template import messages_for_template
 
 Messages = Sequence[Mapping[str, Any]]
 

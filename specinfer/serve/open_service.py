@@ -8,8 +8,7 @@ from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 
 from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError, UserError
-from specinfer.hub.model_files import ModelFiles
-from specinfer.hub.sampling_defaults import sampling_defaults
+from specinfer.hub.model_files import ModelFiles, sampling_defaults
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
 from specinfer.serve.engine_child import EngineChild

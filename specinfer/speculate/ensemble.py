@@ -20,7 +20,7 @@ from specinfer.speculate.shared_tree import SharedTree
 from specinfer.speculate.speculator import AnySpeculator, LevelSpeculator, Speculator
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import as_runs
-from specinfer.tree.prune import likeliest, prune
+from specinfer.tree.merging import likeliest, prune
 from specinfer.tree.token_tree import single_node
 
 _LOG = logging.getLogger(__name__)

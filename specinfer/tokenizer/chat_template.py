@@ -3,15 +3,23 @@
 The environment is the one transformers documents for chat templates, since the templates are written
 against it: trimmed blocks, loop controls, raise_exception, strftime_now, a tojson that keeps Unicode,
 and {% generation %} (which marks the assistant's text for training and here renders its body).
+
+Clients write messages in more ways than templates read: content in parts or null, arguments of earlier calls
+as JSON text, call ids of any length. A template is a program that prints what it is given, so a list would
+stand in the prompt as Python writes it, and null as "None". So every conversation is made ready first.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Mapping, Sequence
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import jinja2
 from jinja2 import meta, nodes
@@ -20,9 +28,12 @@ from jinja2.parser import Parser
 
 from specinfer.errors import ModelFileError, RequestError
 from specinfer.tokenizer.bounded_environment import BoundedEnvironment
-from specinfer.tokenizer.chat_messages import MessageStyle, messages_for_template
 from specinfer.tokenizer.special_names import Rendered, SpecialNames
 
+# Fields of clients and of OpenAI's answers that mean nothing to a template.
+_DROPPED: Final = frozenset({"refusal", "audio", "annotations", "function_call", "cache_control"})
+_TEXT_PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_LETTERS: Final = string.digits + string.ascii_letters
 # `tool_call.id | length != 9` stands in Mistral's templates; those that write ids mean such ones, too.
 _ID_LENGTH = re.compile(r"\bid\b[^%{}]{0,40}?\blength\b\s*\)?\s*[!=]=\s*(\d{1,2})\b")
 _SHOWN_ID = "[CALL_ID]"
@@ -30,6 +41,187 @@ _SHOWN_ID_LENGTH = 9
 _SINGLE_CALLS = "single tool-call"  # what Llama 3's say where a message has several
 _PROBE = "8a7f3c"  # what no template writes itself
 _GIVEN = ("messages", "add_generation_prompt", "tools", "documents")  # by us
+
+
+@dataclass(frozen=True, slots=True)
+class MessageStyle:
+    """What a template asks of messages."""
+
+    parts: bool = False  # content as a list of parts; a text would be passed over
+    id_length: int | None = None  # letters and digits of a call's id; None: any id is taken
+    single_calls: bool = False  # a message of the assistant has one call at most
+
+
+def messages_for_template(
+    messages: Sequence[Mapping[str, Any]], style: MessageStyle = MessageStyle()
+) -> list[dict[str, Any]]:
+    """Copies of the messages as templates want them; what is ready stays as it is.
+
+    Content is a text, "" where an assistant's is null, its refusal where it has nothing else. `developer` is
+    `system`. Arguments of tool calls are objects. Fields that are None are left out. Raises RequestError,
+    which names the place, on a message without a role, on content that is no text, and on calls of the wrong
+    shape.
+    """
+    if not messages:
+        raise RequestError("messages is empty; give at least one message with a role and content")
+    read = [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    if style.single_calls:
+        read = list(_one_call_each(read))
+    if style.id_length is not None:
+        _fit_ids(read, style.id_length)
+    if style.parts:
+        for message in read:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+    return read
+
+
+def _message(name: str, message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(
+            f"{name} is {_short(message)}; allowed: a mapping with 'role' (a string) and 'content'"
+        )
+    read = {key: value for key, value in message.items() if value is not None and key not in _DROPPED}
+    if read["role"] == "developer":
+        read["role"] = "system"
+    if isinstance(read.get("reasoning"), str):  # vLLM's name
+        read.setdefault("reasoning_content", read["reasoning"])
+    read["content"] = _content(f"{name}.content", message)
+    calls = read.pop("tool_calls", None)  # a template may take a list without calls, or None, for calls
+    if calls:
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise RequestError(f"{name}.tool_calls is {_short(calls)}; allowed: a list of calls")
+        read["tool_calls"] = [_call(f"{name}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
+    return read
+
+
+def _content(name: str, message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if content is None:
+        if message["role"] == "assistant":  # who has called tools, or refused
+            return message.get("refusal") or ""
+    elif isinstance(content, str):
+        return content or message.get("refusal") or ""
+    elif isinstance(content, Sequence) and not isinstance(content, (bytes, bytearray)):
+        return "".join(_part(f"{name}[{i}]", part) for i, part in enumerate(content))
+    raise RequestError(
+        f'{name} is {_short(content)}; allowed: a text, or a list of {{"type": "text", "text": ...}}'
+    )
+
+
+def _part(name: str, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        what = name if not isinstance(part, Mapping) else f"{name}.type"
+        raise RequestError(
+            f"{what} is {_short(part if kind is None else kind)}; allowed: {', '.join(_TEXT_PARTS)}: "
+            "texts alone are read here"
+        )
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise RequestError(f"{name}.{_TEXT_PARTS[kind]} is {_short(text)}; allowed: a text")
+    return text
+
+
+def _call(name: str, call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise RequestError(
+            f'{name} is {_short(call)}; allowed: {{"function": {{"name": ..., "arguments": ...}}}}'
+        )
+    if not isinstance(function.get("name"), str):
+        raise RequestError(f"{name}.function.name is {_short(function.get('name'))}; allowed: a string")
+    arguments = _arguments(function.get("arguments"))
+    if arguments is None:
+        raise RequestError(
+            f"{name}.function.arguments is {_short(function.get('arguments'))}; "
+            "allowed: a JSON object, as text or as it is"
+        )
+    # Streams number calls, and clients send the numbers back.
+    kept = {key: value for key, value in call.items() if key != "index" and value is not None}
+    return {**kept, "function": {**function, "arguments": arguments}}
+
+
+def _arguments(given: object) -> Mapping[str, Any] | None:
+    """The arguments as an object; None when they are none."""
+    if given is None or given == "":  # a call without arguments
+        return {}
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            return None
+    return given if isinstance(given, Mapping) else None
+
+
+def _one_call_each(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The conversation as if calls that were made at once had been made one after the other.
+
+    Each is followed by its own result, found by its id, or by its place where results name none.
+    """
+    place = 0
+    while place < len(messages):
+        message = messages[place]
+        place += 1
+        calls = message.get("tool_calls", [])
+        if len(calls) < 2:
+            yield message
+            continue
+        results = []
+        while place < len(messages) and messages[place]["role"] == "tool":
+            results.append(messages[place])
+            place += 1
+        for number, call in enumerate(calls):
+            yield {**message, "content": "" if number else message["content"], "tool_calls": [call]}
+            named = [one for one in results if one.get("tool_call_id") == call.get("id") is not None]
+            nameless = [one for one in results if "tool_call_id" not in one]
+            if found := named or nameless[:1]:
+                yield found[0]
+                results.remove(found[0])
+        yield from results
+
+
+def _fit_ids(messages: Sequence[dict[str, Any]], length: int) -> None:
+    """Give calls and their results ids of that length, the same ones in every request.
+
+    An id that fits stays; of another one a hash is taken, of a missing one that of the call's place. A result
+    without an id is that of the next call that has none yet.
+    """
+    unanswered: list[str] = []
+    for place, message in enumerate(messages):
+        if "tool_calls" in message:
+            for number, call in enumerate(message["tool_calls"]):
+                call["id"] = _fitting(call.get("id") or f"{place}:{number}", length)
+            unanswered = [call["id"] for call in message["tool_calls"]]
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id")
+            if given:
+                message["tool_call_id"] = _fitting(given, length)
+            elif unanswered:
+                message["tool_call_id"] = unanswered[0]
+            if message.get("tool_call_id") in unanswered:
+                unanswered.remove(message["tool_call_id"])
+
+
+def _fitting(given: object, length: int) -> str:
+    text = str(given)
+    if len(text) == length and text.isascii() and text.isalnum():
+        return text
+    number = int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest(), "big")
+    letters = []
+    for _ in range(length):
+        number, letter = divmod(number, len(_LETTERS))
+        letters.append(_LETTERS[letter])
+    return "".join(letters)
+
+
+def _short(value: object) -> str:
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a {type(value).__name__} that nests too deep"
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 class ChatTemplate:

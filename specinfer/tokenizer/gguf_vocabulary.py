@@ -3,22 +3,27 @@
 A GGUF file holds tokens, scores or merges, and the *name* of a pre-tokenizer (tokenizer.ggml.pre). The
 splitting rules behind the names are those of the models' own tokenizers; llama.cpp implements the same
 ones. SentencePiece BPE merges the pair whose union has the best score, which is a list of merges in the
-order of the scores.
+order of the scores. `write_tokenizer` writes such a tokenizer as files that transformers reads.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from specinfer.errors import ModelFileError
+from specinfer.files import NewFile
 from specinfer.hub.gguf_header import GgufHeader
+from specinfer.hub.model_files import ModelFiles
+from specinfer.tokenizer.detokenizer import SPACE_SYMBOL
 from specinfer.tokenizer.library_errors import LibraryErrors
-from specinfer.tokenizer.token_bytes import SPACE_SYMBOL
 from specinfer.tokenizer.vocabulary import first_ids, gguf_texts, gguf_value, odd_value
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
@@ -44,18 +49,6 @@ _FILL_IN = {
     "suffix_token": ("fim_suf_token_id", "suffix_token_id"),
     "middle_token": ("fim_mid_token_id", "middle_token_id"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class PreTokenizer:
-    """How byte-level BPE cuts a text into words before it merges."""
-
-    patterns: tuple[str, ...]  # each cuts the pieces the one before it left
-    nfc: bool = False  # the text is composed (NFC) first
-    ignore_merges: bool = False  # a word that is a token as a whole is taken as it is
-    add_bos: bool = False  # when the file does not say
-
-
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -72,6 +65,22 @@ _SMALL, _LARGE = (
 _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _TEKKEN = rf"{_SMALL}|{_LARGE}|\p{{N}}|{_PATHS}|{_BLANKS}"
 _GPT4O = rf"{_SMALL}{_ENDING}?|{_LARGE}{_ENDING}?|\p{{N}}{{1,3}}|{_PATHS}|{_BLANKS}"
+# Whatever of a folder says how texts become tokens, and conversations texts.
+_FILES: Final = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """How byte-level BPE cuts a text into words before it merges."""
+
+    patterns: tuple[str, ...]  # each cuts the pieces the one before it left
+    nfc: bool = False  # the text is composed (NFC) first
+    ignore_merges: bool = False  # a word that is a token as a whole is taken as it is
+    add_bos: bool = False  # when the file does not say
+
 
 _SINGLE_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
@@ -289,3 +298,36 @@ def _add_tokens(
             if kind == USER_DEFINED
         ]
     )
+
+
+def write_tokenizer(source: ModelFiles, folder: Path) -> None:
+    """Write the tokenizer of a model into a folder: a copy of its files, or one made of a GGUF file.
+
+    Raises OSError, and ModelFileError where the model has no tokenizer that can be read.
+    """
+    if source.header is None:
+        for name in _FILES:
+            if (source.path / name).is_file():
+                with NewFile(folder / name, mode=0o644) as new, (source.path / name).open("rb") as old:
+                    shutil.copyfileobj(old, new)
+                    new.keep()
+        return
+    vocabulary = read_vocabulary(source.header)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **vocabulary.special_tokens,
+    }
+    templates = {"default": vocabulary.chat_template, "tool_use": vocabulary.tool_template}
+    named = [{"name": name, "template": text} for name, text in templates.items() if text is not None]
+    if len(named) == 1 and vocabulary.chat_template is not None:
+        config["chat_template"] = vocabulary.chat_template
+    elif named:
+        config["chat_template"] = named
+    for name, text in (
+        ("tokenizer.json", vocabulary.backend.to_str()),
+        ("tokenizer_config.json", json.dumps(config, indent=2)),
+    ):
+        with NewFile(folder / name, mode=0o644) as new:
+            new.write(text.encode())
+            new.keep()

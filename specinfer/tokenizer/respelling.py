@@ -8,14 +8,22 @@ before a special token, is closed.
     bytes   (forgotten)                | at most 2 * _OPEN, cut where a word begins
 
 A special token is read as the special token of the same name; one that the reader does not have is left out.
+
+SharedTokens are those that two vocabularies both have, whatever their ids. Two tokens are the same where they
+stand for the same bytes; special tokens, which stand for none, where they have the same name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
+from specinfer.tokenizer.detokenizer import is_byte_token
 from specinfer.tokenizer.tokenizer import Tokenizer
 
 _OPEN: Final = 32  # bytes that stay open when more are closed: longer than nearly every word
@@ -102,3 +110,40 @@ def complete(text: bytes) -> tuple[str, bytes]:
         if byte < 0x80:
             break
     return text.decode("utf-8", "replace"), b""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedTokens:
+    """Pairs of ids that stand for the same token: entry i of both is one; no id comes twice."""
+
+    ours: NDArray[np.int64]  # [shared], ascending
+    theirs: NDArray[np.int64]  # [shared]
+
+    def __len__(self) -> int:
+        return len(self.ours)
+
+
+def shared_tokens(ours: Tokenizer, theirs: Tokenizer, our_size: int, their_size: int) -> SharedTokens:
+    """What the first `our_size` ids of one tokenizer and the first `their_size` of another have in common.
+
+    Of several ids of one vocabulary for the same bytes the first counts, spelled-out tokens before the
+    single bytes that SentencePiece falls back on.
+    """
+    one, other = _meanings(ours, our_size), _meanings(theirs, their_size)
+    pairs = sorted((one[meaning], other[meaning]) for meaning in one.keys() & other.keys())
+    both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    return SharedTokens(both[:, 0].copy(), both[:, 1].copy())
+
+
+def _meanings(tokenizer: Tokenizer, size: int) -> dict[bytes | str, int]:
+    """What each of the first `size` ids stands for, bytes or the name of a special token -> id."""
+    table, found = tokenizer.token_bytes, dict[bytes | str, int]()
+    fallbacks = dict[bytes | str, int]()
+    for token_id in range(size):
+        if token_id in table.special_ids:
+            found.setdefault(tokenizer.id_to_token(token_id) or "", token_id)
+        elif spelled := table[token_id]:
+            single = len(spelled) == 1 and is_byte_token(tokenizer.id_to_token(token_id) or "")
+            (fallbacks if single else found).setdefault(spelled, token_id)
+    found.pop("", None)
+    return fallbacks | found

@@ -11,13 +11,12 @@ import tokenizers
 
 from specinfer.config import SpecialTokens
 from specinfer.errors import ConfigError, ModelFileError, RequestError
-from specinfer.hub.gguf_header import GgufHeader
-from specinfer.hub.gguf_parts import read_gguf
+from specinfer.hub.gguf_header import GgufHeader, read_gguf
 from specinfer.hub.model_files import ModelFiles, read_json
+from specinfer.tokenizer.detokenizer import TokenBytes
 from specinfer.tokenizer.fill_in import LOOKED_FOR, NAMES, FillInTokens
 from specinfer.tokenizer.library_errors import Panics
 from specinfer.tokenizer.special_names import Rendered, SpecialNames
-from specinfer.tokenizer.token_bytes import TokenBytes
 from specinfer.tokenizer.vocabulary import read_backend, tokenizer_file
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import tokenizers
 from specinfer.errors import ModelFileError
 from specinfer.hub.gguf_header import GgufHeader, Strings
 from specinfer.hub.model_files import ModelFiles
+from specinfer.tokenizer.detokenizer import SPACE_SYMBOL
 from specinfer.tokenizer.library_errors import LibraryErrors
-from specinfer.tokenizer.token_bytes import SPACE_SYMBOL
 
 _MOST_GROWTH: Final = 256  # characters that a tokenizer may make of one before it looks for tokens
 _PADDING_TOKEN = re.compile(r"\[PAD(\d+)\]")  # how GGUF converters name the rows beyond the vocabulary

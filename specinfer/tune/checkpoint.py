@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import ModelFileError, TuneError
-from specinfer.models.safetensors import FLOATS, read_entries
-from specinfer.models.safetensors_writer import write_safetensors
+from specinfer.models.safetensors import FLOATS, read_entries, write_safetensors
 from specinfer.tune.trainer import Trained, Trainer
 
 _DTYPES: Final = {**FLOATS, "I64": torch.int64, "U8": torch.uint8}

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import ModelFileError
-from specinfer.models.safetensors import TensorEntry, read_entries
-from specinfer.models.safetensors_writer import write_safetensors
+from specinfer.models.safetensors import TensorEntry, read_entries, write_safetensors
 from specinfer.progress import Progress
 from specinfer.tune.blocks import anchors_of, blocks
 from specinfer.tune.draft import Draft

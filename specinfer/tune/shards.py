@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import ModelFileError
-from specinfer.models.safetensors import FLOATS, TensorEntry, read_entries
-from specinfer.models.safetensors_writer import write_safetensors
+from specinfer.models.safetensors import FLOATS, TensorEntry, read_entries, write_safetensors
 
 LABELS: Final = 64  # tokens whose log-probabilities are kept of each place
 _DTYPES: Final = {**FLOATS, "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}

@@ -18,7 +18,7 @@ from specinfer.heads.checkpoint import is_head
 from specinfer.heads.layers import Norm, initialise
 from specinfer.hub import resolve
 from specinfer.models.config import Family, ModelConfig, Rope
-from specinfer.models.export import write_model
+from specinfer.models.safetensors import write_model
 from specinfer.models.weights import OpenModel, open_model
 from specinfer.tune.blocks import Blocks
 from specinfer.tune.draft import Beginning, Description, Target

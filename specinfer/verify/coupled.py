@@ -19,7 +19,7 @@ from specinfer.tree.token_tree import TokenTree
 from specinfer.verify import noise
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.law import Law
-from specinfer.verify.row_scan import NUMPY_ROW, RowScan, race_scores
+from specinfer.verify.target_law import NUMPY_ROW, RowScan, race_scores
 
 POOL: Final = 64  # of a speculator's likeliest tokens run in its race
 

@@ -17,8 +17,7 @@ from specinfer.processors.changes import Changes
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.logit_block import LogitBlock
-from specinfer.verify.row_scan import NumpyRowScan, RowScan
-from specinfer.verify.target_law import target_law
+from specinfer.verify.target_law import NumpyRowScan, RowScan, target_law
 
 # How a token is chosen: one of these a row. cpu/sampling.h has the same.
 ASK: Final = np.dtype(

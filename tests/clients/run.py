@@ -17,7 +17,7 @@ from pathlib import Path
 
 from specinfer.hub import resolve
 from specinfer.report.provenance import provenance
-from specinfer.tokenizer.export import write_tokenizer
+from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 from tests.clients.environments import Client, MissingError, command, read_clients
 from tests.clients.visit import Check, Visit, visit
 from tests.served import Served

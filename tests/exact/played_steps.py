@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-import specinfer.tree.prune
+import specinfer.tree.merging
 from specinfer.engine import target_laws
 from specinfer.errors import RequestError
 from specinfer.speculate.drafts.draws import Site, draw_children
@@ -59,7 +59,7 @@ def entry_after(case, output, processors, seed=0):
 def possible(tree, processors):
     """As the ensemble prunes."""
     permits = processors.permits if processors.bans else None
-    return specinfer.tree.prune.prune(tree, permits=permits, ending=processors.ending)
+    return specinfer.tree.merging.prune(tree, permits=permits, ending=processors.ending)
 
 
 def read(output, tree, world):

@@ -22,7 +22,7 @@ from specinfer.speculate.policy.speculation_policy import LevelPass, StepReport
 from specinfer.speculate.speculator import Speculator
 from specinfer.tree import TreeBuilder
 from specinfer.tree.expansion import Expansion
-from specinfer.tree.prune import keep
+from specinfer.tree.merging import keep
 from specinfer.tree.token_tree import single_node
 from tests import plans
 from tests.flights import flight_of

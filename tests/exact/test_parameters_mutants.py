@@ -5,11 +5,10 @@ from functools import partial
 
 import pytest
 
-import specinfer.tree.prune
-from specinfer.processors.bad_words import BadWords
-from specinfer.processors.penalties import Penalties
+import specinfer.tree.merging
+from specinfer.processors.changes import BadWords, Penalties
 from specinfer.processors.pipeline import Processors
-from specinfer.tree.prune import prune
+from specinfer.tree.merging import prune
 from specinfer.verify.target_law import target_law
 
 from . import played_steps
@@ -81,5 +80,5 @@ def test_pruning_sampled_draws_by_what_their_path_permits_is_seen(monkeypatch):
     monkeypatch.setattr(played_steps, "Seen", Unaware)
     guessers = [Guesser("a", IID, (2,))]
     assert distance(enumerated(case, guessers, 2, world, monkeypatch), expected(case, world, 2)) < EXACT
-    monkeypatch.setattr(specinfer.tree.prune, "prune", careless)
+    monkeypatch.setattr(specinfer.tree.merging, "prune", careless)
     assert distance(enumerated(case, guessers, 2, world, monkeypatch), expected(case, world, 2)) > SEEN

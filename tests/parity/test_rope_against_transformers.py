@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specinfer.kernels.levels import VARIABLE, levels_here
+from specinfer.kernels.machine import VARIABLE, levels_here
 from specinfer.models.weights import load_model, open_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner

@@ -16,8 +16,7 @@ from typing import Final
 import pytest
 
 from specinfer.kernels.build import find_compiler
-from specinfer.kernels.levels import LEVELS
-from specinfer.kernels.machine import architecture
+from specinfer.kernels.machine import LEVELS, architecture
 from tests.served import Served
 from tests.tiny_models import write_tiny_llama
 

@@ -16,8 +16,7 @@ import pytest
 
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.build import _FLAGS, find_compiler
-from specinfer.kernels.levels import LEVELS
-from specinfer.kernels.machine import architecture
+from specinfer.kernels.machine import LEVELS, architecture
 from specinfer.kernels.native import find_best
 
 pytestmark = pytest.mark.slow  # pip builds and installs

@@ -49,17 +49,7 @@ WITHOUT_TORCH = (
     *("engine.trace_file", "serve.page_server", "cli.view"),
     *("engine.metrics", "engine.admission", "engine.intake", "engine.loop", "engine.suspects"),
     *("serve.reader", "serve.dialect", "serve.tools", "serve.engine_child"),
-    *(
-        "kernels.cgroups",
-        "kernels.machine",
-        "kernels.levels",
-        "kernels.build",
-        "kernels.private_folder",
-        "kernels.library",
-        "kernels.proof",
-        "kernels.faults",
-        "kernels.native",
-    ),
+    *("kernels.machine", "kernels.build", "kernels.library", "kernels.faults", "kernels.native"),
     *("bench.event_stream", "bench.exchange", "bench.openai_client", "bench.traffic", "bench.load"),
     *("bench.load_figures", "cli.bench", "cli.server_load"),
 )
@@ -241,7 +231,7 @@ def test_rooms_of_one_floor_do_not_know_each_other() -> None:
         verify__law="import specinfer.plan\n",
         kernels__layers="import specinfer.attention.native\n",
         plan="",
-        attention__native="import specinfer.kernels.layers\n",
+        attention__native="import specinfer.kernels.decoder\n",
     )
     assert against_the_order(modules) == [
         "specinfer.verify.law:1 imports specinfer.plan, which is on its own floor"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from specinfer.grammar.schemas.disjoint import are_disjoint
 from specinfer.grammar.schemas.document import Schema, SchemaDocument
-from specinfer.grammar.schemas.negation import negated
+from specinfer.grammar.schemas.negation import are_disjoint, negated
 
 if TYPE_CHECKING:
     from specinfer.grammar.schemas.held import SchemaHolder

@@ -16,8 +16,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from specinfer.errors import RequestError
-from specinfer.grammar.complaint import in_one_line, without_places
-from specinfer.grammar.library_vocabulary import fault_of
+from specinfer.grammar.library_vocabulary import fault_of, in_one_line, without_places
 from specinfer.grammar.schemas.alternatives import (
     MOST_BRANCHES,
     branches,
@@ -26,11 +25,9 @@ from specinfer.grammar.schemas.alternatives import (
     merged_conditions,
     options_of,
 )
-from specinfer.grammar.schemas.arrays import ARRAY_KEYWORDS, hold_array
-from specinfer.grammar.schemas.disjoint import types_of
 from specinfer.grammar.schemas.document import TYPES, Schema, SchemaDocument, place
-from specinfer.grammar.schemas.negation import negated
-from specinfer.grammar.schemas.objects import OBJECT_KEYWORDS, hold_object
+from specinfer.grammar.schemas.negation import negated, types_of
+from specinfer.grammar.schemas.objects import ARRAY_KEYWORDS, OBJECT_KEYWORDS, hold_array, hold_object
 from specinfer.grammar.schemas.repair import UNMET, Repair
 from specinfer.grammar.schemas.scalars import (
     NUMBER_KEYWORDS,

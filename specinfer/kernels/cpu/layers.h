@@ -1,7 +1,7 @@
 // The layers of a decoder in one call: between the products of a small model, calls of one op after another
 // take as long as the ops do.
 //
-// kernels/layers.py is how it is called, models/decoder.py the same computation op by op, with the same bits.
+// kernels/decoder.py is how it is called, models/decoder.py the same computation op by op, with the same bits.
 
 #pragma once
 

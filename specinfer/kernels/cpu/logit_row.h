@@ -1,4 +1,4 @@
-// Reads of one row of logits, float32 or bfloat16 as it lies; the twins are in verify/row_scan.py.
+// Reads of one row of logits, float32 or bfloat16 as it lies; the twins are in verify/target_law.py.
 //
 // Each read answers exactly (highest, likeliest_of), or so that whoever asks can still decide in float64 (mass_of,
 // race): choices are then the twins' to the last token, whatever exp and log a machine has.
@@ -17,7 +17,7 @@ namespace specinfer {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// How the screen's float32 may err; row_scan.py has the argument for it.
+// How the screen's float32 may err; target_law.py has the argument for it.
 constexpr double kScreen = (1.0 + 1.0 / 1024) * 4294967296.0;
 // Scores closer than this, relative to their size, are left to the caller: a thousand times what two
 // machines' exp and log differ by.
@@ -157,10 +157,10 @@ std::vector<Candidate> likeliest_of(const T* row, int64_t size, int64_t n, bool*
   return best.sorted();
 }
 
-// As in row_scan.py: hotter ones are no matter for float32.
+// As in target_law.py: hotter ones are no matter for float32.
 constexpr double kHottest = 1e29;
 
-// The sum of exp((logit - top) / temperature), within MASS_ERROR of row_scan.py.
+// The sum of exp((logit - top) / temperature), within MASS_ERROR of target_law.py.
 template <typename T>
 double mass_of(const T* row, int64_t size, double highest, double temperature) {
   if (temperature > kHottest) {

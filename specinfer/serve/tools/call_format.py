@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specinfer.serve.tools.tool import Tool
-from specinfer.tokenizer.chat_messages import messages_for_template
+from specinfer.tokenizer.chat_template import messages_for_template
 
 FormatName = Literal["hermes", "qwen3_coder", "llama3", "mistral", "mistral_args"]
 FORMAT_NAMES: tuple[FormatName, ...] = get_args(FormatName)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specinfer.errors import RequestError, naming
-from specinfer.grammar.complaint import in_one_line, without_places
 from specinfer.grammar.lark import json_rule
-from specinfer.grammar.library_vocabulary import fault_of
+from specinfer.grammar.library_vocabulary import fault_of, in_one_line, without_places
 from specinfer.serve.fields import Fields
 from specinfer.structured_output import schema_source
 

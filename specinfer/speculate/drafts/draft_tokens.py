@@ -31,8 +31,7 @@ from numpy.typing import NDArray
 from specinfer.config import SpeculationConfig
 from specinfer.errors import ConfigError
 from specinfer.tokenizer import Tokenizer
-from specinfer.tokenizer.respelling import Respelling
-from specinfer.tokenizer.shared_tokens import SharedTokens, shared_tokens
+from specinfer.tokenizer.respelling import Respelling, SharedTokens, shared_tokens
 from specinfer.tree import DrawRule
 
 

@@ -25,8 +25,7 @@ from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.distribution import Distribution
 from specinfer.verify.coupled import POOL, coupled_top_k, fastest
 from specinfer.verify.law import Law, inverse_cdf
-from specinfer.verify.row_scan import NUMPY_ROW, RowScan
-from specinfer.verify.target_law import target_law
+from specinfer.verify.target_law import NUMPY_ROW, RowScan, target_law
 
 
 @dataclass(frozen=True, slots=True)

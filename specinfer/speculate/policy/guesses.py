@@ -12,8 +12,7 @@ from specinfer.speculate.policy.level_counts import LevelRate
 from specinfer.speculate.policy.tokens_per_second import total
 from specinfer.tree import Draw, TokenTree
 from specinfer.tree.draw import any_sampled, as_runs
-from specinfer.tree.merging import MergedTree
-from specinfer.tree.prune import firm_nodes, sampled
+from specinfer.tree.merging import MergedTree, firm_nodes, sampled
 
 
 class Guesses:

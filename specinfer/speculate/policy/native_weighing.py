@@ -25,7 +25,7 @@ from specinfer.speculate.policy.weighing import BESIDE, Expected, Grown, StepCos
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import Run, any_sampled, as_runs
-from specinfer.tree.prune import firm_nodes, keep
+from specinfer.tree.merging import firm_nodes, keep
 
 _MOST_NODES: Final = 1 << 30  # of a tree; more make no difference
 

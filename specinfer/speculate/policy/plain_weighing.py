@@ -14,7 +14,7 @@ from specinfer.speculate.policy.tokens_per_second import fastest, how_many, tota
 from specinfer.speculate.policy.weighing import BESIDE, Expected, Grown, StepCosts
 from specinfer.speculate.speculator import Outcome
 from specinfer.tree import Draw, TokenTree
-from specinfer.tree.prune import firm_nodes, keep
+from specinfer.tree.merging import firm_nodes, keep
 from specinfer.tree.token_tree import next_nodes
 
 # A tree by number, its nodes that stay, those that may be dropped, likeliest first, and what they bring.

@@ -22,9 +22,9 @@ from specinfer.check.doctor import (
     tree_pass,
 )
 from specinfer.config import EngineConfig, Quantization
-from specinfer.kernels import levels
+from specinfer.kernels import machine
 from specinfer.kernels.bandwidth import Bandwidth
-from specinfer.kernels.levels import LEVELS, VARIABLE
+from specinfer.kernels.machine import LEVELS, VARIABLE
 from specinfer.kernels.native import Refused
 from specinfer.kernels.quantized import int8_bytes
 from specinfer.models.weights import load_config, load_model
@@ -43,7 +43,7 @@ ALL = V4 + "avx_vnni avx512_bf16 amx_tile amx_int8 amx_bf16 avx512_fp16"
 
 def pretend(monkeypatch: pytest.MonkeyPatch, architecture: str, features: str, wanted: str = "") -> None:
     """Be another machine."""
-    for module in (levels, doctor):
+    for module in (machine, doctor):
         monkeypatch.setattr(module, "architecture", lambda: architecture)
         monkeypatch.setattr(module, "cpu_features", lambda: frozenset(features.split()))
     monkeypatch.setenv(VARIABLE, wanted)

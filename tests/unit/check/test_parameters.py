@@ -12,8 +12,7 @@ from specinfer.check.parameters import LEAST, ProcessedTarget, check_parameters,
 from specinfer.check.promise import Effort
 from specinfer.check.target_alone import TargetAlone
 from specinfer.check.verdict import Verdict
-from specinfer.processors.changes import RowChanges
-from specinfer.processors.penalties import Penalties
+from specinfer.processors.changes import Penalties, RowChanges
 from specinfer.sampling_params import SamplingParams
 from tests.engines import Tiny, write_tiny
 

@@ -6,7 +6,7 @@ import pytest
 
 from specinfer.cli import demo
 from specinfer.cli.options import DEFAULT_MODEL
-from specinfer.hub.shipped import SHIPPED_HEADS
+from specinfer.hub.catalogue import SHIPPED_HEADS
 from specinfer.request import Answer, FinishReason, RequestOutput, SpeculationFigures, Timing
 
 

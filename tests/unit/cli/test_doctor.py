@@ -14,7 +14,7 @@ from specinfer.check import doctor as facts
 from specinfer.cli.doctor import doctor
 from specinfer.errors import ConfigError, ModelNotFoundError
 from specinfer.kernels.bandwidth import Bandwidth
-from specinfer.kernels.levels import VARIABLE
+from specinfer.kernels.machine import VARIABLE
 from specinfer.version import VERSION
 from tests.kernels import kernels
 from tests.tiny_models import write_tiny_llama

@@ -25,13 +25,13 @@ from specinfer.engine.admission import Admission
 from specinfer.engine.intake import Intake
 from specinfer.errors import RequestError
 from specinfer.grammar.grammar import GrammarCompiler
-from specinfer.processors import bad_words
+from specinfer.processors import changes
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate import limits
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.lookups.alignment import LEFT_OUT, IndexedPrediction
 from specinfer.speculate.table import build_speculators
-from specinfer.tokenizer import Tokenizer, chat_messages, chat_template, tokenizer
+from specinfer.tokenizer import Tokenizer, chat_template, tokenizer
 from specinfer.verify.noise import completion_seed
 from tests.tiny_models import write_byte_tokenizer
 from tests.unit.tokenizer.made_up import write_folder
@@ -324,8 +324,8 @@ def test_the_parameters_are_those_there_are() -> None:
 
 def test_every_line_that_refuses_is_in_the_table(models: dict[str, Intake]) -> None:
     modules: list[ModuleType] = [
-        *(sampling_params, structured_output, speculation_params, limits, bad_words),
-        *(admission, intake, chat_messages, chat_template, tokenizer),
+        *(sampling_params, structured_output, speculation_params, limits, changes),
+        *(admission, intake, chat_template, tokenizer),
     ]
     raised: set[tuple[str, int]] = set()
     for model, _, ask in refusals():

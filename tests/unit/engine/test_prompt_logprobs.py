@@ -11,7 +11,7 @@ from torch import Tensor
 from specinfer import LLM, SamplingParams
 from specinfer.request import Delta
 from specinfer.runtime.flight import Flight, HostFlight
-from specinfer.verify.prompt_logprobs import PromptLogprobs
+from specinfer.verify.logprobs import PromptLogprobs
 from tests.engines import Tiny, engine_of, runner_of, write_tiny
 
 LONG = [(7 * i) % 60 for i in range(300)]

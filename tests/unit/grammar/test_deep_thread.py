@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from specinfer.grammar.deep_thread import DeepThread
+from specinfer.grammar.library_vocabulary import DeepThread
 
 STACK = 1 << 26
 
@@ -91,7 +91,7 @@ def test_a_thread_that_cannot_start_is_tried_again(monkeypatch, set_to):
 
 PROGRAM = f"""
 import ctypes, os
-from specinfer.grammar.deep_thread import DeepThread
+from specinfer.grammar.library_vocabulary import DeepThread
 
 deep = DeepThread("deep", {STACK})
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specinfer.grammar.cursor import Cursor
+from specinfer.grammar.grammar import Cursor
 from tests.unit.grammar.vocabulary import END, TOKENIZER, byte_id, grammar_of, ids, legal, schema_format
 
 

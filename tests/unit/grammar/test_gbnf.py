@@ -1,8 +1,7 @@
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.grammar.gbnf import read_gbnf, to_lark
-from specinfer.grammar.rules import Choice, Literal, Pattern, Reference, Repeat, Sequence
+from specinfer.grammar.gbnf import Choice, Literal, Pattern, Reference, Repeat, Sequence, read_gbnf, to_lark
 from tests.unit.grammar.vocabulary import accepts, grammar_of
 
 

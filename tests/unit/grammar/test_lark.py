@@ -1,8 +1,8 @@
 import pytest
 
 from specinfer.errors import RequestError
+from specinfer.grammar.ecma_regex import MAX_REPEAT
 from specinfer.grammar.lark import lark_of
-from specinfer.grammar.regex_repeats import MAX_REPEAT
 from specinfer.structured_output import structured_output
 
 JSON = 'start: %json {"type": "object", "x-guidance": {"whitespace_pattern": " |\\\\n[ \\\\t]{0,32}"}}'

@@ -1,6 +1,6 @@
 import pytest
 
-from specinfer.grammar.regex_repeats import largest_repeat
+from specinfer.grammar.ecma_regex import largest_repeat
 
 
 @pytest.mark.parametrize(

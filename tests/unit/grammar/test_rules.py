@@ -1,4 +1,4 @@
-from specinfer.grammar.rules import Choice, Literal, Reference, Repeat, Sequence, in_use, references
+from specinfer.grammar.gbnf import Choice, Literal, Reference, Repeat, Sequence, in_use, references
 
 A = Literal("a")
 

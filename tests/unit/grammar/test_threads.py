@@ -8,8 +8,7 @@ import pytest
 
 from specinfer.errors import RequestError
 from specinfer.grammar import grammar as grammar_file
-from specinfer.grammar.cursor import Cursor, MatcherSource
-from specinfer.grammar.grammar import Grammar, GrammarCompiler
+from specinfer.grammar.grammar import Cursor, Grammar, GrammarCompiler, MatcherSource
 from specinfer.structured_output import structured_output
 from tests.unit.grammar.vocabulary import SCHEMAS, TOKENIZER, VOCAB, ids, legal_document, schema_format
 

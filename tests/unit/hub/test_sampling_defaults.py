@@ -10,8 +10,7 @@ import pytest
 
 from specinfer.errors import ModelFileError
 from specinfer.hub.gguf_header import GgufHeader
-from specinfer.hub.model_files import ModelFiles
-from specinfer.hub.sampling_defaults import sampling_defaults
+from specinfer.hub.model_files import ModelFiles, sampling_defaults
 
 QWEN = {
     "bos_token_id": 151643,

@@ -10,7 +10,7 @@ import pytest
 from specinfer.errors import ModelNotFoundError
 from specinfer.heads.checkpoint import is_head
 from specinfer.hub import CATALOGUE, resolve
-from specinfer.hub.shipped import SHIPPED_HEADS
+from specinfer.hub.catalogue import SHIPPED_HEADS
 
 
 @pytest.mark.parametrize("name", SHIPPED_HEADS)

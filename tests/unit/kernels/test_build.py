@@ -14,7 +14,7 @@ from specinfer.errors import KernelBuildError
 from specinfer.kernels import build, native
 from specinfer.kernels.build import build_library, find_compiler, find_library
 from specinfer.kernels.choice import TORCH, choose_kernels
-from specinfer.kernels.levels import LEVELS
+from specinfer.kernels.machine import LEVELS
 from tests.shown import Shown
 
 AVX2, AMX = (next(level for level in LEVELS if level.name == name) for name in ("avx2", "amx"))

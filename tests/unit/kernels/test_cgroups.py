@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from specinfer.kernels import cgroups
-from specinfer.kernels.cgroups import cgroup_cpus, cgroup_free_memory
+from specinfer.kernels import machine
+from specinfer.kernels.machine import cgroup_cpus, cgroup_free_memory
 
 # The files of groups, by their path below /sys/fs/cgroup.
 Groups = dict[str, str]
@@ -25,7 +25,7 @@ def v1(controllers: str, top: str = "/") -> str:
 @pytest.fixture(autouse=True)
 def _root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
-    monkeypatch.setattr(cgroups, "_ROOT", tmp_path)
+    monkeypatch.setattr(machine, "_ROOT", tmp_path)
 
 
 def make(root: Path, own: str | None, mounts: str | None, files: Groups) -> None:
@@ -208,5 +208,5 @@ def test_garbage_is_no_limit(tmp_path: Path, own: str, mounts: str) -> None:
 
 
 def test_another_system_has_no_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cgroups, "_ROOT", tmp_path / "nowhere")
+    monkeypatch.setattr(machine, "_ROOT", tmp_path / "nowhere")
     assert (cgroup_cpus(), cgroup_free_memory()) == (None, None)

@@ -18,8 +18,8 @@ from specinfer.processors.changes import NOTHING, Changes, RowChanges, bans, bia
 from specinfer.processors.pipeline import Processors
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.logit_block import LogitBlock
-from specinfer.verify.row_scan import NUMPY_ROW
 from specinfer.verify.scan import ASK, NO_TOKEN, NUMPY, ask, choice
+from specinfer.verify.target_law import NUMPY_ROW
 from tests.kernels import kernels
 from tests.unit.kernels.logit_rows import PARAMS, Row, rows
 

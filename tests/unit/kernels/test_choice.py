@@ -13,7 +13,7 @@ from specinfer.config import EngineConfig, KernelChoice
 from specinfer.errors import ConfigError, KernelBuildError
 from specinfer.kernels import build
 from specinfer.kernels.choice import TORCH, choose_kernels, native_kernels
-from specinfer.kernels.levels import VARIABLE, levels_here
+from specinfer.kernels.machine import VARIABLE, levels_here
 from specinfer.kernels.ops import NativeOps
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.kernels.sampling import NativeScan

@@ -13,12 +13,11 @@ from torch import Tensor
 from specinfer.attention.backend import Attend, CacheAttention, Paths
 from specinfer.attention.native import NativeAttend, NativeAttention
 from specinfer.config import Quantization
+from specinfer.kernels.bandwidth import profiled
 from specinfer.kernels.choice import Kernels
-from specinfer.kernels.decoder import NativeDecoder
-from specinfer.kernels.layers import NativeLayers
+from specinfer.kernels.decoder import NativeDecoder, NativeLayers
 from specinfer.kernels.library import STAGES
 from specinfer.kernels.ops import TorchOps
-from specinfer.kernels.profile import profiled
 from specinfer.kernels.quantized import TorchProducts
 from specinfer.models.language_model import LanguageModel, PassContext, Read
 from specinfer.models.weights import load_model

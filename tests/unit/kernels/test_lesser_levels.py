@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from specinfer.kernels.choice import Kernels, native_kernels
-from specinfer.kernels.levels import VARIABLE, levels_here
+from specinfer.kernels.machine import VARIABLE, levels_here
 from specinfer.kernels.native import load_library
 from specinfer.kernels.sampling import NativeScan
 from tests.unit.attention import test_backends, test_independence

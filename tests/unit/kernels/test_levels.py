@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from specinfer.errors import ConfigError, KernelBuildError
-from specinfer.kernels import levels, native
-from specinfer.kernels.levels import LEVELS, VARIABLE, levels_here
+from specinfer.kernels import machine, native
+from specinfer.kernels.machine import LEVELS, VARIABLE, levels_here
 from specinfer.kernels.native import load_library
 
 V3 = "sse4_2 avx avx2 fma f16c bmi1 bmi2 movbe abm"
@@ -62,8 +62,8 @@ def _nothing_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_on(monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
     architecture, features, _ = CPUS[cpu]
-    monkeypatch.setattr(levels, "cpu_features", lambda: frozenset(features.split()))
-    for module in (levels, native):
+    monkeypatch.setattr(machine, "cpu_features", lambda: frozenset(features.split()))
+    for module in (machine, native):
         monkeypatch.setattr(module, "architecture", lambda: architecture)
         monkeypatch.setattr(module, "cpu_name", lambda: cpu)
 

@@ -15,8 +15,7 @@ import pytest
 from specinfer.errors import KernelBuildError
 from specinfer.kernels import build
 from specinfer.kernels.build import build_library, find_compiler
-from specinfer.kernels.levels import LEVELS, Level, levels_here
-from specinfer.kernels.machine import architecture
+from specinfer.kernels.machine import LEVELS, Level, architecture, levels_here
 from tests.kernels import kernels
 
 SOURCES: Final = Path(build.__file__).parent / "cpu"

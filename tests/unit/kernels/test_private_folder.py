@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from specinfer.errors import KernelBuildError
-from specinfer.kernels import private_folder
-from specinfer.kernels.private_folder import fault, kernels_folder, make_private
+from specinfer.kernels import build
+from specinfer.kernels.build import fault, kernels_folder, make_private
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="there are no modes of files here")
 
@@ -180,5 +180,5 @@ def test_where_that_is_taken_by_somebody_else_there_are_none(
 
 def test_without_modes_of_files_nothing_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     library = place(tmp_path, own=0o777)
-    monkeypatch.setattr(private_folder, "_HAS_MODES", False)
+    monkeypatch.setattr(build, "_HAS_MODES", False)
     assert fault(library.parent) is None

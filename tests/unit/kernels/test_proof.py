@@ -15,13 +15,12 @@ from typing import Any, Final
 import pytest
 
 from specinfer.errors import KernelBuildError
-from specinfer.kernels import native, proof
+from specinfer.kernels import native
 from specinfer.kernels.build import find_compiler
 from specinfer.kernels.faults import faults, other_faults
-from specinfer.kernels.levels import LEVELS, VARIABLE, Level
 from specinfer.kernels.library import Library
-from specinfer.kernels.native import find_best, load_library
-from specinfer.kernels.proof import prove
+from specinfer.kernels.machine import LEVELS, VARIABLE, Level
+from specinfer.kernels.native import find_best, load_library, prove
 from tests.kernels import kernels
 
 # What a library offers, all of it empty but for what a fake is about.
@@ -159,13 +158,13 @@ def test_an_honest_library_passes_and_is_not_tried_again(
 def test_what_is_another_machine_or_library_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, real: Library, children: list[list[str]], what: str
 ) -> None:
-    monkeypatch.setattr(proof, "_try_in_child", lambda *_: (children.append(["tried"]), True))
+    monkeypatch.setattr(native, "_try_in_child", lambda *_: (children.append(["tried"]), True))
     prove(real.path, real.level, tmp_path)
     library = real.path
     if what == "another CPU":
-        monkeypatch.setattr(proof, "cpu_name", lambda: "Z80")
+        monkeypatch.setattr(native, "cpu_name", lambda: "Z80")
     elif what == "other features":
-        monkeypatch.setattr(proof, "cpu_features", lambda: frozenset({"sse2"}))
+        monkeypatch.setattr(native, "cpu_features", lambda: frozenset({"sse2"}))
     elif what == "another library":
         library = tmp_path / "other.so"
         library.write_bytes(real.path.read_bytes() + b"\0")
@@ -201,7 +200,7 @@ def test_a_fault_is_remembered(tmp_path: Path, fakes: Path, real: Library, child
 def test_what_may_be_otherwise_the_next_time_is_not_remembered(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fakes: Path, real: Library, fake: str
 ) -> None:
-    monkeypatch.setattr(proof, "_TIMEOUT", 1)
+    monkeypatch.setattr(native, "_TIMEOUT", 1)
     assert prove(compiled(fakes, fake), real.level, tmp_path / "cache") is not None
     assert not (tmp_path / "cache").exists()
 
@@ -237,7 +236,7 @@ def test_a_fault_costs_a_line_and_the_next_lesser_level_is_taken(
     fake: str,
 ) -> None:
     if fake == "no end":
-        monkeypatch.setattr(proof, "_TIMEOUT", 1)
+        monkeypatch.setattr(native, "_TIMEOUT", 1)
     better = better_than(real.level)
     offer(monkeypatch, folder, {better: compiled(fakes, fake), real.level: real.path})
     with caplog.at_level(logging.WARNING):

@@ -14,8 +14,8 @@ from specinfer.errors import KernelBuildError
 from specinfer.kernels.build import build_library, find_library
 from specinfer.kernels.choice import native_kernels
 from specinfer.kernels.faults import faults
-from specinfer.kernels.levels import LEVELS, Level, levels_here
 from specinfer.kernels.library import Library
+from specinfer.kernels.machine import LEVELS, Level, levels_here
 from specinfer.kernels.product import Use
 from specinfer.kernels.quantized import (
     Int4Weight,

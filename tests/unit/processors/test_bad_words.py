@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.errors import RequestError
-from specinfer.processors.bad_words import BadWords, tokenize_bad_words
+from specinfer.processors.changes import BadWords, tokenize_bad_words
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer import SamplingParams
-from specinfer.processors.penalties import Penalties
+from specinfer.processors.changes import Penalties
 from tests.exact.slow_sampling import Rules, processed_logits
 
 ROW = [4.0, 2.0, 0.0, -2.0, -4.0, 1.0, -1.0, 3.0]

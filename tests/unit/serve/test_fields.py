@@ -18,7 +18,7 @@ from specinfer.serve.fields import parse
 from specinfer.serve.response_fields import ResponseFields
 from specinfer.serve.token_fields import DetokenizeFields
 from specinfer.structured_output import structured_output
-from specinfer.tokenizer.chat_messages import messages_for_template
+from specinfer.tokenizer.chat_template import messages_for_template
 
 HI = [{"role": "user", "content": "Hi"}]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from specinfer.tokenizer.chat_messages import MessageStyle, messages_for_template
+from specinfer.tokenizer.chat_template import MessageStyle, messages_for_template
 from tests.scripted_server import byte_tokenizer
 
 from .test_one_door import chatting, library, text, tokenized, user

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from specinfer.hub.gguf_header import GgufHeader
-from specinfer.tokenizer.token_bytes import byte_alphabet
+from specinfer.tokenizer.detokenizer import byte_alphabet
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 CHARACTER = {byte: character for character, byte in byte_alphabet().items()}

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.tokenizer.chat_messages import MessageStyle, messages_for_template
+from specinfer.tokenizer.chat_template import MessageStyle, messages_for_template
 
 
 def call(arguments, **more):

@@ -6,7 +6,7 @@ import pytest
 
 from specinfer.hub.model_files import ModelFiles
 from specinfer.tokenizer import Tokenizer
-from specinfer.tokenizer.export import write_tokenizer
+from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 from specinfer.tokenizer.vocabulary import Vocabulary
 
 from .made_up import byte_level_header, sentencepiece_header, write_folder

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
-from specinfer.tree.prune import firm_nodes, keep, likeliest, prune
+from specinfer.tree.merging import firm_nodes, keep, likeliest, prune
 
 #      4
 #     / \

@@ -16,8 +16,15 @@ from specinfer import SamplingParams
 from specinfer.kernels.choice import choose_kernels
 from specinfer.request import Logprob
 from specinfer.verify.logit_block import LogitBlock
-from specinfer.verify.logprobs import Scores, processed_logprobs, raw_logprobs, report, score
-from specinfer.verify.prompt_logprobs import FIGURE_BYTES, PromptLogprobs
+from specinfer.verify.logprobs import (
+    FIGURE_BYTES,
+    PromptLogprobs,
+    Scores,
+    processed_logprobs,
+    raw_logprobs,
+    report,
+    score,
+)
 from specinfer.verify.scan import NUMPY, Scan
 from tests.exact.oracles import processed_law
 from tests.exact.slow_sampling import logprobs

@@ -8,8 +8,7 @@ import pytest
 from specinfer.errors import LogitsError
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify import coupled_choice, most_likely
-from specinfer.verify.row_scan import MASS_ERROR, NumpyRowScan
-from specinfer.verify.target_law import target_law
+from specinfer.verify.target_law import MASS_ERROR, NumpyRowScan, target_law
 
 
 def oracle(logits, params):

@@ -5,9 +5,8 @@ import re
 import jsonschema
 import pytest
 
-from specinfer.grammar.schemas.disjoint import are_disjoint
 from specinfer.grammar.schemas.document import SchemaDocument
-from specinfer.grammar.schemas.negation import negated, other_texts
+from specinfer.grammar.schemas.negation import are_disjoint, negated, other_texts
 from tests.unit.grammar.schema_samples import Samples
 from tests.unit.grammar.vocabulary import accepts, grammar_of
 

@@ -14,7 +14,7 @@ from specinfer.speculate.policy.level_counts import LevelCounts, LevelRate
 from specinfer.speculate.policy.speculation_policy import StepReport, has_own_size
 from specinfer.tree import TokenTree, merge
 from specinfer.tree.expansion import Expansion
-from specinfer.tree.prune import firm_nodes, keep, sampled
+from specinfer.tree.merging import firm_nodes, keep, sampled
 from specinfer.tree.token_tree import draws_by_parent
 
 Floats = NDArray[np.float64]

@@ -18,7 +18,7 @@ from specinfer.speculate.policy.tokens_per_second import fastest
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder, merge
 from specinfer.tree.expansion import Expansion
-from specinfer.tree.prune import keep
+from specinfer.tree.merging import keep
 from specinfer.tree.token_tree import single_node
 from tests.operations import lines_run
 from tests.plans import outcome, plan

@@ -11,7 +11,7 @@ from specinfer.speculate.policy.decision import Appraisal
 from specinfer.speculate.policy.fixed_policy import FixedPolicy
 from specinfer.speculate.policy.speculation_policy import StepReport
 from specinfer.speculate.policy.trusted_policy import TrustedPolicy
-from specinfer.tree.prune import keep
+from specinfer.tree.merging import keep
 from specinfer.tree.token_tree import single_node
 from tests import plans
 from tests.unit.speculate.policy.priced import chain, entry
