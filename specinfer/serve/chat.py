@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SamplingParams
@@ -23,6 +23,7 @@ from specinfer.serve.fields import (
     Prediction,
     TextOrItems,
     TextPart,
+    by_type,
 )
 from specinfer.serve.reader import ArgumentsPiece, CallStarted, Content, Event, Thought
 from specinfer.serve.reports import chat_logprobs, reported_prompt
@@ -42,14 +43,8 @@ class RefusalPart(Fields):
         return self.refusal
 
 
-def part_kind(value: object) -> str:
-    """Whether a piece of a message is a text or a refusal, as pydantic's tags; what is neither is a text."""
-    return "Refusal" if isinstance(value, Mapping) and value.get("type") == "refusal" else "Text"
-
-
-_Part = Annotated[
-    Annotated[TextPart, Tag("Text")] | Annotated[RefusalPart, Tag("Refusal")], Discriminator(part_kind)
-]
+PART_KIND: Final = by_type({"refusal": "Refusal"}, "Text")
+_Part = Annotated[Annotated[TextPart, Tag("Text")] | Annotated[RefusalPart, Tag("Refusal")], PART_KIND]
 
 
 class FunctionCall(Fields):

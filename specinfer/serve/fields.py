@@ -67,6 +67,24 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
+class OtherKind(Fields):
+    """An object of a type that is not supported; it is refused for what it is, whatever else it has."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str
+
+
+def by_type(tags: Mapping[str | None, str], other: str) -> Discriminator:
+    """The tag of the model that an object is of, by its `type`; `other` where that is not among `tags`."""
+
+    def tag(value: object) -> str:
+        kind = value.get("type") if isinstance(value, Mapping) else None
+        return tags.get(kind, other) if kind is None or isinstance(kind, str) else other
+
+    return Discriminator(tag)
+
+
 class TextPart(Fields):
     """A piece of a message; of text, as nothing else is read."""
 

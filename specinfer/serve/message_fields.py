@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ApiError
@@ -14,8 +14,10 @@ from specinfer.serve.fields import (
     ConversationFields,
     Fields,
     Items,
+    OtherKind,
     Prediction,
     TextOrItems,
+    by_type,
     check_strings,
 )
 from specinfer.serve.message_input import (
@@ -56,21 +58,10 @@ class CustomTool(Cached):
         return Function(name=self.name, description=self.description, parameters=schema, strict=self.strict)
 
 
-class ServerTool(Fields):
-    """A tool whose schema only Anthropic's servers know."""
-
-    model_config = ConfigDict(extra="ignore")  # it is refused for what it is
-
-    type: str
-
-
-def _tool_kind(value: object) -> str:
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    return "Custom" if kind is None or kind == "custom" else "Server"
-
-
+# Tools of other types have schemas that only Anthropic's servers know.
 _Tool = Annotated[
-    Annotated[CustomTool, Tag("Custom")] | Annotated[ServerTool, Tag("Server")], Discriminator(_tool_kind)
+    Annotated[CustomTool, Tag("Custom")] | Annotated[OtherKind, Tag("Server")],
+    by_type({None: "Custom", "custom": "Custom"}, "Server"),
 ]
 
 
@@ -172,7 +163,7 @@ class MessageFields(ConversationFields):
 
     def _check_tools(self) -> None:
         for place, tool in enumerate(self.tools or ()):
-            if isinstance(tool, ServerTool):
+            if isinstance(tool, OtherKind):
                 where = f"tools[{place}]"
                 raise ApiError(
                     f"{where} is of type {tool.type[:100]!r}, which only Anthropic's servers define; drop "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.fields import Fields, TextOrItems
+from specinfer.serve.fields import Fields, OtherKind, TextOrItems, by_type
 
 _BETWEEN: Final = "\n"  # between the texts of one turn
 _BLOCKS: Final = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
@@ -56,32 +56,9 @@ class ToolUseBlock(Cached):
     toolset_name: None = None
 
 
-class OtherBlock(Fields):
-    """A block of a type that is not supported."""
-
-    model_config = ConfigDict(extra="ignore")  # it is refused for what it is
-
-    type: str
-
-    def refusal(self, where: str, allowed: Sequence[str]) -> ApiError:
-        """The error for this block at that path."""
-        return ApiError(
-            f"{where} is of type {self.type[:100]!r}; allowed: {', '.join(allowed)} (the model reads text)",
-            param=where,
-        )
-
-
-def _kind(value: object) -> str:
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    return kind if isinstance(kind, str) and kind in _BLOCKS else "Other"
-
-
-def _text_or_other(value: object) -> str:
-    return "text" if _kind(value) == "text" else "Other"
-
-
 _ResultPart = Annotated[
-    Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("Other")], Discriminator(_text_or_other)
+    Annotated[TextBlock, Tag("text")] | Annotated[OtherKind, Tag("Other")],
+    by_type({"text": "text"}, "Other"),
 ]
 
 
@@ -101,8 +78,8 @@ _Block = Annotated[
     | Annotated[RedactedBlock, Tag("redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
-    | Annotated[OtherBlock, Tag("Other")],
-    Discriminator(_kind),
+    | Annotated[OtherKind, Tag("Other")],
+    by_type({name: name for name in _BLOCKS}, "Other"),
 ]
 _OF_ROLE: Final = {
     "user": ("text", "tool_result"),
@@ -142,8 +119,8 @@ def check_turns(turns: Sequence[Turn]) -> None:
         for j, block in enumerate(turn.blocks):
             where = f"messages[{i}].content[{j}]"
             allowed = _OF_ROLE[turn.role]
-            if isinstance(block, OtherBlock):
-                raise block.refusal(where, allowed)
+            if isinstance(block, OtherKind):
+                raise _refusal(block, where, allowed)
             if block.type not in allowed:
                 raise ApiError(
                     f"{where} is a {block.type} block of the role {turn.role}; allowed: {', '.join(allowed)}",
@@ -163,6 +140,13 @@ def check_turns(turns: Sequence[Turn]) -> None:
         )
 
 
+def _refusal(block: OtherKind, where: str, allowed: Sequence[str]) -> ApiError:
+    return ApiError(
+        f"{where} is of type {block.type[:100]!r}; allowed: {', '.join(allowed)} (the model reads text)",
+        param=where,
+    )
+
+
 def _check_result(block: ToolResultBlock, where: str, called: set[str]) -> None:
     if block.tool_use_id not in called:
         raise ApiError(
@@ -172,8 +156,8 @@ def _check_result(block: ToolResultBlock, where: str, called: set[str]) -> None:
         )
     if not isinstance(block.content, str):
         for k, part in enumerate(block.content or ()):
-            if isinstance(part, OtherBlock):
-                raise part.refusal(f"{where}.content[{k}]", ("text",))
+            if isinstance(part, OtherKind):
+                raise _refusal(part, f"{where}.content[{k}]", ("text",))
 
 
 def messages_of(turns: Iterable[Turn]) -> list[dict[str, Any]]:

@@ -20,8 +20,7 @@ from specinfer.serve.event_stream import event
 from specinfer.serve.growing_answer import Event, GrowingAnswer
 from specinfer.serve.reader import Event as Found
 from specinfer.serve.reports import chat_logprobs
-from specinfer.serve.response_fields import ResponseFields
-from specinfer.serve.response_input import kept_items, output_messages
+from specinfer.serve.response_fields import ResponseFields, kept_items, output_messages
 from specinfer.serve.response_items import Output
 from specinfer.serve.service import Service
 
