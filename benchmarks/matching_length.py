@@ -55,7 +55,7 @@ EPOCHS: Final = 30
 PATIENCE: Final = 3  # epochs without a better log-loss
 BATCH: Final = 256  # places
 RATE: Final = 2e-3  # of learning
-DECAY: Final = 30.0  # of weights
+DECAYS: Final = (1.0, 30.0)  # of weights; the one that is best on texts not learnt from is taken
 RESAMPLES: Final = 2000  # of texts, for an interval
 
 Floats = NDArray[np.float32]
@@ -171,15 +171,17 @@ def known(
     reached = (lengths[:, :, None] >= levels) & (left[:, None, None] > levels)
     hits[~reached] = np.nan
     kept = (place > 0) & np.array([text.prompt not in without for text in trace.texts])[texts]
-    cheap = cheap_features(trace, hits, place)
-    return Known(texts[kept], cheap[kept], states[kept], hits[kept], counts(hits)[kept])
+    counted = counts(hits)
+    cheap = cheap_features(trace, hits, counted, place)
+    return Known(texts[kept], cheap[kept], states[kept], hits[kept], counted[kept])
 
 
-def cheap_features(trace: Trace, hits: Floats, place: NDArray[np.int64]) -> Floats:
+def cheap_features(trace: Trace, hits: Floats, counted: Floats, place: NDArray[np.int64]) -> Floats:
     """What is known of each place without another look at the target, [places, features].
 
     The margin and the entropy of the token before the root, whose guesses were right there, and how often
-    over the last tokens; whoever would have guessed is known, asked or not: more than a policy has.
+    over the last tokens; whoever would have guessed is known, asked or not: more than a policy has. And what
+    counts say, so that nobody knows less.
     """
     best = np.clip(np.nan_to_num(trace.likeliest.astype(np.float64), nan=-1.0, neginf=-30.0), -30, 0)
     first, second = np.exp(best).T
@@ -190,6 +192,8 @@ def cheap_features(trace: Trace, hits: Floats, place: NDArray[np.int64]) -> Floa
     for speculator in range(hits.shape[1]):
         right = np.nan_to_num(hits[:, speculator, 0].astype(np.float64), nan=0.5)
         columns += [_before(right, place), *(_faded(right, place, tokens) for tokens in FADES)]
+        rate = np.clip(counted[:, speculator, 0], 0.01, 0.99)
+        columns.append(np.log(rate / (1 - rate)))
     return np.stack(columns, axis=1).astype(np.float32)
 
 
@@ -255,45 +259,46 @@ def fit(known: Known, x: Floats, units: Sequence[int], *, seed: int = 0) -> Pred
 
     The loss is that of known hits alone: of a level behind a miss nothing is known.
     """
+    with torch.random.fork_rng(devices=[]):
+        fitted = [_fit(known, x, units, decay, seed) for decay in DECAYS]
+    return min(fitted, key=lambda one: one[1])[0]
+
+
+def _fit(known: Known, x: Floats, units: Sequence[int], decay: float, seed: int) -> tuple[Predictor, float]:
+    """The predictor with this decay of weights, and its loss on the texts that are held back."""
     flat = known.hits.reshape(len(known.hits), -1)
     y, seen = torch.from_numpy(np.nan_to_num(flat)), torch.from_numpy(~np.isnan(flat))
-    held, learning = (torch.from_numpy(np.flatnonzero(of)) for of in _split(known.texts))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        predictor = Predictor(x[learning.numpy()], units, y[learning], seen[learning])
-        net, inputs = predictor.net, predictor.scaled(x)
-        decayed = [one for one in net.parameters() if one.ndim > 1]
-        others = [one for one in net.parameters() if one.ndim == 1]
-        groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=RATE)
+    held = torch.from_numpy(np.flatnonzero(known.texts % 6 == 0))
+    learning = torch.from_numpy(np.flatnonzero(known.texts % 6 != 0))
+    torch.manual_seed(seed)
+    predictor = Predictor(x[learning.numpy()], units, y[learning], seen[learning])
+    net, inputs = predictor.net, predictor.scaled(x)
+    weights = [one for one in net.parameters() if one.ndim > 1]
+    biases = [one for one in net.parameters() if one.ndim == 1]
+    groups = [{"params": weights, "weight_decay": decay}, {"params": biases, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE)
 
-        def loss(rows: torch.Tensor) -> torch.Tensor:
-            each = torch.nn.functional.binary_cross_entropy_with_logits(
-                net(inputs[rows]), y[rows], reduction="none"
-            )
-            return (each * seen[rows]).sum() / seen[rows].sum().clamp(min=1)
+    def loss(rows: torch.Tensor) -> torch.Tensor:
+        each = torch.nn.functional.binary_cross_entropy_with_logits(
+            net(inputs[rows]), y[rows], reduction="none"
+        )
+        return (each * seen[rows]).sum() / seen[rows].sum().clamp(min=1)
 
-        kept, least, patience = net.state_dict(), np.inf, PATIENCE
-        for _ in range(EPOCHS):
-            with torch.no_grad():
-                now = float(loss(held))
-            patience = PATIENCE if now < least else patience - 1
-            if now < least:
-                kept, least = {name: value.clone() for name, value in net.state_dict().items()}, now
-            if not patience:
-                break
-            for rows in torch.split(learning[torch.randperm(len(learning))], BATCH):
-                optimizer.zero_grad()
-                torch.autograd.backward(loss(rows))
-                optimizer.step()
-        net.load_state_dict(kept)
-    return predictor
-
-
-def _split(texts: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Places of every sixth text, and of the others."""
-    held = texts % 6 == 0
-    return held, ~held
+    kept, least, patience = net.state_dict(), np.inf, PATIENCE
+    for _ in range(EPOCHS):
+        with torch.no_grad():
+            now = float(loss(held))
+        patience = PATIENCE if now < least else patience - 1
+        if now < least:
+            kept, least = {name: value.clone() for name, value in net.state_dict().items()}, now
+        if not patience:
+            break
+        for rows in torch.split(learning[torch.randperm(len(learning))], BATCH):
+            optimizer.zero_grad()
+            torch.autograd.backward(loss(rows))
+            optimizer.step()
+    net.load_state_dict(kept)
+    return predictor, least
 
 
 def judged(hazards: Floats, test: Known, names: Sequence[str]) -> dict[str, Any]:
