@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 from specinfer.errors import ConfigError
+from specinfer.option import Option, check_options, option, options_of
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.pairs import PAIRS, DraftDraw, Verifier, draw_rule
@@ -30,11 +31,6 @@ LEAST_LOOKUP_MEMORY = 1 << 20  # bytes; less is hardly a memory, and most likely
 
 # Speculators that were two and are one: options, requests and metrics may still call it so.
 OLD_NAMES: Final = {"ngram": "lookup", "suffix": "lookup"}
-OLD_OPTIONS: Final = {
-    **OLD_NAMES,
-    **{"ngram_min": "lookup_min", "ngram_depth": "lookup_depth"},
-    **{f"suffix_{part}": f"lookup_{part}" for part in ("depth", "nodes", "memory")},
-}
 GONE_OPTIONS: Final = {  # options, and why nobody needs them
     "ngram_max": "longer matches are always looked for first",
     "ngram_branches": "guesses are trees, of at most lookup_nodes nodes",
@@ -45,62 +41,106 @@ GONE_OPTIONS: Final = {  # options, and why nobody needs them
 class SpeculationConfig:
     """Who guesses, in which shape, and how the guesses are verified."""
 
-    drafts: tuple[str, ...] = ()  # models, each named as `model` is
-    draft_quantization: Quantization = "none"  # how their matrices are kept, as `quantization`
-    draft_vocabulary: int | str | None = None  # tokens drafts can name: how many, or a file of ids; None: all
-    # What drafts of another vocabulary guess: tokens both have, or text; auto: text unless a law is needed.
-    draft_tokens: DraftTokens = "auto"
-    # Guesses looked up in the text and in earlier answers; auto: where native kernels can be had for it.
-    lookup: Lookup = "auto"
-    lookup_min: int = 1  # tokens that must match, at least
-    lookup_depth: int = 16  # tokens of a guess
-    lookup_nodes: int = 32  # of a guessed tree, the root included
-    lookup_memory: int = 16 << 20  # bytes for earlier answers, over all cache salts; 0 keeps none
-    prediction_depth: int = 15  # tokens guessed at once from a request's `prediction`
-    prediction_branches: int = 4  # ways to go on that are guessed after a difference
-    forced_depth: int = 16  # tokens guessed at once where a grammar leaves no choice
-    # How drafts' trees grow, level by level; learned: where guesses are likely, as the policy finds; trees of
-    # samples, whose shape nothing they hold may decide, are USUAL_EXPANSION then. None: learned where trees
-    # are sized by cost, else USUAL_EXPANSION.
-    expansion: Expansion | Literal["learned"] | None = None
-    max_nodes: int = 64  # of one request's tree in one step, the root included
-    tree_size: TreeSize = "cost"  # cost: of all that, what is expected to be fastest here; fixed: all of it
-    clock: Clock = (
-        "measured"  # what a step takes, for tree sizes: measured while it runs; curve: as at the start
+    drafts: tuple[str, ...] = option(
+        (),
+        "A draft model; repeatable.",
+        more="Of any vocabulary, a [head](heads.md) that reads the target, or a [pool](boost-tuning.md) of "
+        "both; "
+        "several are merged into one tree.",
+        flag="draft",
     )
-    verifier: Verifier = "coupled"
-    draw: DraftDraw | None = None  # how drafts draw; None: the verifier's own rule
+    draft_quantization: Quantization = option("none", "As --quantization, of draft models.")
+    draft_vocabulary: int | str | None = option(
+        None,
+        "Cut a draft's output layer to N common tokens, or to the token ids in a file.",
+        shown="all",
+    )
+    draft_tokens: DraftTokens = option(
+        "auto",
+        "What drafts of another vocabulary guess: shared tokens, text, or auto.",
+        more="`shared` tokens are those that both have; `text` is spelled again in the target's. `auto` is "
+        "`text` under "
+        "the coupled verifier, unless `draft_vocabulary` is set "
+        "([how](losslessness.md#drafts-with-another-vocabulary)).",
+    )
+    lookup: Lookup = option(
+        "auto",
+        "Look guesses up in the text and in earlier answers.",
+        more="Those of the same `cache_salt`. `auto`: where native kernels can be had for it.",
+        switch=True,
+        old=tuple(OLD_NAMES),
+    )
+    lookup_min: int = option(1, "Tokens that must match, at least.", least=1, old=("ngram_min",))
+    lookup_depth: int = option(16, "Tokens of a guess.", least=1, old=("ngram_depth", "suffix_depth"))
+    lookup_nodes: int = option(32, "Of a guessed tree, the root included.", least=2, old=("suffix_nodes",))
+    lookup_memory: int = option(
+        16 << 20,
+        "For earlier answers; 0 keeps none.",
+        more="Bytes, over all cache salts, about 64 a token.",
+        size=True,
+        old=("suffix_memory",),
+    )
+    prediction_depth: int = option(15, "Tokens guessed at once from a request's prediction.", least=1)
+    prediction_branches: int = option(4, "Ways to go on that are guessed after a difference.", least=1)
+    forced_depth: int = option(16, "Tokens guessed at once where a grammar leaves no choice.", least=1)
+    expansion: Expansion | Literal["learned"] | None = option(
+        None,
+        "Children of each frontier node of a draft's tree, level by level: K1,K2,...; or learned: where "
+        "guesses "
+        "are likely, the default where trees are sized by cost.",
+        more="A learned shape is up to 8 levels deep ([policy.md](policy.md#the-shape-of-a-drafts-tree)) "
+        "and needs "
+        '`tree_size="cost"`; trees of samples (`mss`), whose shape nothing they hold may decide, are '
+        "`1,1,3,1,1` then.",
+        shown='`learned`, and `1,1,3,1,1` with `tree_size="fixed"`',
+    )
+    max_nodes: int = option(
+        64,
+        "Of one request's tree in one step, the root included.",
+        more="They are the likeliest of what [all have guessed](add_a_speculator.md#4-the-door).",
+        least=1,
+    )
+    tree_size: TreeSize = option(
+        "cost", "cost: of these trees the part that is fastest here; fixed: all of them."
+    )
+    clock: Clock = option(
+        "measured",
+        "measured: costs follow what steps take; curve: as measured at first, to repeat texts of mss.",
+        more="By the measured clock speculation is off where it loses ([policy.md](policy.md)).",
+    )
+    verifier: Verifier = option(
+        "coupled",
+        "Which rule accepts guesses.",
+        more="`mss` is the paper's multi-step speculative sampling.",
+    )
+    draw: DraftDraw | None = option(
+        None,
+        "How drafts draw: coupled or top_k; with mss without_replacement, iid or top_k.",
+        more="Pairs that are not lossless are refused.",
+        shown="the verifier's own",
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "drafts", _model_names("drafts", self.drafts))
-        _choice("draft_quantization", self.draft_quantization, get_args(Quantization))
         object.__setattr__(self, "draft_vocabulary", _vocabulary(self.draft_vocabulary))
-        _choice("draft_tokens", self.draft_tokens, get_args(DraftTokens))
         if self.expansion is not None and self.expansion != "learned":
             try:
                 object.__setattr__(self, "expansion", Expansion.of(self.expansion))
             except ConfigError as error:
                 raise ConfigError(f"{error}; or learned") from None
+        check_options(self)
         if not isinstance(self.lookup, bool) and self.lookup != "auto":
             raise ConfigError(f"lookup is {self.lookup!r}; allowed: True, False or 'auto'")
-        _choice("tree_size", self.tree_size, get_args(TreeSize))
         if self.expansion == "learned" and self.tree_size == "fixed":
             raise ConfigError(
                 "expansion is 'learned' with tree_size 'fixed': such a shape is found by costs; allowed "
                 f"there: widths, for example {USUAL_EXPANSION}; give some, or leave one of the two out"
             )
-        _choice("clock", self.clock, get_args(Clock))
-        _choice("verifier", self.verifier, tuple(PAIRS))
-        if self.draw is not None and self.draw not in tuple(PAIRS[self.verifier].draws):
+        if self.draw is not None and self.draw not in PAIRS[self.verifier].draws:
             raise ConfigError(
                 f"draw is {self.draw!r} with the {self.verifier} verifier; allowed there: "
                 f"{', '.join(PAIRS[self.verifier].draws)}: any other pair would change the output law"
             )
-        _at_least("max_nodes", self.max_nodes, 1)
-        _at_least("lookup_min", self.lookup_min, 1)
-        _at_least("lookup_depth", self.lookup_depth, 1)
-        _at_least("lookup_nodes", self.lookup_nodes, 2)
-        _at_least("lookup_memory", self.lookup_memory, 0)
         if self.lookup_min > LONGEST_MATCH:
             raise ConfigError(f"lookup_min is {self.lookup_min}; allowed: 1 to {LONGEST_MATCH} tokens")
         if 0 < self.lookup_memory < LEAST_LOOKUP_MEMORY:
@@ -108,9 +148,6 @@ class SpeculationConfig:
                 f"lookup_memory is {self.lookup_memory}; allowed: 0, or {LEAST_LOOKUP_MEMORY} and more. It "
                 f"counts bytes, no longer tokens: so many tokens take about {64 * self.lookup_memory}"
             )
-        _at_least("prediction_depth", self.prediction_depth, 1)
-        _at_least("prediction_branches", self.prediction_branches, 1)
-        _at_least("forced_depth", self.forced_depth, 1)
 
     @property
     def draw_rule(self) -> DrawRule:
@@ -153,31 +190,37 @@ class SpeculationConfig:
 class CacheConfig:
     """The block-managed KV cache."""
 
-    block_size: int = 16  # cache positions per block
-    memory: int | None = None  # bytes for all KV caches together; None: from what is free
-    prefix_reuse: bool = True  # requests that begin alike, with the same cache_salt, share blocks
+    block_size: int = option(16, "Cache positions of a block.", least=1)
+    memory: int | None = option(
+        None,
+        "For all KV caches, like 2GB.",
+        shown="half of what is free (cgroup limits count)",
+        name="kv_cache_memory",
+        least=1,
+        size=True,
+    )
+    prefix_reuse: bool = option(
+        True, "Whether requests that begin alike share blocks.", more="Those with the same `cache_salt` do."
+    )
 
     def __post_init__(self) -> None:
-        _at_least("block_size", self.block_size, 1)
-        if self.memory is not None:
-            _at_least("kv_cache_memory", self.memory, 1)
-        if not isinstance(self.prefix_reuse, bool):
-            raise ConfigError(f"prefix_reuse is {self.prefix_reuse!r}; allowed: True or False")
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """The request scheduler."""
 
-    max_batch_size: int = 16  # requests that run in one step
-    max_step_tokens: int = 512  # rows of one target pass: prompt chunks and tree nodes together
-    max_context: int | None = None  # prompt + output tokens; None: the model's own limit
+    max_batch_size: int = option(16, "Requests that run in one step.", least=1)
+    max_step_tokens: int = option(
+        512, "Rows of one pass, of prompts and trees together; for a server 128.", least=1
+    )
+    max_context: int | None = option(
+        None, "Prompt and output tokens at most.", shown="the model's own", least=2
+    )
 
     def __post_init__(self) -> None:
-        _at_least("max_batch_size", self.max_batch_size, 1)
-        _at_least("max_step_tokens", self.max_step_tokens, 1)
-        if self.max_context is not None:
-            _at_least("max_context", self.max_context, 2)
+        check_options(self)
         if self.max_step_tokens < self.max_batch_size:
             raise ConfigError(
                 f"max_step_tokens is {self.max_step_tokens}, less than max_batch_size "
@@ -190,13 +233,52 @@ class EngineConfig:
     """One engine: its target, its speculators, its memory."""
 
     model: str
-    dtype: Dtype = "auto"  # auto: bfloat16 where the device multiplies it natively, else float32
-    device: str = "auto"  # auto: the first CUDA device, else the CPU
-    quantization: Quantization = "none"  # none: matrices in `dtype`; int8, int4: fewer bits, on the CPU only
-    kernels: KernelChoice = "auto"  # auto: native ones on a CPU where they can be built, else PyTorch's
-    threads: int | None = None  # that compute on the CPU; None: the physical cores this process may use
-    chat_template: str | None = None  # a file with a Jinja template in place of the model's own
-    generation_config: GenerationConfig = "auto"  # auto: sample as the model recommends where nobody says how
+    dtype: Dtype = option(
+        "auto",
+        "Of weights that are not quantized.",
+        more="`auto`: bfloat16 with native kernels and on GPUs, else float32.",
+    )
+    device: str = option(
+        "auto",
+        "auto, cpu, cuda or cuda:N.",
+        more="`auto`: the first GPU, else the CPU.",
+        allowed="auto, cpu, cuda, cuda:N",
+    )
+    quantization: Quantization = option(
+        "none",
+        "How matrices are kept, on a CPU.",
+        more="The output layer stays int8 where others are int4.",
+    )
+    kernels: KernelChoice = option(
+        "auto",
+        "auto: native ones on a CPU where they can be had.",
+        more="`native`: for this kind of CPU, from the wheel or compiled on first use; `torch`: their slow "
+        "PyTorch twins.",
+    )
+    threads: int | None = option(
+        None,
+        "That compute on the CPU; default: its cores.",
+        more="Cgroup quotas count, `OMP_NUM_THREADS` bounds them. Where all attention is native, PyTorch "
+        "keeps one thread "
+        "in this process.",
+        shown="physical cores",
+        least=1,
+    )
+    chat_template: str | None = option(
+        None,
+        "A file with a chat template in place of the model's own.",
+        shown="the model's own",
+        allowed="the path of a file, or None",
+    )
+    generation_config: GenerationConfig = option(
+        "auto",
+        "auto: sample as the model recommends where a request does not say; none: do not.",
+        more="The recommendation is temperature, top_k, top_p, min_p and repetition_penalty of "
+        "generation_config.json, or of "
+        "a GGUF file's `general.sampling.*`. It holds for a server, and for `LLM` where no `SamplingParams` "
+        "are given "
+        "(`LLM.default_params`). `none`: [SamplingParams](sampling.md)' own.",
+    )
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -206,20 +288,11 @@ class EngineConfig:
             raise ConfigError(
                 f"model is {self.model!r}; allowed: a folder, a GGUF file, a hub id or a catalogue name"
             )
-        _choice("dtype", self.dtype, get_args(Dtype))
-        _choice("kernels", self.kernels, get_args(KernelChoice))
-        _choice("quantization", self.quantization, get_args(Quantization))
-        if self.threads is not None:
-            _at_least("threads", self.threads, 1)
-        _choice("generation_config", self.generation_config, get_args(GenerationConfig))
-        if self.chat_template is not None:
-            if not isinstance(self.chat_template, (str, PathLike)) or not fspath(self.chat_template):
-                raise ConfigError(
-                    f"chat_template is {self.chat_template!r}; allowed: the path of a file, or None"
-                )
+        if isinstance(self.chat_template, PathLike):
             object.__setattr__(self, "chat_template", fspath(self.chat_template))
-        if not isinstance(self.device, str):
-            raise ConfigError(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N")
+        check_options(self)
+        if self.chat_template == "":
+            raise ConfigError("chat_template is ''; allowed: the path of a file, or None")
 
     @classmethod
     def from_options(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:
@@ -236,25 +309,25 @@ class EngineConfig:
         one, and on a wrong value.
         """
         options = new_names(options)
-        parts = {"speculation": SpeculationConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
-        owner = {f.name: (part, f.name) for part, kind in parts.items() for f in fields(kind)}
-        owner["kv_cache_memory"] = owner.pop("memory")[0], "memory"
-        own = {f.name for f in fields(self)} - {"model", *parts}
-        known = own | set(owner)
-        of_parts: dict[str, dict[str, Any]] = {part: {} for part in parts}
         top: dict[str, Any] = {}
+        of_parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
         for name, value in options.items():
-            if name in own:
-                top[name] = value
-            elif name in owner:
-                part, attribute = owner[name]
-                of_parts[part][attribute] = value
-            else:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+            if name not in ENGINE_OPTIONS:
+                near = difflib.get_close_matches(name, ENGINE_OPTIONS, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(ENGINE_OPTIONS))}"
                 raise ConfigError(f"unknown option {name!r}; {hint}")
+            part, known = ENGINE_OPTIONS[name]
+            (top if part is None else of_parts[part])[known.attribute] = value
         changed = {part: replace(getattr(self, part), **values) for part, values in of_parts.items()}
         return replace(self, **top, **changed)
+
+
+PARTS = {"speculation": SpeculationConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+# All options of an engine by name, each with the part of the config that has it; None: the config itself.
+ENGINE_OPTIONS: dict[str, tuple[str | None, Option]] = {
+    one.name: (part, one) for part, kind in ((None, EngineConfig), *PARTS.items()) for one in options_of(kind)
+}
+OLD_OPTIONS: Final = {old: one.name for _, one in ENGINE_OPTIONS.values() for old in one.about.old}
 
 
 def new_names(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,11 +346,6 @@ def new_names(options: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{name} is {renamed[name]!r} and {value!r}, once by an old name; give it once")
         renamed[name] = value
     return renamed
-
-
-def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
 
 
 def _model_names(name: str, value: object) -> tuple[str, ...]:
@@ -307,11 +375,6 @@ def _vocabulary(value: object) -> int | str | None:
     raise ConfigError(
         f"draft_vocabulary is {value!r}; allowed: how many tokens to keep, or the path of a file of token ids"
     )
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} is {value!r}; allowed: an integer >= {least}")
 
 
 # Ordinary decoding: one-node trees, whatever a request's grammar or prediction would let somebody guess.

@@ -17,7 +17,7 @@ import click
 from specinfer.errors import IntegrityError, UserError
 from specinfer.version import VERSION
 
-COMMANDS: Final = {  # name -> what --help says, in its order; each is a click command in its own module
+COMMANDS: Final = {  # name -> what --help says, in its order; each a click command in a module of its name
     "serve": "Serve a model to OpenAI clients.",
     "run-batch": "Answer a file of requests, as a server would.",
     "generate": "Answer a prompt.",
@@ -32,6 +32,7 @@ COMMANDS: Final = {  # name -> what --help says, in its order; each is a click c
     "policy": "See and reset what speculation has learnt, and play recorded texts under policies.",
     "view": "Look at the token trees of a trace file, in a browser.",
 }
+_MODULES: Final = {"run_batch": "serve", "pull": "small", "view": "small"}  # commands in others
 BUG: Final = 70  # the exit status of an internal error, as in sysexits.h
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells have it
 
@@ -46,7 +47,7 @@ class _LazyGroup(click.Group):
                 ctx.fail(f"there is no command {cmd_name!r}; did you mean {close[0]!r}?")
             return None
         name = cmd_name.replace("-", "_")
-        command: click.Command = getattr(import_module(f"specinfer.cli.{name}"), name)
+        command: click.Command = getattr(import_module(f"specinfer.cli.{_MODULES.get(name, name)}"), name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

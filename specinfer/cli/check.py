@@ -120,5 +120,5 @@ check.params = [parameter for parameter in check.params if parameter.name != "ve
 
 
 def _verifier(draw: str | None) -> str:
-    """The verifier that takes draws of this rule; an unknown rule is refused with the default one."""
+    """The verifier that takes draws of this rule."""
     return next((verifier for verifier, pairs in PAIRS.items() if draw in pairs.draws), "coupled")

@@ -12,9 +12,10 @@ import click
 from specinfer.cli.options import (
     build_llm,
     model_options,
+    sampling_options,
+    sampling_params,
     speculation_options,
 )
-from specinfer.cli.sampling_options import sampling_options, sampling_params
 from specinfer.errors import RequestError
 
 

@@ -1,23 +1,73 @@
-"""The options that several commands share, and what becomes of them."""
+"""Options as flags: those of configs, made of their fields, and those of one request; and what they come to.
+
+A flag that is not given is None, and so leaves a file's key, or the default.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from specinfer.config import OLD_NAMES, EngineConfig
-from specinfer.errors import ConfigError
+from specinfer.config import ENGINE_OPTIONS, OLD_NAMES, EngineConfig
+from specinfer.errors import ConfigError, RequestError
 from specinfer.hub.catalogue import heads_of
+from specinfer.option import Option
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
+    from specinfer.sampling_params import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m"
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+# Of the engine's options those that commands have which answer at a terminal; a server has all.
+_MODEL: Final = (
+    *("dtype", "quantization", "device", "threads", "chat_template", "kv_cache_memory", "max_context"),
+)
+_OF_DRAFTS: Final = ("draft_quantization", "draft_vocabulary", "draft_tokens")
+_TREES: Final = ("max_nodes", "tree_size", "clock", "verifier")
+
+_LAW = [
+    click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--top-k", type=int, default=0, help="Keep the k most likely tokens; 0: all."),
+    click.option("--top-p", type=float, default=1.0, help="Keep the likeliest with this mass."),
+    click.option("--min-p", type=float, default=0.0, help="Keep tokens with p >= min-p * max p."),
+    click.option("--seed", type=int, help="The same seed gives the same text."),
+    click.option("--presence-penalty", type=float, default=0.0, help="On tokens said already; -2 to 2."),
+    click.option("--frequency-penalty", type=float, default=0.0, help="The same, for each time; -2 to 2."),
+    click.option("--repetition-penalty", type=float, default=1.0, help="On prompt and answer; 1 is none."),
+    click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Added to a logit; repeatable."),
+    click.option("--bad-word", "bad_words", multiple=True, metavar="TEXT", help="Never say; repeatable."),
+    click.option("--allowed-token-id", "allowed_token_ids", multiple=True, type=int, metavar="ID"),
+]
+_FORM = [
+    click.option("--json-object", is_flag=True, help="Answer with a JSON object."),
+    click.option("--json-schema", type=Path, metavar="FILE", help="Answer with JSON of this schema."),
+    click.option("--regex", metavar="REGEX", help="The whole answer matches."),
+    click.option("--choice", multiple=True, metavar="TEXT", help="Answer with one of these; repeatable."),
+    click.option("--grammar", type=Path, metavar="FILE", help="Answer by a Lark or GBNF grammar."),
+]
+_END = [
+    click.option("--max-tokens", type=int, default=256, show_default=True),
+    click.option("--min-tokens", type=int, default=0, help="Do not end before."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable."),
+    click.option("--stop-token-id", "stop_token_ids", multiple=True, type=int, metavar="ID"),
+    click.option("--ignore-eos", is_flag=True, help="Go on past the end of text."),
+]
+_GUESS = [
+    click.option("--prediction", type=Path, metavar="FILE", help="A guess of the answer, to save time."),
+    click.option("--speculation", metavar="JSON", help='For this request: false, or {"max_nodes": 8, ...}.'),
+]
+_PLAIN = (
+    *("temperature", "top_k", "top_p", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words", "regex"),
+    *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
+)
 
 
 def parse_size(text: str) -> int:
@@ -28,85 +78,32 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def flags(options: Sequence[Option]) -> Callable[[_Command], _Command]:
+    """Decorates a command with a flag for each option, in their order."""
+
+    def decorated(command: _Command) -> _Command:
+        for one in reversed(options):
+            command = _flag(one)(command)
+        return command
+
+    return decorated
+
+
 def model_options(command: _Command) -> _Command:
     """--model, --dtype, --quantization, --device, --threads, --chat-template, and those of memory."""
-    for option in reversed(
-        [
-            click.option(
-                "--model",
-                "-m",
-                default=DEFAULT_MODEL,
-                show_default=True,
-                help="The target: a folder, a GGUF file, a hub id (org/name) or a catalogue name.",
-            ),
-            click.option("--dtype", default="auto", help="auto, bfloat16 or float32."),
-            click.option("--quantization", help="none, int8 or int4: how matrices are kept, on a CPU."),
-            click.option("--device", default="auto", help="auto, cpu or cuda."),
-            click.option(
-                "--threads", type=int, metavar="N", help="That compute on a CPU; default: its cores."
-            ),
-            click.option(
-                "--chat-template", metavar="FILE", help="A chat template in place of the model's own."
-            ),
-            click.option("--kv-cache-memory", metavar="SIZE", help="For all KV caches, like 2GB."),
-            click.option("--max-context", type=int, metavar="N", help="Prompt and output tokens at most."),
-        ]
-    ):
-        command = option(command)
-    return command
+    named = click.option(
+        "--model",
+        "-m",
+        default=DEFAULT_MODEL,
+        show_default=True,
+        help="The target: a folder, a GGUF file, a hub id (org/name) or a catalogue name.",
+    )
+    return named(_of_engine(*_MODEL)(command))
 
 
 def speculation_options(command: _Command) -> _Command:
-    """--draft, --draft-quantization, --draft-vocabulary, --lookup, --expansion, and others."""
-    for option in reversed(
-        [
-            click.option(
-                "--draft", "drafts", multiple=True, metavar="MODEL", help="A draft model; repeatable."
-            ),
-            click.option("--draft-quantization", help="As --quantization, of draft models."),
-            click.option(
-                "--draft-vocabulary",
-                metavar="N|FILE",
-                help="Cut a draft's output layer to N common tokens, or to the token ids in FILE.",
-            ),
-            click.option(
-                "--draft-tokens",
-                show_default="auto",
-                help="What drafts of another vocabulary guess: shared tokens, text, or auto.",
-            ),
-            click.option(
-                *(f"--{name}/--no-{name}" for name in ("lookup", *OLD_NAMES)),
-                "lookup",
-                default=None,
-                help="Look guesses up in the text and in earlier answers.",
-            ),
-            click.option(
-                "--expansion",
-                show_default="learned; 1,1,3,1,1 where trees are of a fixed size",
-                metavar="K1,K2,...|learned",
-                help="Children of each frontier node of a draft's tree, level by level; learned: where "
-                "guesses are likely.",
-            ),
-            click.option("--max-nodes", type=int, metavar="N", help="Of one request's tree, root included."),
-            click.option(
-                "--tree-size",
-                show_default="cost",
-                help="cost: of these trees the part that is fastest here; fixed: all of them.",
-            ),
-            click.option(
-                "--clock",
-                show_default="measured",
-                help="measured: costs follow what steps take; curve: as measured at first.",
-            ),
-            click.option("--verifier", default="coupled", show_default=True, help="coupled or mss."),
-            click.option(
-                "--draw",
-                help="How drafts draw: coupled or top_k; with mss without_replacement, iid or top_k.",
-            ),
-        ]
-    ):
-        command = option(command)
-    return command
+    """--draft and what concerns it, --lookup, --expansion, and others of trees."""
+    return _of_engine("drafts", *_OF_DRAFTS, "lookup", "expansion", *_TREES, "draw")(command)
 
 
 def build_llm(options: dict[str, Any], **more: Any) -> LLM:
@@ -132,9 +129,105 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     if not named:
         given["drafts"] = heads_of(model)
     config = EngineConfig.from_options(model, given)
-    for name in ("draft_quantization", "draft_vocabulary", "draft_tokens", "expansion", "draw"):
+    for name in (*_OF_DRAFTS, "expansion", "draw"):
         if name in given and not given.get("drafts"):
             raise ConfigError(
                 f"--{name.replace('_', '-')} is for draft models, and none is named; add --draft MODEL"
             )
     return config
+
+
+def sampling_options(command: _Command) -> _Command:
+    """The options of one request: its law, its form, its end, and guesses of it."""
+    for option in reversed([*_LAW, *_FORM, *_END, *_GUESS]):
+        command = option(command)
+    return command
+
+
+def sampling_params(options: dict[str, Any], **more: Any) -> SamplingParams:
+    """Take the sampling options out of `options`; raises RequestError for a value that is not allowed."""
+    from specinfer.sampling_params import SamplingParams
+
+    values = {name: options.pop(name) for name in _PLAIN}
+    grammar, prediction = options.pop("grammar"), options.pop("prediction")
+    return SamplingParams(
+        **values,
+        **more,
+        logit_bias=_biases(options.pop("logit_bias")),
+        allowed_token_ids=options.pop("allowed_token_ids") or None,
+        choice=options.pop("choice") or None,
+        response_format=_response_format(options.pop("json_object"), options.pop("json_schema")),
+        grammar=None if grammar is None else _read("grammar", grammar),
+        prediction=None if prediction is None else _read("prediction", prediction),
+        speculation=_speculation(options.pop("speculation")),
+    )
+
+
+def _of_engine(*names: str) -> Callable[[_Command], _Command]:
+    return flags([ENGINE_OPTIONS[name][1] for name in names])
+
+
+def _flag(one: Option) -> Callable[[_Command], _Command]:
+    shown = one.shown_default().replace("`", "")
+    more: dict[str, Any] = {
+        "help": one.about.purpose + (f"  [{shown}]" if shown and not one.about.shown else "")
+    }
+    names = (one.flag[2:], *(old.replace("_", "-") for old in one.about.old))
+    if one.kind is bool or one.about.switch:
+        return click.option(*(f"--{name}/--no-{name}" for name in names), one.name, default=None, **more)
+    if one.is_list:
+        more |= {"multiple": True, "metavar": "TEXT"}
+    elif one.choices:
+        more["type"] = click.Choice(one.choices)
+    elif one.about.size:
+        more["metavar"] = "SIZE"
+    elif one.kind in (int, float):
+        more["type"] = one.kind
+    else:
+        more["metavar"] = "TEXT"
+    return click.option(*(f"--{name}" for name in names), one.name, **more)
+
+
+def _biases(given: Sequence[str]) -> Any:
+    biases: dict[str, float] = {}
+    for text in given:
+        token, _, bias = text.partition("=")
+        try:
+            biases[token] = float(bias)
+        except ValueError:
+            raise RequestError(
+                f"logit bias is {text!r}; allowed: a token id = a number, like 42=-5"
+            ) from None
+    return biases or None
+
+
+def _response_format(json_object: bool, schema: Path | None) -> dict[str, Any] | None:
+    if json_object and schema is not None:
+        raise click.UsageError("--json-object and --json-schema are given; give one of them")
+    if json_object:
+        return {"type": "json_object"}
+    if schema is None:
+        return None
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": schema.stem, "schema": _parsed(f"{schema}", _read("JSON schema", schema))},
+    }
+
+
+def _speculation(text: str | None) -> Any:
+    return None if text is None else _parsed("--speculation", text)
+
+
+def _parsed(where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"{where} is not JSON at line {error.lineno}: {error.msg}") from None
+
+
+def _read(what: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise RequestError(f"cannot read the {what} from {path}: {reason}") from None

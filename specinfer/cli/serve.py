@@ -1,36 +1,48 @@
-"""`specinfer serve`: an OpenAI-compatible server."""
+"""`specinfer serve`, an OpenAI-compatible server, and `specinfer run-batch`, which answers a file as one."""
 
 from __future__ import annotations
 
+import difflib
+import json
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from specinfer.cli.every_option import configs, every_option, needs_serving
-from specinfer.cli.options import engine_config
+from specinfer.cli.options import DEFAULT_MODEL, engine_config, flags, parse_size
+from specinfer.config import ENGINE_OPTIONS, GONE_OPTIONS, OLD_OPTIONS, new_names
 from specinfer.errors import ConfigError
+from specinfer.option import options_of
+from specinfer.serve.config import ServeConfig
 
 _KEY_VARIABLE: Final = "SPECINFER_API_KEY"
+# A step of more keeps whoever comes meanwhile waiting; of fewer reads prompts slowly.
+_STEP_TOKENS: Final = 128
+_ENGINE: Final = [one for _, one in ENGINE_OPTIONS.values()]
+_SERVER: Final = options_of(ServeConfig)
+OPTIONS: Final = {one.name: one for one in (*_ENGINE, *_SERVER)}
 
 
 @click.command()
 @click.argument("model", required=False)
 @click.option("--config", "file", type=Path, metavar="FILE", help="Options in YAML; flags go before it.")
 @click.option("--speculative-config", metavar="JSON", help="vLLM's: method, model, num_speculative_tokens.")
-@every_option
-def serve(model: str | None, file: Path | None, **flags: Any) -> None:
+@flags([*_ENGINE, *_SERVER])
+def serve(model: str | None, file: Path | None, **given: Any) -> None:
     """Serve MODEL, the small default one when none is named, to any OpenAI client."""
     from specinfer.progress import ProgressBar
     from specinfer.serve.engine_child import EngineChild
 
-    if not flags["api_key"] and (key := os.environ.get(_KEY_VARIABLE)) is not None:
+    if not given["api_key"] and (key := os.environ.get(_KEY_VARIABLE)) is not None:
         if not key:
             raise ConfigError(f"{_KEY_VARIABLE} is empty, which lets nobody in; give it a key, or unset it")
-        flags["api_key"] = (key,)
-    options, config = configs({"model": model, **flags}, file)
+        given["api_key"] = (key,)
+    options, config = configs({"model": model, **given}, file)
     engine = engine_config(options)
     # Its process loads torch while this one loads what serves.
     with EngineChild((config.log_level, config.log_format)) as child:
@@ -45,3 +57,174 @@ def _tell_ready(url: str, *, page: bool) -> None:
         # Listening on every address, the server is at the loopback address, too, which a browser can open.
         local = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
         click.echo(f"to chat with it, open {local}/", err=True)
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option(
+    "-i", "--input-file", "source", type=Path, required=True, metavar="FILE", help="Requests, a line each."
+)
+@click.option(
+    "-o", "--output-file", "target", type=Path, required=True, metavar="FILE", help="Answers, a line each."
+)
+@click.option("--model", "-m", "named", metavar="MODEL", help="As the argument MODEL; vLLM's name for it.")
+@click.option(
+    "--config", "file", type=Path, metavar="FILE", help="Options in YAML, a server's too; flags go first."
+)
+@click.option("--speculative-config", metavar="JSON", help="vLLM's: method, model, num_speculative_tokens.")
+@flags([*_ENGINE, *(one for one in _SERVER if one.about.of_batches)])
+def run_batch(
+    model: str | None, named: str | None, source: Path, target: Path, file: Path | None, **given: Any
+) -> None:
+    """Answer the requests of a file with MODEL, the small default one when none is named.
+
+    A line of the input is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}};
+    the other urls are /v1/completions, /v1/responses and /v1/messages. Each gets a line in the output when it
+    is answered. Run again to go on: what is answered there already is not asked again.
+    """
+    if model and named:
+        raise ConfigError(f"MODEL is {model!r} and --model {named!r}; give one of them")
+    if source.resolve() == target.resolve():
+        raise ConfigError(f"the requests and the answers are both {source}; give two files")
+    from specinfer.progress import ProgressBar
+    from specinfer.serve.engine_child import EngineChild
+
+    options, config = configs({"model": model or named, **given}, file)
+    if given["log_level"] is None and "log_level" not in (read_options(file) if file else {}):
+        config = replace(config, log_level="warning")  # no log line for each request
+    engine = engine_config(options)
+    with needs_serving():
+        from specinfer.serve.batch_run import BatchAnswers, BatchInput
+        from specinfer.serve.batch_run import run_batch as run
+        from specinfer.serve.config import configure
+
+    configure(config.log_format, config.log_level, "batch")
+    requests = BatchInput(source, config.max_body)
+    with BatchAnswers(target) as answers:
+        earlier = len(answers)
+        try:
+            if requests.any_left(answers):
+                with EngineChild((config.log_level, config.log_format)) as child:
+                    run(config, engine, child, requests, answers, ProgressBar())
+        finally:
+            told = f"{len(answers)} answers, {answers.refused} of them errors; {earlier} were there before"
+            click.echo(f"{target} has {told}", err=True)
+
+
+@contextmanager
+def needs_serving() -> Iterator[None]:
+    """A block that imports the server's dependencies; raises ConfigError if they are not installed."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"{error.name} is not installed; this command needs it: pip install 'specinfer[serve]'"
+        ) from None
+
+
+def configs(given: Mapping[str, Any], file: Path | None) -> tuple[dict[str, Any], ServeConfig]:
+    """The engine's options and the server's config: flags, then the file's keys, then defaults.
+
+    Raises ConfigError.
+    """
+    options = {} if file is None else read_options(file)
+    options |= {name: value for name, value in given.items() if value not in (None, ())}
+    if (vllm := options.pop("speculative_config", None)) is not None:
+        options = speculative_config(vllm) | options
+    of_server = {}
+    for name, value in list(options.items()):
+        one = OPTIONS.get(name)
+        if one is not None and one.about.size and isinstance(value, str):
+            options[name] = parse_size(value)
+        if one in _SERVER:
+            of_server[name] = _several(options.pop(name)) if one.is_list else options.pop(name)
+    options.setdefault("model", DEFAULT_MODEL)
+    batch = options.get("max_batch_size")
+    options.setdefault("max_step_tokens", max(_STEP_TOKENS, batch if isinstance(batch, int) else 0))
+    return options, ServeConfig(**of_server)
+
+
+def _several(value: Any) -> Any:
+    """A list of a file as a config has it; a text, whose letters are no list of texts, is one."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def read_options(file: Path) -> dict[str, Any]:
+    """The options of a YAML file, which may write them with - or _; raises ConfigError."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise ConfigError(f"cannot read the options in {file}: {reason}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} holds {type(found).__name__}; allowed: options, like `port: 8000`")
+    known = {"model", *OPTIONS, *OLD_OPTIONS, *GONE_OPTIONS, "speculative_config"}
+    options: dict[str, Any] = {}
+    for key, value in found.items():
+        name = str(key).replace("-", "_")
+        name = next((one.name for one in OPTIONS.values() if one.about.flag == name), name)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "see specinfer serve --help"
+            raise ConfigError(f"{file} has the unknown option {key!r}; {hint}")
+        if value is not None:
+            options[name] = value
+    return new_names(options)
+
+
+def speculative_config(value: object) -> dict[str, Any]:
+    """vLLM's speculative_config, JSON text or a mapping, as options; raises ConfigError for what is not."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"speculative_config is not JSON: {error.msg} at {error.pos}") from None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"speculative_config is {value!r}; allowed: a mapping with a method")
+    left = dict(value)
+    method = left.pop("method", "draft_model" if "model" in left else None)
+    tokens = left.pop("num_speculative_tokens", None)
+    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
+        raise ConfigError(f"num_speculative_tokens is {tokens!r}; allowed: an integer >= 1")
+    options: dict[str, Any] = {}
+    names: dict[str, str | None] = {}
+    if method == "ngram":
+        options = {"lookup": True}
+        # The most tokens that match bound a search there; here longer matches come first in any case.
+        names = {"prompt_lookup_min": "lookup_min", "prompt_lookup_max": None}
+        if tokens is not None:
+            options["lookup_depth"] = tokens
+    elif method == "suffix":
+        options = {"lookup": True}
+        names = {"suffix_decoding_max_tree_depth": "lookup_depth"}
+        if tokens is not None:
+            options["lookup_depth"] = tokens
+    elif method == "draft_model":
+        if "model" not in left:
+            raise ConfigError("speculative_config has method draft_model and no model; name the draft")
+        names = {"model": "drafts", "quantization": "draft_quantization"}
+        if tokens is not None:
+            options["expansion"] = ",".join(["1"] * tokens)
+        if left.pop("draft_tensor_parallel_size", 1) != 1:
+            raise ConfigError("draft_tensor_parallel_size is not 1; a draft runs in one process here")
+    else:
+        raise ConfigError(
+            f"speculative_config has method {method!r}; allowed here: ngram, suffix, draft_model"
+        )
+    for key, name in names.items():
+        if key in left:
+            value = left.pop(key)
+            if name is not None:
+                options[name] = value
+    if left:
+        raise ConfigError(
+            f"speculative_config of method {method} has {', '.join(map(str, left))}; allowed: method, "
+            f"num_speculative_tokens, {', '.join(names)}"
+        )
+    return options

@@ -171,8 +171,7 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
         ),
         (
             {"draw": ["iid"]},
-            "draw is ['iid'] with the coupled verifier; allowed there: coupled, top_k: "
-            "any other pair would change the output law",
+            "draw is ['iid']; allowed: coupled, top_k, iid, without_replacement",
         ),
         ({"drafts": 3}, "drafts is 3; allowed: model names, each a non-empty string"),
         ({"drafts": ["a", ""]}, "drafts is ['a', '']; allowed: model names, each a non-empty string"),

@@ -14,7 +14,7 @@ PACKAGE = Path(specinfer.__file__).parent
 # The floors of the house, from left to right: a module imports from floors to its left and from its own room.
 ORDER: list[set[str]] = [
     {"version", "errors", "progress"},
-    {"files", "structured_output", "tree"},
+    {"files", "option", "structured_output", "tree"},
     {"config", "hub"},
     {"speculation_params", "tokenizer"},
     {"sampling_params", "grammar"},
@@ -46,7 +46,7 @@ WITHOUT_TORCH = (
     *("errors", "files", "config", "structured_output", "speculation_params", "sampling_params", "request"),
     *("tokenizer", "hub", "progress", "tree", "grammar", "processors", "plan", "verify", "speculate.limits"),
     *("engine.scheduler", "engine.kv_blocks", "engine.sequence", "engine.transcript", "engine.trace"),
-    *("engine.trace_file", "serve.page_server", "cli.view"),
+    *("engine.trace_file", "serve.page_server", "cli.small"),
     *("engine.metrics", "engine.admission", "engine.intake", "engine.loop", "engine.suspects"),
     *("serve.reader", "serve.dialect", "serve.tools", "serve.engine_child"),
     *("kernels.machine", "kernels.build", "kernels.library", "kernels.faults", "kernels.native"),

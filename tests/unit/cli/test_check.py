@@ -88,7 +88,6 @@ def test_too_little_to_say_is_no_broken_promise(pair: list[str], tmp_path: Path)
         ("--prompts 0", "--prompts is 0"),
         ("--suite speed", "--suite is 'speed'; allowed: promise, parameters"),
         ("--suite parameters", "--samples is for the suite promise, not for parameters"),
-        ("--draw beam", "draw is 'beam'"),
     ],
 )
 def test_what_cannot_be_checked_is_refused(pair: list[str], options: str, refusal: str) -> None:

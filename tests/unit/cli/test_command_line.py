@@ -85,11 +85,11 @@ BAD: dict[str, tuple[list[str], str]] = {
     "expansion without a draft": (["--expansion", "2,2", "hi"], "--expansion is for draft models"),
     "draw without a draft": (["--draw", "top_k", "hi"], "--draw is for draft models"),
     "wrong pair": (["--verifier", "mss", "--draw", "coupled", "hi"], "would change the output law"),
-    "verifier": (["--verifier", "luck", "hi"], "verifier is 'luck'; allowed: coupled, mss"),
-    "dtype": (["--dtype", "int3", "hi"], "dtype is 'int3'; allowed: auto, bfloat16, float32"),
+    "verifier": (["--verifier", "luck", "hi"], "'luck' is not one of 'coupled', 'mss'"),
+    "dtype": (["--dtype", "int3", "hi"], "'int3' is not one of 'auto', 'bfloat16'"),
     "quantization": (
         ["--quantization", "int3", "hi"],
-        "quantization is 'int3'; allowed: none, int8, int4",
+        "'--quantization': 'int3' is not one of 'none'",
     ),
     "draft quantization without a draft": (
         ["--draft-quantization", "int8", "hi"],

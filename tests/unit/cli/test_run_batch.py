@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from specinfer.cli.run_batch import run_batch
+from specinfer.cli.serve import run_batch
 from specinfer.errors import ConfigError, UserError
 from tests.tiny_models import write_tiny_llama
 

@@ -1,4 +1,4 @@
-"""`specinfer view`: look at the token trees of a trace file."""
+"""Two small commands: `specinfer pull` fetches a model, `specinfer view` shows the trees of a trace file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,27 @@ import webbrowser
 from pathlib import Path
 
 import click
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--list", "list_names", is_flag=True, help="Show the catalogue.")
+def pull(name: str | None, list_names: bool) -> None:
+    """Fetch the model NAME and print where it lies.
+
+    NAME is a catalogue name, or a hub name: org/name, org/name@revision, org/name:file.gguf.
+    """
+    from specinfer.hub import CATALOGUE, resolve
+    from specinfer.progress import ProgressBar, format_bytes
+
+    if list_names:
+        click.echo("name\tsize\tlicence\tfile")
+        for entry in CATALOGUE.values():
+            click.echo(f"{entry.name}\t{format_bytes(entry.size)}\t{entry.licence}\t{entry.file}")
+        return
+    if name is None:
+        raise click.UsageError("no model named; give a name, or --list to see the catalogue")
+    click.echo(resolve(name, progress=ProgressBar()).path)
 
 
 @click.command()

@@ -11,11 +11,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from specinfer.cli.every_option import PURPOSES, configs, every_option, read_options, speculative_config
-from specinfer.cli.options import engine_config
-from specinfer.cli.serve import _tell_ready, serve
+from specinfer.cli.options import engine_config, flags
+from specinfer.cli.serve import OPTIONS, _tell_ready, configs, read_options, serve, speculative_config
 from specinfer.config import CacheConfig, EngineConfig, Lookup, SchedulerConfig, SpeculationConfig
 from specinfer.errors import ConfigError
+from specinfer.option import options_of
 from specinfer.serve.config import ServeConfig
 
 # What users type: a flag that goes or changes its name breaks their scripts, so it needs a line in CHANGELOG.
@@ -73,10 +73,10 @@ FLAGS = (
 
 
 @click.command()
-@every_option
-def told(**flags: Any) -> None:
+@flags(list(OPTIONS.values()))
+def told(**given: Any) -> None:
     """Print what was given."""
-    click.echo({name: value for name, value in flags.items() if value not in (None, ())})
+    click.echo({name: value for name, value in given.items() if value not in (None, ())})
 
 
 def test_the_flags_are_these() -> None:
@@ -87,14 +87,11 @@ def test_the_flags_are_these() -> None:
     assert sorted(found) == sorted(FLAGS)
 
 
-def test_every_field_has_a_purpose_and_a_flag() -> None:
-    own = {
-        f.name
-        for kind in (EngineConfig, SpeculationConfig, SchedulerConfig, ServeConfig)
-        for f in fields(kind)
-    }
-    own |= {"kv_cache_memory", *(f.name for f in fields(CacheConfig))}
-    assert set(PURPOSES) == own - {"speculation", "cache", "scheduler", "memory"}
+def test_every_field_of_a_config_is_an_option() -> None:
+    parts = {"model", "speculation", "cache", "scheduler"}
+    for kind in (EngineConfig, SpeculationConfig, SchedulerConfig, CacheConfig, ServeConfig):
+        known = {one.attribute for one in options_of(kind)}
+        assert known == {field.name for field in fields(kind)} - (parts if kind is EngineConfig else set())
 
 
 def test_what_is_not_given_is_left_to_the_file_and_the_defaults(tmp_path: Path) -> None:
