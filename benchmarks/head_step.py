@@ -30,7 +30,7 @@ from specinfer.kernels.bandwidth import Bandwidth
 from specinfer.kernels.native import load_library
 from specinfer.kernels.quantized import int8_bytes
 from specinfer.report.dataset import read_dataset
-from specinfer.runtime.runner import ModelRunner
+from specinfer.runtime.executor import ModelRunner
 from specinfer.speculate.drafts.head_drafts import BlockDraft
 from specinfer.speculate.ensemble import Ensemble
 

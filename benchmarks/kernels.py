@@ -28,7 +28,7 @@ from study import Study, natural, parser, row, run
 from torch import Tensor
 
 from specinfer.config import EngineConfig, KernelChoice
-from specinfer.engine.build import load_models, use_threads
+from specinfer.engine.models import load_models, use_threads
 from specinfer.hub import resolve
 from specinfer.kernels.bandwidth import STREAMED, Bandwidth, profiled
 from specinfer.kernels.choice import Kernels, choose_kernels
@@ -46,8 +46,8 @@ from specinfer.models.config import Family, ModelConfig
 from specinfer.models.weights import estimate_bytes, load_config
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.executor import ModelRunner
 from specinfer.runtime.kv_cache import KvCache
-from specinfer.runtime.runner import ModelRunner
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 REPEATS = 5
@@ -82,7 +82,7 @@ def main() -> None:
     if config.family is Family.OPT:
         sys.exit(f"error: {files.name} is an OPT model; allowed: models with a gated MLP (Llama, Qwen, ...)")
     kernels, lacking = choose_kernels(args.kernels, torch.device("cpu"), NoProgress())
-    use_threads(args.threads, kernels)
+    torch.set_num_threads(use_threads(args.threads, kernels))
     bandwidth = Bandwidth(kernels.library)
     products = list(product_rows(config, kernels, args.nodes, bandwidth)) if args.products else []
     forwards: list[Row] = []

@@ -37,7 +37,7 @@ from specinfer.replay.replay import Part
 from specinfer.replay.trace import Trace
 from specinfer.replay.trace_store import read_trace
 from specinfer.runtime.batch import chain_rows
-from specinfer.runtime.runner import ModelRunner
+from specinfer.runtime.executor import ModelRunner
 
 SIZES: Final[dict[str, tuple[int, ...]]] = {
     "linear": (),

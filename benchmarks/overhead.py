@@ -26,7 +26,7 @@ from study import (
 )
 
 from specinfer import LLM, SamplingParams
-from specinfer.engine.metrics import Stage
+from specinfer.engine.steps import Stage
 from specinfer.report.dataset import read_dataset
 
 GREEDY: Mapping[str, Any] = {"temperature": 0.0}

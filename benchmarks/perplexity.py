@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specinfer import EngineConfig
 from specinfer.check.target_alone import TargetAlone
-from specinfer.engine.build import Models, load_models
+from specinfer.engine.models import Models, load_models
 from specinfer.errors import DatasetError
 from specinfer.models.language_model import LanguageModel
 from specinfer.progress import ProgressBar

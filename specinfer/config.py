@@ -258,9 +258,8 @@ class EngineConfig:
     threads: int | None = option(
         None,
         "That compute on the CPU; default: its cores.",
-        more="Cgroup quotas count, `OMP_NUM_THREADS` bounds them. Where all attention is native, PyTorch "
-        "keeps one thread "
-        "in this process.",
+        more="Cgroup quotas count, `OMP_NUM_THREADS` bounds them. PyTorch computes with one in a step whose "
+        "attention is all native, and as the program has set it elsewhere.",
         shown="physical cores",
         least=1,
     )

@@ -11,14 +11,13 @@ from typing import Any
 
 from specinfer.config import EngineConfig, SpecialTokens
 from specinfer.engine.admission import Admitted
-from specinfer.engine.build import Models, build_engine, load_models
+from specinfer.engine.build import build_engine
 from specinfer.engine.engine import Engine
 from specinfer.engine.intake import Intake, Message, Params, Prompt, Tool
 from specinfer.engine.loop import EngineLoop
-from specinfer.engine.metrics import Statistics
-from specinfer.engine.pools import with_members
+from specinfer.engine.models import Models, load_models, models_for, with_members
+from specinfer.engine.steps import Statistics
 from specinfer.engine.trace import TreeEvent
-from specinfer.engine.variant import models_for
 from specinfer.errors import ClosedError
 from specinfer.progress import NoProgress, Progress, default_progress
 from specinfer.request import RequestOutput

@@ -16,9 +16,8 @@ import torch
 
 from specinfer.check.promise import check_bookkeeping
 from specinfer.config import SchedulerConfig
-from specinfer.engine.kv_blocks import BlockPool
+from specinfer.engine.kv_blocks import BlockPool, SequenceState
 from specinfer.engine.scheduler import Scheduler
-from specinfer.engine.sequence import SequenceState
 from specinfer.errors import IntegrityError
 from specinfer.kernels.native import load_library
 from specinfer.kernels.sampling import NativeScan

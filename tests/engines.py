@@ -11,15 +11,14 @@ import numpy as np
 import torch
 
 from specinfer.config import EngineConfig, Quantization
-from specinfer.engine.build import Models
 from specinfer.engine.engine import Engine
+from specinfer.engine.models import Models
 from specinfer.kernels.choice import Kernels, choose_kernels, guessing
 from specinfer.llm import LLM
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import chain_rows
-from specinfer.runtime.executor import LocalExecutor
-from specinfer.runtime.runner import ModelRunner, as_rows
+from specinfer.runtime.executor import LocalExecutor, ModelRunner, as_rows
 from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import Tokenizer
 from specinfer.verify.coupled import coupled_choice

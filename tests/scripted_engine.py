@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from specinfer.engine.admission import Admitted
+from specinfer.engine.kv_blocks import SequenceState
 from specinfer.engine.loop import EngineLoop
-from specinfer.engine.sequence import SequenceState
 from specinfer.engine.transcript import Transcript
 from specinfer.request import Delta, Request, RequestOutput
 from specinfer.sampling_params import SamplingParams

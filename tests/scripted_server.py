@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from specinfer.config import SpeculationConfig
-from specinfer.engine.metrics import Statistics
+from specinfer.engine.steps import Statistics
 from specinfer.request import Delta, FinishReason, Logprob, SpeculationFigures
 from specinfer.serve.access import Keys
 from specinfer.serve.app import build_app

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.bench.report import OTHER
-from specinfer.engine.metrics import Stage
+from specinfer.engine.steps import Stage
 from specinfer.report.picture import COLOURS, INK, REST, check_plot, dress, new_figure, save
 
 _STAGES = (  # stage, label, colour; bottom to top

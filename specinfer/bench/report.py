@@ -15,7 +15,7 @@ from specinfer.bench.run import Comparison, Key, Load, Run
 from specinfer.check.difference import find_difference
 from specinfer.check.target_alone import TargetAlone
 from specinfer.check.text_promise import TextPromise, text_promise
-from specinfer.engine.metrics import Stage
+from specinfer.engine.steps import Stage
 from specinfer.llm import LLM
 from specinfer.report.dataset import Dataset
 from specinfer.report.provenance import provenance

@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from specinfer.engine.admission import Admitted
-from specinfer.engine.metrics import Stage, Statistics
+from specinfer.engine.steps import Stage, Statistics
 from specinfer.errors import RequestError
 from specinfer.llm import LLM
 from specinfer.report.dataset import Conversation, Dataset

@@ -16,7 +16,7 @@ import torch
 
 from specinfer.attention.native import NativeAttention
 from specinfer.config import EngineConfig, Quantization
-from specinfer.engine.build import load_models
+from specinfer.engine.models import load_models
 from specinfer.errors import ConfigError
 from specinfer.hub import resolve
 from specinfer.kernels.bandwidth import Bandwidth, seconds
@@ -40,8 +40,8 @@ from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import estimate_bytes
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.executor import ModelRunner
 from specinfer.runtime.kv_cache import KvCache
-from specinfer.runtime.runner import ModelRunner
 from specinfer.version import VERSION
 
 TEXT: Final = 200  # tokens of text behind which a pass is timed

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from specinfer.models.language_model import LanguageModel
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.runner import ModelRunner, as_rows
+from specinfer.runtime.executor import ModelRunner, as_rows
 
 _MAX_ROWS = 512  # of one pass
 

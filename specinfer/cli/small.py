@@ -40,7 +40,7 @@ def view(trace: Path, port: int, browser: bool) -> None:
     TRACE is what `specinfer generate --trace TRACE` wrote, or what the page of `specinfer serve` saved. No
     other machine reaches the page, and it asks for nothing from anywhere else.
     """
-    from specinfer.engine.trace_file import read_trace
+    from specinfer.engine.trace import read_trace
     from specinfer.serve.page_server import TraceServer
 
     with TraceServer(read_trace(trace), trace.name, port) as server:

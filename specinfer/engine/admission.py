@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from specinfer.engine.sequence import SequenceState
+from specinfer.engine.kv_blocks import SequenceState
 from specinfer.engine.transcript import Transcript
 from specinfer.errors import RequestError, naming
 from specinfer.grammar.grammar import GrammarCompiler, GrammarState

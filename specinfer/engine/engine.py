@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specinfer.engine.admission import Admission, Admitted
-from specinfer.engine.metrics import Stage, StageClock, Statistics
+from specinfer.engine.kv_blocks import SequenceState
 from specinfer.engine.scheduler import Scheduler
-from specinfer.engine.sequence import SequenceState
-from specinfer.engine.suspects import Suspects
+from specinfer.engine.steps import Stage, StageClock, Statistics, Suspects
 from specinfer.engine.target_laws import TargetLaws, verify_trees
 from specinfer.engine.trace import TreeEvent
 from specinfer.engine.transcript import Transcript
@@ -24,11 +23,9 @@ from specinfer.errors import RequestError, UserError, ensure
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Delta, Logprobs, Request
 from specinfer.runtime.batch import LogitRows, logit_rows
-from specinfer.runtime.executor import Executor
+from specinfer.runtime.executor import Executor, Move
 from specinfer.runtime.features import text_rows
-from specinfer.runtime.flight import Flight
-from specinfer.runtime.inference import inference
-from specinfer.runtime.runner import Move
+from specinfer.runtime.flight import Flight, inference, torch_threads
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.decision import Decision
 from specinfer.speculate.policy.guarded_policy import GuardedPolicy
@@ -90,6 +87,7 @@ class Engine:
         admission: Admission,
         scheduler: Scheduler,
         verifier: Verifier,
+        threads: int = 1,
         guard: GuardedPolicy | None = None,
         memory: PolicyMemory | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -100,6 +98,7 @@ class Engine:
         self._admission = admission
         self._scheduler = scheduler
         self._verifier = verifier
+        self._threads = threads  # of PyTorch, in a step
         self._guard = guard  # of the speculators' policy, if it has one: for statistics
         self._memory = memory  # of what that policy learns, if it is to outlive the engine
         self._requests: dict[str, _Running] = {}
@@ -165,7 +164,6 @@ class Engine:
             self._tell(running)
         return self._deltas.pop(request_id, None)
 
-    @inference
     def step(self) -> list[Delta]:
         """Run one step; the deltas of the requests that got tokens or ended, in plan order.
 
@@ -173,6 +171,16 @@ class Engine:
         raises, when the step is done: its deltas come with the next one's. Anything else that raises is
         logged and tried again; what fails again and again ends the requests concerned.
         """
+        with torch_threads(self._threads):
+            self._step()
+        heard, self._listener_error = self._listener_error, None
+        if heard is not None:
+            raise heard
+        deltas, self._deltas = self._deltas, {}
+        return [*deltas.values()]
+
+    @inference
+    def _step(self) -> None:
         self.clock.start()
         plan: StepPlan | None = None
         try:
@@ -187,11 +195,6 @@ class Engine:
         except BaseException:
             self._recover()
             raise
-        heard, self._listener_error = self._listener_error, None
-        if heard is not None:
-            raise heard
-        deltas, self._deltas = self._deltas, {}
-        return [*deltas.values()]
 
     def _schedule(self) -> StepPlan:
         alone = self._suspects.next

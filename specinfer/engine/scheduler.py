@@ -24,8 +24,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from specinfer.config import SchedulerConfig
-from specinfer.engine.kv_blocks import BlockPool
-from specinfer.engine.sequence import SequenceState
+from specinfer.engine.kv_blocks import BlockPool, SequenceState
 from specinfer.errors import ensure
 from specinfer.plan import PlanEntry, StepPlan
 

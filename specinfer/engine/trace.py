@@ -1,14 +1,17 @@
-"""Per-step tree events: what was guessed, by whom, and what the target made of it.
+"""Per-step tree events: what was guessed, by whom, and what the target made of it; and files of them.
 
 The JSON form is a contract: viewers read it and nothing else of the engine.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeGuard
 
+from specinfer.errors import UserError
 from specinfer.speculate.policy.decision import Decision
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
@@ -56,3 +59,75 @@ class TreeEvent:
             if "\ufffd" in text and not tokenizer.is_special(token)
         }
         return {"texts": texts, "next_text": last} | ({"bytes": parts} if parts else {})
+
+
+def read_trace(path: Path) -> bytes:
+    """The text of a trace file; raises UserError, with the line's number, where it is none."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    steps = 0
+    for number, line in enumerate(data.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            event = json.loads(line, parse_constant=_refuse)
+            wrong = complaint(event)
+        except (ValueError, RecursionError):
+            wrong = "it is not JSON"
+        if wrong:
+            raise UserError(
+                f"{path}, line {number}: {wrong}; give a file that `specinfer generate --trace FILE` wrote, "
+                "or the page saved"
+            )
+        steps += 1
+    if not steps:
+        raise UserError(f"{path} has no steps; give a file that `specinfer generate --trace FILE` wrote")
+    return data
+
+
+def complaint(event: Any) -> str:
+    """Why a JSON value is no step's tree; "" where it is one."""
+    if not isinstance(event, dict):
+        return "it is no JSON object"
+    tokens, parents = event.get("token_ids"), event.get("parents")
+    if not _are(tokens, int) or not tokens:
+        return "token_ids is no list of integers"
+    if not _are(parents, int) or len(parents) != len(tokens):
+        return "parents is no list of as many integers as token_ids"
+    if parents[0] != -1 or any(not 0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
+        return "parents is no tree: the first is -1, and each other one an earlier node"
+    path = event.get("path")
+    if not _are(path, int) or any(not 0 < node < len(tokens) for node in path):
+        return "path is no list of nodes"
+    if any(parents[node] != before for before, node in zip([0, *path], path, strict=False)):
+        return "path does not lead down the tree from its root"
+    if not _is(event.get("next_token"), int) or not _is(event.get("step"), int):
+        return "step and next_token are integers"
+    names = event.get("proposed_by")
+    if not isinstance(names, list) or len(names) != len(tokens) or not all(_are(some, str) for some in names):
+        return "proposed_by is no list of lists of names, one for each node"
+    for name, kind in (("texts", str), ("likelihoods", (int, float))):
+        if name in event and (not _are(event[name], kind) or len(event[name]) != len(tokens)):
+            return f"{name} has not one value for each node"
+    seconds, parts = event.get("seconds", {}), event.get("bytes", {})
+    if not isinstance(seconds, dict) or not _are([*seconds.values()], (int, float)):
+        return "seconds is no object of numbers"
+    if not isinstance(parts, dict) or not _are([*parts.values()], str):
+        return "bytes is no object of texts"
+    if not isinstance(event.get("next_text", ""), str) or not isinstance(event.get("request_id", ""), str):
+        return "next_text and request_id are texts"
+    return ""
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)  # NaN and infinities are Python's JSON, and no browser's
+
+
+def _is(value: object, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _are(values: object, kind: type | tuple[type, ...]) -> TypeGuard[list[Any]]:
+    return isinstance(values, list) and all(_is(value, kind) for value in values)

@@ -24,7 +24,7 @@ from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.features import TappedRows
-from specinfer.runtime.inference import inference
+from specinfer.runtime.flight import inference
 from specinfer.runtime.kv_cache import KvCache
 
 Config = TypeVar("Config", bound=HeadConfig)

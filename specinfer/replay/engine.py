@@ -21,8 +21,8 @@ from specinfer.config import SchedulerConfig, SpeculationConfig
 from specinfer.engine.admission import Admission
 from specinfer.engine.engine import Engine
 from specinfer.engine.kv_blocks import BlockPool
-from specinfer.engine.metrics import Stage
 from specinfer.engine.scheduler import Scheduler
+from specinfer.engine.steps import Stage
 from specinfer.engine.trace import TreeEvent
 from specinfer.errors import ConfigError, IntegrityError, TraceTooSmallError
 from specinfer.plan import StepPlan
@@ -31,9 +31,8 @@ from specinfer.replay.drafts import AnyReplayed, CostTable, ReplayClock, replaye
 from specinfer.replay.trace import EngineFacts, RecordedText, Trace
 from specinfer.request import Request
 from specinfer.runtime.batch import logit_rows
-from specinfer.runtime.executor import Executor
+from specinfer.runtime.executor import Executor, Move
 from specinfer.runtime.flight import Flight
-from specinfer.runtime.runner import Move
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.speculation_policy import SpeculationPolicy

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specinfer.config import SpeculationConfig
-from specinfer.engine.metrics import Stage
+from specinfer.engine.steps import Stage
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.replay.baselines import LookingOn
 from specinfer.replay.drafts import CostTable

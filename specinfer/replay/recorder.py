@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.config import NO_SPECULATION, SpeculationConfig
-from specinfer.engine.build import Models
 from specinfer.engine.drafts import ids_read, what_is_timed
-from specinfer.engine.metrics import Statistics
+from specinfer.engine.models import Models
+from specinfer.engine.steps import Statistics
 from specinfer.errors import ConfigError, RequestError
 from specinfer.heads.block_model import BlockModel
 from specinfer.heads.runner import HeadModel, HeadRunner
@@ -34,8 +34,7 @@ from specinfer.replay.trace_store import KEPT_PARAMS
 from specinfer.report.provenance import provenance
 from specinfer.request import Request, RequestOutput
 from specinfer.runtime.cost_curve import CostCurve, Timed, cost_curve
-from specinfer.runtime.executor import LocalExecutor
-from specinfer.runtime.runner import ModelRunner
+from specinfer.runtime.executor import LocalExecutor, ModelRunner
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.best_first import MOST_NODES
 from specinfer.speculate.drafts.draft_model import DraftModel

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from specinfer.config import EngineConfig
-from specinfer.engine.metrics import Statistics
+from specinfer.engine.steps import Statistics
 from specinfer.request import Delta
 from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.engine_handle import EngineHandle

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from specinfer.config import SpeculationConfig
-from specinfer.engine.metrics import Statistics
+from specinfer.engine.steps import Statistics
 from specinfer.request import Delta
 from specinfer.sampling_params import SamplingParams
 

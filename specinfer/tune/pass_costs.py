@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Final
 
 from specinfer.config import EngineConfig
-from specinfer.engine.build import load_models
+from specinfer.engine.build import Curves, measured_curves
 from specinfer.engine.drafts import make_draft
-from specinfer.engine.pass_costs import PassCosts, TimedDraft, pass_costs
+from specinfer.engine.models import load_models, threads_of_torch
 from specinfer.progress import Progress
 from specinfer.runtime.executor import LocalExecutor
+from specinfer.runtime.flight import torch_threads
 
 _ROWS: Final = 256  # of the largest pass that is measured, at least
 
 
-def measured_costs(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> PassCosts:
+def measured_costs(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> Curves:
     """Costs of the config's target and of these drafts, each kept as the target is: int8 beside int8.
 
     They are named as an engine's drafts are, in their order. Raises as `load_models`.
@@ -32,10 +33,12 @@ def measured_costs(config: EngineConfig, drafts: Sequence[Path], progress: Progr
     size = config.cache.block_size
     blocks = -(-_ROWS // size)
     executor = LocalExecutor(models.target, num_blocks=blocks, block_size=size)
-    timed: dict[str, TimedDraft] = {}
-    for name, model in models.drafts.items():
-        named = models.named.get(name)
-        rows = config.scheduler.max_step_tokens
-        runner, _ = make_draft(name, model, executor, speculation, named, max_rows=rows)
-        timed[name] = TimedDraft(model, runner, named)
-    return pass_costs(wanted, executor, timed, progress)
+    runners = {
+        name: make_draft(
+            *(name, model, executor, speculation, models.named.get(name)),
+            max_rows=config.scheduler.max_step_tokens,
+        )[0]
+        for name, model in models.drafts.items()
+    }
+    with torch_threads(threads_of_torch(wanted, models)):
+        return measured_curves(wanted, executor, models, runners, progress)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from specinfer.config import EngineConfig
+from specinfer.engine.build import Curves
 from specinfer.engine.drafts import draft_names
-from specinfer.engine.pass_costs import PassCosts
 from specinfer.files import NewFile
 from specinfer.hub.pool import Member, Pool, write_pool
 from specinfer.models.fingerprint import fingerprint
@@ -23,7 +23,7 @@ from specinfer.tune.licence import front_matter
 from specinfer.tune.selection import Candidate, Speed, quickest, selected
 from specinfer.version import VERSION
 
-Costs = Callable[[EngineConfig, Sequence[Path], Progress], PassCosts]
+Costs = Callable[[EngineConfig, Sequence[Path], Progress], Curves]
 _MS: Final = 1e3
 _WORTH: Final = "\n## What it is worth\n"  # a section of a single draft's card, the last one
 
@@ -37,7 +37,7 @@ class Trained:
     along: Along  # held-out answers
 
 
-def candidates_of(members: Sequence[Trained], costs: PassCosts) -> list[Candidate]:
+def candidates_of(members: Sequence[Trained], costs: Curves) -> list[Candidate]:
     """Members with what their passes cost, which are named as an engine names its drafts."""
     names = draft_names(tuple(str(member.folder) for member in members))
     return [

@@ -45,9 +45,9 @@ LAZY_TABLE = "specinfer"  # the package's own __init__ names what it loads on de
 WITHOUT_TORCH = (
     *("errors", "files", "config", "structured_output", "speculation_params", "sampling_params", "request"),
     *("tokenizer", "hub", "progress", "tree", "grammar", "processors", "plan", "verify", "speculate.limits"),
-    *("engine.scheduler", "engine.kv_blocks", "engine.sequence", "engine.transcript", "engine.trace"),
-    *("engine.trace_file", "serve.page_server", "cli.small"),
-    *("engine.metrics", "engine.admission", "engine.intake", "engine.loop", "engine.suspects"),
+    *("engine.scheduler", "engine.kv_blocks", "engine.transcript", "engine.trace"),
+    *("serve.page_server", "cli.small"),
+    *("engine.admission", "engine.intake", "engine.loop", "engine.steps"),
     *("serve.reader", "serve.dialect", "serve.tools", "serve.engine_child"),
     *("kernels.machine", "kernels.build", "kernels.library", "kernels.faults", "kernels.native"),
     *("bench.event_stream", "bench.exchange", "bench.openai_client", "bench.traffic", "bench.load"),

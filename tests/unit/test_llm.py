@@ -14,7 +14,7 @@ import torch
 
 from specinfer import EngineConfig, RequestOutput, SamplingParams
 from specinfer.engine.engine import Engine
-from specinfer.engine.metrics import Stage
+from specinfer.engine.steps import Stage
 from specinfer.engine.trace import TreeEvent
 from specinfer.errors import ClosedError, ConfigError, RequestError, UserError
 from specinfer.llm import LLM

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from specinfer.plan import PlanEntry
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.runner import ModelRunner, Move
+from specinfer.runtime.executor import ModelRunner, Move
 from specinfer.speculate.drafts.draft import LevelDraft, frontier_rows
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children

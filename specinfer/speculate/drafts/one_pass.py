@@ -18,8 +18,7 @@ from torch import Tensor
 from specinfer.heads.kinds import AnyHeadModel
 from specinfer.heads.runner import HeadPass
 from specinfer.request import Request
-from specinfer.runtime.flight import HostFlight
-from specinfer.runtime.inference import inference
+from specinfer.runtime.flight import HostFlight, inference
 from specinfer.speculate.drafts.best_first import MOST_NODES, NativeTrees
 from specinfer.speculate.drafts.draft import Draft
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary

@@ -36,7 +36,7 @@ from specinfer.tree import TokenTree
 
 _LOG = logging.getLogger(__name__)
 
-# Stages of a step (engine/metrics.py): what a pass takes with its rows, and what guesses take besides.
+# Stages of a step (engine/steps.py): what a pass takes with its rows, and what guesses take besides.
 TARGET_STAGES: Final = ("target_forward", "verify")
 GUESSING_STAGES: Final = ("propose", "observe")
 _USUAL_UNREAD: Final = 2  # tokens of each text that a draft reads in every step; more is reading

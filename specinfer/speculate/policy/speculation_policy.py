@@ -30,7 +30,7 @@ class LevelPass:
 class StepReport:
     """What a step came to: what a policy learns from, besides the trees it was shown.
 
-    `seconds` are those of each stage of the step so far (engine/metrics.py), and `observe`: what speculators
+    `seconds` are those of each stage of the step so far (engine/steps.py), and `observe`: what speculators
     took to learn of it. None are given where requests end outside of a step.
     """
 

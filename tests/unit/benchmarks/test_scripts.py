@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from specinfer import LLM, SamplingParams
-from specinfer.engine.metrics import Stage
+from specinfer.engine.steps import Stage
 from specinfer.errors import UserError
 from specinfer.replay.trace import Trace
 from specinfer.runtime.cost_curve import CostCurve

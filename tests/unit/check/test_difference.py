@@ -14,7 +14,7 @@ from specinfer.check.difference import find_difference, first_difference, roundi
 from specinfer.check.target_alone import TargetAlone
 from specinfer.request import Answer, RequestOutput, SpeculationFigures, Timing
 from specinfer.runtime.batch import chain_rows
-from specinfer.runtime.runner import ModelRunner, as_rows
+from specinfer.runtime.executor import ModelRunner, as_rows
 from specinfer.sampling_params import SamplingParams
 from tests.engines import write_tiny
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specinfer.cli import cli
-from specinfer.engine.metrics import Stage
+from specinfer.engine.steps import Stage
 from specinfer.errors import UserError
 from specinfer.replay.trace_store import read_trace, write_trace
 from specinfer.runtime.cost_curve import CostCurve

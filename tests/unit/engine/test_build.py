@@ -11,12 +11,15 @@ import torch
 
 from specinfer.attention.sdpa import SdpaAttention
 from specinfer.config import EngineConfig
-from specinfer.engine.build import Models, build_engine, load_models
+from specinfer.engine.build import build_engine
+from specinfer.engine.models import Models, load_models, threads_of_torch
 from specinfer.errors import ConfigError
 from specinfer.hub import gguf_header
-from specinfer.runtime import memory
+from specinfer.llm import LLM
+from specinfer.runtime import kv_cache
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.runtime.runner import ModelRunner
+from specinfer.runtime.executor import ModelRunner
+from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import gguf_vocabulary
 from tests.engines import ENGINE
 from tests.kernels import kernels
@@ -64,17 +67,17 @@ def test_native_attention_that_is_asked_for_must_serve(large_heads: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("model", "chosen", "threads_of_torch"),
+    ("model", "chosen", "in_a_step"),
     [
-        ("target", "native", [2, 1]),  # loads with two, then leaves the cores to the kernels
-        ("large", "auto", [2]),  # whose attention is PyTorch's
-        ("target", "torch", [2]),
+        ("target", "native", 1),  # which leaves the cores to the kernels
+        ("large", "auto", 2),  # whose attention is PyTorch's
+        ("target", "torch", 2),
     ],
 )
 def test_pytorch_keeps_its_threads_only_where_it_has_work(
     model: str,
     chosen: str,
-    threads_of_torch: list[int],
+    in_a_step: int,
     folder: Path,
     large_heads: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -84,21 +87,37 @@ def test_pytorch_keeps_its_threads_only_where_it_has_work(
     before = library.threads()
     counts: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    wanted = config({"target": folder / "target", "large": large_heads}[model], kernels=chosen, threads=2)
     try:
-        load_models(
-            config({"target": folder / "target", "large": large_heads}[model], kernels=chosen, threads=2)
-        )
-        assert (counts, library.threads() if chosen != "torch" else 2) == (threads_of_torch, 2)
+        models = load_models(wanted)
+        assert (counts, library.threads() if chosen != "torch" else 2) == ([2, 7], 2)
+        assert threads_of_torch(wanted, models) == in_a_step
     finally:
         library.set_threads(before)
+
+
+def test_a_program_keeps_its_threads_of_pytorch(folder: Path) -> None:
+    kernels("native")
+    before = torch.get_num_threads()
+    seen: list[int] = []
+    torch.set_num_threads(3)
+    try:
+        with LLM(config(folder / "target", kernels="native", threads=2)) as llm:
+            assert torch.get_num_threads() == 3
+            llm.on_step = lambda requests: seen.append(torch.get_num_threads())
+            llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=3))
+        assert (set(seen), torch.get_num_threads()) == ({1}, 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_model_that_drafts_for_itself_needs_its_memory_twice(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[dict[str, int]] = []
-    monkeypatch.setattr(memory, "check_weights_fit", lambda sizes, device: checked.append(sizes))
+    monkeypatch.setattr(kv_cache, "check_weights_fit", lambda sizes, device: checked.append(sizes))
     target = str(folder / "target")
     load_models(config(folder / "target", drafts=(target,)))
     load_models(config(folder / "target", drafts=(target,) * 2))

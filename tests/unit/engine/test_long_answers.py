@@ -23,7 +23,7 @@ from specinfer.plan import StepPlan
 from specinfer.processors.changes import RowChanges
 from specinfer.request import Delta
 from specinfer.runtime.batch import logit_rows
-from specinfer.runtime.runner import Move
+from specinfer.runtime.executor import Move
 from specinfer.serve.process_backend import ProcessBackend, _Live, _Reader
 from specinfer.serve.work import Work
 from specinfer.tree import TokenTree

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from specinfer.config import EngineConfig
-from specinfer.engine.build import load_models
-from specinfer.engine.pools import with_members
+from specinfer.engine.models import load_models, with_members
 from specinfer.errors import ModelError
 from specinfer.hub.pool import Member, Pool, write_pool
 from specinfer.llm import LLM
@@ -55,9 +54,9 @@ def test_members_stand_where_their_pool_stood(folder: Path) -> None:
 
 def test_models_that_are_loaded_for_an_engine_of_ones_own_are_the_members(folder: Path) -> None:
     wanted = config(folder, str(folder / "pool"))
-    models = load_models(wanted)
-    assert [*models.drafts] == ["draft1", "draft2"]
-    with LLM.from_models(wanted, models) as llm:
+    loaded = load_models(wanted)
+    assert [*loaded.drafts] == ["draft1", "draft2"]
+    with LLM.from_models(wanted, loaded) as llm:
         (output,) = llm.generate(["2 * 3"], SamplingParams(max_tokens=12, temperature=0))
         assert llm.config.speculation.drafts == tuple(
             str(folder / "pool" / f"member{number}") for number in (1, 2)

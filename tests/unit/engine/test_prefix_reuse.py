@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specinfer.engine import sequence
+from specinfer.engine import kv_blocks
 from specinfer.engine.admission import Admitted
 from specinfer.engine.kv_blocks import SPARE
 from specinfer.llm import LLM
@@ -107,13 +107,13 @@ def test_a_prompts_blocks_are_hashed_before_it_is_submitted(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[int] = []
-    blake = sequence.blake2b
+    blake = kv_blocks.blake2b
 
     def counted(data: bytes, **more: Any) -> Any:
         hashed.append(len(data))
         return blake(data, **more)
 
-    monkeypatch.setattr(sequence, "blake2b", counted)
+    monkeypatch.setattr(kv_blocks, "blake2b", counted)
     llm = tiny.llm(block_size=4)
     [group] = llm.intake.prompts([SYSTEM], SamplingParams(temperature=0, max_tokens=1, n=3))
     assert len(hashed) == 3 * (1 + len(SYSTEM) // 4)  # a block's hash, and the first ones' root

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from specinfer.config import EngineConfig
-from specinfer.engine.build import load_models
+from specinfer.engine.models import load_models
 from specinfer.errors import ConfigError
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.llm import LLM

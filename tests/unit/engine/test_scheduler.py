@@ -7,9 +7,8 @@ from typing import cast
 import pytest
 
 from specinfer.config import SchedulerConfig
-from specinfer.engine.kv_blocks import BlockPool
+from specinfer.engine.kv_blocks import BlockPool, SequenceState
 from specinfer.engine.scheduler import Scheduler, prompt_rows, share
-from specinfer.engine.sequence import SequenceState
 from specinfer.errors import IntegrityError
 from specinfer.plan import StepPlan
 from specinfer.request import Request

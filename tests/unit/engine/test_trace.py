@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specinfer.engine.trace import TreeEvent
-from specinfer.engine.trace_file import complaint
+from specinfer.engine.trace import TreeEvent, complaint
 from specinfer.speculate.policy.decision import Decision, Turn, Why
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TreeBuilder

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from specinfer.engine.trace import TreeEvent
-from specinfer.engine.trace_file import complaint, read_trace
+from specinfer.engine.trace import TreeEvent, complaint, read_trace
 from specinfer.errors import UserError
 from specinfer.tree import TreeBuilder
 from specinfer.verify.acceptance import Acceptance

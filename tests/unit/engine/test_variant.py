@@ -11,8 +11,7 @@ import pytest
 
 from specinfer import EngineConfig, SamplingParams
 from specinfer.config import NO_SPECULATION
-from specinfer.engine.build import Models
-from specinfer.engine.variant import models_for
+from specinfer.engine.models import Models, models_for
 from specinfer.errors import ConfigError
 from specinfer.llm import LLM
 from specinfer.plan import StepPlan

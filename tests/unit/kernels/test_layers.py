@@ -22,7 +22,7 @@ from specinfer.kernels.quantized import TorchProducts
 from specinfer.models.language_model import LanguageModel, PassContext, Read
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
-from specinfer.runtime.runner import ModelRunner
+from specinfer.runtime.executor import ModelRunner
 from tests.kernels import NAMES, kernels
 from tests.parity.families import save_random
 from tests.passes import Passes

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from specinfer.config import SpeculationConfig
-from specinfer.engine.metrics import Stage
+from specinfer.engine.steps import Stage
 from specinfer.errors import ConfigError, IntegrityError, RequestError, TraceTooSmallError
 from specinfer.plan import StepPlan
 from specinfer.replay.drafts import CostTable, ReplayClock

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from specinfer.cli import cli
 from specinfer.config import EngineConfig
-from specinfer.engine.build import Models
+from specinfer.engine.models import Models
 from specinfer.errors import ConfigError, RequestError, TraceTooSmallError
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.heads.config import BlockRows

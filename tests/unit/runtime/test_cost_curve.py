@@ -18,7 +18,7 @@ from specinfer.kernels.choice import TORCH
 from specinfer.kernels.ops import TorchOps
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve, cost_curve, measure
-from specinfer.runtime.runner import ModelRunner
+from specinfer.runtime.executor import ModelRunner
 from tests.engines import Tiny, write_tiny
 from tests.kernels import kernels as kernels_of
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from specinfer.runtime.inference import inference
+from specinfer.runtime.flight import inference
 
 
 def test_nothing_computed_inside_has_a_gradient_and_the_mode_ends_with_the_call() -> None:

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from specinfer.errors import CapacityError
-from specinfer.runtime import memory
+from specinfer.runtime import kv_cache
 
 CPU = torch.device("cpu")
 CONFIG = SimpleNamespace(num_layers=2, num_kv_heads=2, head_dim=8)  # 2 * 2 * 2 * 8 * 4 = 256 bytes a position
 
 
 def blocks(free: int, monkeypatch: pytest.MonkeyPatch, **changes: int | None) -> int:
-    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    monkeypatch.setattr(kv_cache, "free_bytes", lambda device: free)
     options = {"block_size": 4, "wanted_positions": 100, "needed_positions": 10, "limit": None, **changes}
-    return memory.num_blocks([(CONFIG, torch.float32)], device=CPU, **options)  # type: ignore[arg-type, list-item]
+    return kv_cache.num_blocks([(CONFIG, torch.float32)], device=CPU, **options)  # type: ignore[arg-type, list-item]
 
 
 def test_the_cache_takes_what_is_wanted_but_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,10 +42,10 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(
 
 
 def test_weights_that_do_not_fit_are_refused_with_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 3 << 30)
-    memory.check_weights_fit({"target": 2 << 30, "draft": 1 << 30}, CPU)
+    monkeypatch.setattr(kv_cache, "free_bytes", lambda device: 3 << 30)
+    kv_cache.check_weights_fit({"target": 2 << 30, "draft": 1 << 30}, CPU)
     with pytest.raises(CapacityError, match=r"target 3.00 GiB \+ draft 1.00 GiB = 4.00 GiB, but 3.00 GiB"):
-        memory.check_weights_fit({"target": 3 << 30, "draft": 1 << 30}, CPU)
+        kv_cache.check_weights_fit({"target": 3 << 30, "draft": 1 << 30}, CPU)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,6 @@ def test_weights_that_do_not_fit_are_refused_with_the_sum(monkeypatch: pytest.Mo
 def test_what_a_container_may_take_bounds_what_is_free(
     monkeypatch: pytest.MonkeyPatch, allowed: int | None, free: int
 ) -> None:
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 << 30))
-    monkeypatch.setattr(memory, "cgroup_free_memory", lambda: allowed)
-    assert memory.free_bytes(CPU) == free
+    monkeypatch.setattr(kv_cache.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 << 30))
+    monkeypatch.setattr(kv_cache, "cgroup_free_memory", lambda: allowed)
+    assert kv_cache.free_bytes(CPU) == free

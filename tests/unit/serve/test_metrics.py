@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from specinfer.engine.metrics import Statistics
+from specinfer.engine.steps import Statistics
 from specinfer.request import Delta, FinishReason, SpeculationFigures
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.metrics import Metrics

@@ -18,7 +18,7 @@ import pytest
 
 from specinfer import SamplingParams
 from specinfer.config import EngineConfig
-from specinfer.engine.metrics import Statistics
+from specinfer.engine.steps import Statistics
 from specinfer.errors import UserError
 from specinfer.request import Delta, FinishReason
 from specinfer.serve import process_backend

@@ -7,8 +7,8 @@ from itertools import count
 from pathlib import Path
 
 from specinfer.config import EngineConfig
+from specinfer.engine.build import Curves
 from specinfer.engine.drafts import draft_names
-from specinfer.engine.pass_costs import PassCosts
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.tune.block_kind import BlockKind
@@ -31,16 +31,16 @@ def ticking(seconds: float = 1.0) -> Clock:
     return lambda: seconds * next(ticks)
 
 
-def free(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> PassCosts:
+def free(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> Curves:
     """Drafts and nodes that cost nothing: whoever guesses anything pays."""
     names, nothing = draft_names(tuple(str(draft) for draft in drafts)), CostCurve((1, 2), (1e-9, 1e-9))
-    return PassCosts(CostCurve((1, 2), (0.01, 0.01)), dict.fromkeys(names, nothing))
+    return Curves(CostCurve((1, 2), (0.01, 0.01)), dict.fromkeys(names, nothing))
 
 
-def cheap(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> PassCosts:
+def cheap(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> Curves:
     """Drafts that cost a tenth of their target."""
     names = draft_names(tuple(str(draft) for draft in drafts))
-    return PassCosts(TARGET, dict.fromkeys(names, CostCurve((1, 16), (0.001, 0.0012))))
+    return Curves(TARGET, dict.fromkeys(names, CostCurve((1, 16), (0.001, 0.0012))))
 
 
 def run(

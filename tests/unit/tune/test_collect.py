@@ -12,7 +12,7 @@ from specinfer.errors import TuneError
 from specinfer.llm import LLM
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import chain_rows
-from specinfer.runtime.runner import ModelRunner
+from specinfer.runtime.executor import ModelRunner
 from specinfer.tune.collect import Collected, Collector, collecting, default_taps, in_order
 from specinfer.tune.listener import Listener
 from specinfer.tune.prompts import Prompts, read_prompts, temperature_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specinfer.config import EngineConfig
-from specinfer.engine.pass_costs import PassCosts
+from specinfer.engine.build import Curves
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.models.weights import open_model
 from specinfer.progress import Progress
@@ -20,10 +20,10 @@ from tests.unit.tune.conftest import ticking, tuning_of
 from tests.unit.tune.runs import BLOCK, SSM, cheap
 
 
-def dear(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> PassCosts:
+def dear(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> Curves:
     """A draft that costs ten times its target, in passes of 10 ms."""
     assert len(drafts) == 1
-    return PassCosts(CostCurve((1, 2), (0.01, 0.01)), {"draft": CostCurve((1, 2), (0.1, 0.1))})
+    return Curves(CostCurve((1, 2), (0.01, 0.01)), {"draft": CostCurve((1, 2), (0.1, 0.1))})
 
 
 def tuned(

@@ -8,7 +8,7 @@ import torch
 
 from specinfer import SamplingParams
 from specinfer.config import EngineConfig
-from specinfer.engine.build import Models
+from specinfer.engine.models import Models
 from specinfer.heads.block import BlockHead
 from specinfer.heads.config import HeadConfig
 from specinfer.heads.eagle import EagleHead
@@ -16,7 +16,7 @@ from specinfer.heads.kinds import AnyHeadModel
 from specinfer.heads.medusa import MedusaHead
 from specinfer.llm import LLM
 from specinfer.runtime.batch import chain_rows
-from specinfer.runtime.runner import ModelRunner
+from specinfer.runtime.executor import ModelRunner
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import draws_by_parent

@@ -9,7 +9,7 @@ import pytest
 
 from specinfer import SamplingParams
 from specinfer.config import EngineConfig
-from specinfer.engine.build import Models
+from specinfer.engine.models import Models
 from specinfer.errors import ConfigError, ModelError
 from specinfer.heads.kinds import AnyHeadModel
 from specinfer.llm import LLM

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from specinfer.engine.trace_file import read_trace
+from specinfer.engine.trace import read_trace
 from specinfer.serve.page_server import TraceServer
 from tests.scripted_server import ScriptedServer, says_in_steps, steps_of
 

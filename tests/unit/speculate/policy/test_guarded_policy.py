@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.engine.metrics import Stage
+from specinfer.engine.steps import Stage
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel

@@ -1,12 +1,15 @@
-"""Where the time of the steps goes."""
+"""Steps as a whole: where their time goes, what they did so far, and whose fault it is when they fail."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TypeVar
+from typing import Final, TypeVar
+
+from specinfer.plan import StepPlan
 
 _Name = TypeVar("_Name", bound=str)
 _Number = TypeVar("_Number", int, float)
@@ -88,3 +91,61 @@ class Statistics:
 def _sums(some: Mapping[_Name, _Number], others: Mapping[_Name, _Number], sign: int) -> dict[_Name, _Number]:
     """Counts by name, each with the other one of that name, or less it."""
     return {name: some.get(name, 0) + sign * others.get(name, 0) for name in {**others, **some}}
+
+
+_PATIENCE: Final = 3  # failures, until requests are run alone to find out whose they are
+
+
+class Suspects:
+    """After a few failures in a row each request concerned runs alone, to see whose own step fails."""
+
+    def __init__(self) -> None:
+        self._failures = 0  # steps that raised, until some in a row have not
+        self._good_steps = 0  # since then
+        self._waiting: deque[str] = deque()  # requests to be run alone
+
+    @property
+    def failures(self) -> int:
+        """The steps that failed of late."""
+        return self._failures
+
+    @property
+    def next(self) -> str | None:
+        """The request that has to run alone now."""
+        return self._waiting[0] if self._waiting else None
+
+    def acquit(self) -> None:
+        """Suspect nobody until another step fails."""
+        self._waiting.clear()
+
+    def succeeded(self, plan: StepPlan, known: Collection[str]) -> None:
+        """Forget failures after some steps that made tokens; the suspect that ran alone is cleared.
+
+        `known` are the requests that have not ended.
+        """
+        came = plan.tree_entries or any(entry.ends_with_prompt for entry in plan.entries)
+        if not self._failures or not came:  # a text that is read again may fail where it did
+            return
+        self._good_steps += 1
+        if self._waiting:
+            self._waiting.popleft()
+            while self._waiting and self._waiting[0] not in known:
+                self._waiting.popleft()
+        elif self._good_steps >= _PATIENCE:
+            self._failures = 0
+
+    def failed(self, plan: StepPlan | None, known: Collection[str]) -> list[str]:
+        """Count a step that failed; the request that is at fault, if it is known by now."""
+        self._failures += 1
+        self._good_steps = 0
+        if self._failures < _PATIENCE:
+            return []
+        concerned = [entry.request.request_id for entry in plan.entries] if plan else [*self._waiting][:1]
+        suspects = [name for name in concerned or known if name in known]
+        self._waiting = deque(name for name in self._waiting if name not in suspects)
+        if len(suspects) > 1:
+            self._waiting = deque(suspects)
+            return []
+        if not self._waiting:
+            self._failures = 0
+        return suspects

@@ -1,0 +1,287 @@
+"""The models of a config: found, checked and loaded, a pool's members for it, and shared by variants."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from specinfer.attention.native import NativeAttention, unsupported
+from specinfer.attention.sdpa import SdpaAttention
+from specinfer.config import EngineConfig, Quantization
+from specinfer.engine.drafts import (
+    AnyDraft,
+    Found,
+    FoundHead,
+    check_options,
+    draft_names,
+    exchanges,
+    find,
+    find_drafts,
+    kept_logits,
+    vocabularies,
+)
+from specinfer.errors import ConfigError, ModelError
+from specinfer.heads.load import load_head
+from specinfer.hub import resolve
+from specinfer.hub.model_files import sampling_defaults
+from specinfer.hub.pool import is_pool, member_folders, read_pool
+from specinfer.kernels.choice import Kernels, choose_kernels, guessing, streaming
+from specinfer.kernels.machine import thread_count
+from specinfer.models.fingerprint import fingerprint
+from specinfer.models.language_model import LanguageModel
+from specinfer.models.weights import estimate_bytes, load_model, open_model
+from specinfer.progress import NoProgress, Progress
+from specinfer.runtime import kv_cache
+from specinfer.runtime.flight import torch_threads
+from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, draft_vocabulary
+from specinfer.tokenizer import Tokenizer
+
+_LOG = logging.getLogger(__name__)
+# What decides which weights are loaded and what runs them; `drafts` may name fewer.
+_LOADED = ("model", "dtype", "device", "quantization", "kernels", "threads", "chat_template")
+_OF_DRAFTS = ("draft_quantization", "draft_vocabulary", "draft_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Loaded models: the target, its tokenizer, and the drafts by speculator name.
+
+    `named` are the tokens of each draft model with logits for other ids than the target's (heads know their
+    own), `foreign` are drafts with other tokens.
+    """
+
+    target: LanguageModel
+    tokenizer: Tokenizer
+    drafts: dict[str, AnyDraft]
+    named: Mapping[str, DraftVocabulary] = field(default_factory=dict)
+    foreign: Mapping[str, ForeignTokens] = field(default_factory=dict)
+    sampling: Mapping[str, float] = field(default_factory=dict)  # parameters that the target recommends
+
+
+def load_models(config: EngineConfig, progress: Progress | None = None) -> Models:
+    """Find, check and load every model the config names, of a pool its members.
+
+    Raises ModelError and its kind for files that cannot be used, ConfigError for a draft that has no token in
+    common with the target, CapacityError when the weights do not fit into memory.
+    """
+    show = progress or NoProgress()
+    config = with_members(config, show)
+    device = pick_device(config.device)
+    _check_quantization("quantization", config.quantization, device)
+    _check_quantization("draft_quantization", config.speculation.draft_quantization, device)
+    kernels, lacking = choose_kernels(config.kernels, device, show)
+    dtype = pick_dtype(config.dtype, device, kernels)
+    with torch_threads(use_threads(config.threads, kernels)):  # PyTorch's load models
+        return _load_models(config, device, dtype, kernels, lacking, show)
+
+
+def _load_models(
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    lacking: str | None,
+    show: Progress,
+) -> Models:
+    target = find(config.model, show)
+    found = find_drafts(config.speculation.drafts, target, config.model, show)
+    drafts = {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
+    check_options(config.speculation, drafts)
+    tokenizer = Tokenizer.load(target.files, config.chat_template)
+    sampling = sampling_defaults(target.files) if config.generation_config == "auto" else {}
+    size = target.config.vocab_size
+    kept = draft_vocabulary(config.speculation.draft_vocabulary, tokenizer, size)
+    foreign = exchanges(target, drafts, tokenizer, config.speculation, kept)
+    named = vocabularies(target, drafts, foreign, kept)
+    of_target, of_drafts = config.quantization, config.speculation.draft_quantization
+    if lacking is not None:
+        _LOG.warning("native kernels are not used, PyTorch runs instead, slowly: %s", lacking)
+    elif kernels.library is None and {of_target, of_drafts} != {"none"}:
+        _LOG.warning("quantized products run in PyTorch, without native kernels, and slowly")
+    whole = estimate_bytes(target.model, dtype, kernels, of_target)
+    sizes = {name: draft.weight_bytes(dtype, kernels, of_drafts) for name, draft in drafts.items()}
+    told = {f"{name} {draft.files.name}": sizes[name] for name, draft in drafts.items()}
+    kv_cache.check_weights_fit({target.files.name: whole, **told}, device)
+
+    def fitting(found: Found | FoundHead, weights: int) -> Kernels:
+        own = streaming(kernels, weights)
+        return _with_attention(own, found, dtype, must=config.kernels == "native")
+
+    loaded = _load(target, dtype, device, show, fitting(target, whole), of_target)
+
+    def load_draft(name: str, draft: Found | FoundHead) -> AnyDraft:
+        own = guessing(fitting(draft, sizes[name]))
+        if isinstance(draft, Found):
+            logits = kept_logits(draft, named.get(name), foreign.get(name))
+            return _load(draft, dtype, device, show, own, of_drafts, logits)
+        return load_head(
+            draft.head,
+            target.model,
+            loaded,
+            progress=show,
+            name=draft.files.name,
+            kernels=own,
+            quantization=of_drafts,
+        )
+
+    return Models(
+        target=loaded,
+        tokenizer=tokenizer,
+        drafts={name: load_draft(name, draft) for name, draft in drafts.items()},
+        named=named,
+        foreign=foreign,
+        sampling=sampling,
+    )
+
+
+def with_members(config: EngineConfig, progress: Progress) -> EngineConfig:
+    """The config with the members of each pool in its place, in their order.
+
+    A pool is a folder with a pool.json. Raises ModelError and its kind for one that is damaged, or was tuned
+    for another target.
+    """
+    if not any(is_pool(Path(name).expanduser()) for name in config.speculation.drafts):
+        return config
+    own = fingerprint(open_model(resolve(config.model, progress=progress)))
+    drafts: list[str] = []
+    for name in config.speculation.drafts:
+        folder = Path(name).expanduser()
+        if not is_pool(folder):
+            drafts.append(name)
+            continue
+        pool = read_pool(folder)
+        if pool.fingerprint != own:
+            raise ModelError(
+                f"the pool {name} was tuned for {pool.target}, whose weights are others than those of "
+                f"{Path(config.model).name}; name that model, or a pool of this one. A member that is a "
+                "small model can be named by itself"
+            )
+        drafts += [str(path) for path in member_folders(folder, pool)]
+    return replace(config, speculation=replace(config.speculation, drafts=tuple(drafts)))
+
+
+def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Models:
+    """Of `models`, which were loaded for `config`, those that `wanted` names.
+
+    Raises ConfigError when `wanted` needs other weights.
+    """
+    pairs = [(name, getattr(wanted, name), getattr(config, name)) for name in _LOADED]
+    if wanted.generation_config == "auto":  # it was read with the weights, or not at all
+        pairs.append(("generation_config", "auto", config.generation_config))
+    if wanted.speculation.drafts:
+        pairs += [
+            (name, getattr(wanted.speculation, name), getattr(config.speculation, name))
+            for name in _OF_DRAFTS
+        ]
+    for name, asked, loaded in pairs:
+        if asked != loaded:
+            raise ConfigError(
+                f"{name} is {asked!r}, and a variant shares weights that were loaded with {loaded!r}; "
+                "leave it out, or make an LLM of its own"
+            )
+    left = list(zip(config.speculation.drafts, models.drafts.items(), strict=True))
+    drafts = {}
+    for draft in wanted.speculation.drafts:
+        found = next((one for one in left if one[0] == draft), None)
+        if found is None:
+            known = ", ".join(config.speculation.drafts) or "no draft"
+            raise ConfigError(
+                f"drafts names {draft!r}; a variant can have what is loaded ({known}): leave it out, or make "
+                "an LLM of its own"
+            )
+        left.remove(found)
+        name, model = found[1]
+        drafts[name] = model
+    named = {name: tokens for name, tokens in models.named.items() if name in drafts}
+    foreign = {name: tokens for name, tokens in models.foreign.items() if name in drafts}
+    return replace(models, drafts=drafts, named=named, foreign=foreign)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device an option names; raises ConfigError when it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N") from None
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"device is {name!r}, which this PyTorch does not have; use auto or cpu")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device, kernels: Kernels) -> torch.dtype:
+    """The dtype an option names; auto is bfloat16 on GPUs and with native kernels, else float32."""
+    if name == "auto":
+        native = device.type == "cuda" or kernels.library is not None
+        return torch.bfloat16 if native else torch.float32
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def use_threads(wanted: int | None, kernels: Kernels) -> int:
+    """Let so many threads compute in the native kernels of this process, and return their number.
+
+    Never more than OMP_NUM_THREADS says.
+    """
+    count = thread_count(wanted)
+    if kernels.library is not None:
+        kernels.library.set_threads(count)
+    return count
+
+
+def threads_of_torch(config: EngineConfig, models: Models) -> int:
+    """The threads with which PyTorch computes in a step: one where only small things are left to it.
+
+    A thread of its own that has done its part looks for more for milliseconds, on a core that the kernels'
+    threads need: a pass of 8 rows of a small model took 18 ms instead of 13 after one cosine.
+    """
+    loaded = (models.target, *models.drafts.values())
+    native = all(isinstance(model.kernels.attention, NativeAttention) for model in loaded)
+    return 1 if native else thread_count(config.threads)
+
+
+def _check_quantization(option: str, value: Quantization, device: torch.device) -> None:
+    if value != "none" and device.type != "cpu":
+        raise ConfigError(
+            f"{option} is {value!r} on device {device}; quantized products run on the CPU only: "
+            f"use device cpu, or {option} none"
+        )
+
+
+def _with_attention(kernels: Kernels, found: Found | FoundHead, dtype: torch.dtype, *, must: bool) -> Kernels:
+    """`kernels`, with PyTorch's attention where the native one cannot serve a model's heads."""
+    name, heads = found.files.name, found.config
+    if heads is None:
+        return kernels
+    reason = unsupported(heads.head_dim, heads.num_heads // heads.num_kv_heads, dtype)
+    if reason is None or not isinstance(kernels.attention, NativeAttention):
+        return kernels
+    if must:
+        raise ConfigError(f"kernels is 'native', whose attention cannot run {name}: {reason}; use auto")
+    _LOG.warning("native attention is not used for %s, PyTorch runs instead: %s", name, reason)
+    return replace(kernels, attention=SdpaAttention())
+
+
+def _load(
+    found: Found,
+    dtype: torch.dtype,
+    device: torch.device,
+    show: Progress,
+    kernels: Kernels,
+    quantization: Quantization,
+    logit_ids: Sequence[int] | None = None,
+) -> LanguageModel:
+    return load_model(
+        found.model,
+        dtype=dtype,
+        device=device,
+        progress=show,
+        name=found.files.name,
+        logit_ids=logit_ids,
+        kernels=kernels,
+        quantization=quantization,
+    )
