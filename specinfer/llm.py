@@ -71,6 +71,8 @@ class LLM:
         else:
             config = EngineConfig.from_options(fspath(model), options)
         show = default_progress() if progress is None else progress
+        # A pool's members are what is loaded, and what a variant's drafts are held against.
+        config = with_members(config, show)
         self._start(config, load_models(config, show), speculators, show)
 
     @classmethod
@@ -83,7 +85,7 @@ class LLM:
     ) -> LLM:
         """An LLM over models that are loaded already."""
         llm = cls.__new__(cls)
-        llm._start(config, models, speculators, progress)
+        llm._start(with_members(config, progress or NoProgress()), models, speculators, progress)
         return llm
 
     def _start(
@@ -93,8 +95,7 @@ class LLM:
         speculators: Sequence[Speculator],
         progress: Progress | None,
     ) -> None:
-        # A pool's members are what is loaded, and what a variant's drafts are held against.
-        self.config = with_members(config, progress or NoProgress())
+        self.config = config
         engine = build_engine(self.config, models, speculators, progress)
         recommended: Mapping[str, Any] = models.sampling if config.generation_config == "auto" else {}
         intake = Intake(engine.admission, SamplingParams(**recommended))

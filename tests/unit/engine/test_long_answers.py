@@ -24,7 +24,7 @@ from specinfer.processors.changes import RowChanges
 from specinfer.request import Delta
 from specinfer.runtime.batch import logit_rows
 from specinfer.runtime.executor import Move
-from specinfer.serve.process_backend import ProcessBackend, _Live, _Reader
+from specinfer.serve.process_backend import ProcessBackend, _OpenWork, _Reader
 from specinfer.serve.work import Work
 from specinfer.tree import TokenTree
 from specinfer.verify.logprobs import Scores
@@ -117,7 +117,7 @@ def test_the_last_steps_of_a_long_answer_cost_what_its_first_do(tmp_path: Path) 
 
         async def answer() -> tuple[list[float], list[int], str, list[int]]:
             reader = _Reader()
-            live = backend._live["a"] = _Live(Work("a", tuple(PROMPT), params), reader)
+            live = backend._live["a"] = _OpenWork(Work("a", tuple(PROMPT), params), reader)
             seconds: list[float] = []
             taken: list[int] = []
             heard: list[str] = []

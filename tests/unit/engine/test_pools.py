@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specinfer.config import EngineConfig
+from specinfer.engine import models
 from specinfer.engine.models import load_models, with_members
 from specinfer.errors import ModelError
-from specinfer.hub.pool import Member, Pool, write_pool
+from specinfer.hub.pool import Member, Pool, read_pool, write_pool
 from specinfer.llm import LLM
 from specinfer.models.fingerprint import fingerprint
 from specinfer.models.weights import open_model
@@ -66,6 +68,14 @@ def test_models_that_are_loaded_for_an_engine_of_ones_own_are_the_members(folder
             (again,) = other.generate(["2 * 3"], SamplingParams(max_tokens=12, temperature=0))
     assert set(output.figures.proposed_by) == {"draft1", "draft2"}
     assert again.token_ids == output.token_ids
+
+
+def test_an_llm_looks_into_a_pool_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+    monkeypatch.setattr(models, "read_pool", lambda path: (opened.append(path), read_pool(path))[1])
+    monkeypatch.setattr(models, "fingerprint", lambda model: (opened.append(model), fingerprint(model))[1])
+    with LLM(config(folder, str(folder / "pool"))) as llm, llm.variant(ngram=True):
+        assert len(opened) == 2
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
