@@ -8,7 +8,7 @@ none. Of each step the quickest of some rounds counts, as machines do other thin
 
     draft     a DraftModel without its passes: what to run, what was drawn, what became of it (of one pass it
               is a stand-in, whose time is not counted)
-    ...       looking guesses up in texts, by speculator, the following of other guesses included
+    ...       looking guesses up in texts, by speculator
     deciding  the policy: costs, the guard, how likely guesses are, how deep, how many
     merging   all else of the ensemble: offers, checks, one tree of many
 """
