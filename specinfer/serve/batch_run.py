@@ -25,7 +25,6 @@ from starlette.types import ASGIApp
 from specinfer.config import EngineConfig
 from specinfer.errors import UserError
 from specinfer.files import NewFile
-from specinfer.hub.model_files import ModelFiles
 from specinfer.hub.resolution import resolve
 from specinfer.progress import Progress
 from specinfer.serve.access import Keys
@@ -33,7 +32,7 @@ from specinfer.serve.api_error import ApiError
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.fields import Fields, parse
-from specinfer.serve.open_service import open_service
+from specinfer.serve.service import open_service
 
 _BEGINNING: Final = b'{"id": "batch_req_'  # of every line
 _FAILED: Final = 500  # HTTP status of server errors; their requests are sent again
@@ -258,28 +257,20 @@ def run_batch(
     UserError if the engine cannot start, and OSError if an answer cannot be written.
     """
     files = resolve(engine.model, progress=progress)
-    asyncio.run(_run(config, engine, child, files, source, answers, progress))
-
-
-async def _run(
-    config: ServeConfig,
-    engine: EngineConfig,
-    child: EngineChild,
-    files: ModelFiles,
-    source: BatchInput,
-    answers: BatchAnswers,
-    progress: Progress,
-) -> None:
     at_once = engine.scheduler.max_batch_size + _AHEAD
     # Each request may have max_n prompts of max_n completions, and none is to be refused for the others.
     config = replace(config, max_waiting=at_once * config.max_n**2, max_wait=0.0, page=False)
-    async with open_service(config, engine, child, files) as service:
-        from specinfer.serve.app import build_app
 
-        progress.start(source.count, "batch", "requests")
-        progress.advance(len(answers))
-        await answer_all(build_app(service, Keys([])), source.left(answers), answers, at_once, progress)
-        progress.finish()
+    async def run() -> None:
+        async with open_service(config, engine, child, files) as service:
+            from specinfer.serve.app import build_app
+
+            progress.start(source.count, "batch", "requests")
+            progress.advance(len(answers))
+            await answer_all(build_app(service, Keys([])), source.left(answers), answers, at_once, progress)
+            progress.finish()
+
+    asyncio.run(run())
 
 
 async def answer_all(

@@ -20,7 +20,6 @@ import uvicorn
 
 from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError
-from specinfer.hub.model_files import ModelFiles
 from specinfer.hub.resolution import resolve
 from specinfer.progress import Progress
 from specinfer.serve.access import Keys
@@ -29,8 +28,7 @@ from specinfer.serve.connection import Connection
 from specinfer.serve.connections import SPARE, Connections
 from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.hosts import Hosts, is_loopback
-from specinfer.serve.open_service import open_service
-from specinfer.serve.service import Service
+from specinfer.serve.service import Service, open_service
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -72,7 +70,19 @@ def serve(
                 config.host,
             )
         files = resolve(engine.model, progress=progress)
-        asyncio.run(_serve(config, engine, child, keys, listener, files, ready))
+
+        async def run() -> None:
+            asyncio.get_running_loop().set_exception_handler(_AcceptErrors())
+            async with open_service(config, engine, child, files) as service:
+                from specinfer.serve.app import build_app  # which was loaded while the engine was
+
+                host, port = listener.getsockname()[:2]
+                hosts = Hosts.of(config.host, config.allowed_host, keyed=bool(keys), address=host)
+                server = _Server(_uvicorn_config(config, build_app(service, keys, hosts)), service)
+                server.on_ready = lambda: ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+                await server.serve(sockets=[listener])
+
+        asyncio.run(run())
 
 
 def read_keys(config: ServeConfig) -> list[str]:
@@ -147,26 +157,6 @@ def listen(config: ServeConfig) -> socket.socket:
         ) from None
     bound.set_inheritable(True)
     return bound
-
-
-async def _serve(
-    config: ServeConfig,
-    engine: EngineConfig,
-    child: EngineChild,
-    keys: Keys,
-    listener: socket.socket,
-    files: ModelFiles,
-    ready: Callable[[str], None],
-) -> None:
-    asyncio.get_running_loop().set_exception_handler(_AcceptErrors())
-    async with open_service(config, engine, child, files) as service:
-        from specinfer.serve.app import build_app  # which was loaded while the engine was
-
-        host, port = listener.getsockname()[:2]
-        hosts = Hosts.of(config.host, config.allowed_host, keyed=bool(keys), address=host)
-        server = _Server(_uvicorn_config(config, build_app(service, keys, hosts)), service)
-        server.on_ready = lambda: ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-        await server.serve(sockets=[listener])
 
 
 def _uvicorn_config(config: ServeConfig, app: FastAPI) -> uvicorn.Config:

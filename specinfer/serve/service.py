@@ -1,4 +1,4 @@
-"""Service: from what an endpoint asks to the deltas of its answers.
+"""Service: from what an endpoint asks to the deltas of its answers, over an engine process of its own.
 
 What all endpoints share is here: whether there is room, how long an answer may be, seeds, ids of works, the
 figures of metrics. Endpoints know the fields of their requests and the shape of their answers.
@@ -11,22 +11,26 @@ import itertools
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
 from pydantic import BaseModel
 
-from specinfer.errors import RequestError, naming
+from specinfer.config import EngineConfig
+from specinfer.errors import ConfigError, RequestError, UserError, naming
+from specinfer.hub.model_files import ModelFiles, sampling_defaults
 from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import ADMITTED, ApiError, cut
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
+from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.field_policy import FieldPolicy
 from specinfer.serve.metrics import Metrics
+from specinfer.serve.process_backend import ProcessBackend
 from specinfer.serve.reports import SharedPrompts
 from specinfer.serve.work import Backend, BackendError, EngineInfo, Observe, UnavailableError, Work
 from specinfer.speculate.lookups.alignment import within_reach
@@ -310,3 +314,79 @@ def _check_reports(prompts: Sequence[tuple[int, ...]], params: Sequence[Sampling
             "shorten the prompts, or ask for fewer tokens at each place",
             param="prompt_logprobs",
         )
+
+
+@asynccontextmanager
+async def open_service(
+    config: ServeConfig, engine: EngineConfig, child: EngineChild, files: ModelFiles
+) -> AsyncIterator[Service]:
+    """A Service whose engine runs in `child` until the block ends; `files` are those of the engine's model.
+
+    Raises UserError if the engine cannot start.
+    """
+    names = list(dict.fromkeys(config.served_model_name or [engine.model]))  # the usual one first
+    metrics = Metrics(names[0])
+    backend = ProcessBackend(
+        engine,
+        (config.log_level, config.log_format),
+        child,
+        max_wait=config.max_wait,
+        timeout=config.engine_timeout,
+    )
+    starting = asyncio.ensure_future(backend.start())
+    try:
+        await asyncio.sleep(0)  # it takes seconds, and these are loaded meanwhile
+        import specinfer.serve.app  # noqa: F401 - callers build the application next
+
+        tokenizer = Tokenizer.load(files, engine.chat_template)
+        dialect = Dialect.of(tokenizer, config.call_format)
+        with observers(config, names[0], metrics, tokenizer) as observing:
+            yield Service(
+                config,
+                backend,
+                tokenizer,
+                await starting,
+                dialect,
+                models=names,
+                batch=engine.scheduler.max_batch_size,
+                metrics=metrics,
+                observers=observing,
+                sampling=sampling_defaults(files) if engine.generation_config == "auto" else {},
+            )
+    except BackendError as error:
+        raise UserError(str(error)) from None
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await backend.close()
+
+
+@contextmanager
+def observers(
+    config: ServeConfig, model: str, metrics: Metrics, tokenizer: Tokenizer
+) -> Iterator[Sequence[Observe]]:
+    """The observers that the options ask for, until the block ends; raises ConfigError."""
+    found: list[Observe] = []
+    with ExitStack() as opened:
+        if config.log_traffic is not None:
+            from specinfer.serve.traffic_log import TrafficLog
+
+            log = TrafficLog(
+                config.log_traffic,
+                config.log_traffic_size,
+                model=model,
+                tokenizer=tokenizer,
+                lost=metrics.lose_traffic,
+            )
+            found.append(opened.enter_context(closing(log)).observe)
+        if config.otlp_endpoint is not None:
+            try:
+                from specinfer.serve.spans import open_spans
+
+                spans = open_spans(config.otlp_endpoint, model)
+            except ImportError as error:
+                raise ConfigError(
+                    f"{error.name} is not installed; otlp_endpoint needs it: pip install 'specinfer[otel]'"
+                ) from None
+            found.append(opened.enter_context(closing(spans)).observe)
+        yield found

@@ -20,7 +20,7 @@ from specinfer.request import Delta, FinishReason, SpeculationFigures
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.metrics import Metrics
-from specinfer.serve.open_service import observers
+from specinfer.serve.service import observers
 from specinfer.serve.spans import Spans, open_spans
 from specinfer.serve.work import Work
 from specinfer.tokenizer import Tokenizer
@@ -203,7 +203,7 @@ def test_what_is_missing_is_named_with_what_installs_it(
 
 def test_nothing_of_it_is_loaded_unless_it_is_asked_for() -> None:
     program = (
-        "import sys, specinfer.serve.server, specinfer.serve.open_service\n"
+        "import sys, specinfer.serve.server, specinfer.serve.service\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry.sdk')])\n"
         "print([name for name in sys.modules if name in ('torch', 'specinfer.serve.spans')])\n"
     )

@@ -18,7 +18,7 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.serve import traffic_log
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.metrics import Metrics
-from specinfer.serve.open_service import observers
+from specinfer.serve.service import observers
 from specinfer.serve.traffic_log import PrivateLines, TrafficLog
 from specinfer.serve.work import BackendError, Health, Work
 from specinfer.tokenizer import Tokenizer
