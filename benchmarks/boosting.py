@@ -25,7 +25,7 @@ from specinfer.config import EngineConfig
 from specinfer.hub import resolve
 from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress, ProgressBar
-from specinfer.report.picture import dress, new_figure, save
+from specinfer.report.files import dress, new_figure, save
 from specinfer.tune.block_kind import BlockKind
 from specinfer.tune.boosting import Boost, BoostConfig
 from specinfer.tune.checkpoint import read_checkpoint

@@ -19,8 +19,7 @@ from typing import Any
 from study import SPECULATING, Study, ask, parser, row, run, settings_of, total_figures, without_speculation
 
 from specinfer import LLM, RequestOutput, SamplingParams
-from specinfer.check.difference import find_difference
-from specinfer.check.target_alone import TargetAlone
+from specinfer.check.difference import TargetAlone, find_difference
 from specinfer.config import USUAL_EXPANSION
 from specinfer.report.dataset import read_dataset
 

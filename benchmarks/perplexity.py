@@ -20,7 +20,7 @@ from study import REQUIRED, Study, in_turn, natural, parser, row, run
 from torch import Tensor
 
 from specinfer import EngineConfig
-from specinfer.check.target_alone import TargetAlone
+from specinfer.check.difference import TargetAlone
 from specinfer.engine.models import Models, load_models
 from specinfer.errors import DatasetError
 from specinfer.models.language_model import LanguageModel

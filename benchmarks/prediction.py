@@ -25,8 +25,7 @@ from typing import Any
 from study import REQUIRED, Study, ask, natural, parser, row, run
 
 from specinfer import LLM, RequestOutput, SamplingParams
-from specinfer.check.difference import find_difference
-from specinfer.check.target_alone import TargetAlone
+from specinfer.check.difference import TargetAlone, find_difference
 
 EDITS = Path(__file__).with_name("code_edits.toml")
 SPECULATOR = "prediction"  # its name in the figures

@@ -28,9 +28,8 @@ from serving.engines import ENGINES, Engine, select
 from serving.report import cell_key, kept, page
 from study import REQUIRED, Study, digest, natural, parser, run
 
-from specinfer.bench.load import ServerLoad, first_requests, measure
+from specinfer.bench.load import ServerLoad, Traffic, first_requests, measure
 from specinfer.bench.openai_client import Asking
-from specinfer.bench.traffic import Traffic
 from specinfer.errors import ConfigError
 from specinfer.hub import resolve
 from specinfer.report.dataset import Conversation, Dataset, read_dataset

@@ -11,8 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from specinfer.bench.event_stream import EventStream
-from specinfer.bench.exchange import Exchange, error_message
+from specinfer.bench.exchange import EventStream, Exchange, error_message
 from specinfer.errors import ConfigError
 from specinfer.sampling_params import SamplingParams
 

@@ -4,13 +4,13 @@ The target's choice is a function of its logits, the seed and the position. Wher
 computed beside them, two runs may see logits that differ in their last bits. A difference is *explained*
 when such an error is enough to choose either token: the logits are computed once more by the plainest way,
 one token's logit is raised by `tolerance`, the choice is made again, and each of the two tokens wins when
-it is the one raised. Nothing else is. Whether an explanation excuses is another question (text_promise.py).
+it is the one raised. Nothing else is. Whether an explanation excuses is another question (verdict.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,8 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specinfer.check.target_alone import TargetAlone
+from specinfer.models.language_model import LanguageModel
 from specinfer.request import RequestOutput
+from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.executor import ModelRunner, as_rows
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.noise import exponentials
@@ -119,3 +121,60 @@ def _preference(
         return first - second
     noise = -np.log(exponentials(seed, position, np.array(tokens, dtype=np.int64)))
     return first - second + params.temperature * float(noise[0] - noise[1])
+
+
+_MAX_ROWS = 512  # of one pass
+
+
+class TargetAlone:
+    """One model asked what comes after texts; nothing is kept between questions."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+
+    def logits_after(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """The logits of the token after each text, [len(texts), vocab]; no text may be empty."""
+        found = [self._several(part) if len(part) > 1 else self._one(part[0]) for part in _parts(texts)]
+        return np.concatenate(found)
+
+    def _several(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        runner = self._runner(len(texts), max(map(len, texts)))
+        return as_rows(
+            runner.forward([chain_rows(text, 0, [block], logits=True) for block, text in enumerate(texts)])
+        )
+
+    def logits_along(self, text: Sequence[int], start: int) -> NDArray[np.float32]:
+        """The logits after text[:start], text[:start + 1], ... and the whole text.
+
+        Shape [len(text) - start + 1, vocab]; 1 <= start <= len(text).
+        """
+        assert 1 <= start <= len(text), (start, len(text))
+        runner = self._runner(1, len(text))
+        found: list[NDArray[np.float32]] = []
+        for first in range(0, len(text), _MAX_ROWS):
+            chunk = text[first : first + _MAX_ROWS]
+            wanted = min(max(start - 1 - first, 0), len(chunk))
+            logits = runner.forward([Rows(chunk, first, [0], wanted)])
+            if wanted < len(chunk):
+                found.append(as_rows(logits))
+        return np.concatenate(found)
+
+    def _one(self, text: Sequence[int]) -> NDArray[np.float32]:
+        return self.logits_along(text, len(text))
+
+    def _runner(self, num_blocks: int, block_size: int) -> ModelRunner:
+        return ModelRunner(self.model, num_blocks=num_blocks, block_size=block_size)
+
+
+def _parts(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """Neighbouring texts that fit one pass together; a longer one stands alone."""
+    part: list[Sequence[int]] = []
+    rows = 0
+    for text in texts:
+        if part and rows + len(text) > _MAX_ROWS:
+            yield part
+            part, rows = [], 0
+        part.append(text)
+        rows += len(text)
+    if part:
+        yield part

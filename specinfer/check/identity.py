@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from specinfer.check.difference import Difference, find_difference
-from specinfer.check.target_alone import TargetAlone
-from specinfer.check.text_promise import TextPromise, text_promise
-from specinfer.check.verdict import Verdict
+from specinfer.check.difference import Difference, TargetAlone, find_difference
+from specinfer.check.verdict import TextPromise, Verdict, text_promise
 from specinfer.llm import LLM
 from specinfer.progress import Progress
 from specinfer.request import RequestOutput, SpeculationFigures

@@ -28,8 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specinfer.check.difference import rounding
-from specinfer.check.target_alone import TargetAlone
+from specinfer.check.difference import TargetAlone, rounding
 from specinfer.check.verdict import Verdict
 from specinfer.llm import LLM
 from specinfer.progress import Progress

@@ -57,7 +57,7 @@ def check(
     if max_tokens < least:
         raise ConfigError(f"--max-tokens is {max_tokens}; allowed: an integer >= {least}, {why}")
     from specinfer.report.dataset import built_in
-    from specinfer.report.json_file import check_writable, write_json
+    from specinfer.report.files import check_writable, write_json
 
     if json_file is not None:
         check_writable(json_file)

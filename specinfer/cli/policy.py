@@ -161,7 +161,7 @@ def replay(
     from specinfer.replay.trace_store import read_trace
 
     if plot is not None:
-        from specinfer.report.picture import check_plot
+        from specinfer.report.files import check_plot
 
         check_plot(plot)
     read = [read_trace(path) for path in traces]

@@ -58,7 +58,7 @@ def record(
     The file holds token ids of prompts and answers. Without --prompts the built-in ones are asked.
     """
     from specinfer.report.dataset import built_in, read_dataset
-    from specinfer.report.json_file import check_writable
+    from specinfer.report.files import check_writable
     from specinfer.sampling_params import SamplingParams
     from specinfer.speculate.drafts.growth import Shape
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from specinfer.replay.engine import PlayedStep
-from specinfer.report.picture import COLOURS, INK, QUIET, check_plot, dress, new_figure, save
+from specinfer.report.files import COLOURS, INK, QUIET, check_plot, dress, new_figure, save
 
 _POINTS: Final = 60  # of a line; each is the average over a stretch of as many tokens
 

@@ -50,8 +50,8 @@ WITHOUT_TORCH = (
     *("engine.admission", "engine.intake", "engine.loop", "engine.steps"),
     *("serve.reader", "serve.dialect", "serve.tools", "serve.engine_child"),
     *("kernels.machine", "kernels.build", "kernels.library", "kernels.faults", "kernels.native"),
-    *("bench.event_stream", "bench.exchange", "bench.openai_client", "bench.traffic", "bench.load"),
-    *("bench.load_figures", "cli.bench", "cli.server_load"),
+    *("bench.exchange", "bench.exchange", "bench.openai_client", "bench.load", "bench.load"),
+    *("bench.load_figures", "cli.bench", "cli.bench"),
 )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specinfer.bench import report as plot
 from specinfer.bench.report import (
     acceptance_per_depth,
     as_json,
@@ -134,3 +136,26 @@ def test_figures_as_literals() -> None:
     assert milliseconds([0.001, 0.002, 0.009]) == pytest.approx({"mean": 4, "median": 2, "p99": 8.86})
     assert milliseconds([]) == {"mean": 0, "median": 0, "p99": 0}
     assert acceptance_per_depth([3, 1], [4, 4, 2]) == [0.75, 0.25, 0]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
+def test_a_picture_is_drawn(pair: Any, dataset: Dataset, tmp_path: Path, suffix: str, start: bytes) -> None:
+    plain, speculative = pair()
+    load = Load(params=SamplingParams(temperature=0, max_tokens=8), chat=False)
+    result = as_json(compare(plain, speculative, dataset, load), speculative, dataset, load)
+    path = tmp_path / f"picture{suffix}"
+    plot.draw(result, path)
+    assert path.read_bytes().startswith(start)
+    assert path.stat().st_size > 5000
+
+
+def test_a_run_in_which_nobody_could_guess_has_a_picture_too(
+    pair: Any, dataset: Dataset, tmp_path: Path
+) -> None:
+    plain, speculative = pair()
+    load = Load(params=SamplingParams(temperature=0, max_tokens=1), chat=False)
+    result = as_json(compare(plain, speculative, dataset, load), speculative, dataset, load)
+    assert result["speculative"]["acceptance_per_depth"] == []
+    plot.draw(result, tmp_path / "empty.png")
+    assert (tmp_path / "empty.png").exists()

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from specinfer.check.difference import find_difference, first_difference, rounding
-from specinfer.check.target_alone import TargetAlone
+from specinfer.check.difference import TargetAlone, find_difference, first_difference, rounding
 from specinfer.request import Answer, RequestOutput, SpeculationFigures, Timing
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.executor import ModelRunner, as_rows

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from specinfer.cli.bench import bench
 from specinfer.errors import ConfigError, DatasetError
+from tests.fake_openai_server import DONE, Asked, FakeServer, Reply, chat, error, usage
 
 
 def run(*arguments: str) -> str:
@@ -63,3 +67,145 @@ def test_what_cannot_be_measured_is_refused(pair: list[str], tmp_path: Path) -> 
         run(*pair, "--dataset", str(tmp_path / "none.jsonl"))
     with pytest.raises(ConfigError, match="there is no folder"):
         run(*pair, "--json", str(tmp_path / "none" / "out.json"))
+
+
+SPECULATION = {"num_spec_steps": 2, "num_draft_tokens": 4, "num_accepted_draft_tokens": 1}
+
+
+def run_load(*arguments: str) -> Result:
+    return CliRunner(env={"OPENAI_API_KEY": ""}).invoke(bench, [*arguments], catch_exceptions=False)
+
+
+def question(asked: Asked) -> str:
+    return str(asked.body["messages"][-1]["content"])
+
+
+def shout(asked: Asked) -> Reply:
+    """The question in capitals, one chunk a letter; the question `limit` is refused."""
+    if question(asked) == "limit":
+        return error("429 Too Many Requests", "slow down")
+    letters = [chat(letter) for letter in question(asked).upper()]
+    return Reply([*letters, chat("", "stop"), usage(3, 4, **SPECULATION), DONE])
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    path = tmp_path / "rows.jsonl"
+    turns: list[list[str]] = [["ab", "cd"], ["ef"], ["limit", "gh"], ["ij"]]
+    path.write_text("".join(json.dumps({"turns": said}) + "\n" for said in turns))
+    return str(path)
+
+
+def test_a_run_from_options_to_the_file(rows: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    with FakeServer(shout) as server:
+        options = ["--dataset", rows, "--max-tokens", "9", "--seed", "7", "--body", '{"speculation": false}']
+        more = ["--save-texts", "--out", str(out), "--api-key", "secret", "--warmup", "0"]
+        done = run_load("--url", server.url, *options, *more)
+    assert done.exit_code == 0
+    result = json.loads(out.read_text())
+    assert result["generated_texts"] == ["AB", "CD", "EF", "", "", "IJ"]
+    assert result["errors"] == ["", "", "", "HTTP 429: slow down", "not asked, as turn 1 failed", ""]
+    assert (result["completed"], result["failed"], result["num_prompts"]) == (4, 2, 6)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (12, 16)
+    assert (result["max_concurrency"], result["request_rate"], result["burstiness"]) == (1, "inf", 1)
+    assert (result["max_concurrent_requests"], result["tokens_counted_as_chunks"]) == (1, 0)
+    assert result["output_throughput"] == pytest.approx(16 / result["duration"])
+    assert result["request_throughput"] == pytest.approx(4 / result["duration"])
+    assert 0 < result["median_ttft_ms"] <= result["p99_ttft_ms"] <= result["p99_e2el_ms"]
+    assert result["speculative_decoding"]["mean_acceptance_length"] == 1.5
+    assert (result["model_id"], result["base_url"]) == ("fake-model", server.url)
+    assert result["endpoint"] == "/v1/chat/completions"
+    assert result["options"]["body"] == {"speculation": False}
+    assert "secret" not in out.read_text()
+    # What was asked: seeds by the place in the data set, the first answer in the second question.
+    assert [asked.body["seed"] for asked in server.asked] == [7, 8, 9, 10, 12]
+    assert [message["content"] for message in server.asked[1].body["messages"]] == ["ab", "AB", "cd"]
+    assert {asked.body["speculation"] for asked in server.asked} == {False}
+    assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer secret"}
+    # What is said.
+    assert f"fake-model at {server.url}/v1/chat/completions, 6 requests of {rows}, 1 at a time" in done.stdout
+    assert "requests completed / failed  4 / 2" in done.stdout
+    assert "speculation: 1.50 tokens per step, 4 of 16 drafted tokens accepted (25%)" in done.stdout
+    assert "failed requests: 2; request 4: HTTP 429: slow down" in done.stdout
+
+
+def test_users_ask_at_once_and_the_warm_up_does_not_count(tmp_path: Path) -> None:
+    rows = tmp_path / "single.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": word}) + "\n" for word in "abcd"))
+    with FakeServer(shout, together=3) as server:  # which answers three at once, or nobody
+        arguments = ["--dataset", str(rows), "--num-requests", "3", "--concurrency", "3", "--warmup", "3"]
+        done = run_load("--url", server.url, *arguments, "--timeout", "30", "--json", "-")
+    result = json.loads(done.stdout)
+    assert (result["completed"], result["max_concurrent_requests"], result["num_prompts"]) == (3, 3, 3)
+    assert sorted(map(question, server.asked[:3])) == [
+        f"Write the numbers from {n} to {n + 50}, in words." for n in range(3)
+    ]
+    assert sorted(map(question, server.asked[3:])) == ["a", "b", "c"]
+
+
+def test_arrivals_at_a_rate_to_the_other_endpoint(rows: str) -> None:
+    def answer(asked: Asked) -> Reply:
+        text = {"choices": [{"text": asked.body["prompt"].upper(), "finish_reason": "length"}]}
+        return Reply([b"data: " + json.dumps(text).encode() + b"\n\n", DONE])
+
+    with FakeServer(answer) as server:
+        arguments = ["--dataset", rows, "--rate", "200", "--endpoint", "completions", "--model", "mine"]
+        done = run_load("--url", f"{server.url}/v1", *arguments, "--json", "-", "--save-texts")
+    result = json.loads(done.stdout)
+    assert (result["request_rate"], result["max_concurrency"]) == (200, None)
+    assert result["generated_texts"][1] == "AB\n\nAB\n\nCD"
+    assert (result["total_input_tokens"], result["tokens_counted_as_chunks"]) == (None, 6)
+    assert {asked.path for asked in server.asked} == {"/v1/completions"}
+    assert {asked.body["model"] for asked in server.asked} == {"mine"}
+
+
+def test_nothing_answered_is_status_1(rows: str) -> None:
+    with FakeServer(lambda asked: error("500 Internal Server Error", "no")) as server:
+        done = run_load("--url", server.url, "--dataset", rows, "--warmup", "0")
+        assert done.exit_code == 1
+        assert "requests completed / failed  0 / 6" in done.stdout
+        with pytest.raises(ConfigError, match=rf"{server.url} failed the warm-up: HTTP 500: no"):
+            run_load("--url", server.url, "--dataset", rows)
+
+
+BAD: list[tuple[list[str], str]] = [
+    (["--url", "u", "--draft", "m", "--dtype", "float32"], "--dtype, --draft: with --url the server decides"),
+    (["--url", "u", "--batch-size", "2"], "leave it out; --concurrency says how many; fields of a request"),
+    (["--url", "u", "--raw"], "--chat/--raw: with --url .*; --endpoint says which"),
+    (["--url", "u", "--no-ngram", "--plot", "p.png"], r"--plot, --lookup/.*--no-ngram.*: with --url"),
+    (["--rate", "1", "--ignore-eos"], "--rate, --ignore-eos: that is asked of a server, .*; give --url"),
+    (["--url", "localhost:8000"], "URL is 'localhost:8000'; allowed: like http://localhost:8000"),
+    (["--url", "http://x", "--concurrency", "2", "--rate", "1"], "give one of --concurrency and --rate"),
+    (
+        ["--url", "http://x", "--num-requests", "999"],
+        r"the number of requests is 999; built-in has \d+ to ask",
+    ),
+    (["--url", "http://x", "--num-requests", "0"], "the number of requests is 0"),
+    (["--url", "http://x", "--warmup", "-1"], "warm-up is -1; allowed: an integer >= 0"),
+    (["--url", "http://x", "--save-texts"], "--save-texts needs a file to write them to; give --json FILE"),
+    (["--url", "http://x", "--body", "{"], "body is no JSON"),
+    (["--url", "http://x", "--body", "[1]"], r"body is \[1\]; allowed: a JSON object"),
+    (["--url", "http://x", "--temperature", "-1"], "temperature is -1.0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), BAD)
+def test_what_cannot_be_asked_of_a_server_is_refused(arguments: list[str], says: str) -> None:
+    with pytest.raises(Exception, match=says) as caught:
+        run_load(*arguments)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_load_does_not_load_torch(rows: str) -> None:
+    code = (
+        "import sys, runpy\n"
+        "try: runpy.run_module('specinfer', run_name='__main__')\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    with FakeServer(shout) as server:
+        command: list[Any] = [sys.executable, "-c", code, "bench", "--url", server.url, "--dataset", rows]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "output tokens/s" in done.stdout

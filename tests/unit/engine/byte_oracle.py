@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from specinfer import SamplingParams
-from specinfer.check.target_alone import TargetAlone
+from specinfer.check.difference import TargetAlone
 from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.request import FinishReason, RequestOutput
 from tests.engines import Tiny

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specinfer import LLM
-from specinfer.check.target_alone import TargetAlone
+from specinfer.check.difference import TargetAlone
 from specinfer.request import Logprob
 from specinfer.serve.reports import CompletionLogprobs, chat_logprobs
 from specinfer.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specinfer.check.text_promise import TextPromise, text_promise
+from specinfer.check.verdict import TextPromise, text_promise
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree.pairs import Verifier
 

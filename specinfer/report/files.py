@@ -1,12 +1,37 @@
-"""What pictures of reports share: whether they can be made, how they look, where they go."""
+"""A report as files: JSON, written whole or not at all, and pictures, with the look that all share."""
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from specinfer.errors import ConfigError
+from specinfer.files import NewFile
+
+
+def check_writable(path: Path) -> None:
+    """Raise ConfigError when `path` cannot be written, before minutes are spent on what goes there."""
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder; give a file")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}; make it first")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise ConfigError(f"cannot write {path}: the folder is not writable; choose another")
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Write `result` to `path`, whole or not at all; raises ConfigError when the disk refuses."""
+    try:
+        with NewFile(path, 0o644) as new:
+            new.write((json.dumps(result, indent=1) + "\n").encode())
+            new.keep()
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
 
 INK: Final = "#22303c"
 QUIET: Final = "#8a949e"
