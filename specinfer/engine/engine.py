@@ -60,7 +60,7 @@ class _Launched:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _TreeResult:
     """What the target made of one request's tree."""
 
     request: Request
@@ -243,7 +243,7 @@ class Engine:
             self._memory.stepped()
         self.clock.lap(Stage.COMMIT)
 
-    def _ask(self, launched: _Launched) -> list[_Answer]:
+    def _ask(self, launched: _Launched) -> list[_TreeResult]:
         """What the target says of each tree, and how likely it was, if somebody wants to know."""
         flight = launched.flight
         laws = [
@@ -252,9 +252,9 @@ class Engine:
                 launched.plan.tree_entries, launched.trees, launched.rows.roots, strict=True
             )
         ]
-        answers: list[_Answer] = []
+        answers: list[_TreeResult] = []
         for of_tree, verdict in zip(laws, verify_trees(laws, self._verifier, flight), strict=True):
-            answer = _Answer(of_tree.request, of_tree.tree, verdict)
+            answer = _TreeResult(of_tree.request, of_tree.tree, verdict)
             answers.append(answer)
             if isinstance(verdict, Acceptance):
                 transcript = self._requests[of_tree.request.request_id].transcript
@@ -269,7 +269,7 @@ class Engine:
             return []
         return laws.reports((0, *acceptance.path)[: len(tokens)], tokens, top, self._tokenizer)
 
-    def _advance(self, plan: StepPlan, answers: Sequence[_Answer]) -> None:
+    def _advance(self, plan: StepPlan, answers: Sequence[_TreeResult]) -> None:
         """What the next plan needs besides texts: processors, accepted paths, how far caches are computed."""
         for entry in plan.entries:
             self._requests[entry.request.request_id].sequence.computed = entry.end
@@ -284,7 +284,7 @@ class Engine:
                 sequence.processors.commit(answer.tokens)
         self._executor.move(moves)
 
-    def _commit(self, launched: _Launched, answers: Sequence[_Answer], now: float) -> list[Outcome]:
+    def _commit(self, launched: _Launched, answers: Sequence[_TreeResult], now: float) -> list[Outcome]:
         """Add the tokens to their texts, and make deltas; requests that end leave."""
         for entry, scored in launched.rows.scored:
             self._score_prompt(entry, launched.flight, scored)
@@ -322,7 +322,7 @@ class Engine:
         # Of a step that was cut short there may be one that nobody got.
         self._deltas[name] = Delta.joined([self._deltas[name], delta]) if name in self._deltas else delta
 
-    def _hear(self, launched: _Launched, answers: Sequence[_Answer]) -> None:
+    def _hear(self, launched: _Launched, answers: Sequence[_TreeResult]) -> None:
         """Tell the speculators that read hidden states which rows became text that goes on."""
         if not self._speculators.taps:
             return

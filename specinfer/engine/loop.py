@@ -19,36 +19,19 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from specinfer.engine.admission import Admitted
 from specinfer.errors import ClosedError, IntegrityError, RequestError, UserError
 from specinfer.request import Delta, FinishReason, RequestOutput
 
+if TYPE_CHECKING:  # who only waits for a loop loads no models
+    from specinfer.engine.engine import Engine
+
 _LOG = logging.getLogger(__name__)
 PATIENCE: Final = 3  # steps that fail one after the other before a loop's own thread gives the requests up
 
 Receiver = Callable[[Delta], object]
-
-
-class StepEngine(Protocol):
-    """What the loop needs of an engine; it is called by one thread at a time."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `step` has something to do or to return."""
-
-    def add(self, admitted: Admitted, /) -> None:
-        """Queue a request."""
-
-    def abort(self, request_id: str, /) -> Delta | None:
-        """End a request; its last delta, or None when it is not here."""
-
-    def step(self) -> list[Delta]:
-        """Run one step. One that raises loses no deltas: a later one returns them."""
-
-    def check_integrity(self) -> None:
-        """Raise when its parts disagree."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,8 +57,8 @@ class EngineLoop:
     ClosedError.
     """
 
-    def __init__(self, engine: StepEngine) -> None:
-        self._engine: StepEngine | None = engine
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
         # A plain deque: `cancel` may run in the finalizer of a stream, at any line of any thread.
         self._commands: deque[Callable[[], None]] = deque()
         self._made: deque[Delta] = deque()  # by steps, and not yet received
@@ -224,7 +207,7 @@ class EngineLoop:
             raise asked[0]
 
     @property
-    def _here(self) -> StepEngine:
+    def _here(self) -> Engine:
         assert self._engine is not None, "nobody takes the turn of a closed loop"
         return self._engine
 
