@@ -23,8 +23,7 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
 from specinfer.heads.runner import HeadModel
 from specinfer.progress import Progress
-from specinfer.runtime import kv_cache
-from specinfer.runtime.cost_curve import CostCurve, Timed, device_name
+from specinfer.runtime.cost_curve import CostCurve, Timed
 from specinfer.runtime.executor import LocalExecutor
 from specinfer.runtime.flight import torch_threads
 from specinfer.speculate.ensemble import Ensemble
@@ -94,18 +93,16 @@ def build_engine(
         raise ConfigError(
             f"max_context is {limits.max_context}; {config.model} has a context of {own_limit}: lower it"
         )
-    loaded = (models.target, *models.drafts.values())
-    blocks = kv_cache.num_blocks(
-        [(m.config, m.dtype) for m in loaded if not isinstance(m, HeadModel) or m.head.body is not None],
+    drafts = models.drafts.values()
+    executor = LocalExecutor.within_memory(
+        models.target,
+        [draft for draft in drafts if not isinstance(draft, HeadModel) or draft.head.body is not None],
         block_size=config.cache.block_size,
         wanted_positions=limits.max_batch_size * (max_context + speculation.max_nodes),
         needed_positions=min(max_context, 128),
         limit=config.cache.memory,
-        device=models.target.device,
     )
-
     vocab = models.target.config.vocab_size
-    executor = LocalExecutor(models.target, num_blocks=blocks, block_size=config.cache.block_size)
     drafting = {
         name: make_draft(
             name,
@@ -132,7 +129,7 @@ def build_engine(
             library=models.target.kernels.library,
         )
         if measured:  # a run by the curve decides what the last one decided
-            kept = PolicyMemory(_learned_of(config, models), learned)
+            kept = PolicyMemory(_learned_of(config, models, executor.device_name), learned)
             kept.recall()
     speculators: list[Speculator | LevelSpeculator] = [
         *build_speculators(speculation, models.target.kernels.library, progress),
@@ -140,7 +137,7 @@ def build_engine(
         *extra,
     ]
     policy = FixedPolicy() if guard is None else TrustedPolicy(guard, FixedPolicy.of(speculation))
-    pool = BlockPool(blocks, config.cache.block_size)
+    pool = BlockPool(executor.num_blocks, executor.block_size)
     return Engine(
         executor=executor,
         speculators=Ensemble(speculators, vocab=vocab, policy=policy),
@@ -167,7 +164,7 @@ def build_engine(
     )
 
 
-def _learned_of(config: EngineConfig, models: Models) -> dict[str, Any]:
+def _learned_of(config: EngineConfig, models: Models, device: str) -> dict[str, Any]:
     """What a policy learns of: target, drafts and device, without folders, which are nobody's business."""
     speculation, target = config.speculation, models.target
     drafts = [
@@ -179,5 +176,5 @@ def _learned_of(config: EngineConfig, models: Models) -> dict[str, Any]:
     return {
         "target": f"{Path(config.model).name}, {config.quantization}, {kind}",
         "drafts": drafts,
-        "device": device_name(target.device),
+        "device": device,
     }

@@ -7,7 +7,7 @@ docs/map.md says what an implementation owes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -20,9 +20,9 @@ from specinfer.models.language_model import LanguageModel, PassContext, Read
 from specinfer.plan import StepPlan
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, build_batch, chain_rows, likelihoods, slots_of, step_rows
-from specinfer.runtime.cost_curve import CostCurve, Timed, cost_curve
+from specinfer.runtime.cost_curve import CostCurve, Timed, TimedModel, cost_curve, device_name
 from specinfer.runtime.flight import Flight, HostFlight, inference, rows_at_once
-from specinfer.runtime.kv_cache import KvCache
+from specinfer.runtime.kv_cache import KvCache, num_blocks
 from specinfer.tree import TokenTree
 
 
@@ -50,6 +50,36 @@ class LocalExecutor:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.target = self.runner(target)
+
+    @classmethod
+    def within_memory(
+        cls,
+        target: LanguageModel,
+        drafts: Iterable[TimedModel],
+        *,
+        block_size: int,
+        wanted_positions: int,
+        needed_positions: int,
+        limit: int | None,
+    ) -> LocalExecutor:
+        """One whose caches, of the target and of these drafts, fit into memory (`kv_cache.num_blocks`).
+
+        Raises CapacityError where not even `needed_positions` do.
+        """
+        blocks = num_blocks(
+            [(model.config, model.dtype) for model in (target, *drafts)],
+            block_size=block_size,
+            wanted_positions=wanted_positions,
+            needed_positions=needed_positions,
+            limit=limit,
+            device=target.device,
+        )
+        return cls(target, num_blocks=blocks, block_size=block_size)
+
+    @property
+    def device_name(self) -> str:
+        """What computes, in words."""
+        return device_name(self.target.model.device)
 
     @property
     def positions(self) -> int:
