@@ -22,9 +22,9 @@ from specinfer.heads.kinds import DEFAULT_READER, KINDS, HeadModule, head_shapes
 from specinfer.heads.speculators import FINGERPRINT, SCALE
 from specinfer.heads.vocabulary import ChosenRows, Entries
 from specinfer.hub.model_files import ModelFiles, local_model, read_json, weight_files
-from specinfer.hub.pool import FINGERPRINT_DIGITS
+from specinfer.hub.pool import FINGERPRINT as FORM
 from specinfer.models.config import ModelConfig
-from specinfer.models.fingerprint import fingerprint
+from specinfer.models.fingerprint import is_of
 from specinfer.models.hf_config import check_unquantized
 from specinfer.models.safetensors import FLOATS, UNUSED, TensorEntry, head_kind, read_entries, tensor_names
 from specinfer.models.weights import OpenModel
@@ -58,7 +58,7 @@ def open_head(files: ModelFiles | Path, target: OpenModel) -> HeadFolder:
     Raises ModelError and its kind where it cannot be used, or says that its target has other weights.
     """
     head = HeadFolder(files, target.config)
-    if head.fingerprint is not None and head.fingerprint != fingerprint(target):
+    if head.fingerprint is not None and not is_of(head.fingerprint, target):
         raise ModelError(
             f"the head {head.name} was trained for {head.verifier}, whose weights are others than those of "
             f"{target.path.name}; name that model, or a head of this one"
@@ -139,9 +139,10 @@ def _verifier(described: Mapping[str, object]) -> str:
 
 def _fingerprint(path: Path, described: Mapping[str, object]) -> str | None:
     found = described.get(FINGERPRINT)
-    if found is not None and not (isinstance(found, str) and FINGERPRINT_DIGITS.fullmatch(found)):
+    if found is not None and not (isinstance(found, str) and FORM.fullmatch(found)):
         raise ModelFileError(
-            f"{path} has {FINGERPRINT} {str(found)[:60]!r}; expected 64 hexadecimal digits, or none"
+            f"{path} has {FINGERPRINT} {str(found)[:60]!r}; expected 64 hexadecimal digits, 2: and digits, "
+            "or none"
         )
     return found
 

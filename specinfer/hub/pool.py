@@ -29,7 +29,8 @@ _VERSION: Final = 1
 _MOST_BYTES: Final = 1 << 20
 _MOST_FIGURES: Final = 64
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-FINGERPRINT_DIGITS: Final = re.compile(r"[0-9a-f]{64}")
+# Of models/fingerprint.py, in both versions.
+FINGERPRINT: Final = re.compile(r"[0-9a-f]{64}|2:[0-9a-f]{32}(:\w{1,16}:[0-9a-f]{32})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,10 @@ def read_pool(folder: Path) -> Pool:
     if len({*names}) < len(names):
         raise ModelFileError(f"{path} names a folder twice; allowed: each once")
     fingerprint = _text(path, found, "fingerprint")
-    if not FINGERPRINT_DIGITS.fullmatch(fingerprint):
-        raise ModelFileError(f"{path} has fingerprint {_shown(fingerprint)}; expected 64 hexadecimal digits")
+    if not FINGERPRINT.fullmatch(fingerprint):
+        raise ModelFileError(
+            f"{path} has fingerprint {_shown(fingerprint)}; expected 64 hexadecimal digits, or 2: and digits"
+        )
     return Pool(_text(path, found, "target"), fingerprint, members, _figures(path, found))
 
 

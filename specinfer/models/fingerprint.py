@@ -3,29 +3,76 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Final
 
 import torch
 
 from specinfer.models.config import Family
 from specinfer.models.weights import OpenModel
 
-_NORM = "model.norm.weight"
+_LAST_NORM: Final = "model.norm.weight"
+_DIGITS: Final = 32  # of each part; 128 bits
+_STRIDE: Final = 97  # rows between those that are sampled of one matrix and the next
 
 
 def fingerprint(model: OpenModel) -> str:
-    """A SHA-256 of a model's sizes and of its last norm, which no quantization of a file rounds.
+    """A text that tells a model's weights from those of others: `2:VECTORS` or `2:VECTORS:DTYPE:ROWS`.
 
-    So the same model has it as a GGUF file and as a folder. One that was trained further has another, unless
-    its norms were frozen or have not moved by a bit, as with adapters on products alone: then it passes for
-    the one it was made of. What was tuned for that guesses less well, and the text is right all the same.
+    VECTORS is a hash of the sizes, and of all norms and biases, which no quantization of a file rounds: the
+    same model has it as a GGUF file and as a folder. ROWS is a hash of one row of each matrix of each layer,
+    where the file has all of them as numbers of one DTYPE. So a fine-tune is told from its base, even one
+    that left norms and biases as they were, unless one of the two is quantized. Takes some 10 ms.
     """
+    shapes = sorted(model.shapes.items())
+    vectors = _sizes(model)
+    for name, shape in shapes:
+        if len(shape) == 1:
+            vectors.update(name.encode())
+            vectors.update(_vector(model, name))
+    found = f"2:{vectors.hexdigest()[:_DIGITS]}"
+    matrices = {name: shape[0] for name, shape in shapes if len(shape) == 2 and ".layers." in name}
+    dtypes = {model.dtype(name) for name in matrices}
+    if len(dtypes) != 1 or None in dtypes:
+        return found
+    rows = hashlib.sha256()
+    for number, (name, count) in enumerate(matrices.items()):
+        row = number * _STRIDE % count
+        rows.update(model.read_rows(name, row, row + 1).contiguous().view(torch.uint8).numpy().tobytes())
+    [dtype] = dtypes
+    return f"{found}:{str(dtype).removeprefix('torch.')}:{rows.hexdigest()[:_DIGITS]}"
+
+
+def is_of(kept: str, model: OpenModel) -> bool:
+    """Whether a fingerprint that was kept is this model's, as far as it tells.
+
+    Rows are compared where both have them in one dtype. Fingerprints of the first version are 64 digits, of
+    the sizes and the last norm alone.
+    """
+    if ":" not in kept:
+        return kept == _first_version(model)
+    theirs, own = kept.split(":"), fingerprint(model).split(":")
+    if theirs[:2] != own[:2]:
+        return False
+    return len(theirs) == 2 or len(own) == 2 or theirs[2] != own[2] or theirs[3] == own[3]
+
+
+def _first_version(model: OpenModel) -> str:
+    digest = _sizes(model)
+    if _LAST_NORM in model.shapes:
+        digest.update(_vector(model, _LAST_NORM))
+    return digest.hexdigest()
+
+
+def _sizes(model: OpenModel) -> hashlib._Hash:
     config = model.config
     sizes = (config.vocab_size, config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads)
     # A GGUF file says llama of a Mistral, too.
     family = Family.LLAMA if config.family is Family.MISTRAL else config.family
-    digest = hashlib.sha256(repr((str(family), *sizes)).encode())
-    if _NORM in model.shapes:
-        norm_D = model.read_rows(_NORM, 0, model.shapes[_NORM][0]).to(torch.float32)
-        # What a GGUF file adds to norms that are written without it.
-        digest.update((norm_D + config.norm_weight_offset).contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    return hashlib.sha256(repr((str(family), *sizes)).encode())
+
+
+def _vector(model: OpenModel, name: str) -> bytes:
+    values = model.read_rows(name, 0, model.shapes[name][0]).to(torch.float32)
+    if "norm" in name:
+        values = values + model.config.norm_weight_offset  # as a GGUF file has it
+    return values.contiguous().numpy().tobytes()

@@ -232,6 +232,10 @@ class GGUFFile:
         """The shape of every tensor, by the decoder's name."""
         return {name: self._tensors[there].shape for name, there in self._names.items()}
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The dtype of a tensor in the file; None where it is quantized."""
+        return _PLAIN.get(self._tensors[self._names[name]].kind.name)
+
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop of a tensor, on the CPU, in the file's dtype or float32."""
         there = self._names[name]

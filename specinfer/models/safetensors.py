@@ -139,6 +139,10 @@ class SafetensorsFolder:
         """The shape of every tensor, by the decoder's name."""
         return {name: entry.shape for name, entry in self._entries.items()}
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor in the file."""
+        return self._entries[name].dtype
+
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop of a tensor, on the CPU, in the file's dtype.
 

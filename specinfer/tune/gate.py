@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from specinfer.errors import ModelError, TuneError
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.hub.pool import is_pool, member_folders, read_pool
-from specinfer.models.fingerprint import fingerprint
+from specinfer.models.fingerprint import is_of
 from specinfer.tune.draft import Draft, Target
 from specinfer.tune.read_draft import open_draft, read_draft
 
@@ -76,7 +76,7 @@ class Incumbent:
         self._target = target
         if is_pool(folder):
             pool = read_pool(folder)
-            if pool.fingerprint != fingerprint(target.model):
+            if not is_of(pool.fingerprint, target.model):
                 raise ModelError(f"the pool {folder} was tuned for {pool.target}; name that model")
             self.members = member_folders(folder, pool)
         elif not (folder / "config.json").is_file():
