@@ -31,7 +31,7 @@ from specinfer.hub.model_files import sampling_defaults
 from specinfer.hub.pool import is_pool, member_folders, read_pool
 from specinfer.kernels.choice import Kernels, choose_kernels, guessing, streaming
 from specinfer.kernels.machine import thread_count
-from specinfer.models.fingerprint import fingerprint
+from specinfer.models.fingerprint import is_of
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import estimate_bytes, load_model, open_model
 from specinfer.progress import NoProgress, Progress
@@ -146,7 +146,7 @@ def with_members(config: EngineConfig, progress: Progress) -> EngineConfig:
     """
     if not any(is_pool(Path(name).expanduser()) for name in config.speculation.drafts):
         return config
-    own = fingerprint(open_model(resolve(config.model, progress=progress)))
+    target = open_model(resolve(config.model, progress=progress))
     drafts: list[str] = []
     for name in config.speculation.drafts:
         folder = Path(name).expanduser()
@@ -154,7 +154,7 @@ def with_members(config: EngineConfig, progress: Progress) -> EngineConfig:
             drafts.append(name)
             continue
         pool = read_pool(folder)
-        if pool.fingerprint != own:
+        if not is_of(pool.fingerprint, target):
             raise ModelError(
                 f"the pool {name} was tuned for {pool.target}, whose weights are others than those of "
                 f"{Path(config.model).name}; name that model, or a pool of this one. A member that is a "
