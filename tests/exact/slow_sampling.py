@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from specinfer.sampling_params import SamplingParams
-from specinfer.verify import reference
+from tests.oracles import verification
 
 from .oracles import processed_law
 
@@ -110,7 +110,7 @@ def seeded_text(logits_of, rules, seed, length):
         if is_dead_end(rules, output, len(logits)):
             return (*output, None)
         law = next_law(logits, rules, output)
-        output += (reference.coupled_choice(law, seed, len(rules.prompt) + len(output)),)
+        output += (verification.coupled_choice(law, seed, len(rules.prompt) + len(output)),)
     return output
 
 

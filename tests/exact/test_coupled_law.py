@@ -14,9 +14,10 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draws import coupled_children
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.token_tree import TokenTree, TreeBuilder
-from specinfer.verify import coupled_choice, noise, reference, verify_coupled
+from specinfer.verify import coupled_choice, noise, verify_coupled
 from specinfer.verify.target_law import target_law
 from tests.goodness import chi_square
+from tests.oracles import verification
 
 from .enumeration import World
 
@@ -51,7 +52,7 @@ def test_any_tree_and_any_choices_give_the_targets_own_text():
             assert asked == visited, "the target is asked about visited nodes only, once each"
             assert tokens == [choices[node] for node in visited], "every token is the target's own choice"
             assert tokens[-1] not in tree.children()[visited[-1]], "it goes as deep as the tree agrees"
-            assert acceptance == reference.coupled(tree, choices)
+            assert acceptance == verification.coupled(tree, choices)
             checked += 1
     assert checked > 3000
 

@@ -10,7 +10,8 @@ import pytest
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.token_tree import TreeBuilder
-from specinfer.verify import UniformCoin, reference, verify_multistep
+from specinfer.verify import UniformCoin, verify_multistep
+from tests.oracles import verification
 
 from .enumeration import (
     Guesser,
@@ -102,7 +103,7 @@ def test_it_rejects_no_more_than_naive_sampling(seed, widths):
         law = step_law(world, [Guesser("a", IID, widths)], (), verify=verify)
         return sum(probability for tokens, probability in law.items() if len(tokens) > 1)
 
-    assert accepted(verify_multistep) >= accepted(reference.naive) - EXACT
+    assert accepted(verify_multistep) >= accepted(verification.naive) - EXACT
 
 
 def root_with(draws):
@@ -128,7 +129,7 @@ def test_the_oracle_is_exact_in_fractions():
                 (fourth, "w", WITHOUT, w),
             ]
         )
-        acceptance = reference.multistep(tree, lambda node: p, chance)
+        acceptance = verification.multistep(tree, lambda node: p, chance)
         return tree.token_ids[acceptance.path[0]] if acceptance.path else acceptance.next_token
 
     assert outcomes(play) == dict(enumerate(p))

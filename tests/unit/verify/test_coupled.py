@@ -5,8 +5,9 @@ import pytest
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree.token_tree import TokenTree
-from specinfer.verify import Acceptance, Law, coupled_choice, coupled_top_k, noise, reference, verify_coupled
+from specinfer.verify import Acceptance, Law, coupled_choice, coupled_top_k, noise, verify_coupled
 from specinfer.verify.target_law import target_law
+from tests.oracles import verification
 
 
 def test_greedy_follows_the_target_down_the_second_branch():
@@ -65,7 +66,7 @@ def test_the_dense_choice_is_the_plain_oracles():
     rng = np.random.default_rng(1)
     for seed in range(200):
         law = target_law(rng.normal(size=9).astype(np.float32), SamplingParams(top_k=seed % 9))
-        assert coupled_choice(law, seed, 5) == reference.coupled_choice(law.dense().tolist(), seed, 5)
+        assert coupled_choice(law, seed, 5) == verification.coupled_choice(law.dense().tolist(), seed, 5)
 
 
 def test_cold_laws_choose_the_argmax():
@@ -86,7 +87,7 @@ def test_top_k_is_the_order_of_the_oracles_scores():
     logits = np.random.default_rng(5).normal(size=12).astype(np.float32)
     for seed in range(50):
         law = target_law(logits, SamplingParams())
-        scores = reference.coupled_scores(law.dense().tolist(), seed, 2)
+        scores = verification.coupled_scores(law.dense().tolist(), seed, 2)
         expected = sorted(range(12), key=lambda token: -scores[token])[:4]
         assert coupled_top_k(law, seed, 2, 4).tolist() == expected
 

@@ -10,10 +10,10 @@ from specinfer.verify import (
     Acceptance,
     UniformCoin,
     inverse_cdf,
-    reference,
     seeded_coin,
     verify_multistep,
 )
+from tests.oracles import verification
 
 IID, WITHOUT, POINT = DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT, DrawRule.POINT_MASS
 
@@ -111,7 +111,7 @@ def test_it_agrees_with_the_oracle_on_random_merged_trees(seed):
     tree.check_integrity()
     for request in range(10):
         fast = verify_multistep(tree, lambda node: laws[node], seeded_coin(request, 4))
-        slow = reference.multistep(tree, lambda node: laws[node].tolist(), seeded_coin(request, 4))
+        slow = verification.multistep(tree, lambda node: laws[node].tolist(), seeded_coin(request, 4))
         assert fast == slow
 
 
