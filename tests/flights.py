@@ -13,8 +13,7 @@ from specinfer.engine.target_laws import TargetLaws
 from specinfer.runtime.flight import Flight, HostFlight
 from specinfer.tree import TokenTree
 from specinfer.tree.pairs import Verifier
-from specinfer.verify.acceptance import Acceptance
-from specinfer.verify.coupled import coupled_choice
+from specinfer.verify.coupled import Acceptance, coupled_choice
 from specinfer.verify.scan import NUMPY, Scan
 
 Mutant = Callable[[TokenTree, TargetLaws, Verifier], Acceptance]

@@ -14,7 +14,7 @@ from specinfer.request import Delta, Request, RequestOutput
 from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree.token_tree import single_node
-from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.coupled import Acceptance
 
 
 class ScriptedEngine:

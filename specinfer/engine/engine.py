@@ -35,7 +35,7 @@ from specinfer.speculate.speculator import Outcome
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.tree.pairs import Verifier
-from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.coupled import Acceptance
 
 _LOG = logging.getLogger(__name__)
 

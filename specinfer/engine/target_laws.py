@@ -22,12 +22,11 @@ from specinfer.runtime.flight import Flight
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.tree.pairs import Verifier
-from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.coupled import Acceptance
 from specinfer.verify.law import Law
-from specinfer.verify.logit_block import LogitBlock
 from specinfer.verify.logprobs import processed_logprobs, report
 from specinfer.verify.multistep import seeded_coin, verify_multistep
-from specinfer.verify.scan import ASK, NO_TOKEN, Ask, ask
+from specinfer.verify.scan import ASK, NO_TOKEN, Ask, LogitBlock, ask
 from specinfer.verify.target_law import point_mass, target_law
 
 

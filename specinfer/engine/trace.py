@@ -16,7 +16,7 @@ from specinfer.speculate.policy.decision import Decision
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import proposed_by
-from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.coupled import Acceptance
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from specinfer.request import (
 from specinfer.tokenizer import Detokenizer, Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import proposed_by
-from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.coupled import Acceptance
 from specinfer.verify.logprobs import PromptLogprobs
 
 

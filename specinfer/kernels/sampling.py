@@ -14,8 +14,7 @@ from specinfer.errors import ensure
 from specinfer.kernels.library import TYPES, Library
 from specinfer.processors.changes import Changes
 from specinfer.verify.law import Law
-from specinfer.verify.logit_block import LogitBlock
-from specinfer.verify.scan import ASK, Ask, Likeliest, changed_row, check_rows, choice
+from specinfer.verify.scan import ASK, Ask, Likeliest, LogitBlock, changed_row, check_rows, choice
 from specinfer.verify.target_law import HOTTEST, NUMPY_ROW
 
 _ASKED: Final = struct.Struct("=dqddQq")  # an entry of ASK

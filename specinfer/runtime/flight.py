@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.processors.changes import Changes, RowChanges
-from specinfer.verify.logit_block import LogitBlock, LogitType
 from specinfer.verify.logprobs import Scores, score
-from specinfer.verify.scan import ASK, Ask, Likeliest, Scan, no_likeliest
+from specinfer.verify.scan import ASK, Ask, Likeliest, LogitBlock, LogitType, Scan, no_likeliest
 
 _FEWEST_BESIDE: Final = 16  # rows for which there must be room beside the likeliest, or these make room
 MOST_BYTES: Final = 32 << 20  # of logits that a flight holds; more only where a single row is larger

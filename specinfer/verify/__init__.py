@@ -11,8 +11,7 @@ Words: a *law* is a distribution of the next token; a *draw* is one proposal of 
 the *path* is the accepted nodes from below the root down; the *bonus token* is the one the target adds.
 """
 
-from specinfer.verify.acceptance import Acceptance
-from specinfer.verify.coupled import coupled_choice, coupled_top_k, verify_coupled
+from specinfer.verify.coupled import Acceptance, coupled_choice, coupled_top_k, verify_coupled
 from specinfer.verify.law import Law, inverse_cdf, most_likely
 from specinfer.verify.multistep import Coin, UniformCoin, seeded_coin, verify_multistep
 

@@ -1,4 +1,6 @@
-"""The default rule: the target chooses first, then we look whether the tree holds its choice.
+"""The default rule, and the Acceptance that every rule returns.
+
+The target chooses first, then we look whether the tree holds its choice.
 
 The one idea: the choice after a text is argmax(log p + Gumbel noise), and the noise is a pure function of
 (request seed, position, token id). So the text is decided by the seed and the target alone; the tree
@@ -10,6 +12,7 @@ argmin(E / p), and P(token i wins) = p_i.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -17,11 +20,22 @@ from numpy.typing import NDArray
 
 from specinfer.tree.token_tree import TokenTree
 from specinfer.verify import noise
-from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.law import Law
 from specinfer.verify.target_law import NUMPY_ROW, RowScan, race_scores
 
 POOL: Final = 64  # of a speculator's likeliest tokens run in its race
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """The path the target agrees with, plus one token of its own."""
+
+    path: tuple[int, ...]  # accepted nodes from below the root down; empty when none was accepted
+    next_token: int  # the bonus token: chosen by the target after the last node of the path
+
+    def tokens(self, tree: TokenTree) -> tuple[int, ...]:
+        """The token ids this makes text: the path's, then the bonus token."""
+        return (*(tree.token_ids[node] for node in self.path), self.next_token)
 
 
 def verify_coupled(tree: TokenTree, choose: Callable[[int], int]) -> Acceptance:

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from specinfer.request import Logprob, Logprobs
 from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import Tokenizer
-from specinfer.verify.logit_block import LogitBlock
-from specinfer.verify.scan import NO_TOKEN, Scan
+from specinfer.verify.scan import NO_TOKEN, LogitBlock, Scan
 from specinfer.verify.target_law import target_law
 
 FIGURE_BYTES: Final = 16  # of one token at one place: id, rank and log-probability

@@ -26,7 +26,7 @@ from specinfer.speculate.drafts.growth import Growth, Shape
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
 from specinfer.verify import noise
-from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.coupled import Acceptance
 from tests import plans
 from tests.flights import flight_of
 from tests.heads import (

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from specinfer.tree.distribution import Distribution
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.token_tree import TokenTree
-from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.coupled import Acceptance
 from specinfer.verify.noise import key_of, mix64
 
 Number = TypeVar("Number", float, Fraction)

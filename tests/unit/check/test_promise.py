@@ -12,7 +12,7 @@ from specinfer.config import SpeculationConfig
 from specinfer.engine import engine as engine_module
 from specinfer.speculate.drafts import draft_model
 from specinfer.tree import DrawRule
-from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.coupled import Acceptance
 from specinfer.verify.law import most_likely
 from specinfer.verify.target_law import target_law
 from tests.engines import Tiny, engine_of, write_tiny

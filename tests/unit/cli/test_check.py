@@ -13,7 +13,7 @@ from specinfer.cli.check import check
 from specinfer.engine import engine as engine_module
 from specinfer.errors import ConfigError, RequestError
 from specinfer.tree import TokenTree
-from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.coupled import Acceptance
 from tests.flights import choose, each_tree
 
 

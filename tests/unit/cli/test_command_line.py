@@ -23,7 +23,7 @@ from specinfer.errors import IntegrityError
 from specinfer.request import RequestOutput
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.tree.token_tree import single_node
-from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.coupled import Acceptance
 from tests.tiny_models import write_byte_tokenizer, write_similar_llama, write_tiny_llama
 
 

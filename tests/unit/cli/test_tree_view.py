@@ -6,7 +6,7 @@ from specinfer.cli.tree_view import draw_tree
 from specinfer.engine.trace import TreeEvent
 from specinfer.tree import TreeBuilder
 from specinfer.tree.token_tree import single_node
-from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.coupled import Acceptance
 
 WORDS = [" the", " cat", " dog", " sat", ' "ran"\n', " on", " mat"]
 

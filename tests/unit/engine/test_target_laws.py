@@ -17,9 +17,8 @@ from specinfer.runtime import flight as flight_module
 from specinfer.runtime.flight import Flight
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree import TokenTree
-from specinfer.verify.acceptance import Acceptance
-from specinfer.verify.logit_block import LogitBlock
-from specinfer.verify.scan import NumpyScan
+from specinfer.verify.coupled import Acceptance
+from specinfer.verify.scan import LogitBlock, NumpyScan
 from tests import plans
 from tests.flights import choose, flight_over
 

@@ -11,7 +11,7 @@ from specinfer.engine.trace import TreeEvent, complaint
 from specinfer.speculate.policy.decision import Decision, Turn, Why
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TreeBuilder
-from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.coupled import Acceptance
 from tests.tiny_models import write_byte_tokenizer
 
 A, B = b"AB"

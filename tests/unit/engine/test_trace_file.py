@@ -11,7 +11,7 @@ import pytest
 from specinfer.engine.trace import TreeEvent, complaint, read_trace
 from specinfer.errors import UserError
 from specinfer.tree import TreeBuilder
-from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.coupled import Acceptance
 
 EVENT: dict[str, Any] = {
     "step": 1,

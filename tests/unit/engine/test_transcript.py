@@ -13,7 +13,7 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.token_tree import single_node
-from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.coupled import Acceptance
 from tests.tiny_models import write_tiny_llama
 from tests.unit.tokenizer.made_up import write_folder
 

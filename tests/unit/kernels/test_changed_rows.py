@@ -17,8 +17,7 @@ from specinfer.kernels.sampling import NativeScan
 from specinfer.processors.changes import NOTHING, Changes, RowChanges, bans, biases, joined
 from specinfer.processors.pipeline import Processors
 from specinfer.sampling_params import SamplingParams
-from specinfer.verify.logit_block import LogitBlock
-from specinfer.verify.scan import ASK, NO_TOKEN, NUMPY, ask, choice
+from specinfer.verify.scan import ASK, NO_TOKEN, NUMPY, LogitBlock, ask, choice
 from specinfer.verify.target_law import NUMPY_ROW
 from tests.kernels import kernels
 from tests.unit.kernels.logit_rows import PARAMS, Row, rows

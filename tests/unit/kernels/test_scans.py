@@ -17,8 +17,7 @@ from specinfer.kernels import sampling
 from specinfer.kernels.sampling import NativeScan
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.coupled import coupled_choice
-from specinfer.verify.logit_block import LogitBlock
-from specinfer.verify.scan import ASK, NO_TOKEN, NUMPY, ask
+from specinfer.verify.scan import ASK, NO_TOKEN, NUMPY, LogitBlock, ask
 from specinfer.verify.target_law import MASS_ERROR, NUMPY_ROW, target_law
 from tests.kernels import kernels
 from tests.unit.kernels.logit_rows import PARAMS, SIZES, Row, rows

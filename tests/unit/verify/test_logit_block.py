@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from specinfer.verify.logit_block import LogitBlock, LogitType
+from specinfer.verify.scan import LogitBlock, LogitType
 
 VALUES = np.array(
     [[1.5, -2.0, 0.0], [-np.inf, 3.25, 4.0], [0.5, 1.0, 2.0]], dtype=np.float32

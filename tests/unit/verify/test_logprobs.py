@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from specinfer import SamplingParams
 from specinfer.kernels.choice import choose_kernels
 from specinfer.request import Logprob
-from specinfer.verify.logit_block import LogitBlock
 from specinfer.verify.logprobs import (
     FIGURE_BYTES,
     PromptLogprobs,
@@ -25,7 +24,7 @@ from specinfer.verify.logprobs import (
     report,
     score,
 )
-from specinfer.verify.scan import NUMPY, Scan
+from specinfer.verify.scan import NUMPY, LogitBlock, Scan
 from tests.exact.oracles import processed_law
 from tests.exact.slow_sampling import logprobs
 
