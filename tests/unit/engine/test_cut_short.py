@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
+from specinfer.engine.trace import TreeEvent
+from specinfer.request import Delta
 from tests.engines import Tiny, assert_idle, engine_of, runner_of, write_tiny
 
 LONG = SamplingParams(temperature=1, seed=2, max_tokens=30)
@@ -82,3 +84,26 @@ def test_an_answer_that_ended_in_the_step_that_was_cut_short_is_not_lost(
             list(cut)
     assert engine_of(llm).has_work  # or the other stream would wait for ever
     assert [len(output.token_ids) for output in other] == [2]
+
+
+def test_what_steps_that_raise_have_made_comes_with_the_next(tiny: Tiny) -> None:
+    llm = tiny.llm(["similar"])
+    (whole,) = llm.generate([PROMPTS[0]], LONG)
+    engine, told = engine_of(llm), list[Delta]()
+    [[admitted]] = llm.intake.prompts([PROMPTS[0]], LONG)
+    engine.add(admitted)
+    steps: list[TreeEvent] = []
+
+    def refuse(event: TreeEvent) -> None:
+        steps.append(event)
+        if len(steps) in (2, 3, 4):
+            raise ValueError("the disk is full")
+
+    llm.on_tree = refuse
+    while engine.has_work:
+        try:
+            told += engine.step()
+        except ValueError:
+            assert len(steps) in (2, 3, 4)
+    assert tuple(token for delta in told for token in delta.token_ids) == whole.token_ids
+    assert "".join(delta.text for delta in told) == whole.text
