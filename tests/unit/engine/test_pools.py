@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from specinfer.config import EngineConfig
 from specinfer.engine import models
@@ -14,7 +17,7 @@ from specinfer.engine.models import load_models, with_members
 from specinfer.errors import ModelError
 from specinfer.hub.pool import Member, Pool, read_pool, write_pool
 from specinfer.llm import LLM
-from specinfer.models.fingerprint import fingerprint
+from specinfer.models.fingerprint import fingerprint, is_of
 from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress
 from specinfer.sampling_params import SamplingParams
@@ -73,7 +76,7 @@ def test_models_that_are_loaded_for_an_engine_of_ones_own_are_the_members(folder
 def test_an_llm_looks_into_a_pool_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
     monkeypatch.setattr(models, "read_pool", lambda path: (opened.append(path), read_pool(path))[1])
-    monkeypatch.setattr(models, "fingerprint", lambda model: (opened.append(model), fingerprint(model))[1])
+    monkeypatch.setattr(models, "is_of", lambda kept, model: (opened.append(model), is_of(kept, model))[1])
     with LLM(config(folder, str(folder / "pool"))) as llm, llm.variant(ngram=True):
         assert len(opened) == 2
 
@@ -102,6 +105,16 @@ def test_a_pool_of_another_target_is_refused(folder: Path, tmp_path: Path) -> No
     other = write_tiny_llama(tmp_path / "other", tokenizer=True, seed=5)
     with pytest.raises(ModelError, match="tuned for target, whose weights are others than those of other"):
         LLM(str(other), drafts=[str(folder / "pool")], **OPTIONS)
+
+
+def test_a_pool_with_a_fingerprint_of_the_first_version_is_read(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "pool", tmp_path / "pool")
+    pool = read_pool(tmp_path / "pool")
+    norm = load_file(folder / "target" / "model.safetensors")["model.norm.weight"]
+    kept = hashlib.sha256(b"('llama', 64, 32, 2, 4, 2)" + norm.numpy().tobytes()).hexdigest()
+    write_pool(tmp_path / "pool", replace(pool, fingerprint=kept))
+    wanted = with_members(config(folder, str(tmp_path / "pool")), NoProgress())
+    assert len(wanted.speculation.drafts) == 2
 
 
 def test_a_fingerprint_is_of_weights_and_not_of_a_folder(folder: Path, tmp_path: Path) -> None:
