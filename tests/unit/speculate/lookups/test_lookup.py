@@ -137,6 +137,16 @@ def test_an_answer_of_several_steps_is_kept_once() -> None:
     speculator.check_integrity()
 
 
+def test_an_answer_that_ends_while_it_is_read_again_is_kept_whole() -> None:
+    speculator = lookup(max_depth=9)
+    speculator.propose(plan(entry(letters("say:"), request_id="past")))
+    speculator.observe([outcome(*letters("world"), request_id="past")])
+    chunk = entry(letters("say:"), letters("world"), request_id="past", end=6, max_nodes=0)
+    speculator.propose(plan(chunk))  # it was preempted
+    speculator.observe([outcome(request_id="past", finished=True)])
+    assert guess(speculator, "say:") == ["world"]
+
+
 def test_of_the_prompt_only_its_end_is_kept() -> None:
     speculator = lookup()
     answer(speculator, "secret" + "-" * 40, "x")
