@@ -28,7 +28,7 @@ from specinfer.errors import ConfigError, IntegrityError, TraceTooSmallError
 from specinfer.plan import StepPlan
 from specinfer.processors.changes import RowChanges
 from specinfer.replay.drafts import AnyReplayed, CostTable, ReplayClock, replayed_speculators
-from specinfer.replay.trace import EngineFacts, RecordedText, Trace
+from specinfer.replay.trace import RecordedEngine, RecordedText, Trace
 from specinfer.request import Request
 from specinfer.runtime.batch import logit_rows
 from specinfer.runtime.executor import Executor, Move
@@ -187,7 +187,7 @@ class ReplayEngine:
 
     def __init__(
         self,
-        facts: EngineFacts,
+        facts: RecordedEngine,
         speculators: Sequence[AnySpeculator],
         policy: SpeculationPolicy,
         speculation: SpeculationConfig,
@@ -333,7 +333,7 @@ def _wordless_tokenizer(ending: Iterable[int]) -> Tokenizer:
     return Tokenizer(backend, eos_token_ids=ending)
 
 
-def num_blocks(facts: EngineFacts, speculation: SpeculationConfig, batch: int) -> int:
+def num_blocks(facts: RecordedEngine, speculation: SpeculationConfig, batch: int) -> int:
     """Cache blocks for so many of the longest texts at once, with their trees."""
     return -(-batch * (facts.max_context + speculation.max_nodes) // facts.block_size)
 

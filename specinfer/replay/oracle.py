@@ -32,7 +32,7 @@ _USUAL_ROWS = 2  # of a draft's first pass: the root, and the last guess it had 
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PlannedGuess:
     """What is done at one place: which draft guesses, if any, and how many nodes are verified."""
 
     draft: str = ""
@@ -76,7 +76,7 @@ class _Listening(LookingOn):
 class OraclePolicy(FixedPolicy):
     """Does at every place what was found to be best."""
 
-    def __init__(self, texts: Sequence[Sequence[int]], choices: Sequence[Mapping[int, Choice]]) -> None:
+    def __init__(self, texts: Sequence[Sequence[int]], choices: Sequence[Mapping[int, PlannedGuess]]) -> None:
         """Of each request, in the order they are played, its text and the choices by tokens before a root."""
         self._texts = texts
         self.choices = choices
@@ -124,8 +124,8 @@ class OraclePolicy(FixedPolicy):
             for entry, tree in zip(self._plan.tree_entries, trees, strict=True)
         ]
 
-    def _choice(self, entry: PlanEntry) -> Choice:
-        return self.choices[int(entry.request.request_id)].get(entry.end, Choice())
+    def _choice(self, entry: PlanEntry) -> PlannedGuess:
+        return self.choices[int(entry.request.request_id)].get(entry.end, PlannedGuess())
 
     def _path(self, entry: PlanEntry, tree: TokenTree) -> TokenTree:
         path = path_along(tree, self._texts[int(entry.request.request_id)], entry.end)
@@ -208,7 +208,7 @@ def _best(
     known: Mapping[int, Reaches],
     at_once: int,
     speculation: SpeculationConfig,
-) -> dict[int, Choice]:
+) -> dict[int, PlannedGuess]:
     """The choices that bring one text to its end in the least time, by tokens before a root.
 
     A draft that guesses at all has to read the prompt: the best of plans without any, with each, with all.
@@ -253,17 +253,17 @@ class _Costs:
 
 def _plan(
     drafts: Sequence[str], prompt: int, length: int, known: Mapping[int, Reaches], costs: _Costs
-) -> tuple[float, dict[int, Choice]]:
+) -> tuple[float, dict[int, PlannedGuess]]:
     """The least seconds to a text's end behind its first token, where these drafts may be asked, and how."""
     least = [0.0] * (length + 1)
-    choices: dict[int, Choice] = {}
+    choices: dict[int, PlannedGuess] = {}
     for end in range(length - 1, prompt, -1):
         reach = known.get(end, {})
         free = max((right for name, right in reach.items() if name not in costs.passes), default=0)
-        ways = [(0.0, Choice(nodes=nodes)) for nodes in range(free + 1)]
+        ways = [(0.0, PlannedGuess(nodes=nodes)) for nodes in range(free + 1)]
         for name in drafts:
             levels = range(free + 1, reach.get(name, 0) + 1)
-            ways += [(costs.passes[name][level], Choice(name, level, level)) for level in levels]
+            ways += [(costs.passes[name][level], PlannedGuess(name, level, level)) for level in levels]
         found = [
             (costs.step(spent, choice.nodes) + least[min(end + choice.nodes + 1, length)], choice)
             for spent, choice in ways

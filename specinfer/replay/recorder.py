@@ -29,7 +29,7 @@ from specinfer.replay.baselines import LookingOn
 from specinfer.replay.drafts import CostTable, RecordedPasses, RecordedTrees
 from specinfer.replay.engine import ReplayEngine, num_blocks
 from specinfer.replay.guess_trie import GuessRecorder
-from specinfer.replay.trace import DEPTH, EngineFacts, RecordedDraft, RecordedText, Trace
+from specinfer.replay.trace import DEPTH, RecordedDraft, RecordedEngine, RecordedText, Trace
 from specinfer.replay.trace_store import KEPT_PARAMS
 from specinfer.report.provenance import provenance
 from specinfer.request import Request, RequestOutput
@@ -245,10 +245,10 @@ def record_guesses(
     return replace(trace, drafts=found)
 
 
-def facts_of(llm: LLM) -> EngineFacts:
+def facts_of(llm: LLM) -> RecordedEngine:
     """What of an LLM's engine decides how its steps go on."""
     config = llm.config
-    return EngineFacts(
+    return RecordedEngine(
         vocab=llm.models.target.config.vocab_size,
         max_context=llm.max_context,
         max_step_tokens=config.scheduler.max_step_tokens,

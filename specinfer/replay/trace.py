@@ -51,8 +51,8 @@ class RecordedDraft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
-    """What of an engine decides how its steps go on, besides its speculators."""
+class RecordedEngine:
+    """The limits of the engine that wrote the texts, by which its steps are planned."""
 
     vocab: int
     max_context: int
@@ -67,7 +67,7 @@ class Trace:
     """Texts of one target with one set of drafts."""
 
     model: str
-    engine: EngineFacts
+    engine: RecordedEngine
     speculation: SpeculationConfig  # with the speculators, shapes and limits that were switched on
     texts: tuple[RecordedText, ...]
     drafts: Mapping[str, RecordedDraft]  # by speculator name, in the order they are asked

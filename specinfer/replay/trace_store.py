@@ -21,7 +21,7 @@ from specinfer.errors import ConfigError, UserError
 from specinfer.files import NewFile
 from specinfer.heads.config import BlockRows
 from specinfer.replay.guess_trie import GuessTrie
-from specinfer.replay.trace import EngineFacts, RecordedDraft, RecordedText, Trace
+from specinfer.replay.trace import RecordedDraft, RecordedEngine, RecordedText, Trace
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SamplingParams
 
@@ -145,7 +145,7 @@ def _trace(arrays: Mapping[str, NDArray[Any]]) -> Trace:
     if head["version"] not in _READ:
         raise ValueError(f"it is of version {head['version']}, this specinfer reads {_READ[0]} to {VERSION}")
     facts = {**head["engine"], "ending": tuple(head["engine"]["ending"])}
-    engine = EngineFacts(**facts)
+    engine = RecordedEngine(**facts)
     texts = _texts(arrays, head["requests"], engine)
     places = sum(len(text.output) for text in texts)
     likeliest = _typed(arrays, "likeliest", np.float32)
@@ -192,7 +192,7 @@ def _block(facts: Mapping[str, Any]) -> BlockRows:
 
 
 def _texts(
-    arrays: Mapping[str, NDArray[Any]], requests: list[Any], engine: EngineFacts
+    arrays: Mapping[str, NDArray[Any]], requests: list[Any], engine: RecordedEngine
 ) -> tuple[RecordedText, ...]:
     tokens, lengths = _typed(arrays, "tokens", np.int32), _typed(arrays, "lengths", np.int32)
     if (

@@ -11,7 +11,7 @@ from specinfer.config import SpeculationConfig
 from specinfer.errors import TraceTooSmallError
 from specinfer.replay.baselines import CutPolicy, FixedChoice, best_fixed, fixed_choices, play_fixed
 from specinfer.replay.engine import PlayedStep
-from specinfer.replay.oracle import Choice, OraclePolicy, oracle, play_oracle, reaches
+from specinfer.replay.oracle import OraclePolicy, PlannedGuess, oracle, play_oracle, reaches
 from specinfer.replay.replay import POLICIES, Part, mixed, play, play_without, whole
 from specinfer.replay.trace import Trace
 from specinfer.runtime.cost_curve import CostCurve
@@ -149,7 +149,7 @@ def test_the_plan_is_as_good_as_any_other(trace: Trace) -> None:
     parts = [Part([(replace(trace, texts=(text,), drafts={"0-similar": draft}, stages={}), 0)])]
     planned = oracle(parts, trace.speculation)
     found = play(parts, planned, speculation=trace.speculation).seconds
-    ways = [Choice(nodes=n) for n in range(3)] + [Choice("0-similar", n, n) for n in (1, 2, 3)]
+    ways = [PlannedGuess(nodes=n) for n in range(3)] + [PlannedGuess("0-similar", n, n) for n in (1, 2, 3)]
     texts, [best] = [text.prompt + text.output], planned.choices
     first = sorted(best)[:3]
     tried = [
