@@ -13,13 +13,12 @@ the *path* is the accepted nodes from below the root down; the *bonus token* is 
 
 from specinfer.verify.coupled import Acceptance, coupled_choice, coupled_top_k, verify_coupled
 from specinfer.verify.law import Law, inverse_cdf, most_likely
-from specinfer.verify.multistep import Coin, UniformCoin, seeded_coin, verify_multistep
+from specinfer.verify.multistep import Coin, seeded_coin, verify_multistep
 
 __all__ = [
     "Acceptance",
     "Coin",
     "Law",
-    "UniformCoin",
     "coupled_choice",
     "coupled_top_k",
     "inverse_cdf",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,36 +33,27 @@ from specinfer.verify.law import inverse_cdf
 _SUM_TOLERANCE: Final = 1e-5  # a law that was a float32 softmax passes, a forgotten normalisation does not
 
 
-class Coin(Protocol):
+@dataclass(frozen=True, slots=True)
+class Coin:
     """Where the verifier's chance comes from; each (depth, turn) is asked about at most once."""
 
-    def accept(self, depth: int, turn: int, p: float, q: float) -> bool:
-        """True with probability min(1, p / q); never when p is 0."""
-        ...
-
-    def pick(self, depth: int, turn: int, weights: NDArray[np.float64]) -> int:
-        """An index, with probability weights[index] / sum; never one of weight 0."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class UniformCoin:
-    """A coin made of uniforms in [0, 1), 0 possible: uniform(depth, turn)."""
-
-    uniform: Callable[[int, int], float]
+    uniform: Callable[[int, int], float]  # of (depth, turn), in [0, 1), 0 possible
 
     def accept(self, depth: int, turn: int, p: float, q: float) -> bool:
-        """Whether r * q < p. Strictly: with <=, r = 0 would accept a token of probability zero."""
+        """True with probability min(1, p / q); never when p is 0.
+
+        It is whether r * q < p. Strictly: with <=, r = 0 would accept a token of probability zero.
+        """
         return self.uniform(depth, turn) * q < p
 
     def pick(self, depth: int, turn: int, weights: NDArray[np.float64]) -> int:
-        """The inverse of the cumulated weights at r."""
+        """An index, with probability weights[index] / sum; never one of weight 0."""
         return inverse_cdf(weights, self.uniform(depth, turn))
 
 
-def seeded_coin(seed: int, position: int) -> UniformCoin:
+def seeded_coin(seed: int, position: int) -> Coin:
     """The coin of a request whose tree's root is followed by the token at absolute `position`."""
-    return UniformCoin(lambda depth, turn: noise.uniform(seed, position + depth, turn))
+    return Coin(lambda depth, turn: noise.uniform(seed, position + depth, turn))
 
 
 def verify_multistep(

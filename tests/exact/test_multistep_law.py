@@ -10,7 +10,7 @@ import pytest
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.token_tree import TreeBuilder
-from specinfer.verify import UniformCoin, verify_multistep
+from specinfer.verify import Coin, verify_multistep
 from tests.oracles import verification
 
 from .enumeration import (
@@ -149,11 +149,11 @@ def grid_law(coin_type):
 
 
 def test_the_strict_comparison_is_exact_on_a_grid_of_uniforms_that_holds_zero():
-    assert grid_law(UniformCoin) == {0: 0.5, 1: 0.5}
+    assert grid_law(Coin) == {0: 0.5, 1: 0.5}
 
 
 def test_a_comparison_that_is_not_strict_accepts_a_token_of_probability_zero():
-    class LaxCoin(UniformCoin):
+    class LaxCoin(Coin):
         def accept(self, depth, turn, p, q):
             return self.uniform(depth, turn) * q <= p
 

@@ -8,7 +8,7 @@ from specinfer.tree import DrawRule, TokenTree, TreeBuilder, merge
 from specinfer.tree.pairs import PAIRS, check_pair
 from specinfer.verify import (
     Acceptance,
-    UniformCoin,
+    Coin,
     inverse_cdf,
     seeded_coin,
     verify_multistep,
@@ -27,7 +27,7 @@ def root_with(*draws):
 
 def verify(tree, p, uniforms):
     """Verify with the same law after every node, and these uniforms by [depth][turn]."""
-    coin = UniformCoin(lambda depth, turn: uniforms[depth][turn])
+    coin = Coin(lambda depth, turn: uniforms[depth][turn])
     return verify_multistep(tree, lambda node: np.array(p), coin)
 
 
@@ -69,7 +69,7 @@ def test_the_walk_goes_on_below_an_accepted_node_and_asks_only_about_visited_nod
         asked.append(node)
         return np.array([0.0, 0.5, 0.5])
 
-    coin = UniformCoin(lambda depth, turn: 0.4)
+    coin = Coin(lambda depth, turn: 0.4)
     assert verify_multistep(builder.build(), law, coin) == Acceptance((first, second), 1)
     assert asked == [0, first, second]
 
@@ -85,7 +85,7 @@ def test_the_targets_law_is_not_mutated_and_results_repeat():
 def test_a_residual_lost_to_rounding_leaves_the_law_as_it_was():
     p = [0.5, 0.5]
     q = [np.nextafter(0.5, 1), 0.5]  # sums to 1 in floats; p - q has no positive entry
-    coin = UniformCoin(lambda depth, turn: np.nextafter(1, 0))
+    coin = Coin(lambda depth, turn: np.nextafter(1, 0))
     got = verify_multistep(root_with((0, IID, q)), lambda node: np.array(p), coin)
     assert got.next_token in (0, 1)
 
