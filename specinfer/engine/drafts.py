@@ -10,9 +10,8 @@ import torch
 
 from specinfer.config import Quantization, SpeculationConfig
 from specinfer.errors import ConfigError, ModelError
-from specinfer.heads.checkpoint import HeadFolder, is_head, open_head
+from specinfer.heads.checkpoint import HeadFolder, head_bytes, is_head, open_head
 from specinfer.heads.kinds import AnyHeadModel
-from specinfer.heads.load import head_bytes
 from specinfer.heads.runner import HeadModel
 from specinfer.hub import ModelFiles, resolve
 from specinfer.kernels.choice import Kernels

@@ -25,7 +25,7 @@ from specinfer.engine.drafts import (
     vocabularies,
 )
 from specinfer.errors import ConfigError, ModelError
-from specinfer.heads.load import load_head
+from specinfer.heads.checkpoint import load_head
 from specinfer.hub import resolve
 from specinfer.hub.model_files import sampling_defaults
 from specinfer.hub.pool import is_pool, member_folders, read_pool

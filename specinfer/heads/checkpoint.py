@@ -1,4 +1,4 @@
-"""A head's folder: config.json and safetensors, checked against each other and against the target.
+"""A head's folder: checked against itself and against the target, and loaded beside it.
 
 A matrix may be int8, with a tensor of its name and `_scale` that has what to multiply each row by.
 
@@ -8,6 +8,7 @@ what cannot be used is refused in one line.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,18 +17,23 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from specinfer.config import Quantization
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.heads.config import check_target
-from specinfer.heads.kinds import DEFAULT_READER, KINDS, HeadModule, head_shapes, reader_of
+from specinfer.heads.kinds import DEFAULT_READER, KINDS, AnyHeadModel, HeadModule, head_shapes, reader_of
 from specinfer.heads.speculators import FINGERPRINT, SCALE
 from specinfer.heads.vocabulary import ChosenRows, Entries
 from specinfer.hub.model_files import ModelFiles, local_model, read_json, weight_files
 from specinfer.hub.pool import FINGERPRINT as FORM
+from specinfer.kernels.choice import TORCH, Kernels
+from specinfer.kernels.quantized import int4_bytes, int8_bytes
 from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import is_of
 from specinfer.models.hf_config import check_unquantized
+from specinfer.models.language_model import LanguageModel
 from specinfer.models.safetensors import FLOATS, UNUSED, TensorEntry, head_kind, read_entries, tensor_names
-from specinfer.models.weights import OpenModel
+from specinfer.models.weights import OpenModel, load_parts
+from specinfer.progress import Progress
 
 _DTYPES: Final = {
     **FLOATS,
@@ -37,6 +43,7 @@ _DTYPES: Final = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
 }
+_LOOKED_UP: Final = ("embed_tokens.weight", "markov_w1.weight")  # tables: they are never quantized
 _ROWS: Final = 1 << 8  # of a table that are chosen at a time
 
 
@@ -206,3 +213,77 @@ def _checked(
 def _scales_rows(scale: TensorEntry | ChosenRows | None, matrix: TensorEntry | ChosenRows) -> bool:
     """Whether a tensor has a factor for each row of a matrix."""
     return scale is not None and scale.dtype.is_floating_point and scale.shape == matrix.shape[:1]
+
+
+class _Tensors:
+    """A head's tensors with the rows of its target's output layer that it borrows."""
+
+    def __init__(self, head: HeadFolder, target: OpenModel) -> None:
+        self.path: Path = head.path
+        self._head = head
+        self._target = target
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every tensor."""
+        return tensor_shapes(self._head)
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop of a tensor, on the CPU, in any floating dtype."""
+        config = self._head.config
+        if not config.own_head and name == f"{config.output}.weight":
+            return target_head(self._target, self._head.ids[start:stop])
+        return self._head.read_rows(name, start, stop)
+
+
+def load_head(
+    head: HeadFolder,
+    target_files: OpenModel,
+    target: LanguageModel,
+    *,
+    progress: Progress | None = None,
+    name: str | None = None,
+    kernels: Kernels = TORCH,
+    quantization: Quantization = "none",
+    cache: Path | None = None,
+) -> AnyHeadModel:
+    """The head for a loaded target, in its dtype and on its device; `target_files` has its weights.
+
+    As models.weights.load_model for the rest. Raises ModelFileError for weights that are no finite numbers.
+    """
+    tensors = _Tensors(head, target_files)
+    config = head.config
+
+    return load_parts(
+        tensors,
+        lambda weights: KINDS[config.kind].model(config, weights, target, head.ids),
+        tensors=tensors.shapes,
+        dtype=target.dtype,
+        device=target.device,
+        progress=progress,
+        name=name,
+        kernels=kernels,
+        quantization=quantization,
+        cache=cache,
+        borrowed=None if config.own_head else target_files.path,
+    )
+
+
+def tensor_shapes(head: HeadFolder) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of a head's tensors, with an output layer whoever's it is."""
+    config = head.config
+    if config.own_head:
+        return head.shapes
+    return {**head.shapes, f"{config.output}.weight": (config.draft_vocab_size, config.hidden_size)}
+
+
+def head_bytes(head: HeadFolder, dtype: torch.dtype, quantization: Quantization = "none") -> int:
+    """The bytes a head's weights take, without loading them: its output layer is never int4."""
+    size = 0
+    for name, shape in tensor_shapes(head).items():
+        if quantization == "none" or len(shape) != 2 or name.endswith(_LOOKED_UP):
+            size += math.prod(shape) * dtype.itemsize
+        else:
+            narrow = quantization == "int4" and not name.startswith(head.config.output)
+            size += (int4_bytes if narrow else int8_bytes)(*shape)
+    return size

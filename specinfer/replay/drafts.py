@@ -9,9 +9,11 @@ and any smaller one grows from it as it did from the head's logits.
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.executor import ModelRunner, Move
 from specinfer.runtime.flight import Flight
-from specinfer.speculate.drafts.best_first import MOST_NODES, WIDTH, Children, add_likeliest
+from specinfer.speculate.drafts.best_first import MIN_PATH, MOST_NODES, WIDTH
 from specinfer.speculate.drafts.draft_model import DraftModel
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
@@ -37,6 +39,8 @@ from specinfer.speculate.drafts.one_pass import GrowTrees, OnePassTrees
 from specinfer.speculate.speculator import LevelSpeculator
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.token_tree import draws_by_parent
+
+_Key = TypeVar("_Key", int, tuple[int, int])  # of a node's children
 
 
 @dataclass(slots=True)
@@ -261,6 +265,59 @@ class ReplayedHead(Replayed):
 
 
 AnyReplayed = ReplayedPasses | ReplayedHead
+
+
+class Children(NamedTuple, Generic[_Key]):
+    """What may stand below a node, best first, and how likely each is right."""
+
+    tokens: Sequence[int]
+    probabilities: Sequence[float]
+    evidence: tuple[float, ...]
+    below: Sequence[_Key | None]  # the keys of their own children; None: there are none
+
+
+def add_likeliest(
+    builder: TreeBuilder,
+    root: _Key,
+    children: Callable[[_Key], Children[_Key]],
+    most: int,
+    speculator: str,
+    rule: DrawRule,
+) -> None:
+    """Add at most `most` nodes below the builder's root, as far as it has room, the likeliest paths first.
+
+    Of equally likely ones that one comes first that was found first, and of a node's next sibling and its
+    first child the sibling. `root` is the key of the root's children.
+    """
+    known: dict[_Key, Children[_Key]] = {}
+    # A path that waits: its probability, and where its last node would hang.
+    waiting: list[tuple[float, int, int, _Key, int, float]] = []
+
+    def wait(above: float, parent: int, key: _Key, rank: int) -> None:
+        """Let the child of that rank wait, if there is one and it is likely enough."""
+        if key not in known:
+            known[key] = children(key)
+        likely = known[key].probabilities
+        if rank < len(likely) and (path := above * likely[rank]) >= MIN_PATH:
+            heapq.heappush(waiting, (-path, len(builder.parents), parent, key, rank, above))
+
+    wait(1.0, 0, root, 0)
+    added = 0
+    while waiting and added < most and not builder.full:
+        path, _, parent, key, rank, above = heapq.heappop(waiting)
+        at = known[key]
+        node = builder.add(
+            parent,
+            at.tokens[rank],
+            speculator,
+            rule,
+            confidence=at.probabilities[rank],
+            evidence=at.evidence,
+        )
+        added += 1
+        wait(above, parent, key, rank + 1)
+        if node is not None and (under := at.below[rank]) is not None:
+            wait(-path, node, under, 0)
 
 
 def regrow(

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from specinfer.engine import target_laws
-from specinfer.heads.checkpoint import HeadFolder
+from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.config import MedusaConfig
-from specinfer.heads.load import load_head
 from specinfer.heads.medusa import MedusaModel, MedusaText
 from specinfer.models.weights import load_model, open_model
 from specinfer.runtime.features import TappedRows

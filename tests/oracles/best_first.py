@@ -17,8 +17,9 @@ from torch import Tensor
 
 from specinfer.heads.kinds import AnyHeadModel
 from specinfer.heads.runner import MarkovTerm
+from specinfer.replay.drafts import Children, add_likeliest
 from specinfer.runtime.flight import HostFlight
-from specinfer.speculate.drafts.best_first import WIDTH, Children, add_likeliest
+from specinfer.speculate.drafts.best_first import WIDTH
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.growth import GuessedTree, Shape
 from specinfer.speculate.drafts.one_pass import OnePassTrees, level_drawer

@@ -1,4 +1,4 @@
-"""A tree grown best first, from guesses that are all known before it grows.
+"""Trees grown best first, from guesses that are all known before they grow.
 
 A block head says of each level which tokens are likely (a row of logits) and how the token before changes
 that (the Markov term). So the likeliest path that is not in the tree yet can always be found, and the tree's
@@ -12,10 +12,9 @@ before it; behind each of these the candidates have logits of their own.
 from __future__ import annotations
 
 import ctypes
-import heapq
 from array import array
-from collections.abc import Callable, Sequence
-from typing import Final, Generic, NamedTuple, TypeVar, cast
+from collections.abc import Sequence
+from typing import Final, cast
 
 import numpy as np
 from torch import Tensor
@@ -25,66 +24,12 @@ from specinfer.kernels.library import TREE_ASK, TYPES, GrownArgs, GuesserArgs, L
 from specinfer.kernels.product import FLOATS, NativeProduct, check_rows
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.growth import GuessedTree
-from specinfer.tree import DrawRule, TokenTree, TreeBuilder
+from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.draw import Run, Runs
 
 MOST_NODES: Final = 32  # of a tree, the root left out: more are hardly ever worth their rows
 WIDTH: Final = 8  # children of a node at most
 MIN_PATH: Final = 0.002  # probability of a path that is added
-_Site = TypeVar("_Site", int, tuple[int, int])  # where a node's children are found
-
-
-class Children(NamedTuple, Generic[_Site]):
-    """What may stand below a node, best first, and how likely each is right."""
-
-    tokens: Sequence[int]
-    hopes: Sequence[float]
-    evidence: tuple[float, ...]
-    below: Sequence[_Site | None]  # the places of their own children; None: there are none
-
-
-def add_likeliest(
-    builder: TreeBuilder,
-    root: _Site,
-    children: Callable[[_Site], Children[_Site]],
-    most: int,
-    speculator: str,
-    rule: DrawRule,
-) -> None:
-    """Add at most `most` nodes below the builder's root, as far as it has room, the likeliest paths first.
-
-    Of equally likely ones that one comes first that was found first, and of a node's next sibling and its
-    first child the sibling. `root` is the place of the root's children.
-    """
-    known: dict[_Site, Children[_Site]] = {}
-    # A path that waits: its hope, and where its last node would hang.
-    waiting: list[tuple[float, int, int, _Site, int, float]] = []
-
-    def wait(above: float, parent: int, place: _Site, rank: int) -> None:
-        """Let the child of that rank wait, if there is one and it may be right."""
-        if place not in known:
-            known[place] = children(place)
-        hopes = known[place].hopes
-        if rank < len(hopes) and (hope := above * hopes[rank]) >= MIN_PATH:
-            heapq.heappush(waiting, (-hope, len(builder.parents), parent, place, rank, above))
-
-    wait(1.0, 0, root, 0)
-    added = 0
-    while waiting and added < most and not builder.full:
-        hope, _, parent, place, rank, above = heapq.heappop(waiting)
-        at = known[place]
-        node = builder.add(
-            parent,
-            at.tokens[rank],
-            speculator,
-            rule,
-            confidence=at.hopes[rank],
-            evidence=at.evidence,
-        )
-        added += 1
-        wait(above, parent, place, rank + 1)
-        if node is not None and (under := at.below[rank]) is not None:
-            wait(-hope, node, under, 0)
 
 
 class NativeTrees:
@@ -145,9 +90,9 @@ class NativeTrees:
             end = first + self._nodes[i]
             parents = self._nodes[self._room + first : self._room + end].tolist()
             tokens = self._nodes[self._room + whole + first : self._room + whole + end].tolist()
-            hopes = chances[first:end].tolist()
+            confidences = chances[first:end].tolist()
             evidence = chances[whole + 2 * first : whole + 2 * end].tolist()
-            run = Run(name, one.site.draws_by, parents, range(1, len(parents) + 1), hopes, evidence, 2)
+            run = Run(name, one.site.draws_by, parents, range(1, len(parents) + 1), confidences, evidence, 2)
             one.growth.grown = TokenTree((one.growth.builder.root, *tokens), (-1, *parents), Runs((run,)))
 
     def _make_room(self, count: int) -> None:

@@ -10,8 +10,7 @@ import torch
 
 from specinfer.attention.native import NativeCache
 from specinfer.heads.block_model import BlockModel, BlockText
-from specinfer.heads.checkpoint import HeadFolder
-from specinfer.heads.load import load_head
+from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.runner import HeadRunner
 from specinfer.kernels.choice import TORCH, Kernels, choose_kernels, guessing
 from specinfer.models.weights import load_model, open_model

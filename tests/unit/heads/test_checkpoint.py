@@ -13,9 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer.errors import ModelError, ModelFileError
-from specinfer.heads.checkpoint import HeadFolder, is_head, open_head, target_embedding, target_head
+from specinfer.heads.checkpoint import (
+    HeadFolder,
+    head_bytes,
+    is_head,
+    open_head,
+    target_embedding,
+    target_head,
+)
 from specinfer.heads.config import BlockConfig, EagleConfig
-from specinfer.heads.load import head_bytes
+from specinfer.heads.kinds import head_shapes
 from specinfer.heads.speculators import write_head
 from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import fingerprint
@@ -27,6 +34,7 @@ from tests.heads import (
     VOCAB,
     block_config,
     eagle_config,
+    medusa_config,
     tiny_body,
     tiny_head,
     write_tiny_head,
@@ -419,3 +427,10 @@ def test_a_head_with_members_on_it_is_refused(target_config: ModelConfig, tmp_pa
     save_file(found | {"members.0.vector": torch.zeros(5, SIZE)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"has an unexpected tensor 'members\.0\.vector'"):
         HeadFolder(tmp_path, target_config)
+
+
+@pytest.mark.parametrize("size", [1 << 62, 10**30])
+def test_sizes_that_no_tensor_has_are_refused(size: int) -> None:
+    for config in (block_config(target_hidden_size=size), medusa_config(target_hidden_size=size)):
+        with pytest.raises(ModelError, match="tensors that are too large"):
+            head_shapes(config)

@@ -15,10 +15,9 @@ from specinfer.cli import cli
 from specinfer.config import EngineConfig
 from specinfer.engine.models import Models
 from specinfer.errors import ConfigError, RequestError, TraceTooSmallError
-from specinfer.heads.checkpoint import HeadFolder
+from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.config import BlockRows
 from specinfer.heads.kinds import AnyHeadModel
-from specinfer.heads.load import load_head
 from specinfer.kernels.choice import choose_kernels, guessing
 from specinfer.llm import LLM
 from specinfer.models.weights import open_model

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from specinfer.heads.checkpoint import HeadFolder
+from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.kinds import AnyHeadModel
-from specinfer.heads.load import load_head
 from specinfer.kernels.choice import choose_kernels, guessing
 from specinfer.models.weights import open_model
 from tests.engines import CPU, Tiny, write_tiny

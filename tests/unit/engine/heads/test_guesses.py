@@ -10,9 +10,8 @@ import torch
 
 from specinfer import SamplingParams
 from specinfer.engine.trace import TreeEvent
-from specinfer.heads.checkpoint import HeadFolder
+from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.kinds import AnyHeadModel
-from specinfer.heads.load import load_head
 from specinfer.kernels.choice import choose_kernels, guessing
 from specinfer.models.weights import open_model
 from specinfer.speculation_params import SpeculationParams
@@ -57,6 +56,25 @@ def test_every_guess_is_as_likely_as_the_module_says(
     assert len(gaps) > 18
     assert depths == {0, 1, 2, 3}
     assert max(gaps) < 1e-4
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_requests_of_one_pass_are_guessed_for_as_alone(
+    tiny: Tiny, heads: dict[str, AnyHeadModel], modules: dict[str, AnyHead], name: str
+) -> None:
+    events: list[TreeEvent] = []
+    with engine(tiny, heads[name], block_size=4) as llm:
+        engine_of(llm).on_tree = events.append
+        outputs = llm.generate(PROMPTS, shaped(6))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        text, end, trees = [*prompt, *output.token_ids], len(prompt), 0
+        hidden_TND = hidden_states(tiny, text)
+        for event in events:
+            if event.request_id == output.request_id:
+                trees += event.tree.num_nodes > 1
+                assert likelihood_gap(modules[name], text[:end], hidden_TND, event.tree) < 1e-4
+                end += 1 + len(event.acceptance.path)
+        assert trees > 1
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -8,9 +8,8 @@ import pytest
 
 from specinfer.engine.trace import TreeEvent
 from specinfer.heads.block import BlockHead
-from specinfer.heads.checkpoint import HeadFolder
+from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.eagle import EagleHead
-from specinfer.heads.load import load_head
 from specinfer.kernels.choice import choose_kernels, guessing
 from specinfer.models.weights import open_model
 from tests.engines import CPU, Tiny, engine_of, write_tiny

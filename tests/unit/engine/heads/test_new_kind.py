@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from specinfer import SamplingParams
 from specinfer.heads import kinds
-from specinfer.heads.checkpoint import is_head, open_head
+from specinfer.heads.checkpoint import is_head, load_head, open_head
 from specinfer.heads.kinds import HeadKind, Reader
-from specinfer.heads.load import load_head
 from specinfer.heads.runner import HeadModel, HeadPass, HeadRunner
 from specinfer.models.weights import open_model
 from specinfer.plan import PlanEntry

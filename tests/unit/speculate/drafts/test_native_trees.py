@@ -11,8 +11,7 @@ import torch
 
 from specinfer.config import Quantization
 from specinfer.heads.block_model import BlockModel
-from specinfer.heads.checkpoint import HeadFolder
-from specinfer.heads.load import load_head
+from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.kernels.choice import choose_kernels, guessing
 from specinfer.models.weights import load_model, open_model
 from specinfer.sampling_params import SamplingParams
