@@ -61,11 +61,8 @@ class Variant:
 def variants(layers: int, depth: int, members: int) -> dict[str, Variant]:
     """What is compared; small models have so many layers, one of them as many as a whole pool."""
     ssm, block = SsmKind(layers=layers, depth=depth), BlockKind(depth=depth)
-    forms: tuple[Boost, ...] = ("none", "sequence", "token", "residual", "discount")
-    warm: tuple[Boost, ...] = ("none", "token", "discount")
-    of_blocks: tuple[Boost, ...] = ("none", "sequence", "discount")
-    warm_blocks: tuple[Boost, ...] = ("none", "discount")
-    losses: tuple[Loss, ...] = ("kl", "tv", "coupled")
+    forms: tuple[Boost, ...] = ("none", "sequence", "discount")
+    warm: tuple[Boost, ...] = ("none", "discount")
     large = members * layers
     return {
         "1 ssm": Variant(ssm),
@@ -75,11 +72,9 @@ def variants(layers: int, depth: int, members: int) -> dict[str, Variant]:
         f"{members + 2} ssm, sequence": Variant(ssm, members + 2, "sequence"),
         f"1 ssm of {large} layers": Variant(SsmKind(layers=large, depth=depth)),
         "1 eagle": Variant(EagleKind(depth=depth)),
-        **{f"1 block, loss {loss}": Variant(block, loss=loss) for loss in losses},
-        **{f"{members} block, {form}": Variant(block, members, form) for form in of_blocks},
-        **{
-            f"{members} block, {form}, warm": Variant(block, members, form, warm=True) for form in warm_blocks
-        },
+        "1 block, loss kl": Variant(block, loss="kl"),
+        **{f"{members} block, {form}": Variant(block, members, form) for form in forms},
+        **{f"{members} block, {form}, warm": Variant(block, members, form, warm=True) for form in warm},
     }
 
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from specinfer.tune.draft import Kind
     from specinfer.tune.prompts import Prompts
 
-_LOSSES: Final = ("hybrid", "kl", "tv", "coupled")
+_LOSSES: Final = ("hybrid", "kl")
+_FORMS: Final = ("discount", "sequence", "none")
 _SSM_LAYERS: Final = 4
 
 
@@ -76,11 +77,6 @@ _SSM_LAYERS: Final = 4
     help="Tokens a head can name: the likeliest of all answers, of a head to go on from its own first.",
 )
 @click.option(
-    "--confidence",
-    is_flag=True,
-    help="Block heads learn to say how likely each of their guesses is right, too.",
-)
-@click.option(
     "--members",
     type=click.IntRange(1, MOST_MEMBERS),
     default=1,
@@ -89,9 +85,9 @@ _SSM_LAYERS: Final = 4
 )
 @click.option(
     "--boost",
-    type=click.Choice(("sequence", "token", "residual", "discount", "none")),
+    type=click.Choice(_FORMS),
     show_default="discount",
-    help="How later members learn what the pool does not guess: other texts, places, laws; or not at all.",
+    help="How later members learn what the pool does not guess: other laws, other texts; or not at all.",
 )
 @click.option(
     "--warm/--cold",
@@ -124,7 +120,6 @@ def tune(
     layers: int | None,
     depth: int,
     vocabulary: int | None,
-    confidence: bool,
     members: int,
     boost: str | None,
     warm: bool | None,
@@ -166,7 +161,7 @@ def tune(
             chat=chat,
             max_tokens=max_tokens,
             init=init,
-            kind=_kind(kind, layout, layers, depth, vocabulary, confidence),
+            kind=_kind(kind, layout, layers, depth, vocabulary),
             members=members,
             boost=BoostConfig(**boosting) if boosting else None,
             training=TrainConfig(loss=cast(Loss, loss), seed=seed),
@@ -194,7 +189,6 @@ def _kind(
     layers: int | None,
     depth: int,
     vocabulary: int | None,
-    confidence: bool,
 ) -> Kind:
     """The kind that is asked for; raises TuneError for an option of another kind."""
     from typing import cast
@@ -205,8 +199,6 @@ def _kind(
 
     if kind != "block" and layout is not None:
         raise TuneError(f"layout is {layout}, and kind {kind}; it is for block heads: leave it out")
-    if kind != "block" and confidence:
-        raise TuneError(f"confidence is asked for, and kind {kind}; it is for block heads: leave it out")
     if kind == "ssm":
         if vocabulary is not None:
             raise TuneError(
@@ -218,9 +210,7 @@ def _kind(
     if kind == "eagle":
         return EagleKind(layers=layers or 1, depth=depth, vocabulary=vocabulary)
     usual = cast(Layout, layout or "specinfer")
-    return BlockKind(
-        layout=usual, layers=layers or 1, depth=depth, vocabulary=vocabulary, confidence=confidence
-    )
+    return BlockKind(layout=usual, layers=layers or 1, depth=depth, vocabulary=vocabulary)
 
 
 def _prompts(files: tuple[Path, ...], traffic: Path | None, vocab: int) -> tuple[Prompts, list[str]]:

@@ -44,7 +44,6 @@ class BlockKind:
     depth: int = 5  # tokens of a block that are guessed
     vocabulary: int | None = None  # tokens it can name, at most; None: as usual, or as one to go on from
     markov_rank: int = 64  # of the term by which a guess depends on the token before it
-    confidence: bool = False  # it says how likely its guesses are right
     anchors: int = 64  # of a text that a step computes, at most
 
     def check(self, target: ModelConfig, init: str | None) -> None:
@@ -66,7 +65,7 @@ class BlockKind:
         names = ("layout", "layers", "depth", "vocabulary", "markov_rank")
         facts = {"kind": self.name, **{name: getattr(self, name) for name in names}}
         facts["vocabulary"] = self.vocabulary or USUAL_VOCABULARY
-        return facts | ({"confidence": True} if self.confidence else {})
+        return facts
 
     def new(self, init: str | None, beginning: Beginning) -> BlockHeadDraft:
         """A head that knows what can be had without learning, a random one, or an exported one."""
@@ -107,8 +106,6 @@ class BlockKind:
             block_size=self.depth,
             mask_token_id=target.eos_ids[0] if target.eos_ids else 0,
             markov_rank=self.markov_rank,
-            confidence=self.confidence,
-            confidence_reads_token=self.confidence and self.markov_rank > 0,
             reads_last=self.layout == "specinfer",
             own_head=self.layout != "specinfer",
         )

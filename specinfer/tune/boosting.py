@@ -1,12 +1,9 @@
 """Boosting: what the next member of a pool learns, so that it guesses what the others do not.
 
     sequence   texts that the pool predicts best are left out (the paper's collective boost-tuning)
-    token      a place counts 1 - h, h: how likely the target's token there is among those the pool proposes
-    residual   the same, and the law that is learnt is the target's without these tokens, renormalised: what
-               is left to guess where they were rejected
-    discount   between residual and none: these tokens keep a part of their probability. So a member says what
-               the pool says where the target is sure of it, and something else where it is not; its chains go
-               on behind places that are easy, which those of a residual member do not
+    discount   tokens that the pool proposes keep a part of their probability in the law that is learnt, and
+               places count the less the likelier they hold the target's token. So a member says what the pool
+               says where the target is sure of it, and something else where it is not
     none       nothing: members that do not begin as the one before them differ by their seeds alone
 
 Shapes: R tokens of an answer, K labels, M tokens proposed at a place.
@@ -16,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,7 +24,8 @@ from specinfer.tune.lessons import AllLessons, Lessons
 from specinfer.tune.prompts import temperature_of
 from specinfer.tune.shards import Corpus, TunedText
 
-Boost = Literal["sequence", "token", "residual", "discount", "none"]
+Boost = Literal["discount", "sequence", "none"]
+FORMS: Final[tuple[Boost, ...]] = get_args(Boost)
 _LEAST: Final = 1e-4  # of a law that is left
 
 
@@ -46,6 +44,8 @@ class BoostConfig:
     kept: float = 0.3  # discount: the part of their probability that tokens keep which the pool proposes
 
     def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise TuneError(f"boost is {self.form!r}; allowed: {', '.join(FORMS)}")
         if not 1 <= self.width <= 64:
             raise TuneError(f"width is {self.width}; allowed: 1 to 64 tokens that a member proposes")
         if not 0 <= self.dropped < 1:
@@ -66,9 +66,7 @@ def lessons_of(corpus: Corpus, config: BoostConfig, known: Sequence[KnownGuesses
         return AllLessons(corpus)
     if config.form == "sequence":
         return _Left(corpus, config.dropped, known)
-    if config.form == "token":
-        return _Weighted(corpus, known)
-    return _Weighted(corpus, known, law_kept=config.kept if config.form == "discount" else 0.0)
+    return _Discounted(corpus, config.kept, known)
 
 
 def hit_chances(text: TunedText, proposed_RM: Tensor) -> Tensor:
@@ -88,7 +86,7 @@ def hit_chances(text: TunedText, proposed_RM: Tensor) -> Tensor:
     return (chances_RK * there_RK).sum(dim=1).clamp(max=1.0)
 
 
-def residual(text: TunedText, proposed_RM: Tensor, kept: float = 0.0) -> Tensor:
+def discounted(text: TunedText, proposed_RM: Tensor, kept: float) -> Tensor:
     """The labels' log-probabilities, where proposed tokens keep a part of theirs, renormalised, [R, K]."""
     there_RK = _among(text.label_ids_RK, proposed_RM)
     taken_R = (1 - kept) * (text.label_logprobs_RK.exp() * there_RK).sum(dim=1)
@@ -97,17 +95,13 @@ def residual(text: TunedText, proposed_RM: Tensor, kept: float = 0.0) -> Tensor:
     return text.label_logprobs_RK + factors_RK.log() - left_R.log()[:, None]
 
 
-class _Weighted:
-    """All texts, of whose places each counts as much as the pool misses there.
+class _Discounted:
+    """All texts; proposed tokens keep a part of their probability, and of their places' weight as much."""
 
-    With a law of their own, proposed tokens keep so much of their probability in it (0: nothing), and of a
-    place's weight as much.
-    """
-
-    def __init__(self, corpus: Corpus, known: Sequence[KnownGuesses], law_kept: float | None = None) -> None:
+    def __init__(self, corpus: Corpus, kept: float, known: Sequence[KnownGuesses]) -> None:
         self.corpus = corpus
+        self._kept = kept
         self._known = known
-        self._law_kept = law_kept
 
     def __len__(self) -> int:
         return self.corpus.count(held_out=False)
@@ -116,10 +110,8 @@ class _Weighted:
         """Read one of them."""
         text = self.corpus.text(number, held_out=False)
         proposed_RM = _proposed(self._known, number)
-        counts_R = 1 - (1 - (self._law_kept or 0.0)) * hit_chances(text, proposed_RM)
-        if self._law_kept is None:
-            return replace(text, counts_R=counts_R)
-        logprobs_RK = residual(text, proposed_RM, self._law_kept)
+        counts_R = 1 - (1 - self._kept) * hit_chances(text, proposed_RM)
+        logprobs_RK = discounted(text, proposed_RM, self._kept)
         return replace(text, counts_R=counts_R, label_logprobs_RK=logprobs_RK)
 
 

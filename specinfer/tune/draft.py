@@ -97,13 +97,6 @@ class Draft(Protocol):
         """The logits [..., S] of rows [..., D] behind tokens [...]: of entries of `ids`, or of all."""
         ...
 
-    def confidence(self, h: Tensor, before: Tensor) -> Tensor | None:
-        """How likely guesses of rows [..., D] behind tokens [...] are right, as logits [...]; None: unknown.
-
-        No gradient reaches what the rows are made by.
-        """
-        ...
-
     def copy(self) -> Draft:
         """Another one with weights of its own, which are the same."""
         ...

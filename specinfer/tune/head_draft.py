@@ -87,10 +87,6 @@ class HeadDraft(ABC):
             return self._head.logits(h)
         return h @ self._head.lm_head.weight[entries_S].T
 
-    def confidence(self, h: Tensor, before: Tensor) -> Tensor | None:
-        """It does not say."""
-        return None
-
     @abstractmethod
     def copy(self) -> Self:
         """Another one with weights of its own, which are the same."""
@@ -164,13 +160,6 @@ class BlockHeadDraft(HeadDraft):
             return logits
         return logits + self.head.pair_logits(before, entries_S)
 
-    def confidence(self, h: Tensor, before: Tensor) -> Tensor | None:
-        """What a product with the row says, and with what the Markov term knows of the token before."""
-        if not self.head.config.confidence:
-            return None
-        logits: Tensor = self.head.confidence_head(self.head.known(h, before).detach())
-        return logits
-
     def copy(self) -> BlockHeadDraft:
         """Another one with weights of its own, which are the same."""
         copy = BlockHead(self.head.config, self.head.ids.tolist())
@@ -181,8 +170,6 @@ class BlockHeadDraft(HeadDraft):
         """What a card says of it."""
         config = self.head.config
         does = f"guesses {config.depth} tokens in one pass"
-        if config.confidence:
-            does += ", and says how likely each is right"
         return self._described("dspark", "causal block head", does, ours=config.reads_last)
 
 

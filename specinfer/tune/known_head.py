@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specinfer.errors import TuneError
 from specinfer.heads.block import BlockHead
@@ -28,8 +28,8 @@ def known_folder(
 ) -> HeadFolder:
     """A head that was exported, which can be trained on; `name` is its folder. Reads no weights.
 
-    It names what it named, however many are `wanted`. One that says nothing of its guesses may learn to, and
-    one of another target of these sizes may become this one's. Raises TuneError where it is of another shape
+    It names what it named, however many are `wanted`. One of another target of these sizes may become this
+    one's. Raises TuneError where it is of another shape
     besides, or names more than `vocabulary` tokens, and ModelError and its kind where there is none that fits
     the target.
     """
@@ -39,21 +39,13 @@ def known_folder(
             f"init is {name!r}, which is no draft head; allowed: target, random, or a head's folder"
         )
     opened = HeadFolder(files, target)
-    if opened.config not in _allowed(wanted, opened):
+    if opened.config != replace(wanted, draft_vocab_size=opened.config.draft_vocab_size):
         raise TuneError(
             f"the head {name} has another shape than the one that is wanted; give --kind, --layers, "
-            "--depth, --layout and --confidence as it was trained, or leave --init out"
+            "--depth and --layout as it was trained, or leave --init out"
         )
     _named(len(opened.ids), vocabulary, target.vocab_size)
     return opened
-
-
-def _allowed(wanted: BlockConfig | EagleConfig, opened: HeadFolder) -> list[BlockConfig | EagleConfig]:
-    """What a head may be: what is wanted, which names what it names, and of a block head the silent one."""
-    same = replace(wanted, draft_vocab_size=opened.config.draft_vocab_size)
-    if isinstance(same, BlockConfig):
-        return [same, replace(same, confidence=False, confidence_reads_token=False)]
-    return [same]
 
 
 def known_head(
@@ -63,14 +55,6 @@ def known_head(
     opened = known_folder(name, wanted, None, target.config)
     head = opened.module(target)
     assert isinstance(head, BlockHead | EagleHead)  # as its config is
-    same = _allowed(wanted, opened)[0]
-    if opened.config != same:
-        assert isinstance(same, BlockConfig)
-        known = head.state_dict()
-        head = BlockHead(same, opened.ids)
-        nn.init.zeros_(head.confidence_head.proj.weight)
-        nn.init.zeros_(head.confidence_head.proj.bias)
-        head.load_state_dict(known, strict=False)
     with torch.no_grad():
         head.fc.weight.div_(scale_ND.flatten())
     return head

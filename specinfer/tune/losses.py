@@ -5,12 +5,8 @@ the tokens it can name, of which a shortlist is computed: those that matter to t
 others, whose logits are raised by as much as they stand for, so that the sum over all is right on average.
 
     kl       sum p log(p / q)                    all of the target's choices matter, in proportion
-    tv       1 - sum min(p, q)                   how often one sample of q is rejected
-    hybrid   w kl + (1 - w) tv, w = e^(-3 sum min(p, q))    kl where they are far apart, then tv
-    coupled  0.3 kl + 0.7 (1 - c)                c: how often both choose the same token of the same noise
-
-Exponential races with shared noise, which the coupled rule runs, end alike with probability
-c = sum_i 1 / sum_j max(p_j / p_i, q_j / q_i).
+    hybrid   w kl + (1 - w) tv                   kl where they are far apart: w = e^(-3 sum min(p, q));
+                                                 then tv = 1 - sum min(p, q), the total variation
 
 Shapes: R places, K labels, S shortlisted tokens, U tokens the head can name.
 """
@@ -19,15 +15,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-Loss = Literal["kl", "tv", "hybrid", "coupled"]
+Loss = Literal["hybrid", "kl"]
+LOSSES: Final[tuple[Loss, ...]] = get_args(Loss)
 _DRAWN: Final = 0.25  # of a shortlist: drawn from all that is not in it by right
-_FAR: Final = 30.0  # a ratio's logarithm beyond which it makes no difference
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,39 +83,6 @@ def losses(kind: Loss, logits_RS: Tensor, short: Shortlist) -> Tensor:
     kl_R = (p_RK * (log_p_RK - log_q_RK)).sum(dim=1)
     if kind == "kl":
         return kl_R
-    if kind == "coupled":
-        return 0.3 * kl_R + 0.7 * (1 - coupled_hits(p_RK, log_q_RK))
     alike_R = torch.minimum(p_RK, log_q_RK.exp()).sum(dim=1)
-    if kind == "tv":
-        return 1 - alike_R
     w_R = torch.exp(-3 * alike_R.detach())
     return w_R * kl_R + (1 - w_R) * (1 - alike_R)
-
-
-def confidence_losses(said_R: Tensor, logits_RS: Tensor, short: Shortlist) -> Tensor:
-    """The cross entropy, [R], of what is said of guesses, as logits, with how often they are right: c.
-
-    Nothing is learnt by the guesses themselves.
-    """
-    with torch.no_grad():
-        log_q_RK = (logits_RS + short.raised_S).log_softmax(dim=-1).gather(1, short.places_RK)
-        hits_R = coupled_hits(short.chances_RK, log_q_RK)
-    return F.binary_cross_entropy_with_logits(said_R, hits_R, reduction="none")
-
-
-def coupled_hits(p_RK: Tensor, log_q_RK: Tensor) -> Tensor:
-    """How often p and q choose the same of these tokens by the same noise, [R].
-
-    What either law gives to other tokens is one token more, that both have and neither is said to hit.
-    """
-    listed_RK = p_RK > 0
-    q_RK = torch.where(listed_RK, log_q_RK.exp(), 0.0)
-    others = [(1 - mass.sum(dim=1, keepdim=True)).clamp(min=1e-9) for mass in (p_RK, q_RK)]
-    p_RJ, q_RJ = torch.cat((p_RK, others[0]), 1), torch.cat((q_RK, others[1]), 1)
-    log_p_RJ, log_q_RJ = p_RJ.clamp(min=1e-9).log(), q_RJ.clamp(min=1e-9).log()
-    above_RIJ = torch.maximum(
-        log_p_RJ[:, None, :] - log_p_RJ[:, :-1, None], log_q_RJ[:, None, :] - log_q_RJ[:, :-1, None]
-    )
-    present_RJ = torch.cat((listed_RK, torch.ones_like(listed_RK[:, :1])), 1)
-    sums_RI = (above_RIJ.clamp(max=_FAR).exp() * present_RJ[:, None, :]).sum(dim=2)
-    return (listed_RK / sums_RI.clamp(min=1.0)).sum(dim=1)

@@ -130,8 +130,6 @@ def new_head(
         head.norm.weight.copy_(loudness * (norm_D + target.config.norm_weight_offset))
         # What is read is about 1 in size, and so is what comes of it.
         head.fc.weight.mul_(1 / (0.02 * math.sqrt(head.fc.in_features)))
-        if isinstance(head, BlockHead) and head.config.confidence:
-            head.confidence_head.proj.weight.zero_()
         if isinstance(head, BlockHead) and head.config.reads_last:
             head.entry.weight.mul_(1 / (0.02 * math.sqrt(head.entry.in_features)))
     return head

@@ -16,7 +16,7 @@ from torch import Tensor
 from specinfer.kernels.machine import is_quick_in_bfloat16
 from specinfer.tune.blocks import Blocks
 from specinfer.tune.draft import Draft
-from specinfer.tune.losses import Loss, Shortlist, confidence_losses, losses, shortlist
+from specinfer.tune.losses import Loss, Shortlist, losses, shortlist
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,15 +51,10 @@ def shortlists(
     return short.parts([len(of_part) for of_part in entries])
 
 
-def summed_losses(draft: Draft, places: Places, short: Shortlist, kind: Loss) -> tuple[Tensor, Tensor | None]:
-    """The sum of the losses of guesses, each as much as it counts, and that of what is said of them."""
+def summed_losses(draft: Draft, places: Places, short: Shortlist, kind: Loss) -> Tensor:
+    """The sum of the losses of guesses, each as much as it counts."""
     valid = places.batch.valid_BAL
     with torch.autocast("cpu", torch.bfloat16, enabled=is_quick_in_bfloat16()):
         h_RD = draft.guessed(places.batch, valid.shape[2])[valid]
         logits = draft.logits(h_RD, places.before_R, short.entries_S)
-    logits = logits.float()
-    said_R = draft.confidence(h_RD.float(), places.before_R)
-    confidence = None
-    if said_R is not None:
-        confidence = (confidence_losses(said_R, logits, short) * places.weights_R).sum()
-    return (losses(kind, logits, short) * places.weights_R).sum(), confidence
+    return (losses(kind, logits.float(), short) * places.weights_R).sum()

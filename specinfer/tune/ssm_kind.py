@@ -77,10 +77,6 @@ class SmallDraft:
         """The logits of these tokens, or all; its layers know what stands before."""
         return self.model.logits(h, entries_S)
 
-    def confidence(self, h: Tensor, before: Tensor) -> Tensor | None:
-        """It does not say."""
-        return None
-
     def copy(self) -> SmallDraft:
         """Another one with layers of its own, which are the same."""
         return SmallDraft(self.model.twin(), self.depth)

@@ -27,7 +27,7 @@ from specinfer.tune.blocks import anchors_of, blocks
 from specinfer.tune.draft import Draft
 from specinfer.tune.held_out import entries_of
 from specinfer.tune.lessons import Lessons
-from specinfer.tune.losses import Loss, Shortlist
+from specinfer.tune.losses import LOSSES, Loss, Shortlist
 from specinfer.tune.places import Places, shortlists, summed_losses
 from specinfer.tune.shards import TunedText
 from specinfer.tune.workers import Workers
@@ -42,7 +42,6 @@ _NORM: Final = 1.0  # of a step's gradient at most
 _MEMORY: Final = 0.995  # of the average, for a step
 _REMEMBERED: Final = 4  # one step in so many goes into it
 _TRIED_ON: Final = 64  # anchors of a text, where a loss is tried
-_CONFIDENCE: Final = "confidence_head."  # begins the names of what learns to say how likely guesses are
 _LEAST: Final = 1e-6  # of all that places count for
 
 
@@ -55,6 +54,10 @@ class TrainConfig:
     texts: int = 4  # of a step
     shortlist: int = 768  # tokens of the draft's that a step computes
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise TuneError(f"loss is {self.loss!r}; allowed: {', '.join(LOSSES)}")
 
 
 @dataclass(slots=True)
@@ -88,11 +91,6 @@ class Trainer:
         width = len(draft.last_norm.weight)
         self._rate = usual_rate(width) if config.rate is None else config.rate
         self._named = {name: p for name, p in draft.module.named_parameters() if p.requires_grad}
-        # By themselves, so that guesses learn as they would without a confidence.
-        self._clipped = [
-            [p for name, p in self._named.items() if name.startswith(_CONFIDENCE) == apart]
-            for apart in (False, True)
-        ]
         self.average = {name: p.detach().clone() for name, p in self._named.items()}
         self._optimizer = torch.optim.AdamW(
             self._named.values(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -111,8 +109,7 @@ class Trainer:
             return
         anchors = [anchors_of(text, self.draft.anchors, generator) for text in texts]
         loss, count = self._learn(texts, anchors, levels, generator)
-        for theirs in self._clipped:
-            torch.nn.utils.clip_grad_norm_(theirs, _NORM)
+        torch.nn.utils.clip_grad_norm_(self._named.values(), _NORM)
         rate = self._rate * min(1.0, (number + 1) / _WARM_UP) * max(_COLDEST, min(1.0, left / _COOLING))
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -133,9 +130,8 @@ class Trainer:
             return Places.of(blocks(texts[mine], anchors[mine], levels, draft.scale_ND), self._entry_V)
 
         def gradients(part: tuple[Places, Shortlist]) -> tuple[Tensor, Sequence[Tensor | None]]:
-            loss, confidence = summed_losses(draft, *part, config.loss)
-            total = (loss if confidence is None else loss + confidence) / weight
-            return loss.detach(), torch.autograd.grad(total, parameters, allow_unused=True)
+            loss = summed_losses(draft, *part, config.loss)
+            return loss.detach(), torch.autograd.grad(loss / weight, parameters, allow_unused=True)
 
         parameters = [*self._named.values()]
         parts = self._workers.map(read, range(count))
@@ -216,5 +212,5 @@ def loss_of(draft: Draft, texts: Sequence[TunedText], config: TrainConfig) -> fl
     batch = blocks(texts, anchors, draft.learnt_depth, draft.scale_ND)
     places = Places.of(batch, entries_of(draft))
     [short] = shortlists(draft, [places], config.shortlist, generator)
-    loss, _ = summed_losses(draft, places, short, config.loss)
+    loss = summed_losses(draft, places, short, config.loss)
     return float(loss) / max(float(places.weights_R.sum()), _LEAST)

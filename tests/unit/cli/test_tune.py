@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from specinfer.cli import cli
@@ -34,7 +35,7 @@ def test_a_head_from_traffic_and_then_from_more_minutes(tmp_path: Path) -> None:
     log.write_text("".join(json.dumps({"prompt_token_ids": [n, n + 1]}) + "\n" for n in range(20)) + "bad\n")
     out = tmp_path / "head"
     options = ["tune", "--model", str(target), "--out", str(out), "--traffic", str(log), *SMALL]
-    options += ["--vocabulary", "32", "--depth", "3", "--loss", "coupled", "--minutes"]
+    options += ["--vocabulary", "32", "--depth", "3", "--loss", "kl", "--minutes"]
     mistyped = [option.replace("traffic.jsonl", "trafic.jsonl") for option in options]
     done = CliRunner().invoke(cli, [*mistyped, "0.01"])
     assert isinstance(done.exception, DatasetError)
@@ -63,12 +64,6 @@ def test_prompts_and_traffic_are_one_too_many(tmp_path: Path) -> None:
     assert "both given" in str(done.exception)
 
 
-def test_a_confidence_is_of_block_heads(tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli, ["tune", "--out", str(tmp_path), "--kind", "eagle", "--confidence"])
-    assert isinstance(done.exception, TuneError)
-    assert "for block heads" in str(done.exception)
-
-
 def test_a_pool_of_small_models_is_made_used_and_held_against_a_new_one(tmp_path: Path) -> None:
     target = write_tiny_llama(tmp_path / "target", num_layers=3, tokenizer=True)
     log = tmp_path / "traffic.jsonl"
@@ -76,10 +71,10 @@ def test_a_pool_of_small_models_is_made_used_and_held_against_a_new_one(tmp_path
     pool, new = tmp_path / "pool", tmp_path / "new"
     options = ["tune", "--model", str(target), "--traffic", str(log), *SMALL, "--minutes", "0.01"]
     small = ["--kind", "ssm", "--layers", "1", "--depth", "3", "--members", "2"]
-    done = CliRunner().invoke(cli, [*options, *small, "--boost", "residual", "--cold", "--out", str(pool)])
+    done = CliRunner().invoke(cli, [*options, *small, "--boost", "sequence", "--cold", "--out", str(pool)])
     assert done.exit_code == 0, done.output
     boost = json.loads((pool / "work" / "tuning.json").read_text())["boost"]
-    assert boost == {"form": "residual", "width": 1, "dropped": 0.5}
+    assert boost == {"form": "sequence", "width": 1, "dropped": 0.5}
     usual = CliRunner().invoke(cli, [*options, *small, "--out", str(tmp_path / "usual")])
     boost = json.loads((tmp_path / "usual" / "work" / "tuning.json").read_text())["boost"]
     assert (usual.exit_code, boost["form"], boost["warm"]) == (0, "discount", True)
@@ -105,7 +100,7 @@ def test_options_of_other_kinds_are_refused(tmp_path: Path) -> None:
         "layout is dspark, and kind eagle": ["--kind", "eagle", "--layout", "dspark"],
         "vocabulary is 64, and kind ssm": ["--kind", "ssm", "--vocabulary", "64"],
         "layers is 5, and kind ssm; allowed: 1 to 4": ["--kind", "ssm", "--layers", "5"],
-        "boost is token, warm, and a single member": ["--boost", "token"],
+        "boost is sequence, warm, and a single member": ["--boost", "sequence"],
         "boost is discount, cold, and a single member": ["--cold"],
     }
     for words, options in cases.items():
@@ -113,3 +108,19 @@ def test_options_of_other_kinds_are_refused(tmp_path: Path) -> None:
         assert isinstance(done.exception, TuneError)
         assert words in str(done.exception)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--boost", "residual"], "'residual' is not one of 'discount', 'sequence', 'none'"),
+        (["--loss", "coupled"], "'coupled' is not one of 'hybrid', 'kl'"),
+        (["--on-trunk"], "No such option: --on-trunk"),
+        (["--confidence"], "No such option: --confidence"),
+    ],
+    ids=str,
+)
+def test_options_that_were_dropped_are_refused_by_name(tmp_path: Path, options: list[str], said: str) -> None:
+    done = CliRunner().invoke(cli, ["tune", "--out", str(tmp_path / "out"), *options])
+    assert done.exit_code == 2
+    assert said in done.output

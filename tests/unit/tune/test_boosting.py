@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,14 @@ from torch import Tensor
 
 from specinfer.errors import TuneError
 from specinfer.tune.blocks import anchors_of, blocks
-from specinfer.tune.boosting import BoostConfig, hit_chances, lessons_of, residual
+from specinfer.tune.boosting import BoostConfig, discounted, hit_chances, lessons_of
 from specinfer.tune.known_guesses import KnownGuesses, proposed
 from specinfer.tune.lessons import AllLessons
 from specinfer.tune.prompts import HELD_OUT, temperature_of
 from specinfer.tune.read_draft import read_draft
 from specinfer.tune.shards import Corpus, TunedText
 from specinfer.tune.ssm_kind import SsmKind
+from specinfer.tune.trainer import TrainConfig
 from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import ticking, tuning_of
 from tests.unit.tune.test_ssm import opened
@@ -55,17 +57,8 @@ def test_how_likely_a_pool_hits(key: int, proposed_RM: list[list[int]], hits: li
     assert hit_chances(text(key), torch.tensor(proposed_RM)).tolist() == pytest.approx(hits, abs=1e-4)
 
 
-def test_a_residual_law_is_what_is_left() -> None:
-    left = residual(text(HOT), torch.tensor([[7, 7], [-1, -1]])).exp()
-    assert left[0].tolist() == pytest.approx([0.0, 0.6, 0.4])
-    assert left[1].tolist() == pytest.approx([0.6, 0.4, 0.0])
-    everything = residual(text(HOT), torch.tensor([[7, 8, 9], [3, 4, 5]]))
-    assert everything.exp().sum() == 0  # and nothing of it is a nan
-    assert not everything.isnan().any()
-
-
 def test_a_discounted_law_keeps_a_part_of_what_is_proposed() -> None:
-    left = residual(text(HOT), torch.tensor([[7, 7], [-1, -1]]), kept=0.5).exp()
+    left = discounted(text(HOT), torch.tensor([[7, 7], [-1, -1]]), kept=0.5).exp()
     assert left[0].tolist() == pytest.approx([1 / 3, 0.4, 4 / 15])  # 0.25, 0.3 and 0.2 of 0.75
     assert left[1].tolist() == pytest.approx([0.6, 0.4, 0.0])
 
@@ -109,19 +102,12 @@ def test_texts_that_are_predicted_best_are_left_out(corpus: Corpus) -> None:
     assert left(first, second) == [3]  # of the two that were left the second predicts one
 
 
-def test_places_that_are_predicted_count_less_or_not_at_all(corpus: Corpus) -> None:
+def test_places_that_are_predicted_count_less(corpus: Corpus) -> None:
     known = [Pretended([7, 8, 7, 9], 3)]
-    token = lessons_of(corpus, BoostConfig(form="token"), known)
-    assert [token.text(number).weights_R.tolist() for number in (0, 1)] == [[1, 0, 0], [1, 1, 1]]
-    left = lessons_of(corpus, BoostConfig(form="residual"), known)
-    assert left.text(1).weights_R.tolist() == [1, 1, 1]
-    law = left.text(1).label_logprobs_RK.exp()
+    left = lessons_of(corpus, BoostConfig(form="discount", kept=0.25), known)
+    assert [left.text(number).weights_R.tolist() for number in (0, 1)] == [[1, 0.25, 0.25], [1, 1, 1]]
+    law = left.text(0).label_logprobs_RK.exp()
     assert law[0].tolist() == pytest.approx([0.5, 0.3, 0.2], abs=1e-3)  # nobody guesses a text's first token
-    assert law[1].tolist() == pytest.approx([5 / 7, 0, 2 / 7], abs=1e-3)
-    assert token.text(1).label_logprobs_RK[1].exp().tolist() == pytest.approx([0.5, 0.3, 0.2], abs=1e-3)
-    discounted = lessons_of(corpus, BoostConfig(form="discount", kept=0.25), known)
-    assert [discounted.text(number).weights_R.tolist() for number in (0, 1)] == [[1, 0.25, 0.25], [1, 1, 1]]
-    law = discounted.text(0).label_logprobs_RK.exp()
     assert law[1].tolist() == pytest.approx([1 / 5, 12 / 25, 8 / 25], abs=1e-3)  # 0.125, 0.3, 0.2 of 0.625
     assert isinstance(lessons_of(corpus, BoostConfig(form="none"), known), AllLessons)
     assert isinstance(lessons_of(corpus, BoostConfig(), []), AllLessons)
@@ -218,5 +204,17 @@ def test_numbers_that_make_no_sense_are_refused(target: Path, tmp_path: Path) ->
             BoostConfig(**changes)  # type: ignore[arg-type]
     with pytest.raises(TuneError, match="members is 0; allowed: 1 to 16"):
         tuning_of(target, tmp_path, members=0)
-    with pytest.raises(TuneError, match="boost is token, warm, and a single member"):
-        Tuning(tuning_of(target, tmp_path, boost=BoostConfig(form="token")), clock=ticking())
+    with pytest.raises(TuneError, match="boost is sequence, warm, and a single member"):
+        Tuning(tuning_of(target, tmp_path, boost=BoostConfig(form="sequence")), clock=ticking())
+
+
+@pytest.mark.parametrize("form", ["token", "residual"])
+def test_forms_that_never_won_are_refused(form: Any) -> None:
+    with pytest.raises(TuneError, match=f"boost is '{form}'; allowed: discount, sequence, none"):
+        BoostConfig(form=form)
+
+
+@pytest.mark.parametrize("loss", ["tv", "coupled"])
+def test_losses_that_never_won_are_refused(loss: Any) -> None:
+    with pytest.raises(TuneError, match=f"loss is '{loss}'; allowed: hybrid, kl"):
+        TrainConfig(loss=loss)

@@ -38,13 +38,13 @@ def pool_of(target: Path, out: Path, kind: Kind, boost: Boost, members: int = 2)
 @pytest.fixture(scope="module")
 def pool(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("pool") / "pool"
-    run(pool_of(target, out, SSM, "token"), prompts, costs=free)
+    run(pool_of(target, out, SSM, "discount"), prompts, costs=free)
     return out
 
 
 @pytest.mark.parametrize(
     ("kind", "boost"),
-    [(SSM, "sequence"), (SSM, "token"), (SSM, "residual"), (SSM, "none"), (BLOCK, "residual")],
+    [(SSM, "sequence"), (SSM, "discount"), (SSM, "none"), (BLOCK, "discount")],
 )
 def test_a_pool_guesses_more_than_its_members(
     target: Path, prompts: Path, tmp_path: Path, kind: Kind, boost: Boost
@@ -112,7 +112,7 @@ def test_the_text_is_the_same_with_it(pool: Path, target: Path, temperature: flo
 
 
 def test_who_is_killed_goes_on_with_the_member_he_was_at(target: Path, prompts: Path, tmp_path: Path) -> None:
-    config = replace(pool_of(target, tmp_path / "pool", SSM, "residual"), minutes=4.0)
+    config = replace(pool_of(target, tmp_path / "pool", SSM, "sequence"), minutes=4.0)
 
     again = config
     states: list[list[int]] = []
@@ -137,15 +137,15 @@ def test_who_is_killed_goes_on_with_the_member_he_was_at(target: Path, prompts: 
 def test_another_boost_is_another_tuning(pool: Path, target: Path, prompts: Path) -> None:
     facts = json.loads((pool / "work" / "tuning.json").read_text())
     assert facts["members"] == 2
-    assert facts["boost"] == {"form": "token", "width": 1, "dropped": 0.5, "warm": True}
-    assert BoostConfig().facts() == {**facts["boost"], "form": "discount", "kept": 0.3}
-    before = {"form": "token", "width": 1, "dropped": 0.5}
-    assert BoostConfig(form="token", warm=False).facts() == before, "as pools of before have it"
-    for other in (pool_of(target, pool, SSM, "none"), pool_of(target, pool, SSM, "token", members=3)):
+    whole = {"form": "discount", "width": 1, "dropped": 0.5, "kept": 0.3, "warm": True}
+    assert facts["boost"] == BoostConfig().facts() == whole
+    before = {"form": "sequence", "width": 1, "dropped": 0.5}
+    assert BoostConfig(form="sequence", warm=False).facts() == before, "as pools of before have it"
+    for other in (pool_of(target, pool, SSM, "none"), pool_of(target, pool, SSM, "discount", members=3)):
         with pytest.raises(TuneError, match=r"the tuning in .* is of"):
             run(replace(other, resume=True), prompts)
     with pytest.raises(TuneError, match="has a tuning in it; --resume goes on"):
-        run(pool_of(target, pool, SSM, "token"), prompts)
+        run(pool_of(target, pool, SSM, "discount"), prompts)
 
 
 def test_costs_are_those_an_engine_reckons_with(

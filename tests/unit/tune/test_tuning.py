@@ -12,22 +12,17 @@ import pytest
 import torch
 
 from specinfer import SamplingParams
-from specinfer.errors import TuneError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder
-from specinfer.heads.config import BlockConfig
 from specinfer.llm import LLM
 from specinfer.models.weights import open_model
 from specinfer.tune import checkpoint, training
 from specinfer.tune.block_kind import BlockKind
-from specinfer.tune.blocks import anchors_of, blocks
 from specinfer.tune.checkpoint import read_checkpoint
 from specinfer.tune.head_draft import BlockHeadDraft
-from specinfer.tune.held_out import Figures, entries_of, held_out_texts
+from specinfer.tune.held_out import Figures, held_out_texts
 from specinfer.tune.lessons import AllLessons
-from specinfer.tune.places import Places, shortlists, summed_losses
 from specinfer.tune.prompts import read_prompts
-from specinfer.tune.trainer import TrainConfig
 from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import KilledError, engine, ticking, tuning_of
 from tests.unit.tune.runs import run
@@ -74,71 +69,6 @@ def test_what_is_exported_computes_what_was_trained(target: Path, prompts: Path,
     assert (there - here).abs().max() < 0.05 * here.std()  # bfloat16 on disk
     assert (read - wanted).abs().max() < 0.05 * wanted.std()
     assert (unscaled - wanted).abs().max() > 0.5 * wanted.std()  # so the scale is in what was written
-
-
-@pytest.mark.thorough
-def test_a_head_that_says_how_likely_it_is_right_guesses_as_one_without(
-    target: Path, prompts: Path, tmp_path: Path
-) -> None:
-    shape = BlockKind(depth=4, vocabulary=48, markov_rank=8, anchors=8)
-    trainers = []
-    for name, confidence in (("silent", False), ("sure", True)):
-        kind = replace(shape, confidence=confidence)
-        config = TrainConfig(rate=2e-3, shortlist=48)
-        tuning = Tuning(tuning_of(target, tmp_path / name, kind=kind, training=config), clock=ticking())
-        tuning._collect(read_prompts([prompts]))
-        lessons = AllLessons(tuning._corpus)
-        training = tuning._training(lessons, [])
-        trainers.append(training.trainer)
-        for _ in range(20):
-            trainers[-1].step(lessons, 1.0)
-    silent, sure = (dict(trainer.draft.module.named_parameters()) for trainer in trainers)
-    assert set(sure) - set(silent) == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
-    for name, parameter in silent.items():
-        assert torch.equal(parameter, sure[name]), name
-    for _ in range(80):
-        trainers[1].step(lessons, 1.0)
-    training.keep()
-    draft, texts = trainers[1].averaged(), [lessons.text(i) for i in range(4)]
-    batch = blocks(texts, [anchors_of(t, 8, torch.Generator()) for t in texts], 4, draft.scale_ND)
-    generator = torch.Generator().manual_seed(0)
-    places = Places.of(batch, entries_of(draft))
-    [short] = shortlists(draft, [places], config.shortlist, generator)
-    with torch.no_grad():
-        _, learnt = summed_losses(draft, places, short, config.loss)
-        draft.module.confidence_head.proj.weight.zero_()
-        _, without = summed_losses(draft, places, short, config.loss)
-    assert learnt is not None
-    assert without is not None
-    more = float((without - learnt) / places.weights_R.sum())
-    assert more > 0.002, "it knows which guesses are right, and not only how many"
-    opened = open_model(target)
-    written = HeadFolder(tmp_path / "sure", opened.config).config
-    assert isinstance(written, BlockConfig)
-    assert written.confidence
-    assert written.confidence_reads_token
-    params = SamplingParams(max_tokens=20, temperature=0.8, seed=3)
-    drafts = {"drafts": [str(tmp_path / "sure")], "tree_size": "fixed"}
-    with LLM(engine(target)) as plain, LLM(engine(target), **drafts) as drafted:
-        assert drafted.generate("2 * 3", params)[0].text == plain.generate("2 * 3", params)[0].text
-
-
-def test_a_head_that_said_nothing_of_its_guesses_may_learn_to(
-    tuned: Path, target: Path, prompts: Path, tmp_path: Path
-) -> None:
-    shape = BlockKind(depth=4, vocabulary=48, markov_rank=8, confidence=True)
-    tuning = Tuning(tuning_of(target, tmp_path / "head", kind=shape, init=str(tuned)), clock=ticking())
-    tuning._collect(read_prompts([prompts]))
-    draft = tuning._training(AllLessons(tuning._corpus), []).trainer.draft
-    opened = open_model(target)
-    before = HeadFolder(tuned, opened.config).module(opened)
-    assert isinstance(draft, BlockHeadDraft)
-    assert isinstance(before, BlockHead)
-    assert torch.allclose(draft.head.entry.weight, before.entry.weight)
-    assert torch.equal(draft.head.lm_head.weight, before.lm_head.weight)
-    assert float(draft.head.confidence_head.proj.weight.detach().abs().sum()) == 0
-    with pytest.raises(TuneError, match="--confidence as it was trained"):
-        run(tuning_of(target, tmp_path / "deeper", kind=replace(shape, depth=3), init=str(tuned)), prompts)
 
 
 def test_a_head_in_the_layout_that_vllm_reads(target: Path, prompts: Path, tmp_path: Path) -> None:
