@@ -26,22 +26,18 @@ from specinfer.hub import resolve
 from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress, ProgressBar
 from specinfer.report.files import dress, new_figure, save
-from specinfer.tune.block_kind import BlockKind
 from specinfer.tune.boosting import Boost, BoostConfig
-from specinfer.tune.checkpoint import read_checkpoint
-from specinfer.tune.config import TuneConfig
+from specinfer.tune.dataset import Corpus
 from specinfer.tune.draft import Kind, Target
-from specinfer.tune.eagle_kind import EagleKind
-from specinfer.tune.held_out import Along, along, held_out_texts
+from specinfer.tune.evaluation import Along, along, held_out_texts, read_draft
+from specinfer.tune.head_kinds import BlockKind, EagleKind
 from specinfer.tune.losses import Loss
-from specinfer.tune.pass_costs import measured_costs
-from specinfer.tune.pooling import Selection, Trained, candidates_of
 from specinfer.tune.prompts import read_prompts
-from specinfer.tune.read_draft import read_draft
-from specinfer.tune.shards import Corpus
-from specinfer.tune.ssm_kind import SsmKind
+from specinfer.tune.selection import MeasuredDraft, Selection, candidates_of, measured_costs
+from specinfer.tune.small_model import SsmKind
 from specinfer.tune.trainer import TrainConfig
-from specinfer.tune.tuning import Tuning, member_name
+from specinfer.tune.training import read_checkpoint
+from specinfer.tune.tuning import TuneConfig, Tuning, member_name
 
 _VERSION = 4  # of what a cell tells; cells that an earlier one left are refused
 _TIMED = "timed"  # what a cell's name ends with that tells what passes take
@@ -183,10 +179,10 @@ class Members:
         names = [member_name(number) for number in range(variant.members)] if variant.members > 1 else [""]
         self.depth = depth
         self.checkpoints = [out / "work" / f"{name or 'checkpoint'}.safetensors" for name in names]
-        self.trained = list[Trained]()
+        self.trained = list[MeasuredDraft]()
         for name in names:
             draft = read_draft(out / name, target, depth)
-            self.trained.append(Trained(out / name, draft, along(draft, texts)))
+            self.trained.append(MeasuredDraft(out / name, draft, along(draft, texts)))
 
 
 def measured(members: Members) -> dict[str, Any]:

@@ -143,10 +143,9 @@ def tune(
 
     from specinfer.progress import ProgressBar
     from specinfer.tune.boosting import BoostConfig
-    from specinfer.tune.config import TuneConfig
     from specinfer.tune.losses import Loss
     from specinfer.tune.trainer import TrainConfig
-    from specinfer.tune.tuning import Tuning
+    from specinfer.tune.tuning import TuneConfig, Tuning
 
     given: dict[str, Any] = {"form": boost, "warm": warm}
     boosting = {name: value for name, value in given.items() if value is not None}
@@ -193,9 +192,8 @@ def _kind(
     """The kind that is asked for; raises TuneError for an option of another kind."""
     from typing import cast
 
-    from specinfer.tune.block_kind import BlockKind, Layout
-    from specinfer.tune.eagle_kind import EagleKind
-    from specinfer.tune.ssm_kind import SsmKind
+    from specinfer.tune.head_kinds import BlockKind, EagleKind, Layout
+    from specinfer.tune.small_model import SsmKind
 
     if kind != "block" and layout is not None:
         raise TuneError(f"layout is {layout}, and kind {kind}; it is for block heads: leave it out")

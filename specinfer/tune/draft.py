@@ -1,6 +1,6 @@
 """What training, measuring and keeping ask of a draft, whatever its kind is.
 
-A kind (block_kind.py, eagle_kind.py, ssm_kind.py) is a frozen config that makes drafts; a draft is a module
+A kind (head_kinds.py, small_model.py) is a frozen config that makes drafts; a draft is a module
 with what it reads and names.
 
 Shapes: B texts, A anchors a text, L levels, N taps, D hidden size, U tokens it can name, S some of them.
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from specinfer.heads.layers import Norm
 from specinfer.hub.model_files import ModelFiles
 from specinfer.models.config import ModelConfig
 from specinfer.models.weights import OpenModel
-from specinfer.tune.blocks import Blocks
-from specinfer.tune.lessons import Lessons
+from specinfer.tune.dataset import BlockBatch, Dataset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +89,7 @@ class Draft(Protocol):
         """The norm before the output layer."""
         ...
 
-    def guessed(self, batch: Blocks, levels: int) -> Tensor:
+    def guessed(self, batch: BlockBatch, levels: int) -> Tensor:
         """What the output layer reads of so many levels behind every anchor, [B, A, L, D]."""
         ...
 
@@ -130,7 +130,7 @@ class Beginning:
     """What a draft that has not learnt anything is made of."""
 
     target: Target
-    lessons: Lessons
+    dataset: Dataset
     seed: int
     loss_of: Callable[[Draft], float]  # on some texts, the same ones every time
     say: Callable[[str], None]  # to a person
@@ -166,3 +166,10 @@ class Kind(Protocol):
     def blank(self, target: Target, scale_ND: Tensor, ids: list[int]) -> Draft:
         """A draft whose trained weights are anybody's: a checkpoint's take their place."""
         ...
+
+
+def entries_of(draft: Draft) -> Tensor:
+    """Where each of the target's tokens is among those the draft can name, int64 [V]; -1: it cannot."""
+    entry_V = torch.full((draft.vocab,), -1, dtype=torch.int64)
+    entry_V[draft.ids] = torch.arange(len(draft.ids))
+    return entry_V

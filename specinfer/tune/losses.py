@@ -1,24 +1,32 @@
-"""Losses: how far what a head guesses is from what the target thinks, place by place.
+"""Losses: how far what a draft guesses is from the target's law, place by place.
 
-The target's law p is known by its K likeliest tokens; the rest of it is one mass. The head's law q is over
+The target's law p is known by its K likeliest tokens; the rest of it is one mass. The draft's law q is over
 the tokens it can name, of which a shortlist is computed: those that matter to this batch, and a few of all
 others, whose logits are raised by as much as they stand for, so that the sum over all is right on average.
 
-    kl       sum p log(p / q)                    all of the target's choices matter, in proportion
-    hybrid   w kl + (1 - w) tv                   kl where they are far apart: w = e^(-3 sum min(p, q));
-                                                 then tv = 1 - sum min(p, q), the total variation
+    kl       sum p log(p / q)       all of the target's choices matter, in proportion
+    hybrid   w kl + (1 - w) tv      kl where they are far apart: w = e^(-3 sum min(p, q)); then the total
+                                    variation, tv = 1 - sum min(p, q)
 
-Shapes: R places, K labels, S shortlisted tokens, U tokens the head can name.
+Losses are sums, so those of a step's parts are added up; and all parts have one shortlist, so that the
+gradient does not depend on how many parts there are.
+
+Shapes: R places, K labels, S shortlisted tokens, U tokens the draft can name, V tokens of the target.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 import torch
 from torch import Tensor
+
+from specinfer.kernels.machine import is_quick_in_bfloat16
+from specinfer.tune.dataset import BlockBatch
+from specinfer.tune.draft import Draft
 
 Loss = Literal["hybrid", "kl"]
 LOSSES: Final[tuple[Loss, ...]] = get_args(Loss)
@@ -86,3 +94,44 @@ def losses(kind: Loss, logits_RS: Tensor, short: Shortlist) -> Tensor:
     alike_R = torch.minimum(p_RK, log_q_RK.exp()).sum(dim=1)
     w_R = torch.exp(-3 * alike_R.detach())
     return w_R * kl_R + (1 - w_R) * (1 - alike_R)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GuessBatch:
+    """The guesses of some blocks, one behind the other, with the labels they are held against."""
+
+    batch: BlockBatch
+    before_R: Tensor  # the tokens before the guesses
+    entries_RK: Tensor  # the labels among the tokens the draft can name; -1: others
+    chances_RK: Tensor  # of the labels
+    weights_R: Tensor  # how much each counts
+
+    @staticmethod
+    def of(batch: BlockBatch, entry_V: Tensor) -> GuessBatch:
+        """Those of a batch; `entry_V` is where tokens are among those the draft can name."""
+        valid = batch.valid_BAL
+        return GuessBatch(
+            batch,
+            batch.before_BAL[valid],
+            entry_V[batch.label_ids_BALK[valid]],
+            batch.label_chances_BALK[valid],
+            batch.weights_BAL[valid],
+        )
+
+
+def shortlists(
+    draft: Draft, parts: Sequence[GuessBatch], size: int, generator: torch.Generator
+) -> list[Shortlist]:
+    """One shortlist for all parts of a step, for the places of each."""
+    entries, chances = zip(*((part.entries_RK, part.chances_RK) for part in parts), strict=True)
+    short = shortlist(torch.cat(entries), torch.cat(chances), len(draft.ids), size, generator)
+    return short.parts([len(of_part) for of_part in entries])
+
+
+def summed_losses(draft: Draft, places: GuessBatch, short: Shortlist, kind: Loss) -> Tensor:
+    """The sum of the losses of guesses, each as much as it counts."""
+    valid = places.batch.valid_BAL
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_quick_in_bfloat16()):
+        h_RD = draft.guessed(places.batch, valid.shape[2])[valid]
+        logits = draft.logits(h_RD, places.before_R, short.entries_S)
+    return (losses(kind, logits.float(), short) * places.weights_R).sum()

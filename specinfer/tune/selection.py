@@ -1,4 +1,4 @@
-"""Which members of a pool pay: tokens a second of their merged trees along held-out answers.
+"""Pool selection: which members pay, in tokens a second of their merged trees along held-out answers.
 
 A step verifies one tree in which those of the members are merged, and costs a pass of the target over its
 nodes and the members' passes, as this machine runs them (runtime/cost_curve.py). Each member's tree has a few
@@ -12,20 +12,39 @@ wrong ones it is not known whether they are the same, and they count apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specinfer.config import EngineConfig
+from specinfer.engine.build import Curves, measured_curves
+from specinfer.engine.drafts import draft_names, make_draft
+from specinfer.engine.models import load_models, threads_of_torch
+from specinfer.files import NewFile
+from specinfer.hub.pool import Member, Pool, write_pool
+from specinfer.models.fingerprint import fingerprint
+from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.tune.held_out import Along
+from specinfer.runtime.executor import LocalExecutor
+from specinfer.runtime.flight import torch_threads
+from specinfer.tune.card import Material, front_matter, learnt_from, licence_section
+from specinfer.tune.draft import Draft, Target
+from specinfer.tune.evaluation import Along, Figures, figures_of
+from specinfer.version import VERSION
 
+_ROWS: Final = 256  # of the largest pass that is measured, at least
 Widths = tuple[int, ...]  # guesses a node gets, level by level
 _FIRST: Final = ((1, 1), (2, 1), (3, 1), (2, 2))  # of the first two levels; those below have one each
 _READ: Final = 2  # tokens that a draft has to read in a step, mostly
 _ROUNDS: Final = 3  # of choosing each member's shape anew
+Costs = Callable[[EngineConfig, Sequence[Path], Progress], Curves]
+_MS: Final = 1e3
+_WORTH: Final = "\n## What it is worth\n"  # a section of a single draft's card, the last one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,3 +165,230 @@ def quickest(pools: Sequence[Speed]) -> Speed:
 def _accepted(candidate: Candidate, widths: Widths) -> NDArray[np.int64]:
     found: NDArray[np.int64] = candidate.along.accepted(widths).numpy()
     return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeasuredDraft:
+    """A member that was written."""
+
+    folder: Path
+    draft: Draft
+    along: Along  # held-out answers
+
+
+def candidates_of(members: Sequence[MeasuredDraft], costs: Curves) -> list[Candidate]:
+    """Members with what their passes cost, which are named as an engine names its drafts."""
+    names = draft_names(tuple(str(member.folder) for member in members))
+    return [
+        Candidate(member.folder.name, member.along, costs.drafts[name], member.draft.one_pass)
+        for member, name in zip(members, names, strict=True)
+    ]
+
+
+class Selection:
+    """What selecting among candidates found."""
+
+    def __init__(self, candidates: Sequence[Candidate], target: CostCurve) -> None:
+        self.candidates = candidates
+        self.pools = selected(candidates, target)  # by their size, from one member on
+        self._target = target
+
+    @property
+    def best(self) -> Speed:
+        """The pool that is kept."""
+        return quickest(self.pools)
+
+    @property
+    def pays(self) -> bool:
+        """Whether that makes more tokens a second than no draft."""
+        return self.ratio(self.best) > 1
+
+    @property
+    def plain_seconds(self) -> float:
+        """Of a step without any draft."""
+        return self._target.expected(1)
+
+    @property
+    def plain_tokens_per_second(self) -> float:
+        """Without any draft."""
+        return 1 / self.plain_seconds
+
+    @property
+    def dropped(self) -> list[str]:
+        """The members that do not pay."""
+        return [one.name for number, one in enumerate(self.candidates) if number not in self.best.members]
+
+    def names(self, pool: Speed) -> str:
+        """Its members, in the order they were chosen."""
+        return ", ".join(self.candidates[number].name for number in pool.members)
+
+    def lines(self) -> list[str]:
+        """For a person: what passes cost, what each size is worth, and what is left out."""
+        told = [
+            f"a pass of the target takes {_MS * self.plain_seconds:.2f} ms for one token: "
+            f"{self.plain_tokens_per_second:.1f} tokens/s without a draft"
+        ]
+        told += [
+            f"{self.names(pool)}: {pool.tokens_per_step:.3f} tokens a step of "
+            f"{_MS * pool.step_seconds:.2f} ms, {_MS * self.guessing_seconds(pool):.2f} ms of it to guess, "
+            f"{pool.tokens_per_second:.1f} tokens/s ({self.ratio(pool):.3f} of no speculation)"
+            for pool in self.pools
+        ]
+        told += [f"{name} does not pay and is left out of the pool" for name in self.dropped]
+        if not self.pays:
+            told.append("no draft pays on this machine: no speculation is quicker")
+        return told
+
+    def verdict(self) -> str:
+        """Whether what is kept pays, to stand behind its name."""
+        does = "pays" if self.pays else "does not pay"
+        return (
+            f"{does} on this machine ({self.best.tokens_per_second:.1f} tokens/s expected with it, "
+            f"{self.plain_tokens_per_second:.1f} without: {self.ratio(self.best):.2f} times)"
+        )
+
+    def guessing_seconds(self, pool: Speed) -> float:
+        """Of its members' passes in a step."""
+        shapes = zip(pool.members, pool.widths, strict=True)
+        return sum(self.candidates[number].seconds(widths) for number, widths in shapes)
+
+    def ratio(self, pool: Speed) -> float:
+        """Its speed over that of no draft."""
+        return pool.tokens_per_second / self.plain_tokens_per_second
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TuneResult:
+    """What came of a tuning."""
+
+    figures: Figures  # of what was kept
+    selection: Selection
+
+
+def add_worth(folder: Path, selection: Selection) -> None:
+    """Put what a single draft is worth at the end of its card, in place of what is said there already.
+
+    Raises OSError.
+    """
+    readme = folder / "README.md"
+    before = readme.read_text(encoding="utf-8").partition(_WORTH)[0]
+    with NewFile(readme, mode=0o644) as new:
+        new.write(f"{before}{_WORTH}{_worth(selection)}".encode())
+        new.keep()
+
+
+def make_pool(
+    out: Path,
+    target: Target,
+    members: Sequence[MeasuredDraft],
+    kind: str,
+    selection: Selection,
+    material: Material,
+) -> None:
+    """Write the pool of the selected members into the folder that theirs are in; raises OSError."""
+    best = selection.best
+    listed = [
+        Member(
+            members[number].folder.name,
+            kind,
+            {"tokens_per_pass": figures_of(members[number].along).tokens_per_pass},
+        )
+        for number in best.members
+    ]
+    figures = {
+        "tokens_per_step": best.tokens_per_step,
+        "step_milliseconds": _MS * best.step_seconds,
+        "tokens_per_second": best.tokens_per_second,
+        "plain_tokens_per_second": selection.plain_tokens_per_second,
+    }
+    with NewFile(out / "README.md", mode=0o644) as new:
+        new.write(_card(selection, members, kind, material).encode())
+        new.keep()
+    write_pool(out, Pool(target.name, fingerprint(target.model), tuple(listed), figures))
+
+
+def _worth(selection: Selection) -> str:
+    best = selection.best
+    [widths] = best.widths
+    return f"""
+Its trees along the same answers, at what passes took on the machine that tuned it:
+
+| | |
+|---|---|
+| tokens a step | {best.tokens_per_step:.3f}, of trees with {_shown(widths)} guesses a level |
+| a step | {_MS * best.step_seconds:.2f} ms, {_MS * selection.guessing_seconds(best):.2f} ms of it to guess |
+| a step without it | {_MS * selection.plain_seconds:.2f} ms, for one token |
+| over no speculation | {selection.ratio(best):.3f} |
+
+It {selection.verdict()}.
+"""
+
+
+def _table(selection: Selection) -> str:
+    """What each size is worth."""
+    rows = [
+        f"| {selection.names(pool)} | {pool.tokens_per_step:.3f} | {_MS * pool.step_seconds:.2f} | "
+        f"{selection.ratio(pool):.3f} | {' '.join(_shown(widths) for widths in pool.widths)} |"
+        for pool in selection.pools
+    ]
+    header = (
+        "| members | tokens a step | ms a step | over no speculation | guesses a level, member by member |"
+    )
+    return "\n".join((header, "|---|---|---|---|---|", *rows))
+
+
+def _card(selection: Selection, members: Sequence[MeasuredDraft], kind: str, material: Material) -> str:
+    left = ", ".join(selection.dropped)
+    verdict = f"Left out, as they do not pay: {left}." if left else "Every member pays and is in the pool."
+    places = len(members[0].along.texts_P)
+    return f"""---
+tags: [speculative-decoding, draft-pool]
+{front_matter(material.licence)}
+---
+
+# A pool of drafts for {material.target}
+
+{len(selection.best.members)} of {len(members)} drafts of kind {kind}, tuned together. They change no text.
+
+    specinfer generate --model {material.target} --draft THIS_FOLDER "..."
+
+They learnt from {learnt_from(material)}.
+
+Trees of these members, merged, along {material.held_out} held-out greedy answers ({places} places), at what
+passes took on the machine that tuned them:
+
+{_table(selection)}
+
+{verdict} Each member's folder has a card of its own. The pool {selection.verdict()}.
+Made {datetime.now(UTC):%Y-%m-%d} by specinfer {VERSION}.
+{licence_section(material, members[0].draft.described().of_target)}"""
+
+
+def _shown(widths: Sequence[int]) -> str:
+    return f"<{','.join(str(width) for width in widths)}>"
+
+
+def measured_costs(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> Curves:
+    """Costs of the config's target and of these drafts, each kept as the target is: int8 beside int8.
+
+    They are named as an engine's drafts are, in their order. Raises as `load_models`.
+    """
+    speculation = replace(
+        config.speculation,
+        drafts=tuple(str(draft) for draft in drafts),
+        draft_quantization=config.quantization,
+    )
+    wanted = replace(config, speculation=speculation)
+    models = load_models(wanted, progress)
+    size = config.cache.block_size
+    blocks = -(-_ROWS // size)
+    executor = LocalExecutor(models.target, num_blocks=blocks, block_size=size)
+    runners = {
+        name: make_draft(
+            *(name, model, executor, speculation, models.named.get(name)),
+            max_rows=config.scheduler.max_step_tokens,
+        )[0]
+        for name, model in models.drafts.items()
+    }
+    with torch_threads(threads_of_torch(wanted, models)):
+        return measured_curves(wanted, executor, models, runners, progress)

@@ -1,23 +1,39 @@
-"""A small language model in plain PyTorch, as it learns: a few layers between the target's own tables.
+"""Small language models (SpecInfer's SSMs) as a kind of draft: a few layers between the target's own tables.
 
-It is what SpecInfer calls an SSM: it reads tokens alone, and can be run by anybody. Embeddings and output
-layer are the target's and stay as they are; layers and the norms are trained, in float32.
+A small model reads tokens alone: no hidden states are collected for it, and its folder is one that anybody
+loads. Embeddings and output layer are the target's and stay as they are; layers and norms are trained, in
+float32.
 
 Shapes: B texts, T tokens, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import ClassVar, Final
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specinfer.heads.layers import HeadLayer, Norm, Rotation, rotations
-from specinfer.models.config import ModelConfig
+from specinfer.errors import ModelError, TuneError
+from specinfer.heads.checkpoint import is_head
+from specinfer.heads.layers import HeadLayer, Norm, Rotation, initialise, rotations
+from specinfer.hub import resolve
+from specinfer.models.config import Family, ModelConfig, Rope
+from specinfer.models.safetensors import write_model
 from specinfer.models.weight_reader import TensorFile
+from specinfer.models.weights import OpenModel, open_model
+from specinfer.tune.dataset import BlockBatch
+from specinfer.tune.draft import Beginning, Description, Target
+from specinfer.tune.initial_head import check_trainable, tune_loudness
 
 EMBEDDINGS = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
+_ALL: Final = torch.iinfo(torch.int64).max
+_FAMILIES: Final = (Family.LLAMA, Family.MISTRAL, Family.QWEN2, Family.QWEN3)
 
 
 class SmallModel(nn.Module):
@@ -97,3 +113,198 @@ def _attended(layer: HeadLayer, x_BTD: Tensor, rotation: Rotation) -> Tensor:
 
 def _whole(source: TensorFile, name: str) -> Tensor:
     return source.read_rows(name, 0, source.shapes[name][0]).float()
+
+
+class SmallDraft:
+    """A small language model; a Draft. Guesses are what it says behind each token of a text."""
+
+    def __init__(self, model: SmallModel, depth: int) -> None:
+        """`depth` levels are measured."""
+        self.model = model
+        self.module: nn.Module = model
+        self.depth = depth
+        self.ids = torch.arange(model.config.vocab_size)
+        self.scale_ND = torch.ones(0, model.config.hidden_size)
+
+    @property
+    def vocab(self) -> int:
+        """How many tokens its target has, and it."""
+        return self.model.config.vocab_size
+
+    @property
+    def learnt_depth(self) -> int:
+        """One: a level below is the same pass, one token on."""
+        return 1
+
+    @property
+    def one_pass(self) -> bool:
+        """A level in each."""
+        return False
+
+    @property
+    def anchors(self) -> int:
+        """All of a text's."""
+        return _ALL
+
+    @property
+    def last_norm(self) -> Norm:
+        """The norm before the output layer."""
+        return self.model.norm
+
+    def guessed(self, batch: BlockBatch, levels: int) -> Tensor:
+        """Rows of the text: level l hangs from the token l behind the anchor."""
+        h_BTD: Tensor = self.model(batch.tokens_BT)
+        places_BAL = batch.anchors_BA[..., None] + torch.arange(levels)
+        flat = places_BAL.flatten(1)[..., None].expand(-1, -1, h_BTD.shape[2])
+        return h_BTD.gather(1, flat).view(*places_BAL.shape, -1)
+
+    def logits(self, h: Tensor, before: Tensor, entries_S: Tensor | None = None) -> Tensor:
+        """The logits of these tokens, or all; its layers know what stands before."""
+        return self.model.logits(h, entries_S)
+
+    def copy(self) -> SmallDraft:
+        """Another one with layers of its own, which are the same."""
+        return SmallDraft(self.model.twin(), self.depth)
+
+    def write(self, folder: Path, target: Target) -> None:
+        """Write it as a folder that transformers loads, with the target's tokenizer."""
+        model = self.model
+        tensors = {EMBEDDINGS: model.embed_tokens.weight.data}
+        tensors |= {f"model.{name}": tensor for name, tensor in model.trained().items()}
+        if not model.config.tie_embeddings:
+            tensors[OUTPUT] = model.output_VD.data
+        write_model(model.config, tensors, folder, tokenizer=target.files)
+
+    def described(self) -> Description:
+        """What a card says of it."""
+        body = self.model.config
+        return Description(
+            library="transformers",
+            tag="ssm",
+            title="small speculative model",
+            does="is a language model that guesses a level of a tree in each pass",
+            kind=f"{body.family}, {body.num_layers} layer(s) of {body.hidden_size}; the target's embeddings",
+            reads="tokens alone",
+            of_target="embeddings and output layer, and layers that began as its own unless told otherwise",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SsmKind:
+    """A few layers of the target's architecture between its own tables: a kind of Draft."""
+
+    name: ClassVar[str] = "ssm"
+    layers: int = 2
+    depth: int = 5  # levels that are measured
+
+    def check(self, target: ModelConfig, init: str | None) -> None:
+        """Raises as Kind."""
+        config = self.config(target)
+        if init not in (None, "target", "random"):
+            _opened(init, config)
+
+    def taps(self, target: ModelConfig) -> tuple[int, ...]:
+        """None."""
+        return ()
+
+    def facts(self) -> dict[str, object]:
+        """The model's shape."""
+        return {"kind": self.name, **asdict(self)}
+
+    def new(self, init: str | None, beginning: Beginning) -> SmallDraft:
+        """Layers of the target's, those that lose least; or random ones; or an exported model's."""
+        target = beginning.target
+        if init not in (None, "target", "random"):
+            return SmallDraft(_known(init, self.config(target.config)), self.depth)
+        model = self._empty(target)
+        draft = SmallDraft(model, self.depth)
+        model.take_norm(target.model)
+        if init == "random":
+            initialise(model, torch.Generator().manual_seed(beginning.seed))
+            return draft
+        tried: list[tuple[float, Sequence[int]]] = []
+        for layers in _choices(self.layers, target.config.num_layers):
+            _take(model, target.model, layers)
+            tried.append((tune_loudness(draft, beginning.loss_of), layers))
+        _, best = min(tried)
+        _take(model, target.model, best)
+        loss = tune_loudness(draft, beginning.loss_of)
+        named = ", ".join(str(layer) for layer in best)
+        beginning.say(f"the model begins with the target's layers {named} and a loss of {loss:.2f}")
+        return draft
+
+    def blank(self, target: Target, scale_ND: Tensor, ids: list[int]) -> SmallDraft:
+        """A model of this shape."""
+        return SmallDraft(self._empty(target), self.depth)
+
+    def config(self, target: ModelConfig) -> ModelConfig:
+        """The model's config: the target's, with fewer layers, no windows and unscaled positions.
+
+        Raises ModelError for targets whose layers are not what is trained here.
+        """
+        check_trainable(target)
+        if target.family not in _FAMILIES or target.rope is None:
+            raise ModelError(f"no small model can be trained for {target.family}; use Llama, Mistral or Qwen")
+        if not 1 <= self.layers <= target.num_layers:
+            raise TuneError(
+                f"layers is {self.layers}; allowed: 1 to {target.num_layers}, which its target has"
+            )
+        return replace(
+            target,
+            num_layers=self.layers,
+            layer_windows=(None,) * self.layers,
+            rope=Rope(target.rope.theta),
+        )
+
+    def _empty(self, target: Target) -> SmallModel:
+        return SmallModel(self.config(target.config), *tables(target.model))
+
+
+def read_small(opened: OpenModel, depth: int) -> SmallDraft:
+    """A language model as a draft; raises ModelError where its layers are not what is trained here."""
+    check_trainable(opened.config)
+    model = SmallModel(opened.config, *tables(opened))
+    _take(model, opened, range(opened.config.num_layers))
+    return SmallDraft(model, depth)
+
+
+def _known(name: str, wanted: ModelConfig) -> SmallModel:
+    """An exported model, to be trained on; raises as `_opened`."""
+    opened = _opened(name, wanted)
+    model = SmallModel(wanted, *tables(opened))
+    _take(model, opened, range(wanted.num_layers))
+    return model
+
+
+def _opened(name: str, wanted: ModelConfig) -> OpenModel:
+    """An exported model that can be trained on, of which no weights are read.
+
+    Raises TuneError where it is not of the shape that is wanted, ModelError and its kind where there is none.
+    """
+    files = resolve(name)
+    if is_head(files.path):
+        raise TuneError(
+            f"init is {name!r}, which is a draft head; allowed: target, random, or a model's folder"
+        )
+    opened = open_model(files)
+    if replace(opened.config, eos_ids=wanted.eos_ids) != wanted:
+        raise TuneError(
+            f"the model {name} has another shape than the one that is wanted; give --layers as it was "
+            "trained, and the model it is a draft of, or leave --init out"
+        )
+    return opened
+
+
+def _take(model: SmallModel, source: OpenModel, layers: Sequence[int]) -> None:
+    """Copy these layers and the last norm."""
+    for number, layer in enumerate(layers):
+        model.take_layer(number, source, layer)
+    model.take_norm(source)
+
+
+def _choices(count: int, whole: int) -> list[tuple[int, ...]]:
+    """Ways to choose so many of a model's layers: from both ends, the first, the last, and spread out."""
+    first = (count + 1) // 2
+    ends = (*range(first), *range(whole - (count - first), whole))
+    spread = tuple(round(i * (whole - 1) / max(count - 1, 1)) for i in range(count))
+    return list(dict.fromkeys((ends, tuple(range(count)), tuple(range(whole - count, whole)), spread)))

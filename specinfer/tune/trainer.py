@@ -1,10 +1,10 @@
-"""Training: steps over blocks of the collected texts, until the time is over.
+"""The trainer: steps of gradient descent over blocks of the collected texts, until the time is over.
 
-A step's batch is a function of its number, so a run that is gone on with sees what it would have seen. Blocks
+A step's batch is a function of its number, so a run that is resumed sees what it would have seen. Blocks
 are as deep as a die says, each level .6 times as often as the one before it: deep levels count only where all
 before them are right, and what is not computed costs nothing. What is measured and exported is an average
 of the weights over the last few hundred steps, which is better than any of them and makes the end of a run
-as good as its middle; over the last half of the time the rate of learning falls besides.
+as good as its middle; over the last half of the time the learning rate falls besides.
 
 Where the CPU has instructions for it, products are of bfloat16 numbers and put out such, and so is what lies
 between an MLP's. All else is of float32: weights, their average and moments, norms, rotations, softmaxes, the
@@ -13,25 +13,29 @@ residual stream, losses.
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from specinfer.errors import TuneError
-from specinfer.tune.blocks import anchors_of, blocks
-from specinfer.tune.draft import Draft
-from specinfer.tune.held_out import entries_of
-from specinfer.tune.lessons import Lessons
-from specinfer.tune.losses import LOSSES, Loss, Shortlist
-from specinfer.tune.places import Places, shortlists, summed_losses
-from specinfer.tune.shards import TunedText
-from specinfer.tune.workers import Workers
+from specinfer.tune.dataset import Dataset, TunedText, anchors_of, block_batch
+from specinfer.tune.draft import Draft, entries_of
+from specinfer.tune.losses import LOSSES, GuessBatch, Loss, Shortlist, shortlists, summed_losses
 
+# Names of glibc's malloc.h.
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+_KEPT: Final = 1 << 30  # bytes
+_LARGEST: Final = (1 << 30, 1 << 25)  # bytes of a block; older versions of glibc take no more than the latter
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
 _WARM_UP: Final = 30  # steps
 _RATE: Final = 1e-3  # of learning, for rows of at most ...
 _WIDTH: Final = 576  # ... so many values
@@ -61,7 +65,7 @@ class TrainConfig:
 
 
 @dataclass(slots=True)
-class Trained:
+class TrainState:
     """How far a training has come; all of it that is not weights."""
 
     steps: int = 0
@@ -84,7 +88,7 @@ class Trainer:
 
     def __init__(self, draft: Draft, config: TrainConfig) -> None:
         self.draft = draft
-        self.state = Trained()
+        self.state = TrainState()
         self._config = config
         self._workers = Workers(config.texts)
         self._entry_V = entries_of(draft)
@@ -96,12 +100,12 @@ class Trainer:
             self._named.values(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
 
-    def step(self, lessons: Lessons, left: float) -> None:
+    def step(self, dataset: Dataset, left: float) -> None:
         """Learn from a few texts; `left` is the part of the time that is left, of 1."""
         config, number = self._config, self.state.steps
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
-        chosen = torch.randint(len(lessons), (config.texts,), generator=generator)
-        texts = [lessons.text(int(i)) for i in chosen]
+        chosen = torch.randint(len(dataset), (config.texts,), generator=generator)
+        texts = [dataset.text(int(i)) for i in chosen]
         texts = [text for text in texts if text.answer > 1]
         levels = self._levels(generator)
         if not texts:
@@ -125,11 +129,13 @@ class Trainer:
         draft, config = self.draft, self._config
         count = min(self._workers.count, len(texts))
 
-        def read(first: int) -> Places:
+        def read(first: int) -> GuessBatch:
             mine = slice(first, None, count)
-            return Places.of(blocks(texts[mine], anchors[mine], levels, draft.scale_ND), self._entry_V)
+            return GuessBatch.of(
+                block_batch(texts[mine], anchors[mine], levels, draft.scale_ND), self._entry_V
+            )
 
-        def gradients(part: tuple[Places, Shortlist]) -> tuple[Tensor, Sequence[Tensor | None]]:
+        def gradients(part: tuple[GuessBatch, Shortlist]) -> tuple[Tensor, Sequence[Tensor | None]]:
             loss = summed_losses(draft, *part, config.loss)
             return loss.detach(), torch.autograd.grad(loss / weight, parameters, allow_unused=True)
 
@@ -161,7 +167,7 @@ class Trainer:
             for moment in ("exp_avg", "exp_avg_sq"):
                 yield f"{moment}.{name}", state.get(moment, torch.zeros_like(parameter))
 
-    def load(self, tensors: dict[str, Tensor], state: Trained) -> None:
+    def load(self, tensors: dict[str, Tensor], state: TrainState) -> None:
         """Go on from a checkpoint of such a trainer; raises KeyError where it lacks something."""
         self.state = state
         for name, parameter in self._named.items():
@@ -209,8 +215,55 @@ def loss_of(draft: Draft, texts: Sequence[TunedText], config: TrainConfig) -> fl
             "that are answered at length"
         )
     anchors = [anchors_of(text, _TRIED_ON, generator) for text in texts]
-    batch = blocks(texts, anchors, draft.learnt_depth, draft.scale_ND)
-    places = Places.of(batch, entries_of(draft))
+    batch = block_batch(texts, anchors, draft.learnt_depth, draft.scale_ND)
+    places = GuessBatch.of(batch, entries_of(draft))
     [short] = shortlists(draft, [places], config.shortlist, generator)
     loss = summed_losses(draft, places, short, config.loss)
     return float(loss) / max(float(places.weights_R.sum()), _LEAST)
+
+
+class Workers:
+    """As many as there are cores to compute with, and no more than there can be parts."""
+
+    def __init__(self, most: int) -> None:
+        """`most` parts of a step; the cores are those that torch computes with now."""
+        self._cores = torch.get_num_threads()
+        self.count = max(1, min(most, self._cores))
+        self._pool = ThreadPoolExecutor(self.count, "training") if self.count > 1 else None
+
+    def map(self, work: Callable[[_Given], _Made], parts: Sequence[_Given]) -> list[_Made]:
+        """What comes of each part, in their order; raises what the first of them that fails raises.
+
+        Each has its share of the cores. No part is under way any more when it returns or raises.
+        """
+        count = len(parts)
+        if self._pool is None or count == 1:
+            return [work(part) for part in parts]
+
+        def alone(number: int) -> _Made:
+            share = self._cores // count + (number < self._cores % count)
+            torch.set_num_threads(max(1, share))  # of this thread
+            return work(parts[number])
+
+        futures = [self._pool.submit(alone, number) for number in range(count)]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            wait(futures)
+            torch.set_num_threads(self._cores)  # what threads begin with that compute for the first time
+
+
+def keep_freed_memory() -> bool:
+    """Let the process keep what it frees, as far as the C library can be told to; whether it could.
+
+    A step of training allocates what the one before it freed, a few hundred tensors of megabytes. By default
+    glibc gives such blocks back and maps new ones, whose pages the kernel fills with zeros, for one thread of
+    the process at a time: that was a fifth of one thread's time, and a quarter of two's (docs/log.md). Other
+    threads than the main one still give back blocks of 64 MB and more.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # another C library
+        return False
+    mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
+    kept = bool(mallopt(_M_TRIM_THRESHOLD, _KEPT))
+    return any(mallopt(_M_MMAP_THRESHOLD, size) for size in _LARGEST) and kept

@@ -13,8 +13,8 @@ With several members each has a folder and a state of its own, and the pool is i
             work    member1.safetensors, ...              the trainings' states
                     guesses                               what each proposes where the next one learns
 
-Whoever is killed loses what came after the last shard or checkpoint. Time counts over all runs: a run with
-`--resume` and the same minutes does what the earlier ones left.
+A process that is killed loses what came after the last shard or checkpoint. Time counts over all runs: a run
+with `--resume` and the same minutes does what the earlier ones left.
 """
 
 from __future__ import annotations
@@ -23,51 +23,112 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 import torch
 
+from specinfer.config import EngineConfig
 from specinfer.errors import TuneError
 from specinfer.files import NewFile
 from specinfer.hub import resolve
-from specinfer.hub.pool import is_pool
+from specinfer.hub.pool import MOST_MEMBERS, is_pool
 from specinfer.kernels.machine import thread_count
 from specinfer.llm import LLM
 from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress, Progress
-from specinfer.tune.allocator import keep_freed_memory
-from specinfer.tune.boosting import lessons_of
+from specinfer.tune.boosting import BoostConfig, KnownGuesses, dataset_of
 from specinfer.tune.card import Material
-from specinfer.tune.collect import Collected, Collector, collecting
-from specinfer.tune.config import TuneConfig
-from specinfer.tune.draft import Draft, Target
-from specinfer.tune.gate import Incumbent, Verdict, replace_folder, taps_of
-from specinfer.tune.held_out import Along, along, figures_of, held_out_texts
-from specinfer.tune.known_guesses import KnownGuesses
-from specinfer.tune.lessons import Lessons
-from specinfer.tune.listener import Listener
-from specinfer.tune.new_head import frequent_tokens
-from specinfer.tune.pass_costs import measured_costs
-from specinfer.tune.pooling import (
+from specinfer.tune.collector import Collector, HiddenStateListener, collecting
+from specinfer.tune.dataset import Corpus, Dataset
+from specinfer.tune.draft import Draft, Kind, Target
+from specinfer.tune.evaluation import (
+    Along,
+    Comparison,
+    Incumbent,
+    along,
+    figures_of,
+    held_out_texts,
+    read_draft,
+    replace_folder,
+    taps_of,
+)
+from specinfer.tune.head_kinds import BlockKind
+from specinfer.tune.initial_head import frequent_tokens
+from specinfer.tune.prompts import Prompts
+from specinfer.tune.selection import (
     Costs,
-    Outcome,
+    MeasuredDraft,
     Selection,
-    Trained,
+    TuneResult,
     add_worth,
+    best_shapes,
     candidates_of,
     make_pool,
+    measured_costs,
 )
-from specinfer.tune.prompts import Prompts
-from specinfer.tune.read_draft import read_draft
-from specinfer.tune.selection import best_shapes
-from specinfer.tune.shards import Corpus
-from specinfer.tune.training import Hearers, Place, Training
+from specinfer.tune.trainer import TrainConfig, keep_freed_memory
+from specinfer.tune.training import Hearers, Training, TrainingFiles
 
 _LEAST_TRAINING: Final = 1 / 3  # of the time, whatever collecting took
 _SEEDS_APART: Final = 101  # of members
 _LOOKED_AT: Final = 8192  # tokens among which a member that can name all proposes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneConfig:
+    """One tuning; what it may be gone on with is in its folder."""
+
+    target: EngineConfig
+    out: Path
+    minutes: float = 30.0  # in all, over all runs
+    collect_minutes: float | None = None  # of these; None: a third
+    resume: bool = False
+    chat: bool | None = None  # prompts go through the chat template; None: where there is one
+    max_tokens: int = 256  # of an answer
+    replace: Path | None = None  # the head or pool in this folder is replaced where that is worth it
+    init: str | None = None  # target, random, or an exported draft to go on from; None: as the kind allows
+    kind: Kind = field(default_factory=BlockKind)
+    members: int = 1  # drafts, which share the time
+    boost: BoostConfig | None = None  # how the later ones are boosted; None: as usual
+    training: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        if not self.minutes > 0:
+            raise TuneError(f"minutes is {self.minutes}; allowed: more than 0")
+        if not 1 <= self.members <= MOST_MEMBERS:
+            raise TuneError(f"members is {self.members}; allowed: 1 to {MOST_MEMBERS}")
+        if self.boost is not None and self.members == 1:
+            boost = f"{self.boost.form}, {'warm' if self.boost.warm else 'cold'}"
+            raise TuneError(f"boost is {boost}, and a single member has nobody to be boosted by")
+        if self.replace is not None:
+            old, new = self.replace.expanduser().resolve(), self.out.expanduser().resolve()
+            if old == new or old in new.parents or new in old.parents or not old.name:
+                raise TuneError(
+                    f"what is to be replaced is in {self.replace}, and what is tuned goes into {self.out}; "
+                    "allowed: two folders, neither of them in the other"
+                )
+        if self.collect_minutes is not None and not 0 <= self.collect_minutes < self.minutes:
+            raise TuneError(
+                f"{self.collect_minutes} minutes are to collect in, of {self.minutes} in all; allowed: 0 or "
+                "more, and fewer than these"
+            )
+
+    @property
+    def boosting(self) -> BoostConfig:
+        """How members are boosted."""
+        return self.boost or BoostConfig()
+
+    @property
+    def work(self) -> Path:
+        """What later runs go on from."""
+        return self.out / "work"
+
+    @property
+    def collect_seconds(self) -> float:
+        """What collecting may take, over all runs."""
+        return 60 * (self.minutes / 3 if self.collect_minutes is None else self.collect_minutes)
 
 
 class Tuning:
@@ -117,14 +178,14 @@ class Tuning:
         """Whether a draft is still to begin as the config says: what is resumed asks for it no more."""
         warm = self._config.members > 1 and self._config.boosting.warm
         beginning = range(1 if warm else self._config.members)
-        return not all(self._place(number).checkpoint.exists() for number in beginning)
+        return not all(self._files(number).checkpoint.exists() for number in beginning)
 
     @property
     def vocab(self) -> int:
         """The target's tokens."""
         return self._target.config.vocab_size
 
-    def run(self, prompts: Prompts, sources: Sequence[str]) -> Outcome:
+    def run(self, prompts: Prompts, sources: Sequence[str]) -> TuneResult:
         """Collect and train until the time is over; what the best draft, or the pool, is worth.
 
         `sources` are the names of what prompts were read from. Raises TuneError where nothing can be learnt,
@@ -140,7 +201,7 @@ class Tuning:
         with self._telling_of_the_disk():
             self._collect(prompts)
 
-    def train(self, sources: Sequence[str]) -> Outcome:
+    def train(self, sources: Sequence[str]) -> TuneResult:
         """Train on what was collected, until the time is over; returns and raises as `run`."""
         with self._telling_of_the_disk():
             return self._train(sources)
@@ -190,7 +251,7 @@ class Tuning:
             if not corpus.tokens:
                 raise TuneError("nothing was collected, and no time is left for it; give more minutes")
             return
-        listener = Listener((*self._taps, self._target.config.num_layers))
+        listener = HiddenStateListener((*self._taps, self._target.config.num_layers))
         with LLM(
             collecting(self._config.target), speculators=[listener], progress=self._hearers.progress
         ) as llm:
@@ -201,9 +262,9 @@ class Tuning:
             )
             self._claim()
             found = collector.run(prompts.asked, corpus, left, self._hearers.progress, self._hearers.clock)
-        self._hearers.say(_told(found, corpus))
+        self._hearers.say(found.told(corpus))
 
-    def _train(self, sources: Sequence[str]) -> Outcome:
+    def _train(self, sources: Sequence[str]) -> TuneResult:
         config, corpus = self._config, self._corpus
         torch.set_num_threads(thread_count(config.target.threads))
         keep_freed_memory()
@@ -217,57 +278,57 @@ class Tuning:
         total = 60 * config.minutes
         share = max(total - corpus.seconds, _LEAST_TRAINING * total) / config.members
         known: list[KnownGuesses] = []
-        members: list[Trained] = []
+        members: list[MeasuredDraft] = []
         late = 0
         for number in range(config.members):
-            lessons = lessons_of(corpus, config.boosting, known)
-            training = self._training(lessons, sources, number, [one.along for one in members])
+            dataset = dataset_of(corpus, config.boosting, known)
+            training = self._training(dataset, sources, number, [one.along for one in members])
             late += training.trainer.state.seconds >= share
             if late == config.members:
                 self._hearers.say(f"the {config.minutes:g} minutes are over; --resume with more goes on")
             training.run(share)
-            place = self._place(number)
-            draft = read_draft(place.folder, self._target, training.trainer.draft.depth)
-            members.append(Trained(place.folder, draft, along(draft, texts)))
+            files = self._files(number)
+            draft = read_draft(files.folder, self._target, training.trainer.draft.depth)
+            members.append(MeasuredDraft(files.folder, draft, along(draft, texts)))
             if number + 1 < config.members and config.boosting.form != "none":
                 known.append(self._known(number, draft))
         return self._judged(members, Material.of(self._target, sources, corpus))
 
     def _training(
-        self, lessons: Lessons, sources: Sequence[str], number: int = 0, earlier: Sequence[Along] = ()
+        self, dataset: Dataset, sources: Sequence[str], number: int = 0, earlier: Sequence[Along] = ()
     ) -> Training:
         """The training of a member, by its number from 0 on."""
         config, corpus = self._config, self._corpus
         if config.members > 1:
             self._hearers.say(
-                f"member {number + 1} of {config.members} learns from {len(lessons)} of "
+                f"member {number + 1} of {config.members} learns from {len(dataset)} of "
                 f"{corpus.count(held_out=False)} texts"
             )
-        init = str(self._place(number - 1).folder) if number and config.boosting.warm else config.init
+        init = str(self._files(number - 1).folder) if number and config.boosting.warm else config.init
         return Training(
-            config,
+            config.kind,
+            replace(config.training, seed=config.training.seed + _SEEDS_APART * number),
             self._target,
-            lessons,
+            dataset,
             held_out_texts(corpus),
-            self._place(number),
+            self._files(number),
             earlier=tuple(earlier),
             material=Material.of(self._target, sources, corpus),
-            seed=config.training.seed + _SEEDS_APART * number,
             init=init,
             hearers=self._hearers,
         )
 
-    def _place(self, number: int) -> Place:
+    def _files(self, number: int) -> TrainingFiles:
         """Where a member's files lie: a single one is the folder's own."""
         config = self._config
         if config.members == 1:
-            return Place(config.out, config.work / "checkpoint.safetensors")
+            return TrainingFiles(config.out, config.work / "checkpoint.safetensors")
         name = member_name(number)
-        return Place(config.out / name, config.work / f"{name}.safetensors")
+        return TrainingFiles(config.out / name, config.work / f"{name}.safetensors")
 
     def _known(self, number: int, draft: Draft) -> KnownGuesses:
         """What a member proposes along all that is learnt from."""
-        folder = self._place(number).folder
+        folder = self._files(number).folder
         kept = self._config.work / "guesses" / folder.name
         known = KnownGuesses(self._corpus, kept, folder / "model.safetensors")
         among_S = None
@@ -276,7 +337,7 @@ class Tuning:
         known.complete(draft, self._config.boosting.width, self._hearers.progress, among_S)
         return known
 
-    def _judged(self, members: Sequence[Trained], material: Material) -> Outcome:
+    def _judged(self, members: Sequence[MeasuredDraft], material: Material) -> TuneResult:
         """Say what passes cost and who pays, make a pool of those, and let it replace what is worse."""
         config, old = self._config, self._incumbent
         former = [] if old is None else self._former(old, members[0].draft.depth)
@@ -298,18 +359,18 @@ class Tuning:
         elif old is not None:
             former_speed = best_shapes(theirs, costs.target, range(len(theirs)))
             texts_P = members[0].along.texts_P.numpy()
-            verdict = Verdict.of(selection.best.of_texts(texts_P), former_speed.of_texts(texts_P))
-            self._hearers.say(verdict.told(old.folder))
-            if verdict.better:
+            comparison = Comparison.of(selection.best.of_texts(texts_P), former_speed.of_texts(texts_P))
+            self._hearers.say(comparison.told(old.folder))
+            if comparison.better:
                 replace_folder(config.out, old.folder)
-        return Outcome(replace(figures, tokens_per_pass=figures.worth), selection)
+        return TuneResult(replace(figures, tokens_per_pass=figures.worth), selection)
 
-    def _former(self, old: Incumbent, depth: int) -> list[Trained]:
+    def _former(self, old: Incumbent, depth: int) -> list[MeasuredDraft]:
         """The drafts that may be replaced, along the same answers."""
-        found: list[Trained] = []
+        found: list[MeasuredDraft] = []
         for folder, draft in zip(old.members, old.drafts(depth), strict=True):
             corpus = self._reading(taps_of(folder, self._target))
-            found.append(Trained(folder, draft, along(draft, held_out_texts(corpus))))
+            found.append(MeasuredDraft(folder, draft, along(draft, held_out_texts(corpus))))
         return found
 
     def _reading(self, taps: Sequence[int]) -> Corpus:
@@ -320,17 +381,6 @@ class Tuning:
 def member_name(number: int) -> str:
     """The folder of a pool's member, by its number from 0 on."""
     return f"member{number + 1}"
-
-
-def _told(found: Collected, corpus: Corpus) -> str:
-    """What came of collecting, in a line."""
-    skipped = f", {found.silent} said nothing" if found.silent else ""
-    skipped += f", {found.refused} were too long" if found.refused else ""
-    return (
-        f"{found.answered} prompts were answered{skipped}; there are {corpus.tokens} tokens of answers, "
-        f"{corpus.count(held_out=True)} texts held out and {corpus.count(held_out=False)} not, "
-        f"{corpus.tokens / max(corpus.seconds, 0.01):.0f} tokens/s"
-    )
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -115,8 +115,8 @@ def test_options_of_other_kinds_are_refused(tmp_path: Path) -> None:
     [
         (["--boost", "residual"], "'residual' is not one of 'discount', 'sequence', 'none'"),
         (["--loss", "coupled"], "'coupled' is not one of 'hybrid', 'kl'"),
-        (["--on-trunk"], "No such option: --on-trunk"),
-        (["--confidence"], "No such option: --confidence"),
+        (["--on-trunk"], "No such option '--on-trunk'"),
+        (["--confidence"], "No such option '--confidence'"),
     ],
     ids=str,
 )

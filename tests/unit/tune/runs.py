@@ -11,12 +11,11 @@ from specinfer.engine.build import Curves
 from specinfer.engine.drafts import draft_names
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.tune.block_kind import BlockKind
-from specinfer.tune.config import TuneConfig
-from specinfer.tune.pooling import Costs, Outcome
+from specinfer.tune.head_kinds import BlockKind
 from specinfer.tune.prompts import read_prompts
-from specinfer.tune.ssm_kind import SsmKind
-from specinfer.tune.tuning import Tuning
+from specinfer.tune.selection import Costs, TuneResult
+from specinfer.tune.small_model import SsmKind
+from specinfer.tune.tuning import TuneConfig, Tuning
 
 Clock = Callable[[], float]
 SSM = SsmKind(layers=1, depth=3)
@@ -45,7 +44,7 @@ def cheap(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> C
 
 def run(
     config: TuneConfig, prompts: Path, clock: Clock | None = None, costs: Costs = cheap
-) -> tuple[Outcome, list[str]]:
+) -> tuple[TuneResult, list[str]]:
     """What a whole tuning comes to, and what it says; at known costs, on a clock that ticks."""
     lines: list[str] = []
     tuning = Tuning(config, clock=clock or ticking(), say=lines.append, costs=costs)

@@ -12,7 +12,7 @@ _PROGRAM = """
 import ctypes, sys
 from pathlib import Path
 
-from specinfer.tune.allocator import keep_freed_memory
+from specinfer.tune.trainer import keep_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
@@ -36,7 +36,7 @@ _CACHES = """
 import psutil, torch
 
 from specinfer.runtime.kv_cache import KvCache
-from specinfer.tune.allocator import keep_freed_memory
+from specinfer.tune.trainer import keep_freed_memory
 
 assert keep_freed_memory()
 

@@ -11,18 +11,15 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import TuneError
-from specinfer.tune.blocks import anchors_of, blocks
-from specinfer.tune.boosting import BoostConfig, discounted, hit_chances, lessons_of
-from specinfer.tune.known_guesses import KnownGuesses, proposed
-from specinfer.tune.lessons import AllLessons
+from specinfer.tune.boosting import BoostConfig, KnownGuesses, dataset_of, discounted, hit_chances, proposed
+from specinfer.tune.dataset import Corpus, TunedText, WholeDataset, anchors_of, block_batch
+from specinfer.tune.evaluation import read_draft
 from specinfer.tune.prompts import HELD_OUT, temperature_of
-from specinfer.tune.read_draft import read_draft
-from specinfer.tune.shards import Corpus, TunedText
-from specinfer.tune.ssm_kind import SsmKind
+from specinfer.tune.small_model import SsmKind
 from specinfer.tune.trainer import TrainConfig
 from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import ticking, tuning_of
-from tests.unit.tune.test_ssm import opened
+from tests.unit.tune.test_small_model import opened
 
 GREEDY, WARM, HOT = (HELD_OUT * number + 1 for number in (0, 1, 2))  # keys
 LAW = torch.tensor([[0.5, 0.3, 0.2], [0.6, 0.4, 0.0]]).log()
@@ -94,8 +91,8 @@ def test_texts_that_are_predicted_best_are_left_out(corpus: Corpus) -> None:
     keys = [corpus.text(number, held_out=False).key for number in range(4)]
 
     def left(*known: KnownGuesses) -> list[int]:
-        lessons = lessons_of(corpus, config, known)
-        return [keys.index(lessons.text(number).key) for number in range(len(lessons))]
+        dataset = dataset_of(corpus, config, known)
+        return [keys.index(dataset.text(number).key) for number in range(len(dataset))]
 
     assert left() == [0, 1, 2, 3]
     assert left(first) == [1, 3]
@@ -104,13 +101,13 @@ def test_texts_that_are_predicted_best_are_left_out(corpus: Corpus) -> None:
 
 def test_places_that_are_predicted_count_less(corpus: Corpus) -> None:
     known = [Pretended([7, 8, 7, 9], 3)]
-    left = lessons_of(corpus, BoostConfig(form="discount", kept=0.25), known)
+    left = dataset_of(corpus, BoostConfig(form="discount", kept=0.25), known)
     assert [left.text(number).weights_R.tolist() for number in (0, 1)] == [[1, 0.25, 0.25], [1, 1, 1]]
     law = left.text(0).label_logprobs_RK.exp()
     assert law[0].tolist() == pytest.approx([0.5, 0.3, 0.2], abs=1e-3)  # nobody guesses a text's first token
     assert law[1].tolist() == pytest.approx([1 / 5, 12 / 25, 8 / 25], abs=1e-3)  # 0.125, 0.3, 0.2 of 0.625
-    assert isinstance(lessons_of(corpus, BoostConfig(form="none"), known), AllLessons)
-    assert isinstance(lessons_of(corpus, BoostConfig(), []), AllLessons)
+    assert isinstance(dataset_of(corpus, BoostConfig(form="none"), known), WholeDataset)
+    assert isinstance(dataset_of(corpus, BoostConfig(), []), WholeDataset)
 
 
 def test_weights_reach_the_places_they_are_of() -> None:
@@ -118,7 +115,7 @@ def test_weights_reach_the_places_they_are_of() -> None:
     counted = TunedText(
         one.tokens_T, 1, one.taps_TND, one.label_ids_RK, one.label_logprobs_RK, HOT, False, torch.arange(4.0)
     )
-    batch = blocks([counted], [anchors_of(counted, 9, torch.Generator())], 2, torch.ones(0, 32))
+    batch = block_batch([counted], [anchors_of(counted, 9, torch.Generator())], 2, torch.ones(0, 32))
     assert batch.weights_BAL.tolist() == [[[1, 2], [2, 3], [3, 3]]]
     assert batch.valid_BAL.tolist() == [[[True, True], [True, True], [True, False]]]
 

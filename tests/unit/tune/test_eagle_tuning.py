@@ -13,15 +13,13 @@ from specinfer.heads.eagle import EagleHead
 from specinfer.llm import LLM
 from specinfer.models.weights import open_model
 from specinfer.sampling_params import SamplingParams
-from specinfer.tune.blocks import blocks
-from specinfer.tune.checkpoint import read_checkpoint
-from specinfer.tune.eagle_kind import EagleKind
-from specinfer.tune.head_draft import EagleHeadDraft
-from specinfer.tune.held_out import held_out_texts, measure
-from specinfer.tune.known_head import known_head, widened
-from specinfer.tune.new_head import new_head
+from specinfer.tune.dataset import Corpus, TunedText, block_batch
+from specinfer.tune.evaluation import held_out_texts, measure
+from specinfer.tune.head_draft import EagleHeadDraft, known_head, widened
+from specinfer.tune.head_kinds import EagleKind
+from specinfer.tune.initial_head import new_head
 from specinfer.tune.prompts import read_prompts
-from specinfer.tune.shards import Corpus, TunedText
+from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import beginning_of, engine, ticking, tuning_of
 
@@ -73,7 +71,7 @@ def test_along_a_text_it_guesses_as_where_the_text_ends(target: Path) -> None:
     )
     places = torch.tensor([4, 6, 8])
     with torch.no_grad():
-        batch = blocks([text], [places], 3, torch.ones(taps.shape[1:]))
+        batch = block_batch([text], [places], 3, torch.ones(taps.shape[1:]))
         along_ALD = EagleHeadDraft(head, torch.ones(taps.shape[1:])).guessed(batch, 3)[0]
         for number, place in enumerate(places.tolist()):
             ids_TS = torch.stack([tokens[1 + step : 1 + step + place] for step in range(3)], dim=-1)

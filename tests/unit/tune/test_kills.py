@@ -16,7 +16,7 @@ from specinfer.heads.checkpoint import HeadFolder
 from specinfer.llm import LLM
 from specinfer.models.weights import open_model
 from specinfer.sampling_params import SamplingParams
-from specinfer.tune.checkpoint import read_checkpoint
+from specinfer.tune.training import read_checkpoint
 from tests.unit.tune.conftest import engine
 
 _MINUTES = 0.1  # of the first run, of which a third is for collecting; each later one has as many more

@@ -17,14 +17,13 @@ from specinfer.progress import NoProgress
 from specinfer.runtime.cost_curve import CostCurve, Timed
 from specinfer.sampling_params import SamplingParams
 from specinfer.tune.boosting import Boost, BoostConfig
-from specinfer.tune.checkpoint import read_checkpoint
-from specinfer.tune.config import TuneConfig
+from specinfer.tune.dataset import WholeDataset
 from specinfer.tune.draft import Kind
-from specinfer.tune.eagle_kind import EagleKind
-from specinfer.tune.lessons import AllLessons
-from specinfer.tune.pass_costs import measured_costs
-from specinfer.tune.read_draft import read_draft
-from specinfer.tune.tuning import Tuning
+from specinfer.tune.evaluation import read_draft
+from specinfer.tune.head_kinds import EagleKind
+from specinfer.tune.selection import measured_costs
+from specinfer.tune.training import read_checkpoint
+from specinfer.tune.tuning import TuneConfig, Tuning
 from tests.unit.tune.conftest import KilledError, dies_at, engine, ticking, tuning_of
 from tests.unit.tune.runs import BLOCK, SSM, TARGET, free, run
 
@@ -83,7 +82,7 @@ def test_a_later_member_begins_as_the_one_before_it(
     tuning = Tuning(replace(config, resume=True), clock=ticking())
     first = dict(read_draft(config.out / "member1", tuning._target, kind.depth).module.named_parameters())
     (config.work / "member2.safetensors").unlink()
-    second = tuning._training(AllLessons(tuning._corpus), [], 1).trainer
+    second = tuning._training(WholeDataset(tuning._corpus), [], 1).trainer
     assert second.state.steps == 0
     alike = [
         torch.allclose(begun, first[name])

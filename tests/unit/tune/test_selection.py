@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.tune.held_out import NEVER, Along
+from specinfer.tune.evaluation import NEVER, Along
 from specinfer.tune.selection import Candidate, best_shapes, level_sizes, quickest, selected, speed_of
 
 FLAT = CostCurve((1, 2), (1.0, 1.0))  # a pass takes a second, however many rows it has

@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from specinfer.heads.layers import HeadLayer
-from specinfer.tune import places
-from specinfer.tune.block_kind import BlockKind
+from specinfer.tune.dataset import WholeDataset
 from specinfer.tune.draft import Kind
-from specinfer.tune.eagle_kind import EagleKind
-from specinfer.tune.lessons import AllLessons
+from specinfer.tune.head_kinds import BlockKind, EagleKind
 from specinfer.tune.prompts import read_prompts
-from specinfer.tune.ssm_kind import SsmKind
+from specinfer.tune.small_model import SsmKind
 from specinfer.tune.trainer import TrainConfig, Trainer, usual_rate
 from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import ticking, tuning_of
@@ -41,14 +39,14 @@ def test_parts_of_a_step_learn_what_the_whole_learns(
 ) -> None:
     tuning = Tuning(tuning_of(target, tmp_path / "draft", kind=kind), clock=ticking())
     tuning._collect(read_prompts([prompts]))
-    lessons = AllLessons(tuning._corpus)
+    dataset = WholeDataset(tuning._corpus)
     trainers: dict[int, Trainer] = {}
     gradients: dict[int, list[torch.Tensor]] = {}
     for cores in (1, 2, 3):
         torch.set_num_threads(cores)
-        trainers[cores] = tuning._training(lessons, []).trainer
+        trainers[cores] = tuning._training(dataset, []).trainer
         assert trainers[cores]._workers.count == cores
-        trainers[cores].step(lessons, 1.0)
+        trainers[cores].step(dataset, 1.0)
         named = trainers[cores].draft.module.named_parameters()
         gradients[cores] = [p.grad.clone() for _, p in named if p.grad is not None]
         assert torch.get_num_threads() == cores
@@ -65,11 +63,11 @@ def test_the_rate_is_by_the_width_and_falls_at_the_end(target: Path, prompts: Pa
     assert usual_rate(1536) == pytest.approx(1e-3 * (576 / 1536) ** 1.5)
     tuning = Tuning(tuning_of(target, tmp_path / "draft", training=TrainConfig()), clock=ticking())
     tuning._collect(read_prompts([prompts]))
-    lessons = AllLessons(tuning._corpus)
-    trainer = tuning._training(lessons, []).trainer
+    dataset = WholeDataset(tuning._corpus)
+    trainer = tuning._training(dataset, []).trainer
     for left in (1.0, 0.25):
         for _ in range(30):  # its warm-up
-            trainer.step(lessons, left)
+            trainer.step(dataset, left)
         assert trainer._optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * min(1.0, 2 * left))
 
 
@@ -79,18 +77,18 @@ def test_products_of_bfloat16_learn_what_float32_learns(
 ) -> None:
     tuning = Tuning(tuning_of(target, tmp_path / "draft", kind=kind), clock=ticking())
     tuning._collect(read_prompts([prompts]))
-    lessons = AllLessons(tuning._corpus)
+    dataset = WholeDataset(tuning._corpus)
     losses: dict[bool, list[float]] = {}
     computed: list[torch.dtype] = []
     for rounded in (False, True):
-        monkeypatch.setattr(places, "is_quick_in_bfloat16", lambda rounded=rounded: rounded)
-        one = tuning._training(lessons, []).trainer
+        monkeypatch.setattr("specinfer.tune.losses.is_quick_in_bfloat16", lambda rounded=rounded: rounded)
+        one = tuning._training(dataset, []).trainer
         layer = next(m for m in one.draft.module.modules() if isinstance(m, HeadLayer))
         computed.clear()
         layer.mlp.up_proj.register_forward_hook(lambda module, given, made: computed.append(made.dtype))
         losses[rounded] = []
         for _ in range(60):
-            one.step(lessons, 1.0)
+            one.step(dataset, 1.0)
             losses[rounded].append(one.state.loss)
         assert {*computed} == {torch.bfloat16 if rounded else torch.float32}
         assert {p.dtype for p in one.draft.module.parameters()} == {torch.float32}

@@ -16,13 +16,13 @@ from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.llm import LLM
 from specinfer.models.weights import open_model
-from specinfer.tune import checkpoint, training
-from specinfer.tune.block_kind import BlockKind
-from specinfer.tune.checkpoint import read_checkpoint
+from specinfer.tune import training
+from specinfer.tune.dataset import WholeDataset
+from specinfer.tune.evaluation import Figures, held_out_texts
 from specinfer.tune.head_draft import BlockHeadDraft
-from specinfer.tune.held_out import Figures, held_out_texts
-from specinfer.tune.lessons import AllLessons
+from specinfer.tune.head_kinds import BlockKind
 from specinfer.tune.prompts import read_prompts
+from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import KilledError, engine, ticking, tuning_of
 from tests.unit.tune.runs import run
@@ -45,11 +45,11 @@ def test_a_head_learns_what_its_target_says(tuned: Path) -> None:
 def test_what_is_exported_computes_what_was_trained(target: Path, prompts: Path, tmp_path: Path) -> None:
     tuning = Tuning(tuning_of(target, tmp_path / "head"), clock=ticking())
     tuning._collect(read_prompts([prompts]))
-    lessons, texts = AllLessons(tuning._corpus), held_out_texts(tuning._corpus)
-    training = tuning._training(lessons, [])
+    dataset, texts = WholeDataset(tuning._corpus), held_out_texts(tuning._corpus)
+    training = tuning._training(dataset, [])
     trainer = training.trainer
     for _ in range(8):
-        trainer.step(lessons, 1.0)
+        trainer.step(dataset, 1.0)
     training.keep()
     opened = open_model(target)
     exported = HeadFolder(tmp_path / "head", opened.config).module(opened)
@@ -110,7 +110,7 @@ def test_a_later_worse_one_never_replaces_what_was_exported_before_a_kill(
         return Figures((0.1,) * 4, 0.2, best if exported else next(worth), 5)
 
     monkeypatch.setattr("specinfer.tune.training.measure", measured)
-    left, write = iter(range(writes)), checkpoint.write_checkpoint
+    left, write = iter(range(writes)), training.write_checkpoint
 
     def dies(*args: Any) -> None:
         if next(left, None) is None:

@@ -15,16 +15,14 @@ import torch
 from specinfer.errors import ModelError, SpecInferError, TuneError
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.models.weights import open_model
-from specinfer.tune import checkpoint
-from specinfer.tune.block_kind import BlockKind
-from specinfer.tune.checkpoint import read_checkpoint
-from specinfer.tune.config import TuneConfig
+from specinfer.tune import training
+from specinfer.tune.dataset import WholeDataset
 from specinfer.tune.draft import Kind
-from specinfer.tune.eagle_kind import EagleKind
-from specinfer.tune.lessons import AllLessons
+from specinfer.tune.head_kinds import BlockKind, EagleKind
 from specinfer.tune.prompts import read_prompts
-from specinfer.tune.ssm_kind import SsmKind
-from specinfer.tune.tuning import Tuning
+from specinfer.tune.small_model import SsmKind
+from specinfer.tune.training import read_checkpoint
+from specinfer.tune.tuning import TuneConfig, Tuning
 from tests.tiny_models import write_tiny_llama
 from tests.unit.tune.conftest import KilledError, dies_at, engine, ticking, tuning_of, write_prompts
 from tests.unit.tune.runs import SHAPE, run
@@ -58,18 +56,18 @@ def test_a_run_in_two_parts_learns_what_one_run_learns(target: Path, prompts: Pa
     config = tuning_of(target, tmp_path / "head", minutes=4.0)
     tuning = Tuning(config, clock=ticking())
     tuning._collect(read_prompts([prompts]))
-    lessons = AllLessons(tuning._corpus)
-    whole = tuning._training(lessons, []).trainer
+    dataset = WholeDataset(tuning._corpus)
+    whole = tuning._training(dataset, []).trainer
     for _ in range(6):
-        whole.step(lessons, 1.0)
-    first = tuning._training(lessons, []).trainer
+        whole.step(dataset, 1.0)
+    first = tuning._training(dataset, []).trainer
     for _ in range(3):
-        first.step(lessons, 1.0)
+        first.step(dataset, 1.0)
     path = config.out / _CHECKPOINT
-    checkpoint.write_checkpoint(path, first, {})
-    second = tuning._training(lessons, []).trainer
+    training.write_checkpoint(path, first, {})
+    second = tuning._training(dataset, []).trainer
     for _ in range(3):
-        second.step(lessons, 1.0)
+        second.step(dataset, 1.0)
     assert second.state.steps == whole.state.steps
     for name, parameter in whole.draft.module.named_parameters():
         assert torch.allclose(parameter, second.draft.module.get_parameter(name), atol=1e-6), name
@@ -101,7 +99,7 @@ def test_a_full_disk_is_told_and_what_was_kept_stays(
 ) -> None:
     config = tuning_of(target, tmp_path / "head", minutes=4.0)
     written = 0
-    write = checkpoint.write_safetensors
+    write = training.write_safetensors
 
     def fills(path: Path, *rest: Any, **more: Any) -> None:
         nonlocal written
@@ -110,7 +108,7 @@ def test_a_full_disk_is_told_and_what_was_kept_stays(
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         write(path, *rest, **more)
 
-    monkeypatch.setattr(checkpoint, "write_safetensors", fills)
+    monkeypatch.setattr(training, "write_safetensors", fills)
     with pytest.raises(TuneError, match=r"cannot write to .*No space left on device.*--resume"):
         run(config, prompts, ticking(8.0))
     kept = read_checkpoint(config.out / _CHECKPOINT).state
@@ -126,7 +124,7 @@ def test_a_disk_that_is_full_of_shards_is_told(
     def full(path: Path, *_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("specinfer.tune.shards.write_safetensors", full)
+    monkeypatch.setattr("specinfer.tune.dataset.write_safetensors", full)
     config = tuning_of(target, tmp_path / "head")
     with pytest.raises(TuneError, match=r"cannot write to .*No space left on device.*--resume"):
         run(config, prompts)

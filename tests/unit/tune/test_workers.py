@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from specinfer.tune.workers import Workers
+from specinfer.tune.trainer import Workers
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from specinfer.heads.checkpoint import HeadFolder
 from specinfer.models.weights import open_model
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.tune.pooling import Costs, Outcome
 from specinfer.tune.prompts import read_prompts
+from specinfer.tune.selection import Costs, TuneResult
 from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import ticking, tuning_of
 from tests.unit.tune.runs import BLOCK, SSM, cheap
@@ -28,7 +28,7 @@ def dear(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> Cu
 
 def tuned(
     target: Path, prompts: Path, out: Path, costs: Costs, **changes: object
-) -> tuple[Outcome, list[str]]:
+) -> tuple[TuneResult, list[str]]:
     lines: list[str] = []
     config = tuning_of(target, out, **({"kind": BLOCK} | changes))
     tuning = Tuning(config, clock=ticking(), say=lines.append, costs=costs)

@@ -13,10 +13,10 @@ from specinfer.llm import LLM
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.executor import ModelRunner
-from specinfer.tune.collect import Collected, Collector, collecting, default_taps, in_order
-from specinfer.tune.listener import Listener
+from specinfer.tune.collector import Collected, Collector, HiddenStateListener, collecting, in_order
+from specinfer.tune.dataset import Corpus
+from specinfer.tune.head_kinds import default_taps
 from specinfer.tune.prompts import Prompts, read_prompts, temperature_of
-from specinfer.tune.shards import Corpus
 from tests.tiny_models import write_tiny_llama
 from tests.unit.tune.conftest import engine, ticking, write_prompts
 
@@ -33,7 +33,7 @@ def collect(
     seed: int = 0,
 ) -> tuple[Corpus, Collected]:
     folder.mkdir(exist_ok=True)
-    listener, corpus = Listener((*TAPS, 3)), Corpus(folder)
+    listener, corpus = HiddenStateListener((*TAPS, 3)), Corpus(folder)
     with LLM(collecting(engine(target)), speculators=[listener]) as llm:
         collector = Collector(llm, listener, chat=False, max_tokens=max_tokens, seed=seed)
         return corpus, collector.run(prompts.asked, corpus, seconds, NoProgress(), ticking())

@@ -16,15 +16,12 @@ from specinfer.llm import LLM
 from specinfer.models.weights import OpenModel, open_model
 from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import Tokenizer
-from specinfer.tune.blocks import anchors_of, blocks
-from specinfer.tune.checkpoint import read_checkpoint
+from specinfer.tune.dataset import Corpus, WholeDataset, anchors_of, block_batch
 from specinfer.tune.draft import Target
-from specinfer.tune.held_out import held_out_texts, measure
-from specinfer.tune.lessons import AllLessons
+from specinfer.tune.evaluation import held_out_texts, measure, read_draft
 from specinfer.tune.prompts import read_prompts
-from specinfer.tune.read_draft import read_draft
-from specinfer.tune.shards import Corpus
-from specinfer.tune.ssm_kind import SmallDraft, SsmKind
+from specinfer.tune.small_model import SmallDraft, SsmKind
+from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import Tuning
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_models import write_tiny_llama
@@ -121,15 +118,15 @@ def test_all_layers_of_a_target_are_the_target(target: Path, prompts: Path, tmp_
     kind = SsmKind(layers=3, depth=2)
     tuning = Tuning(tuning_of(target, tmp_path / "model", kind=kind), clock=ticking())
     tuning._collect(read_prompts([prompts]))
-    lessons = AllLessons(tuning._corpus)
-    draft = tuning._training(lessons, []).trainer.draft
+    dataset = WholeDataset(tuning._corpus)
+    draft = tuning._training(dataset, []).trainer.draft
     assert isinstance(draft, SmallDraft)
     ratio = draft.model.norm.weight / read(open_model(target), "model.norm.weight")
     assert float(ratio.detach().std()) < 1e-5, "the norm is as loud as loses least"
     with torch.no_grad():
         draft.model.norm.weight.div_(ratio)
-        text = lessons.text(0)
-        batch = blocks([text], [anchors_of(text, 99, torch.Generator())], 2, draft.scale_ND)
+        text = dataset.text(0)
+        batch = block_batch([text], [anchors_of(text, 99, torch.Generator())], 2, draft.scale_ND)
         said = draft.logits(draft.guessed(batch, 2), batch.before_BAL).log_softmax(dim=-1)
     ids = batch.label_ids_BALK[batch.valid_BAL]
     ours = said[batch.valid_BAL].gather(1, ids).exp()
@@ -145,7 +142,7 @@ def test_a_written_model_is_trained_on(tuned: Path, chatting: Path, prompts: Pat
     config = tuning_of(chatting, tmp_path / "more", kind=KIND, init=str(tuned))
     tuning = Tuning(config, clock=ticking())
     tuning._collect(read_prompts([prompts]))
-    draft = tuning._training(AllLessons(tuning._corpus), []).trainer.draft
+    draft = tuning._training(WholeDataset(tuning._corpus), []).trainer.draft
     written = read_draft(tuned, opened(chatting), 3)
     for name, weight in written.module.named_parameters():
         assert torch.equal(weight, draft.module.get_parameter(name)), name
@@ -159,7 +156,7 @@ def test_layers_of_random_numbers_differ_by_seed(target: Path, prompts: Path, tm
         config = tuning_of(target, tmp_path / str(len(first)), kind=KIND, init="random")
         tuning = Tuning(replace(config, training=replace(config.training, seed=seed)), clock=ticking())
         tuning._collect(read_prompts([prompts]))
-        draft = tuning._training(AllLessons(tuning._corpus), []).trainer.draft
+        draft = tuning._training(WholeDataset(tuning._corpus), []).trainer.draft
         first.append(draft.module.get_parameter("layers.0.mlp.up_proj.weight").detach())
     assert torch.equal(first[0], first[1])
     assert not torch.equal(first[0], first[2])

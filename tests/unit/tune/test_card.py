@@ -9,7 +9,7 @@ import pytest
 
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.hub.model_files import ModelFiles
-from specinfer.tune.licence import Licence, front_matter, licence_of
+from specinfer.tune.card import Licence, front_matter, licence_of
 
 
 def folder(path: Path, card: str | None) -> ModelFiles:

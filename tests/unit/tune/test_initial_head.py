@@ -15,16 +15,12 @@ from specinfer.heads.checkpoint import HeadFolder, target_head
 from specinfer.heads.layers import HeadLayer
 from specinfer.hub import resolve
 from specinfer.models.weights import OpenModel, open_model
-from specinfer.tune.block_kind import BlockKind, Layout
-from specinfer.tune.head_draft import BlockHeadDraft
-from specinfer.tune.held_out import entries_of
-from specinfer.tune.informed_head import begin_as_target, learn_pairs
-from specinfer.tune.known_head import known_head, widened
-from specinfer.tune.lessons import AllLessons, first_texts
-from specinfer.tune.loudness import tune_loudness
-from specinfer.tune.new_head import likely_tokens, new_head
+from specinfer.tune.dataset import Corpus, TunedText, WholeDataset, first_texts
+from specinfer.tune.draft import entries_of
+from specinfer.tune.head_draft import BlockHeadDraft, known_head, widened
+from specinfer.tune.head_kinds import BlockKind, Layout
+from specinfer.tune.initial_head import begin_as_target, learn_pairs, likely_tokens, new_head, tune_loudness
 from specinfer.tune.prompts import read_prompts
-from specinfer.tune.shards import Corpus, TunedText
 from specinfer.tune.trainer import loss_of
 from specinfer.tune.tuning import Tuning
 from tests.unit.tune.conftest import beginning_of, ticking, tuning_of
@@ -66,7 +62,7 @@ def test_the_markov_term_is_the_law_of_pairs(opened: OpenModel, tmp_path: Path) 
     corpus = Corpus(tmp_path / "shards")
     corpus.add(texts, 1.0)
     head = untrained(opened)
-    learn_pairs(head, AllLessons(corpus), entries_of(BlockHeadDraft(head, SCALE, 8)))
+    learn_pairs(head, WholeDataset(corpus), entries_of(BlockHeadDraft(head, SCALE, 8)))
     seen = torch.cat([text.tokens_T[:-1] for text in texts]).unique()
     with torch.no_grad():
         said = head.pair_logits(seen).softmax(dim=-1)
@@ -150,9 +146,9 @@ def test_a_head_that_begins_as_its_target_is_better_than_a_random_one(
         config = replace(tuning_of(target, tmp_path / init), init=init)
         tuning = Tuning(config, clock=ticking())
         tuning._collect(read_prompts([prompts]))
-        lessons = AllLessons(tuning._corpus)
-        draft = tuning._training(lessons, []).trainer.draft
-        losses[init] = loss_of(draft, first_texts(lessons, 8), config.training)
+        dataset = WholeDataset(tuning._corpus)
+        draft = tuning._training(dataset, []).trainer.draft
+        losses[init] = loss_of(draft, first_texts(dataset, 8), config.training)
     assert losses["target"] < 0.8 * losses["random"]
 
 
@@ -162,10 +158,10 @@ def test_an_exported_head_is_trained_on(target: Path, prompts: Path, tmp_path: P
     config = replace(tuning_of(target, tmp_path / "second"), init=str(tmp_path / "first"))
     second = Tuning(config, clock=ticking())
     second._collect(read_prompts([prompts]))
-    lessons = AllLessons(second._corpus)
-    trainer = second._training(lessons, []).trainer
-    texts = first_texts(lessons, 8)
-    begun = first._training(AllLessons(first._corpus), []).trainer
+    dataset = WholeDataset(second._corpus)
+    trainer = second._training(dataset, []).trainer
+    texts = first_texts(dataset, 8)
+    begun = first._training(WholeDataset(first._corpus), []).trainer
     assert torch.equal(trainer.draft.ids, begun.draft.ids)
     assert loss_of(trainer.draft, texts, config.training) == pytest.approx(
         loss_of(begun.averaged(), texts, config.training), rel=0.05

@@ -1,10 +1,11 @@
-"""A head that knows something before it learns: of its target's weights, and of what the target said.
+"""A head before it is trained: random matrices, or what its target's weights and answers say already.
 
 A head that begins with random numbers spends most of a short training on what can be had for nothing:
 
     pairs    which tokens follow which: counts of the target's own laws, as the Markov term
     layers   the target's last ones, which turn a hidden state into the next one's beginning
     entry    what the last hidden state and the next token say of the states to come, by least squares
+    norm     the last one, scaled so that the loss is least
 
 Shapes: N taps, D hidden size, R rows of a block, X = 2 D values that a row is made of, U tokens it can name,
 M rank of the Markov term.
@@ -13,23 +14,35 @@ M rank of the Markov term.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Final, overload
 
 import torch
 from torch import Tensor
 
+from specinfer.errors import ModelError
 from specinfer.heads.block import BlockHead
-from specinfer.heads.layers import HeadLayer
+from specinfer.heads.checkpoint import target_embedding, target_head
+from specinfer.heads.config import BlockConfig, EagleConfig
+from specinfer.heads.eagle import EagleHead
+from specinfer.heads.layers import HeadLayer, initialise
+from specinfer.heads.vocabulary import Tables
+from specinfer.models.config import Activation, Family, ModelConfig, Rope
 from specinfer.models.weights import OpenModel
-from specinfer.tune.lessons import Lessons
-from specinfer.tune.shards import TunedText
+from specinfer.tune.dataset import Corpus, Dataset, TunedText, first_texts
+from specinfer.tune.draft import Draft
 
+USUAL_VOCABULARY: Final = 8192  # tokens that a new head can name, where nothing else is asked for
+_FAINT: Final = 0.1  # of the target's output layer, to begin with
+_LOUD: Final = 4.0  # times the usual deviation of what layers add
+_SCALED_BY: Final = 64  # texts whose hidden states say how large these are
+_LEAST: Final = 1e-6  # of a size that something is divided by
+_LOUDNESSES: Final = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05)
 _LEAST_CHANCE: Final = 1e-3  # of a token that is counted
 _SHRUNK: Final = 3.0  # imagined tokens behind each token, that follow as tokens do on the whole
 _ROWS: Final = 60_000  # of texts that are enough for least squares
 _RIDGE: Final = 1e-2  # of the mean square of what is known
-
 _PRODUCTS: Final = ("self_attn.o_proj", "mlp.down_proj")
 _BEHIND_NORMS: Final = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -37,7 +50,127 @@ _BEHIND_NORMS: Final = {
 }
 
 
-def learn_pairs(head: BlockHead, lessons: Lessons, entry_V: Tensor) -> None:
+def body_of(target: ModelConfig, family: Family, layers: int) -> ModelConfig:
+    """So many layers of the target's sizes; those of QWEN3 norm queries and keys."""
+    rope = target.rope if target.rope is not None else Rope(10000.0)
+    return ModelConfig(
+        family=family,
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        embedding_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_layers=layers,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        norm_eps=target.norm_eps,
+        rope=Rope(rope.theta),
+        layer_windows=(None,) * layers,
+        tie_embeddings=False,
+        qk_norm=family is Family.QWEN3,
+        attention_scale=target.head_dim**-0.5,
+        max_context=target.max_context,
+    )
+
+
+def check_trainable(target: ModelConfig) -> None:
+    """Raise ModelError for targets whose layers are not what is trained here."""
+    if target.activation is not Activation.SILU or target.sandwich_norms or target.rope is None:
+        raise ModelError(
+            f"no draft can be trained for {target.family} yet; supported: Llama, Mistral and Qwen"
+        )
+
+
+def likely_tokens(corpus: Corpus, vocab: int) -> Tensor:
+    """All tokens, first those that the target thinks likeliest over all answers to learn from, int64 [V]."""
+    masses_V = torch.zeros(vocab, dtype=torch.float64)
+    for shard in corpus.shards():
+        ids, logprobs = shard.labels()
+        masses_V.index_add_(0, ids.flatten(), logprobs.flatten().double().exp())
+    return masses_V.argsort(descending=True, stable=True)
+
+
+def frequent_tokens(corpus: Corpus, count: int, vocab: int) -> list[int]:
+    """The `count` tokens that the target thinks likeliest, ascending."""
+    ids: list[int] = likely_tokens(corpus, vocab)[:count].sort().values.tolist()
+    return ids
+
+
+def scale_of(dataset: Dataset) -> Tensor:
+    """`sizes_of` the first texts to learn from."""
+    return sizes_of(first_texts(dataset, _SCALED_BY))
+
+
+def sizes_of(texts: Iterable[TunedText]) -> Tensor:
+    """What to multiply hidden states by so that each of their values is about 1 in size, float32 [N, D].
+
+    Some values of a target's hidden states are a thousand times as large as others: left so, a head would
+    learn from those alone for long.
+    """
+    squares: Tensor | None = None
+    rows = 0
+    for text in texts:
+        # The first token's states are like no other's, in most targets by far the largest.
+        taps_TND = text.taps_TND[1:].double()
+        found_ND = taps_TND.square().sum(dim=0)
+        squares = found_ND if squares is None else squares + found_ND
+        rows += len(taps_TND)
+    assert squares is not None
+    return (squares / max(rows, 1)).sqrt().clamp(min=_LEAST).reciprocal().float()
+
+
+@overload
+def new_head(config: BlockConfig, target: OpenModel, ids: list[int], seed: int) -> BlockHead: ...
+@overload
+def new_head(config: EagleConfig, target: OpenModel, ids: list[int], seed: int) -> EagleHead: ...
+def new_head(
+    config: BlockConfig | EagleConfig, target: OpenModel, ids: list[int], seed: int
+) -> BlockHead | EagleHead:
+    """A head of random matrices, but for the target's output layer and last norm.
+
+    Left at that, it would be sure that its anchor comes again, where embeddings and output layer are one
+    table: so its guesses begin faint, and what its layers add to the embedding larger than that.
+    """
+    tables = Tables(target_embedding(target), target_head(target, ids))
+    head: BlockHead | EagleHead
+    if isinstance(config, BlockConfig):
+        head = BlockHead(replace(config, draft_vocab_size=len(ids)), ids, tables)
+    else:
+        head = EagleHead(replace(config, draft_vocab_size=len(ids)), ids, tables)
+    generator = torch.Generator().manual_seed(seed)
+    initialise(head, generator)
+    with torch.no_grad():
+        if config.own_head:
+            head.lm_head.weight.copy_(_FAINT * tables.head_UD)
+        for layer in head.layers:
+            assert isinstance(layer, HeadLayer)
+            layer.self_attn.o_proj.weight.mul_(_LOUD)
+            layer.mlp.down_proj.weight.mul_(_LOUD)
+        norm_D = target.read_rows("model.norm.weight", 0, config.body.hidden_size).float()
+        loudness = 1.0 if config.own_head else _FAINT
+        head.norm.weight.copy_(loudness * (norm_D + target.config.norm_weight_offset))
+        # What is read is about 1 in size, and so is what comes of it.
+        head.fc.weight.mul_(1 / (0.02 * math.sqrt(head.fc.in_features)))
+        if isinstance(head, BlockHead) and head.config.reads_last:
+            head.entry.weight.mul_(1 / (0.02 * math.sqrt(head.entry.in_features)))
+    return head
+
+
+def tune_loudness(draft: Draft, loss: Callable[[Draft], float]) -> float:
+    """Multiply the last norm by what makes the loss least, of a few values; the loss."""
+    norm = draft.last_norm
+    whole_D = norm.weight.detach().clone()
+    found: list[tuple[float, float]] = []
+    with torch.no_grad():
+        for loudness in _LOUDNESSES:
+            norm.weight.copy_(whole_D * loudness)
+            found.append((loss(draft), loudness))
+        least, best = min(found)
+        norm.weight.copy_(whole_D * best)
+    return least
+
+
+def learn_pairs(head: BlockHead, dataset: Dataset, entry_V: Tensor) -> None:
     """Make the Markov term the law of a token behind the one before it, as far as its rank goes.
 
     The law is a mean of the target's own, shrunk to how frequent tokens are. `entry_V` is where tokens are
@@ -45,7 +178,7 @@ def learn_pairs(head: BlockHead, lessons: Lessons, entry_V: Tensor) -> None:
     """
     rank, named = head.config.markov_rank, head.config.draft_vocab_size
     vocab = head.config.body.vocab_size
-    places, masses = _pairs(lessons, entry_V, named)
+    places, masses = _pairs(dataset, entry_V, named)
     singles_U = torch.zeros(named).index_add_(0, places[1], masses) + 0.1
     singles_U /= singles_U.sum()
     seen_V = torch.zeros(vocab).index_add_(0, places[0], masses)
@@ -97,12 +230,12 @@ def begin_as_target(head: BlockHead, target: OpenModel, texts: Iterable[TunedTex
             _size_norms(layer, known_RX, head.entry.weight[:size])
 
 
-def _pairs(lessons: Lessons, entry_V: Tensor, named: int) -> tuple[Tensor, Tensor]:
+def _pairs(dataset: Dataset, entry_V: Tensor, named: int) -> tuple[Tensor, Tensor]:
     """Tokens before [0] and entries behind them [1], with the target's probabilities added up."""
     codes: list[Tensor] = []
     masses: list[Tensor] = []
-    for number in range(len(lessons)):
-        text = lessons.text(number)
+    for number in range(len(dataset)):
+        text = dataset.text(number)
         before_R = text.tokens_T[text.prompt - 1 : -1]
         entries_RK = entry_V[text.label_ids_RK]
         chances_RK = text.label_logprobs_RK.exp() * text.weights_R[:, None]

@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from specinfer.models.weights import open_model
-from specinfer.tune.block_kind import BlockKind
-from specinfer.tune.blocks import anchors_of, blocks
-from specinfer.tune.draft import Beginning, Draft
+from specinfer.tune.dataset import Corpus, TunedText, anchors_of, block_batch
+from specinfer.tune.draft import Beginning, Draft, entries_of
+from specinfer.tune.evaluation import NEVER, WIDEST, Along, along, figures_of
 from specinfer.tune.head_draft import BlockHeadDraft
-from specinfer.tune.held_out import NEVER, WIDEST, Along, along, entries_of, figures_of
-from specinfer.tune.new_head import new_head
-from specinfer.tune.shards import Corpus, TunedText
-from specinfer.tune.ssm_kind import SsmKind
-from tests.unit.tune.test_ssm import opened
+from specinfer.tune.head_kinds import BlockKind
+from specinfer.tune.initial_head import new_head
+from specinfer.tune.small_model import SsmKind
+from tests.unit.tune.test_small_model import opened
 
 
 class NoLessons:
@@ -57,7 +56,7 @@ def test_ranks_are_those_of_all_logits(kind: str, target: Path) -> None:
     found = along(draft, texts)
     expected: list[list[int]] = []
     for number, text in enumerate(texts):
-        batch = blocks([text], [anchors_of(text, 99, torch.Generator())], 3, draft.scale_ND)
+        batch = block_batch([text], [anchors_of(text, 99, torch.Generator())], 3, draft.scale_ND)
         with torch.no_grad():
             logits = draft.logits(draft.guessed(batch, 3), batch.before_BAL)[0]
         for place in range(logits.shape[0]):

@@ -1,6 +1,6 @@
 """Collecting: the target answers prompts, and what it thought on the way is kept.
 
-One pass does it all. The engine answers in batches, without speculation; a Listener keeps the hidden states
+One pass does it all. The engine answers in batches, without speculation; a listener keeps the hidden states
 of the layers a head reads, and those behind the last layer. When a prompt is answered, the output layer makes
 labels of the latter: that second use of it is all that labels cost. Every half a minute what was answered
 becomes a shard.
@@ -21,15 +21,52 @@ from specinfer.config import NO_SPECULATION, EngineConfig
 from specinfer.engine.admission import Admitted
 from specinfer.errors import TuneError
 from specinfer.llm import LLM
-from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel, Residual
+from specinfer.plan import StepPlan
 from specinfer.progress import Progress
 from specinfer.request import Delta, FinishReason
+from specinfer.runtime.features import TextFeatures
 from specinfer.runtime.flight import HostFlight
 from specinfer.sampling_params import SamplingParams
-from specinfer.tune.listener import Listener
+from specinfer.speculate.speculator import Speculator
+from specinfer.tree import TokenTree
+from specinfer.tree.token_tree import single_node
+from specinfer.tune.dataset import LABELS, Corpus, TunedText
 from specinfer.tune.prompts import Asked, shuffled
-from specinfer.tune.shards import LABELS, Corpus, TunedText
+
+
+class HiddenStateListener(Speculator):
+    """Keeps the hidden states of each text, from its first token on, until they are taken."""
+
+    name = "listener"
+
+    def __init__(self, taps: tuple[int, ...]) -> None:
+        """`taps` are the layers whose inputs are kept."""
+        self.taps = taps
+        self._heard: dict[str, list[Tensor]] = {}  # by request: parts [T, N, D] of its text
+        self._ends: dict[str, int] = {}  # where these end
+
+    def propose(self, plan: StepPlan) -> list[TokenTree]:
+        """Trees without guesses."""
+        return [single_node(entry.token_ids[entry.end - 1]) for entry in plan.tree_entries]
+
+    def hear(self, texts: Sequence[TextFeatures]) -> None:
+        """Keep these states; where a text begins anew, its old ones are dropped."""
+        for features in texts:
+            name = features.entry.request.request_id
+            if features.start == 0:
+                self._heard[name] = []
+            elif self._ends.get(name) != features.start:
+                continue  # its beginning was not heard: there is nothing to be had of it
+            self._heard[name].append(features.states.copied())
+            self._ends[name] = features.end
+
+    def take(self, request_id: str) -> Tensor | None:
+        """What was heard of a text, [T, N, D], which is forgotten with this; None: nothing."""
+        parts = self._heard.pop(request_id, None)
+        self._ends.pop(request_id, None)
+        return torch.cat(parts) if parts else None
+
 
 _SHARD_SECONDS: Final = 30.0  # that the answers of a shard take
 _LEAST_ANSWER: Final = 8  # tokens that are worth the while
@@ -52,12 +89,6 @@ def collecting(config: EngineConfig) -> EngineConfig:
     )
 
 
-def default_taps(target: ModelConfig) -> tuple[int, ...]:
-    """The layers a head reads: an early one, one in the middle and one near the end, as EAGLE-3 does."""
-    layers = target.num_layers
-    return tuple(sorted({min(2, layers), layers // 2, max(layers - 3, 0)}))
-
-
 @dataclass(slots=True)
 class Collected:
     """What came of collecting."""
@@ -66,6 +97,16 @@ class Collected:
     silent: int = 0  # prompts that the target answered with too little
     refused: int = 0  # prompts that cannot be asked: longer than a text may be
     refusal: str = ""  # why the last of them could not
+
+    def told(self, corpus: Corpus) -> str:
+        """The same in a line for a person, with what there is now."""
+        skipped = f", {self.silent} said nothing" if self.silent else ""
+        skipped += f", {self.refused} were too long" if self.refused else ""
+        return (
+            f"{self.answered} prompts were answered{skipped}; there are {corpus.tokens} tokens of answers, "
+            f"{corpus.count(held_out=True)} texts held out and {corpus.count(held_out=False)} not, "
+            f"{corpus.tokens / max(corpus.seconds, 0.01):.0f} tokens/s"
+        )
 
 
 @dataclass(slots=True)
@@ -81,7 +122,9 @@ class _Flying:
 class Collector:
     """Asks a target, as many prompts at once as fit into a step."""
 
-    def __init__(self, llm: LLM, listener: Listener, *, chat: bool, max_tokens: int, seed: int = 0) -> None:
+    def __init__(
+        self, llm: LLM, listener: HiddenStateListener, *, chat: bool, max_tokens: int, seed: int = 0
+    ) -> None:
         """`llm` has a config of `collecting` and the listener, whose last tap lies behind all layers.
 
         `seed` says in which order prompts are asked, and what answers are drawn.
