@@ -228,8 +228,8 @@ def jetspec(written: Json) -> Json:
 
 def dspark(written: Json) -> Json:
     """As DeepSpec writes it."""
-    names = ("block_size", "mask_token_id", "markov_rank", "markov_head_type", "enable_confidence_head")
-    return flat(written, *names, "confidence_head_with_markov") | {
+    return flat(written, "block_size", "mask_token_id", "markov_rank", "markov_head_type") | {
+        **CONFIDENCE,
         "architectures": ["Qwen3DSparkModel"],
         "target_layer_ids": layers_of_block(written),
         "layer_types": ["full_attention"] * 2,
@@ -237,7 +237,8 @@ def dspark(written: Json) -> Json:
     }
 
 
-MARKOV = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+CONFIDENCE = {"enable_confidence_head": True, "confidence_head_with_markov": True}  # which is not read
+MARKOV = ("markov_rank", "markov_head_type")
 
 
 def nested_dspark(written: Json) -> Json:
@@ -247,6 +248,7 @@ def nested_dspark(written: Json) -> Json:
         "projector_type": "dspark",
         "attention_mode": "gqa",
         "confidence_head_alpha": 1.0,
+        **CONFIDENCE,
         **{name: written[name] for name in MARKOV},
     }
     return config
@@ -256,6 +258,7 @@ def nested_dspark_for_sglang(written: Json) -> Json:
     """The same once SpecForge has made it ready for SGLang: layers and mask token stay where they were."""
     return nested_dspark(written) | {
         "architectures": ["Qwen3DSparkModel"],
+        **CONFIDENCE,
         **{name: written[name] for name in MARKOV},
     }
 
@@ -279,8 +282,6 @@ class Layout:
 PLAIN = {
     "sample_from_anchor": False,
     "markov_rank": 0,
-    "confidence": False,
-    "confidence_reads_token": False,
     "own_head": False,
     "draft_vocab_size": VOCAB,
 }
@@ -376,6 +377,10 @@ def write_layout(
     change(described)
     (folder / "config.json").write_text(json.dumps(described))
     tensors = load_file(folder / "model.safetensors")
+    if isinstance(layout.config, BlockConfig) and layout.config.markov_rank:
+        known = layout.config.hidden_size + layout.config.markov_rank
+        tensors["confidence_head.proj.weight"] = torch.ones(1, known)
+        tensors["confidence_head.proj.bias"] = torch.ones(1)
     for ours, theirs in layout.names.items():
         tensors = {
             theirs + name.removeprefix(ours) if name.startswith(ours) else name: tensor

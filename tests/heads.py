@@ -67,8 +67,6 @@ def block_config(**changes: object) -> BlockConfig:
         block_size=5,
         mask_token_id=1,
         markov_rank=6,
-        confidence=True,
-        confidence_reads_token=True,
     )
     return replace(config, **changes)  # type: ignore[arg-type]
 

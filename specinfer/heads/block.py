@@ -32,19 +32,6 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(rank, named, bias=False)
 
 
-class ConfidenceHead(nn.Module):
-    """How likely a guess is right, as a logit."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(width, 1)
-
-    def forward(self, known: Tensor) -> Tensor:
-        """[..., width] -> [...]."""
-        out: Tensor = self.proj(known)[..., 0]
-        return out
-
-
 class BlockHead(Vocabulary):
     """The head as a module whose tensors have the names of checkpoints."""
 
@@ -64,10 +51,6 @@ class BlockHead(Vocabulary):
             self.entry = nn.Linear(2 * body.hidden_size, config.block_size * body.hidden_size, bias=False)
         if rank:
             self.markov_head = MarkovHead(body.vocab_size, config.draft_vocab_size, rank)
-        if config.confidence:
-            self.confidence_head = ConfidenceHead(
-                body.hidden_size + (rank if config.confidence_reads_token else 0)
-            )
 
     def fused(self, taps_BTND: Tensor) -> Tensor:
         """What all layers make keys and values of, [B, T, D]."""
@@ -122,17 +105,6 @@ class BlockHead(Vocabulary):
         """
         known, weight = self.before(before), self.markov_head.markov_w2.weight
         return F.linear(known, weight if entries_S is None else weight[entries_S])
-
-    def confidence(self, h: Tensor, before: Tensor) -> Tensor:
-        """How likely guesses are right, as logits [...], of rows [..., D] and the tokens before them."""
-        out: Tensor = self.confidence_head(self.known(h, before))
-        return out
-
-    def known(self, h: Tensor, before: Tensor) -> Tensor:
-        """What the confidence is made of: rows, and what the Markov term knows of the tokens before."""
-        if not self.config.confidence_reads_token:
-            return h
-        return torch.cat((h, self.before(before)), dim=-1)
 
     def _entered(self, context: Tensor, anchor_ids_BA: Tensor, anchors_BA: Tensor, size: int) -> Tensor:
         """What `size` rows of blocks begin with, [B, A, R, D]."""

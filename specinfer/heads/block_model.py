@@ -18,7 +18,7 @@ from specinfer.attention.backend import Attend, Paths
 from specinfer.attention.native import NativeAttend, NativeCache
 from specinfer.attention.sdpa import rotated
 from specinfer.heads.config import BlockConfig
-from specinfer.heads.runner import ConfidenceTerm, HeadCache, HeadModel, HeadPass, MarkovTerm
+from specinfer.heads.runner import HeadCache, HeadModel, HeadPass, MarkovTerm
 from specinfer.kernels.block_head import BlockHeadParts, NativeBlockHead
 from specinfer.kernels.decoder import NativeLayers
 from specinfer.kernels.product import in_huge_pages
@@ -87,12 +87,6 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
             named_UM = self._looked_up(weights.tensor("markov_head.markov_w2.weight"))
             product = weights.linear("markov_head.markov_w2", loaded=named_UM)
             self.markov = MarkovTerm(before_VM, named_UM, product)
-        if head.confidence:
-            self.confidence = ConfidenceTerm(
-                weights.tensor("confidence_head.proj.weight").float(),
-                float(weights.tensor("confidence_head.proj.bias")),
-                head.confidence_reads_token,
-            )
 
     def _looked_up(self, table: Tensor) -> Tensor:
         """A table whose rows are looked up here and there: in large pages where the system has some."""

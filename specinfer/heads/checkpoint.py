@@ -172,13 +172,14 @@ def target_head(target: OpenModel, ids: Sequence[int]) -> Tensor:
 
 
 def _renamed(
-    path: Path, entries: Mapping[str, TensorEntry], name_here: Callable[[str], str]
+    path: Path, entries: Mapping[str, TensorEntry], name_here: Callable[[str], str | None]
 ) -> dict[str, TensorEntry]:
     renamed = dict[str, TensorEntry]()
     for name, entry in entries.items():
-        if UNUSED.search(name):
+        here = name_here(name)
+        if here is None or UNUSED.search(name):
             continue
-        if (here := name_here(name)) in renamed:
+        if here in renamed:
             raise ModelFileError(f"{path} has tensor {here!r} twice, as {name!r} too; get the head again")
         renamed[here] = entry
     return renamed

@@ -105,8 +105,6 @@ class BlockConfig:
     causal: bool = True  # a row of the block sees those before it alone; else all of the block
     sample_from_anchor: bool = True  # the anchor's row guesses the token behind it; else the first mask's
     markov_rank: int = 0  # of the term by which a guess depends on the token before it; 0: there is none
-    confidence: bool = False  # a row says how likely its guess is right
-    confidence_reads_token: bool = False  # from the token before it, too
     # A row begins with a product of its own with the last hidden state and the anchor; else as an embedding.
     reads_last: bool = False
     own_embedding: bool = False
@@ -121,8 +119,6 @@ class BlockConfig:
         _check_mask(self.mask_token_id, self.body.vocab_size)
         if not 0 <= self.markov_rank <= 4096:
             raise ModelError(f"markov_rank is {self.markov_rank}; allowed: 0 to 4096")
-        if self.confidence_reads_token and not (self.confidence and self.markov_rank):
-            raise ModelError("a confidence head reads the token before by markov_rank > 0, which is 0")
 
     @property
     def vocab_size(self) -> int:

@@ -27,7 +27,7 @@ from specinfer.errors import ModelError
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.speculators import body_from_hf, config_from_speculators, flag, is_causal, taps_of
 from specinfer.models.config import Rope
-from specinfer.models.fields import count, integer, mapping, number
+from specinfer.models.fields import count, integer, mapping
 from specinfer.models.safetensors import EAGLE_3, head_kind
 
 _EAGLE_LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
@@ -125,13 +125,17 @@ def as_tensors_say(c: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]
     return {**c, **told}
 
 
-def named_as_here(c: Mapping[str, object], name: str) -> str:
-    """A tensor's name in the layout of speculators, whatever the config.json."""
+def named_as_here(c: Mapping[str, object], name: str) -> str | None:
+    """A tensor's name in the layout of speculators, whatever the config.json.
+
+    None for what a block head says of its own guesses (DSpark): their probabilities tell as much.
+    """
     name = name.removeprefix("draft_model.").removeprefix("model.")
     for theirs, ours in _PREFIXES.items():
         if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name
+            name = ours + name.removeprefix(theirs)
+            break
+    return None if name.startswith("confidence_head.") else name
 
 
 def _architecture(c: Mapping[str, object]) -> str | None:
@@ -232,13 +236,8 @@ def _block(c: Mapping[str, object], target_layers: int, projectors: tuple[str, .
     if not body.qk_norm:
         raise ModelError(f"a block head has layers of {body.family}; supported: qwen3")
     rank = integer(fields, "markov_rank", 0)
-    alpha = number(own, "confidence_head_alpha", 0.0)
-    confidence = flag(fields, "enable_confidence_head", markov and alpha > 0)
-    if not markov and (rank or confidence):
-        raise ModelError(
-            f"markov_rank is {rank} and enable_confidence_head is {confidence}; supported: 0 and False in a "
-            "head of projector_type dflash"
-        )
+    if not markov and rank:
+        raise ModelError(f"markov_rank is {rank}; supported: 0 in a head of projector_type dflash")
     return BlockConfig(
         body=body,
         taps=_outputs(fields, _BLOCK_LAYERS, target_layers),
@@ -249,8 +248,6 @@ def _block(c: Mapping[str, object], target_layers: int, projectors: tuple[str, .
         causal=_causal(c, fields),
         sample_from_anchor=flag(fields, "sample_from_anchor", markov),
         markov_rank=rank,
-        confidence=confidence,
-        confidence_reads_token=confidence and flag(fields, "confidence_head_with_markov", False),
     )
 
 

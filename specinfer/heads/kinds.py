@@ -40,7 +40,8 @@ class Reader(NamedTuple):
     """How folders of some kinds are read; each part raises ModelError on what it does not support."""
 
     reads: Callable[[Mapping[str, object]], bool]  # whether a config.json describes one of these kinds
-    tensor_name: Callable[[Mapping[str, object], str], str]  # of a config.json and a name in a file, here
+    # Of a config.json and a tensor's name in a file its name here; None: nothing is computed with it.
+    tensor_name: Callable[[Mapping[str, object], str], str | None]
     # Of a config.json, the target's layers and the shapes of all tensors by their names here.
     config: Callable[[Mapping[str, object], int, Shapes], HeadConfig]
     # The tokens that a head can name, ascending, and its tensors with their rows in this order.

@@ -61,23 +61,6 @@ class MarkovTerm:
 
 
 @dataclass(frozen=True, slots=True)
-class ConfidenceTerm:
-    """How likely a guess is right, as the head itself says (DSpark)."""
-
-    weight_1W: Tensor  # float32
-    bias: float
-    reads_token: bool  # from the Markov term's knowledge of the token before, too
-
-    def __call__(self, h_RD: Tensor, before_RM: Tensor | None) -> Tensor:
-        """Of the guess at each row, float32 [R]; `before_RM` where it reads tokens."""
-        read = h_RD.float()
-        if self.reads_token:
-            assert before_RM is not None
-            read = torch.cat((read, before_RM), dim=-1)
-        return torch.sigmoid(read @ self.weight_1W[0] + self.bias)
-
-
-@dataclass(frozen=True, slots=True)
 class HeadCache:
     """Keys and values of a head, and attention over them."""
 
@@ -99,7 +82,6 @@ class HeadModel(ABC, Generic[Config, Text]):
         self.kernels = weights.kernels
         self._target = target
         self.markov: MarkovTerm | None = None
-        self.confidence: ConfidenceTerm | None = None
         self._embedding_VD: Tensor | None = None
         if head.body is not None and head.own_embedding:
             self._embedding_VD = weights.tensor("embed_tokens.weight")

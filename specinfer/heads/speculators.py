@@ -111,7 +111,6 @@ def _block(
     kind = c.get("markov_head_type", "vanilla")
     if rank and kind != "vanilla":
         raise ModelError(f"markov_head_type is {kind!r}; supported: vanilla")
-    confidence = markov and flag(c, "enable_confidence_head", True)
     return BlockConfig(
         body=body,
         taps=taps_of(c, "aux_hidden_state_layer_ids", target_layers),
@@ -122,8 +121,6 @@ def _block(
         causal=is_causal(layers, windows_are_causal=not flag(c, "sliding_window_non_causal", False)),
         sample_from_anchor=flag(c, "sample_from_anchor", markov),
         markov_rank=rank,
-        confidence=confidence,
-        confidence_reads_token=confidence and flag(c, "confidence_head_with_markov", True),
         reads_last=markov and flag(c, _READS_LAST, False),
     )
 
@@ -183,13 +180,12 @@ def _block_fields(config: BlockConfig) -> tuple[str, dict[str, object]]:
         "sliding_window_non_causal": False,
         "sample_from_anchor": config.sample_from_anchor,
     }
-    if not (config.markov_rank or config.confidence or config.sample_from_anchor or config.reads_last):
+    if not (config.markov_rank or config.sample_from_anchor or config.reads_last):
         return "dflash", fields
     return "dspark", fields | {
         "markov_rank": config.markov_rank,
         "markov_head_type": "vanilla",
-        "enable_confidence_head": config.confidence,
-        "confidence_head_with_markov": config.confidence_reads_token,
+        "enable_confidence_head": False,
         **({_READS_LAST: True} if config.reads_last else {}),
     }
 

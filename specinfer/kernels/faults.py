@@ -303,13 +303,13 @@ def _faults_of_trees(library: Library, chance: np.random.Generator) -> Iterator[
     library.lay_out(KINDS["float32"], named.ctypes.data, size, rank, laid_out.ctypes.data)
     markov = ProductArgs(kind=KINDS["float32"], weight=laid_out.ctypes.data, channels=size, inner=rank)
     at = before.ctypes.data, named.ctypes.data
-    guesser = GuesserArgs(TYPES["float32"], 0, None, markov, *at, None, 0.0, size, rank)
+    guesser = GuesserArgs(TYPES["float32"], None, markov, *at, size)
     token, chain = 5, []
     for level in range(levels):
         token = int((logits[level] + before[token] @ named.T).argmax())
         chain.append(token)
     for most, found in ((levels, chain), (1, chain[:1])):
-        # A hope of one half: with logits as far apart as these a chain of the likeliest, and nothing else.
+        # Paths of one half and more: of logits as far apart as these a chain of the likeliest alone.
         ask = TREE_ASK.pack(0, levels, 5, most, 1.0, 0.5, 0, 0, 0)
         numbers, chances = np.zeros((2, levels), dtype=np.int64), np.zeros((3, levels))
         count, where = np.zeros(1, dtype=np.int64), (numbers.ctypes.data, chances.ctypes.data)
@@ -317,7 +317,7 @@ def _faults_of_trees(library: Library, chance: np.random.Generator) -> Iterator[
             levels, count.ctypes.data, where[0], where[0] + 8 * levels, where[1], where[1] + 8 * levels
         )
         there = library.grow_trees(
-            *(ctypes.byref(guesser), TYPES["float32"], logits.ctypes.data, levels, size, None),
+            *(ctypes.byref(guesser), TYPES["float32"], logits.ctypes.data, levels, size),
             *(ask, 1, ctypes.byref(to)),
         )
         grown = int(count[0])

@@ -178,20 +178,17 @@ class GuesserArgs(ctypes.Structure):
 
     _fields_ = (
         ("type", c_int32),
-        ("reads_token", c_int32),
         ("ids", c_void_p),
         ("markov", ProductArgs),
         ("before", c_void_p),
         ("named", c_void_p),
-        ("confidence", c_void_p),
-        ("bias", c_float),
         ("tokens", c_int64),
-        ("width", c_int64),
     )
 
 
 # One request's tree that is grown best first, as cpu/best_first.h has it: its first row and levels, the token
-# of the root, nodes below it; temperature, least hope; seed and position of the noise, whether that decides.
+# of the root, nodes below it; temperature, least probability of a path; seed and position of the noise, and
+# whether that decides.
 TREE_ASK: Final = struct.Struct("4q 2d Q q i 4x")
 
 
@@ -334,7 +331,7 @@ class Library:
             *[address] * 3,
         )
         self.grow_trees = _function(
-            *(library.specinfer_grow_trees, c_int32, POINTER(GuesserArgs), *block[:4], address, c_char_p),
+            *(library.specinfer_grow_trees, c_int32, POINTER(GuesserArgs), *block[:4], c_char_p),
             *(count, POINTER(GrownArgs)),
         )
         told, known, costs = (c_char_p, count, count), POINTER(KnowledgeArgs), POINTER(StepCostsArgs)

@@ -78,9 +78,9 @@ class RecordedTrees:
     others: GrowTrees
     notes: GuessRecorder
 
-    def grow(self, guessed: Sequence[GuessedTree], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
+    def grow(self, guessed: Sequence[GuessedTree], logits_TU: Tensor, most: int) -> None:
         """Grow these trees (`one_pass.GrowTrees`), of as many nodes as there may be, whatever is wanted."""
-        self.others(guessed, read_TD, logits_TU, MOST_NODES)
+        self.others(guessed, logits_TU, MOST_NODES)
         for one in guessed:
             tree = one.growth.tree()
             for parent, draws in (draws_by_parent(tree.draws) or {0: []}).items():
@@ -241,7 +241,7 @@ class ReplayedHead(Replayed):
         none = torch.empty(0, 0)
         return HeadPass([none[:0].flatten() if text.count else None for text in texts], none, none)
 
-    def grow(self, guessed: Sequence[GuessedTree], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
+    def grow(self, guessed: Sequence[GuessedTree], logits_TU: Tensor, most: int) -> None:
         """Grow these trees (`one_pass.GrowTrees`): the first nodes of those that were recorded."""
         for one in guessed:
             guesses, root = self.root(one.site)

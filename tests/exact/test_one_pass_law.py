@@ -52,9 +52,8 @@ NEVER = 1e40  # the exponential of tokens that nobody says, which so come last
 SHAPE = Shape(Expansion((1,) * LEVELS), DrawRule.COUPLED)
 CPU = torch.device("cpu")
 HEADS = {
-    "pairs": block_config(confidence=False, confidence_reads_token=False),
-    "pairs, confidence": block_config(),
-    "no pairs": block_config(markov_rank=0, confidence=False, confidence_reads_token=False),
+    "pairs": block_config(),
+    "no pairs": block_config(markov_rank=0),
     "Medusa's": medusa_config(depth=LEVELS, draft_vocab_size=NAMED),
 }
 
@@ -91,11 +90,11 @@ class Head:
         with torch.no_grad():
             if isinstance(self.model, MedusaModel):
                 state = TappedRows(torch.randn(1, 1, SIZE, generator=row), [0])
-                _, read_TD, logits_TU = self.model.guess([MedusaText(state, LEVELS)])
+                _, _, logits_TU = self.model.guess([MedusaText(state, LEVELS)])
             else:
                 read_TD = torch.randn(LEVELS, SIZE, generator=row)
                 logits_TU = self.model.logits(read_TD)
-            self.trees.grow([self.trees.open(growth, 0, LEVELS)], read_TD, logits_TU)
+            self.trees.grow([self.trees.open(growth, 0, LEVELS)], logits_TU)
         return growth.tree()
 
 

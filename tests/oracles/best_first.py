@@ -39,7 +39,6 @@ class Level:
     tokens_C: NDArray[np.int64]  # the target's ids
     logits_AC: Floats  # at the temperature, the Markov term included
     rest: float  # the mass of all other tokens, in units of e^logit
-    right_A: Floats | None = None  # how likely the guess is right, where the head says
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +94,6 @@ def _rank(level: Level, number: int, race: Race | None) -> _Ranked:
     places_AW = np.argsort(keys_AC, axis=1, kind="stable")[:, :WIDTH]
     best_AW = -np.sort(-chances_AC, axis=1)[:, : max(2, WIDTH)]
     hopes_AW = best_AW[:, : places_AW.shape[1]]
-    if race is not None and level.right_A is not None:
-        # The first is right as often as the head says; the others share what it leaves in the same way.
-        right_A1 = level.right_A[:, None]
-        hopes_AW = right_A1 * (1 - right_A1) ** np.arange(places_AW.shape[1])
     return _Ranked(
         places_AW,
         level.tokens_C[places_AW].tolist(),
@@ -114,10 +109,9 @@ class PlainTrees:
         self._name = name
         self._scan = model.kernels.scan
         self._markov = model.markov
-        self._confidence = model.confidence
         self._vocabulary = vocabulary
 
-    def grow(self, guessed: Sequence[GuessedTree], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
+    def grow(self, guessed: Sequence[GuessedTree], logits_TU: Tensor, most: int) -> None:
         """Grow these trees; see `one_pass.GrowTrees`."""
         racing = any(one.site.draws_by is DrawRule.COUPLED for one in guessed)
         candidates = _RACERS if racing else _CANDIDATES
@@ -130,19 +124,17 @@ class PlainTrees:
             levels = iter(range(len(rows)))
             for one in grown:
                 for _ in range(one.wanted):
-                    self._add_level(one, read_TD, likeliest, next(levels))
+                    self._add_level(one, likeliest, next(levels))
         else:
             while growing := [one for one in grown if one.wanted > len(one.levels)]:
-                self._grow_level_of_pairs(growing, read_TD, logits_TU, candidates)
+                self._grow_level_of_pairs(growing, logits_TU, candidates)
         for one in grown:
             site = one.guessed.site
             race = Race(site.seed, site.position) if site.draws_by is DrawRule.COUPLED else None
             if one.levels:
                 grow(one.guessed.growth.builder, one.levels, most, self._name, race)
 
-    def _grow_level_of_pairs(
-        self, grown: Sequence[_Levels], read_TD: Tensor, logits_TU: Tensor, candidates: int
-    ) -> None:
+    def _grow_level_of_pairs(self, grown: Sequence[_Levels], logits_TU: Tensor, candidates: int) -> None:
         """Add the next level to these, whose likeliest tokens depend on what may stand before it.
 
         They are found behind the mean of the tokens that may, as likely as these are: behind the anchor, and
@@ -156,9 +148,9 @@ class PlainTrees:
         temperatures = [one.guessed.site.temperature for one in grown]
         likeliest = flight.likeliest(range(len(grown)), candidates, temperatures)
         for row, one in enumerate(grown):
-            self._add_level(one, read_TD, likeliest, row)
+            self._add_level(one, likeliest, row)
 
-    def _add_level(self, one: _Levels, read_TD: Tensor, likeliest: Likeliest, row: int) -> None:
+    def _add_level(self, one: _Levels, likeliest: Likeliest, row: int) -> None:
         """What the next level guesses behind each token that may stand before it, of a row of `likeliest`."""
         site = one.guessed.site
         raced = site.draws_by is DrawRule.COUPLED
@@ -173,8 +165,6 @@ class PlainTrees:
         scaled_C = (values_C.astype(np.float64) - values_C[0]) / temperature
         rest = max(0.0, float(likeliest.masses[row]) - float(np.exp(scaled_C).sum()))
         logits_AC = np.repeat(scaled_C[None], len(one.before_A), axis=0)
-        known_AM: Tensor | None = None
-        right_A = None
         if markov is not None:
             known_AM = markov.before(one.before_A.tolist())
             named_CM = markov.named_UM[torch.from_numpy(entries_C).to(markov.named_UM.device)].float()
@@ -183,10 +173,7 @@ class PlainTrees:
             chances_C = np.exp(scaled_C)
             weights_C = torch.from_numpy(chances_C / chances_C.sum()).to(named_CM)
             one.mean_M = weights_C @ markov.before(tokens_C.tolist())
-        if self._confidence is not None:
-            read_AD = read_TD[one.row].expand(len(one.before_A), -1)
-            right_A = self._confidence(read_AD, known_AM).double().cpu().numpy()
-        one.levels.append(Level(tokens_C, logits_AC, rest, right_A))
+        one.levels.append(Level(tokens_C, logits_AC, rest))
         one.before_A = tokens_C
 
 

@@ -47,12 +47,11 @@ float dot(const float* a, const T* b, int64_t size) {
 template <typename T>
 class Tree {
  public:
-  Tree(const Guesser& guesser, const TreeAsk& ask, int64_t size, const void* read, const GrownTrees& to, int64_t at)
+  Tree(const Guesser& guesser, const TreeAsk& ask, int64_t size, const GrownTrees& to, int64_t at)
       : guesser_(guesser),
         ask_(ask),
         size_(size),
         rank_(guesser.markov.weight == nullptr ? 0 : guesser.markov.inner),
-        read_(static_cast<const T*>(read)),
         before_tokens_(static_cast<const T*>(guesser.before)),
         count_(to.counts[at]),
         parents_(to.parents + at * to.room),
@@ -241,28 +240,12 @@ class Tree {
     std::copy(chances, chances + children.count, children.hopes);
     children.evidence[0] = chances[0];
     children.evidence[1] = candidates > 1 ? chances[1] : 0.0;
-    if (ask_.races != 0 && guesser_.confidence != nullptr) {
-      // The first is right as often as the head says; the others share what it leaves in the same way.
-      const double right = confidence(number, level.before[before]);
-      double left = right;
-      for (int64_t r = 0; r < children.count; ++r, left *= 1 - right) children.hopes[r] = left;
-    }
     return children;
-  }
-
-  double confidence(int64_t level, int64_t before) const {
-    const int64_t width = guesser_.width;
-    float odds = dot(guesser_.confidence, read_ + (ask_.first + level) * width, width);
-    if (guesser_.reads_token != 0) {
-      odds += dot(guesser_.confidence + width, before_tokens_ + before * rank_, rank_);
-    }
-    return 1 / (1 + std::exp(-static_cast<double>(odds + guesser_.bias)));
   }
 
   const Guesser& guesser_;
   const TreeAsk& ask_;
   const int64_t size_, rank_;
-  const T* const read_;
   const T* const before_tokens_;
   int64_t& count_;
   int64_t *const parents_, *const tokens_;
@@ -277,11 +260,11 @@ class Tree {
 };
 
 template <typename T>
-void grow_all(const Guesser& guesser, const LogitBlock& logits, const void* read, const TreeAsk* asks, int64_t count,
+void grow_all(const Guesser& guesser, const LogitBlock& logits, const TreeAsk* asks, int64_t count,
               const GrownTrees& to) {
   std::vector<Tree<T>> trees;
   trees.reserve(count);
-  for (int64_t i = 0; i < count; ++i) trees.emplace_back(guesser, asks[i], logits.size, read, to, i);
+  for (int64_t i = 0; i < count; ++i) trees.emplace_back(guesser, asks[i], logits.size, to, i);
   const bool markov = guesser.markov.weight != nullptr;
   std::vector<Tree<T>*> growing;
   for (;;) {
@@ -314,8 +297,8 @@ void grow_all(const Guesser& guesser, const LogitBlock& logits, const void* read
 
 }  // namespace
 
-bool grow_trees(const Guesser& guesser, const LogitBlock& logits, const void* read, const TreeAsk* asks,
-                int64_t count, const GrownTrees& to) {
+bool grow_trees(const Guesser& guesser, const LogitBlock& logits, const TreeAsk* asks, int64_t count,
+                const GrownTrees& to) {
   const bool markov = guesser.markov.weight != nullptr;
   for (int64_t i = 0; i < count; ++i) {
     const TreeAsk& ask = asks[i];
@@ -323,9 +306,9 @@ bool grow_trees(const Guesser& guesser, const LogitBlock& logits, const void* re
     if (markov && (ask.anchor < 0 || ask.anchor >= guesser.tokens)) return false;
   }
   if (guesser.type == Type::kBFloat16) {
-    grow_all<BFloat16>(guesser, logits, read, asks, count, to);
+    grow_all<BFloat16>(guesser, logits, asks, count, to);
   } else {
-    grow_all<float>(guesser, logits, read, asks, count, to);
+    grow_all<float>(guesser, logits, asks, count, to);
   }
   return true;
 }

@@ -1,5 +1,5 @@
-// Trees grown best first from one pass of a head, for all requests of a step in one call: what
-// speculate/drafts/best_first.py and one_pass.py do in NumPy, its twin and oracle.
+// Trees grown best first from one pass of a head, for all requests of a step in one call.
+// tests/oracles/best_first.py has the same in NumPy.
 
 #pragma once
 
@@ -11,14 +11,11 @@ namespace specinfer {
 // What becomes of a head's logits; as kernels/library.py has it. Rows of tables are of `type`.
 struct Guesser {
   Type type;
-  int32_t reads_token;      // the confidence does, by what is known of the token before
   const int64_t* ids;       // [U]: the tokens that logits are of; null: entry i is token i
   Product markov;           // [U, M]: what is known of the token before -> logits to add; no weight: nothing
   const void* before;       // [V, M]: what is known of each token
   const void* named;        // [U, M]: the same matrix as `markov`, as it was
-  const float* confidence;  // [D], then [M] where it reads the token; null: it is not asked
-  float bias;               // of the confidence
-  int64_t tokens, width;    // V, D
+  int64_t tokens;           // V
 };
 
 // One request's tree.
@@ -27,7 +24,7 @@ struct TreeAsk {
   int64_t anchor;         // the root's token
   int64_t most;           // nodes below the root
   double temperature;
-  double least;           // hope of a path that is added
+  double least;           // probability of a path that is added
   uint64_t seed;          // of the noise that the target will use, for a race
   int64_t position;       // where the first level's tokens will stand
   int32_t races;          // children come as the coupled rule draws them; else the likeliest first
@@ -44,9 +41,8 @@ struct GrownTrees {
   double* evidence;     // [requests, room, 2]
 };
 
-// read: what the output layer read of each row, [rows, D] of the guesser's type, for a confidence. False, and nothing
-// done, where an ask leads out of the rows, the tokens or the room.
-bool grow_trees(const Guesser& guesser, const LogitBlock& logits, const void* read, const TreeAsk* asks,
-                int64_t count, const GrownTrees& to);
+// False, and nothing done, where an ask leads out of the rows, the tokens or the room.
+bool grow_trees(const Guesser& guesser, const LogitBlock& logits, const TreeAsk* asks, int64_t count,
+                const GrownTrees& to);
 
 }  // namespace specinfer

@@ -142,10 +142,10 @@ int32_t specinfer_step_blocks(const BlockHead* head, const BlockStep* step, cons
 }
 
 int32_t specinfer_grow_trees(const Guesser* guesser, int32_t type, const void* logits, int64_t rows, int64_t size,
-                             const void* read, const TreeAsk* asks, int64_t count, const GrownTrees* to) {
+                             const TreeAsk* asks, int64_t count, const GrownTrees* to) {
   const Claim claim;
   const LogitBlock block{logits, rows, size, size, static_cast<Type>(type)};
-  return grow_trees(*guesser, block, read, asks, count, *to) ? 1 : 0;
+  return grow_trees(*guesser, block, asks, count, *to) ? 1 : 0;
 }
 
 // Memory for the guesses of one step after the other, of one policy.

@@ -46,17 +46,13 @@ class NativeTrees:
         self._name = name
         self._library = library
         self._named = len(model.ids)
-        self._width = model.config.hidden_size
         self._ids = None if vocabulary is None else np.ascontiguousarray(vocabulary.ids, dtype=np.int64)
         self._kept = model  # whose memory the arguments point to
-        args = GuesserArgs(type=TYPES[FLOATS[model.dtype]], width=self._width, tokens=model.config.vocab_size)
+        args = GuesserArgs(type=TYPES[FLOATS[model.dtype]], tokens=model.config.vocab_size)
         args.ids = None if self._ids is None else self._ids.ctypes.data
         if model.markov is not None:
             args.markov = cast(NativeProduct, model.markov.product).args
             args.before, args.named = model.markov.before_VM.data_ptr(), model.markov.named_UM.data_ptr()
-        if model.confidence is not None:
-            args.confidence, args.bias = model.confidence.weight_1W.data_ptr(), model.confidence.bias
-            args.reads_token = model.confidence.reads_token
         self._args = args
         self._make_room(1)
 
@@ -70,17 +66,15 @@ class NativeTrees:
             return None
         return cls(name, model, vocabulary, library)
 
-    def grow(self, guessed: Sequence[GuessedTree], read_TD: Tensor, logits_TU: Tensor, most: int) -> None:
+    def grow(self, guessed: Sequence[GuessedTree], logits_TU: Tensor, most: int) -> None:
         """Grow these trees; see `one_pass.GrowTrees`."""
         code, count, rows = check_rows(logits_TU, self._named), len(guessed), logits_TU.size(0)
-        if check_rows(read_TD, self._width) != self._args.type or read_TD.size(0) != rows:
-            raise ValueError(f"{rows} rows of logits for {read_TD.size(0)} of {read_TD.dtype}")
         if count > self._room:
             self._make_room(count)
         asks = b"".join([_ask(one, min(most, MOST_NODES)) for one in guessed])
         there = self._library.grow_trees(
             *(ctypes.byref(self._args), code, logits_TU.data_ptr(), rows, self._named),
-            *(read_TD.data_ptr(), asks, count, ctypes.byref(self._grown)),
+            *(asks, count, ctypes.byref(self._grown)),
         )
         if not there:
             raise IndexError(f"trees of {count} requests in {rows} rows of logits")

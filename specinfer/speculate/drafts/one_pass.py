@@ -30,9 +30,9 @@ from specinfer.tree.draw import as_runs
 _FEWEST_NODES: Final = 8  # that are grown, whatever is wanted of them
 
 
-# Grows trees of so many nodes, MOST_NODES at most, and as many as there is room for, of what the output layer
-# reads of all rows that guess, and its logits; both are contiguous.
-GrowTrees = Callable[[Sequence[GuessedTree], Tensor, Tensor, int], None]
+# Grows trees of so many nodes, MOST_NODES at most, and as many as there is room for, of the logits of all
+# rows that guess, which are contiguous.
+GrowTrees = Callable[[Sequence[GuessedTree], Tensor, int], None]
 # Adds the children of every site, site i by row rows[i] of all logits, behind the token before[i].
 DrawLevel = Callable[[Sequence[Site], Sequence[int], Sequence[int], Tensor], None]
 
@@ -59,7 +59,7 @@ def level_drawer(name: str, model: AnyHeadModel, vocabulary: DraftVocabulary | N
 
 
 class OnePassTrees:
-    """Grows trees from what the output layer of a head reads of all their levels."""
+    """Grows trees from the logits of all their levels."""
 
     def __init__(
         self, name: str, shape: Shape, grow_best_first: GrowTrees | None, draw_level: DrawLevel
@@ -110,8 +110,8 @@ class OnePassTrees:
             self._most = max(_FEWEST_NODES, self._most // 2)
 
     @inference
-    def grow(self, guessed: Sequence[GuessedTree], read_TD: Tensor, logits_TU: Tensor) -> None:
-        """Grow all trees, each to its end, from what the output layer reads of levels, and its logits."""
+    def grow(self, guessed: Sequence[GuessedTree], logits_TU: Tensor) -> None:
+        """Grow all trees, each to its end, from the logits of their levels."""
         by_level: list[GuessedTree] = []
         best_first: list[GuessedTree] = []
         for one in guessed:
@@ -121,7 +121,7 @@ class OnePassTrees:
                 one.growth.limit = min(one.growth.limit, self.shape.depth(one.growth.entry.request))
                 by_level.append(one)
         if best_first and self._grow_best_first is not None:
-            self._grow_best_first(best_first, read_TD, logits_TU, self._most)
+            self._grow_best_first(best_first, logits_TU, self._most)
         while by_level:
             by_level = self._grow_a_level(by_level, logits_TU)
 
@@ -188,7 +188,7 @@ class OnePassDraft(Draft):
             made = self._guess(asked, texts)
             if growing:
                 assert made.logits_RU is not None
-                self._trees.grow(growing, made.read_RD, made.logits_RU)
+                self._trees.grow(growing, made.logits_RU)
         return {}
 
     @abstractmethod

@@ -49,13 +49,11 @@ CONFIGS = {
     "P-EAGLE": eagle_config(body=tiny_body(num_layers=4), mask_token_id=7, depth=8),
     "DSpark": block_config(),
     "behind the last state": block_config(reads_last=True, own_head=False),
-    "bidirectional": block_config(causal=False, confidence_reads_token=False),
+    "bidirectional": block_config(causal=False),
     "DFlash": block_config(
         causal=False,
         sample_from_anchor=False,
         markov_rank=0,
-        confidence=False,
-        confidence_reads_token=False,
         own_head=False,
     ),
 }
@@ -115,7 +113,6 @@ def test_names_of_tensors_are_those_of_checkpoints(tmp_path: Path) -> None:
         *(f"layers.{i}.self_attn.{x}_norm.weight" for i in (0, 1) for x in "qk"),
         *("fc.weight", "hidden_norm.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"),
         *("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
-        *("confidence_head.proj.weight", "confidence_head.proj.bias"),
     }
 
 
@@ -137,8 +134,7 @@ def test_a_config_has_the_librarys_words(tmp_path: Path) -> None:
         "sample_from_anchor": True,
         "markov_rank": 6,
         "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
+        "enable_confidence_head": False,
     }
     layers = config["transformer_layer_config"]
     assert layers["model_type"] == "qwen3"

@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[str, Callable[[Json], object], str]] = {
         "dflash_config has conv_kernel_size = 2; supp",
     ),
     "a projector beside": ("DFlash", beside(projector_type="domino"), "projector_type is 'domino'"),
-    "a Markov term of DFlash": ("DFlash", inside(markov_rank=6), "markov_rank is 6 .*projector_type dflash"),
+    "a Markov term of DFlash": ("DFlash", inside(markov_rank=6), "markov_rank is 6; .*projector_type dflash"),
     "logits that are scaled": (
         "DFlash",
         inside(output_multiplier=0.5),

@@ -35,9 +35,7 @@ EAGLES = {
 }
 BLOCKS = {
     "DSpark, causal": block_config(),
-    "DFlash": block_config(
-        causal=False, sample_from_anchor=False, markov_rank=0, confidence=False, confidence_reads_token=False
-    ),
+    "DFlash": block_config(causal=False, sample_from_anchor=False, markov_rank=0),
     "one row": block_config(block_size=1),
     "behind the last state": block_config(reads_last=True),
 }
@@ -105,19 +103,14 @@ def test_rotations_and_softmaxes_of_narrow_numbers_are_of_float32() -> None:
     assert softmax(x.double()).dtype == torch.float64
 
 
-def test_the_markov_term_and_the_confidence_are_products_with_the_token_before() -> None:
+def test_the_markov_term_is_a_product_with_the_token_before() -> None:
     head = tiny_head(block_config())
     assert isinstance(head, BlockHead)
     w = weights_of(head)
-    h = torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
-    before = torch.tensor(11)
-    embedded = w["markov_head.markov_w1.weight"][11]
     with torch.no_grad():
-        pair, confidence = head.pair_logits(before), head.confidence(h, before)
+        pair = head.pair_logits(torch.tensor(11))
+    embedded = w["markov_head.markov_w1.weight"][11]
     np.testing.assert_allclose(pair, w["markov_head.markov_w2.weight"] @ embedded, atol=1e-5)
-    read = np.concatenate([h.double().numpy(), embedded])
-    expected = w["confidence_head.proj.weight"][0] @ read + w["confidence_head.proj.bias"][0]
-    np.testing.assert_allclose(confidence, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", [eagle_config(own_head=False), block_config(own_head=False)])
@@ -132,7 +125,7 @@ def test_all_but_the_targets_tables_is_trained(config: EagleConfig | BlockConfig
         hidden = head(taps, before, torch.tensor([[3], [6]]))
         seen = before[..., None].expand(2, 1, config.depth)
         logits = head.logits(hidden) + head.pair_logits(seen)
-        loss = logits.logsumexp(-1).sum() + head.confidence(hidden, seen).sum()
+        loss = logits.logsumexp(-1).sum()
     loss.backward()  # type: ignore[no-untyped-call]
     without = {name for name, parameter in head.named_parameters() if parameter.grad is None}
     assert without == {"embed_tokens.weight", "lm_head.weight"}

@@ -37,11 +37,9 @@ from tests.unit.replay.conftest import PROMPTS, recorded
 from tests.unit.replay.test_replay import Step, live, told
 
 CONFIGS = {
-    "like the shipped one": block_config(reads_last=True, confidence=False, confidence_reads_token=False),
-    "with confidence": block_config(own_head=False),
-    "all rows see each other": block_config(
-        causal=False, sample_from_anchor=False, markov_rank=0, confidence=False, confidence_reads_token=False
-    ),
+    "like the shipped one": block_config(reads_last=True),
+    "the target's output layer": block_config(own_head=False),
+    "all rows see each other": block_config(causal=False, sample_from_anchor=False, markov_rank=0),
 }
 BESIDE: dict[str, dict[str, Any]] = {"alone": {}, "with n-grams": {"lookup": True}}
 LAWS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "coupled": {"temperature": 0.8}}
@@ -109,7 +107,7 @@ def test_trees_that_steps_leave_little_room_are_those_of_the_live_run(
     tiny: Tiny, heads: dict[str, AnyHeadModel], law: str
 ) -> None:
     """And prompts that are read over several steps; a draft model guesses, too."""
-    drafts = {"head": heads["with confidence"], "similar": tiny.similar}
+    drafts = {"head": heads["the target's output layer"], "similar": tiny.similar}
     llm = llm_with(tiny, drafts, max_batch_size=4, max_step_tokens=24)
     trace = recorded(llm, APART, **LAWS[law])
     for batch in (1, 4):
@@ -133,7 +131,7 @@ def test_trees_of_a_head_that_has_missed_some_of_a_text_are_counted(
     tiny: Tiny, heads: dict[str, AnyHeadModel], tmp_path: Path
 ) -> None:
     """One of two prompts that begin alike starts behind blocks that the head has not read yet."""
-    llm = llm_with(tiny, {"head": heads["with confidence"]}, max_batch_size=5, max_step_tokens=200)
+    llm = llm_with(tiny, {"head": heads["the target's output layer"]}, max_batch_size=5, max_step_tokens=200)
     trace = recorded(llm, PROMPTS)
     steps = live(llm.variant(max_batch_size=5), trace)
     again, came = played(trace, "fixed", 5)
@@ -228,7 +226,7 @@ def test_who_knows_the_text_follows_a_head_further_than_anybody(trace: Trace) ->
 
 
 @pytest.mark.parametrize(
-    ("head", "law"), [("all rows see each other", "greedy"), ("with confidence", "coupled")]
+    ("head", "law"), [("all rows see each other", "greedy"), ("the target's output layer", "coupled")]
 )
 def test_an_oracle_knows_heads_that_go_deeper_than_the_expansion(
     tiny: Tiny, heads: dict[str, AnyHeadModel], head: str, law: str
@@ -244,7 +242,7 @@ def test_an_oracle_knows_heads_that_go_deeper_than_the_expansion(
 def test_trees_that_are_drawn_level_by_level_are_not_recorded(
     tiny: Tiny, heads: dict[str, AnyHeadModel], params: dict[str, Any]
 ) -> None:
-    llm = llm_with(tiny, {"head": heads["with confidence"]})
+    llm = llm_with(tiny, {"head": heads["the target's output layer"]})
     with pytest.raises(RequestError, match=f"{next(iter(params))} is .* head head draws its trees level by"):
         recorded(llm, APART, temperature=0.8, **params)
     recorded(llm, APART[-1:], **({} if "min_tokens" in params else params), temperature=0, max_tokens=3)

@@ -35,9 +35,7 @@ HEADS: dict[str, HeadConfig] = {
     ),
     "block": block_config(own_head=False),
     "block behind the last state": block_config(reads_last=True),
-    "block, bidirectional": block_config(
-        causal=False, sample_from_anchor=False, markov_rank=0, confidence=False, confidence_reads_token=False
-    ),
+    "block, bidirectional": block_config(causal=False, sample_from_anchor=False, markov_rank=0),
     "medusa": medusa_config(num_layers=2),
     "eagle of the first kind": eagle_config(
         fc_reads_token=True, taps=(3,), draft_vocab_size=VOCAB, own_head=False

@@ -130,7 +130,7 @@ def test_samples_are_drawn_from_the_law_that_is_told(
 
 
 def test_guesses_are_the_likeliest_with_what_the_token_before_adds(tiny: Tiny, folder: Path) -> None:
-    head = tiny_head(block_config(reads_last=True, confidence=False, confidence_reads_token=False), seed=9)
+    head = tiny_head(block_config(reads_last=True), seed=9)
     with torch.no_grad():
         head.markov_head.markov_w2.weight.mul_(15)  # what stands before decides, more than hidden states
     written = HeadFolder(write_tiny_head(head, folder / "pairs"), open_model(folder / "target").config)

@@ -15,14 +15,13 @@ from tests.oracles.best_first import Level, Race, grow
 TOKENS = np.array([[10, 11, 12], [20, 21, 22], [30, 31, 32]])
 
 
-def levels(seed: int, *, rest: float = 0.5, right: float | None = None) -> list[Level]:
+def levels(seed: int, *, rest: float = 0.5) -> list[Level]:
     """Three levels of three candidates, each with logits of its own behind each token before."""
     random = np.random.default_rng(seed)
     made = []
     for number in range(3):
         before = 1 if number == 0 else 3
-        sure = None if right is None else np.full(before, right)
-        made.append(Level(TOKENS[number], random.normal(size=(before, 3)), rest, sure))
+        made.append(Level(TOKENS[number], random.normal(size=(before, 3)), rest))
     return made
 
 
@@ -83,12 +82,6 @@ def test_children_of_a_race_come_as_the_noise_has_them(seed: int) -> None:
         noise = exponentials(3, 7 + len(path), level.tokens_C)
         order = np.argsort(noise / np.exp(level.logits_AC[before]))
         assert list(children) == level.tokens_C[order][: len(children)].tolist()
-
-
-def test_the_first_child_of_a_race_is_as_likely_as_the_head_says() -> None:
-    tree = grown(levels(1, right=0.75), 12, Race(seed=3, position=7)).build()
-    below_root = [draw.confidence for draw in tree.draws if draw.parent == 0]
-    assert below_root == pytest.approx([0.75 * 0.25**rank for rank in range(len(below_root))])
 
 
 def test_a_node_has_not_more_than_so_many_children() -> None:

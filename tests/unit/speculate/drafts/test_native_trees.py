@@ -28,10 +28,8 @@ from tests.tiny_models import write_tiny_llama
 CPU = torch.device("cpu")
 SHAPE = Shape(Expansion((1, 1, 1, 1, 1)), DrawRule.COUPLED)
 HEADS: dict[str, dict[str, Any]] = {
-    "pairs, confidence of the token": {},
-    "pairs, confidence": {"confidence_reads_token": False},
-    "pairs alone": {"confidence": False, "confidence_reads_token": False},
-    "no pairs": {"markov_rank": 0, "confidence": False, "confidence_reads_token": False},
+    "pairs": {},
+    "no pairs": {"markov_rank": 0},
     "all tokens": {"draft_vocab_size": VOCAB},
 }
 
@@ -94,7 +92,7 @@ def both(
     grown = []
     for trees in (native, PlainTrees("head", head, vocabulary)):
         asked = guessed(sampling, **settled)
-        trees.grow(asked, read_TD, logits_TU, nodes)
+        trees.grow(asked, logits_TU, nodes)
         grown.append([one.growth.tree() for one in asked])
     return [*zip(*grown, strict=True)]
 
@@ -149,7 +147,7 @@ def test_the_trees_are_those_of_the_twin(
     "of", [{"levels": 1}, {"count": 1}, {"most": 2}, {"nodes": 6}, {"most": 5, "count": 17}], ids=str
 )
 def test_small_trees_and_many_are_the_same(folder: Path, of: dict[str, int]) -> None:
-    head = loaded(folder, "pairs alone", torch.float32, "none")
+    head = loaded(folder, "pairs", torch.float32, "none")
     for native, plain in both(*head, {"temperature": 0}, **of):
         assert_same(native, plain)
         assert 1 < native.num_nodes <= min(of.get("most", 40), 1 + of.get("nodes", 32))
@@ -157,7 +155,7 @@ def test_small_trees_and_many_are_the_same(folder: Path, of: dict[str, int]) -> 
 
 @pytest.mark.parametrize("row", [0, 2])
 def test_levels_that_are_no_numbers_end_a_tree(folder: Path, row: int) -> None:
-    head, vocabulary = loaded(folder, "pairs alone", torch.float32, "none")
+    head, vocabulary = loaded(folder, "pairs", torch.float32, "none")
     read_TD = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(1))
     logits_TU = head.logits(read_TD)
     logits_TU[row, 5] = torch.nan
@@ -166,19 +164,17 @@ def test_levels_that_are_no_numbers_end_a_tree(folder: Path, row: int) -> None:
     grown = []
     for trees in (native, PlainTrees("head", head, vocabulary)):
         asked = guessed({"temperature": 0}, 1, 4)
-        trees.grow(asked, read_TD, logits_TU, 32)
+        trees.grow(asked, logits_TU, 32)
         grown.append(asked[0].growth.tree())
     assert_same(*grown)
     assert max(grown[0].depths()) == row
 
 
 def test_rows_that_are_not_there_are_refused(folder: Path) -> None:
-    head, vocabulary = loaded(folder, "pairs alone", torch.float32, "none")
+    head, vocabulary = loaded(folder, "pairs", torch.float32, "none")
     native = NativeTrees.of("head", head, vocabulary)
     assert native is not None
     read_TD = torch.zeros(4, SIZE)
     asked = guessed({"temperature": 0}, 1, 4)
     with pytest.raises(IndexError, match="4 rows of logits"):
-        native.grow([replace(asked[0], first=1)], read_TD, head.logits(read_TD), 32)
-    with pytest.raises(ValueError, match="4 rows of logits"):
-        native.grow(asked, read_TD[:3], head.logits(read_TD), 32)
+        native.grow([replace(asked[0], first=1)], head.logits(read_TD), 32)

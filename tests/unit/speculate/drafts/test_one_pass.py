@@ -31,7 +31,7 @@ Loaded = tuple[AnyHeadModel, DraftVocabulary | None]
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    return loaded(tmp_path_factory.mktemp("trees"), "pairs alone", torch.float32, "none")
+    return loaded(tmp_path_factory.mktemp("trees"), "pairs", torch.float32, "none")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def grown(trees: OnePassTrees, head: AnyHeadModel) -> int:
     entry = plans.entry([3, 7], params=SamplingParams(temperature=0))
     growth = Growth.of(entry, "head", LEVELS)
     read_TD = torch.randn(LEVELS, SIZE, generator=torch.Generator().manual_seed(1))
-    trees.grow([trees.open(growth, 0, LEVELS)], read_TD, head.logits(read_TD))
+    trees.grow([trees.open(growth, 0, LEVELS)], head.logits(read_TD))
     return growth.tree().num_nodes - 1
 
 
@@ -67,7 +67,7 @@ def test_what_is_drawn_by_levels_has_a_shape(head: Loaded, params: dict[str, Any
     if not native:
         mine = OnePassTrees("head", learned, None, level_drawer("head", model, vocabulary))
         assert mine.most_nodes(entry.request) == 5
-    mine.grow([mine.open(growth, 0, LEVELS)], read_TD, model.logits(read_TD))
+    mine.grow([mine.open(growth, 0, LEVELS)], model.logits(read_TD))
     by_levels = "top_p" in params or not native
     assert (growth.tree().parents == (-1, 0, 1, 1, 2, 3)) == by_levels
 
