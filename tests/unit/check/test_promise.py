@@ -53,8 +53,8 @@ def verdicts(tiny: Tiny, *, last: str | None = None, **options: Any) -> dict[str
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"drafts": ["similar", "stranger"], "expansion": (2, 2)}, {"draw": "top_k"}, {"drafts": []}],
-    ids=["draft and ngram", "two drafts", "top-k", "ngram"],
+    [{"drafts": ["similar", "stranger"], "expansion": (2, 2), "draw": "top_k"}, {"drafts": []}],
+    ids=["two drafts, top-k, and lookups", "lookups"],
 )
 def test_an_honest_engine_passes(tiny: Tiny, options: dict[str, Any]) -> None:
     assert verdicts(tiny, **options) == dict.fromkeys([*IDENTITY, *TWICE, *LAWS, "bookkeeping"], True)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 Make = Callable[..., Admitted]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Makes a request of an id, and of how far it counts."""
     folder = write_tiny_llama(tmp_path_factory.mktemp("t"), vocab_size=256, tokenizer=True)
@@ -48,17 +48,17 @@ def threads() -> Iterator[Callable[[Callable[[], T]], Future[T]]]:
         yield pool.submit
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     folder = tmp_path_factory.mktemp("tiny")
     return write_tiny(folder, vocab_size=VOCAB, max_context=96, eos_token_id=EOS, spread=0.25)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def oracle(tiny: Tiny) -> Oracle:
     return Oracle(tiny)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def llms(tiny: Tiny) -> dict[str, LLM]:
     return {name: tiny.llm(**options) for name, options in SPECULATION.items()}

@@ -80,7 +80,7 @@ def test_weights_that_the_caches_cannot_hold_are_read_past_them(
 
 def test_slow_products_are_told_in_one_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        texts(folder, quantization="int4")
+        LLM(folder / "target", **{**ENGINE, "kernels": "torch", "quantization": "int4"}).close()
     [line] = [record.getMessage() for record in caplog.records]
     assert line == "quantized products run in PyTorch, without native kernels, and slowly"
 

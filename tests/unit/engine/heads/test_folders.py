@@ -38,7 +38,7 @@ def test_a_folder_is_a_draft(
 ) -> None:
     heads = [str(folder / f"head{number}") for number in range(len(modules))]
     options: dict[str, Any] = {**ENGINE, "dtype": dtype, "kernels": kernels}
-    params = SamplingParams(max_tokens=10, temperature=0)
+    params = SamplingParams(max_tokens=6, temperature=0)
     with LLM(str(folder / "target"), **options) as llm:
         (alone,) = llm.generate([PROMPTS[0]], params)
     for _ in range(2):  # made, then read where they were kept
