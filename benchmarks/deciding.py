@@ -42,8 +42,8 @@ from specinfer.speculate.drafts.draws import Site
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.policy.guarded_policy import sized_by_cost
-from specinfer.speculate.policy.speculation_policy import StepReport
+from specinfer.speculate.policy.cost_policy import CostPolicy
+from specinfer.speculate.policy.policy import StepReport
 from specinfer.speculate.speculator import LevelSpeculator, Outcome, Speculator
 from specinfer.speculate.table import build_speculators
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
@@ -127,7 +127,7 @@ class Play:
             for name in ("begin", "deepen", "tree", "observe"):
                 _watch(watch, "draft" if one is by_levels else "model", one, name)
         curves = {one.name: DRAFT for one in drafts}
-        policy, _ = sized_by_cost(TARGET, curves, config, measured=True, library=library)
+        policy = CostPolicy.by_curves(TARGET, curves, config, measured=True)
         for name in POLICY:
             _watch(watch, "deciding", policy, name)
         asked: list[Speculator | LevelSpeculator] = [*looking_up, *drafts]

@@ -88,7 +88,7 @@ class SpeculationConfig:
         "Children of each frontier node of a draft's tree, level by level: K1,K2,...; or learned: where "
         "guesses "
         "are likely, the default where trees are sized by cost.",
-        more="A learned shape is up to 8 levels deep ([policy.md](policy.md#the-shape-of-a-drafts-tree)) "
+        more="A learned shape is up to 8 levels deep ([policy.md](policy.md#drafts)) "
         "and needs "
         '`tree_size="cost"`; trees of samples (`mss`), whose shape nothing they hold may decide, are '
         "`1,1,3,1,1` then.",

@@ -38,7 +38,7 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True)
 def _nothing_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a policy learns in one test is not known in the next one, nor in the user's cache."""
-    monkeypatch.setattr("specinfer.speculate.policy.policy_memory.LEAST", 1 << 60)
+    monkeypatch.setattr("specinfer.speculate.policy.memory.LEAST", 1 << 60)
 
 
 @pytest.fixture

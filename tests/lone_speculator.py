@@ -12,7 +12,7 @@ from specinfer.runtime.executor import LocalExecutor
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.policy import FixedPolicy
 from specinfer.speculate.speculator import Speculator
 from specinfer.tree.pairs import Verifier
 

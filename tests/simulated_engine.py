@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from specinfer import SamplingParams
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.policy.speculation_policy import SpeculationPolicy, StepReport
+from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport
 from specinfer.speculate.speculator import LevelSpeculator, Outcome
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from tests import plans

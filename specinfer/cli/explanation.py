@@ -1,6 +1,6 @@
-"""What `specinfer generate --explain` shows of a step: who guessed, who did not, hopes, prices, what came.
+"""What `specinfer generate --explain` shows of a step: who guessed, who did not, expectations and results.
 
-     step  guessed                  did not             hoped  came  price  expected    took
+     step  guessed                  did not          expected  came  guesses  expected    took
         7  lookup 3 of 7, draft 2   grammar: no guess    3.21     4    5.1      24.0    23.1
         8                           all: plain step      1.00     1    0.0      18.9    19.4
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from specinfer.speculate.policy.decision import Decision, Turn, Why
+from specinfer.speculate.decision import GUESSED, REQUEST, Decision, Turn
 
 if TYPE_CHECKING:
     from specinfer.engine.trace import TreeEvent
@@ -44,7 +44,7 @@ def print_steps(events: Sequence[TreeEvent], request_id: str) -> None:
     table.add_column("step", justify="right")
     table.add_column("guessed (verified of drawn)")
     table.add_column("did not")
-    for name in ("hoped", "came", "price ms", "expected ms", "took ms"):
+    for name in ("tokens expected", "tokens", "guesses ms", "expected ms", "took ms"):
         table.add_column(name, justify="right")
     never = _never(steps)
     for event, decision in steps:
@@ -52,9 +52,9 @@ def print_steps(events: Sequence[TreeEvent], request_id: str) -> None:
             str(event.step),
             ", ".join(map(_guessed, _those_who(decision))),
             _others([turn for turn in decision.turns if turn.speculator not in never]),
-            "-" if decision.hope is None else f"{decision.hope:.2f}",
+            "-" if decision.expected_tokens is None else f"{decision.expected_tokens:.2f}",
             str(len(event.acceptance.path) + 1),
-            _milliseconds(decision.price),
+            _milliseconds(decision.guess_seconds),
             _milliseconds(decision.seconds),
             _milliseconds(sum(event.seconds.values())),
         )
@@ -74,41 +74,41 @@ def _explained(events: Sequence[TreeEvent], request_id: str) -> list[tuple[TreeE
 
 
 def _total(steps: Sequence[tuple[TreeEvent, Decision]]) -> str:
-    """What all steps come to, in words: hopes beside what came, and who never guesses."""
+    """What all steps come to, in words: expectations beside results, and who never guesses."""
     came = sum(len(event.acceptance.path) + 1 for event, _ in steps)
     parts = [f"{len(steps)} steps, {came} tokens"]
-    hopes = [decision.hope for _, decision in steps if decision.hope is not None]
-    if hopes:
-        parts.append(f"{sum(hopes):.1f} hoped for")
+    tokens = [decision.expected_tokens for _, decision in steps if decision.expected_tokens is not None]
+    if tokens:
+        parts.append(f"{sum(tokens):.1f} expected")
     expected = [decision.seconds for _, decision in steps if decision.seconds is not None]
     if expected:
         took = sum(sum(event.seconds.values()) for event, decision in steps if decision.seconds is not None)
         parts.append(f"{1e3 * sum(expected):.0f} ms expected, {1e3 * took:.0f} ms taken")
     if never := _never(steps):
-        parts.append(f"{', '.join(never)}: {Why.REQUEST}")
+        parts.append(f"{', '.join(never)}: {REQUEST}")
     return "; ".join(parts)
 
 
 def _never(steps: Sequence[tuple[TreeEvent, Decision]]) -> list[str]:
     """The speculators that may not guess for the request at all, or have nothing to guess from."""
-    return [turn.speculator for turn in steps[0][1].turns if turn.why is Why.REQUEST] if steps else []
+    return [turn.speculator for turn in steps[0][1].turns if turn.reason == REQUEST] if steps else []
 
 
 def _those_who(decision: Decision) -> list[Turn]:
-    return [turn for turn in decision.turns if turn.why is Why.GUESSED]
+    return [turn for turn in decision.turns if turn.reason == GUESSED]
 
 
 def _guessed(turn: Turn) -> str:
-    return f"{turn.speculator} {turn.kept} of {turn.drawn}"
+    return f"{turn.speculator} {turn.verified} of {turn.drawn}"
 
 
 def _others(turns: Sequence[Turn]) -> str:
     """Those who did not guess, by their reasons."""
-    by_reason: dict[Why, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for turn in turns:
-        if turn.why is not Why.GUESSED:
-            by_reason.setdefault(turn.why, []).append(turn.speculator)
-    return "; ".join(f"{', '.join(names)}: {why}" for why, names in by_reason.items())
+        if turn.reason != GUESSED:
+            by_reason.setdefault(turn.reason, []).append(turn.speculator)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
 
 def _milliseconds(seconds: float | None) -> str:

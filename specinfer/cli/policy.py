@@ -14,9 +14,9 @@ import click
 if TYPE_CHECKING:
     from specinfer.config import SpeculationConfig
     from specinfer.replay.replay import Part, Played
-    from specinfer.speculate.policy.policy_memory import StoredPolicy
+    from specinfer.speculate.policy.memory import StoredPolicy
 
-_NAMES: Final = ("off", "fixed", "counts", "cost", "best-fixed", "oracle")
+_NAMES: Final = ("off", "fixed", "cost", "best-fixed", "oracle")
 
 
 @click.group()
@@ -28,9 +28,9 @@ def policy() -> None:
 @click.option("--json", "json_output", is_flag=True, help="Print one JSON object.")
 def show(json_output: bool) -> None:
     """Print what speculation has learnt on this machine, of each target with its drafts: where it is, how
-    much it is, how often guesses became text, and what weights their features have.
+    much it is, and how often guesses became text.
     """
-    from specinfer.speculate.policy.policy_memory import policies_dir, stored_policies
+    from specinfer.speculate.policy.memory import policies_dir, stored_policies
 
     found = stored_policies()
     if json_output:
@@ -56,7 +56,7 @@ def reset(target: str | None) -> None:
 
     Files that cannot be used go as well. A process that runs keeps what it knows, and may write it again.
     """
-    from specinfer.speculate.policy.policy_memory import stored_policies
+    from specinfer.speculate.policy.memory import stored_policies
 
     removed = 0
     for file, stored, _ in stored_policies():
@@ -69,20 +69,18 @@ def reset(target: str | None) -> None:
 
 
 def _lines(stored: StoredPolicy) -> list[str]:
-    """What one file holds, as text."""
-    from specinfer.speculate.policy.bounded import mapping
-    from specinfer.speculate.policy.calibration import rate_of_level
-    from specinfer.speculate.policy.draft_costs import HEATS, checked_draft
-    from specinfer.speculate.policy.estimator import Estimator
-    from specinfer.speculate.policy.level_counts import rates_of
+    """The contents of one file, as text."""
+    from specinfer.speculate.policy.chances import BELIEVED, HEATS, Chances
+    from specinfer.speculate.policy.memory import recall
 
-    estimator = Estimator()
+    drafts, key = stored.learned.get("drafts"), stored.key
+    chances = Chances(
+        {str(name): _depth(levels) for name, levels in drafts.items()} if isinstance(drafts, dict) else {}
+    )
     try:
-        estimator.recall(stored.learned)
-        drafts = {name: checked_draft(told) for name, told in mapping(stored.learned["drafts"]).items()}
-    except (ValueError, KeyError) as error:
+        recall(stored.learned, chances)
+    except (ValueError, KeyError, TypeError) as error:
         return [f"{stored.file}", f"  cannot be used: {error}"]
-    key = stored.key
     alike = [
         " at temperature 0",
         *(f" at temperatures over {round(low, 2):g} to {high:g}" for low, high in pairwise(HEATS)),
@@ -93,30 +91,31 @@ def _lines(stored: StoredPolicy) -> list[str]:
         f"  target     {key.get('target')}",
         *(f"  draft      {draft}" for draft in key.get("drafts") or ()),
         f"  device     {key.get('device')}",
-        f"  learnt of  {estimator.outcomes} guesses",
-        *(
-            f"  levels     {name}{whose}: right at level 1, 2, ... "
-            + " ".join(f"{rate.any:.2f}" for rate in rates_of(levels))
-            for name, told in drafts.items()
-            for whose, levels in zip(("", *alike), (told["all"], *told["alike"]), strict=True)
-            if not whose or any(tries for _, _, tries in levels)
-        ),
+        f"  learnt of  {chances.outcomes} guesses",
     ]
-    for name, rival in estimator.rivals.items():
-        better = "a logistic" if rival.lead >= 0 else "counts"
-        lines.append(
-            f"  {name}: {rival.outcomes} guesses, estimated by {better} (ahead by {rival.lead:+.1f} nats)"
-        )
-        lines.append("    " + " ".join(f"{k} {weight:+.2f}" for k, weight in rival.logistic.named().items()))
-        for first in (True, False):
-            rates = [
-                f"{rate_of_level(level):.2f}->{accepted / seen:.2f}"
-                for speculator, level, of_first, accepted, seen in sorted(estimator.counts.to_json())
-                if speculator == name and of_first is first
+    for name, levels in chances.levels.items():
+        counted = zip(("", *alike), (levels.all, *levels.alike), strict=True)
+        lines += [
+            f"  levels     {name}{whose}: right at level 1, 2, ... "
+            + " ".join(f"{rate.any:.2f}" for rate in counts.rates())
+            for whose, counts in counted
+            if not whose or any(counts.tries)
+        ]
+    for name, accepted in chances.accepted.items():
+        rates = [a / n for a, n in zip(accepted, chances.seen[name], strict=True)]
+        others, firsts = rates[: len(BELIEVED)], rates[len(BELIEVED) :]
+        for kind, became in (("first choices", firsts), ("others", others)):
+            told = [
+                f"{said:.2f}->{rate:.2f}" for said, rate in zip(BELIEVED, became, strict=True) if rate != said
             ]
-            if rates:
-                lines.append(f"    {'first choices' if first else 'others'}, said->became: {' '.join(rates)}")
+            lines += [f"  {name}: {kind}, said->became: {' '.join(told)}"] if told else []
     return lines
+
+
+def _depth(levels: object) -> int:
+    """The levels that a file has counts of."""
+    of_all = levels.get("all") if isinstance(levels, dict) else None
+    return len(of_all) if isinstance(of_all, list) else 0
 
 
 @policy.command()
@@ -151,7 +150,7 @@ def replay(
 
     Seconds are those of the cost curves in the trace: the same at every run and on every machine. off is no
     speculation, fixed all of the configured trees, cost the engine's own policy, which begins with nothing
-    learnt, counts the same without logistics; best-fixed is the quickest of the policies that do the same in
+    learnt; best-fixed is the quickest of the policies that do the same in
     every step, found by trying them, and oracle knows the texts. Of the ratio to off there is a 95% interval:
     what other texts of the same kind would show. partly_read, where it is not 0, counts trees of heads that
     had missed the beginning of a text, and are played as if they had read it.

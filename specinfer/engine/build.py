@@ -28,10 +28,10 @@ from specinfer.runtime.executor import LocalExecutor
 from specinfer.runtime.flight import torch_threads
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.policy.fixed_policy import FixedPolicy
-from specinfer.speculate.policy.guarded_policy import GuardedPolicy, sized_by_cost
-from specinfer.speculate.policy.policy_memory import PolicyMemory
-from specinfer.speculate.policy.trusted_policy import TrustedPolicy
+from specinfer.speculate.policy.cost_policy import CostPolicy
+from specinfer.speculate.policy.guard import Guard
+from specinfer.speculate.policy.memory import PolicyMemory
+from specinfer.speculate.policy.policy import FixedPolicy, SpeculationPolicy
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
 from specinfer.speculate.table import build_speculators
 
@@ -116,31 +116,29 @@ def build_engine(
         for name, model in models.drafts.items()
     }
     threads = threads_of_torch(config, models)
-    guard: GuardedPolicy | None = None
+    policy: SpeculationPolicy = FixedPolicy()
+    guard: Guard | None = None
     kept: PolicyMemory | None = None  # what the policy learns, over many runs
     if speculation.tree_size == "cost":
         runners = {name: runner for name, (runner, _) in drafting.items()}
         with torch_threads(threads):
             costs = measured_curves(config, executor, models, runners, progress)
         measured = speculation.clock == "measured"
-        guard, learned = sized_by_cost(
-            *(costs.target, costs.drafts, speculation),
-            measured=measured,
-            library=models.target.kernels.library,
-        )
-        if measured:  # a run by the curve decides what the last one decided
-            kept = PolicyMemory(_learned_of(config, models, executor.device_name), learned)
+        sized = CostPolicy.by_curves(costs.target, costs.drafts, speculation, measured=measured)
+        policy, guard = sized, sized.guard
+        if measured and guard is not None:  # a run by the curve decides as the last one did
+            kept = PolicyMemory(_learned_of(config, models, executor.device_name), sized.chances, guard)
             kept.recall()
     speculators: list[Speculator | LevelSpeculator] = [
         *build_speculators(speculation, models.target.kernels.library, progress),
         *(draft for _, draft in drafting.values()),
         *extra,
     ]
-    policy = FixedPolicy() if guard is None else TrustedPolicy(guard, FixedPolicy.of(speculation))
+    fallback = FixedPolicy() if guard is None else FixedPolicy.of(speculation)
     pool = BlockPool(executor.num_blocks, executor.block_size)
     return Engine(
         executor=executor,
-        speculators=Ensemble(speculators, vocab=vocab, policy=policy),
+        speculators=Ensemble(speculators, vocab=vocab, policy=policy, fallback=fallback),
         tokenizer=models.tokenizer,
         admission=Admission(
             models.tokenizer,

@@ -26,11 +26,11 @@ from specinfer.runtime.batch import LogitRows, logit_rows
 from specinfer.runtime.executor import Executor, Move
 from specinfer.runtime.features import text_rows
 from specinfer.runtime.flight import Flight, inference, torch_threads
+from specinfer.speculate.decision import Decision
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.policy.decision import Decision
-from specinfer.speculate.policy.guarded_policy import GuardedPolicy
-from specinfer.speculate.policy.policy_memory import PolicyMemory
-from specinfer.speculate.policy.speculation_policy import StepReport
+from specinfer.speculate.policy.guard import Guard
+from specinfer.speculate.policy.memory import PolicyMemory
+from specinfer.speculate.policy.policy import StepReport
 from specinfer.speculate.speculator import Outcome
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
@@ -88,7 +88,7 @@ class Engine:
         scheduler: Scheduler,
         verifier: Verifier,
         threads: int = 1,
-        guard: GuardedPolicy | None = None,
+        guard: Guard | None = None,
         memory: PolicyMemory | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:

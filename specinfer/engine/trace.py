@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from specinfer.errors import UserError
-from specinfer.speculate.policy.decision import Decision
+from specinfer.speculate.decision import Decision
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import proposed_by

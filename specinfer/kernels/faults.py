@@ -6,7 +6,6 @@ python -m specinfer.kernels.faults LIBRARY LEVEL      what native.py runs; NumPy
 from __future__ import annotations
 
 import ctypes
-import struct
 import sys
 from collections.abc import Iterator
 from itertools import chain
@@ -27,7 +26,6 @@ from specinfer.kernels.library import (
     GuesserArgs,
     HeadsArgs,
     Kind,
-    KnowledgeArgs,
     Library,
     PathsArgs,
     ProductArgs,
@@ -273,25 +271,12 @@ def other_faults(library: Library) -> Iterator[str]:
     mass = library.mass(logits.ctypes.data, len(logits), float(logits.max()), 1.0)
     if not np.isclose(mass, np.exp(logits - logits.max()).sum(), rtol=1e-4):
         yield f"the mass of a row is not {mass:.6g}"
-    yield from _faults_of_hopes(library)
     racers = np.empty(1000, dtype=np.int64)
     top = int(best[0])
     if library.racers(logits.ctypes.data, 1000, None, top, 1.0, 7, racers.ctypes.data) < 1:
         yield "nobody wins a race"
     yield from _faults_of_scans(library, logits)
     yield from _faults_of_trees(library, chance)
-
-
-def _faults_of_hopes(library: Library) -> Iterator[str]:
-    """What is wrong with one guess of which nothing is known: without weights it is as likely as not."""
-    known, hopes, levels = np.ones(11 + 2 * 13 * 2), np.empty(2), np.zeros(1, dtype=np.int32)
-    known[:11] = 0
-    # The temperature, and how sure its speculator is; two nodes, the second of which holds the guess.
-    told = struct.pack("=2d16i", 0.0, 0.9, *(2, 1, 0, 0, 1, 2, 0), *(5, 6), *(-1, 0), *(0, 1), *(0, 1, 0))
-    knowledge = KnowledgeArgs(known.ctypes.data, levels.ctypes.data, 1, 1, 1.0)
-    there = library.hopes(told, 2, 1, ctypes.byref(knowledge), hopes.ctypes.data)
-    if not there or hopes.tolist() != [1.0, 0.5]:
-        yield f"a guess as likely as not is thought to be {hopes[1]:.6g} likely"
 
 
 def _faults_of_trees(library: Library, chance: np.random.Generator) -> Iterator[str]:

@@ -205,30 +205,6 @@ class GrownArgs(ctypes.Structure):
     )
 
 
-class KnowledgeArgs(ctypes.Structure):
-    """What is known of speculators, as cpu/step_guesses.h has it."""
-
-    _fields_ = (
-        ("known", c_void_p),
-        ("levels", c_void_p),
-        ("speculators", c_int64),
-        ("logistics", c_int32),
-        ("beside", c_double),
-    )
-
-
-class StepCostsArgs(ctypes.Structure):
-    """What a step takes and makes, as cpu/step_guesses.h has it."""
-
-    _fields_ = (
-        ("passes", c_void_p),
-        ("rows", c_int64),
-        ("last", c_int64),
-        ("spent", c_double),
-        ("tokens", c_double),
-    )
-
-
 class LookupRules(ctypes.Structure):
     """How guesses are looked up in texts, as cpu/lookups.h has it."""
 
@@ -334,24 +310,6 @@ class Library:
             *(library.specinfer_grow_trees, c_int32, POINTER(GuesserArgs), *block[:4], c_char_p),
             *(count, POINTER(GrownArgs)),
         )
-        told, known, costs = (c_char_p, count, count), POINTER(KnowledgeArgs), POINTER(StepCostsArgs)
-        self.step_new = _function(library.specinfer_step_new, c_void_p)
-        self.step_free = _function(library.specinfer_step_free, None, c_void_p)
-        self.step_begin = _function(library.specinfer_step_begin, None, address)
-        self.step_expect = _function(
-            library.specinfer_step_expect, flag, address, *told, known, costs, c_double, address
-        )
-        self.step_deepen = _function(
-            *(library.specinfer_step_deepen, flag, address, *told, known, costs),
-            *(address, c_double, address),
-        )
-        self.step_choose = _function(
-            library.specinfer_step_choose, flag, address, *told, known, costs, address
-        )
-        self.step_learn = _function(
-            library.specinfer_step_learn, count, address, c_char_p, count, known, address
-        )
-        self.hopes = _function(library.specinfer_hopes, flag, *told, known, address)
         self.index_new = _function(library.specinfer_index_new, c_void_p, address, count, count, address)
         self.index_free = _function(library.specinfer_index_free, None, address)
         self.index_extend = _function(library.specinfer_index_extend, flag, address, address, count)

@@ -12,7 +12,7 @@ from specinfer.errors import TraceTooSmallError
 from specinfer.plan import PlanEntry
 from specinfer.replay.replay import Part, Played, play
 from specinfer.replay.trace import DEPTH
-from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.policy import FixedPolicy
 from specinfer.tree import TokenTree
 from specinfer.tree.merging import likeliest
 from specinfer.tree.token_tree import single_node

@@ -35,7 +35,7 @@ from specinfer.runtime.executor import Executor, Move
 from specinfer.runtime.flight import Flight
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.policy.speculation_policy import SpeculationPolicy
+from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.speculator import AnySpeculator
 from specinfer.speculate.table import build_speculators
 from specinfer.tokenizer import Tokenizer

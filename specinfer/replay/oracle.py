@@ -22,7 +22,7 @@ from specinfer.replay.drafts import CostTable
 from specinfer.replay.engine import path_along
 from specinfer.replay.replay import Part, Played, play, play_without
 from specinfer.replay.trace import Trace
-from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.policy import FixedPolicy
 from specinfer.tree import TokenTree
 from specinfer.tree.merging import firm_nodes, keep
 from specinfer.tree.token_tree import draws_by_parent

@@ -14,10 +14,8 @@ from specinfer.errors import ConfigError
 from specinfer.replay.drafts import AnyReplayed, CostTable, ReplayClock, ReplayedHead, replayed_drafts
 from specinfer.replay.engine import PlayedStep, ReplayEngine, speculators_of
 from specinfer.replay.trace import Trace
-from specinfer.speculate.policy.estimator import Estimates, Estimator
-from specinfer.speculate.policy.fixed_policy import FixedPolicy
-from specinfer.speculate.policy.guarded_policy import sized_by_cost
-from specinfer.speculate.policy.speculation_policy import SpeculationPolicy
+from specinfer.speculate.policy.cost_policy import CostPolicy
+from specinfer.speculate.policy.policy import FixedPolicy, SpeculationPolicy
 
 _RESAMPLES: Final = 4000  # of texts, for an interval
 _LEVEL: Final = (2.5, 97.5)  # percentiles
@@ -28,20 +26,8 @@ MakePolicy = Callable[[Trace, SpeculationConfig], SpeculationPolicy]
 
 def cost_policy(trace: Trace, speculation: SpeculationConfig) -> SpeculationPolicy:
     """The policy of an engine whose tree_size is "cost" and clock "curve", with the trace's curves."""
-    return policy_with(None, trace, speculation)
-
-
-def counting_policy(trace: Trace, speculation: SpeculationConfig) -> SpeculationPolicy:
-    """The same policy where counts alone say how likely guesses are."""
-    return policy_with(Estimator(logistics=False), trace, speculation)
-
-
-def policy_with(
-    estimator: Estimates | None, trace: Trace, speculation: SpeculationConfig
-) -> SpeculationPolicy:
-    """The same policy where `estimator` says how likely guesses are; None: a new one of the engine's."""
     drafts = {name: draft.curve for name, draft in trace.drafts.items()}
-    return sized_by_cost(trace.curve, drafts, speculation, measured=False, estimator=estimator)[0]
+    return CostPolicy.by_curves(trace.curve, drafts, speculation, measured=False)
 
 
 def fixed_policy(trace: Trace, speculation: SpeculationConfig) -> SpeculationPolicy:
@@ -51,7 +37,6 @@ def fixed_policy(trace: Trace, speculation: SpeculationConfig) -> SpeculationPol
 
 POLICIES: Final[dict[str, MakePolicy]] = {
     "cost": cost_policy,
-    "counts": counting_policy,
     "fixed": fixed_policy,
 }
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import lt
+from typing import Any
 
 from specinfer.errors import ConfigError, RequestError, SpeculatorError
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.features import TextRows
 from specinfer.runtime.flight import Flight
-from specinfer.speculate.policy.decision import Decision, Proposed
-from specinfer.speculate.policy.speculation_policy import LevelPass, SpeculationPolicy, StepReport
-from specinfer.speculate.policy.trusted_policy import TrustedPolicy
+from specinfer.speculate.decision import Decision, Proposed
+from specinfer.speculate.policy.policy import FixedPolicy, LevelPass, SpeculationPolicy, StepReport
 from specinfer.speculate.shared_tree import SharedTree
 from specinfer.speculate.speculator import AnySpeculator, LevelSpeculator, Speculator
 from specinfer.tree import TokenTree
@@ -49,6 +49,7 @@ class Ensemble:
         *,
         vocab: int,
         policy: SpeculationPolicy,
+        fallback: SpeculationPolicy | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if foreign := [s for s in speculators if not isinstance(s, Speculator | LevelSpeculator)]:
@@ -62,7 +63,8 @@ class Ensemble:
         self._speculators = tuple(speculators)
         self._names = tuple(names)  # of all, those that have failed included
         self._vocab = vocab  # of the target
-        self._policy = policy if isinstance(policy, TrustedPolicy) else TrustedPolicy(policy)
+        self._policy = policy
+        self._fallback = fallback or FixedPolicy()  # decides where `policy` raises
         self._clock = clock
         self._guessed_tokens = dict.fromkeys(names, 0)
         self._odd: set[str] = set()  # those that gave a confidence outside of 0 to 1, which was logged
@@ -72,7 +74,7 @@ class Ensemble:
     def propose(self, plan: StepPlan) -> list[TokenTree]:
         """One merged tree per entry that has a tree, of at most `entry.max_nodes` nodes."""
         self._passes = []
-        asked_for, plan = plan, self._policy.begin_step(plan)
+        asked_for, plan = plan, self._decided("begin_step", plan)
         self._proposed = Proposed(asked_for, plan)
         shared = [SharedTree(entry) for entry in plan.tree_entries]
         for speculator in self._speculators:
@@ -84,7 +86,7 @@ class Ensemble:
             for one, tree in zip(asked, trees, strict=False):  # none if it failed
                 one.add(tree)
         guessed = [one.tree for one in shared]
-        chosen = self._policy.choose_nodes(guessed)
+        chosen = self._decided("choose_nodes", guessed)
         fitting = [_within(one.entry, tree) for one, tree in zip(shared, chosen, strict=True)]
         self._proposed.guessed, self._proposed.chosen = guessed, fitting
         for speculator in self._speculators:
@@ -97,7 +99,7 @@ class Ensemble:
         To be asked before anybody observes what became of them.
         """
         failed = frozenset(self._names) - {speculator.name for speculator in self._speculators}
-        return self._proposed.decisions(self._names, failed, self._policy.appraise(self._proposed.chosen))
+        return self._proposed.decisions(self._names, failed, self._decided("appraise", self._proposed.chosen))
 
     @property
     def guessed_tokens(self) -> dict[str, int]:
@@ -129,7 +131,7 @@ class Ensemble:
             seconds = {**report.seconds, "observe": self._clock() - began}
             report = replace(report, seconds=seconds, passes=self._passes)
             self._passes = []
-        self._policy.observe(report)
+        self._decided("observe", report)
 
     def _from(
         self, speculator: AnySpeculator, plan: StepPlan, shared: Sequence[SharedTree]
@@ -174,7 +176,7 @@ class Ensemble:
         entries = plan.entries
         began = self._clock()
         unread = speculator.begin(plan)
-        worth = self._policy.worth_starting(speculator.name, entries, unread, guessed)
+        worth = self._decided("worth_starting", speculator.name, entries, unread, guessed)
         below: dict[int, Sequence[int]] = {i: (0,) for i, starts in enumerate(worth) if starts}
         if len(below) < len(entries):
             refused = [entry for entry, starts in zip(entries, worth, strict=True) if not starts]
@@ -188,7 +190,7 @@ class Ensemble:
                 asked = [entries[i] for i in ends]
                 # A policy relies on it.
                 trees = self._checked(speculator.name, asked, [speculator.tree(i) for i in ends])
-                chosen = self._policy.worth_deepening(speculator.name, asked, trees, [*ends.values()])
+                chosen = self._decided("worth_deepening", speculator.name, asked, trees, [*ends.values()])
                 below = {i: nodes for i, nodes in zip(ends, chosen, strict=True) if nodes}
                 rows = sum(map(len, below.values()))
             now = self._clock()
@@ -216,6 +218,21 @@ class Ensemble:
                         odd[0] > 0,
                     )
                     return
+
+    def _decided(self, question: str, *asked: Any) -> Any:
+        """The answer of the policy; of one that raises, which is logged once, that of the fixed one.
+
+        Deciding badly costs time, and no text; so a broken policy must cost no text either.
+        """
+        try:
+            return getattr(self._policy, question)(*asked)
+        except Exception:
+            _LOG.exception(
+                "the speculation policy %s failed; trees are no longer sized by their cost",
+                type(self._policy).__name__,
+            )
+            self._policy = self._fallback
+            return getattr(self._policy, question)(*asked)
 
     def _trying(self, speculator: AnySpeculator, action: Callable[[], None]) -> None:
         try:

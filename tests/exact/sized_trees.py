@@ -12,13 +12,11 @@ from specinfer.speculate.drafts import draws
 from specinfer.speculate.drafts.draft_model import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.policy.chances import Chances
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculate.policy.draft_costs import DraftCosts, LevelOutcome
-from specinfer.speculate.policy.guard import WINDOW
-from specinfer.speculate.policy.guarded_policy import GuardedPolicy
-from specinfer.speculate.policy.native_knowledge import NativeKnowledge
-from specinfer.speculate.policy.native_weighing import NativeWeighing
-from specinfer.speculate.policy.speculation_policy import LevelPass, StepReport
+from specinfer.speculate.policy.drafting import Draft
+from specinfer.speculate.policy.guard import WINDOW, Guard
+from specinfer.speculate.policy.policy import LevelPass, StepReport
 from specinfer.speculate.speculator import Speculator
 from specinfer.tree import TreeBuilder
 from specinfer.tree.expansion import Expansion
@@ -26,7 +24,7 @@ from specinfer.tree.merging import keep
 from specinfer.tree.token_tree import single_node
 from tests import plans
 from tests.flights import flight_of
-from tests.kernels import kernels, library_or_skip
+from tests.kernels import kernels
 
 VOCAB = 3
 PROMPT = (0,)
@@ -111,9 +109,8 @@ class Sized:
 
     learned = False  # whether trees that may have no shape have none
 
-    def __init__(self, drafts, pass_, monkeypatch, points="no", target=None, max_nodes=32, native=False):
+    def __init__(self, drafts, pass_, monkeypatch, points="no", target=None, max_nodes=32):
         self.drafts, self.pass_, self.points = drafts, pass_, points
-        self.library = library_or_skip() if native else None
         self.monkeypatch = monkeypatch
         self.target, self.max_nodes = target or TARGET, max_nodes
         self.depths = set()  # of the trees that were verified
@@ -124,11 +121,14 @@ class Sized:
     def grow(self, world, text, chance):
         # The draws ask the enumeration instead of a uniform number.
         self.monkeypatch.setattr(draws, "inverse_cdf", lambda left, u: chance.pick(0, 0, left))
-        depths = {
-            name: DraftCosts(CostCurve((1, 1000), (self.pass_, self.pass_)), Expansion(widths))
+        pass_ = CostCurve((1, 1000), (self.pass_, self.pass_))
+        drafts = {
+            name: Draft(CostModel(name, pass_, learns=False), Expansion(widths))
             for name, _, widths in self.drafts
         }
-        policy = self.policy(depths, text)
+        chances = Chances({name: len(widths) for name, _, widths in self.drafts})
+        target = CostModel("target", self.target, learns=False)
+        policy = self.policy(target, drafts, chances, text)
         speculators = [
             DraftModel(
                 name, MadeUpRunner(world, name), Shape(Expansion(widths), rule, self.learned), max_rows=64
@@ -145,11 +145,9 @@ class Sized:
         self.proposed.add(tuple(sum(d.speculator == s.name for d in tree.draws) for s in speculators))
         return tree
 
-    def policy(self, depths, text):
-        """Who sizes the next tree behind `text`."""
-        library = self.library
-        weighing = library and NativeWeighing(library, NativeKnowledge(logistics=False), depths)
-        return Watched(self.starts, self.parts, self.target, depths, weighing)
+    def policy(self, target, drafts, chances, text, guard=None):
+        """The policy that sizes the next tree behind `text`."""
+        return Watched(self.starts, self.parts, target, drafts, chances, guard)
 
 
 class Guarded(Sized):
@@ -157,47 +155,34 @@ class Guarded(Sized):
 
     held = frozenset()  # whether nobody could guess, of all trees
 
-    def policy(self, depths, text):
-        target = CostModel("target", self.target, learns=False)
-        pass_ = CostCurve((1, 1000), (self.pass_, self.pass_))
-        drafts = {name: CostModel(name, pass_, learns=False) for name in depths}
-        guard = GuardedPolicy(super().policy(depths, text), target, drafts, measured=False)
+    def policy(self, target, drafts, chances, text):
+        guard = Guard(target, {name: draft.costs for name, draft in drafts.items()}, measured=False)
+        policy = super().policy(target, drafts, chances, text, guard)
         was, wrong = plans.entry(PROMPT, max_nodes=4, max_depth=2), tree_of(2)
         for step in range(PLAIN + (WINDOW if text[:1] == (1,) else 0)):
-            guard.begin_step(plans.plan(was))
-            guard.choose_nodes([single_node(0) if step < PLAIN else wrong])
+            policy.begin_step(plans.plan(was))
+            policy.choose_nodes([single_node(0) if step < PLAIN else wrong])
             lost = [LevelPass("a", 0, 1, 0.0)] if step >= PLAIN else []
-            guard.observe(StepReport([plans.outcome(1)], {"target_forward": 1.0}, lost))
+            policy.observe(StepReport([plans.outcome(1)], {"target_forward": 1.0}, lost))
         self.held |= {not guard.state().guessing}
-        return guard
+        return policy
 
 
-class Knowing(Sized):
-    """Sized by what came of the request's own guesses, right behind texts that begin with token 1 alone."""
+class Alike(Sized):
+    """Sized by the results of guesses at its temperature, which at another one were the contrary."""
 
     def __init__(self, *args, **sizes):
         super().__init__(*args, **sizes)
         self.behind = {}  # by a text's length and whether it begins so: whether drafts were run
 
-    def policy(self, depths, text):
+    def policy(self, target, drafts, chances, text):
         begins = text[:1] == (1,)
-        for costs in depths.values():
+        for levels in chances.levels.values():
             for level in (0, 1) * 60:
-                self.teach(costs, level, begins)
-        self.starts = self.behind.setdefault((len(text), begins), {name: set() for name in depths})
-        return super().policy(depths, text)
-
-    def teach(self, costs, level, begins):
-        costs.learn(LevelOutcome("other", level, 0 if level else None))
-        costs.learn(LevelOutcome("r", level, 0 if begins else None))
-
-
-class Alike(Knowing):
-    """Sized by what came of guesses for others at its temperature, which at another one was the contrary."""
-
-    def teach(self, costs, level, begins):
-        costs.learn(LevelOutcome("hot", level, None if begins else 0), 1.5)
-        costs.learn(LevelOutcome("alike", level, 0 if begins else None), PARAMS.temperature)
+                levels.learn(level, None if begins else 0, 1.5)
+                levels.learn(level, 0 if begins else None, PARAMS.temperature)
+        self.starts = self.behind.setdefault((len(text), begins), {name: set() for name in drafts})
+        return super().policy(target, drafts, chances, text)
 
 
 class Wayward(Sized):
@@ -213,8 +198,8 @@ class Wayward(Sized):
         super().__init__(*args, **sizes)
         self.shown = set()  # ends below which draws were shown
 
-    def policy(self, depths, text):
-        policy = WaywardPolicy(self.starts, set(), self.target, depths)
+    def policy(self, target, drafts, chances, text):
+        policy = WaywardPolicy(self.starts, set(), target, drafts, chances)
         policy.wayward, policy.shown = self.parts, self.shown
         return policy
 
@@ -242,8 +227,8 @@ class WaywardPolicy(Watched):
 class TakingBack(Wayward):
     """A mutant: goes on everywhere, and where it does not like what came below a node, it was not there."""
 
-    def policy(self, depths, text):
-        return TakingBackPolicy(self.starts, self.parts, self.target, depths)
+    def policy(self, target, drafts, chances, text):
+        return TakingBackPolicy(self.starts, self.parts, target, drafts, chances)
 
 
 class TakingBackPolicy(WaywardPolicy):

@@ -8,12 +8,12 @@ import pytest
 
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate import shared_tree
-from specinfer.speculate.policy import native_weighing, plain_weighing
+from specinfer.speculate.policy import cost_policy
 from specinfer.tree.draw import DrawRule
 
 from .enumeration import Supports, distance, own_law, text_law
 from .oracles import processed_law
-from .sized_trees import PARAMS, TARGET, VOCAB, Alike, Guarded, Knowing, Sized, TakingBack, Wayward
+from .sized_trees import PARAMS, TARGET, VOCAB, Alike, Guarded, Sized, TakingBack, Wayward
 
 EXACT, SEEN = 1e-9, 1e-3
 LENGTH = 2  # of texts: both levels of a tree have a say
@@ -47,9 +47,8 @@ def play(drafts, pass_, monkeypatch, seed=5, sizes_by=Sized, **sizes):
 @pytest.mark.parametrize("points", ["no", "first", "last"])
 @pytest.mark.parametrize("drafts", [*DRAFTS.values(), *PRUNED.values()], ids=[*DRAFTS, *PRUNED])
 @pytest.mark.parametrize("pass_", [0.01, 0.2])  # nothing is spared, and much
-@pytest.mark.parametrize("native", [False, True])
-def test_the_law_of_the_text_is_the_targets(drafts, pass_, points, native, monkeypatch):
-    assert play(drafts, pass_, monkeypatch, points=points, native=native)[1] < EXACT
+def test_the_law_of_the_text_is_the_targets(drafts, pass_, points, monkeypatch):
+    assert play(drafts, pass_, monkeypatch, points=points)[1] < EXACT
 
 
 @pytest.mark.thorough
@@ -57,11 +56,8 @@ def test_the_law_of_the_text_is_the_targets(drafts, pass_, points, native, monke
 @pytest.mark.parametrize("points", ["first", "last"])
 @pytest.mark.parametrize("target", [TARGET, DEAR], ids=["rows are cheap", "rows are dear"])
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
-@pytest.mark.parametrize("native", [False, True])
-def test_guesses_may_go_for_want_of_room_or_for_their_price(
-    drafts, target, points, max_nodes, native, monkeypatch
-):
-    sizes = {"points": points, "target": target, "max_nodes": max_nodes, "native": native}
+def test_guesses_may_go_for_want_of_room_or_for_their_price(drafts, target, points, max_nodes, monkeypatch):
+    sizes = {"points": points, "target": target, "max_nodes": max_nodes}
     assert play(drafts, 0.01, monkeypatch, **sizes)[1] < EXACT
 
 
@@ -75,11 +71,10 @@ def test_a_guard_that_ends_guesses_behind_some_texts_leaves_the_law_as_it_is(dra
     assert max(sized.depths) > 0, "and somebody behind others"
 
 
-@pytest.mark.parametrize("sizes_by", [Knowing, Alike])
 @pytest.mark.parametrize("points", ["no", "first"])
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
-def test_what_came_of_guesses_for_it_or_others_leaves_the_law_as_it_is(drafts, points, sizes_by, monkeypatch):
-    sized, far = play(drafts, 0.3, monkeypatch, sizes_by=sizes_by, points=points)
+def test_results_of_guesses_for_others_leave_the_law_as_it_is(drafts, points, monkeypatch):
+    sized, far = play(drafts, 0.3, monkeypatch, sizes_by=Alike, points=points)
     assert far < EXACT
     [right, wrong] = (sized.behind[1, begins]["a"] for begins in (True, False))
     assert right == {True}, "a draft is run behind one text"
@@ -122,12 +117,11 @@ def only_samples(tree):
     return {draw.node for draw in tree.draws if draw.rule in (IID, WITHOUT)}
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_dropping_a_guess_that_comes_before_samples_is_seen(native, monkeypatch):
+def test_dropping_a_guess_that_comes_before_samples_is_seen(monkeypatch):
     # Where both samples are one token there is room for what was guessed before them, and else there is none.
     monkeypatch.setattr(shared_tree, "any_sampled", lambda draws: False)
-    monkeypatch.setattr(native_weighing if native else plain_weighing, "firm_nodes", only_samples)
-    sizes = {"points": "first", "max_nodes": 4, "native": native}
+    monkeypatch.setattr(cost_policy, "firm_nodes", only_samples)
+    sizes = {"points": "first", "max_nodes": 4}
     assert play(DRAFTS["i.i.d. draws"], 0.01, monkeypatch, seed=8, **sizes)[1] > SEEN
 
 
@@ -150,7 +144,6 @@ def test_whether_a_draft_is_run_depends_on_the_draws_of_another(monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
-@pytest.mark.parametrize("native", [False, True])
-def test_dropping_samples_for_their_value_is_seen(drafts, native, monkeypatch):
-    monkeypatch.setattr(native_weighing if native else plain_weighing, "firm_nodes", lambda tree: set())
-    assert play(drafts, 0.01, monkeypatch, native=native)[1] > SEEN
+def test_dropping_samples_for_their_value_is_seen(drafts, monkeypatch):
+    monkeypatch.setattr(cost_policy, "firm_nodes", lambda tree: set())
+    assert play(drafts, 0.01, monkeypatch)[1] > SEEN

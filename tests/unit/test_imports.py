@@ -24,7 +24,7 @@ ORDER: list[set[str]] = [
     {"models", "report"},
     {"runtime"},
     {"heads"},
-    {"speculate.speculator"},
+    {"speculate.speculator", "speculate.decision"},
     {"speculate.lookups", "speculate.drafts", "speculate.policy"},
     {"speculate"},
     {"engine", "speculators"},

@@ -11,7 +11,6 @@
 #include "lookups.h"
 #include "memory.h"
 #include "sampling.h"
-#include "step_guesses.h"
 #include "stream.h"
 #include "tiles.h"
 
@@ -146,39 +145,6 @@ int32_t specinfer_grow_trees(const Guesser* guesser, int32_t type, const void* l
   const Claim claim;
   const LogitBlock block{logits, rows, size, size, static_cast<Type>(type)};
   return grow_trees(*guesser, block, asks, count, *to) ? 1 : 0;
-}
-
-// Memory for the guesses of one step after the other, of one policy.
-void* specinfer_step_new() { return new StepGuesses(); }
-
-void specinfer_step_free(void* step) { delete static_cast<StepGuesses*>(step); }
-
-void specinfer_step_begin(void* step) { static_cast<StepGuesses*>(step)->begin(); }
-
-int32_t specinfer_step_expect(void* step, const double* told, int64_t numbers, int64_t count,
-                              const Knowledge* knowledge, const StepCosts* costs, double part, double* out) {
-  return static_cast<StepGuesses*>(step)->expect({told, numbers, count}, *knowledge, *costs, part, out) ? 1 : 0;
-}
-
-int32_t specinfer_step_deepen(void* step, const double* told, int64_t numbers, int64_t count,
-                              const Knowledge* knowledge, const StepCosts* costs, const double* passes, double each,
-                              int32_t* chosen) {
-  const Told trees(told, numbers, count);
-  return static_cast<StepGuesses*>(step)->deepen(trees, *knowledge, *costs, passes, each, chosen) ? 1 : 0;
-}
-
-int32_t specinfer_step_choose(void* step, const double* told, int64_t numbers, int64_t count,
-                              const Knowledge* knowledge, const StepCosts* costs, int32_t* kept) {
-  return static_cast<StepGuesses*>(step)->choose({told, numbers, count}, *knowledge, *costs, kept) ? 1 : 0;
-}
-
-int64_t specinfer_step_learn(const void* step, const int32_t* told, int64_t count, const Knowledge* knowledge,
-                             double* const* tables) {
-  return static_cast<const StepGuesses*>(step)->learn(told, count, *knowledge, tables);
-}
-
-int32_t specinfer_hopes(const double* told, int64_t numbers, int64_t count, const Knowledge* knowledge, double* out) {
-  return hopes_of({told, numbers, count}, *knowledge, out) ? 1 : 0;
 }
 
 // An index of texts, as text_index.h says; null where no n-gram can have one of these lengths.

@@ -1,79 +1,128 @@
-"""Trees as large as makes the most tokens per second.
+"""Trees as large as makes the most tokens per second, and never slower than no speculation for long.
 
-The one idea: a step is expected to make so many tokens in so many seconds, and whatever is added to it is
-worth its time while that ratio grows.
+The cost of a step is computed from cost curves (choose.py), the tokens it makes from counts of earlier
+guesses (chances.py). A draft's pass competes as nodes do: it is made for the requests for which the level it
+brings is likely to be right (drafting.py). A guard compares the time of steps with that of steps without
+guesses, and switches speculation off where it loses (guard.py).
 
-    tokens   one for every request, and for every node the probability that it becomes text
-    seconds  the target's pass at that many rows, and the passes of the drafts
-
-What is computed of prompts takes its time in any case. So a request whose prompt is being read counts as if
+The time of prompts that are read is spent in any case. So a request whose prompt is being read counts as if
 it made a token as the others do: a long step would make every guess look worth its time.
-
-So the nodes of all requests in the batch compete: the likeliest are verified, as many as pay; none where the
-target is bound by arithmetic and nobody is sure, all where rows cost nothing. A node is less likely than its
-parent, so what is chosen are trees. A draft's pass competes in the same way: it is made for the requests for
-which the level it brings is likely to be right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
+from specinfer.config import SpeculationConfig
 from specinfer.plan import PlanEntry, StepPlan
-from specinfer.runtime.cost_model import PassCosts
-from specinfer.speculate.policy.decision import Appraisal
-from specinfer.speculate.policy.draft_costs import DraftCosts
-from specinfer.speculate.policy.draft_starts import DraftStarts, Guessed
-from specinfer.speculate.policy.estimator import Estimator
-from specinfer.speculate.policy.level_counts import LevelRate
-from specinfer.speculate.policy.plain_weighing import PlainWeighing
-from specinfer.speculate.policy.speculation_policy import StepReport, has_own_size
-from specinfer.speculate.policy.weighing import Grown, StepCosts, Weighing
-from specinfer.speculate.speculator import Outcome
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.runtime.cost_model import CostModel
+from specinfer.speculate.decision import Appraisal
+from specinfer.speculate.policy.chances import Chances
+from specinfer.speculate.policy.choose import (
+    NOTHING,
+    Candidates,
+    StepCosts,
+    along_paths,
+    choose,
+    depth,
+    fastest,
+    how_many,
+)
+from specinfer.speculate.policy.drafting import USUAL_UNREAD, Draft, DraftStarts, Growing, Without
+from specinfer.speculate.policy.guard import Guard
+from specinfer.speculate.policy.policy import StepReport, has_own_size
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import any_sampled
+from specinfer.tree.merging import firm_nodes, keep
 
-# When a draft is about to start, the odds of what no draft has guessed count as so much besides: its first
-# level brings more than a token. It shows which of their guesses to drop, and whether to go on.
-_DOUBT: Final = 0.35
+_NOBODY: Final = ()
 
 
 class CostPolicy:
-    """A SpeculationPolicy that weighs what nodes are expected to bring against what they cost.
+    """A SpeculationPolicy that weighs the tokens a node is expected to bring against its cost.
 
     Requests that ask for an expansion or a number of nodes get them. Sampled draws are never dropped: whether
-    a level is drawn is decided before it is, by what was drawn until then (docs/losslessness.md).
+    a level is drawn is decided before it is, by the draws until then (docs/losslessness.md).
     """
 
     def __init__(
-        self, target: PassCosts, drafts: Mapping[str, DraftCosts], weighing: Weighing | None = None
+        self,
+        target: CostModel,
+        drafts: Mapping[str, Draft],
+        chances: Chances,
+        guard: Guard | None = None,
     ) -> None:
-        """`weighing` says what guesses are hoped to bring, and has the same drafts; None: one that goes by
-        what became of guesses like them.
-        """
+        """`chances` counts the levels of the same drafts; None for a guard lets everybody guess always."""
+        self.guard = guard
+        self.chances = chances
         self._target = target
         self._drafts = drafts
-        self._weighing: Weighing = weighing or PlainWeighing(Estimator(logistics=False), drafts)
-        self._starts = {name: DraftStarts(draft) for name, draft in drafts.items()}
-        self._entries: tuple[PlanEntry, ...] = ()  # of this step, those with a tree
+        self._models = (target, *(draft.costs for draft in drafts.values()))
+        self._starts = {name: DraftStarts(draft, chances.levels[name]) for name, draft in drafts.items()}
+        self._entries: Sequence[PlanEntry] = ()  # of this step, those with a tree
         self._numbers: dict[str, int] = {}  # of these, by request
-        self._waiting: set[int] = set()  # entries of whose trees nobody knows yet what became
-        self._costs = StepCosts([0.0], 0, 0, 0.0, 0.0)  # of this step
+        self._trees: Sequence[TokenTree] = ()  # of these, all guesses; learnt from
+        self._costs = NOTHING
         self._row = 0.0  # seconds of another row of the target's, in a step in which no prompt is read
+        self._growing: list[Growing] = []  # of the entries, while a draft grows
+        self._tokens, self._nodes = 0.0, 0  # that the step is expected to make so far, and the nodes that pay
+        self._unasked: set[str] = set()  # drafts that no request of the step has started
+        self._held: str | None = None  # why nobody may guess in this step
+
+    @classmethod
+    def by_curves(
+        cls,
+        target: CostCurve,
+        drafts: Mapping[str, CostCurve],
+        speculation: SpeculationConfig,
+        *,
+        measured: bool,
+        guarded: bool = True,
+    ) -> CostPolicy:
+        """The policy of an engine whose tree_size is "cost", which begins with nothing learnt.
+
+        With `measured=False` the seconds of steps are those of the curves: no clock has a say.
+        """
+        costs = CostModel("target", target, learns=measured)
+        shape = speculation.fixed_expansion
+        priced = {
+            name: Draft(CostModel(name, curve, learns=measured), shape) for name, curve in drafts.items()
+        }
+        chances = Chances(dict.fromkeys(priced, max(speculation.deepest, shape.depth)))
+        models = {name: draft.costs for name, draft in priced.items()}
+        return cls(costs, priced, chances, Guard(costs, models, measured=measured) if guarded else None)
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
-        """Look up what the target's pass takes, whatever is guessed."""
-        self._entries, entries = plan.tree_entries, plan.entries
-        self._numbers = {entry.request.request_id: n for n, entry in enumerate(self._entries)}
-        self._waiting = set()
-        requests, rows = len(entries), sum([entry.end - entry.start for entry in entries])
-        last = rows + sum([entry.max_nodes - 1 for entry in self._entries])
+        """Look up the target's passes; where the guard holds speculation back, the plan names no speculators.
+
+        Requests with a size of their own keep theirs.
+        """
+        entries = plan.entries
+        self._entries = trees = plan.tree_entries
+        self._numbers = {entry.request.request_id: n for n, entry in enumerate(trees)}
+        self._trees, self._unasked = (), set(self._drafts)
+        requests, rows, context = len(entries), 0, 0
+        for entry in entries:
+            rows += entry.end - entry.start
+            context += entry.end
+        for model in self._models:
+            model.begin(context / max(1, requests))
+        last = rows + sum([entry.max_nodes for entry in trees]) - len(trees)
         passes = self._target.table(max(last, requests + 1))
         self._costs = StepCosts(passes, rows, last, passes[requests] - passes[rows], float(requests))
         self._row = passes[requests + 1] - passes[requests]
-        self._weighing.begin(self._entries)
-        return plan
+        if self.guard is None:
+            return plan
+        wishes = any(map(has_own_size, trees))
+        self._held = self.guard.begin(
+            [entry.request.request_id for entry in entries], len(trees), rows, wishes
+        )
+        if self._held is None:
+            return plan
+        return StepPlan(tuple([e if has_own_size(e) else replace(e, speculators=_NOBODY) for e in entries]))
 
     def worth_starting(
         self,
@@ -84,24 +133,44 @@ class CostPolicy:
     ) -> list[bool]:
         """For those whose first level is worth its pass and the reading, and those with a size of their own.
 
-        A prompt is read where the reading will have been worth it when the answer is written. A draft whose
-        passes have no known price is let start anywhere.
+        A prompt is read where the reading will have been worth it when the answer is written. A text that the
+        draft is far behind in is read where the guard can afford it. A draft whose passes have no known price
+        starts everywhere.
         """
         if speculator not in self._drafts:
             return [True] * len(entries)
-        expected = self._weighing.expect(guessed, self._costs, _DOUBT)
+        draft, costs = self._drafts[speculator], self._costs
+        self._growing = [
+            Growing(tree, self.chances, entry.max_nodes, all_stay=has_own_size(entry))
+            for entry, tree in zip(self._entries, guessed, strict=True)
+        ]
+        self._expect()
+        step = Without(costs, self._tokens, self._nodes, self._row)
         starts = [True] * len(entries)
         free = [i for i, entry in enumerate(entries) if not has_own_size(entry)]
         if free:
-            step = Guessed(self._costs, expected, self._numbers, self._row)
-            worth = self._starts[speculator].which(
-                [entries[i] for i in free], [unread[i] for i in free], step
-            )
+            asked = [entries[i] for i in free]
+            growing = {
+                n: self._growing[self._numbers[entry.request.request_id]]
+                for n, entry in enumerate(asked)
+                if entry.max_nodes > 1
+            }
+            worth = self._starts[speculator].which(asked, [unread[i] for i in free], growing, step)
             for i, start in zip(free, worth, strict=True):
                 starts[i] = start
-        growing = sum([start and entry.max_nodes > 1 for start, entry in zip(starts, entries, strict=True)])
-        if growing:
-            self._spend(self._drafts[speculator].passes(growing)[growing])
+        late = list[tuple[int, int]]()
+        for i in free:
+            if starts[i] and unread[i] > entries[i].end - entries[i].start + USUAL_UNREAD:
+                late.append((unread[i], i))
+        if late and self.guard is not None:
+            affordable = self.guard.allowance
+            for left, i in sorted(late):
+                affordable -= draft.costs.expected(left)
+                starts[i] = affordable >= 0
+        drawing = sum([start and entry.max_nodes > 1 for start, entry in zip(starts, entries, strict=True)])
+        if drawing:
+            self._unasked.discard(speculator)
+            self._spend(draft.costs.table(drawing)[drawing])
         return starts
 
     def worth_deepening(
@@ -113,33 +182,38 @@ class CostPolicy:
     ) -> list[Sequence[int]]:
         """Those that are likely to become text, and all of requests with a size of their own.
 
-        Each is a row of the draft's pass, and of what it brings one node is likely enough to be verified. One
-        whose passes have no known price goes on below all.
+        Each is a row of the draft's pass, and of the level it brings one node is likely enough to be
+        verified; of samples all are. A draft whose passes have no known price goes on below all.
         """
         if speculator not in self._drafts:
             return list(ends)
-        draft, grown = self._drafts[speculator], list[Grown]()
-        free = bound = wide = 0
-        for entry, tree, of_tree in zip(entries, trees, ends, strict=True):
-            number = self._numbers[entry.request.request_id]
-            if has_own_size(entry):
-                grown.append(Grown(number, tree, (), ()))
+        draft, levels = self._drafts[speculator], self.chances.levels[speculator]
+        own = [has_own_size(entry) for entry in entries]
+        grown = [self._growing[self._numbers[entry.request.request_id]] for entry in entries]
+        for growing, tree in zip(grown, trees, strict=True):
+            growing.grow(tree)
+        self._expect()
+        price = self._costs.price(self._tokens, self._nodes)
+        gains, bound, wide = list[float](), 0, 0
+        for entry, growing, tree, of_tree, stays in zip(entries, grown, trees, ends, own, strict=True):
+            if stays:
                 bound += len(of_tree)
                 continue
-            levels = [depth(tree.parents, end) for end in of_tree]
-            rates = {level: self._rate(draft, level, entry) for level in dict.fromkeys(levels)}
-            grown.append(Grown(number, tree, of_tree, [rates[level] for level in levels]))
-            free += len(of_tree)
-            # Of the nodes to come the likely ones are verified, one of each end; of samples all.
-            wide += sum(map(draft.width, levels)) if any_sampled(tree.draws) else len(of_tree)
-        passes = draft.passes(bound + free)
-        passes = passes[bound:] if bound else passes
-        goes_on = self._weighing.deepen(grown, self._costs, passes, wide / free if free else 1.0)
+            rates, deepest = levels.rates(entry.request.params.temperature), levels.all.depth - 1
+            for end in of_tree:
+                level = depth(tree.parents, end)
+                gains.append(growing.gain(end, rates[min(level, deepest)], price))
+                wide += draft.width(level) if growing.samples else 1
+        passes = draft.costs.table(bound + len(gains))[bound:]
+        each = wide / len(gains) if gains else 1.0  # rows of the target's of every end
+        costs, nodes = self._costs, self._nodes
+        seconds = [costs.seconds(nodes + round(n * each)) + passes[n] for n in range(len(gains) + 1)]
+        goes_on = fastest(gains, self._tokens, seconds)
         self._spend(passes[sum(goes_on)])
-        each = iter(goes_on)
+        answer = iter(goes_on)
         return [
-            [*of_tree] if has_own_size(entry) else [end for end in of_tree if next(each)]
-            for entry, of_tree in zip(entries, ends, strict=True)
+            [*of_tree] if stays else [end for end in of_tree if next(answer)]
+            for of_tree, stays in zip(ends, own, strict=True)
         ]
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
@@ -147,44 +221,61 @@ class CostPolicy:
 
         Requests with a size of their own have as many as there are.
         """
-        self._waiting = {n for n, tree in enumerate(trees) if tree.num_nodes > 1}
-        return self._weighing.choose(trees, self._costs) if self._waiting else list(trees)
+        self._trees, chosen = trees, list(trees)
+        guessed = [n for n, tree in enumerate(trees) if len(tree.token_ids) > 1]
+        if guessed:
+            candidates = [self._candidates(self._entries[n], trees[n]) for n in guessed]
+            for n, nodes in zip(guessed, choose(candidates, self._costs), strict=True):
+                chosen[n] = keep(trees[n], nodes)
+        if self.guard is not None:
+            most = [min(e.max_nodes, len(t.token_ids)) for e, t in zip(self._entries, chosen, strict=True)]
+            self.guard.chosen(sum(most) - len(most))
+        return chosen
 
     def appraise(self, trees: Sequence[TokenTree]) -> Appraisal:
-        """The hopes it has for the nodes that were chosen, and the seconds it expects the step to take."""
-        hopes, costs = self._weighing.hopes(trees), self._costs
+        """The probabilities of the nodes that were chosen, and the seconds the step is expected to take."""
+        costs = self._costs
+        likely = [along_paths(self.chances.node_rates(tree), tree.parents) for tree in trees]
         without, requests = costs.passes[costs.rows], int(costs.tokens)
         drafts = costs.spent - (costs.passes[requests] - without)
-        seconds = drafts + costs._replace(spent=0.0).seconds(sum(len(of) - 1 for of in hopes))
-        return Appraisal(hopes, seconds - without, seconds)
+        seconds = drafts + costs._replace(spent=0.0).seconds(sum(len(of) - 1 for of in likely))
+        besides = 0.0 if self.guard is None else self.guard.besides_pass
+        return Appraisal(likely, seconds - without, seconds + besides, self._held)
 
     def observe(self, report: StepReport) -> None:
-        """Learn from every guess whose parent became text, verified or not: the next token is known."""
-        known = list[tuple[int, Outcome]]()
-        for outcome in report.outcomes:
-            number = self._numbers.get(outcome.request_id)
-            if number in self._waiting:
-                self._waiting.remove(number)
-                known.append((number, outcome))
-        if known:
-            self._weighing.learn(known)
-        for outcome in report.outcomes:
-            if outcome.finished:
-                for draft in self._drafts.values():
-                    draft.forget(outcome.request_id)
+        """Learn from every guess whose parent became text, verified or not; and from the step's seconds."""
+        if self._trees:
+            for outcome in report.outcomes:
+                number = self._numbers.pop(outcome.request_id, None)
+                if number is not None and len(self._trees[number].token_ids) > 1:
+                    temperature = self._entries[number].request.params.temperature
+                    self.chances.learn(self._trees[number], outcome.committed, temperature)
+        if report.seconds:
+            if self._entries and self._held is None:
+                for name in self._unasked:
+                    self.chances.levels[name].unasked()
+            if self.guard is not None:
+                self.guard.observe(report.outcomes, report.seconds, report.passes)
 
-    def _rate(self, draft: DraftCosts, level: int, entry: PlanEntry) -> LevelRate:
-        request = entry.request
-        return draft.rate(level, request.request_id, request.params.temperature)
+    def _expect(self) -> None:
+        """The tokens that the step makes with the guesses so far, and the nodes that pay for that."""
+        tokens, nodes, loose = self._costs.tokens, 0, list[float]()
+        for growing in self._growing:
+            tokens, nodes = tokens + growing.tokens, nodes + growing.nodes
+            if growing.all_stay:
+                tokens, nodes = tokens + sum(growing.loose), nodes + len(growing.loose)
+            else:
+                loose += growing.loose
+        loose.sort(reverse=True)
+        count = how_many(loose, tokens, self._costs.seconds_from(nodes, len(loose)))
+        self._tokens, self._nodes = tokens + sum(loose[:count]), nodes + count
+
+    def _candidates(self, entry: PlanEntry, tree: TokenTree) -> Candidates:
+        """A request's nodes as candidates to be verified."""
+        likely = along_paths(self.chances.node_rates(tree), tree.parents)
+        firm = firm_nodes(tree) if any_sampled(tree.draws) else frozenset[int]()
+        return Candidates(likely, firm, entry.max_nodes, has_own_size(entry))
 
     def _spend(self, seconds: float) -> None:
         """A draft's pass is made."""
         self._costs = self._costs._replace(spent=self._costs.spent + seconds)
-
-
-def depth(parents: Sequence[int], node: int) -> int:
-    """How deep a node lies."""
-    levels = 0
-    while node:
-        node, levels = parents[node], levels + 1
-    return levels

@@ -1,28 +1,28 @@
-"""Switches speculation off where it loses, and tries it again for a hundredth of the time.
+"""Keeps an engine from being slower than it is without speculation.
 
 The one idea: speculation has an allowance of seconds it may lose. A step with guesses takes so many seconds
 more than one without, and saves the seconds of the plain steps whose tokens it has made; the allowance grows
-or shrinks by the difference, and by 1.5% of the step's own time. Where it is used up nobody guesses; then it
+or shrinks by the difference, and by 1% of the step's own time. Where it is used up nobody guesses; then it
 grows by 1% of the time, and that pays for trying again.
 
-    the bound   In any steps, of S seconds, speculation has lost at most 1.5% of S and 64 plain steps.
+    the bound   From its first step on, speculation has lost at most 1% of the time and 4 plain steps. In any
+                later steps, of S seconds, it has lost at most 1% of S and 64 plain steps.
 
-    the proof   The allowance A begins at 32 plain steps or less and is cut to that in every step. A step with
-                guesses is run only while A > 0, and adds at most 1.5% of its time less what it lost; one
-                without adds at most 1% of its time. Nothing else adds to A. So all that was lost comes to at
-                most 32 plain steps + 1.5% of S - A. A step counts for at most 32 plain steps, so A is never
-                below -32 of them; what was spent on reading texts is spread over 64 steps and stands to A's
-                debit at once when speculation is switched off, whatever it is, and has to be earned back
-                before anybody guesses again.
+    the proof   The allowance A begins at 4 plain steps and is cut to 32 in every step. A step with guesses is
+                run only while A > 0, and adds at most 1% of its time less its loss; one without adds at most
+                1% of its time. Nothing else adds to A. A step counts for at most 32 plain steps, so A is
+                never below -32 of them; the time spent on reading texts is spread over 64 steps, is charged
+                at once when speculation is switched off, and has to be earned back before anybody guesses.
 
-The more requests a step has, the surer is what it shows: what their guesses win by chance evens out with the
-root of their number. So the allowance begins at 32 plain steps of one request, 16 of four and 5.7 of 32.
+The more requests a step has, the surer is its result: the luck of their guesses evens out with the root of
+their number. So the limits are divided by that root.
 
-That is true of the seconds it is told. It is told what steps take, and what plain ones of now would: an error
-there is one in the bound. A step of more than 33 plain ones is taken for a pause of the machine.
+That is true of the seconds it is told: those that steps take, and those that plain steps of now would. The
+latter are known from steps that are kept plain now and then, as a multiple of the cost model's seconds of
+their pass. A step of more than 33 plain ones is taken for a pause of the machine.
 
-The allowance is what speculation cannot lose more than. It usually loses less: every 64 steps with guesses it
-is asked whether they were slower than plain ones by more than 1.5%, with 95% confidence. Then, too, nobody
+The allowance is the most that speculation can lose. It usually loses less: every 64 steps with guesses it is
+asked whether they were slower than plain ones by more than 1%, with 95% confidence. Then, too, nobody
 guesses, for 64 steps at first, and twice as many each time, up to 4096; sooner where a request is new or the
 batch has another size, if the allowance has the seconds. A trial may lose 4 plain steps of it.
 """
@@ -31,68 +31,140 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Final
+
+from specinfer.runtime.cost_model import CostModel
+from specinfer.speculate.decision import GUARD, PLAIN
+from specinfer.speculate.policy.drafting import USUAL_UNREAD
+from specinfer.speculate.policy.policy import LevelPass
+from specinfer.speculate.speculator import Outcome
 
 _LOG = logging.getLogger(__name__)
 
 WINDOW: Final = 64  # steps
 LONGEST_PAUSE: Final = 4096  # steps
-LOSS: Final = 0.015  # of the time of steps with guesses
+LOSS: Final = 0.01  # of the time of steps with guesses
 TRIALS: Final = 0.01  # of the time of steps without
-CREDIT: Final = 32.0  # plain steps of one request; of more, divided by the root of their number
-_SURE: Final = 1.645  # standard errors; 95% of what is no loss lies above
+FIRST_CREDIT: Final = 4.0  # plain steps of one request; of more, divided by the root of their number
+CREDIT: Final = 32.0  # the same, that can be saved up
+_SURE: Final = 1.645  # standard errors; 95% of values without a loss lie above
 _TRIAL: Final = 4.0  # plain steps that a trial may lose
 _ENOUGH: Final = 0.5  # plain steps; a trial with less would end at its first miss
+_BLIND: Final = 0.5  # plain steps that a step is charged at least where the clock was no use
+_SLOWEST: Final = 8.0  # times; a step that is slower still is not slowed by a neighbour alone
+
+PLAIN_FIRST: Final = 5  # plain steps of a batch size, before anybody guesses there
+_PLAIN_EVERY: Final = 200  # steps, of which one is plain from then on
+_PLAIN_SOON: Final = 8  # steps, of which one is plain where passes seem to have changed
+_CHANGED: Final = 0.1  # relative
+_FRESH: Final = 3  # plain steps since passes have changed, that are enough
+KEPT: Final = 5  # multiples, of which the median counts
+
+# Stages of a step (engine/metrics.py): those of a pass with its rows, and those of guesses besides.
+TARGET_STAGES: Final = ("target_forward", "verify")
+GUESSING_STAGES: Final = ("propose", "observe")
 
 
-class Guard:
-    """Says of each step whether anybody may guess, and is told what came of it."""
+@dataclass(frozen=True, slots=True)
+class GuardState:
+    """The state of the guard and of the cost models."""
+
+    off_steps: int  # in which nobody was let guess
+    guessing: bool  # whether speculation is on
+    factors: Mapping[str, float]  # by model: the time of its passes, relative to its curve
+
+
+@dataclass(slots=True)
+class PlainSteps:
+    """The plain steps of batches of about one size: their seconds, as multiples of the cost model's."""
+
+    # How slow passes were thought to be, relative to the curve, and the multiple; the newest ones.
+    seen: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
+    count: int = 0  # steps
+    since: int = 0  # steps, since the last plain one
+    asked_at: float = 0.0  # the slowness that `enough` and `multiple` are of; 0: of none
+    enough: bool = False  # whether enough were seen since passes have been as slow
+    multiple: float = 1.0
+
+    def look_up(self, slowness: float) -> PlainSteps:
+        """This, with `enough` and `multiple` of passes as slow as that; at least one step must be seen.
+
+        When passes seem to be slower or quicker than at the last plain steps, either the machine is, and the
+        multiple is the same, or passes with guesses are, and the cost model is wrong about others. Until a
+        few plain steps tell, the least multiple that it may be counts.
+        """
+        if self.asked_at != slowness:  # it stays the same for steps, and is asked in every one
+            last = takewhile(lambda seen: abs(slowness / seen[0] - 1) <= _CHANGED, reversed(self.seen))
+            fresh = [multiple for _, multiple in last]
+            known = _median([multiple for _, multiple in self.seen])
+            self.enough = len(fresh) >= _FRESH
+            self.multiple = _median(fresh) if self.enough else min([known, *fresh])
+            self.asked_at = slowness
+        return self
+
+    def due(self, slowness: float) -> bool:
+        """Whether a step should be plain, as too little is known of such steps."""
+        if self.count < PLAIN_FIRST or self.since >= _PLAIN_EVERY:
+            return True
+        return self.since >= _PLAIN_SOON and bool(self.seen) and not self.look_up(slowness).enough
+
+    def learn(self, slowness: float, multiple: float) -> None:
+        """Count a plain step; a multiple that is no positive number is no use, and the step counts."""
+        self.count, self.since = self.count + 1, 0
+        if 0 < multiple < math.inf:
+            self.seen.append((slowness, multiple))
+            self.asked_at = 0.0
+
+
+class Allowance:
+    """The seconds that speculation may lose, and whether anybody may guess."""
 
     def __init__(self) -> None:
-        self._allowance = math.inf  # seconds; cut to the credit when the first step begins
-        self._plain = 0.0  # seconds of a plain step, as it is thought to be now
-        self._floor = 0.0  # of the allowance, below which speculation is switched off
+        self.seconds = math.inf  # cut to the first credit when the first step begins
+        self.guessing = True  # whether speculation is on
+        self._credit = FIRST_CREDIT  # of plain steps, that the seconds are cut to
+        self._floor = 0.0  # of the seconds, below which speculation is switched off
         self._pause = WINDOW  # the next one, in steps
         self._left = 0  # steps of this pause
-        self._guessing = True
         self._trial = False
         self._size = 0  # of the batch, in powers of two
+        self._plain = 0.0  # seconds of a plain step
         self._reading = 0.0  # seconds spent on reading texts that are not charged yet
-        self._steps = 0  # with guesses, of this window
-        self._sum = self._squares = self._won = 0.0  # of these, in plain steps
-
-    @property
-    def guessing(self) -> bool:
-        """Whether speculation is on."""
-        return self._guessing
-
-    @property
-    def allowance(self) -> float:
-        """The seconds that speculation may lose from now on."""
-        return self._allowance
+        self._window: list[float] = []  # of each step with guesses, how much it won beyond the loss allowed
+        self._won = 0.0  # of these, in plain steps
 
     def allows(self, requests: int, plain: float, *, new: bool) -> bool:
         """Whether anybody may guess in a step that begins.
 
         Args:
             requests: in the batch.
-            plain: seconds of a step of these requests in which nobody guesses.
+            plain: seconds of a step of these requests without guesses.
             new: one of them was not there before.
         """
         self._plain = plain
-        self._allowance = min(self._allowance, CREDIT * plain / math.sqrt(max(1, requests)))
+        self.seconds = min(self.seconds, self._credit * plain / math.sqrt(max(1, requests)))
+        self._credit = CREDIT
         size, before = requests.bit_length(), self._size
         self._size = size
-        if not self._guessing:
+        if not self.guessing:
             if new:
                 self._left = 0
             elif size != before:
                 self._left = min(self._left, WINDOW)
-            if self._left <= 0 and self._allowance >= _ENOUGH * plain:
-                self._guessing = self._trial = True
-                self._floor = max(0.0, self._allowance - _TRIAL * plain)
-                self._open_window()
-        return self._guessing
+            if self._left <= 0 and self.seconds >= _ENOUGH * plain:
+                self.guessing = self._trial = True
+                self._floor = max(0.0, self.seconds - _TRIAL * plain)
+                self._window, self._won = [], 0.0
+        return self.guessing
+
+    def held(self, seconds: float) -> None:
+        """Count a step in which nobody could guess, and that took so long; 0 where the clock was no use."""
+        self._left -= 1
+        self.seconds += TRIALS * min(seconds, CREDIT * self._plain)
 
     def guessed(self, seconds: float, plain: float, spent: float, saved: float, read: float = 0.0) -> None:
         """Count a step in which somebody could guess.
@@ -108,34 +180,28 @@ class Guard:
         part = self._reading / WINDOW
         self._reading -= part
         lost = min(spent, CREDIT * plain) + part
-        self._allowance += saved - lost + LOSS * min(seconds, CREDIT * plain)
+        self.seconds += saved - lost + LOSS * min(seconds, CREDIT * plain)
         won = (saved - lost) / plain
-        margin = won + LOSS * (1 + lost / plain)  # above zero: faster than 98.5% of plain
-        self._steps += 1
         self._won += won
-        self._sum += margin
-        self._squares += margin * margin
-        if self._allowance <= self._floor:
+        self._window.append(won + LOSS * (1 + lost / plain))  # above zero: faster than 99% of plain
+        if self.seconds <= self._floor:
             self._stop()
-        elif self._steps == WINDOW:
+        elif len(self._window) == WINDOW:
             self._judge()
 
-    def held(self, seconds: float) -> None:
-        """Count a step in which nobody could guess, and that took so long; 0 where the clock was no use."""
-        self._left -= 1
-        self._allowance += TRIALS * min(seconds, CREDIT * self._plain)
-
     def _judge(self) -> None:
-        mean = self._sum / self._steps
-        variance = max(0.0, self._squares / self._steps - mean * mean)
-        if mean + _SURE * math.sqrt(variance / self._steps) < 0 or (self._trial and self._won < 0):
+        """Switch speculation off where the window was slower than plain steps."""
+        steps = len(self._window)
+        mean = sum(self._window) / steps
+        variance = max(0.0, sum([margin * margin for margin in self._window]) / steps - mean * mean)
+        if mean + _SURE * math.sqrt(variance / steps) < 0 or (self._trial and self._won < 0):
             self._stop()
             return
         if self._won >= 0:
             self._trial = False
             self._floor = 0.0
             self._pause = WINDOW
-        self._open_window()
+        self._window, self._won = [], 0.0
 
     def _stop(self) -> None:
         if not self._trial:
@@ -143,14 +209,196 @@ class Guard:
                 "speculation is off for %d steps, then tried again for 1%% of the time: it made the last %d "
                 "steps slower, by the time of %.1f steps",
                 self._pause,
-                self._steps,
+                len(self._window),
                 -self._won,
             )
-        self._guessing = self._trial = False
+        self.guessing = self._trial = False
         self._left, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
-        self._allowance -= self._reading
+        self.seconds -= self._reading
         self._reading = 0.0
 
-    def _open_window(self) -> None:
-        self._steps = 0
-        self._sum = self._squares = self._won = 0.0
+
+class Guard:
+    """Decides of each step whether anybody may guess, and learns from its seconds.
+
+    It corrects the costs that the policy decides by, too (runtime/cost_model.py). With `measured=False` the
+    seconds of steps are those of the costs themselves: no clock has a say.
+    """
+
+    def __init__(self, target: CostModel, drafts: Mapping[str, CostModel], *, measured: bool = True) -> None:
+        self._target, self._drafts, self._measured = target, dict(drafts), measured
+        self._allowance = Allowance()
+        self.plain_steps: dict[int, PlainSteps] = {}  # by the size of the batch, in powers of two
+        self._off_steps = 0
+        self._turn = 0  # of the passes of drafts, which of them is learnt from
+        self._blind = False  # a step had no usable seconds, which was logged
+        # Of the step:
+        self._names: frozenset[str] = frozenset()  # its requests
+        self._requests = 0  # that have a tree
+        self._rows = 0  # of the target, without guesses
+        self._nodes = 0  # guesses that are verified
+        self._wishes = False  # a request has a size of its own
+        self._held: str | None = None  # why nobody may guess
+        self._pass = 0.0  # seconds of a pass without guesses and prompts
+        self._slowness = 1.0  # of such a pass, relative to the curve
+        self._plain = 0.0  # seconds of a step without guesses and prompts
+
+    def state(self) -> GuardState:
+        """Its state; may be asked by any thread."""
+        models = {"target": self._target, **self._drafts}
+        factors = {name: model.factor for name, model in models.items()}
+        return GuardState(self._off_steps, self._allowance.guessing, factors)
+
+    @property
+    def allowance(self) -> float:
+        """The seconds that speculation may lose from now on."""
+        return self._allowance.seconds
+
+    @property
+    def besides_pass(self) -> float:
+        """Seconds of a plain step besides its pass."""
+        return self._plain - self._pass
+
+    def begin(self, names: Collection[str], requests: int, rows: int, wishes: bool) -> str | None:
+        """Begin a step; why nobody may guess in it, None where they may.
+
+        Args:
+            names: the ids of all its requests.
+            requests: those that have a tree.
+            rows: of the target, without guesses.
+            wishes: one of the requests has a size of its own.
+        """
+        self._requests, self._rows, self._nodes, self._wishes = requests, rows, 0, wishes
+        known = self._names
+        self._names = frozenset(names)
+        self._pass = self._target.expected(max(1, requests))
+        self._slowness = self._target.slowness(max(1, requests))
+        self._plain = self._multiple(requests) * self._pass
+        allowed = self._allowance.allows(requests, self._plain, new=not self._names <= known)
+        anchor = self._undisturbed and self._of_size(requests).due(self._slowness)
+        anchor = anchor and self._target.settled  # or the step would be compared with earlier ones
+        self._held = GUARD if not allowed else PLAIN if anchor else None
+        self._off_steps += self._held is not None
+        return self._held
+
+    def chosen(self, nodes: int) -> None:
+        """Note how many guesses are verified in the step."""
+        self._nodes = nodes
+
+    def observe(
+        self, outcomes: Sequence[Outcome], stages: Mapping[str, float], passes: Sequence[LevelPass]
+    ) -> None:
+        """Learn the time of passes; count the seconds that the step won and lost."""
+        seconds = self._usable(stages, passes) if self._measured else 0.0
+        if seconds and not self._prompts:
+            self._plain *= self._learn(stages, passes)
+        guesses, reading = (0.0, 0.0) if seconds else self._seconds_by_costs(passes)
+        if not self._measured:
+            seconds = self._pass + guesses
+        if self._held is not None:
+            self._allowance.held(seconds)
+            if self._undisturbed:
+                self._of_size(self._requests).learn(self._slowness, seconds / self._pass)
+            return
+        self._of_size(self._requests).since += 1
+        if self._wishes:
+            return
+        tokens = [len(outcome.committed) for outcome in outcomes if outcome.committed]
+        saved = self._plain * (sum(tokens) - len(tokens)) / max(1, len(tokens))
+        if not self._measured:
+            spent = guesses
+        elif not seconds:
+            spent, reading, saved = max(guesses, _BLIND * self._plain), 0.0, 0.0
+        else:
+            reading = sum([one.seconds for one in passes if self._reads(one)])
+            spent = seconds - self._plain
+            if self._prompts or not (self._nodes or passes):
+                # The time of prompts would be taken without guesses, too; so is all of a step that got none.
+                spent = self._seconds_of_nodes() + sum([stages.get(stage, 0.0) for stage in GUESSING_STAGES])
+        self._allowance.guessed(seconds, self._plain, spent - reading, saved, reading)
+
+    @property
+    def _prompts(self) -> bool:
+        """Whether prompts are read in the step."""
+        return self._rows > self._requests
+
+    @property
+    def _undisturbed(self) -> bool:
+        """Whether the step, kept plain, shows the time of plain steps."""
+        return self._requests > 0 and not self._prompts and not self._wishes
+
+    def _of_size(self, requests: int) -> PlainSteps:
+        return self.plain_steps.setdefault(requests.bit_length(), PlainSteps())
+
+    def _multiple(self, requests: int) -> float:
+        """The multiple for batches of about this size, or of the nearest size that was seen; at first 1."""
+        wanted = requests.bit_length()
+        seen = [size for size, plain in self.plain_steps.items() if plain.seen]
+        if not seen:
+            return 1.0
+        nearest = min(seen, key=lambda size: abs(size - wanted))
+        return self.plain_steps[nearest].look_up(self._slowness).multiple
+
+    def _reads(self, one: LevelPass) -> bool:
+        """Whether a pass of a draft read texts, besides the tokens that are read in every step."""
+        return one.level == 0 and one.rows > USUAL_UNREAD * max(1, self._requests)
+
+    def _seconds_by_costs(self, passes: Sequence[LevelPass]) -> tuple[float, float]:
+        """Seconds that the step spent on guesses by the costs, and of these on reading."""
+        guesses, reading = self._seconds_of_nodes(), 0.0
+        for one in passes:
+            if (model := self._drafts.get(one.speculator)) is not None and one.rows > 0:
+                seconds = model.expected(one.rows)
+                guesses += seconds
+                reading += seconds if self._reads(one) else 0.0
+        return guesses, reading
+
+    def _seconds_of_nodes(self) -> float:
+        """Seconds that the target's pass takes longer for the guesses of the step."""
+        if not self._nodes:
+            return 0.0
+        return self._target.expected(self._rows + self._nodes) - self._target.expected(self._rows)
+
+    def _usable(self, stages: Mapping[str, float], passes: Sequence[LevelPass]) -> float:
+        """The seconds of a step; 0 where the clock was no use, which is logged once."""
+        told = [*stages.values(), *[one.seconds for one in passes]]
+        if min(told) >= 0 and max(told) < math.inf and not math.isnan(sum(told)):
+            total = sum(stages.values())
+            if 0 < total < math.inf:
+                return total
+        if not self._blind:
+            self._blind = True
+            _LOG.warning(
+                "the clock says that the stages of a step took %s; such steps count as slow ones, and "
+                "speculation is off while there are many",
+                {stage: float(seconds) for stage, seconds in stages.items()},
+            )
+        return 0.0
+
+    def _learn(self, stages: Mapping[str, float], passes: Sequence[LevelPass]) -> float:
+        """Learn the time of the passes of a step without prompts; how slow it shows the machine to be.
+
+        That is the slowness that the target's pass and a draft's agree on, relative to the expected; 1 where
+        they do not, or there is but one. Of the passes of drafts one counts, in turn: all would take too
+        long; none where a request has a size of its own, as heads may draw such trees level by level.
+        """
+        seconds = sum([stages.get(stage, 0.0) for stage in TARGET_STAGES])
+        rows = self._rows + self._nodes
+        of_target = seconds / self._target.expected(rows)
+        self._target.learn(rows, seconds)
+        if not passes or self._wishes:
+            return 1.0
+        self._turn += 1
+        one = passes[self._turn % len(passes)]
+        model = self._drafts.get(one.speculator)
+        if model is None or one.rows < 1 or self._reads(one):
+            return 1.0
+        of_draft = one.seconds / model.expected(one.rows)
+        model.learn(one.rows, one.seconds)
+        agreed = max(1.0, min(of_target, of_draft)) * min(1.0, max(of_target, of_draft))
+        return min(_SLOWEST, max(1 / _SLOWEST, agreed))
+
+
+def _median(values: Sequence[float]) -> float:
+    """The lower one of two: a disturbance only makes a step longer."""
+    return sorted(values)[(len(values) - 1) // 2]

@@ -165,7 +165,7 @@ def test_generate_as_json_and_with_a_trace(
     assert (answer["finish_reason"], len(answer["token_ids"])) == ("length", 9)
     assert len(events) == answer["speculation"]["steps"] + 1  # the first token has a step of its own
     assert sum(len(e["path"]) + 1 for e in events) >= 9
-    assert all(sum(e["decision"]["hopes"]) >= 1 for e in events)
+    assert all(sum(e["decision"]["probabilities"]) >= 1 for e in events)
 
 
 def test_show_trees_draws_every_step(
@@ -197,17 +197,17 @@ def test_explain_says_of_each_step_who_guessed_and_why(
         assert len(steps) == answer["speculation"]["steps"] + 1
         assert sum(step["tokens"] for step in steps) == 9
         assert {turn["name"] for turn in steps[0]["speculators"]} == {"grammar", "prediction", "draft"}
-        assert all(step["seconds"] > 0 and step["hope"] is None for step in steps)
+        assert all(step["seconds"] > 0 and step["expected_tokens"] is None for step in steps)
 
 
 EXPLAINED = re.compile(
-    r"^ *(?P<step>\d+)   (draft (?P<kept>\d) of (?P<drawn>\d))? +(draft: (?P<why>[a-z ]+?))?"
-    r" +(?P<hoped>\d\.\d\d) +(?P<came>\d) +(?P<price>\d\.\d) +(?P<expected>\d+\.\d) +(?P<took>\d+\.\d) *$",
+    r"^ *(?P<step>\d+)   (draft (?P<verified>\d) of (?P<drawn>\d))? +(draft: (?P<reason>[a-z ]+?))?"
+    r" +(?P<tokens>\d\.\d\d) +(?P<came>\d) +(?P<guesses>\d\.\d) +(?P<expected>\d+\.\d) +(?P<took>\d+\.\d) *$",
     re.MULTILINE,
 )
 
 
-def test_explain_says_what_was_hoped_for_at_which_price(
+def test_explain_says_what_was_expected_at_which_cost(
     models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # A target's pass takes 10 ms, and 1 ms for each row more; a draft's, which is asked for every row, 1 ms.
@@ -222,28 +222,28 @@ def test_explain_says_what_was_hoped_for_at_which_price(
     assert status == 0, err
     rows = [row.groupdict() for row in EXPLAINED.finditer(out)]
     assert [row["step"] for row in rows] == [str(1 + i) for i in range(len(rows))]
-    assert {row["why"] for row in rows} == {None, "no room", "plain step"}
+    assert {row["reason"] for row in rows} == {None, "no room", "plain step"}
     total = out.splitlines()[-1]
-    hoped, expected, taken = re.match(  # type: ignore[union-attr]
-        rf"{len(rows)} steps, 30 tokens; (\S+) hoped for; (\d+) ms expected, (\d+) ms taken; ", total
+    tokens, expected, taken = re.match(  # type: ignore[union-attr]
+        rf"{len(rows)} steps, 30 tokens; (\S+) expected; (\d+) ms expected, (\d+) ms taken; ", total
     ).groups()
-    for column, said, rounding in (("hoped", hoped, 0.2), ("expected", expected, 2), ("took", taken, 2)):
+    for column, said, rounding in (("tokens", tokens, 0.2), ("expected", expected, 2), ("took", taken, 2)):
         assert float(said) == pytest.approx(sum(float(row[column]) for row in rows), abs=rounding)
     status, out, _ = run(monkeypatch, capsys, *arguments, "--json")
     steps: list[dict[str, Any]] = json.loads(out)["steps"]
     for row, step in zip(rows, steps, strict=True):
         turn = step["speculators"][-1]
-        assert (row["kept"] or "0", row["drawn"] or "0") == (str(turn["kept"]), str(turn["drawn"]))
-        assert row["hoped"] == f"{step['hope']:.2f}"
+        assert (row["verified"] or "0", row["drawn"] or "0") == (str(turn["verified"]), str(turn["drawn"]))
+        assert row["tokens"] == f"{step['expected_tokens']:.2f}"
         assert row["came"] == str(step["tokens"])
-        assert row["price"] == f"{1e3 * step['price']:.1f}"
+        assert row["guesses"] == f"{1e3 * step['guess_seconds']:.1f}"
         assert row["expected"] == f"{1e3 * step['expected_seconds']:.1f}"
-        assert step["hope"] == pytest.approx(sum(step["hopes"]), abs=1e-3)
-        assert (step["hopes"][0], len(step["hopes"])) == (1.0, 1 + turn["kept"])
-        assert 1e3 * step["price"] == pytest.approx(turn["kept"] + turn["levels"])
+        assert step["expected_tokens"] == pytest.approx(sum(step["probabilities"]), abs=1e-3)
+        assert (step["probabilities"][0], len(step["probabilities"])) == (1.0, 1 + turn["verified"])
+        assert 1e3 * step["guess_seconds"] == pytest.approx(turn["verified"] + turn["levels"])
         prompt = 5 if step["step"] == 1 else 0  # more rows than one
-        assert 1e3 * step["expected_seconds"] == pytest.approx(10 + prompt + 1e3 * step["price"])
-    assert sum(step["speculators"][-1]["kept"] for step in steps) > 9
+        assert 1e3 * step["expected_seconds"] == pytest.approx(10 + prompt + 1e3 * step["guess_seconds"])
+    assert sum(step["speculators"][-1]["verified"] for step in steps) > 9
 
 
 def test_a_prompt_on_standard_input(

@@ -9,7 +9,7 @@ import pytest
 from specinfer import SamplingParams
 from specinfer.errors import RequestError
 from specinfer.request import FinishReason
-from specinfer.speculate.policy.speculation_policy import StepReport
+from specinfer.speculate.policy.policy import StepReport
 from tests.engines import Tiny, assert_idle, engine_of, slow_generate, write_tiny
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3, 3, 3, 3]]

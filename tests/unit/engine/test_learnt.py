@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specinfer import LLM, SamplingParams
-from specinfer.speculate.policy import policy_memory
-from specinfer.speculate.policy.estimator import Estimator
-from specinfer.speculate.policy.guard import Guard
-from specinfer.speculate.policy.native_weighing import NativeWeighing
-from specinfer.speculate.policy.plain_steps import PlainSteps
-from specinfer.speculate.policy.plain_weighing import PlainWeighing
-from specinfer.speculate.policy.policy_memory import stored_policies
+from specinfer.speculate.policy import memory as policy_memory
+from specinfer.speculate.policy.chances import Chances
+from specinfer.speculate.policy.guard import PLAIN_FIRST, Allowance, PlainSteps
+from specinfer.speculate.policy.memory import stored_policies
 from tests.engines import ENGINE, engine_of
-from tests.kernels import library_or_skip
 from tests.tiny_models import write_pair
+
+DUE = PlainSteps.due
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _soon(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One outcome is worth keeping, and whatever steps take, everybody may guess in each."""
     monkeypatch.setattr(policy_memory, "LEAST", 1)
-    monkeypatch.setattr(Guard, "allows", lambda *_, **__: True)
+    monkeypatch.setattr(Allowance, "allows", lambda *_, **__: True)
     monkeypatch.setattr(PlainSteps, "due", lambda *_: False)
 
 
@@ -41,12 +38,12 @@ def answered(folder: Path, **options: Any) -> str:
     return output.text
 
 
-def learnt() -> Estimator:
+def learnt() -> Chances:
     [(_, stored, why)] = stored_policies()
     assert stored is not None, why
-    estimator = Estimator()
-    estimator.recall(stored.learned)
-    return estimator
+    chances = Chances({"draft": 4})
+    policy_memory.recall(stored.learned, chances)
+    return chances
 
 
 def test_what_one_engine_has_learnt_the_next_one_adds_to(folder: Path) -> None:
@@ -82,27 +79,16 @@ def test_trees_of_a_fixed_size_learn_nothing(folder: Path) -> None:
     assert stored_policies() == []
 
 
-@pytest.mark.parametrize(("name", "by"), [("native", NativeWeighing), ("torch", PlainWeighing)])
-def test_guesses_are_weighed_and_learnt_by_the_kernels_there_are(
-    name: str, by: type[Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_second_process_speculates_from_its_first_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name == "native":
-        library_or_skip()
-    asked = set[tuple[type[Any], str]]()
-
-    def noting(ask: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(self: Any, *args: Any) -> Any:
-            asked.add((type(self), ask.__name__))
-            return ask(self, *args)
-
-        return noted
-
-    for weighing in (NativeWeighing, PlainWeighing):
-        for question in ("expect", "deepen", "choose", "learn"):
-            monkeypatch.setattr(weighing, question, noting(getattr(weighing, question)))
-    answered(folder, kernels=name)
-    assert {weighing for weighing, _ in asked} == {by}
-    assert {"expect", "choose", "learn"} <= {
-        question for _, question in asked
-    }  # seconds say how deep a draft goes
-    assert learnt().outcomes > 0
+    monkeypatch.setattr(PlainSteps, "due", DUE)
+    options = {**ENGINE, "kernels": "torch", "tree_size": "cost", "lookup": True}
+    params = SamplingParams(temperature=0, max_tokens=60)
+    plain = []
+    for _ in range(2):
+        with LLM(str(folder / "target"), drafts=(str(folder / "draft"),), **options) as llm:
+            llm.generate(["(1,2)(1,2)"], params)
+            plain.append(engine_of(llm).statistics().speculation_off_steps)
+    assert plain[0] >= PLAIN_FIRST
+    assert plain[1] < PLAIN_FIRST, "the time of plain steps is known"

@@ -18,7 +18,6 @@ from specinfer.request import RequestOutput
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.executor import ModelRunner
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculate.policy.guarded_policy import GuardedPolicy
 from tests.engines import Tiny, write_tiny
 
 PROMPTS = [list(range(i, i + 9)) * 2 for i in range(6)]
@@ -101,14 +100,13 @@ def test_a_draft_has_no_shape_unless_somebody_asks(tiny: Tiny, monkeypatch: pyte
     assert (width, depth) == (1, 2)
 
 
-@pytest.mark.parametrize("broken", [CostPolicy, GuardedPolicy])
 def test_where_a_policy_fails_trees_run_as_many_nodes_as_usual_ones(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, broken: type
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(broken, "worth_starting", fail)
+    monkeypatch.setattr(CostPolicy, "worth_starting", fail)
     llm = engine(tiny, monkeypatch, CURVES["rows are free"], expansion="learned", lookup=False)
     events: list[TreeEvent] = []
     llm.on_tree = events.append
@@ -196,7 +194,7 @@ def test_multi_step_texts_come_again_where_no_clock_has_a_say(
             patched.setattr(time, "perf_counter", Erratic(seed))
             runs.append((texts(llm.generate(PROMPTS, params)), trees))
     assert runs[0] == runs[1]
-    assert any(len(tree) > 1 for tree in runs[0][1])
+    assert any(len(tree) > 1 for tree in runs[0][1]) is (curves != "rows are dear")
 
 
 @pytest.mark.parametrize("seed", range(3))

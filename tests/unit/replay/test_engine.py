@@ -27,7 +27,7 @@ from specinfer.replay.replay import (
 from specinfer.replay.trace import Trace
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.growth import LIKELY_NODES, Shape
-from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.policy import FixedPolicy
 from specinfer.tree import TokenTree
 from specinfer.tree.expansion import Expansion
 from tests import plans

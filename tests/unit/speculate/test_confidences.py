@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.policy.fixed_policy import FixedPolicy
-from specinfer.speculate.policy.speculation_policy import StepReport
+from specinfer.speculate.policy.policy import FixedPolicy, StepReport
 from tests import plans
 from tests.unit.speculate.guessers import Fan, Levels, entry
 

@@ -13,13 +13,11 @@ from specinfer.errors import ConfigError, SpeculatorError
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.policy.fixed_policy import FixedPolicy
-from specinfer.speculate.policy.guarded_policy import sized_by_cost
-from specinfer.speculate.policy.speculation_policy import StepReport
+from specinfer.speculate.policy.cost_policy import CostPolicy
+from specinfer.speculate.policy.policy import FixedPolicy, StepReport
 from specinfer.tree import Draw, DrawRule, TokenTree
 from specinfer.tree.draw import Run, Runs
 from tests import plans
-from tests.kernels import library_or_skip
 from tests.unit.speculate.guessers import Fan, Levels, entry
 from tests.unit.speculate.policy.priced import FREE
 
@@ -195,13 +193,11 @@ def test_a_speculator_that_breaks_its_contract_is_named_once_and_not_asked_again
 
 
 @pytest.mark.parametrize(("trees", "complaint"), NO_TREES)
-@pytest.mark.parametrize("native", [False, True])
 def test_no_policy_is_asked_about_a_level_that_makes_no_tree(
-    trees: list[TokenTree], complaint: str, native: bool, caplog: pytest.LogCaptureFixture
+    trees: list[TokenTree], complaint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    library = library_or_skip() if native else None
     curves = {"wrong": CostCurve((1, 1000), (0.01, 0.01))}
-    policy, _ = sized_by_cost(FREE, curves, SpeculationConfig(), measured=False, library=library)
+    policy = CostPolicy.by_curves(FREE, curves, SpeculationConfig(), measured=False)
     wrong = WrongLevels(*trees)
     ensemble = Ensemble([wrong], vocab=99, policy=policy)
     for _ in range(9):  # the first steps are plain
@@ -277,3 +273,33 @@ def test_before_a_draft_starts_all_is_known_that_needs_none() -> None:
     free = [Fan("suffix", [10]), Fan("ngram", [11])]
     Ensemble([*free, Levels("draft", [10], [0.9])], vocab=99, policy=policy).propose(plans.plan(entry(2)))
     assert policy.shown == [(7, 10, 11)]
+
+
+class RaisingPolicy(FixedPolicy):
+    """Raises at one question."""
+
+    def __init__(self, question: str) -> None:
+        super().__init__()
+        self.question = question
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == object.__getattribute__(self, "question"):
+            raise ZeroDivisionError
+        return object.__getattribute__(self, name)
+
+
+@pytest.mark.parametrize(
+    "question", ["begin_step", "worth_starting", "worth_deepening", "choose_nodes", "appraise", "observe"]
+)
+def test_a_policy_that_raises_is_logged_once_and_the_fixed_one_takes_its_place(
+    question: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ensemble = Ensemble([Levels("draft", [10, 11])], vocab=99, policy=RaisingPolicy("none"))
+    ensemble._policy = RaisingPolicy(question)
+    for _ in range(3):
+        (tree,) = ensemble.propose(plans.plan(entry(4)))
+        assert tree.token_ids == (7, 10, 11)
+        assert ensemble.explain()[0].turns[0].reason == "guessed"
+        ensemble.observe(StepReport([plans.outcome(10)], {"target_forward": 1.0}))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the speculation policy RaisingPolicy failed")

@@ -15,8 +15,7 @@ from specinfer.runtime.flight import Flight
 from specinfer.speculate.drafts.draft_model import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.policy.fixed_policy import FixedPolicy
-from specinfer.speculate.policy.speculation_policy import SpeculationPolicy
+from specinfer.speculate.policy.policy import FixedPolicy, SpeculationPolicy
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
 from tests import plans

@@ -22,7 +22,7 @@ from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignToke
 from specinfer.speculate.drafts.foreign_draft import ForeignDraft
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.policy import FixedPolicy
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion

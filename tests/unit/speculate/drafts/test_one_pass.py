@@ -14,7 +14,7 @@ from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.growth import Growth, Shape
 from specinfer.speculate.drafts.one_pass import OnePassTrees, level_drawer
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.policy import FixedPolicy
 from specinfer.speculate.speculator import Speculator
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from specinfer import SamplingParams
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
+from specinfer.runtime.cost_model import CostModel
+from specinfer.speculate.policy.chances import Chances
+from specinfer.speculate.policy.cost_policy import CostPolicy
+from specinfer.speculate.policy.drafting import Draft
+from specinfer.speculate.policy.guard import Guard
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
+from specinfer.tree.expansion import Expansion
 from tests import plans
 
 FREE = CostCurve((1, 1000), (1.0, 1.0))  # bound by memory: rows cost nothing
@@ -35,3 +44,46 @@ def chain(*confidences: float, speculator: str = "s", rule: DrawRule = DrawRule.
     for node, confidence in enumerate(confidences):
         builder.add(node, 10 + node, speculator, rule, confidence=confidence)
     return builder.build()
+
+
+def unlearning(name: str, curve: CostCurve) -> CostModel:
+    """Costs by a curve alone."""
+    return CostModel(name, curve, learns=False)
+
+
+def sized(
+    target: CostCurve, draft: CostCurve | None = None, expansion: tuple[int, ...] = (1, 1, 1, 1)
+) -> CostPolicy:
+    """The policy without a guard, of a target and maybe a draft with these costs."""
+    drafts = {} if draft is None else {"draft": Draft(unlearning("draft", draft), Expansion(expansion))}
+    return CostPolicy(unlearning("target", target), drafts, Chances(dict.fromkeys(drafts, len(expansion))))
+
+
+class Reckless(CostPolicy):
+    """Guesses and verifies all there is, unless its guard says otherwise."""
+
+    def __init__(
+        self, target: CostModel, draft: CostModel, *, guarded: bool = True, measured: bool = True
+    ) -> None:
+        drafts = {"draft": Draft(draft, Expansion((1, 1, 1, 1)))}
+        guard = Guard(target, {"draft": draft}, measured=measured) if guarded else None
+        super().__init__(target, drafts, Chances({"draft": 4}), guard)
+
+    def worth_starting(self, speculator: str, entries: Sequence[PlanEntry], *more: Any) -> list[bool]:
+        super().worth_starting(speculator, entries, *more)
+        return [True] * len(entries)
+
+    def worth_deepening(
+        self,
+        speculator: str,
+        entries: Sequence[PlanEntry],
+        trees: Sequence[TokenTree],
+        ends: Sequence[Sequence[int]],
+    ) -> list[Sequence[int]]:
+        return list(ends)
+
+    def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        super().choose_nodes(trees)
+        if self.guard is not None:
+            self.guard.chosen(sum(tree.num_nodes - 1 for tree in trees))
+        return list(trees)

@@ -11,23 +11,21 @@ import pytest
 
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.speculate.policy.calibration import Calibration
-from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculate.policy.speculation_policy import StepReport
-from specinfer.speculate.policy.tokens_per_second import fastest
+from specinfer.speculate.policy.chances import Chances
+from specinfer.speculate.policy.choose import along_paths, fastest
+from specinfer.speculate.policy.policy import StepReport
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder, merge
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.merging import keep
 from specinfer.tree.token_tree import single_node
-from tests.operations import lines_run
 from tests.plans import outcome, plan
-from tests.unit.speculate.policy.priced import DEAR, FREE, HALF, chain, entry
+from tests.unit.speculate.policy.priced import DEAR, FREE, HALF, chain, entry, sized
 
 
 def fitted(curve: CostCurve, trees: Sequence[TokenTree], *entries: PlanEntry) -> list[int]:
     """The nodes left of each tree, the root included."""
-    policy = CostPolicy(curve, {})
+    policy = sized(curve)
     policy.begin_step(plan(*(entries or (entry(str(i)) for i in range(len(trees))))))
     return [tree.num_nodes for tree in policy.choose_nodes(trees)]
 
@@ -89,7 +87,7 @@ def test_sampled_draws_are_never_dropped_for_their_value(rule: DrawRule, left: i
 
 
 def test_every_guess_whose_parent_became_text_is_learnt_from_verified_or_not() -> None:
-    policy = CostPolicy(HALF, {})
+    policy = sized(HALF)
 
     def step(*committed: int) -> int:
         policy.begin_step(plan(entry()))
@@ -104,7 +102,7 @@ def test_every_guess_whose_parent_became_text_is_learnt_from_verified_or_not() -
 
 
 def test_a_step_that_was_cut_short_teaches_nothing() -> None:
-    policy = CostPolicy(HALF, {})
+    policy = sized(HALF)
     for _ in range(50):
         policy.begin_step(plan(entry()))
         policy.choose_nodes([UNSURE])
@@ -143,16 +141,8 @@ def test_no_other_choice_of_nodes_would_be_faster() -> None:
         assert rate == pytest.approx(best_subset(probabilities, parents, 2.0, seconds.tolist()))
 
 
-def test_choosing_among_many_nodes_runs_no_more_python_than_among_few() -> None:
-    def lines(nodes: int) -> int:
-        probabilities = np.random.default_rng(0).uniform(size=nodes).tolist()
-        return lines_run(lambda: fastest(probabilities, 8.0, np.linspace(1, 20, nodes + 1).tolist()))
-
-    assert lines(8 * 32) == lines(4)
-
-
 def test_nodes_beyond_a_requests_own_are_the_least_likely_ones() -> None:
-    policy = CostPolicy(FREE, {})
+    policy = sized(FREE)
     asked = [replace(entry("a"), max_nodes=4), replace(entry("b"), max_nodes=2), entry("c")]
     crowded = merge([chain(0.5, 0.5, 0.5), other_way(0.9, 0.1, 0.9)])
     policy.begin_step(plan(*asked))
@@ -164,7 +154,7 @@ def test_nodes_beyond_a_requests_own_are_the_least_likely_ones() -> None:
 
 @pytest.mark.parametrize("max_nodes", [2, 3, 5])
 def test_who_asks_for_a_size_gets_the_best_of_all_guesses(max_nodes: int) -> None:
-    policy = CostPolicy(DEAR, {})
+    policy = sized(DEAR)
     wish = SpeculationParams(max_nodes=max_nodes)
     policy.begin_step(plan(replace(entry(overrides=wish), max_nodes=max_nodes)))
     (tree,) = policy.choose_nodes([merge([chain(0.5, 0.5, 0.5), other_way(0.9, 0.1, 0.9)])])
@@ -180,7 +170,7 @@ def other_way(*confidences: float) -> TokenTree:
 
 def test_guesses_beside_samples_are_dropped_where_they_do_not_pay() -> None:
     samples, guess = chain(0.5, rule=DrawRule.IID), other_way(0.5)
-    policy = CostPolicy(DEAR, {})
+    policy = sized(DEAR)
     policy.begin_step(plan(entry("a"), entry("b")))
     after, before = policy.choose_nodes([merge([samples, guess]), merge([guess, samples])])
     assert after.token_ids == (7, 10)
@@ -193,7 +183,7 @@ def test_of_all_trees_within_the_requests_nodes_the_fastest_are_chosen() -> None
         for _ in range(10):
             asked = [replace(entry(str(i)), max_nodes=int(random.integers(1, 5))) for i in range(2)]
             trees = [wild(random, int(random.integers(0, 5))) for _ in asked]
-            policy = CostPolicy(curve, {})
+            policy = sized(curve)
             policy.begin_step(plan(*asked))
             chosen = policy.choose_nodes(trees)
             assert rate(curve, chosen) == pytest.approx(
@@ -231,5 +221,5 @@ def subtrees(tree: TokenTree, most: int) -> list[TokenTree]:
 
 def rate(curve: CostCurve, trees: Sequence[TokenTree]) -> float:
     """Tokens per second, each node hoped for as it is believed at first, by the tokens it was given."""
-    tokens = sum(sum(Calibration().probabilities(tree)) for tree in trees)
+    tokens = sum(sum(along_paths(Chances().node_rates(tree), tree.parents)) for tree in trees)
     return tokens / float(curve.seconds([sum(tree.num_nodes for tree in trees)])[0])

@@ -11,49 +11,57 @@ from typing import Any
 import pytest
 
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.runtime.cost_model import CostModel
-from specinfer.speculate.policy import policy_memory
-from specinfer.speculate.policy.draft_costs import DraftCosts, LevelOutcome
-from specinfer.speculate.policy.estimator import Estimator
-from specinfer.speculate.policy.level_counts import LevelCounts, LevelRate, checked_levels
-from specinfer.speculate.policy.policy_memory import (
+from specinfer.speculate.policy import memory as policy_memory
+from specinfer.speculate.policy.chances import Chances, LevelCounts, LevelRate
+from specinfer.speculate.policy.guard import Guard
+from specinfer.speculate.policy.memory import (
     EVERY,
     LARGEST,
-    Learned,
     PolicyMemory,
+    checked_levels,
     read_policy,
     stored_policies,
+    told,
     write_policy,
 )
-from specinfer.tree import Draw, DrawRule
-from specinfer.tree.expansion import Expansion
+from specinfer.tree import TokenTree, TreeBuilder
+from tests.unit.speculate.policy.priced import unlearning
 
 LEAST = 500
 KEY = {"target": "large, int8", "drafts": ["draft: small, int8"], "device": "2 x CPU"}
 CURVE = CostCurve((1, 2), (1.0, 1.5))
-BELOW = [
-    Draw(0, 1, "draft", DrawRule.POINT_MASS, None, 0.8, (0.8, 0.1)),
-    Draw(0, 2, "ngram", DrawRule.POINT_MASS, None, 0.5, (1.0,)),
-]
+Learned = tuple[Chances, Guard]
+
+
+def guesses() -> TokenTree:
+    """A draft's guess and a lookup's, of which the latter becomes text."""
+    builder = TreeBuilder(9)
+    builder.add(0, 10, "draft", confidence=0.8)
+    builder.add(0, 11, "lookup", confidence=0.5)
+    return builder.build()
 
 
 def new() -> Learned:
-    costs = CostModel("draft", CURVE, learns=False)
-    return Learned(Estimator(), {"draft": DraftCosts(costs, Expansion((1, 1)))})
+    return Chances({"draft": 2}), Guard(unlearning("target", CURVE), {})
 
 
 def teach(learned: Learned, outcomes: int = LEAST) -> None:
-    """That n-grams are right, and the draft never is."""
-    for _ in range(outcomes // len(BELOW)):
-        learned.estimator.learn(BELOW, 2, 0.0)
-        learned.drafts["draft"].learn(LevelOutcome("a", 0, None), 0.7)
-        learned.drafts["draft"].learn(LevelOutcome("b", 0, 0), 1.5)
+    """That lookups are right, the draft is for hot texts alone, and plain steps take a tenth more."""
+    chances, guard = learned
+    for _ in range(outcomes // 2):
+        chances.learn(guesses(), (11, 99), 0.7)
+        chances.levels["draft"].learn(0, 0, 1.5)
+    for _ in range(4):
+        guard.begin(["a"], 1, 1, wishes=False)
+        guard.observe([], {"target_forward": 1.0, "schedule": 0.1}, [])
 
 
-def facts(learned: Learned) -> tuple[list[float], list[LevelRate], list[LevelRate]]:
-    draft = learned.drafts["draft"]
-    alike = [draft.rate(0, temperature=heat) for heat in (0.0, 0.3, 1.0, 2.0)]
-    return learned.estimator.rates(BELOW, 0.0), [*draft.rates()], alike
+def facts(learned: Learned) -> tuple[list[float], list[LevelRate], list[list[LevelRate]], list[float]]:
+    chances, guard = learned
+    draft = chances.levels["draft"]
+    alike = [draft.rates(heat) for heat in (0.0, 0.3, 1.0, 2.0)]
+    multiples = [size.look_up(1.0).multiple for size in guard.plain_steps.values() if size.seen]
+    return chances.node_rates(guesses()), draft.all.rates(), alike, multiples
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +79,7 @@ def kept(folder: Path) -> Learned:
     """Something learnt, which is in a file."""
     learned = new()
     teach(learned)
-    PolicyMemory(KEY, learned, folder).keep()
+    PolicyMemory(KEY, *learned, folder).keep()
     return learned
 
 
@@ -82,7 +90,7 @@ def the_file(folder: Path) -> Path:
 
 def recalled(folder: Path, key: dict[str, Any] = KEY) -> Learned:
     learned = new()
-    PolicyMemory(key, learned, folder).recall()
+    PolicyMemory(key, *learned, folder).recall()
     return learned
 
 
@@ -90,7 +98,9 @@ def test_the_next_process_knows_what_this_one_has_learnt(
     folder: Path, kept: Learned, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert facts(recalled(folder)) == facts(kept)
-    assert facts(kept)[0][0] < 0.1 < 0.9 < facts(kept)[0][1]
+    (_, draft, lookup), _, _, [multiple] = facts(kept)
+    assert draft < 0.1 < 0.8 < lookup
+    assert multiple == pytest.approx(1.1, rel=0.01)
     assert not caplog.records
 
 
@@ -102,10 +112,19 @@ def test_others_do_not(folder: Path, kept: Learned, changed: str) -> None:
 
 def test_the_file_holds_no_text_and_no_token(folder: Path, kept: Learned) -> None:
     """Names, numbers and switches, all of them known."""
-    names = {"version", "key", "learned", "checksum", "target", "drafts", "device", "counts", "logistics"}
-    names |= {"weights", "lead", "outcomes", "ngram", "draft", *KEY["drafts"], KEY["target"], KEY["device"]}
+    names = {"version", "key", "learned", "checksum", "target", "drafts", "device", "counts", "seen"}
+    names |= {
+        "accepted",
+        "plain",
+        "1",
+        "outcomes",
+        "lookup",
+        "draft",
+        *KEY["drafts"],
+        KEY["target"],
+        KEY["device"],
+    }
     names |= {"all", "alike"}
-    names |= set(kept.estimator.rivals["draft"].logistic.named())
 
     def strings(value: Any) -> set[str]:
         if isinstance(value, dict):
@@ -144,42 +163,39 @@ def test_counts_as_they_fade_are_ones_that_can_be() -> None:
         counts = LevelCounts(1)
         for choice in choices:
             counts.learn(0, choice)
-        told = counts.to_json()
-        [[firsts, others, tries]] = checked_levels(told)
-        assert [firsts, others, tries] == pytest.approx(told[0]), choices
+        content = counts.to_json()
+        [[firsts, others, tries]], _ = checked_levels({"all": content, "alike": [[]] * 4})
+        assert [firsts, others, tries] == pytest.approx(content[0]), choices
         assert others <= tries - firsts, choices
 
 
 def test_more_right_guesses_than_tries_cannot_be() -> None:
-    with pytest.raises(ValueError, match="stands where 0 to 1 is allowed"):
-        checked_levels([[1.0, 1.0001, 2.0]])
+    with pytest.raises(ValueError, match=r"expected a number in \[0, 1\]"):
+        checked_levels({"all": [[1.0, 1.0001, 2.0]], "alike": [[]] * 4})
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (put("logistics", "draft", "weights", "agreed", value=1e300), "1e+300 stands where -16 to 16"),
-        (put("logistics", "draft", "weights", "agreed", value=float("nan")), "nan stands where"),
-        (put("logistics", "draft", "weights", value={}), "weights of"),
-        (put("logistics", "draft", "lead", value=1e300), "1e+300 stands where"),
-        (put("logistics", "draft", "outcomes", value=-1), "-1 stands where"),
-        (put("logistics", "draft", value={}), "lacks 'weights'"),
-        (put("logistics", value=[]), "stands where an object"),
-        (put("logistics", value={str(n): {} for n in range(300)}), "300 logistics"),
-        (put("logistics", "draft", value=3), "3 stands where an object"),
-        (put("counts", 0, 3, value=1e300), "1e+300 stands where"),
-        (put("counts", 0, 4, value=float("inf")), "inf stands where"),
-        (put("counts", 0, 1, value=99), "99 stands where"),
-        (put("counts", 0, 0, value="x" * 1000), "a speculator's name"),
-        (put("counts", 0, value=[1, 2]), "a list of 5"),
-        (put("counts", value=[0] * 9999), "a list of at most"),
-        (put("counts", value=None), "None stands where"),
-        (put("drafts", "draft", "all", 0, value=[5.0, 0.0, 1.0]), "5.0 stands where 0 to 1"),
-        (put("drafts", "draft", "alike", 3, 0, value=[5.0, 0.0, 1.0]), "5.0 stands where 0 to 1"),
-        (put("drafts", "draft", "alike", value=[[]]), "stands where a list of 4"),
-        (put("drafts", "draft", value=7), "7 stands where"),
-        (put("drafts", value=7), "7 stands where an object"),
-        (put("outcomes", value=1e300), "1e+300 stands where"),
+        (put("counts", "draft", "seen", 3, value=1e300), "expected a number in [8, 208], got 1e+300"),
+        (put("counts", "draft", "seen", 3, value=float("nan")), "expected a number in [8, 208], got nan"),
+        (put("counts", "draft", "accepted", 3, value=300), "expected a number in [0, 8], got 300"),
+        (put("counts", "draft", "accepted", value=[]), "expected a list of 26 to 26 values"),
+        (put("counts", "draft", value={}), "lacks 'seen'"),
+        (put("counts", "x" * 1000, value={}), "expected a speculator's name"),
+        (put("counts", value=[]), "expected an object"),
+        (put("counts", value={str(n): {} for n in range(300)}), "at most 256 members"),
+        (put("counts", value=None), "expected an object"),
+        (put("drafts", "draft", "all", 0, value=[5.0, 0.0, 1.0]), "expected a number in [0, 1], got 5"),
+        (put("drafts", "draft", "alike", 3, 0, value=[5.0, 0.0, 1.0]), "expected a number in [0, 1]"),
+        (put("drafts", "draft", "alike", value=[[]]), "expected a list of 4 to 4 values"),
+        (put("drafts", "draft", value=7), "expected an object"),
+        (put("drafts", value=7), "expected an object"),
+        (put("plain", "1", 0, 1, value=0.0), "expected a number in [1e-06, 1e+06], got 0"),
+        (put("plain", "1", value=[]), "expected a list of 1 to 5 values"),
+        (put("plain", "x", value=[[1.0, 1.0]]), "invalid literal"),
+        (put("plain", "99", value=[[1.0, 1.0]]), "expected an integer in [0, 64], got 99"),
+        (put("outcomes", value=1e300), "expected an integer"),
     ],
 )
 def test_a_number_that_cannot_be_costs_what_was_learnt_and_one_line(
@@ -205,7 +221,7 @@ def test_a_number_that_cannot_be_costs_what_was_learnt_and_one_line(
         (lambda file: file.write_text("[" * 100_000), "no whole JSON"),
         (lambda file: file.write_text("[1]"), "an object"),
         (lambda file: file.write_text(" " * (LARGEST + 1)), "more than"),
-        (lambda file: changed(file, lambda j: j.update(version=1), signed=False), "version 1, not 4"),
+        (lambda file: changed(file, lambda j: j.update(version=1), signed=False), "version 1, not 5"),
         (lambda file: changed(file, put("drafts", value={}), signed=False), "checksum"),
         (lambda file: changed(file, lambda j: j["key"].update(target="else")), "of other models"),
         (lambda file: (file.unlink(), file.mkdir()), "directory"),
@@ -227,26 +243,26 @@ def test_a_file_that_is_spoilt_costs_what_was_learnt_and_one_line(
 def test_a_disk_that_cannot_be_written_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     learned = new()
-    memory = PolicyMemory(KEY, learned, tmp_path / "file" / "policies")
+    memory = PolicyMemory(KEY, *learned, tmp_path / "file" / "policies")
     memory.recall()
     for _ in range(3):
         teach(learned)
         memory.keep()
     [line] = caplog.messages
     assert "cannot be written" in line
-    assert facts(learned)[0][1] > 0.9  # it learns all the same
+    assert facts(learned)[0][2] > 0.8  # it learns all the same
 
 
 def test_a_little_is_not_worth_keeping(folder: Path) -> None:
     learned = new()
     teach(learned, LEAST - 2)
-    PolicyMemory(KEY, learned, folder).keep()
+    PolicyMemory(KEY, *learned, folder).keep()
     assert not folder.exists()
 
 
 def test_it_is_kept_every_some_steps(folder: Path) -> None:
     learned = new()
-    memory = PolicyMemory(KEY, learned, folder)
+    memory = PolicyMemory(KEY, *learned, folder)
     teach(learned)
     for _ in range(EVERY - 1):
         memory.stepped()
@@ -257,18 +273,18 @@ def test_it_is_kept_every_some_steps(folder: Path) -> None:
 
 def test_of_two_that_write_one_is_there_whole(folder: Path, kept: Learned) -> None:
     later = new()
-    second = PolicyMemory(KEY, later, folder)
+    second = PolicyMemory(KEY, *later, folder)
     second.recall()
     teach(later, 2 * LEAST)
     second.keep()
-    assert read_policy(the_file(folder)).learned == later.to_json()
+    assert read_policy(the_file(folder)).learned == told(*later)
     assert facts(recalled(folder)) == facts(later)
 
 
 def test_fewer_levels_than_a_draft_has_are_taken(folder: Path, kept: Learned) -> None:
     changed(the_file(folder), put("drafts", "draft", "all", value=[[1.0, 2.0, 50.0]]))
     learned = recalled(folder)
-    rate, first = learned.drafts["draft"].rates()[0], (1 + 3 * 0.7) / 53
+    rate, first = learned[0].levels["draft"].all.rates()[0], (1 + 3 * 0.7) / 53
     assert rate == pytest.approx((first, (1 - first) * 2 / 52))
 
 

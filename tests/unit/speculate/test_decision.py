@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,17 +11,14 @@ import pytest
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
+from specinfer.speculate import decision as reasons
+from specinfer.speculate.decision import Decision, Turn
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculate.policy.decision import Appraisal, Decision, Turn, Why
-from specinfer.speculate.policy.draft_costs import DraftCosts
-from specinfer.speculate.policy.fixed_policy import FixedPolicy
-from specinfer.speculate.policy.guarded_policy import GuardedPolicy
-from specinfer.speculate.policy.speculation_policy import SpeculationPolicy, StepReport
+from specinfer.speculate.policy.policy import FixedPolicy, SpeculationPolicy, StepReport
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
 from specinfer.tree import TokenTree, TreeBuilder
-from specinfer.tree.expansion import Expansion
 from tests import plans
+from tests.unit.speculate.policy.priced import Reckless, sized
 
 HALF = CostCurve((1, 3), (1.0, 2.0))  # a row more takes half of what the first takes
 
@@ -100,25 +98,30 @@ def test_all_are_named_in_their_order_with_what_was_kept_of_their_guesses() -> N
     decision, tree = decided(Chain("a", 10, 11), Chain("none"), Levels("b", 10, 12, 13), max_nodes=4)
     assert tree.token_ids == (7, 10, 11, 12)
     assert decision.turns == (
-        Turn("a", Why.GUESSED, drawn=2, kept=2, levels=2),
-        Turn("none", Why.NO_GUESS),
-        Turn("b", Why.GUESSED, drawn=3, kept=2, levels=3),
+        Turn("a", reasons.GUESSED, drawn=2, verified=2, levels=2),
+        Turn("none", reasons.NO_GUESS),
+        Turn("b", reasons.GUESSED, drawn=3, verified=2, levels=3),
     )
-    assert (decision.hope, decision.price, decision.seconds, decision.requests) == (None, None, None, 1)
+    assert (decision.expected_tokens, decision.guess_seconds, decision.seconds, decision.requests) == (
+        None,
+        None,
+        None,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "policy", "why"),
     [
-        ({"speculators": ("free",)}, FixedPolicy(), Why.REQUEST),
-        ({"max_nodes": 1}, FixedPolicy(), Why.ROOM),
-        ({}, NotWorthIt(), Why.PRICE),
-        ({}, FixedPolicy(), Why.GUESSED),
+        ({"speculators": ("free",)}, FixedPolicy(), reasons.REQUEST),
+        ({"max_nodes": 1}, FixedPolicy(), reasons.ROOM),
+        ({}, NotWorthIt(), reasons.COST),
+        ({}, FixedPolicy(), reasons.GUESSED),
     ],
 )
-def test_why_a_draft_has_not_guessed(fields: dict[str, Any], policy: FixedPolicy, why: Why) -> None:
+def test_why_a_draft_has_not_guessed(fields: dict[str, Any], policy: FixedPolicy, why: str) -> None:
     decision, _ = decided(Chain("free"), Levels("draft", 10), policy=policy, **fields)
-    assert decision.turns[1].why is why
+    assert decision.turns[1].reason == why
 
 
 def test_who_has_failed_is_told_of() -> None:
@@ -126,61 +129,62 @@ def test_who_has_failed_is_told_of() -> None:
     for _ in range(2):
         ensemble.propose(plans.plan(entry()))
         [decision] = ensemble.explain()
-        assert [turn.why for turn in decision.turns] == [Why.FAILED, Why.GUESSED]
+        assert [turn.reason for turn in decision.turns] == [reasons.FAILED, reasons.GUESSED]
 
 
 def test_hopes_and_seconds_are_those_that_nodes_were_chosen_by() -> None:
-    decision, tree = decided(Chain("a", 10, 11, 12, 13, 14), policy=CostPolicy(HALF, {}))
+    decision, tree = decided(Chain("a", 10, 11, 12, 13, 14), policy=sized(HALF))
     # As test_cost_policy has it: of probabilities .88 .78 .68 .60 ... three nodes pay.
     assert tree.num_nodes == 4
-    assert decision.hopes == pytest.approx((1, 0.881, 0.776, 0.683), abs=1e-3)
-    assert decision.hope == pytest.approx(3.34, abs=0.01)
-    assert (decision.price, decision.seconds) == (pytest.approx(1.5), pytest.approx(2.5))
+    assert decision.probabilities == pytest.approx((1, 0.881, 0.776, 0.683), abs=1e-3)
+    assert decision.expected_tokens == pytest.approx(3.34, abs=0.01)
+    assert (decision.guess_seconds, decision.seconds) == (pytest.approx(1.5), pytest.approx(2.5))
 
 
 def test_passes_of_drafts_are_in_the_price() -> None:
-    draft = DraftCosts(CostCurve((1, 9), (0.125, 0.125)), Expansion((1, 1)))
+    draft = CostCurve((1, 9), (0.125, 0.125))
     free = CostCurve((1, 9), (1.0, 1.0))
-    decision, tree = decided(Levels("draft", 10, 11), policy=CostPolicy(free, {"draft": draft}))
+    decision, tree = decided(Levels("draft", 10, 11), policy=sized(free, draft, (1, 1)))
     assert tree.num_nodes == 3
-    assert (decision.price, decision.seconds) == (pytest.approx(0.25), pytest.approx(1.25))
+    assert (decision.guess_seconds, decision.seconds) == (pytest.approx(0.25), pytest.approx(1.25))
 
 
 def test_prompts_are_in_the_seconds_and_not_in_the_price() -> None:
     text = [*range(9), 7]
-    ensemble = Ensemble([Chain("a", 10)], vocab=99, policy=CostPolicy(HALF, {}))
+    ensemble = Ensemble([Chain("a", 10)], vocab=99, policy=sized(HALF))
     ensemble.propose(plans.plan(plans.entry(text, rows=3, max_nodes=9, max_depth=5)))
     [decision] = ensemble.explain()
-    assert (decision.price, decision.seconds) == (pytest.approx(0.5), pytest.approx(2.5))
+    assert (decision.guess_seconds, decision.seconds) == (pytest.approx(0.5), pytest.approx(2.5))
 
 
-class Hopeful(FixedPolicy):
-    """Thinks that all guesses are right."""
+class Silent(FixedPolicy):
+    """Lets nobody guess, and does not say why."""
 
-    def appraise(self, trees: Sequence[TokenTree]) -> Appraisal:
-        return Appraisal([[1.0] * tree.num_nodes for tree in trees], 0.0, 1.0)
+    def begin_step(self, plan: StepPlan) -> StepPlan:
+        return StepPlan(tuple(replace(entry, speculators=()) for entry in plan.entries))
 
 
-@pytest.mark.parametrize(
-    ("policy", "off"), [(Hopeful(), (Why.PLAIN, Why.GUARD)), (FixedPolicy(), (Why.HELD, Why.HELD))]
-)
-def test_why_the_guard_lets_nobody_guess(policy: FixedPolicy, off: tuple[Why, Why]) -> None:
-    guard = GuardedPolicy(policy, CostModel("target", HALF), {})
-    ensemble = Ensemble([Chain("a", 10)], vocab=99, policy=guard, clock=lambda: 0.0)
+def test_why_a_policy_lets_nobody_guess_may_not_be_known() -> None:
+    decision, _ = decided(Chain("a", 10), policy=Silent())
+    assert decision.turns[0].reason == reasons.HELD
+
+
+def test_why_the_guard_lets_nobody_guess() -> None:
+    policy = Reckless(CostModel("target", HALF), CostModel("draft", HALF))
+    ensemble = Ensemble([Chain("a", 10)], vocab=99, policy=policy, clock=lambda: 0.0)
     told = []
     for _ in range(200):
         ensemble.propose(plans.plan(entry()))
         [decision] = ensemble.explain()
-        told.append(decision.turns[0].why)
-        seconds = 3.0 if told[-1] is Why.GUESSED else 1.0  # guesses lose, and none is right
+        told.append(decision.turns[0].reason)
+        seconds = 3.0 if told[-1] == reasons.GUESSED else 1.0  # guesses lose, and none is right
         ensemble.observe(StepReport([plans.outcome(5)], {"target_forward": seconds}))
-    assert told[:6] == [off[0]] * 5 + [Why.GUESSED]
-    assert told[-1] is off[1]
+    assert told[:6] == [reasons.PLAIN] * 5 + [reasons.GUESSED]
+    assert told[-1] == reasons.GUARD
 
 
 def test_a_step_takes_what_plain_ones_take_besides_their_pass() -> None:
-    costs = CostModel("target", HALF)
-    policy = GuardedPolicy(CostPolicy(costs, {}), costs, {})
+    policy = Reckless(CostModel("target", HALF), CostModel("draft", HALF))
     ensemble = Ensemble([Chain("a", 10)], vocab=99, policy=policy, clock=lambda: 0.0)
     for _ in range(5):  # plain ones: a pass of 1 s, and 0.5 s of other things
         ensemble.propose(plans.plan(entry()))
@@ -188,20 +192,20 @@ def test_a_step_takes_what_plain_ones_take_besides_their_pass() -> None:
     ensemble.propose(plans.plan(entry()))
     [decision] = ensemble.explain()
     assert decision.seconds is not None
-    assert decision.price is not None
-    assert decision.seconds - decision.price == pytest.approx(1.5, rel=0.02)
+    assert decision.guess_seconds is not None
+    assert decision.seconds - decision.guess_seconds == pytest.approx(1.5, rel=0.02)
 
 
 def test_a_decision_as_json() -> None:
-    decision, _ = decided(Chain("a", 10), Chain("b"), policy=CostPolicy(HALF, {}))
+    decision, _ = decided(Chain("a", 10), Chain("b"), policy=sized(HALF))
     assert decision.to_json() == {
         "speculators": [
-            {"name": "a", "why": "guessed", "drawn": 1, "kept": 1, "levels": 1},
-            {"name": "b", "why": "no guess", "drawn": 0, "kept": 0, "levels": 0},
+            {"name": "a", "reason": "guessed", "drawn": 1, "verified": 1, "levels": 1},
+            {"name": "b", "reason": "no guess", "drawn": 0, "verified": 0, "levels": 0},
         ],
-        "hope": 1.8808,
-        "hopes": [1.0, 0.8808],
-        "price": 0.5,
+        "expected_tokens": 1.8808,
+        "probabilities": [1.0, 0.8808],
+        "guess_seconds": 0.5,
         "expected_seconds": 1.5,
         "requests": 1,
     }

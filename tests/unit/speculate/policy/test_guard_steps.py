@@ -15,19 +15,16 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.policy.fixed_policy import FixedPolicy
-from specinfer.speculate.policy.guard import WINDOW
-from specinfer.speculate.policy.guarded_policy import GUESSING_STAGES, TARGET_STAGES, GuardedPolicy
-from specinfer.speculate.policy.speculation_policy import LevelPass, StepReport
+from specinfer.speculate.policy.guard import GUESSING_STAGES, PLAIN_FIRST, TARGET_STAGES, WINDOW, GuardState
+from specinfer.speculate.policy.policy import LevelPass, StepReport
 from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import TokenTree, TreeBuilder
 from tests import plans
-from tests.operations import lines_run
+from tests.unit.speculate.policy.priced import Reckless
 
 CURVE = CostCurve((1, 100), (1.0, 2.0))
 OWN_SIZE = SpeculationParams(max_nodes=9)
-ANCHORS = 5  # plain steps at the start
 
 
 class Asked(Speculator):
@@ -53,19 +50,20 @@ class Asked(Speculator):
         pass
 
 
-class Noting(FixedPolicy):
-    """Notes what it is told."""
+class Noting(Reckless):
+    """Verifies all guesses, and notes the plans that speculators see."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: CostModel, draft: CostModel, *, measured: bool) -> None:
+        super().__init__(target, draft, measured=measured)
         self.plans: list[StepPlan] = []
-        self.reports: list[StepReport] = []
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
-        self.plans.append(plan)
-        return plan
+        self.plans.append(super().begin_step(plan))
+        return self.plans[-1]
 
-    def observe(self, report: StepReport) -> None:
-        self.reports.append(report)
+    def state(self) -> GuardState:
+        assert self.guard is not None
+        return self.guard.state()
 
 
 def entry(name: str = "r", *, overrides: SpeculationParams | None = None, **fields: Any) -> PlanEntry:
@@ -78,10 +76,9 @@ class Driven:
 
     def __init__(self, *, measured: bool = True) -> None:
         self.guesser = Asked()
-        self.inner = Noting()
         self.target = CostModel("target", CURVE, learns=measured)
         self.draft = CostModel("draft", CostCurve((1, 100), (0.25, 1.0)), learns=measured)
-        self.policy = GuardedPolicy(self.inner, self.target, {"draft": self.draft}, measured=measured)
+        self.policy = Noting(self.target, self.draft, measured=measured)
         self.ensemble = Ensemble([self.guesser], vocab=99, policy=self.policy, clock=lambda: 0.0)
 
     def step(
@@ -122,22 +119,22 @@ def test_stages_are_those_of_the_engine() -> None:
 def test_the_first_steps_are_plain_and_then_somebody_guesses() -> None:
     driven = Driven()
     asked = [driven.step() for _ in range(8)]
-    assert asked == ANCHORS * [[]] + 3 * [["r"]]
-    assert driven.policy.state().off_steps == ANCHORS
+    assert asked == PLAIN_FIRST * [[]] + 3 * [["r"]]
+    assert driven.policy.state().off_steps == PLAIN_FIRST
 
 
 def test_nobody_is_asked_while_speculation_is_off() -> None:
     driven = Driven()
-    for _ in range(ANCHORS):
+    for _ in range(PLAIN_FIRST):
         driven.step(seconds=1.0)
     assert driven.until_off(propose=0.5) <= WINDOW
     assert [driven.step() for _ in range(60)] == 60 * [[]]
-    assert driven.policy.state().off_steps == 60 + ANCHORS
+    assert driven.policy.state().off_steps == 60 + PLAIN_FIRST
 
 
 def test_who_has_a_size_of_its_own_is_guessed_for_all_the_same() -> None:
     driven = Driven()
-    for _ in range(ANCHORS):
+    for _ in range(PLAIN_FIRST):
         driven.step(seconds=1.0)
     driven.until_off(propose=9.0)  # which leaves nothing to try a new request with
     both = entry("asking", overrides=OWN_SIZE), entry()
@@ -152,13 +149,11 @@ def test_steps_with_a_size_of_its_own_show_nothing() -> None:
     assert driven.policy.state().guessing
 
 
-def test_the_policy_is_told_all_and_sees_who_may_guess() -> None:
+def test_plain_steps_name_nobody_who_may_guess() -> None:
     driven = Driven()
-    for _ in range(ANCHORS + 1):
+    for _ in range(PLAIN_FIRST + 1):
         driven.step()
-    assert [plan.entries[0].speculators for plan in driven.inner.plans] == [*ANCHORS * [()], None]
-    driven.ensemble.observe(StepReport([plans.outcome(finished=True)]))
-    assert [report.outcomes[0].finished for report in driven.inner.reports[-2:]] == [False, True]
+    assert [plan.entries[0].speculators for plan in driven.policy.plans] == [*PLAIN_FIRST * [()], None]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +161,7 @@ def test_the_policy_is_told_all_and_sees_who_may_guess() -> None:
 )
 def test_tokens_pay_for_seconds(seconds: float, tokens: int, guessing: bool) -> None:
     driven = Driven()
-    for _ in range(ANCHORS):
+    for _ in range(PLAIN_FIRST):
         driven.step(seconds=1.0)
     for _ in range(100):
         driven.step(seconds=seconds, tokens=tokens)
@@ -175,7 +170,7 @@ def test_tokens_pay_for_seconds(seconds: float, tokens: int, guessing: bool) -> 
 
 def test_what_a_prompt_takes_is_no_loss() -> None:
     driven = Driven()
-    for _ in range(ANCHORS):
+    for _ in range(PLAIN_FIRST):
         driven.step(seconds=1.0)
     for _ in range(300):
         assert driven.step(entry("prompt", rows=21, max_nodes=0), entry(), seconds=9.0, tokens=2) != []
@@ -184,7 +179,7 @@ def test_what_a_prompt_takes_is_no_loss() -> None:
 
 def test_what_guesses_take_beside_a_prompt_is() -> None:
     driven = Driven()
-    for _ in range(ANCHORS):
+    for _ in range(PLAIN_FIRST):
         driven.step(seconds=1.0)
     prompt = entry("prompt", rows=21, max_nodes=0)
     for _ in range(100):
@@ -195,7 +190,7 @@ def test_what_guesses_take_beside_a_prompt_is() -> None:
 def test_a_step_without_a_guess_loses_what_looking_for_one_took() -> None:
     """However slow the machine is just then: nobody could have made it quicker by not guessing."""
     driven = Driven()
-    for _ in range(ANCHORS):
+    for _ in range(PLAIN_FIRST):
         driven.step()
     driven.guesser.knows = False
     for _ in range(4 * WINDOW):
@@ -206,7 +201,7 @@ def test_a_step_without_a_guess_loses_what_looking_for_one_took() -> None:
 
 def test_reading_a_text_is_spread_over_the_steps_it_is_for() -> None:
     driven = Driven()
-    for _ in range(ANCHORS):
+    for _ in range(PLAIN_FIRST):
         driven.step(seconds=1.0)
     reading = LevelPass("draft", 0, 800, 20.0)
     driven.step(seconds=21.0, passes=[reading])
@@ -275,20 +270,3 @@ def test_with_no_clock_the_curves_decide() -> None:
         )
         assert driven.policy.state().factors == {"target": 1.0, "draft": 1.0}
     assert steps[0] == steps[1]
-
-
-def test_deciding_for_many_takes_few_lines_of_python() -> None:
-    driven = Driven()
-    plan = plans.plan(*(entry(str(i)) for i in range(8)))
-    report = StepReport(
-        [plans.outcome(1, request_id=str(i)) for i in range(8)],
-        {"propose": 0.1, "target_forward": 1.0},
-        [LevelPass("draft", level, 8, 0.25) for level in range(5)],
-    )
-    policy = GuardedPolicy(FixedPolicy(), driven.target, {"draft": driven.draft})
-
-    def step() -> None:
-        policy.begin_step(plan)
-        policy.observe(report)
-
-    assert sum(lines_run(step) for _ in range(20)) / 20 < 500

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from specinfer.config import SpeculationConfig
-from specinfer.speculate.policy.fixed_policy import FixedPolicy
+from specinfer.speculate.policy.policy import FixedPolicy
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion

@@ -9,37 +9,24 @@ from numpy.typing import NDArray
 
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.speculate.policy.calibration import Calibration
-from specinfer.speculate.policy.level_counts import LevelCounts, LevelRate
-from specinfer.speculate.policy.speculation_policy import StepReport, has_own_size
-from specinfer.tree import TokenTree, merge
+from specinfer.speculate.policy.chances import Chances, LevelRate
+from specinfer.speculate.policy.policy import StepReport, has_own_size
+from specinfer.tree import TokenTree
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.merging import firm_nodes, keep, sampled
-from specinfer.tree.token_tree import draws_by_parent
+from specinfer.tree.token_tree import single_node
 
 Floats = NDArray[np.float64]
 LEFT = {False: 1.0, True: 0.3}  # of a first level by others, at first, by whether there is a prediction
 MADE = {False: 1.0, True: 8.0}  # tokens of a step with others' guesses, likewise
-LIKE_ALL = (
-    4  # guesses at a temperature that are thought to have come, right as often as those of all requests
-)
-LIKE_THESE = 16  # guesses that a request is thought to have had, right as often as those at its temperature
-BESIDE = 0.5  # times the odds of others' guesses, beside a draft
-DOUBT = 0.35  # times these, when it is about to start
 
 
-class ObviousPolicy:
+class PlainPolicy:
     """Decides as CostPolicy does, for one draft, "draft"; learns as it does."""
 
     def __init__(self, target: CostCurve, draft: CostCurve, expansion: Expansion) -> None:
         self.target, self.draft, self.expansion = target, draft, expansion
-        self.all = LevelCounts(expansion.depth)
-        # Of each request, and of those of about one temperature, what became of guesses: their levels, and
-        # which of them was right.
-        self.own: dict[str, list[tuple[int, int | None]]] = {}
-        self.alike: dict[str, list[tuple[int, int | None]]] = {}
-        self.counts = Calibration()
-        self.saved = 0.0
+        self.chances = Chances({"draft": expansion.depth})
         # What others left of the first level, from the first step on, by whether there is a prediction.
         self.left: dict[bool, list[float]] = {False: [], True: []}
         self.made: dict[bool, list[float]] = {False: [], True: []}  # tokens of a step with others' guesses
@@ -105,7 +92,6 @@ class ObviousPolicy:
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         self.trees = {e.request.request_id: tree for e, tree in zip(self.entries, trees, strict=True)}
-        self.heats = {e.request.request_id: heat(e) for e in self.entries}
         tokens, nodes = float(self.requests), 0
         stay: list[set[int]] = []
         candidates: list[tuple[float, int, int]] = []  # least likely first; of equal ones the last
@@ -129,79 +115,71 @@ class ObviousPolicy:
         return [keep(tree, sorted(nodes)) for tree, nodes in zip(trees, stay, strict=True)]
 
     def observe(self, report: StepReport) -> None:
+        heats = {e.request.request_id: e.request.params.temperature for e in self.entries}
         for outcome in report.outcomes:
-            tree = self.trees[outcome.request_id]
-            below, node = draws_by_parent(tree.draws), 0
-            for level, token in enumerate(outcome.committed if tree.num_nodes > 1 else ()):
-                draws, child = below.get(node, []), tree.children()[node].get(token)
-                self.counts.learn(draws, child)
-                if drawn := [draw for draw in draws if draw.speculator == "draft"]:
-                    right = [i for i, draw in enumerate(drawn) if draw.node == child]
-                    choice = right[0] if right else None
-                    self.all.learn(level, choice)
-                    self.own.setdefault(outcome.request_id, []).append((level, choice))
-                    self.alike.setdefault(self.heats[outcome.request_id], []).append((level, choice))
-                if child is None:
-                    break
-                node = child
-            if outcome.finished:
-                self.own.pop(outcome.request_id, None)
+            name = outcome.request_id
+            if self.trees[name].num_nodes > 1:
+                self.chances.learn(self.trees[name], outcome.committed, heats[name])
 
-    def _hopes(self, tree: TokenTree, doubt: float = 1.0) -> list[float]:
-        """How likely each node is to become text; the odds of others' count BESIDE and `doubt` times."""
-        rates = [1.0] + [0.0] * (tree.num_nodes - 1)
-        for draw, rate in zip(tree.draws, self.counts.rates(tree.draws), strict=True):
-            rates[draw.node] = max(rates[draw.node], rate)
-        drafted = {draw.node for draw in tree.draws if draw.speculator == "draft"}
-        for part in (BESIDE, doubt):
-            rates = [
-                rate if node in drafted else part * rate / (1 - rate + part * rate)
-                for node, rate in enumerate(rates)
-            ]
-        hopes = [1.0]
+    def _hopes(self, tree: TokenTree) -> list[float]:
+        """How likely each node is to become text."""
+        hopes, rates = [1.0], self.chances.node_rates(tree)
         for node in range(1, tree.num_nodes):
             hopes.append(rates[node] * hopes[tree.parents[node]])
         return hopes
 
-    def _guesses(self, entry: PlanEntry) -> TokenTree:
-        others, drawn = self.others[entry.request.request_id], self.drawn.get(entry.request.request_id)
-        return others if drawn is None else merge([others, drawn])
+    def _drawn_hopes(self, entry: PlanEntry) -> tuple[TokenTree, list[float], list[bool]]:
+        """The draft's tree, how likely its nodes are, and which of them others have guessed, too."""
+        others = self.others[entry.request.request_id]
+        tree = self.drawn.get(entry.request.request_id, single_node(others.token_ids[0]))
+        paths = {others.path_tokens(node): node for node in range(others.num_nodes)}
+        rates, of_others = self.chances.node_rates(tree), self.chances.node_rates(others)
+        hopes, known = [1.0], [True]
+        for node in range(1, tree.num_nodes):
+            place = paths.get(tree.path_tokens(node))
+            rate = rates[node] if place is None else max(rates[node], of_others[place])
+            hopes.append(rate * hopes[tree.parents[node]])
+            known.append(place is not None)
+        return tree, hopes, known
 
-    def _gain(self, entry: PlanEntry, end: int, price: float, doubt: float = 1.0) -> float:
-        """What children of a node of the draft's tree bring that nobody else holds."""
-        others, drawn = self.others[entry.request.request_id], self.drawn.get(entry.request.request_id)
-        all_of_them = self._guesses(entry)
-        hopes = self._hopes(all_of_them, doubt)
-        path = () if drawn is None else drawn.path_tokens(end)
-        node = next(n for n in range(all_of_them.num_nodes) if all_of_them.path_tokens(n) == path)
-        rate, arrives = self._rate(len(path), entry), hopes[node] * missed_by(others, node, hopes)
-        samples = drawn is not None and any(map(sampled, drawn.draws))
+    def _gain(self, entry: PlanEntry, end: int, price: float) -> float:
+        """The tokens that children of a node of the draft's tree bring and nobody else holds."""
+        others = self.others[entry.request.request_id]
+        drawn, hopes, _ = self._drawn_hopes(entry)
+        path = drawn.path_tokens(end)
+        node = next((n for n in range(others.num_nodes) if others.path_tokens(n) == path), None)
+        left = 1.0 if node is None else missed_by(others, node, self.chances.node_rates(others))
+        rate, arrives = self._rate(len(path), entry), hopes[end] * left
+        samples = any(map(sampled, drawn.draws))
         return arrives * rate.first + max(0.0, arrives * rate.other - (0.0 if samples else price))
 
     def _rate(self, level: int, entry: PlanEntry) -> LevelRate:
-        """How likely guesses at a level are right, by all requests' outcomes, those alike, and its own."""
-        alike = came_of(self.alike.get(heat(entry), ()), level, self.all.rates()[level], LIKE_ALL)
-        return came_of(self.own.get(entry.request.request_id, ()), level, alike, LIKE_THESE)
+        return self.chances.levels["draft"].rates(entry.request.params.temperature)[level]
 
     def _price(self, tokens: float, nodes: int) -> float:
         """The tokens that another row of the target's costs, as four cost it."""
         few, more = self._seconds(np.array([nodes, nodes + 4])).tolist()
         return tokens * (more - few) / (4 * few)
 
-    def _so_far(self, doubt: float = 1.0) -> tuple[float, int]:
+    def _so_far(self) -> tuple[float, int]:
         """The tokens and nodes of the step, as it would be without another level."""
         tokens, nodes = float(self.requests), 0
         free: list[float] = []
         for entry in self.entries:
-            tree = self._guesses(entry)
-            hopes, firm = self._hopes(tree, doubt), firm_nodes(self.others[entry.request.request_id])
-            firm |= {draw.node for draw in tree.draws if sampled(draw)}
-            best = sorted((hopes[n] for n in range(1, tree.num_nodes) if n not in firm), reverse=True)
-            del best[max(0, entry.max_nodes - 1 - len(firm)) :]
-            tokens += sum(hopes[node] for node in firm)
-            nodes += len(firm)
+            others = self.others[entry.request.request_id]
+            hopes, firm = self._hopes(others), firm_nodes(others)
+            best = [hopes[node] for node in range(1, others.num_nodes) if node not in firm]
+            stay = [hopes[node] for node in firm]
+            drawn, of_drawn, known = self._drawn_hopes(entry)
+            samples = {draw.node for draw in drawn.draws if sampled(draw)}
+            stay += [of_drawn[node] for node in samples]
+            best += [of_drawn[n] for n in range(1, drawn.num_nodes) if not known[n] and n not in samples]
+            best.sort(reverse=True)
+            del best[max(0, entry.max_nodes - 1 - len(stay)) :]
             if has_own_size(entry):
-                tokens, nodes, best = tokens + sum(best), nodes + len(best), []
+                stay, best = stay + best, []
+            tokens += sum(stay)
+            nodes += len(stay)
             free += best
         free.sort(reverse=True)
         kept = fastest(np.array(free), tokens, self._seconds(nodes + np.arange(len(free) + 1)))
@@ -209,7 +187,7 @@ class ObviousPolicy:
 
     def _first_level(self, entries: Sequence[PlanEntry], unread: NDArray[np.int64]) -> NDArray[np.bool_]:
         grows = np.array([entry.max_nodes > 1 for entry in entries])
-        tokens, nodes = self._so_far(DOUBT)
+        tokens, nodes = self._so_far()
         price = self._price(tokens, nodes)
         gains, parts = np.zeros(len(entries)), np.zeros(len(entries))
         # Prompts first: what others leave in this step is not known when one is weighed.
@@ -219,9 +197,9 @@ class ObviousPolicy:
             seen, made = self.left[predicted], self.made[predicted]
             if grows[i]:
                 others = self.others[entry.request.request_id]
-                hopes = self._hopes(others, DOUBT)
-                gains[i] = self._gain(entry, 0, price, DOUBT)
-                seen.append(missed_by(others, 0, hopes))
+                hopes = self._hopes(others)
+                gains[i] = self._gain(entry, 0, price)
+                seen.append(missed_by(others, 0, self.chances.node_rates(others)))
                 made.append(1 + sum(hope for hope in hopes[1:] if hope > price))
             else:
                 gains[i] = rate * of_late(seen, LEFT[predicted])
@@ -245,48 +223,17 @@ class ObviousPolicy:
         seconds = self._seconds(nodes + more) + self.draft.seconds(2 * more)
         seconds[1:] += shares[first].cumsum()
         chosen = first[: fastest(gains[first], tokens, seconds)]
-        self.saved += 0.01 * float(seconds[len(chosen)])
         starts &= ~grows
         starts[chosen] = True
-        refused = grows & ~starts
-        if refused.any():
-            least = int(np.where(refused, unread, 1 << 40).argmin())
-            if self.saved >= float(self.draft.seconds([unread[least]])[0]):
-                self.saved = 0.0
-                starts[least] = True
         return starts
 
     def _seconds(self, nodes: NDArray[np.int64]) -> Floats:
         return self.spent + self.target.seconds(self.rows + np.minimum(nodes, self.most))
 
 
-def heat(entry: PlanEntry) -> str:
-    """What a request's temperature is called: those of one name are counted together."""
-    temperature = entry.request.params.temperature
-    if temperature < 1e-5:
-        return "greedy"
-    return "cool" if temperature <= 0.5 else "warm" if temperature <= 1 else "hot"
-
-
-def came_of(
-    seen: Sequence[tuple[int, int | None]], level: int, usual: LevelRate, thought: float
-) -> LevelRate:
-    """How often guesses at a level were right, if `thought` ones before these came out as `usual` has it."""
-    firsts = others = tries = 0.0
-    for at, choice in seen:
-        if at == 0:
-            firsts, others, tries = 0.97 * firsts, 0.97 * others, 0.97 * tries
-        if at == level:
-            firsts, others, tries = firsts + (choice == 0), others + bool(choice), tries + 1
-    first = (firsts + thought * usual.first) / (tries + thought)
-    of_rest = others + thought * usual.other / (1 - usual.first)
-    return LevelRate(first, (1 - first) * of_rest / (tries - firsts + thought))
-
-
-def missed_by(others: TokenTree, node: int, hopes: Sequence[float]) -> float:
+def missed_by(others: TokenTree, node: int, rates: Sequence[float]) -> float:
     """How likely no child of a node that others have guessed holds the next token."""
-    held = draws_by_parent(others.draws).get(node, []) if node < others.num_nodes else []
-    return max(0.0, 1.0 - sum(hopes[child] / hopes[node] for child in sorted({draw.node for draw in held})))
+    return max(0.0, 1.0 - sum(rates[child] for child in others.children()[node].values()))
 
 
 def of_late(values: Sequence[float], thought: float) -> float:

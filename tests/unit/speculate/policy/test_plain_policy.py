@@ -1,4 +1,4 @@
-"""The cost policy decides as the obvious one does, whatever is guessed."""
+"""The cost policy decides as the plain one does, whatever is guessed."""
 
 from __future__ import annotations
 
@@ -10,21 +10,17 @@ import numpy as np
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.kernels.library import Library
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculate.policy.draft_costs import DraftCosts
-from specinfer.speculate.policy.native_knowledge import NativeKnowledge
-from specinfer.speculate.policy.native_weighing import NativeWeighing
-from specinfer.speculate.policy.speculation_policy import StepReport
+from specinfer.speculate.policy.policy import StepReport
 from specinfer.speculate.shared_tree import SharedTree
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from tests import plans
-from tests.kernels import library_or_skip
-from tests.unit.speculate.policy.obvious_policy import ObviousPolicy
+from tests.oracles.plain_policy import PlainPolicy
+from tests.unit.speculate.policy.priced import sized
 
 _Answer = TypeVar("_Answer", bool, Sequence[int])
 
@@ -41,15 +37,13 @@ DRAFT = CostCurve((1, 16), (0.05, 0.2))
 class Run:
     """Steps of some requests, in which both policies are asked the same; `kinds` has what they answered."""
 
-    def __init__(self, seed: int, requests: int, rule: DrawRule, library: Library | None) -> None:
+    def __init__(self, seed: int, requests: int, rule: DrawRule) -> None:
         self.chance = np.random.default_rng(seed)
         self.requests, self.rule = requests, rule
         expansion = Expansion(WIDTHS)
         target = TARGETS[seed % len(TARGETS)]
-        drafts = {"draft": DraftCosts(DRAFT, expansion)}
-        weighing = library and NativeWeighing(library, NativeKnowledge(logistics=False), drafts)
-        self.tested = CostPolicy(target, drafts, weighing)
-        self.obvious = ObviousPolicy(target, DRAFT, expansion)
+        self.tested = sized(target, DRAFT, WIDTHS)
+        self.plain = PlainPolicy(target, DRAFT, expansion)
         self.kinds = set[str]()
 
     def step(self) -> None:
@@ -109,11 +103,11 @@ class Run:
                     waiting.append(child)
 
     @property
-    def _both(self) -> tuple[CostPolicy, ObviousPolicy]:
-        return self.tested, self.obvious
+    def _both(self) -> tuple[CostPolicy, PlainPolicy]:
+        return self.tested, self.plain
 
-    def _same(self, tested: list[_Answer], obvious: list[_Answer]) -> list[_Answer]:
-        assert tested == obvious
+    def _same(self, tested: list[_Answer], plain: list[_Answer]) -> list[_Answer]:
+        assert tested == plain
         self.kinds.update("going" if answer else "ending" for answer in tested)
         return tested
 
@@ -149,11 +143,10 @@ def shape(tree: TokenTree) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("rule", [DrawRule.POINT_MASS, DrawRule.IID])
 @pytest.mark.parametrize("requests", [1, 3])
-@pytest.mark.parametrize("native", [False, True])
-def test_it_decides_as_the_obvious_policy_does(requests: int, rule: DrawRule, native: bool) -> None:
-    kinds, library = set[str](), library_or_skip() if native else None
+def test_it_decides_as_the_plain_policy_does(requests: int, rule: DrawRule) -> None:
+    kinds = set[str]()
     for seed in (*range(6), 10, 33):
-        run = Run(seed, requests, rule, library)
+        run = Run(seed, requests, rule)
         for _ in range(25):
             run.step()
         kinds |= run.kinds

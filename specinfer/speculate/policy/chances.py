@@ -1,0 +1,251 @@
+"""How likely guesses are to become text: counted while they are used, and kept between runs (memory.py).
+
+Two things are counted. A speculator says how sure it is of a token given the tokens before it
+(`Draw.confidence`): a draft model its own probability, a lookup how long a match it found. The rate of such
+guesses that became text is counted for each speculator by confidence, in steps of one in log-odds, apart for
+its first choice below a node and its others. And of drafts the rate at each level of their trees is counted,
+for all requests and by temperature: before a level is drawn its confidences are not known.
+
+Old counts fade, so the rates follow the texts.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from typing import Final, NamedTuple
+
+from specinfer.sampling_params import GREEDY_BELOW
+from specinfer.tree import Draw, TokenTree
+from specinfer.tree.draw import as_runs
+from specinfer.tree.token_tree import next_nodes
+
+STEEPEST: Final = 6  # confidences are rounded to log-odds from -6 to 6: probabilities of 0.2% to 99.8%
+BELIEVED: Final = [1 / (1 + math.exp(-odds)) for odds in range(-STEEPEST, STEEPEST + 1)]
+_EDGES: Final = [1 / (1 + math.exp(-odds - 0.5)) for odds in range(-STEEPEST, STEEPEST)]
+_FIRST: Final = len(BELIEVED)  # where first choices lie in a table, behind the others
+PRIOR: Final = 8.0  # guesses: until more were seen, a speculator is believed
+_MEMORY: Final = 0.995  # what a count keeps at each new guess: the last 200 decide
+MOST_SEEN: Final = PRIOR + 1 / (1 - _MEMORY)  # that a count can come to
+
+# Beside drafts the odds that others state are multiplied by this until they were counted: lookups were right
+# .64 of the times they said .88, and .5 to .76 where they said .95 (docs/lab/2026-11-25-dropped.md).
+_STATED: Final = 0.4
+
+# And by this at any time. Estimates of lookups are right
+# on average; those that a step is built on are the ones that came out too high (winner's curse).
+BESIDE: Final = 0.5
+
+# Temperatures up to which requests are counted together, and all above the last.
+HEATS: Final = (GREEDY_BELOW, 0.5, 1.0)
+_FIRST_RATE: Final = 0.7  # of a draft's first guess, before anything was seen
+_THOUGHT: Final = 3.0  # guesses; a level nobody has been to is thought to be like the one above it
+_LIKE_ALL: Final = 4.0  # outcomes at a temperature that are thought to have come, as often right as all are
+_LEVEL_MEMORY: Final = 0.97  # what a level's count keeps at each new outcome: the last 30 decide
+_UNASKED: Final = 16  # steps in which a draft was not asked, after which its counts fade
+_UNASKED_MEMORY: Final = 0.8  # what they keep then: as what is known ages, the draft is tried again
+
+
+class LevelRate(NamedTuple):
+    """How likely the first guess below a node of the text is right, and one of the others."""
+
+    first: float
+    other: float
+
+    @property
+    def any(self) -> float:
+        """How likely one of all is."""
+        return self.first + self.other
+
+
+class LevelCounts:
+    """How often guesses at each of `depth` levels held the next token, where those above them did."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.firsts, self.others, self.tries = [0.0] * depth, [0.0] * depth, [0.0] * depth
+
+    def learn(self, level: int, choice: int | None) -> None:
+        """Count which of the guesses at `level`, 0 being the root's children, was right; None: none was."""
+        if level == 0:  # what is not tried any more is forgotten as well
+            self.fade(_LEVEL_MEMORY)
+        if level < self.depth:
+            self.firsts[level] += choice == 0
+            self.others[level] += bool(choice)
+            self.tries[level] += 1
+
+    def fade(self, kept: float) -> None:
+        """Let everything that was counted count less."""
+        for counts in (self.firsts, self.others, self.tries):
+            counts[:] = [count * kept for count in counts]
+
+    def rate(self, level: int, usual: LevelRate, thought: float) -> LevelRate:
+        """The rate of one level, if `thought` tries before those counted came out as `usual` has it."""
+        firsts, others, tries = self.firsts[level], self.others[level], self.tries[level]
+        missed = 1 - usual.first
+        behind = usual.other / missed if missed > 0 else 0.0
+        first = (firsts + thought * usual.first) / (tries + thought)
+        other = (others + thought * behind) / (tries - firsts + thought)
+        return LevelRate(first, (1 - first) * other)
+
+    def rates(self) -> list[LevelRate]:
+        """How likely guesses at each level are right where a text got there, [depth]."""
+        rates, above = list[LevelRate](), LevelRate(_FIRST_RATE, 0.0)
+        for level in range(self.depth):
+            above = self.rate(level, above, _THOUGHT)
+            rates.append(above)
+        return rates
+
+    def to_json(self) -> list[list[float]]:
+        """Of each level how often the first guess and others were right, and the tries."""
+        return [list(level) for level in zip(self.firsts, self.others, self.tries, strict=True)]
+
+    def recall(self, levels: Sequence[Sequence[float]]) -> None:
+        """Take over the result of `to_json`, of as many levels as there are."""
+        for level, (firsts, others, tries) in enumerate(levels[: self.depth]):
+            self.firsts[level], self.others[level], self.tries[level] = firsts, others, tries
+
+
+class DraftLevels:
+    """The level counts of one draft: of all requests, and of those at about one temperature."""
+
+    def __init__(self, depth: int) -> None:
+        self.all = LevelCounts(depth)
+        self.alike = [LevelCounts(depth) for _ in range(len(HEATS) + 1)]
+        self._rates: dict[int, list[LevelRate]] = {}  # by temperature; made when asked for
+        self._unasked = 0
+
+    def learn(self, level: int, choice: int | None, temperature: float) -> None:
+        """Count which of a request's guesses at a level was right; None: none was."""
+        self.all.learn(level, choice)
+        self.alike[bisect_left(HEATS, temperature)].learn(level, choice)
+        self._rates = {}
+
+    def rates(self, temperature: float) -> list[LevelRate]:
+        """How likely guesses at each level are right for a request where its text got there, [depth].
+
+        The counts at about its temperature stand beside those of all requests.
+        """
+        heat = bisect_left(HEATS, temperature)
+        rates = self._rates.get(heat)
+        if rates is None:
+            rates = self._rates[heat] = [
+                self.alike[heat].rate(level, usual, _LIKE_ALL) for level, usual in enumerate(self.all.rates())
+            ]
+        return rates
+
+    def unasked(self) -> None:
+        """Note a step in which the draft was not asked."""
+        self._unasked += 1
+        if self._unasked == _UNASKED:
+            self._unasked, self._rates = 0, {}
+            for counts in (self.all, *self.alike):
+                counts.fade(_UNASKED_MEMORY)
+
+
+class Chances:
+    """The counts of all speculators; `depths` says how many levels are counted of each draft with a price."""
+
+    def __init__(self, depths: Mapping[str, int] | None = None) -> None:
+        self.outcomes = 0  # of all guesses, that were counted
+        self.levels = {name: DraftLevels(depth) for name, depth in (depths or {}).items()}
+        # By speculator, of others than first choices and of these: how many became text, of how many.
+        self.accepted: dict[str, list[float]] = {}
+        self.seen: dict[str, list[float]] = {}
+        self._rates: dict[str, list[float]] = {}
+
+    def rates(self, draws: Sequence[Draw]) -> list[float]:
+        """How likely each of these draws is to become text where its parent did, [len(draws)].
+
+        A speculator's first draw below a node is its first choice there.
+        """
+        rates, seen = list[float](), set[tuple[str, int]]()
+        for draw in draws:
+            choice = draw.speculator, draw.parent
+            at = bisect_left(_EDGES, draw.confidence)
+            rates.append(self._of(draw.speculator)[at if choice in seen else at + _FIRST])
+            seen.add(choice)
+        return rates
+
+    def node_rates(self, tree: TokenTree) -> list[float]:
+        """How likely every node is to become text where its parent did, [num_nodes]; the root's is 1.
+
+        Of several speculators that propose a node the most hopeful one is believed.
+        """
+        rates = [0.0] * len(tree.token_ids)
+        chosen: dict[str, set[int]] = {}
+        for run in as_runs(tree.draws).runs:
+            table, above = self._of(run.speculator), chosen.setdefault(run.speculator, set())
+            kinds = map(bisect_left, repeat(_EDGES), run.confidences)
+            for parent, node, kind in zip(run.parents, run.nodes, kinds, strict=True):
+                if parent in above:
+                    rate = table[kind]
+                else:
+                    rate = table[kind + _FIRST]
+                    above.add(parent)
+                if rate > rates[node]:
+                    rates[node] = rate
+        rates[0] = 1.0
+        return rates
+
+    def learn(self, tree: TokenTree, committed: Sequence[int], temperature: float) -> None:
+        """Count the guesses below all nodes of the text, verified or not: the next token is known there."""
+        becomes = next_nodes(tree, committed)
+        chosen: dict[str, set[int]] = {}
+        numbers: dict[tuple[str, int], int] = {}  # of draws so far, by draft and parent
+        right: dict[tuple[str, int], int] = {}  # which of them held the token
+        for run in as_runs(tree.draws).runs:
+            name, above = run.speculator, chosen.setdefault(run.speculator, set())
+            leveled = name in self.levels
+            for i, parent in enumerate(run.parents):
+                if parent not in becomes:
+                    continue
+                became, kind = becomes[parent] == run.nodes[i], bisect_left(_EDGES, run.confidences[i])
+                self._count(name, kind if parent in above else kind + _FIRST, became)
+                above.add(parent)
+                if leveled:
+                    number = numbers[name, parent] = numbers.get((name, parent), -1) + 1
+                    if became:
+                        right.setdefault((name, parent), number)
+        if numbers:
+            levels = {node: level for level, node in enumerate(becomes)}
+            for name, parent in numbers:
+                self.levels[name].learn(levels[parent], right.get((name, parent)), temperature)
+
+    def _count(self, name: str, at: int, became: bool) -> None:
+        """Count one guess of a speculator, of the kind that lies there in its table."""
+        if name not in self.seen:
+            self.put(name, [PRIOR * rate for rate in self._start(name)], [PRIOR] * 2 * _FIRST)
+        accepted, seen = self.accepted[name], self.seen[name]
+        accepted[at] = _MEMORY * accepted[at] + became
+        seen[at] = _MEMORY * seen[at] + 1
+        self._rates[name][at] = self._rate(name, accepted[at], seen[at])
+        self.outcomes += 1
+
+    def _of(self, name: str) -> list[float]:
+        """A speculator's rates: those of others than first choices, and behind them of these."""
+        rates = self._rates.get(name)
+        if rates is None:
+            rates = self._rates[name] = [self._rate(name, rate, 1.0) for rate in self._start(name)]
+        return rates
+
+    def _start(self, name: str) -> list[float]:
+        """A speculator's rates before anything was counted."""
+        stated = 1.0 if name in self.levels or not self.levels else _STATED
+        return [_times(stated, rate) for rate in (*BELIEVED, *BELIEVED)]
+
+    def _rate(self, name: str, accepted: float, seen: float) -> float:
+        rate = accepted / seen
+        return rate if name in self.levels or not self.levels else _times(BESIDE, rate)
+
+    def put(self, name: str, accepted: list[float], seen: list[float]) -> None:
+        """Have these be the counts of a speculator, both [2 * len(BELIEVED)]."""
+        self.accepted[name], self.seen[name] = accepted, seen
+        self._rates[name] = [self._rate(name, of, tries) for of, tries in zip(accepted, seen, strict=True)]
+
+
+def _times(part: float, rate: float) -> float:
+    """The rate whose odds are that part of this one's."""
+    return part * rate / (1 - rate + part * rate)

@@ -1,0 +1,120 @@
+"""What speculators say of their guesses, and what came of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from specinfer.speculate.policy.chances import BELIEVED, BESIDE, PRIOR, Chances
+from specinfer.speculate.policy.choose import along_paths
+from specinfer.tree import TokenTree, TreeBuilder, merge
+
+
+def chain(*confidences: float, speculator: str = "s") -> TokenTree:
+    builder = TreeBuilder(root=9)
+    for node, confidence in enumerate(confidences):
+        builder.add(node, 10 + node, speculator, confidence=confidence)
+    return builder.build()
+
+
+def probabilities(chances: Chances, tree: TokenTree) -> list[float]:
+    return along_paths(chances.node_rates(tree), tree.parents)
+
+
+RIGHT, WRONG = (10, 99), (99,)  # texts that go on as a chain's first guess says, or not
+
+
+def test_at_first_a_speculator_is_believed() -> None:
+    #  log-odds 0, 1.1, -2.2: counted with those at 0, 1 and -2
+    assert probabilities(Chances(), chain(0.5, 0.75, 0.1)) == pytest.approx(
+        [1, 0.5, 0.5 * 0.731, 0.5 * 0.731 * 0.119], rel=1e-2
+    )
+
+
+def test_results_of_guesses_decide_soon() -> None:
+    chances = Chances()
+    for i in range(100):
+        chances.learn(chain(0.9), RIGHT if i % 5 == 0 else WRONG, 0.0)
+    assert probabilities(chances, chain(0.9))[1] == pytest.approx(0.2, abs=0.05)
+    assert probabilities(chances, chain(0.5))[1] == 0.5  # guesses it was less sure of are counted apart
+    assert probabilities(chances, chain(0.9, speculator="other"))[1] > 0.8  # and those of others
+    assert chances.outcomes == 100
+
+
+def test_counts_fade_as_they_are_said_to() -> None:
+    chances, accepted, seen = Chances(), PRIOR * 0.5, PRIOR
+    for i in range(300):
+        right = i * i % 7 < 3
+        chances.learn(chain(0.5), RIGHT if right else WRONG, 0.0)
+        accepted, seen = 0.995 * accepted + right, 0.995 * seen + 1
+        assert probabilities(chances, chain(0.5))[1] == pytest.approx(accepted / seen)
+
+
+def test_guesses_below_a_wrong_one_teach_nothing() -> None:
+    chances = Chances()
+    for _ in range(50):
+        chances.learn(chain(0.9, 0.5), WRONG, 0.0)
+    assert probabilities(chances, chain(0.5))[1] == 0.5
+    assert chances.outcomes == 50
+
+
+def test_second_choices_are_counted_apart() -> None:
+    chances, builder = Chances(), TreeBuilder(root=9)
+    for token in (10, 11):
+        builder.add(0, token, "s", confidence=0.5)
+    for _ in range(100):
+        chances.learn(builder.build(), RIGHT, 0.0)
+    first, second = probabilities(chances, builder.build())[1:]
+    assert first > 0.9
+    assert second < 0.1
+
+
+def test_of_two_that_agree_the_more_hopeful_is_believed() -> None:
+    tree = merge([chain(0.5, speculator="a"), chain(0.9, speculator="b")])
+    assert tree.num_nodes == 2
+    assert probabilities(Chances(), tree)[1] == probabilities(Chances(), chain(0.9))[1]
+
+
+def test_beside_a_draft_the_odds_of_others_count_less() -> None:
+    chances = Chances({"draft": 1})
+    assert probabilities(chances, chain(0.5, speculator="draft"))[1] == 0.5
+    assert probabilities(chances, chain(0.5))[1] == pytest.approx(0.2 / 1.2), "and at first less than that"
+    for number in range(2000):
+        chances.learn(chain(0.5), RIGHT if number % 2 else WRONG, 0.0)
+    assert probabilities(chances, chain(0.5))[1] == pytest.approx(BESIDE / (1 + BESIDE), rel=0.01)
+
+
+@pytest.mark.parametrize(("sure", "at"), [(1.0, -1), (0.0, 0), (float("nan"), 0), (7.0, -1)])
+def test_certainty_is_not_taken_at_its_word(sure: float, at: int) -> None:
+    assert probabilities(Chances(), chain(sure))[1] == BELIEVED[at]
+
+
+@pytest.mark.parametrize("level", range(3))
+def test_levels_are_counted_where_all_above_held_the_text(level: int) -> None:
+    chances = Chances({"draft": 3})
+    text = (*range(10, 10 + level), 99)
+    for _ in range(60):
+        chances.learn(chain(0.5, 0.5, 0.5, speculator="draft"), text, 0.0)
+    rates = [rate.first for rate in chances.levels["draft"].rates(0.0)]
+    assert [rate > 0.9 for rate in rates[:level]] == [True] * level
+    assert rates[level] < 0.1
+    assert chances.levels["draft"].all.tries[level + 1 :] == [0.0] * (2 - level)
+
+
+def test_a_request_is_known_by_the_results_of_others_at_its_temperature() -> None:
+    levels = Chances({"draft": 1}).levels["draft"]
+    for _ in range(40):
+        levels.learn(0, 0, 0.0)
+        levels.learn(0, None, 1.5)
+    of_all = levels.all.rates()[0].first
+    assert levels.rates(1.2)[0].first < of_all - 0.2 < of_all + 0.2 < levels.rates(0.0)[0].first
+    assert levels.rates(0.7)[0].first == of_all, "nothing was seen there"
+
+
+def test_counts_of_a_draft_that_is_not_asked_fade() -> None:
+    levels = Chances({"draft": 1}).levels["draft"]
+    for _ in range(60):
+        levels.learn(0, None, 0.0)
+    assert levels.rates(0.0)[0].first < 0.1
+    for _ in range(320):
+        levels.unasked()
+    assert levels.rates(0.0)[0].first > 0.5

@@ -1,0 +1,163 @@
+"""Who starts a draft: what reading takes is weighed against all that it will bring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from specinfer.plan import PlanEntry
+from specinfer.runtime.cost_curve import CostCurve
+from specinfer.speculate.policy.chances import Chances
+from specinfer.speculate.policy.choose import StepCosts
+from specinfer.speculate.policy.drafting import Draft, DraftStarts, Growing, Without
+from specinfer.tree import TokenTree
+from specinfer.tree.expansion import Expansion
+from specinfer.tree.token_tree import single_node
+from tests.unit.speculate.policy.priced import chain, entry, unlearning
+
+NOBODY = single_node(7)  # guesses below this root
+
+
+class Known(Chances):
+    """Chances of one draft, by which others' guesses are as likely as a test says."""
+
+    def __init__(self) -> None:
+        super().__init__({"draft": 1})
+        self.rate = 0.9
+
+    def node_rates(self, tree: TokenTree) -> list[float]:
+        return [1.0, *(tree.num_nodes - 1) * [self.rate]]
+
+
+class Starting:
+    """When a draft starts whose pass takes `level` seconds, and `row` more for each row; a step takes 1 s."""
+
+    def __init__(self, level: float, row: float) -> None:
+        curve = CostCurve((1, 1000), (level, level + 999 * row))
+        self.chances = Known()
+        self.levels = self.chances.levels["draft"]
+        self.starts = DraftStarts(Draft(unlearning("draft", curve), Expansion((1,))), self.levels)
+
+    def which(
+        self,
+        entries: Sequence[PlanEntry],
+        unread: Sequence[int],
+        tree: TokenTree = NOBODY,
+        rate: float = 0.9,
+        row: float = 0.0,
+    ) -> list[bool]:
+        """For which requests it starts, where others have guessed `tree` for each, and bring no token."""
+        self.chances.rate = rate
+        count = len(entries)
+        growing = {
+            n: Growing(tree, self.chances, one.max_nodes, all_stay=False)
+            for n, one in enumerate(entries)
+            if one.max_nodes > 1
+        }
+        step = Without(StepCosts([1.0], 0, 0, 0.0, float(count)), float(count), 0, row)
+        return self.starts.which(entries, unread, growing, step)
+
+
+def starts(
+    who: Starting, one: PlanEntry, unread: int, tree: TokenTree = NOBODY, rate: float = 0.9, row: float = 0.0
+) -> bool:
+    """Whether it starts for one request."""
+    [start] = who.which([one], [unread], tree, rate, row)
+    return start
+
+
+def predicted(one: PlanEntry) -> PlanEntry:
+    return replace(one, request=replace(one.request, prediction=(1, 2)))
+
+
+def prompt(room: int = 100) -> PlanEntry:
+    """The last chunk of a prompt, behind which nobody can guess yet."""
+    return replace(entry(room=room, rows=9), max_nodes=1)
+
+
+@pytest.mark.parametrize(
+    ("reading", "room", "plain", "with_prediction"),
+    [  # .7 tokens a step are hoped for beside 1, or .21 beside 8: of 100 tokens 41 and 2.5, a second each
+        (2.0, 100, True, True),
+        (10.0, 100, True, False),
+        (18.0, 100, True, False),
+        (50.0, 100, False, False),
+        (10.0, 20, False, False),
+        (0.3, 2, True, False),
+        (0.0, 1, False, False),  # one for which nobody guesses, and a last one that needs no guess
+    ],
+)
+def test_who_brings_a_prediction_is_thought_to_need_a_draft_less(
+    reading: float, room: int, plain: bool, with_prediction: bool
+) -> None:
+    def reads(one: PlanEntry) -> bool:
+        return starts(Starting(0.01, reading / 500), one, unread=500)
+
+    assert (reads(prompt(room)), reads(predicted(prompt(room)))) == (plain, with_prediction)
+
+
+@pytest.mark.parametrize(
+    ("level", "row", "reads"), [(0.1, 0.0, True), (0.25, 0.0, True), (0.45, 0.0, False), (0.25, 0.2, False)]
+)
+def test_no_prompt_is_read_for_levels_that_would_not_be_worth_their_passes(
+    level: float, row: float, reads: bool
+) -> None:
+    who = Starting(level, 0.0)
+    for _ in range(50):
+        for choice in (None, 0, None):
+            who.levels.learn(0, choice, 0.0)
+    assert 0.3 < who.levels.rates(0.0)[0].any < 0.38
+    assert starts(who, prompt(), unread=50, row=row) is reads
+
+
+def test_a_text_whose_steps_make_many_tokens_has_few_steps_to_read_it_for() -> None:
+    known = chain(*8 * [0.9], speculator="ngram")
+    slow, quick = (Starting(0.01, 0.025) for _ in range(2))
+    for _ in range(60):  # others leave as much to the draft, and make 1.3 tokens a step, or 3.4
+        starts(slow, entry(room=100), unread=500, tree=chain(0.9, speculator="ngram"), rate=0.3)
+        starts(quick, entry(room=100), unread=500, tree=known, rate=0.999)
+        starts(quick, entry(room=100), unread=500)
+        starts(quick, entry(room=100), unread=500)
+    assert starts(slow, entry(room=100), unread=500)
+    assert not starts(quick, entry(room=100), unread=500)
+
+
+def test_a_text_is_not_read_for_one_step_in_which_nobody_else_guesses() -> None:
+    known = chain(0.9, speculator="prediction")
+    seldom, often = (Starting(0.01, 0.03) for _ in range(2))
+    for _ in range(60):
+        starts(seldom, entry(room=100), unread=500, tree=known, rate=0.999)
+        starts(often, entry(room=100), unread=500, tree=known, rate=0.001)
+    assert not starts(seldom, entry(room=100), unread=500)
+    assert starts(often, entry(room=100), unread=500)
+    assert starts(seldom, entry(room=100), unread=2), "what is read already costs nothing more"
+
+
+def test_a_draft_starts_for_the_temperatures_at_which_it_was_right() -> None:
+    who = Starting(0.5, 0.0)
+    for _ in range(40):
+        who.levels.learn(0, 0, 0.0)
+        who.levels.learn(0, None, 1.5)
+    assert [starts(who, entry(room=100, temperature=heat), unread=1) for heat in (0.0, 1.5)] == [True, False]
+
+
+@pytest.mark.parametrize(("tokens", "reads"), [(2, False), (4, True)])
+def test_nothing_is_read_for_a_last_token_that_needs_no_guess(tokens: int, reads: bool) -> None:
+    """Others guess nearly all that the draft would: .3 seconds of reading are too much for one such step."""
+    who = Starting(0.01, 0.3 / 500)
+    for _ in range(60):
+        who.levels.learn(0, 0, 0.0)
+    known, one = chain(0.9, speculator="prediction"), replace(entry(), room=tokens)
+    assert starts(who, one, unread=500, tree=known, rate=0.9) is reads
+
+
+def test_a_text_that_would_take_long_to_read_keeps_no_other_from_starting() -> None:
+    who = Starting(0.01, 0.01)
+    long, short = entry("long", room=5), entry("short", room=5, temperature=1.5)
+    for _ in range(40):
+        who.levels.learn(0, 0, 0.0)  # the long text's level would bring more
+        who.levels.learn(0, None, 1.5)
+        who.levels.learn(0, 0, 1.5)
+    assert who.which([long, short], [900, 2]) == [False, True]
