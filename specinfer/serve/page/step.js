@@ -56,12 +56,12 @@ export class Step {
 
   // Why so much was guessed, in a line; "" where nobody asked.
   get reasons() {
-    const { hope, speculators } = this.event.decision ?? {};
+    const { expected_tokens: expected, speculators } = this.event.decision ?? {};
     if (!Array.isArray(speculators)) return "";
-    const turns = speculators.map(({ name, why, drawn, kept }) =>
-      why === "guessed" ? `${name}: ${kept} of ${drawn} verified` : `${name}: ${why}`,
+    const turns = speculators.map(({ name, reason, drawn, verified }) =>
+      reason === "guessed" ? `${name}: ${verified} of ${drawn} verified` : `${name}: ${reason}`,
     );
-    if (typeof hope === "number") turns.unshift(`${hope.toFixed(2)} tokens hoped for`);
+    if (typeof expected === "number") turns.unshift(`${expected.toFixed(2)} tokens expected`);
     return turns.join("; ");
   }
 

@@ -64,14 +64,14 @@ def test_why_so_much_was_guessed_is_shown_where_the_trace_says(
     page: Page, viewing: Callable[[str], str]
 ) -> None:
     turns = [
-        {"name": "lookup", "why": "guessed", "drawn": 7, "kept": 3, "levels": 7},
-        {"name": "draft", "why": "not worth its price", "drawn": 0, "kept": 0, "levels": 0},
+        {"name": "lookup", "reason": "guessed", "drawn": 7, "verified": 3, "levels": 7},
+        {"name": "draft", "reason": "not worth its cost", "drawn": 0, "verified": 0, "levels": 0},
     ]
-    page.goto(viewing(trace(TEXT, decision={"speculators": turns, "hope": 2.188})))
-    reasons = page.get_by_text("2.19 tokens hoped for; lookup: 3 of 7 verified; draft: not worth its price")
+    page.goto(viewing(trace(TEXT, decision={"speculators": turns, "expected_tokens": 2.188})))
+    reasons = page.get_by_text("2.19 tokens expected; lookup: 3 of 7 verified; draft: not worth its cost")
     reasons.wait_for()
-    page.goto(viewing(trace(TEXT, decision={"speculators": turns, "hope": None})))
-    page.get_by_text("lookup: 3 of 7 verified; draft: not worth its price", exact=True).wait_for()
+    page.goto(viewing(trace(TEXT, decision={"speculators": turns, "expected_tokens": None})))
+    page.get_by_text("lookup: 3 of 7 verified; draft: not worth its cost", exact=True).wait_for()
     assert page.get_by_label("Temperature").is_hidden()
 
 
