@@ -12,7 +12,7 @@ from specinfer.runtime.executor import LocalExecutor
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculate.policy.policy import FixedPolicy
+from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.speculator import Speculator
 from specinfer.tree.pairs import Verifier
 
@@ -40,7 +40,7 @@ def answer(
     pool = BlockPool(num_blocks=8, block_size=16)
     engine = Engine(
         executor=LocalExecutor(tiny.target, num_blocks=8, block_size=16),
-        speculators=Ensemble([speculator], vocab=tiny.target.config.vocab_size, policy=FixedPolicy()),
+        speculators=Ensemble([speculator], vocab=tiny.target.config.vocab_size, policy=SpeculationPolicy()),
         tokenizer=tiny.tokenizer,
         admission=Admission(
             tiny.tokenizer,

@@ -31,7 +31,7 @@ from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.guard import Guard
 from specinfer.speculate.policy.memory import PolicyMemory
-from specinfer.speculate.policy.policy import FixedPolicy, SpeculationPolicy
+from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
 from specinfer.speculate.table import build_speculators
 
@@ -116,7 +116,7 @@ def build_engine(
         for name, model in models.drafts.items()
     }
     threads = threads_of_torch(config, models)
-    policy: SpeculationPolicy = FixedPolicy()
+    policy: SpeculationPolicy = SpeculationPolicy()
     guard: Guard | None = None
     kept: PolicyMemory | None = None  # what the policy learns, over many runs
     if speculation.tree_size == "cost":
@@ -134,7 +134,7 @@ def build_engine(
         *(draft for _, draft in drafting.values()),
         *extra,
     ]
-    fallback = FixedPolicy() if guard is None else FixedPolicy.of(speculation)
+    fallback = SpeculationPolicy() if guard is None else SpeculationPolicy.instead(speculation)
     pool = BlockPool(executor.num_blocks, executor.block_size)
     return Engine(
         executor=executor,

@@ -12,7 +12,7 @@ from specinfer.errors import TraceTooSmallError
 from specinfer.plan import PlanEntry
 from specinfer.replay.replay import Part, Played, play
 from specinfer.replay.trace import DEPTH
-from specinfer.speculate.policy.policy import FixedPolicy
+from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.tree import TokenTree
 from specinfer.tree.merging import likeliest
 from specinfer.tree.token_tree import single_node
@@ -20,7 +20,7 @@ from specinfer.tree.token_tree import single_node
 NODES: Final = (2, 4, 8, 16, 32)  # of a tree, the root included
 
 
-class LookingOn(FixedPolicy):
+class LookingOn(SpeculationPolicy):
     """Lets everybody guess as configured, and verifies nothing: every step adds one token."""
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
@@ -28,7 +28,7 @@ class LookingOn(FixedPolicy):
         return [single_node(tree.token_ids[0]) for tree in trees]
 
 
-class CutPolicy(FixedPolicy):
+class CutPolicy(SpeculationPolicy):
     """Some drafts, so many levels deep, and of what all guessed the likeliest nodes, so many a request."""
 
     def __init__(self, drafts: Collection[str], depth: int, nodes: int) -> None:

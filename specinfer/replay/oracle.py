@@ -22,7 +22,7 @@ from specinfer.replay.drafts import CostTable
 from specinfer.replay.engine import path_along
 from specinfer.replay.replay import Part, Played, play, play_without
 from specinfer.replay.trace import Trace
-from specinfer.speculate.policy.policy import FixedPolicy
+from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.tree import TokenTree
 from specinfer.tree.merging import firm_nodes, keep
 from specinfer.tree.token_tree import draws_by_parent
@@ -73,7 +73,7 @@ class _Listening(LookingOn):
         return super().choose_nodes(trees)
 
 
-class OraclePolicy(FixedPolicy):
+class OraclePolicy(SpeculationPolicy):
     """Does at every place what was found to be best."""
 
     def __init__(self, texts: Sequence[Sequence[int]], choices: Sequence[Mapping[int, PlannedGuess]]) -> None:

@@ -15,7 +15,7 @@ from specinfer.replay.drafts import AnyReplayed, CostTable, ReplayClock, Replaye
 from specinfer.replay.engine import PlayedStep, ReplayEngine, speculators_of
 from specinfer.replay.trace import Trace
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculate.policy.policy import FixedPolicy, SpeculationPolicy
+from specinfer.speculate.policy.policy import SpeculationPolicy
 
 _RESAMPLES: Final = 4000  # of texts, for an interval
 _LEVEL: Final = (2.5, 97.5)  # percentiles
@@ -32,7 +32,7 @@ def cost_policy(trace: Trace, speculation: SpeculationConfig) -> SpeculationPoli
 
 def fixed_policy(trace: Trace, speculation: SpeculationConfig) -> SpeculationPolicy:
     """The policy of an engine whose tree_size is "fixed"."""
-    return FixedPolicy()
+    return SpeculationPolicy()
 
 
 POLICIES: Final[dict[str, MakePolicy]] = {
@@ -176,7 +176,7 @@ def play_without(parts: Sequence[Part]) -> Played:
     engine = ReplayEngine(
         first.engine,
         (),
-        FixedPolicy(),
+        SpeculationPolicy(),
         NO_SPECULATION,
         CostTable(first.curve),
         first.stages,

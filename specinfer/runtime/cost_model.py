@@ -17,7 +17,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from operator import mul
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,24 +45,8 @@ _LEAST: Final = (0.3, 0.0, 0.0, 0.0)
 _MOST: Final = (3.0, 3.0, 3.0, 3.0)
 
 
-class PassCosts(Protocol):
-    """Whatever says what passes take."""
-
-    def seconds(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds of passes of so many rows, in the shape of `rows`; no rows cost nothing."""
-        ...
-
-    def table(self, most: int) -> Sequence[float]:
-        """The same of 0, 1, ... `most` rows, and maybe of more: quick where it is asked again."""
-        ...
-
-    def expected(self, rows: int) -> float:
-        """The same of one pass of at least one row: quick for one that has many."""
-        ...
-
-
 class CostModel:
-    """PassCosts of one model, by its curve and by what its passes took; `name` is for the log.
+    """The seconds of one model's passes, by its curve and by passes so far; `name` is for the log.
 
     With `learns=False` it is the curve alone, whatever is to be learnt from: no clock has a say.
     """
@@ -112,7 +96,10 @@ class CostModel:
         return np.asarray(np.interp(rows, self._rows, self._seconds))
 
     def table(self, most: int) -> Sequence[float]:
-        """As PassCosts says; the same table until something is learnt, or contexts have grown by much."""
+        """Seconds of passes of 0, 1, ... `most` rows, and maybe of more.
+
+        It is the same table until something is learnt, or contexts have grown by much.
+        """
         if len(self._table) <= most:
             self._table = self.seconds(np.arange(max(most + 1, 2 * len(self._table)))).tolist()
         return self._table

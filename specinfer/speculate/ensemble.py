@@ -15,7 +15,7 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.features import TextRows
 from specinfer.runtime.flight import Flight
 from specinfer.speculate.decision import Decision, Proposed
-from specinfer.speculate.policy.policy import FixedPolicy, LevelPass, SpeculationPolicy, StepReport
+from specinfer.speculate.policy.policy import LevelPass, SpeculationPolicy, StepReport
 from specinfer.speculate.shared_tree import SharedTree
 from specinfer.speculate.speculator import AnySpeculator, LevelSpeculator, Speculator
 from specinfer.tree import TokenTree
@@ -64,7 +64,7 @@ class Ensemble:
         self._names = tuple(names)  # of all, those that have failed included
         self._vocab = vocab  # of the target
         self._policy = policy
-        self._fallback = fallback or FixedPolicy()  # decides where `policy` raises
+        self._fallback = fallback or SpeculationPolicy()  # decides where `policy` raises
         self._clock = clock
         self._guessed_tokens = dict.fromkeys(names, 0)
         self._odd: set[str] = set()  # those that gave a confidence outside of 0 to 1, which was logged

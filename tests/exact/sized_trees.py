@@ -14,7 +14,7 @@ from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.chances import Chances
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculate.policy.drafting import Draft
+from specinfer.speculate.policy.drafting import PricedDraft
 from specinfer.speculate.policy.guard import WINDOW, Guard
 from specinfer.speculate.policy.policy import LevelPass, StepReport
 from specinfer.speculate.speculator import Speculator
@@ -123,7 +123,7 @@ class Sized:
         self.monkeypatch.setattr(draws, "inverse_cdf", lambda left, u: chance.pick(0, 0, left))
         pass_ = CostCurve((1, 1000), (self.pass_, self.pass_))
         drafts = {
-            name: Draft(CostModel(name, pass_, learns=False), Expansion(widths))
+            name: PricedDraft(CostModel(name, pass_, learns=False), Expansion(widths))
             for name, _, widths in self.drafts
         }
         chances = Chances({name: len(widths) for name, _, widths in self.drafts})

@@ -31,9 +31,9 @@ from specinfer.speculate.policy.choose import (
     fastest,
     how_many,
 )
-from specinfer.speculate.policy.drafting import USUAL_UNREAD, Draft, DraftStarts, Growing, Without
+from specinfer.speculate.policy.drafting import USUAL_UNREAD, DraftStarts, Growing, PricedDraft, Without
 from specinfer.speculate.policy.guard import Guard
-from specinfer.speculate.policy.policy import StepReport, has_own_size
+from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport, has_own_size
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import any_sampled
 from specinfer.tree.merging import firm_nodes, keep
@@ -41,8 +41,8 @@ from specinfer.tree.merging import firm_nodes, keep
 _NOBODY: Final = ()
 
 
-class CostPolicy:
-    """A SpeculationPolicy that weighs the tokens a node is expected to bring against its cost.
+class CostPolicy(SpeculationPolicy):
+    """Weighs the tokens that a node is expected to bring against its cost.
 
     Requests that ask for an expansion or a number of nodes get them. Sampled draws are never dropped: whether
     a level is drawn is decided before it is, by the draws until then (docs/losslessness.md).
@@ -51,11 +51,12 @@ class CostPolicy:
     def __init__(
         self,
         target: CostModel,
-        drafts: Mapping[str, Draft],
+        drafts: Mapping[str, PricedDraft],
         chances: Chances,
         guard: Guard | None = None,
     ) -> None:
         """`chances` counts the levels of the same drafts; None for a guard lets everybody guess always."""
+        super().__init__()
         self.guard = guard
         self.chances = chances
         self._target = target
@@ -89,7 +90,8 @@ class CostPolicy:
         costs = CostModel("target", target, learns=measured)
         shape = speculation.fixed_expansion
         priced = {
-            name: Draft(CostModel(name, curve, learns=measured), shape) for name, curve in drafts.items()
+            name: PricedDraft(CostModel(name, curve, learns=measured), shape)
+            for name, curve in drafts.items()
         }
         chances = Chances(dict.fromkeys(priced, max(speculation.deepest, shape.depth)))
         models = {name: draft.costs for name, draft in priced.items()}

@@ -30,7 +30,7 @@ _MADE: Final = {False: 1.0, True: 8.0}  # tokens that a step makes with others' 
 USUAL_UNREAD: Final = 2  # tokens a draft reads in every step: the root, and a last guess it has not run
 
 
-class Draft(NamedTuple):
+class PricedDraft(NamedTuple):
     """A draft whose passes have a price."""
 
     costs: CostModel
@@ -151,7 +151,7 @@ class Without(NamedTuple):
 class DraftStarts:
     """Decides for which requests one draft starts: whose first level is worth its pass and the reading."""
 
-    def __init__(self, draft: Draft, levels: DraftLevels) -> None:
+    def __init__(self, draft: PricedDraft, levels: DraftLevels) -> None:
         self._draft = draft
         self._levels = levels
         # How much others leave of its first level, of late, and the tokens that a step makes with theirs.

@@ -1,4 +1,4 @@
-"""The members of a policy: the ensemble asks it in every step, and tells it every outcome. And the fixed one.
+"""The base of policies: the ensemble asks one in every step, and tells it every outcome.
 
 The text is the same whatever is decided (docs/losslessness.md): it changes how many tokens a step yields and
 how long the step takes.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol
 
 from specinfer.config import SpeculationConfig
 from specinfer.plan import PlanEntry, StepPlan
@@ -43,11 +42,24 @@ class StepReport:
     passes: Sequence[LevelPass] = ()
 
 
-class SpeculationPolicy(Protocol):
-    """Asked by the ensemble between the guesses of a step, in this order; told of every outcome.
+class SpeculationPolicy:
+    """The policy of trees of a fixed size, and the base of others: it drops nothing, and never refuses.
 
-    One that raises is logged once, and the fixed policy takes its place (ensemble.py).
+    The ensemble asks it between the guesses of a step, in the order of its methods, and tells it every
+    outcome. One that raises is logged once, and one of this class takes its place (ensemble.py).
     """
+
+    def __init__(self, learned: Expansion | None = None) -> None:
+        """`learned` is given where drafts' trees have no shape of their own.
+
+        Of such trees as many nodes of each level are run as those of this shape have, the likeliest ones.
+        """
+        self._learned = learned
+
+    @classmethod
+    def instead(cls, speculation: SpeculationConfig) -> SpeculationPolicy:
+        """The policy that takes the place of one that fails."""
+        return SpeculationPolicy(speculation.fixed_expansion if speculation.learns_shape else None)
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
         """A step begins, without guesses as yet. The plan as speculators are to see it.
@@ -55,7 +67,7 @@ class SpeculationPolicy(Protocol):
         Its entries are the plan's own; only the speculators that may guess for each may differ
         (`PlanEntry.speculators`).
         """
-        ...
+        return plan
 
     def worth_starting(
         self,
@@ -69,7 +81,7 @@ class SpeculationPolicy(Protocol):
         It has not read `unread` tokens of each text, and would read them now. `guessed` is the tree of
         others' guesses so far, for each of `plan.tree_entries`.
         """
-        ...
+        return [True] * len(entries)
 
     def worth_deepening(
         self,
@@ -83,61 +95,6 @@ class SpeculationPolicy(Protocol):
         `ends` are nodes of each tree; of each entry some, all or none of them are given back. Sampled draws
         may be looked at: whether a node gets children never depends on the children's values.
         """
-        ...
-
-    def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
-        """Of each of `plan.tree_entries`' trees, now that all have guessed, the part worth verifying."""
-        ...
-
-    def appraise(self, trees: Sequence[TokenTree]) -> Appraisal | None:
-        """The expectations of the step with these trees, the last it chose; None: it does not weigh them.
-
-        Only asked where somebody wants to see it, before `observe`.
-        """
-        ...
-
-    def observe(self, report: StepReport) -> None:
-        """Learn the outcome of every guess, and the time the step took."""
-        ...
-
-
-class FixedPolicy:
-    """Lets every speculator guess as configured, and drops nothing."""
-
-    def __init__(self, learned: Expansion | None = None) -> None:
-        """`learned` is given where drafts' trees have no shape of their own.
-
-        Of such trees as many nodes of each level are run as those of this shape have, the likeliest ones.
-        """
-        self._learned = learned
-
-    @classmethod
-    def of(cls, speculation: SpeculationConfig) -> FixedPolicy:
-        """The policy that takes the place of one that fails."""
-        return cls(speculation.fixed_expansion if speculation.learns_shape else None)
-
-    def begin_step(self, plan: StepPlan) -> StepPlan:
-        """The plan as it is."""
-        return plan
-
-    def worth_starting(
-        self,
-        speculator: str,
-        entries: Sequence[PlanEntry],
-        unread: Sequence[int],
-        guessed: Sequence[TokenTree],
-    ) -> list[bool]:
-        """All of them."""
-        return [True] * len(entries)
-
-    def worth_deepening(
-        self,
-        speculator: str,
-        entries: Sequence[PlanEntry],
-        trees: Sequence[TokenTree],
-        ends: Sequence[Sequence[int]],
-    ) -> list[Sequence[int]]:
-        """All of them; of trees without a shape the likeliest."""
         shape = self._learned
         if shape is None:
             return list(ends)
@@ -149,15 +106,18 @@ class FixedPolicy:
         ]
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
-        """The trees as they are."""
+        """Of each of `plan.tree_entries`' trees, now that all have guessed, the part worth verifying."""
         return list(trees)
 
     def appraise(self, trees: Sequence[TokenTree]) -> Appraisal | None:
-        """Nothing is weighed."""
+        """The expectations of the step with these trees, the last it chose; None: it does not weigh them.
+
+        Only asked where somebody wants to see it, before `observe`.
+        """
         return None
 
     def observe(self, report: StepReport) -> None:
-        """Nothing to learn."""
+        """Learn the outcome of every guess, and the time the step took."""
 
 
 def has_own_size(entry: PlanEntry) -> bool:

@@ -27,7 +27,7 @@ from specinfer.replay.replay import (
 from specinfer.replay.trace import Trace
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.growth import LIKELY_NODES, Shape
-from specinfer.speculate.policy.policy import FixedPolicy
+from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.tree import TokenTree
 from specinfer.tree.expansion import Expansion
 from tests import plans
@@ -69,7 +69,7 @@ def test_a_path_follows_the_text_as_far_as_both_go() -> None:
 
 def test_steps_take_what_the_curves_say(trace: Trace) -> None:
     steps: list[PlayedStep] = []
-    came = play(whole([trace]), FixedPolicy(), on_step=steps.append)
+    came = play(whole([trace]), SpeculationPolicy(), on_step=steps.append)
     in_decode = [step for step in steps if step.entries and step.entries[0].tree.num_nodes == 7]
     assert in_decode
     for step in in_decode:
@@ -84,7 +84,9 @@ def test_steps_take_what_the_curves_say(trace: Trace) -> None:
 def test_what_steps_take_besides_their_passes_is_the_traces(trace: Trace) -> None:
     """And goes by on the clock, which is slower where others use the machine."""
     stages = {Stage.SCHEDULE: 0.25, Stage.VERIFY: 0.5, Stage.COMMIT: 0.125, Stage.FORWARD: 9.0}
-    usual, longer = (play(whole([one]), FixedPolicy()) for one in (trace, replace(trace, stages=stages)))
+    usual, longer = (
+        play(whole([one]), SpeculationPolicy()) for one in (trace, replace(trace, stages=stages))
+    )
     assert longer.passes == usual.passes
     assert longer.seconds == pytest.approx(usual.seconds + usual.passes * 0.875)
 
@@ -141,7 +143,7 @@ def test_every_way_of_playing_brings_every_token(trace: Trace) -> None:
 
 def test_a_busy_machine_takes_as_much_longer_as_is_said(trace: Trace) -> None:
     parts = mixed([trace])
-    usual, slow = (play([replace(parts[0], slowdown=by)], FixedPolicy()) for by in (1.0, 3.0))
+    usual, slow = (play([replace(parts[0], slowdown=by)], SpeculationPolicy()) for by in (1.0, 3.0))
     assert slow.seconds == pytest.approx(3 * usual.seconds)
     assert slow.steps == usual.steps
 
@@ -155,14 +157,14 @@ def test_a_guess_that_was_not_recorded_is_not_made_up(trace: Trace) -> None:
     ):
         larger = replace(trace.speculation, expansion=Expansion(widths))
         with pytest.raises(TraceTooSmallError, match=f"0-similar was not recorded {reason}.*--expansion"):
-            play(whole([trace]), FixedPolicy(), speculation=larger)
+            play(whole([trace]), SpeculationPolicy(), speculation=larger)
 
 
 def test_other_shapes_that_were_recorded_are_played(tiny: Tiny, trace: Trace) -> None:
     """And do what a live engine of that shape does."""
     for widths in ((1,), (4, 2), (2, 1, 1, 1, 1, 1)):
         shaped = replace(trace.speculation, expansion=Expansion(widths))
-        came = play(whole([trace], at_once=7), FixedPolicy(), speculation=shaped)
+        came = play(whole([trace], at_once=7), SpeculationPolicy(), speculation=shaped)
         outputs = tiny.llm(drafts=("similar",), expansion=widths).generate(
             PROMPTS, [text.params for text in trace.texts]
         )
@@ -171,7 +173,7 @@ def test_other_shapes_that_were_recorded_are_played(tiny: Tiny, trace: Trace) ->
 
 
 def test_fewer_nodes_are_those_of_a_live_engine(tiny: Tiny, trace: Trace) -> None:
-    came = play(whole([trace], at_once=7), FixedPolicy(), speculation=with_nodes(trace, 4))
+    came = play(whole([trace], at_once=7), SpeculationPolicy(), speculation=with_nodes(trace, 4))
     outputs = tiny.llm(drafts=("similar",), expansion=(2, 1, 1), max_nodes=4).generate(
         PROMPTS, [text.params for text in trace.texts]
     )
@@ -181,11 +183,11 @@ def test_fewer_nodes_are_those_of_a_live_engine(tiny: Tiny, trace: Trace) -> Non
 def test_what_cannot_be_played_or_recorded_is_refused(tiny: Tiny, trace: Trace) -> None:
     other = replace(trace, model="another")
     with pytest.raises(ConfigError, match="of the same"):
-        play(whole([trace, other]), FixedPolicy())
+        play(whole([trace, other]), SpeculationPolicy())
     with pytest.raises(ConfigError, match="no texts"):
-        play([], FixedPolicy())
+        play([], SpeculationPolicy())
     with pytest.raises(ConfigError, match="1 to 1, the batch size"):
-        play([Part(whole([trace])[0].texts, 0), Part(whole([trace])[0].texts, 1)], FixedPolicy())
+        play([Part(whole([trace])[0].texts, 0), Part(whole([trace])[0].texts, 1)], SpeculationPolicy())
     with pytest.raises(ConfigError, match="coupled"):
         recorded(tiny.llm(drafts=("similar",), verifier="mss"))
     with pytest.raises(RequestError, match="frequency_penalty is 0"):

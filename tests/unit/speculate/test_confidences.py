@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.policy.policy import FixedPolicy, StepReport
+from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport
 from tests import plans
 from tests.unit.speculate.guessers import Fan, Levels, entry
 
@@ -28,7 +28,7 @@ from tests.unit.speculate.guessers import Fan, Levels, entry
 def test_one_that_is_not_from_0_to_1_is_logged_once_and_counts_as_the_nearer_of_them(
     kind: type[Fan | Levels], odd: float, complaint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ensemble = Ensemble([kind("odd", [5, 6], [0.9, odd])], vocab=99, policy=FixedPolicy())
+    ensemble = Ensemble([kind("odd", [5, 6], [0.9, odd])], vocab=99, policy=SpeculationPolicy())
     for _ in range(3):
         (tree,) = ensemble.propose(plans.plan(entry(9)))
         assert tree.token_ids == (7, 5, 6)
@@ -41,7 +41,7 @@ def test_one_that_is_not_from_0_to_1_is_logged_once_and_counts_as_the_nearer_of_
 
 def test_each_speculator_with_such_confidences_is_named(caplog: pytest.LogCaptureFixture) -> None:
     fans = [Fan("a", [5], [2.0]), Fan("b", [6], [-2.0]), Fan("c", [7], [0.5])]
-    Ensemble(fans, vocab=99, policy=FixedPolicy()).propose(plans.plan(entry(9)))
+    Ensemble(fans, vocab=99, policy=SpeculationPolicy()).propose(plans.plan(entry(9)))
     assert [record.getMessage().split("'")[1] for record in caplog.records] == ["a", "b"]
 
 
@@ -52,5 +52,5 @@ ROUNDED = float(np.nextafter(np.float32(1), np.float32(2)))  # 1.0000001
 def test_of_those_from_0_to_1_nothing_is_said_nor_of_what_was_rounded(
     sure: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Ensemble([Fan("a", [5], [sure])], vocab=99, policy=FixedPolicy()).propose(plans.plan(entry(9)))
+    Ensemble([Fan("a", [5], [sure])], vocab=99, policy=SpeculationPolicy()).propose(plans.plan(entry(9)))
     assert caplog.records == []

@@ -14,7 +14,7 @@ from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate import decision as reasons
 from specinfer.speculate.decision import Decision, Turn
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.policy.policy import FixedPolicy, SpeculationPolicy, StepReport
+from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
 from specinfer.tree import TokenTree, TreeBuilder
 from tests import plans
@@ -67,7 +67,7 @@ class Broken(Chain):
         raise ZeroDivisionError
 
 
-class NotWorthIt(FixedPolicy):
+class NotWorthIt(SpeculationPolicy):
     """Starts nobody."""
 
     def worth_starting(
@@ -88,7 +88,7 @@ def decided(
     *speculators: Chain, policy: SpeculationPolicy | None = None, **fields: Any
 ) -> tuple[Decision, TokenTree]:
     """What is told of a step of one request, and its tree."""
-    ensemble = Ensemble(speculators, vocab=99, policy=policy or FixedPolicy(), clock=lambda: 0.0)
+    ensemble = Ensemble(speculators, vocab=99, policy=policy or SpeculationPolicy(), clock=lambda: 0.0)
     [tree] = ensemble.propose(plans.plan(entry(**fields)))
     [decision] = ensemble.explain()
     return decision, tree
@@ -113,19 +113,19 @@ def test_all_are_named_in_their_order_with_what_was_kept_of_their_guesses() -> N
 @pytest.mark.parametrize(
     ("fields", "policy", "why"),
     [
-        ({"speculators": ("free",)}, FixedPolicy(), reasons.REQUEST),
-        ({"max_nodes": 1}, FixedPolicy(), reasons.ROOM),
+        ({"speculators": ("free",)}, SpeculationPolicy(), reasons.REQUEST),
+        ({"max_nodes": 1}, SpeculationPolicy(), reasons.ROOM),
         ({}, NotWorthIt(), reasons.COST),
-        ({}, FixedPolicy(), reasons.GUESSED),
+        ({}, SpeculationPolicy(), reasons.GUESSED),
     ],
 )
-def test_why_a_draft_has_not_guessed(fields: dict[str, Any], policy: FixedPolicy, why: str) -> None:
+def test_why_a_draft_has_not_guessed(fields: dict[str, Any], policy: SpeculationPolicy, why: str) -> None:
     decision, _ = decided(Chain("free"), Levels("draft", 10), policy=policy, **fields)
     assert decision.turns[1].reason == why
 
 
 def test_who_has_failed_is_told_of() -> None:
-    ensemble = Ensemble([Broken("bad"), Chain("good", 5)], vocab=99, policy=FixedPolicy())
+    ensemble = Ensemble([Broken("bad"), Chain("good", 5)], vocab=99, policy=SpeculationPolicy())
     for _ in range(2):
         ensemble.propose(plans.plan(entry()))
         [decision] = ensemble.explain()
@@ -157,7 +157,7 @@ def test_prompts_are_in_the_seconds_and_not_in_the_price() -> None:
     assert (decision.guess_seconds, decision.seconds) == (pytest.approx(0.5), pytest.approx(2.5))
 
 
-class Silent(FixedPolicy):
+class Silent(SpeculationPolicy):
     """Lets nobody guess, and does not say why."""
 
     def begin_step(self, plan: StepPlan) -> StepPlan:

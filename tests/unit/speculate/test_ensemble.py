@@ -14,7 +14,7 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculate.policy.policy import FixedPolicy, StepReport
+from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport
 from specinfer.tree import Draw, DrawRule, TokenTree
 from specinfer.tree.draw import Run, Runs
 from tests import plans
@@ -39,7 +39,7 @@ def test_all_may_fill_the_tree_and_the_likeliest_of_all_guesses_stay(
     a = Fan("a", [10, 11, 12], [0.1, 0.6, 0.1])
     b = Fan("b", [11, 13, 12], [0.2, 0.4, 0.4])
     c = Fan("c", [14], [0.9])
-    (tree,) = Ensemble([a, b, c], vocab=99, policy=FixedPolicy()).propose(plans.plan(entry(max_nodes)))
+    (tree,) = Ensemble([a, b, c], vocab=99, policy=SpeculationPolicy()).propose(plans.plan(entry(max_nodes)))
     assert a.offered == b.offered == c.offered == [max_nodes]
     assert sorted(tree.token_ids) == sorted(token_ids)
     tree.check_integrity()
@@ -47,7 +47,7 @@ def test_all_may_fill_the_tree_and_the_likeliest_of_all_guesses_stay(
 
 def test_the_earlier_of_equally_likely_guesses_stays() -> None:
     a, b = Fan("a", [10, 11]), Fan("b", [11, 12])
-    (tree,) = Ensemble([a, b], vocab=99, policy=FixedPolicy()).propose(plans.plan(entry(3)))
+    (tree,) = Ensemble([a, b], vocab=99, policy=SpeculationPolicy()).propose(plans.plan(entry(3)))
     assert tree.token_ids == (7, 10, 11)
     assert [(draw.node, draw.speculator) for draw in tree.draws] == [(1, "a"), (2, "a"), (2, "b")]
 
@@ -55,7 +55,7 @@ def test_the_earlier_of_equally_likely_guesses_stays() -> None:
 def test_of_each_speculator_its_guesses_are_counted_verified_or_not() -> None:
     draft = Levels("draft", [10, 11], [0.9, 0.9])
     speculators = [Fan("fan", [10, 12, 13]), Fan("suffix", [20, 21, 22]), draft, Fan("mute", [])]
-    ensemble = Ensemble(speculators, vocab=99, policy=FixedPolicy())
+    ensemble = Ensemble(speculators, vocab=99, policy=SpeculationPolicy())
     assert ensemble.guessed_tokens == {"fan": 0, "suffix": 0, "draft": 0, "mute": 0}
     trees = ensemble.propose(plans.plan(entry(4), entry(4)))
     assert [tree.num_nodes for tree in trees] == [4, 4]
@@ -73,7 +73,7 @@ class Sampling(Fan):
 def test_samples_have_their_turn_and_their_room_first() -> None:
     before, after = Fan("before", [10, 11, 12]), Fan("after", [13])
     first, second = Sampling("first", [11, 14]), Sampling("second", [11, 15, 16])
-    ensemble = Ensemble([before, first, second, after], vocab=99, policy=FixedPolicy())
+    ensemble = Ensemble([before, first, second, after], vocab=99, policy=SpeculationPolicy())
     (tree,) = ensemble.propose(plans.plan(entry(5)))
     offered = [fan.offered for fan in (before, first, second, after)]
     assert offered == [[5], [5], [3], [2]]  # what samples leave: 11 and 14, then 15
@@ -90,14 +90,14 @@ def test_prompts_are_shown_and_only_trees_are_asked_for() -> None:
     fan = Fan("a", [10])
     reading = plans.entry([3, 7, 7, 7], rows=3, max_nodes=0, max_depth=0)
     step = plans.plan(entry(1, max_depth=0), reading, entry(8), entry(8, speculators=("b",)))
-    trees = Ensemble([fan], vocab=99, policy=FixedPolicy()).propose(step)
+    trees = Ensemble([fan], vocab=99, policy=SpeculationPolicy()).propose(step)
     assert [tree.token_ids for tree in trees] == [(7,), (7, 10), (7,)]
     assert [(e.end, e.max_nodes) for e in fan.shown] == [(2, 1), (4, 0), (2, 8)]
 
 
 def test_two_speculators_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="a name of its own"):
-        Ensemble([Fan("a", [1]), Fan("a", [2])], vocab=99, policy=FixedPolicy())
+        Ensemble([Fan("a", [1]), Fan("a", [2])], vocab=99, policy=SpeculationPolicy())
 
 
 UNSURE = Draw(0, 1, "wrong", DrawRule.POINT_MASS, confidence=None)  # type: ignore[arg-type]
@@ -179,7 +179,7 @@ def test_a_speculator_that_breaks_its_contract_is_named_once_and_not_asked_again
     trees: list[TokenTree], complaint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong, good = Wrong(*trees), Fan("good", [5])
-    ensemble = Ensemble([wrong, good], vocab=99, policy=FixedPolicy())
+    ensemble = Ensemble([wrong, good], vocab=99, policy=SpeculationPolicy())
     for _ in range(3):
         (tree,) = ensemble.propose(plans.plan(entry(3, max_depth=1)))
         assert tree.token_ids == (7, 5)
@@ -225,7 +225,7 @@ class Raising(Fan):
 def test_a_speculator_that_raises_is_muted_and_others_go_on(
     part: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ensemble = Ensemble([Raising(part), Fan("good", [5])], vocab=99, policy=FixedPolicy())
+    ensemble = Ensemble([Raising(part), Fan("good", [5])], vocab=99, policy=SpeculationPolicy())
     seen = []
     for _ in range(3):
         seen += [tree.token_ids for tree in ensemble.propose(plans.plan(entry(9)))]
@@ -235,7 +235,7 @@ def test_a_speculator_that_raises_is_muted_and_others_go_on(
     assert len(caplog.records) == 1
 
 
-class Broken(FixedPolicy):
+class Broken(SpeculationPolicy):
     """A policy that fails when it is to choose."""
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
@@ -251,7 +251,7 @@ def test_a_policy_that_fails_costs_no_guesses(caplog: pytest.LogCaptureFixture) 
     assert len(caplog.records) == 1
 
 
-class Watching(FixedPolicy):
+class Watching(SpeculationPolicy):
     """Notes what it is shown."""
 
     def __init__(self) -> None:
@@ -275,7 +275,7 @@ def test_before_a_draft_starts_all_is_known_that_needs_none() -> None:
     assert policy.shown == [(7, 10, 11)]
 
 
-class RaisingPolicy(FixedPolicy):
+class RaisingPolicy(SpeculationPolicy):
     """Raises at one question."""
 
     def __init__(self, question: str) -> None:

@@ -15,7 +15,7 @@ from specinfer.runtime.flight import Flight
 from specinfer.speculate.drafts.draft_model import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.policy.policy import FixedPolicy, SpeculationPolicy
+from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
 from tests import plans
@@ -54,7 +54,7 @@ def guesses(model: DraftModel, step: PlanEntry, policy: SpeculationPolicy | None
 def propose(
     model: DraftModel, *entries: PlanEntry, policy: SpeculationPolicy | None = None
 ) -> list[TokenTree]:
-    return Ensemble([model], vocab=64, policy=policy or FixedPolicy()).propose(plans.plan(*entries))
+    return Ensemble([model], vocab=64, policy=policy or SpeculationPolicy()).propose(plans.plan(*entries))
 
 
 def test_a_path_through_later_siblings_leaves_a_cache_as_good_as_new(tiny: Tiny) -> None:
@@ -72,7 +72,7 @@ def test_a_path_through_later_siblings_leaves_a_cache_as_good_as_new(tiny: Tiny)
     assert guesses(model, entry(text)).token_ids == guesses(draft(tiny, 3, 2, 2), entry(text)).token_ids
 
 
-class Choosing(FixedPolicy):
+class Choosing(SpeculationPolicy):
     """Goes on below these of the ends, by their place among all: a row for each level."""
 
     def __init__(self, *places: tuple[int, ...]) -> None:
@@ -114,7 +114,7 @@ def test_a_learned_tree_grows_below_any_of_its_nodes(tiny: Tiny) -> None:
 
 def test_without_a_policy_a_learned_tree_runs_as_many_nodes_as_a_usual_one(tiny: Tiny) -> None:
     # The root is run, its likeliest child, and two of that one's children.
-    tree = guesses(shaped(tiny, LEARNED), entry(TEXT), FixedPolicy(Expansion((1, 2, 1))))
+    tree = guesses(shaped(tiny, LEARNED), entry(TEXT), SpeculationPolicy(Expansion((1, 2, 1))))
     likely, depths = tree.likelihoods(), tree.depths()
     run = sorted({draw.parent for draw in tree.draws})
     assert [depths[node] for node in run] == [0, 1, 2, 2]
@@ -136,7 +136,7 @@ def test_without_a_policy_a_learned_tree_runs_as_many_nodes_as_a_usual_one(tiny:
 def test_without_a_policy_trees_with_a_shape_have_all_of_it(tiny: Tiny, params: SamplingParams) -> None:
     shape = LEARNED._replace(expansion=Expansion((2, 2)), rule=DrawRule.COUPLED)
     one = plans.entry(list(TEXT), params=params, block_table=tuple(range(30)))
-    tree = guesses(shaped(tiny, shape), one, FixedPolicy(Expansion((1, 1))))
+    tree = guesses(shaped(tiny, shape), one, SpeculationPolicy(Expansion((1, 1))))
     assert len({draw.parent for draw in tree.draws}) == len({*tree.token_ids[1:3]}) + 1
     assert max(tree.depths()) == 2
 
@@ -317,7 +317,7 @@ def test_a_block_that_got_another_text_is_not_taken_for_the_old_one(
     assert read(model, monkeypatch, entry(TEXT[:10], request_id="again", block_hashes=(A, B))) == TEXT[:10]
 
 
-class Watching(FixedPolicy):
+class Watching(SpeculationPolicy):
     """Lets a draft model guess as many levels as it is told, and remembers what it was to read."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignToke
 from specinfer.speculate.drafts.foreign_draft import ForeignDraft
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.policy.policy import FixedPolicy
+from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
@@ -74,7 +74,7 @@ def entry(text: list[int], *, max_depth: int = 9, **fields: Any) -> PlanEntry:
 
 
 def guesses(model: ForeignDraft, *entries: PlanEntry) -> list[TokenTree]:
-    trees = Ensemble([model], vocab=64, policy=FixedPolicy()).propose(plans.plan(*entries))
+    trees = Ensemble([model], vocab=64, policy=SpeculationPolicy()).propose(plans.plan(*entries))
     model.check_integrity()
     for tree in trees:
         tree.check_integrity()
@@ -99,7 +99,7 @@ def read(model: ForeignDraft, monkeypatch: pytest.MonkeyPatch, *entries: PlanEnt
 HOW = pytest.mark.parametrize("how", ["shared", "text"])
 
 
-class Last(FixedPolicy):
+class Last(SpeculationPolicy):
     """Goes on below the last of the ends alone."""
 
     def worth_deepening(

@@ -14,7 +14,7 @@ from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.growth import Growth, Shape
 from specinfer.speculate.drafts.one_pass import OnePassTrees, level_drawer
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.policy.policy import FixedPolicy
+from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.speculator import Speculator
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
@@ -91,7 +91,7 @@ def test_trees_are_as_large_as_is_verified_of_them(trees: OnePassTrees, head: Lo
     assert grown(trees, head[0]) == 32
 
 
-class Halving(FixedPolicy):
+class Halving(SpeculationPolicy):
     """Verifies half of what is guessed."""
 
     def choose_nodes(self, guessed: list[TokenTree]) -> list[TokenTree]:  # type: ignore[override]

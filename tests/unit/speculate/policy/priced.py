@@ -11,7 +11,7 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.policy.chances import Chances
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculate.policy.drafting import Draft
+from specinfer.speculate.policy.drafting import PricedDraft
 from specinfer.speculate.policy.guard import Guard
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
@@ -55,7 +55,7 @@ def sized(
     target: CostCurve, draft: CostCurve | None = None, expansion: tuple[int, ...] = (1, 1, 1, 1)
 ) -> CostPolicy:
     """The policy without a guard, of a target and maybe a draft with these costs."""
-    drafts = {} if draft is None else {"draft": Draft(unlearning("draft", draft), Expansion(expansion))}
+    drafts = {} if draft is None else {"draft": PricedDraft(unlearning("draft", draft), Expansion(expansion))}
     return CostPolicy(unlearning("target", target), drafts, Chances(dict.fromkeys(drafts, len(expansion))))
 
 
@@ -65,7 +65,7 @@ class Reckless(CostPolicy):
     def __init__(
         self, target: CostModel, draft: CostModel, *, guarded: bool = True, measured: bool = True
     ) -> None:
-        drafts = {"draft": Draft(draft, Expansion((1, 1, 1, 1)))}
+        drafts = {"draft": PricedDraft(draft, Expansion((1, 1, 1, 1)))}
         guard = Guard(target, {"draft": draft}, measured=measured) if guarded else None
         super().__init__(target, drafts, Chances({"draft": 4}), guard)
 

@@ -11,7 +11,7 @@ from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.policy.chances import Chances
 from specinfer.speculate.policy.choose import StepCosts
-from specinfer.speculate.policy.drafting import Draft, DraftStarts, Growing, Without
+from specinfer.speculate.policy.drafting import DraftStarts, Growing, PricedDraft, Without
 from specinfer.tree import TokenTree
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import single_node
@@ -38,7 +38,7 @@ class Starting:
         curve = CostCurve((1, 1000), (level, level + 999 * row))
         self.chances = Known()
         self.levels = self.chances.levels["draft"]
-        self.starts = DraftStarts(Draft(unlearning("draft", curve), Expansion((1,))), self.levels)
+        self.starts = DraftStarts(PricedDraft(unlearning("draft", curve), Expansion((1,))), self.levels)
 
     def which(
         self,

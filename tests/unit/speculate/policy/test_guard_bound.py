@@ -19,7 +19,7 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.policy.chances import Chances
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculate.policy.drafting import Draft
+from specinfer.speculate.policy.drafting import PricedDraft
 from specinfer.speculate.policy.guard import CREDIT, LOSS, TRIALS, Guard
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.tree.expansion import Expansion
@@ -86,7 +86,7 @@ def simulation(
     policy: SpeculationPolicy = Reckless(target, draft, guarded=guarded)
     if careful:
         guard = Guard(target, {"draft": draft}) if guarded else None
-        drafts = {"draft": Draft(draft, Expansion((1, 1, 1, 1)))}
+        drafts = {"draft": PricedDraft(draft, Expansion((1, 1, 1, 1)))}
         policy = CostPolicy(target, drafts, Chances({"draft": 4}), guard)
     return Simulation(machine, policy, [guesser], **options)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from specinfer.config import SpeculationConfig
-from specinfer.speculate.policy.policy import FixedPolicy
+from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
@@ -28,7 +28,7 @@ def below(
     overrides: SpeculationParams | None = None,
     rule: DrawRule = DrawRule.POINT_MASS,
 ) -> list[int]:
-    policy = FixedPolicy(None if shape is None else Expansion(shape))
+    policy = SpeculationPolicy(None if shape is None else Expansion(shape))
     [chosen] = policy.worth_deepening("draft", [entry("r", overrides=overrides)], [wide(rule)], [ends])
     return [*chosen]
 
@@ -78,5 +78,5 @@ def test_trees_that_have_a_shape_have_all_of_it(overrides: SpeculationParams | N
 def test_the_policy_in_the_place_of_another_knows_whether_shapes_are_learned(
     config: SpeculationConfig, run: list[int]
 ) -> None:
-    [chosen] = FixedPolicy.of(config).worth_deepening("draft", [entry("r")], [wide()], [[3, 4, 5]])
+    [chosen] = SpeculationPolicy.instead(config).worth_deepening("draft", [entry("r")], [wide()], [[3, 4, 5]])
     assert [*chosen] == run
