@@ -26,9 +26,10 @@ STEEPEST: Final = 6  # confidences are rounded to log-odds from -6 to 6: probabi
 BELIEVED: Final = [1 / (1 + math.exp(-odds)) for odds in range(-STEEPEST, STEEPEST + 1)]
 _EDGES: Final = [1 / (1 + math.exp(-odds - 0.5)) for odds in range(-STEEPEST, STEEPEST)]
 _FIRST: Final = len(BELIEVED)  # where first choices lie in a table, behind the others
-PRIOR: Final = 8.0  # guesses: until more were seen, a speculator is believed
+PRIOR: Final = 4.0  # guesses: until more were seen, a speculator is believed
 _MEMORY: Final = 0.995  # what a count keeps at each new guess: the last 200 decide
-MOST_SEEN: Final = PRIOR + 1 / (1 - _MEMORY)  # that a count can come to
+_BESIDE_DRAFTS: Final = 2.0  # times as many
+MOST_SEEN: Final = _BESIDE_DRAFTS * PRIOR + 1 / (1 - _MEMORY)  # that a count can come to
 
 # Beside drafts the odds that others state are multiplied by this until they were counted: lookups were right
 # .64 of the times they said .88, and .5 to .76 where they said .95 (docs/lab/2026-11-25-dropped.md).
@@ -151,6 +152,7 @@ class Chances:
     def __init__(self, depths: Mapping[str, int] | None = None) -> None:
         self.outcomes = 0  # of all guesses, that were counted
         self.levels = {name: DraftLevels(depth) for name, depth in (depths or {}).items()}
+        self._prior = PRIOR * (_BESIDE_DRAFTS if self.levels else 1.0)
         # By speculator, of others than first choices and of these: how many became text, of how many.
         self.accepted: dict[str, list[float]] = {}
         self.seen: dict[str, list[float]] = {}
@@ -217,7 +219,7 @@ class Chances:
     def _count(self, name: str, at: int, became: bool) -> None:
         """Count one guess of a speculator, of the kind that lies there in its table."""
         if name not in self.seen:
-            self.put(name, [PRIOR * rate for rate in self._start(name)], [PRIOR] * 2 * _FIRST)
+            self.put(name, [self._prior * rate for rate in self._start(name)], [self._prior] * 2 * _FIRST)
         accepted, seen = self.accepted[name], self.seen[name]
         accepted[at] = _MEMORY * accepted[at] + became
         seen[at] = _MEMORY * seen[at] + 1

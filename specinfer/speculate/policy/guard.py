@@ -2,27 +2,26 @@
 
 The one idea: speculation has an allowance of seconds it may lose. A step with guesses takes so many seconds
 more than one without, and saves the seconds of the plain steps whose tokens it has made; the allowance grows
-or shrinks by the difference, and by 1% of the step's own time. Where it is used up nobody guesses; then it
+or shrinks by the difference, and by 1.5% of the step's own time. Where it is used up nobody guesses; then it
 grows by 1% of the time, and that pays for trying again.
 
-    the bound   From its first step on, speculation has lost at most 1% of the time and 4 plain steps. In any
-                later steps, of S seconds, it has lost at most 1% of S and 64 plain steps.
+    the bound   In any steps, of S seconds, speculation has lost at most 1.5% of S and 64 plain steps.
 
-    the proof   The allowance A begins at 4 plain steps and is cut to 32 in every step. A step with guesses is
-                run only while A > 0, and adds at most 1% of its time less its loss; one without adds at most
-                1% of its time. Nothing else adds to A. A step counts for at most 32 plain steps, so A is
+    the proof   The allowance A begins at 32 plain steps and is cut to that in every step. A step with guesses
+                is run only while A > 0, and adds at most 1.5% of its time less its loss; one without adds at
+                most 1% of its time. Nothing else adds to A. A step counts for at most 32 plain steps, so A is
                 never below -32 of them; the time spent on reading texts is spread over 64 steps, is charged
                 at once when speculation is switched off, and has to be earned back before anybody guesses.
 
 The more requests a step has, the surer is its result: the luck of their guesses evens out with the root of
-their number. So the limits are divided by that root.
+their number. So the 32 are divided by that root.
 
 That is true of the seconds it is told: those that steps take, and those that plain steps of now would. The
 latter are known from steps that are kept plain now and then, as a multiple of the cost model's seconds of
 their pass. A step of more than 33 plain ones is taken for a pause of the machine.
 
 The allowance is the most that speculation can lose. It usually loses less: every 64 steps with guesses it is
-asked whether they were slower than plain ones by more than 1%, with 95% confidence. Then, too, nobody
+asked whether they were slower than plain ones by more than 1.5%, with 95% confidence. Then, too, nobody
 guesses, for 64 steps at first, and twice as many each time, up to 4096; sooner where a request is new or the
 batch has another size, if the allowance has the seconds. A trial may lose 4 plain steps of it.
 """
@@ -47,10 +46,9 @@ _LOG = logging.getLogger(__name__)
 
 WINDOW: Final = 64  # steps
 LONGEST_PAUSE: Final = 4096  # steps
-LOSS: Final = 0.01  # of the time of steps with guesses
+LOSS: Final = 0.015  # of the time of steps with guesses
 TRIALS: Final = 0.01  # of the time of steps without
-FIRST_CREDIT: Final = 4.0  # plain steps of one request; of more, divided by the root of their number
-CREDIT: Final = 32.0  # the same, that can be saved up
+CREDIT: Final = 32.0  # plain steps of one request; of more, divided by the root of their number
 _SURE: Final = 1.645  # standard errors; 95% of values without a loss lie above
 _TRIAL: Final = 4.0  # plain steps that a trial may lose
 _ENOUGH: Final = 0.5  # plain steps; a trial with less would end at its first miss
@@ -124,9 +122,8 @@ class Allowance:
     """The seconds that speculation may lose, and whether anybody may guess."""
 
     def __init__(self) -> None:
-        self.seconds = math.inf  # cut to the first credit when the first step begins
+        self.seconds = math.inf  # cut to the credit when the first step begins
         self.guessing = True  # whether speculation is on
-        self._credit = FIRST_CREDIT  # of plain steps, that the seconds are cut to
         self._floor = 0.0  # of the seconds, below which speculation is switched off
         self._pause = WINDOW  # the next one, in steps
         self._left = 0  # steps of this pause
@@ -146,8 +143,7 @@ class Allowance:
             new: one of them was not there before.
         """
         self._plain = plain
-        self.seconds = min(self.seconds, self._credit * plain / math.sqrt(max(1, requests)))
-        self._credit = CREDIT
+        self.seconds = min(self.seconds, CREDIT * plain / math.sqrt(max(1, requests)))
         size, before = requests.bit_length(), self._size
         self._size = size
         if not self.guessing:
@@ -183,7 +179,7 @@ class Allowance:
         self.seconds += saved - lost + LOSS * min(seconds, CREDIT * plain)
         won = (saved - lost) / plain
         self._won += won
-        self._window.append(won + LOSS * (1 + lost / plain))  # above zero: faster than 99% of plain
+        self._window.append(won + LOSS * (1 + lost / plain))  # above zero: faster than 98.5% of plain
         if self.seconds <= self._floor:
             self._stop()
         elif len(self._window) == WINDOW:

@@ -177,8 +177,8 @@ def test_more_right_guesses_than_tries_cannot_be() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (put("counts", "draft", "seen", 3, value=1e300), "expected a number in [8, 208], got 1e+300"),
-        (put("counts", "draft", "seen", 3, value=float("nan")), "expected a number in [8, 208], got nan"),
+        (put("counts", "draft", "seen", 3, value=1e300), "expected a number in [4, 208], got 1e+300"),
+        (put("counts", "draft", "seen", 3, value=float("nan")), "expected a number in [4, 208], got nan"),
         (put("counts", "draft", "accepted", 3, value=300), "expected a number in [0, 8], got 300"),
         (put("counts", "draft", "accepted", value=[]), "expected a list of 26 to 26 values"),
         (put("counts", "draft", value={}), "lacks 'seen'"),
