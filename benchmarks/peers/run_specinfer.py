@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from uuid import uuid4
+
 import torch
 from worker import Arrived, Generate, Setup, serve
 
@@ -22,7 +24,8 @@ def start(setup: Setup) -> tuple[Generate, dict[str, str]]:
 
     def generate(prompt: list[int], max_tokens: int, arrived: Arrived) -> None:
         done = 0
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        # A salt of its own: a prompt that is asked again must not find its answer looked up.
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, cache_salt=uuid4().hex)
         for output in llm.stream(prompt, params):
             arrived(output.token_ids[done:])
             done = len(output.token_ids)

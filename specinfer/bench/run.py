@@ -184,7 +184,12 @@ class _Bench:
     def warm_up(self) -> None:
         """Answer the first question once, shortly, and forget it."""
         talk = _Talk(0, self._conversations[0])
-        params = replace(self._load.params, max_tokens=min(_WARM_UP_TOKENS, self._load.params.max_tokens))
+        # A salt of its own: the first question must not find its answer looked up.
+        params = replace(
+            self._load.params,
+            max_tokens=min(_WARM_UP_TOKENS, self._load.params.max_tokens),
+            cache_salt="warm-up",
+        )
         with suppress(RequestError):  # a question too long is counted as failed when it is asked
             self._llm.generate([self._prompt(talk, self._conversations[0].turns[0])], params)
         self._begun = self._llm.statistics()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import click
 
@@ -91,7 +92,10 @@ def demo() -> None:
 def _answer(llm: LLM, prompt: Prompt, *, echo: bool = False) -> RequestOutput:
     from specinfer.sampling_params import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, prediction=prompt.prediction)
+    # A salt of its own: an answer asked for again must not be looked up in the round before.
+    params = SamplingParams(
+        temperature=0, max_tokens=MAX_TOKENS, prediction=prompt.prediction, cache_salt=uuid4().hex
+    )
     last = None
     for last in llm.stream_chat([{"role": "user", "content": prompt.question}], params):
         if echo:

@@ -8,6 +8,7 @@ from specinfer.cli import demo
 from specinfer.cli.options import DEFAULT_MODEL
 from specinfer.hub.catalogue import SHIPPED_HEADS
 from specinfer.request import Answer, FinishReason, RequestOutput, SpeculationFigures, Timing
+from specinfer.sampling_params import SamplingParams
 
 
 def output(seconds: float, tokens: tuple[int, ...] = (1, 2, 3, 4, 5), steps: int = 4) -> RequestOutput:
@@ -51,3 +52,17 @@ def test_every_prompt_says_why_it_gains(capsys: pytest.CaptureFixture[str]) -> N
     demo._show(compared((output(1.0), output(1.0))))
     said = capsys.readouterr().out
     assert all(f"{prompt.name}: {prompt.why}" in said for prompt in demo.PROMPTS)
+
+
+def test_no_round_finds_its_answer_in_the_round_before() -> None:
+    salts = list[str | None]()
+
+    class Recorder:
+        def stream_chat(self, messages: object, params: SamplingParams) -> list[object]:
+            salts.append(params.cache_salt)
+            return ["an answer"]
+
+    for _ in range(3):
+        demo._answer(Recorder(), demo.PROMPTS[0])  # type: ignore[arg-type]
+    assert None not in salts
+    assert len({*salts}) == 3

@@ -116,7 +116,7 @@ def test_a_question_can_be_edited_and_what_followed_is_dropped(page: Page, servi
     page.get_by_role("button", name="Edit").first.click()
     box.fill("Another?")
     page.locator(".edit").get_by_role("button", name="Send").click()
-    page.get_by_text("Three").wait_for()
+    page.get_by_role("article", name="Answer").get_by_text("Three").wait_for()
     page.wait_for_selector(DONE)
     assert page.locator(".turn").count() == 2
     assert prompts(server)[2] == "user: Another?\nassistant: "
