@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +104,7 @@ def own_tensors(head: nn.Module) -> dict[str, Tensor]:
 
     The module has a `config`.
     """
-    config: HeadConfig = head.config  # type: ignore[assignment]
+    config = cast("HeadConfig", head.config)
     others = {"d2t", "t2d"}
     if not config.own_embedding:
         others.add("embed_tokens.weight")
