@@ -28,15 +28,15 @@ _EDGES: Final = [1 / (1 + math.exp(-odds - 0.5)) for odds in range(-STEEPEST, ST
 _FIRST: Final = len(BELIEVED)  # where first choices lie in a table, behind the others
 PRIOR: Final = 4.0  # guesses: until more were seen, a speculator is believed
 _MEMORY: Final = 0.995  # what a count keeps at each new guess: the last 200 decide
-_BESIDE_DRAFTS: Final = 2.0  # times as many
+_BESIDE_DRAFTS: Final = 2.0  # the prior is so many times as large beside drafts
 MOST_SEEN: Final = _BESIDE_DRAFTS * PRIOR + 1 / (1 - _MEMORY)  # that a count can come to
 
 # Beside drafts the odds that others state are multiplied by this until they were counted: lookups were right
 # .64 of the times they said .88, and .5 to .76 where they said .95 (docs/lab/2026-11-25-dropped.md).
 _STATED: Final = 0.4
 
-# And by this at any time. Estimates of lookups are right
-# on average; those that a step is built on are the ones that came out too high (winner's curse).
+# Beside drafts others' odds are multiplied by this at any time. Estimates of lookups are right on average,
+# but those that a step is built on are the ones that came out too high (winner's curse).
 BESIDE: Final = 0.5
 
 # Temperatures up to which requests are counted together, and all above the last.
@@ -45,8 +45,8 @@ _FIRST_RATE: Final = 0.7  # of a draft's first guess, before anything was seen
 _THOUGHT: Final = 3.0  # guesses; a level nobody has been to is thought to be like the one above it
 _LIKE_ALL: Final = 4.0  # outcomes at a temperature that are thought to have come, as often right as all are
 _LEVEL_MEMORY: Final = 0.97  # what a level's count keeps at each new outcome: the last 30 decide
-_UNASKED: Final = 16  # steps in which a draft was not asked, after which its counts fade
-_UNASKED_MEMORY: Final = 0.8  # what they keep then: as what is known ages, the draft is tried again
+_REFUSED: Final = 16  # steps in which a draft did not seem worth it, after which its counts fade
+_REFUSED_MEMORY: Final = 0.8  # what they keep then: as what is known ages, the draft is tried again
 
 
 class LevelRate(NamedTuple):
@@ -116,7 +116,7 @@ class DraftLevels:
         self.all = LevelCounts(depth)
         self.alike = [LevelCounts(depth) for _ in range(len(HEATS) + 1)]
         self._rates: dict[int, list[LevelRate]] = {}  # by temperature; made when asked for
-        self._unasked = 0
+        self._refused = 0
 
     def learn(self, level: int, choice: int | None, temperature: float) -> None:
         """Count which of a request's guesses at a level was right; None: none was."""
@@ -137,13 +137,13 @@ class DraftLevels:
             ]
         return rates
 
-    def unasked(self) -> None:
-        """Note a step in which the draft was not asked."""
-        self._unasked += 1
-        if self._unasked == _UNASKED:
-            self._unasked, self._rates = 0, {}
+    def refused(self) -> None:
+        """Note a step in which the draft could guess, and did not seem worth it."""
+        self._refused += 1
+        if self._refused == _REFUSED:
+            self._refused, self._rates = 0, {}
             for counts in (self.all, *self.alike):
-                counts.fade(_UNASKED_MEMORY)
+                counts.fade(_REFUSED_MEMORY)
 
 
 class Chances:

@@ -70,7 +70,7 @@ class CostPolicy(SpeculationPolicy):
         self._row = 0.0  # seconds of another row of the target's, in a step in which no prompt is read
         self._growing: list[Growing] = []  # of the entries, while a draft grows
         self._tokens, self._nodes = 0.0, 0  # that the step is expected to make so far, and the nodes that pay
-        self._unasked: set[str] = set()  # drafts that no request of the step has started
+        self._refused: set[str] = set()  # drafts that could guess in the step, and start nowhere
         self._held: str | None = None  # why nobody may guess in this step
 
     @classmethod
@@ -105,7 +105,7 @@ class CostPolicy(SpeculationPolicy):
         entries = plan.entries
         self._entries = trees = plan.tree_entries
         self._numbers = {entry.request.request_id: n for n, entry in enumerate(trees)}
-        self._trees, self._unasked = (), set(self._drafts)
+        self._trees, self._refused = (), set()
         requests, rows, context = len(entries), 0, 0
         for entry in entries:
             rows += entry.end - entry.start
@@ -171,8 +171,9 @@ class CostPolicy(SpeculationPolicy):
                 starts[i] = affordable >= 0
         drawing = sum([start and entry.max_nodes > 1 for start, entry in zip(starts, entries, strict=True)])
         if drawing:
-            self._unasked.discard(speculator)
             self._spend(draft.costs.table(drawing)[drawing])
+        elif any(entry.max_nodes > 1 for entry in entries):
+            self._refused.add(speculator)
         return starts
 
     def worth_deepening(
@@ -253,9 +254,8 @@ class CostPolicy(SpeculationPolicy):
                     temperature = self._entries[number].request.params.temperature
                     self.chances.learn(self._trees[number], outcome.committed, temperature)
         if report.seconds:
-            if self._entries and self._held is None:
-                for name in self._unasked:
-                    self.chances.levels[name].unasked()
+            for name in self._refused:
+                self.chances.levels[name].refused()
             if self.guard is not None:
                 self.guard.observe(report.outcomes, report.seconds, report.passes)
 

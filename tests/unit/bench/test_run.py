@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from specinfer import LLM
 from specinfer.bench.run import Load, compare
 from specinfer.errors import RequestError
 from specinfer.report.dataset import Conversation, Dataset
@@ -85,3 +86,18 @@ def test_what_cannot_be_served_is_counted_as_failed_with_the_turns_after_it(pair
 def test_a_batch_has_at_least_one_request() -> None:
     with pytest.raises(RequestError, match="batch size is 0; allowed: an integer >= 1"):
         Load(params=GREEDY, batch_size=0)
+
+
+def test_the_warm_up_leaves_no_answer_to_look_up(
+    pair: Any, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    salts, generate = list[str | None](), LLM.generate
+
+    def noting(self: LLM, prompts: Any, params: Any = None) -> Any:
+        salts.append(params.cache_salt)
+        return generate(self, prompts, params)
+
+    monkeypatch.setattr(LLM, "generate", noting)
+    compare(*pair(), dataset, Load(params=SEEDED, chat=False))
+    assert salts
+    assert None not in salts, "requests that are measured have none"

@@ -235,3 +235,14 @@ def test_a_draft_that_was_not_worth_it_is_tried_again_as_its_counts_fade() -> No
     assert 5 <= tried <= 20, "each costs half a second of the 1000 s the steps take"
     teach(policy, 4)
     assert depths(policy, entry()) == [4], "and is worth it again once it guesses right"
+
+
+def test_counts_of_a_draft_that_may_not_guess_stay() -> None:
+    policy = sized(FREE, CostCurve((1, 1000), (0.5, 0.5)))
+    teach(policy, 4)
+    known = policy.chances.levels["draft"].all.to_json()
+    for _ in range(400):  # no draft is asked about requests that leave it out
+        policy.begin_step(plan(entry()))
+        policy.choose_nodes([single_node(7)])
+        policy.observe(StepReport([outcome(99)], {"target_forward": 1.0}))
+    assert policy.chances.levels["draft"].all.to_json() == known
