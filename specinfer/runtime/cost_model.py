@@ -40,6 +40,7 @@ _FARTHEST: Final = 8.0  # times; no pass is believed to be so much slower or qui
 _CONTEXT: Final = 1000.0  # tokens; the unit of a context
 _FINE: Final = 0.002  # of a pass of one row; a context that adds less to a row leaves the seconds as they are
 # Of m, a, b and c, the last three in units of a pass of one row, and a for 1000 tokens of context:
+_FIRST: Final = (1.0, 0.0, 0.0, 0.0)  # before anything was seen
 _DOUBT: Final = (0.5, 0.05, 0.1, 0.02)  # standard deviations, as long as nothing was seen
 _LEAST: Final = (0.3, 0.0, 0.0, 0.0)
 _MOST: Final = (3.0, 3.0, 3.0, 3.0)
@@ -56,7 +57,7 @@ class CostModel:
         self._learns = learns
         self._rows, self._curve = curve.corners()
         self._unit = float(curve.seconds([1])[0])
-        self._terms = [1.0, 0.0, 0.0, 0.0]
+        self._terms = list(_FIRST)
         self._doubt = _first_doubt()
         self._context = 0.0  # of the step, in its unit
         self._corrected_at = 0.0  # the context for which `_corners` are right
@@ -127,6 +128,11 @@ class CostModel:
             if abs(error) > _NOISE / 2:  # the rest is chance
                 self._update(error, rows, context)
             self._last_error = error
+
+    def fade(self, kept: float) -> None:
+        """Trust what was learnt that much, and the curve for the rest: the passes were long ago."""
+        self._terms = [first + kept * (term - first) for term, first in zip(self._terms, _FIRST, strict=True)]
+        self._correct()
 
     def _between(self, corners: Sequence[float], rows: int) -> float:
         right = bisect_right(self._rows, rows, hi=len(self._rows) - 1)

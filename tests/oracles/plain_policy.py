@@ -142,6 +142,16 @@ class PlainPolicy:
             known.append(place is not None)
         return tree, hopes, known
 
+    def _agreed_hopes(self, entry: PlanEntry) -> list[float]:
+        """How likely others' nodes are; those that the draft has drawn are as likely as it says."""
+        others, (drawn, of_drawn, _) = self.others[entry.request.request_id], self._drawn_hopes(entry)
+        drawn_at = {drawn.path_tokens(node): of_drawn[node] for node in range(drawn.num_nodes)}
+        hopes, rates = [1.0], self.chances.node_rates(others)
+        for node in range(1, others.num_nodes):
+            below = rates[node] * hopes[others.parents[node]]
+            hopes.append(drawn_at.get(others.path_tokens(node), below))
+        return hopes
+
     def _gain(self, entry: PlanEntry, end: int, price: float) -> float:
         """The tokens that children of a node of the draft's tree bring and nobody else holds."""
         others = self.others[entry.request.request_id]
@@ -167,7 +177,7 @@ class PlainPolicy:
         free: list[float] = []
         for entry in self.entries:
             others = self.others[entry.request.request_id]
-            hopes, firm = self._hopes(others), firm_nodes(others)
+            hopes, firm = self._agreed_hopes(entry), firm_nodes(others)
             best = [hopes[node] for node in range(1, others.num_nodes) if node not in firm]
             stay = [hopes[node] for node in firm]
             drawn, of_drawn, known = self._drawn_hopes(entry)

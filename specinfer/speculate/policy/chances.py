@@ -45,8 +45,6 @@ _FIRST_RATE: Final = 0.7  # of a draft's first guess, before anything was seen
 _THOUGHT: Final = 3.0  # guesses; a level nobody has been to is thought to be like the one above it
 _LIKE_ALL: Final = 4.0  # outcomes at a temperature that are thought to have come, as often right as all are
 _LEVEL_MEMORY: Final = 0.97  # what a level's count keeps at each new outcome: the last 30 decide
-_REFUSED: Final = 16  # steps in which a draft did not seem worth it, after which its counts fade
-_REFUSED_MEMORY: Final = 0.8  # what they keep then: as what is known ages, the draft is tried again
 
 
 class LevelRate(NamedTuple):
@@ -116,7 +114,6 @@ class DraftLevels:
         self.all = LevelCounts(depth)
         self.alike = [LevelCounts(depth) for _ in range(len(HEATS) + 1)]
         self._rates: dict[int, list[LevelRate]] = {}  # by temperature; made when asked for
-        self._refused = 0
 
     def learn(self, level: int, choice: int | None, temperature: float) -> None:
         """Count which of a request's guesses at a level was right; None: none was."""
@@ -137,13 +134,11 @@ class DraftLevels:
             ]
         return rates
 
-    def refused(self) -> None:
-        """Note a step in which the draft could guess, and did not seem worth it."""
-        self._refused += 1
-        if self._refused == _REFUSED:
-            self._refused, self._rates = 0, {}
-            for counts in (self.all, *self.alike):
-                counts.fade(_REFUSED_MEMORY)
+    def fade(self, kept: float) -> None:
+        """Let everything that was counted count less."""
+        self._rates = {}
+        for counts in (self.all, *self.alike):
+            counts.fade(kept)
 
 
 class Chances:

@@ -255,7 +255,7 @@ class CostPolicy(SpeculationPolicy):
                     self.chances.learn(self._trees[number], outcome.committed, temperature)
         if report.seconds:
             for name in self._refused:
-                self.chances.levels[name].refused()
+                self._starts[name].refused()
             if self.guard is not None:
                 self.guard.observe(report.outcomes, report.seconds, report.passes)
 

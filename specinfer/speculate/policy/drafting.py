@@ -27,6 +27,8 @@ _THOUGHT: Final = 3.0  # values, that nobody has seen
 # prediction: a caller that sends one thinks that it holds most of the answer.
 _LEFT: Final = {False: 1.0, True: 0.3}
 _MADE: Final = {False: 1.0, True: 8.0}  # tokens that a step makes with others' guesses, likewise
+_REFUSED: Final = 16  # steps in which a draft did not seem worth it, after which what is known of it fades
+_REFUSED_MEMORY: Final = 0.8  # the part that stays then: a draft that guesses nothing shows nothing new
 USUAL_UNREAD: Final = 2  # tokens a draft reads in every step: the root, and a last guess it has not run
 
 
@@ -62,23 +64,23 @@ class Growing:
     def __init__(self, others: TokenTree, chances: Chances, most: int, *, all_stay: bool) -> None:
         self._others, self._chances, self.all_stay = others, chances, all_stay
         self._rates = chances.node_rates(others)
-        self.known = along_paths(self._rates, others.parents)  # of others' nodes to become text
         held = [0.0] * len(self._rates)
         for parent, rate in zip(others.parents[1:], self._rates[1:], strict=True):
             held[parent] += rate
         self.left = [max(0.0, 1.0 - of) for of in held]  # nobody holds the token behind each of them
-        firm = firm_nodes(others)
-        self.nodes = len(firm)  # that stay in any case
-        self.tokens = sum([self.known[node] for node in firm])  # that these bring
-        self.loose = [
-            p for node, p in enumerate(self.known) if node and node not in firm
-        ]  # others, best first
+        self._firm = firm_nodes(others)
         self._room = most - 1
-        self._fit()
         self._places = [0]  # of the draft's nodes among others', -1 where there is none
-        self._probabilities = [1.0]  # of the draft's nodes
+        self._probabilities = [1.0]  # of the draft's nodes to become text
         self._drawn = 0  # of its draws, that were seen
-        self.samples = False  # whether it draws nodes that cannot be dropped
+        # The probabilities of its samples, and of other nodes that nobody else holds.
+        self._sampled, self._dropped = list[float](), list[float]()
+        self._weigh()
+
+    @property
+    def samples(self) -> bool:
+        """Whether the draft draws nodes that cannot be dropped."""
+        return bool(self._sampled)
 
     def grow(self, tree: TokenTree) -> None:
         """Add the nodes that are new in the draft's tree."""
@@ -94,21 +96,25 @@ class Growing:
                 found = child_of(others.token_ids, others.parents, above, tree.token_ids[node])
                 place = -1 if found is None else found
             if place >= 0:
-                rate = max(rate, self._rates[place])
+                rate = self._rates[place] = max(rate, self._rates[place])
             likely = rate * probabilities[draw.parent]
             places.append(place)
             probabilities.append(likely)
             if draw.rule.is_sampled:
-                self.samples = True
-                self.tokens, self.nodes = self.tokens + likely, self.nodes + 1
+                self._sampled.append(likely)
             elif place < 0:
-                self.loose.append(likely)
-        self._fit()
+                self._dropped.append(likely)
+        self._weigh()
 
-    def _fit(self) -> None:
-        """Keep the likeliest nodes that the request has room for."""
-        self.loose.sort(reverse=True)
-        del self.loose[max(0, self._room - self.nodes) :]
+    def _weigh(self) -> None:
+        """Weigh all nodes; where the draft agrees with others, their guesses behind it are likelier."""
+        firm = self._firm
+        self.known = along_paths(self._rates, self._others.parents)  # of others' nodes to become text
+        self.nodes = len(firm) + len(self._sampled)  # that stay in any case
+        self.tokens = sum([self.known[node] for node in firm]) + sum(self._sampled)  # that these bring
+        loose = [p for node, p in enumerate(self.known) if node and node not in firm] + self._dropped
+        loose.sort(reverse=True)
+        self.loose = loose[: max(0, self._room - self.nodes)]  # the others that there is room for, best first
 
     def gain(self, end: int, rate: LevelRate, price: float) -> float:
         """The tokens that children of a node of the draft's tree bring; `rate` is of the level below it.
@@ -157,6 +163,15 @@ class DraftStarts:
         # How much others leave of its first level, of late, and the tokens that a step makes with theirs.
         self._left = {predicted: _Fading(left) for predicted, left in _LEFT.items()}
         self._made = {predicted: _Fading(made) for predicted, made in _MADE.items()}
+        self._refused = 0  # steps
+
+    def refused(self) -> None:
+        """Note a step in which the draft could guess, and did not seem worth it."""
+        self._refused += 1
+        if self._refused == _REFUSED:
+            self._refused = 0
+            self._levels.fade(_REFUSED_MEMORY)
+            self._draft.costs.fade(_REFUSED_MEMORY)
 
     def which(
         self,

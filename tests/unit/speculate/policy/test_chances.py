@@ -108,13 +108,3 @@ def test_a_request_is_known_by_the_results_of_others_at_its_temperature() -> Non
     of_all = levels.all.rates()[0].first
     assert levels.rates(1.2)[0].first < of_all - 0.2 < of_all + 0.2 < levels.rates(0.0)[0].first
     assert levels.rates(0.7)[0].first == of_all, "nothing was seen there"
-
-
-def test_counts_of_a_draft_that_does_not_seem_worth_it_fade() -> None:
-    levels = Chances({"draft": 1}).levels["draft"]
-    for _ in range(60):
-        levels.learn(0, None, 0.0)
-    assert levels.rates(0.0)[0].first < 0.1
-    for _ in range(320):
-        levels.refused()
-    assert levels.rates(0.0)[0].first > 0.5

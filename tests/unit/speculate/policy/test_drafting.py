@@ -9,6 +9,7 @@ import pytest
 
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
+from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.policy.chances import Chances
 from specinfer.speculate.policy.choose import StepCosts
 from specinfer.speculate.policy.drafting import DraftStarts, Growing, PricedDraft, Without
@@ -161,3 +162,30 @@ def test_a_text_that_would_take_long_to_read_keeps_no_other_from_starting() -> N
         who.levels.learn(0, None, 1.5)
         who.levels.learn(0, 0, 1.5)
     assert who.which([long, short], [900, 2]) == [False, True]
+
+
+def test_guesses_behind_a_token_that_a_draft_guesses_too_are_likelier() -> None:
+    chances = Chances({"draft": 4})
+    others = chain(0.5, 0.9, 0.9, speculator="lookup")  # tokens 10, 11, 12 behind the root
+    growing = Growing(others, chances, 32, all_stay=False)
+    alone = growing.known
+    growing.grow(chain(0.9, speculator="draft"))  # token 10
+    sure = chances.rates(chain(0.9, speculator="draft").draws)[0]
+    assert growing.known[1] == sure > alone[1]
+    assert growing.known[2:] == pytest.approx([p * sure / alone[1] for p in alone[2:]])
+    assert growing.loose == growing.known[1:], "no node is counted twice"
+
+
+def test_what_is_known_of_a_draft_that_does_not_seem_worth_it_fades() -> None:
+    who = Starting(0.5, 0.0)
+    costs = CostModel("draft", CostCurve((1, 1000), (0.5, 0.5)))
+    asked = DraftStarts(PricedDraft(costs, Expansion((1,))), who.levels)
+    for _ in range(60):
+        who.levels.learn(0, None, 0.0)
+        costs.learn(1, 4.0)  # the machine was busy just then
+    assert who.levels.rates(0.0)[0].first < 0.1
+    assert costs.expected(1) > 1.4
+    for _ in range(320):
+        asked.refused()
+    assert who.levels.rates(0.0)[0].first > 0.5
+    assert costs.expected(1) < 0.55
