@@ -60,7 +60,8 @@ class Ensemble:
         names = [s.name for s in speculators]
         if len(set(names)) != len(names):
             raise ConfigError(f"speculators are named {names}; each needs a name of its own")
-        self._speculators = tuple(speculators)
+        self._keep(speculators)
+        self._held = False  # nobody may guess in this step
         self._names = tuple(names)  # of all, those that have failed included
         self._vocab = vocab  # of the target
         self._policy = policy
@@ -76,11 +77,18 @@ class Ensemble:
         self._passes = []
         asked_for, plan = plan, self._decided("begin_step", plan)
         self._proposed = Proposed(asked_for, plan)
+        self._held = all(map(_lets_nobody_guess, plan.entries))
+        if self._held:
+            alone = [single_node(entry.token_ids[entry.end - 1]) for entry in plan.tree_entries]
+            self._proposed.guessed = self._proposed.chosen = alone
+            return alone
         shared = [SharedTree(entry) for entry in plan.tree_entries]
+        guessing: list[AnySpeculator] = []
         for speculator in self._speculators:
             asked, offer = _offer(speculator.name, plan, shared)
             if not offer.entries:
                 continue
+            guessing.append(speculator)
             trees = self._from(speculator, offer, shared)
             self._count(speculator.name, trees)
             for one, tree in zip(asked, trees, strict=False):  # none if it failed
@@ -89,7 +97,7 @@ class Ensemble:
         chosen = self._decided("choose_nodes", guessed)
         fitting = [_within(one.entry, tree) for one, tree in zip(shared, chosen, strict=True)]
         self._proposed.guessed, self._proposed.chosen = guessed, fitting
-        for speculator in self._speculators:
+        for speculator in guessing:
             self._trying(speculator, partial(speculator.see_choices, guessed, fitting))
         return fitting
 
@@ -108,8 +116,11 @@ class Ensemble:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The target's layers whose inputs somebody reads; see `hear`."""
-        return tuple(sorted({tap for speculator in self._speculators for tap in speculator.taps}))
+        """The target's layers whose inputs somebody reads in this step; see `hear`.
+
+        None where nobody may guess: a head that is asked again goes on at the next block of its cache.
+        """
+        return () if self._held else self._taps
 
     def hear(self, texts: TextRows, flight: Flight) -> None:
         """Let those that read the target's hidden states have those of texts that go on, of one pass."""
@@ -241,7 +252,16 @@ class Ensemble:
             _LOG.exception(
                 "speculator %r failed and is not asked again; texts go on without it", speculator.name
             )
-            self._speculators = tuple(s for s in self._speculators if s is not speculator)
+            self._keep([s for s in self._speculators if s is not speculator])
+
+    def _keep(self, speculators: Sequence[AnySpeculator]) -> None:
+        """Ask these from now on."""
+        self._speculators = tuple(speculators)
+        self._taps = tuple(sorted({tap for speculator in speculators for tap in speculator.taps}))
+
+
+def _lets_nobody_guess(entry: PlanEntry) -> bool:
+    return entry.speculators == ()
 
 
 def _offer(name: str, plan: StepPlan, shared: Sequence[SharedTree]) -> tuple[list[SharedTree], StepPlan]:

@@ -56,7 +56,7 @@ class SpeculatorBase:
         """
 
     def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
-        """Take note of the merged tree of each request in a step, and of its part that is verified."""
+        """Note the merged trees of a step in which it was asked, and their parts that are verified."""
 
 
 class Speculator(SpeculatorBase, ABC):

@@ -66,7 +66,8 @@ class CostPolicy(SpeculationPolicy):
         self._entries: Sequence[PlanEntry] = ()  # of this step, those with a tree
         self._numbers: dict[str, int] = {}  # of these, by request
         self._trees: Sequence[TokenTree] = ()  # of these, all guesses; learnt from
-        self._costs = NOTHING
+        self._step = 0, 0  # its requests, and rows without guesses
+        self._costs = NOTHING  # of it, where somebody may guess
         self._row = 0.0  # seconds of another row of the target's, in a step in which no prompt is read
         self._growing: list[Growing] = []  # of the entries, while a draft grows
         self._tokens, self._nodes = 0.0, 0  # that the step is expected to make so far, and the nodes that pay
@@ -105,26 +106,30 @@ class CostPolicy(SpeculationPolicy):
         entries = plan.entries
         self._entries = trees = plan.tree_entries
         self._numbers = {entry.request.request_id: n for n, entry in enumerate(trees)}
-        self._trees, self._refused = (), set()
-        requests, rows, context = len(entries), 0, 0
-        for entry in entries:
-            rows += entry.end - entry.start
-            context += entry.end
+        self._trees, self._refused, self._held, self._costs = (), set(), None, NOTHING
+        rows = sum([entry.end - entry.start for entry in entries])
+        self._step = len(entries), rows
+        context = sum([entry.end for entry in entries]) / max(1, len(entries))
         for model in self._models:
-            model.begin(context / max(1, requests))
-        last = rows + sum([entry.max_nodes for entry in trees]) - len(trees)
+            model.begin(context)
+        wishes = any(map(has_own_size, trees))
+        if self.guard is not None:
+            names = [entry.request.request_id for entry in entries]
+            self._held = self.guard.begin(names, len(trees), rows, wishes)
+            if self._held is not None:
+                plan = StepPlan(
+                    tuple([e if has_own_size(e) else replace(e, speculators=_NOBODY) for e in entries])
+                )
+        if self._held is None or wishes:
+            self._look_up(*self._step)
+        return plan
+
+    def _look_up(self, requests: int, rows: int) -> None:
+        """Look up the target's passes of a step of so many requests, with so many rows without guesses."""
+        last = rows + sum([entry.max_nodes for entry in self._entries]) - len(self._entries)
         passes = self._target.table(max(last, requests + 1))
         self._costs = StepCosts(passes, rows, last, passes[requests] - passes[rows], float(requests))
         self._row = passes[requests + 1] - passes[requests]
-        if self.guard is None:
-            return plan
-        wishes = any(map(has_own_size, trees))
-        self._held = self.guard.begin(
-            [entry.request.request_id for entry in entries], len(trees), rows, wishes
-        )
-        if self._held is None:
-            return plan
-        return StepPlan(tuple([e if has_own_size(e) else replace(e, speculators=_NOBODY) for e in entries]))
 
     def worth_starting(
         self,
@@ -237,6 +242,8 @@ class CostPolicy(SpeculationPolicy):
 
     def appraise(self, trees: Sequence[TokenTree]) -> Appraisal:
         """The probabilities of the nodes that were chosen, and the seconds the step is expected to take."""
+        if self._costs is NOTHING:  # nobody may guess
+            self._look_up(*self._step)
         costs = self._costs
         likely = [along_paths(self.chances.node_rates(tree), tree.parents) for tree in trees]
         without, requests = costs.passes[costs.rows], int(costs.tokens)
