@@ -59,7 +59,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Alternation:
     """Any one of them."""
 
     options: tuple[Expression, ...]
@@ -74,7 +74,7 @@ class Repeat:
     high: int | None
 
 
-Expression = Literal | Pattern | Reference | Sequence | Choice | Repeat
+Expression = Literal | Pattern | Reference | Sequence | Alternation | Repeat
 Rules = Mapping[str, Expression]
 
 
@@ -94,7 +94,7 @@ def references(body: Expression) -> Iterator[str]:
     match body:
         case Reference(name):
             yield name
-        case Sequence(parts) | Choice(parts):
+        case Sequence(parts) | Alternation(parts):
             for part in parts:
                 yield from references(part)
         case Repeat(item):
@@ -134,7 +134,7 @@ def to_lark(rules: Rules) -> str:
 def _largest_repeat(body: Expression) -> int:
     """The largest product of counted repeats in one another, within one rule."""
     match body:
-        case Sequence(parts) | Choice(parts):
+        case Sequence(parts) | Alternation(parts):
             return max(map(_largest_repeat, parts), default=1)
         case Repeat(item, low, high):
             return max(1, low, high or 0) * _largest_repeat(item)
@@ -164,7 +164,7 @@ def _regex(body: Expression, rules: Rules, known: dict[str, str | None]) -> str 
                 inner = _regex(rules[name], rules, known)
                 known[name] = None if inner is None else f"(?:{inner})"
             return known[name]
-        case Sequence(parts) | Choice(parts):
+        case Sequence(parts) | Alternation(parts):
             inners: list[str] = []
             for part in parts:
                 inner = _regex(part, rules, known)
@@ -192,7 +192,7 @@ def _lark(body: Expression, short: dict[str, str]) -> str:
             return short[name]
         case Sequence(items):
             return "(" + " ".join(_lark(item, short) for item in items) + ")" if items else '""'
-        case Choice(options):
+        case Alternation(options):
             return "(" + " | ".join(_lark(option, short) for option in options) + ")"
         case Repeat(item, 0, 1):
             return f"({_lark(item, short)})?"
@@ -230,7 +230,7 @@ class _Reader:
         options = [self._sequence()]
         while self._next("|"):
             options.append(self._sequence())
-        return options[0] if len(options) == 1 else Choice(tuple(options))
+        return options[0] if len(options) == 1 else Alternation(tuple(options))
 
     def _sequence(self) -> Expression:
         items: list[Expression] = []

@@ -1,7 +1,16 @@
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.grammar.gbnf import Choice, Literal, Pattern, Reference, Repeat, Sequence, read_gbnf, to_lark
+from specinfer.grammar.gbnf import (
+    Alternation,
+    Literal,
+    Pattern,
+    Reference,
+    Repeat,
+    Sequence,
+    read_gbnf,
+    to_lark,
+)
 from tests.unit.grammar.vocabulary import accepts, grammar_of
 
 
@@ -10,7 +19,7 @@ from tests.unit.grammar.vocabulary import accepts, grammar_of
     [
         ('"yes"', Literal("yes")),
         ('"a" "b"', Sequence((Literal("a"), Literal("b")))),
-        ('"a" | "b"\n  | "c"', Choice((Literal("a"), Literal("b"), Literal("c")))),
+        ('"a" | "b"\n  | "c"', Alternation((Literal("a"), Literal("b"), Literal("c")))),
         ('"a"?', Repeat(Literal("a"), 0, 1)),
         ('"a"*', Repeat(Literal("a"), 0, None)),
         ('"a"+', Repeat(Literal("a"), 1, None)),
@@ -20,7 +29,7 @@ from tests.unit.grammar.vocabulary import accepts, grammar_of
         ('"a"{,5}', Repeat(Literal("a"), 0, 5)),
         ('"a" { 3 , 5 }', Repeat(Literal("a"), 3, 5)),
         ("[a-z]{2}{3}", Repeat(Repeat(Pattern("[a-z]"), 2, 2), 3, 3)),
-        ('("a" | "b")+', Repeat(Choice((Literal("a"), Literal("b"))), 1, None)),
+        ('("a" | "b")+', Repeat(Alternation((Literal("a"), Literal("b"))), 1, None)),
         ("other", Reference("other")),
         ("[a-c]", Pattern("[a-c]")),
         ("[^a-c_]", Pattern(r"[^a-c\x{5F}]")),

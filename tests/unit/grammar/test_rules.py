@@ -1,10 +1,12 @@
-from specinfer.grammar.gbnf import Choice, Literal, Reference, Repeat, Sequence, in_use, references
+from specinfer.grammar.gbnf import Alternation, Literal, Reference, Repeat, Sequence, in_use, references
 
 A = Literal("a")
 
 
 def test_the_names_a_body_mentions_are_listed_in_order():
-    body = Choice((Sequence((Reference("c"), A)), Repeat(Choice((Reference("b"), Reference("c"))), 0, None)))
+    body = Alternation(
+        (Sequence((Reference("c"), A)), Repeat(Alternation((Reference("b"), Reference("c"))), 0, None))
+    )
     assert list(references(body)) == ["c", "b", "c"]
     assert list(references(A)) == []
 
