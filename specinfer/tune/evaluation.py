@@ -186,7 +186,7 @@ def read_draft(folder: Path, target: Target, depth: int) -> Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PairedComparison:
     """Two drafts along the same answers, in tokens a second."""
 
     new: float
@@ -196,7 +196,7 @@ class Comparison:
     answers: int
 
     @classmethod
-    def of(cls, new_S: NDArray[np.float64], old_S: NDArray[np.float64]) -> Comparison:
+    def of(cls, new_S: NDArray[np.float64], old_S: NDArray[np.float64]) -> PairedComparison:
         """Compare the speeds at the same answers."""
         gains = new_S - old_S
         count = len(gains)

@@ -45,8 +45,8 @@ from specinfer.tune.dataset import Corpus, Dataset
 from specinfer.tune.draft import Draft, Kind, Target
 from specinfer.tune.evaluation import (
     Along,
-    Comparison,
     Incumbent,
+    PairedComparison,
     along,
     figures_of,
     held_out_texts,
@@ -359,7 +359,7 @@ class Tuning:
         elif old is not None:
             former_speed = best_shapes(theirs, costs.target, range(len(theirs)))
             texts_P = members[0].along.texts_P.numpy()
-            comparison = Comparison.of(selection.best.of_texts(texts_P), former_speed.of_texts(texts_P))
+            comparison = PairedComparison.of(selection.best.of_texts(texts_P), former_speed.of_texts(texts_P))
             self._hearers.say(comparison.told(old.folder))
             if comparison.better:
                 replace_folder(config.out, old.folder)

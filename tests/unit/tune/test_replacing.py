@@ -17,7 +17,7 @@ from specinfer.models.fingerprint import fingerprint
 from specinfer.models.weights import open_model
 from specinfer.tune.boosting import BoostConfig
 from specinfer.tune.dataset import Corpus
-from specinfer.tune.evaluation import Comparison, Incumbent, replace_folder
+from specinfer.tune.evaluation import Incumbent, PairedComparison, replace_folder
 from specinfer.tune.tuning import Tuning
 from tests.heads import medusa_config, tiny_medusa, write_medusa
 from tests.tiny_models import write_tiny_llama
@@ -37,13 +37,13 @@ from tests.unit.tune.test_small_model import opened
     ],
 )
 def test_a_gain_has_to_exceed_its_error(new: list[float], old: list[float], better: bool) -> None:
-    verdict = Comparison.of(np.array(new), np.array(old))
+    verdict = PairedComparison.of(np.array(new), np.array(old))
     assert verdict.better is better
     assert ("stays" in verdict.told(Path("pool"))) is not better
 
 
 def test_an_error_is_of_pairs() -> None:
-    verdict = Comparison.of(np.array([2.0, 2.0, 5.0]), np.array([1.0, 3.0, 4.0]))
+    verdict = PairedComparison.of(np.array([2.0, 2.0, 5.0]), np.array([1.0, 3.0, 4.0]))
     assert verdict.gain == pytest.approx(1 / 3)
     assert verdict.error == pytest.approx(np.std([1, -1, 1], ddof=1) / 3**0.5)
     assert (verdict.new, verdict.old, verdict.answers) == (3.0, pytest.approx(8 / 3), 3)
