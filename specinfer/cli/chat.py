@@ -46,10 +46,10 @@ def chat(system: str | None, **options: Any) -> None:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a stray byte must not end the conversation
     click.echo(f"{HELP}.", err=True)
-    Conversation(llm, params, Listener(llm, show=False, trace=None), system).run()
+    ChatSession(llm, params, Listener(llm, show=False, trace=None), system).run()
 
 
-class Conversation:
+class ChatSession:
     """The messages so far and the loop that adds to them."""
 
     def __init__(self, llm: LLM, params: SamplingParams, listener: Listener, system: str | None) -> None:
