@@ -29,7 +29,15 @@ from torch import Tensor
 from specinfer.errors import ModelFileError, TuneError
 from specinfer.models.safetensors import TensorEntry, read_entries, write_safetensors
 from specinfer.progress import Progress
-from specinfer.tune.dataset import Corpus, Dataset, Shard, TunedText, WholeDataset, anchors_of, block_batch
+from specinfer.tune.dataset import (
+    Corpus,
+    Shard,
+    TrainingSet,
+    TunedText,
+    WholeDataset,
+    anchors_of,
+    block_batch,
+)
 from specinfer.tune.draft import Draft
 from specinfer.tune.prompts import temperature_of
 
@@ -71,7 +79,7 @@ class BoostConfig:
         return facts | ({"warm": True} if self.warm else {})
 
 
-def dataset_of(corpus: Corpus, config: BoostConfig, known: Sequence[KnownGuesses]) -> Dataset:
+def dataset_of(corpus: Corpus, config: BoostConfig, known: Sequence[KnownGuesses]) -> TrainingSet:
     """What a member learns from, where `known` is what the members before it propose, in their order."""
     if not known or config.form == "none":
         return WholeDataset(corpus)

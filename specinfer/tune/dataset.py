@@ -212,7 +212,7 @@ def _whole(entry: TensorEntry) -> Tensor:
     return entry.read_rows(0, entry.shape[0])
 
 
-class Dataset(Protocol):
+class TrainingSet(Protocol):
     """Texts to learn from; their number may be 0."""
 
     def __len__(self) -> int: ...
@@ -241,7 +241,7 @@ class WholeDataset:
         return self.corpus.text(number, held_out=False)
 
 
-def first_texts(dataset: Dataset, most: int) -> Sequence[TunedText]:
+def first_texts(dataset: TrainingSet, most: int) -> Sequence[TunedText]:
     """The first texts, at most so many."""
     return [dataset.text(number) for number in range(min(most, len(dataset)))]
 

@@ -20,7 +20,7 @@ from specinfer.heads.layers import Norm
 from specinfer.hub.model_files import ModelFiles
 from specinfer.models.config import ModelConfig
 from specinfer.models.weights import OpenModel
-from specinfer.tune.dataset import BlockBatch, Dataset
+from specinfer.tune.dataset import BlockBatch, TrainingSet
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +130,7 @@ class Beginning:
     """What a draft that has not learnt anything is made of."""
 
     target: Target
-    dataset: Dataset
+    dataset: TrainingSet
     seed: int
     loss_of: Callable[[Draft], float]  # on some texts, the same ones every time
     say: Callable[[str], None]  # to a person

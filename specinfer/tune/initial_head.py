@@ -30,7 +30,7 @@ from specinfer.heads.layers import HeadLayer, initialise
 from specinfer.heads.vocabulary import Tables
 from specinfer.models.config import Activation, Family, ModelConfig, Rope
 from specinfer.models.weights import OpenModel
-from specinfer.tune.dataset import Corpus, Dataset, TunedText, first_texts
+from specinfer.tune.dataset import Corpus, TrainingSet, TunedText, first_texts
 from specinfer.tune.draft import Draft
 
 USUAL_VOCABULARY: Final = 8192  # tokens that a new head can name, where nothing else is asked for
@@ -96,7 +96,7 @@ def frequent_tokens(corpus: Corpus, count: int, vocab: int) -> list[int]:
     return ids
 
 
-def scale_of(dataset: Dataset) -> Tensor:
+def scale_of(dataset: TrainingSet) -> Tensor:
     """`sizes_of` the first texts to learn from."""
     return sizes_of(first_texts(dataset, _SCALED_BY))
 
@@ -170,7 +170,7 @@ def tune_loudness(draft: Draft, loss: Callable[[Draft], float]) -> float:
     return least
 
 
-def learn_pairs(head: BlockHead, dataset: Dataset, entry_V: Tensor) -> None:
+def learn_pairs(head: BlockHead, dataset: TrainingSet, entry_V: Tensor) -> None:
     """Make the Markov term the law of a token behind the one before it, as far as its rank goes.
 
     The law is a mean of the target's own, shrunk to how frequent tokens are. `entry_V` is where tokens are
@@ -230,7 +230,7 @@ def begin_as_target(head: BlockHead, target: OpenModel, texts: Iterable[TunedTex
             _size_norms(layer, known_RX, head.entry.weight[:size])
 
 
-def _pairs(dataset: Dataset, entry_V: Tensor, named: int) -> tuple[Tensor, Tensor]:
+def _pairs(dataset: TrainingSet, entry_V: Tensor, named: int) -> tuple[Tensor, Tensor]:
     """Tokens before [0] and entries behind them [1], with the target's probabilities added up."""
     codes: list[Tensor] = []
     masses: list[Tensor] = []

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import TuneError
-from specinfer.tune.dataset import Dataset, TunedText, anchors_of, block_batch
+from specinfer.tune.dataset import TrainingSet, TunedText, anchors_of, block_batch
 from specinfer.tune.draft import Draft, entries_of
 from specinfer.tune.losses import LOSSES, GuessBatch, Loss, Shortlist, shortlists, summed_losses
 
@@ -100,7 +100,7 @@ class Trainer:
             self._named.values(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
 
-    def step(self, dataset: Dataset, left: float) -> None:
+    def step(self, dataset: TrainingSet, left: float) -> None:
         """Learn from a few texts; `left` is the part of the time that is left, of 1."""
         config, number = self._config, self.state.steps
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)

@@ -23,7 +23,7 @@ from specinfer.models.safetensors import FLOATS, read_entries, write_safetensors
 from specinfer.progress import NoProgress, Progress
 from specinfer.report.files import dress, new_figure
 from specinfer.tune.card import Material, card
-from specinfer.tune.dataset import Dataset, TunedText, first_texts
+from specinfer.tune.dataset import TrainingSet, TunedText, first_texts
 from specinfer.tune.draft import Beginning, Draft, Kind, Target
 from specinfer.tune.evaluation import Along, Figures, measure, read_draft
 from specinfer.tune.trainer import TrainConfig, Trainer, TrainState, loss_of
@@ -98,7 +98,7 @@ class Training:
         kind: Kind,
         config: TrainConfig,
         target: Target,
-        dataset: Dataset,
+        dataset: TrainingSet,
         texts: Sequence[TunedText],
         files: TrainingFiles,
         *,

@@ -41,7 +41,7 @@ from specinfer.progress import NoProgress, Progress
 from specinfer.tune.boosting import BoostConfig, KnownGuesses, dataset_of
 from specinfer.tune.card import Material
 from specinfer.tune.collector import Collector, HiddenStateListener, collecting
-from specinfer.tune.dataset import Corpus, Dataset
+from specinfer.tune.dataset import Corpus, TrainingSet
 from specinfer.tune.draft import Draft, Kind, Target
 from specinfer.tune.evaluation import (
     Along,
@@ -295,7 +295,7 @@ class Tuning:
         return self._judged(members, Material.of(self._target, sources, corpus))
 
     def _training(
-        self, dataset: Dataset, sources: Sequence[str], number: int = 0, earlier: Sequence[Along] = ()
+        self, dataset: TrainingSet, sources: Sequence[str], number: int = 0, earlier: Sequence[Along] = ()
     ) -> Training:
         """The training of a member, by its number from 0 on."""
         config, corpus = self._config, self._corpus
