@@ -38,7 +38,7 @@ from specinfer.tune.dataset import (
     anchors_of,
     block_batch,
 )
-from specinfer.tune.draft import Draft
+from specinfer.tune.draft import TrainableDraft
 from specinfer.tune.prompts import temperature_of
 
 _DTYPES: Final = {"I32": torch.int32, "U8": torch.uint8}
@@ -171,7 +171,9 @@ class KnownGuesses:
             self._member = hashlib.file_digest(file, "sha256").digest()
         self._rows: list[tuple[TensorEntry, int, int]] = []  # where each text's are
 
-    def complete(self, draft: Draft, width: int, progress: Progress, among_S: Tensor | None = None) -> None:
+    def complete(
+        self, draft: TrainableDraft, width: int, progress: Progress, among_S: Tensor | None = None
+    ) -> None:
         """Compute what is not there; `draft` is the member, which proposes so many tokens at a place.
 
         `among_S` are the entries of the draft's ids that are looked at, as others are hardly ever right;
@@ -227,7 +229,7 @@ class KnownGuesses:
 
 
 @torch.inference_mode()
-def proposed(draft: Draft, text: TunedText, width: int, among_S: Tensor | None = None) -> Tensor:
+def proposed(draft: TrainableDraft, text: TunedText, width: int, among_S: Tensor | None = None) -> Tensor:
     """The `width` likeliest tokens by a draft behind each place of an answer, int64 [R, W]; -1: none.
 
     Of these entries of its ids, where they are given.

@@ -41,7 +41,7 @@ class Target:
         return Path(self.files.name).name
 
 
-class Draft(Protocol):
+class TrainableDraft(Protocol):
     """A draft that learns."""
 
     @property
@@ -97,7 +97,7 @@ class Draft(Protocol):
         """The logits [..., S] of rows [..., D] behind tokens [...]: of entries of `ids`, or of all."""
         ...
 
-    def copy(self) -> Draft:
+    def copy(self) -> TrainableDraft:
         """Another one with weights of its own, which are the same."""
         ...
 
@@ -132,7 +132,7 @@ class Beginning:
     target: Target
     dataset: TrainingSet
     seed: int
-    loss_of: Callable[[Draft], float]  # on some texts, the same ones every time
+    loss_of: Callable[[TrainableDraft], float]  # on some texts, the same ones every time
     say: Callable[[str], None]  # to a person
 
 
@@ -156,19 +156,19 @@ class Kind(Protocol):
         """What a tuning that is gone on with has to have in common with this one."""
         ...
 
-    def new(self, init: str | None, beginning: Beginning) -> Draft:
+    def new(self, init: str | None, beginning: Beginning) -> TrainableDraft:
         """A draft before it has learnt anything; `init` as `specinfer tune` has it.
 
         Raises TuneError and ModelError for an `init` that cannot be used.
         """
         ...
 
-    def blank(self, target: Target, scale_ND: Tensor, ids: list[int]) -> Draft:
+    def blank(self, target: Target, scale_ND: Tensor, ids: list[int]) -> TrainableDraft:
         """A draft whose trained weights are anybody's: a checkpoint's take their place."""
         ...
 
 
-def entries_of(draft: Draft) -> Tensor:
+def entries_of(draft: TrainableDraft) -> Tensor:
     """Where each of the target's tokens is among those the draft can name, int64 [V]; -1: it cannot."""
     entry_V = torch.full((draft.vocab,), -1, dtype=torch.int64)
     entry_V[draft.ids] = torch.arange(len(draft.ids))

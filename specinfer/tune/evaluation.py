@@ -34,7 +34,7 @@ from specinfer.models.fingerprint import is_of
 from specinfer.models.weights import OpenModel, open_model
 from specinfer.tokenizer.vocabulary import Vocabulary
 from specinfer.tune.dataset import BlockBatch, Corpus, TunedText, anchors_of, block_batch
-from specinfer.tune.draft import Draft, Target, entries_of
+from specinfer.tune.draft import Target, TrainableDraft, entries_of
 from specinfer.tune.head_draft import BlockHeadDraft, EagleHeadDraft
 from specinfer.tune.small_model import read_small
 
@@ -94,7 +94,7 @@ def held_out_texts(corpus: Corpus) -> list[TunedText]:
 
 
 @torch.inference_mode()
-def along(draft: Draft, texts: Sequence[TunedText]) -> Along:
+def along(draft: TrainableDraft, texts: Sequence[TunedText]) -> Along:
     """What a draft makes of the texts' tokens; the same places for every draft, and every time."""
     entry_V = entries_of(draft)
     ranks: list[Tensor] = [torch.zeros(0, draft.depth, dtype=torch.int64)]
@@ -116,7 +116,7 @@ def along(draft: Draft, texts: Sequence[TunedText]) -> Along:
     return Along(torch.cat(ranks), torch.cat(of_texts))
 
 
-def measure(draft: Draft, texts: Sequence[TunedText], earlier: Sequence[Along] = ()) -> Figures:
+def measure(draft: TrainableDraft, texts: Sequence[TunedText], earlier: Sequence[Along] = ()) -> Figures:
     """The figures of a draft; `earlier` are other members of its pool, along the same texts."""
     return figures_of(along(draft, texts), earlier)
 
@@ -137,7 +137,7 @@ def figures_of(own: Along, earlier: Sequence[Along] = ()) -> Figures:
     return Figures(hits, among_three, 1.0 + float(chain_P.double().mean()), places, pooled)
 
 
-def _batches(draft: Draft, texts: Sequence[TunedText]) -> Iterator[tuple[int, BlockBatch]]:
+def _batches(draft: TrainableDraft, texts: Sequence[TunedText]) -> Iterator[tuple[int, BlockBatch]]:
     """Blocks of some places of a few texts at a time, behind the number of the first of these."""
     generator = torch.Generator().manual_seed(0)
     for start in range(0, len(texts), _AT_ONCE):
@@ -169,7 +169,7 @@ def open_draft(folder: Path, target: Target) -> HeadFolder | OpenModel:
     return small
 
 
-def read_draft(folder: Path, target: Target, depth: int) -> Draft:
+def read_draft(folder: Path, target: Target, depth: int) -> TrainableDraft:
     """The head or small model in a folder, which reads hidden states as the target leaves them.
 
     `depth` is how many levels of a small model are measured; a head has its own. Raises as `open_draft`.
@@ -246,7 +246,7 @@ class Incumbent:
         """The layers whose inputs its heads read."""
         return tuple(sorted({tap for member in self.members for tap in taps_of(member, self._target)}))
 
-    def drafts(self, depth: int) -> list[Draft]:
+    def drafts(self, depth: int) -> list[TrainableDraft]:
         """Its drafts; `depth` as `read_draft`."""
         return [read_draft(member, self._target, depth) for member in self.members]
 

@@ -45,7 +45,7 @@ _PAIRS: Final = "markov_head.markov_w2.weight"
 
 
 class HeadDraft(ABC):
-    """A head, and what the hidden states that it reads are multiplied by; a Draft."""
+    """A head, and what the hidden states that it reads are multiplied by; a TrainableDraft."""
 
     def __init__(self, head: BlockHead | EagleHead, scale_ND: Tensor) -> None:
         self.module: nn.Module = head

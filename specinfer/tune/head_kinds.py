@@ -40,7 +40,7 @@ _SOLVED_BY: Final = 1000  # texts by which a head begins as its target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockKind:
-    """A causal block head: a kind of Draft."""
+    """A causal block head: a kind of TrainableDraft."""
 
     name: ClassVar[str] = "block"
     # Rows begin with the target's last hidden state, and its output layer is used; or, as vLLM reads it, rows
@@ -120,7 +120,7 @@ class BlockKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleKind:
-    """A head that makes a pass a level: a kind of Draft."""
+    """A head that makes a pass a level: a kind of TrainableDraft."""
 
     name: ClassVar[str] = "eagle"
     layers: int = 1

@@ -31,7 +31,7 @@ from specinfer.heads.vocabulary import Tables
 from specinfer.models.config import Activation, Family, ModelConfig, Rope
 from specinfer.models.weights import OpenModel
 from specinfer.tune.dataset import Corpus, TrainingSet, TunedText, first_texts
-from specinfer.tune.draft import Draft
+from specinfer.tune.draft import TrainableDraft
 
 USUAL_VOCABULARY: Final = 8192  # tokens that a new head can name, where nothing else is asked for
 _FAINT: Final = 0.1  # of the target's output layer, to begin with
@@ -156,7 +156,7 @@ def new_head(
     return head
 
 
-def tune_loudness(draft: Draft, loss: Callable[[Draft], float]) -> float:
+def tune_loudness(draft: TrainableDraft, loss: Callable[[TrainableDraft], float]) -> float:
     """Multiply the last norm by what makes the loss least, of a few values; the loss."""
     norm = draft.last_norm
     whole_D = norm.weight.detach().clone()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specinfer.kernels.machine import is_quick_in_bfloat16
 from specinfer.tune.dataset import BlockBatch
-from specinfer.tune.draft import Draft
+from specinfer.tune.draft import TrainableDraft
 
 Loss = Literal["hybrid", "kl"]
 LOSSES: Final[tuple[Loss, ...]] = get_args(Loss)
@@ -120,7 +120,7 @@ class GuessBatch:
 
 
 def shortlists(
-    draft: Draft, parts: Sequence[GuessBatch], size: int, generator: torch.Generator
+    draft: TrainableDraft, parts: Sequence[GuessBatch], size: int, generator: torch.Generator
 ) -> list[Shortlist]:
     """One shortlist for all parts of a step, for the places of each."""
     entries, chances = zip(*((part.entries_RK, part.chances_RK) for part in parts), strict=True)
@@ -128,7 +128,7 @@ def shortlists(
     return short.parts([len(of_part) for of_part in entries])
 
 
-def summed_losses(draft: Draft, places: GuessBatch, short: Shortlist, kind: Loss) -> Tensor:
+def summed_losses(draft: TrainableDraft, places: GuessBatch, short: Shortlist, kind: Loss) -> Tensor:
     """The sum of the losses of guesses, each as much as it counts."""
     valid = places.batch.valid_BAL
     with torch.autocast("cpu", torch.bfloat16, enabled=is_quick_in_bfloat16()):

@@ -33,7 +33,7 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.executor import LocalExecutor
 from specinfer.runtime.flight import torch_threads
 from specinfer.tune.card import Material, front_matter, learnt_from, licence_section
-from specinfer.tune.draft import Draft, Target
+from specinfer.tune.draft import Target, TrainableDraft
 from specinfer.tune.evaluation import Along, Figures, figures_of
 from specinfer.version import VERSION
 
@@ -172,7 +172,7 @@ class MeasuredDraft:
     """A member that was written."""
 
     folder: Path
-    draft: Draft
+    draft: TrainableDraft
     along: Along  # held-out answers
 
 

@@ -116,7 +116,7 @@ def _whole(source: TensorFile, name: str) -> Tensor:
 
 
 class SmallDraft:
-    """A small language model; a Draft. Guesses are what it says behind each token of a text."""
+    """A small language model; a TrainableDraft. Guesses are what it says behind each token of a text."""
 
     def __init__(self, model: SmallModel, depth: int) -> None:
         """`depth` levels are measured."""
@@ -191,7 +191,7 @@ class SmallDraft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsmKind:
-    """A few layers of the target's architecture between its own tables: a kind of Draft."""
+    """A few layers of the target's architecture between its own tables: a kind of TrainableDraft."""
 
     name: ClassVar[str] = "ssm"
     layers: int = 2

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specinfer.errors import TuneError
 from specinfer.tune.dataset import TrainingSet, TunedText, anchors_of, block_batch
-from specinfer.tune.draft import Draft, entries_of
+from specinfer.tune.draft import TrainableDraft, entries_of
 from specinfer.tune.losses import LOSSES, GuessBatch, Loss, Shortlist, shortlists, summed_losses
 
 # Names of glibc's malloc.h.
@@ -86,7 +86,7 @@ class TrainState:
 class Trainer:
     """A draft, its average, and the optimizer's moments."""
 
-    def __init__(self, draft: Draft, config: TrainConfig) -> None:
+    def __init__(self, draft: TrainableDraft, config: TrainConfig) -> None:
         self.draft = draft
         self.state = TrainState()
         self._config = config
@@ -150,7 +150,7 @@ class Trainer:
         loss = sum(float(loss) for loss, _ in found) / weight
         return loss, sum(int(part.batch.valid_BAL[..., 0].sum()) for part in parts)
 
-    def averaged(self) -> Draft:
+    def averaged(self) -> TrainableDraft:
         """A copy of the draft with averaged weights."""
         copy = self.draft.copy()
         copy.module.load_state_dict(self.average, strict=False)
@@ -202,7 +202,7 @@ def usual_rate(width: int) -> float:
 
 
 @torch.no_grad()
-def loss_of(draft: Draft, texts: Sequence[TunedText], config: TrainConfig) -> float:
+def loss_of(draft: TrainableDraft, texts: Sequence[TunedText], config: TrainConfig) -> float:
     """The loss of a draft on some of each text, all levels it learns; the same places every time.
 
     Raises TuneError where no text has an answer of two tokens, of which a guess could be made.

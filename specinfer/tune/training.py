@@ -24,7 +24,7 @@ from specinfer.progress import NoProgress, Progress
 from specinfer.report.files import dress, new_figure
 from specinfer.tune.card import Material, card
 from specinfer.tune.dataset import TrainingSet, TunedText, first_texts
-from specinfer.tune.draft import Beginning, Draft, Kind, Target
+from specinfer.tune.draft import Beginning, Kind, Target, TrainableDraft
 from specinfer.tune.evaluation import Along, Figures, measure, read_draft
 from specinfer.tune.trainer import TrainConfig, Trainer, TrainState, loss_of
 
@@ -187,7 +187,7 @@ class Training:
     def _begun(self, init: str | None) -> Trainer:
         tried = first_texts(self._dataset, _TRIED_BY)
 
-        def loss(draft: Draft) -> float:
+        def loss(draft: TrainableDraft) -> float:
             return loss_of(draft, tried, self._config)
 
         beginning = Beginning(self._target, self._dataset, self._config.seed, loss, self._hearers.say)
@@ -223,7 +223,7 @@ class Training:
         if not self._card.exists():
             self._describe(exported, figures)
 
-    def _export(self, draft: Draft, figures: Figures) -> None:
+    def _export(self, draft: TrainableDraft, figures: Figures) -> None:
         """Write a draft and its card; whoever is killed on the way leaves no card that is another draft's."""
         self._card.unlink(missing_ok=True)
         draft.write(self._files.folder, self._target)
@@ -233,7 +233,7 @@ class Training:
     def _card(self) -> Path:
         return self._files.folder / "README.md"
 
-    def _describe(self, draft: Draft, figures: Figures) -> None:
+    def _describe(self, draft: TrainableDraft, figures: Figures) -> None:
         text = card(draft.described(), self._material, self.trainer, self._config.loss, figures)
         with NewFile(self._card, mode=0o644) as new:
             new.write(text.encode())

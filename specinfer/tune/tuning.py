@@ -42,7 +42,7 @@ from specinfer.tune.boosting import BoostConfig, KnownGuesses, dataset_of
 from specinfer.tune.card import Material
 from specinfer.tune.collector import Collector, HiddenStateListener, collecting
 from specinfer.tune.dataset import Corpus, TrainingSet
-from specinfer.tune.draft import Draft, Kind, Target
+from specinfer.tune.draft import Kind, Target, TrainableDraft
 from specinfer.tune.evaluation import (
     Along,
     Incumbent,
@@ -326,7 +326,7 @@ class Tuning:
         name = member_name(number)
         return TrainingFiles(config.out / name, config.work / f"{name}.safetensors")
 
-    def _known(self, number: int, draft: Draft) -> KnownGuesses:
+    def _known(self, number: int, draft: TrainableDraft) -> KnownGuesses:
         """What a member proposes along all that is learnt from."""
         folder = self._files(number).folder
         kept = self._config.work / "guesses" / folder.name

@@ -9,7 +9,7 @@ import torch
 
 from specinfer.models.weights import open_model
 from specinfer.tune.dataset import Corpus, TunedText, anchors_of, block_batch
-from specinfer.tune.draft import Beginning, Draft, entries_of
+from specinfer.tune.draft import Beginning, TrainableDraft, entries_of
 from specinfer.tune.evaluation import NEVER, WIDEST, Along, along, figures_of
 from specinfer.tune.head_draft import BlockHeadDraft
 from specinfer.tune.head_kinds import BlockKind
@@ -30,7 +30,7 @@ class NoLessons:
         raise IndexError(number)
 
 
-def draft_of(kind: str, target: Path) -> Draft:
+def draft_of(kind: str, target: Path) -> TrainableDraft:
     if kind == "ssm":
         return SsmKind(layers=1, depth=3).new("target", _beginning(target))
     model = open_model(target)
