@@ -90,7 +90,7 @@ class ChatMessage(Fields):
 _RENDERED: Final = ("role", "content", "name", "tool_call_id", "reasoning_content", "refusal")
 
 
-class FunctionTool(Fields):
+class ChatTool(Fields):
     """A tool; functions are the only kind."""
 
     type: Literal["function"]
@@ -119,7 +119,7 @@ class ChatFields(ConversationFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     prediction: Prediction | None = None
-    tools: Items[FunctionTool] | None = None
+    tools: Items[ChatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     reasoning_effort: str | None = Field(None, description="Handed to the model's chat template.")
 
