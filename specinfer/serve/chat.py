@@ -97,7 +97,7 @@ class ChatTool(Fields):
     function: Function
 
 
-class NamedFunction(Fields):
+class FunctionName(Fields):
     """The name of a function."""
 
     name: str
@@ -107,7 +107,7 @@ class NamedTool(Fields):
     """The tool that is to be called."""
 
     type: Literal["function"]
-    function: NamedFunction
+    function: FunctionName
 
 
 class ChatFields(ConversationFields):
