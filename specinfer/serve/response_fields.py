@@ -43,7 +43,7 @@ def _item_kind(value: object) -> str:
     return _KINDS.get(kind, "Other") if isinstance(kind, str) else "Other"
 
 
-class TextPart(Fields):
+class ResponseText(Fields):
     """A piece of a message; those of earlier answers come back with what was said about them."""
 
     type: Literal["input_text", "output_text"]
@@ -52,7 +52,7 @@ class TextPart(Fields):
     logprobs: list[Any] | None = None
 
 
-_Part = Annotated[Annotated[TextPart, Tag("Text")] | Annotated[RefusalPart, Tag("Refusal")], PART_KIND]
+_Part = Annotated[Annotated[ResponseText, Tag("Text")] | Annotated[RefusalPart, Tag("Refusal")], PART_KIND]
 
 
 class MessageItem(Fields):
@@ -105,7 +105,7 @@ class CallOutputItem(Fields):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: TextOrItems[TextPart]
+    output: TextOrItems[ResponseText]
     id: str | None = None
     status: _Status | None = None
 
@@ -195,7 +195,7 @@ def _turn(messages: list[dict[str, Any]], *before: str) -> dict[str, Any]:
     return messages[-1]
 
 
-def _text(content: str | Iterable[TextPart | RefusalPart | ThoughtPart]) -> str:
+def _text(content: str | Iterable[ResponseText | RefusalPart | ThoughtPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
