@@ -62,7 +62,7 @@ class SelfAttention(nn.Module):
         return v
 
 
-class GatedMLP(nn.Module):
+class HeadMLP(nn.Module):
     """down(act(gate(x)) * up(x))."""
 
     def __init__(self, body: ModelConfig) -> None:
@@ -93,7 +93,7 @@ class HeadLayer(nn.Module):
             self.hidden_norm = Norm(size, body.norm_eps)
         self.self_attn = SelfAttention(body, 2 * size if reads_token else size)
         self.post_attention_layernorm = Norm(size, body.norm_eps)
-        self.mlp = GatedMLP(body)
+        self.mlp = HeadMLP(body)
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
         """The residual stream [..., D] with what was attended to, [..., K, G, H], and the MLP's output."""
