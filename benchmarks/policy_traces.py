@@ -44,7 +44,7 @@ from specinfer.replay.oracle import play_oracle
 from specinfer.replay.recorder import record
 from specinfer.replay.replay import (
     POLICIES,
-    Part,
+    Phase,
     Played,
     disturbed,
     mixed,
@@ -176,7 +176,7 @@ def requests_of(llm: LLM, asked: Sequence[Question], part: int) -> list[Request]
     return requests
 
 
-def workloads(traces: Mapping[str, Sequence[Trace]]) -> dict[str, list[Part]]:
+def workloads(traces: Mapping[str, Sequence[Trace]]) -> dict[str, list[Phase]]:
     """The ten workloads: six as they were recorded, four made of these."""
     several = [traces[kind] for kind in ("chat", "code", "maths", "edits")]
     return {
@@ -188,7 +188,7 @@ def workloads(traces: Mapping[str, Sequence[Trace]]) -> dict[str, list[Part]]:
     }
 
 
-def measured(parts: Sequence[Part]) -> dict[str, Any]:
+def measured(parts: Sequence[Phase]) -> dict[str, Any]:
     """What each policy makes of a workload, as plain JSON values; ratios with their intervals."""
     trace = parts[0].texts[0][0]
     speculation, fixed = (speculation_of(name, trace.speculation) for name in ("cost", "fixed"))

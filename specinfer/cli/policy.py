@@ -13,7 +13,7 @@ import click
 
 if TYPE_CHECKING:
     from specinfer.config import SpeculationConfig
-    from specinfer.replay.replay import Part, Played
+    from specinfer.replay.replay import Phase, Played
     from specinfer.speculate.policy.memory import StoredPolicy
 
 _NAMES: Final = ("off", "fixed", "cost", "best-fixed", "oracle")
@@ -191,7 +191,7 @@ def replay(
         )
 
 
-def _play(name: str, parts: list[Part], speculation: SpeculationConfig) -> tuple[Played, dict[str, Any]]:
+def _play(name: str, parts: list[Phase], speculation: SpeculationConfig) -> tuple[Played, dict[str, Any]]:
     """What a policy makes of the parts, and what was found out on the way."""
     from specinfer.replay.baselines import best_fixed
     from specinfer.replay.oracle import play_oracle
@@ -214,7 +214,7 @@ def _play(name: str, parts: list[Part], speculation: SpeculationConfig) -> tuple
     return play(parts, POLICIES[name](parts[0].texts[0][0], speculation), speculation=speculation), {}
 
 
-def _draw(parts: list[Part], speculation: SpeculationConfig, kinds: dict[int, str], path: Path) -> None:
+def _draw(parts: list[Phase], speculation: SpeculationConfig, kinds: dict[int, str], path: Path) -> None:
     """Draw what the engine's own policy chooses over the parts; `kinds` names each trace, by its id()."""
     from specinfer.replay.choices import Choices, draw_choices
     from specinfer.replay.replay import POLICIES, play, speculation_of

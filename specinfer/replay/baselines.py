@@ -10,7 +10,7 @@ from typing import Final
 from specinfer.config import SpeculationConfig
 from specinfer.errors import TraceTooSmallError
 from specinfer.plan import PlanEntry
-from specinfer.replay.replay import Part, Played, play
+from specinfer.replay.replay import Phase, Played, play
 from specinfer.replay.trace import DEPTH
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.tree import TokenTree
@@ -75,7 +75,7 @@ class FixedChoice:
 
 
 def fixed_choices(
-    parts: Sequence[Part], speculation: SpeculationConfig, nodes: Sequence[int] = NODES
+    parts: Sequence[Phase], speculation: SpeculationConfig, nodes: Sequence[int] = NODES
 ) -> Iterator[FixedChoice]:
     """Every set of speculators, at every depth up to those that are recorded, and in every size.
 
@@ -96,7 +96,7 @@ def fixed_choices(
                     yield FixedChoice(names, depth, most)
 
 
-def play_fixed(parts: Sequence[Part], speculation: SpeculationConfig, choice: FixedChoice) -> Played:
+def play_fixed(parts: Sequence[Phase], speculation: SpeculationConfig, choice: FixedChoice) -> Played:
     """Play parts with one fixed choice."""
     nodes = max(speculation.max_nodes, choice.nodes)
     if choice.depth > speculation.fixed_expansion.depth:
@@ -107,7 +107,7 @@ def play_fixed(parts: Sequence[Part], speculation: SpeculationConfig, choice: Fi
 
 
 def best_fixed(
-    parts: Sequence[Part], speculation: SpeculationConfig, nodes: Sequence[int] = NODES
+    parts: Sequence[Phase], speculation: SpeculationConfig, nodes: Sequence[int] = NODES
 ) -> tuple[FixedChoice | None, Played | None]:
     """The quickest fixed choice in hindsight, and what it comes to; None where nobody can guess.
 

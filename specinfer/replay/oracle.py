@@ -20,7 +20,7 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.replay.baselines import LookingOn
 from specinfer.replay.drafts import CostTable
 from specinfer.replay.engine import path_along
-from specinfer.replay.replay import Part, Played, play, play_without
+from specinfer.replay.replay import Phase, Played, play, play_without
 from specinfer.replay.trace import Trace
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.tree import TokenTree
@@ -132,7 +132,7 @@ class OraclePolicy(SpeculationPolicy):
         return keep(tree, sorted((0, *path[: self._choice(entry).nodes])))
 
 
-def oracle(parts: Sequence[Part], speculation: SpeculationConfig) -> OraclePolicy:
+def oracle(parts: Sequence[Phase], speculation: SpeculationConfig) -> OraclePolicy:
     """The policy that knows the texts of these parts, to be played in this order and from the start."""
     played = [(trace, number, part.at_once) for part in parts for trace, number in part.texts]
     texts = _texts(parts)
@@ -145,7 +145,7 @@ def oracle(parts: Sequence[Part], speculation: SpeculationConfig) -> OraclePolic
     return OraclePolicy(texts, choices)
 
 
-def play_oracle(parts: Sequence[Part], speculation: SpeculationConfig) -> Played:
+def play_oracle(parts: Sequence[Phase], speculation: SpeculationConfig) -> Played:
     """Play parts under the policy that knows their texts, or without speculation where that is quicker.
 
     The plan takes it that all requests of a batch do the same; where they part, a plan that gains little may
@@ -156,7 +156,7 @@ def play_oracle(parts: Sequence[Part], speculation: SpeculationConfig) -> Played
 
 
 def reaches_of(
-    parts: Sequence[Part], speculation: SpeculationConfig | None = None
+    parts: Sequence[Phase], speculation: SpeculationConfig | None = None
 ) -> list[dict[int, Reaches]]:
     """How far each speculator guesses right, at every place of the parts' texts by tokens before the root.
 
@@ -168,7 +168,7 @@ def reaches_of(
     return listening.reaches
 
 
-def _texts(parts: Sequence[Part]) -> list[tuple[int, ...]]:
+def _texts(parts: Sequence[Phase]) -> list[tuple[int, ...]]:
     """Prompts and outputs, in the order in which they are played."""
     texts = [trace.texts[number] for part in parts for trace, number in part.texts]
     return [text.prompt + text.output for text in texts]

@@ -47,7 +47,7 @@ def speculation_of(policy: str, speculation: SpeculationConfig) -> SpeculationCo
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Phase:
     """Some texts, by trace and number, of which so many are played at once."""
 
     texts: Sequence[tuple[Trace, int]]
@@ -55,29 +55,29 @@ class Part:
     slowdown: float = 1.0  # of all passes, by others on the machine
 
 
-def whole(kinds: Sequence[Kind], at_once: int = 1) -> list[Part]:
+def whole(kinds: Sequence[Kind], at_once: int = 1) -> list[Phase]:
     """All texts of a kind after all of the one before: of several kinds, phases."""
-    return [Part(_texts(kind), at_once) for kind in kinds]
+    return [Phase(_texts(kind), at_once) for kind in kinds]
 
 
-def mixed(kinds: Sequence[Kind], at_once: int = 1) -> list[Part]:
+def mixed(kinds: Sequence[Kind], at_once: int = 1) -> list[Phase]:
     """Texts of all kinds in turns, as long as each lasts."""
     rounds = zip_longest(*(_texts(kind) for kind in kinds))
-    return [Part([text for turn in rounds for text in turn if text is not None], at_once)]
+    return [Phase([text for turn in rounds for text in turn if text is not None], at_once)]
 
 
-def ramp(kinds: Sequence[Kind], sizes: Sequence[int] = (1, 2, 4, 8, 16, 8, 4, 2, 1)) -> list[Part]:
+def ramp(kinds: Sequence[Kind], sizes: Sequence[int] = (1, 2, 4, 8, 16, 8, 4, 2, 1)) -> list[Phase]:
     """Texts of all kinds in turns, in parts of about equal length with so many at once in each."""
     [turns] = mixed(kinds)
     ends = [len(turns.texts) * i // len(sizes) for i in range(len(sizes) + 1)]
     parts = zip(sizes, pairwise(ends), strict=True)
-    return [Part(turns.texts[start:end], size) for size, (start, end) in parts if start < end]
+    return [Phase(turns.texts[start:end], size) for size, (start, end) in parts if start < end]
 
 
-def disturbed(parts: Sequence[Part], slowdown: float = 1.8, texts: int = 4) -> list[Part]:
+def disturbed(parts: Sequence[Phase], slowdown: float = 1.8, texts: int = 4) -> list[Phase]:
     """The same while somebody else uses the machine, from time to time: during every other few `texts`."""
     return [
-        Part(part.texts[start : start + texts], part.at_once, slowdown if turn % 2 else 1.0)
+        Phase(part.texts[start : start + texts], part.at_once, slowdown if turn % 2 else 1.0)
         for part in parts
         for turn, start in enumerate(range(0, len(part.texts), texts))
     ]
@@ -146,7 +146,7 @@ def replay_engine(
 
 
 def play(
-    parts: Sequence[Part],
+    parts: Sequence[Phase],
     policy: SpeculationPolicy,
     *,
     speculation: SpeculationConfig | None = None,
@@ -170,7 +170,7 @@ def play(
     return played
 
 
-def play_without(parts: Sequence[Part]) -> Played:
+def play_without(parts: Sequence[Phase]) -> Played:
     """Play parts without speculation: what others are compared with."""
     first = _first(parts)
     engine = ReplayEngine(
@@ -190,7 +190,7 @@ def with_nodes(trace: Trace, nodes: int | None) -> SpeculationConfig:
     return trace.speculation if nodes is None else replace(trace.speculation, max_nodes=nodes)
 
 
-def _first(parts: Sequence[Part]) -> Trace:
+def _first(parts: Sequence[Phase]) -> Trace:
     traces = {id(trace): trace for part in parts for trace, _ in part.texts}
     if not traces:
         raise ConfigError("there are no texts to play; give at least one trace")
@@ -207,7 +207,7 @@ def _first(parts: Sequence[Part]) -> Trace:
 
 
 def _count(
-    engine: ReplayEngine, parts: Sequence[Part], on_step: Callable[[PlayedStep], None] | None
+    engine: ReplayEngine, parts: Sequence[Phase], on_step: Callable[[PlayedStep], None] | None
 ) -> Played:
     played = Played()
     begun: set[str] = set()

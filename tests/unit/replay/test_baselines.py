@@ -12,7 +12,7 @@ from specinfer.errors import TraceTooSmallError
 from specinfer.replay.baselines import CutPolicy, FixedChoice, best_fixed, fixed_choices, play_fixed
 from specinfer.replay.engine import PlayedStep
 from specinfer.replay.oracle import OraclePolicy, PlannedGuess, oracle, play_oracle, reaches
-from specinfer.replay.replay import POLICIES, Part, mixed, play, play_without, whole
+from specinfer.replay.replay import POLICIES, Phase, mixed, play, play_without, whole
 from specinfer.replay.trace import Trace
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.tree import TokenTree, TreeBuilder
@@ -146,7 +146,7 @@ def test_the_plan_is_as_good_as_any_other(trace: Trace) -> None:
     text = replace(trace.texts[number], output=trace.texts[number].output[:8])
     roots = replace(guesses, roots=guesses.roots[start : start + 8])
     draft = replace(trace.drafts["0-similar"], guesses=roots)
-    parts = [Part([(replace(trace, texts=(text,), drafts={"0-similar": draft}, stages={}), 0)])]
+    parts = [Phase([(replace(trace, texts=(text,), drafts={"0-similar": draft}, stages={}), 0)])]
     planned = oracle(parts, trace.speculation)
     found = play(parts, planned, speculation=trace.speculation).seconds
     ways = [PlannedGuess(nodes=n) for n in range(3)] + [PlannedGuess("0-similar", n, n) for n in (1, 2, 3)]
@@ -166,8 +166,8 @@ def test_a_draft_that_does_not_earn_its_reading_is_not_read(trace: Trace) -> Non
     """A pass of many rows takes it longer than it could ever save."""
     draft = trace.drafts["0-similar"]
     slow = replace(draft, curve=CostCurve((1, 4, 5), (0.01, 0.01, 500.0)))
-    parts = [Part([(replace(trace, drafts={"0-similar": slow}), 0)])]
-    quick = play_oracle([Part([(trace, 0)])], trace.speculation)
+    parts = [Phase([(replace(trace, drafts={"0-similar": slow}), 0)])]
+    quick = play_oracle([Phase([(trace, 0)])], trace.speculation)
     played = play_oracle(parts, trace.speculation)
     assert quick.draft_passes["0-similar"] > 0
     assert played.draft_passes["0-similar"] == 0

@@ -15,7 +15,7 @@ from specinfer.replay.engine import PlayedStep, TracedExecutor, path_along
 from specinfer.replay.recorder import learned_shape, record, shapes_of
 from specinfer.replay.replay import (
     POLICIES,
-    Part,
+    Phase,
     disturbed,
     mixed,
     play,
@@ -120,7 +120,7 @@ def test_what_a_trace_does_not_know_of_its_target_is_not_made_up(trace: Trace) -
 
 
 def test_without_speculation_every_step_is_a_row(trace: Trace) -> None:
-    came = play_without([Part(whole([trace])[0].texts[-1:])])
+    came = play_without([Phase(whole([trace])[0].texts[-1:])])
     output = len(trace.texts[-1].output)
     assert (came.tokens, came.passes, came.steps, came.nodes) == (output, output, output - 1, 0)
     prompt = float(TARGET.seconds([len(trace.texts[-1].prompt)])[0])
@@ -187,7 +187,7 @@ def test_what_cannot_be_played_or_recorded_is_refused(tiny: Tiny, trace: Trace) 
     with pytest.raises(ConfigError, match="no texts"):
         play([], SpeculationPolicy())
     with pytest.raises(ConfigError, match="1 to 1, the batch size"):
-        play([Part(whole([trace])[0].texts, 0), Part(whole([trace])[0].texts, 1)], SpeculationPolicy())
+        play([Phase(whole([trace])[0].texts, 0), Phase(whole([trace])[0].texts, 1)], SpeculationPolicy())
     with pytest.raises(ConfigError, match="coupled"):
         recorded(tiny.llm(drafts=("similar",), verifier="mss"))
     with pytest.raises(RequestError, match="frequency_penalty is 0"):

@@ -14,7 +14,7 @@ from specinfer import SamplingParams
 from specinfer.engine.trace import TreeEvent
 from specinfer.llm import LLM
 from specinfer.replay.engine import PlayedStep
-from specinfer.replay.replay import POLICIES, Part, play, speculation_of, speedup, whole
+from specinfer.replay.replay import POLICIES, Phase, play, speculation_of, speedup, whole
 from specinfer.replay.trace import Trace
 from specinfer.tree import TokenTree
 from tests.engines import Tiny
@@ -62,7 +62,7 @@ def played(trace: Trace, policy: str, batch: int) -> list[Step]:
     steps: list[PlayedStep] = []
     speculation = speculation_of(policy, trace.speculation)
     play(
-        [Part([(trace, i) for i in range(len(trace.texts))], batch)],
+        [Phase([(trace, i) for i in range(len(trace.texts))], batch)],
         POLICIES[policy](trace, speculation),
         speculation=speculation,
         on_step=steps.append,
