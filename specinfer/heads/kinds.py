@@ -36,7 +36,7 @@ AnyHeadModel = HeadModel[Any, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class Reader(NamedTuple):
+class FolderReader(NamedTuple):
     """How folders of some kinds are read; each part raises ModelError on what it does not support."""
 
     reads: Callable[[Mapping[str, object]], bool]  # whether a config.json describes one of these kinds
@@ -52,13 +52,13 @@ class Reader(NamedTuple):
 class HeadKind:
     """One kind of head."""
 
-    reader: Reader
+    reader: FolderReader
     module: Callable[[Any, Sequence[int]], HeadModule]  # trains, and says what the engine's has to compute
     model: Callable[[Any, Weights, LanguageModel, Sequence[int]], AnyHeadModel]  # the engine's
 
 
-_PUBLISHED: Final = Reader(is_head_config, named_as_here, published_config, named_by_offsets)
-_MEDUSA: Final = Reader(is_medusa, medusa_name, medusa_config, named_by_map)
+_PUBLISHED: Final = FolderReader(is_head_config, named_as_here, published_config, named_by_offsets)
+_MEDUSA: Final = FolderReader(is_medusa, medusa_name, medusa_config, named_by_map)
 KINDS: Final[Mapping[str, HeadKind]] = {
     EagleConfig.kind: HeadKind(_PUBLISHED, EagleHead, EagleModel),
     BlockConfig.kind: HeadKind(_PUBLISHED, BlockHead, BlockModel),
@@ -66,7 +66,7 @@ KINDS: Final[Mapping[str, HeadKind]] = {
 }
 
 
-def reader_of(described: Mapping[str, object]) -> Reader | None:
+def reader_of(described: Mapping[str, object]) -> FolderReader | None:
     """Who reads the folder of a head with such a config.json; None: nobody knows it by that alone."""
     return next((kind.reader for kind in KINDS.values() if kind.reader.reads(described)), None)
 

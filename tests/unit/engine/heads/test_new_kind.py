@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from specinfer import SamplingParams
 from specinfer.heads import kinds
 from specinfer.heads.checkpoint import is_head, load_head, open_head
-from specinfer.heads.kinds import HeadKind, Reader
+from specinfer.heads.kinds import FolderReader, HeadKind
 from specinfer.heads.runner import HeadModel, HeadPass, HeadRunner
 from specinfer.models.weights import open_model
 from specinfer.plan import PlanEntry
@@ -113,7 +113,7 @@ def described(c: Mapping[str, object], layers: int, shapes: Mapping[str, tuple[i
     return LinearConfig(taps=(layers,), target_hidden_size=size, vocab_size=vocab)
 
 
-READER = Reader(
+READER = FolderReader(
     reads=lambda c: c.get("model_type") == "linear",
     tensor_name=lambda c, name: name,
     config=cast(Any, described),
