@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from specinfer.bench.run import Comparison, Key, Load, Run
+from specinfer.bench.run import Comparison, EngineRun, Key, Load
 from specinfer.check.difference import TargetAlone, find_difference
 from specinfer.check.verdict import TextPromise, text_promise
 from specinfer.engine.steps import Stage
@@ -97,7 +97,7 @@ def acceptance_per_depth(accepted: Sequence[int], drafted: Sequence[int]) -> lis
     return [hits / steps if steps else 0.0 for hits, steps in zip(padded, drafted, strict=True)]
 
 
-def _run(run: Run) -> dict[str, Any]:
+def _run(run: EngineRun) -> dict[str, Any]:
     figures = run.figures
     stages = {stage.value: run.stage_seconds[stage] for stage in STAGES}
     stages[OTHER] = max(run.seconds - sum(stages.values()), 0.0)

@@ -47,7 +47,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Run:
+class EngineRun:
     """What one engine did with all conversations."""
 
     outputs: dict[Key, RequestOutput] = field(default_factory=dict)
@@ -86,8 +86,8 @@ class Run:
 class Comparison:
     """The same requests without and with speculation."""
 
-    baseline: Run
-    speculative: Run
+    baseline: EngineRun
+    speculative: EngineRun
     busy_elsewhere: float  # cores that other programs kept busy meanwhile, on average
 
     @property
@@ -176,7 +176,7 @@ class _Bench:
         for conversation in self._conversations:
             turns.append(turns[-1] + len(conversation.turns))
         self._request_number = turns  # of a conversation's first turn
-        self._run = Run()
+        self._run = EngineRun()
         self._begun: Statistics = llm.statistics()  # behind the warm-up
         self._process = psutil.Process()
         self._gpu = llm.models.target.device.type == "cuda"
@@ -235,7 +235,7 @@ class _Bench:
         run.seconds += seconds
         run.group_rates.append(tokens / seconds)
 
-    def finish(self) -> Run:
+    def finish(self) -> EngineRun:
         """The run as a whole."""
         run = self._run
         done = self._llm.statistics().since(self._begun)
