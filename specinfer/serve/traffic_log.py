@@ -157,13 +157,13 @@ class TrafficLog:
         self._next_try = 0.0  # on the monotonic clock; nothing is written before
         self._lost = 0  # since the last line that was written
         self._counting = threading.Lock()
-        self._waiting: queue.Queue[Traffic | None] = queue.Queue(_MOST_WAITING)
+        self._waiting: queue.Queue[LoggedCompletion | None] = queue.Queue(_MOST_WAITING)
         self._writer = threading.Thread(target=self._write_all, name="traffic-log", daemon=True)
         self._writer.start()
 
-    def observe(self, work: Work, now: float) -> Traffic:
+    def observe(self, work: Work, now: float) -> LoggedCompletion:
         """The observer of a completion that begins now."""
-        return Traffic(work, now, self._put)
+        return LoggedCompletion(work, now, self._put)
 
     def close(self) -> None:
         """Write what waits, and close the file."""
@@ -180,7 +180,7 @@ class TrafficLog:
         if self._lost:
             _LOG.warning("%s ends without the last %d completions", self._path, self._lost)
 
-    def _put(self, traffic: Traffic) -> None:
+    def _put(self, traffic: LoggedCompletion) -> None:
         try:
             self._waiting.put_nowait(traffic)
         except queue.Full:
@@ -215,7 +215,7 @@ class TrafficLog:
         if lost:
             _LOG.warning("%s is written again; %d completions were left out", self._path, lost)
 
-    def _line(self, traffic: Traffic) -> bytes:
+    def _line(self, traffic: LoggedCompletion) -> bytes:
         work = traffic.work
         ended = datetime.fromtimestamp(traffic.ended_at, UTC).isoformat(timespec="milliseconds")
         line = {
@@ -242,10 +242,10 @@ class TrafficLog:
         return b"".join(map(self._tokenizer.bytes_of, ids)).decode("utf-8", "replace")
 
 
-class Traffic:
+class LoggedCompletion:
     """One completion, as the log is going to have it."""
 
-    def __init__(self, work: Work, now: float, put: Callable[[Traffic], None]) -> None:
+    def __init__(self, work: Work, now: float, put: Callable[[LoggedCompletion], None]) -> None:
         self.work = work
         self.request_id = CALLER.get().request_id
         self.texts: list[str] = []
