@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from specinfer.heads.config import BlockConfig
 from specinfer.heads.layers import HeadLayer, Norm, rotations, softmax
-from specinfer.heads.vocabulary import Tables, Vocabulary
+from specinfer.heads.vocabulary import HeadVocabulary, Tables
 
 
 class MarkovHead(nn.Module):
@@ -32,13 +32,13 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(rank, named, bias=False)
 
 
-class BlockHead(Vocabulary):
+class BlockHead(HeadVocabulary):
     """The head as a module whose tensors have the names of checkpoints."""
 
     def __init__(
         self, config: BlockConfig, ids: Sequence[int] | None = None, tables: Tables | None = None
     ) -> None:
-        """As Vocabulary."""
+        """As HeadVocabulary."""
         super().__init__(config, ids, tables)
         body, rank = config.body, config.markov_rank
         self.config = config

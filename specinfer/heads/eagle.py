@@ -29,7 +29,7 @@ from specinfer.attention.backend import Rotation as PathRotation
 from specinfer.heads.config import EagleConfig
 from specinfer.heads.layers import HeadLayer, Norm, Rotation, rotations, softmax
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
-from specinfer.heads.vocabulary import Tables, Vocabulary
+from specinfer.heads.vocabulary import HeadVocabulary, Tables
 from specinfer.models.decoder import DecoderLayer
 from specinfer.models.language_model import LanguageModel, Residual
 from specinfer.models.layers import Attention, GatedMLP, RMSNorm
@@ -41,13 +41,13 @@ from specinfer.runtime.features import TappedRows, joined
 from specinfer.runtime.flight import Flight, HostFlight
 
 
-class EagleHead(Vocabulary):
+class EagleHead(HeadVocabulary):
     """The head as a module whose tensors have the names of checkpoints."""
 
     def __init__(
         self, config: EagleConfig, ids: Sequence[int] | None = None, tables: Tables | None = None
     ) -> None:
-        """As Vocabulary."""
+        """As HeadVocabulary."""
         super().__init__(config, ids, tables)
         body, eps = config.body, config.body.norm_eps
         taps, size = len(config.taps), config.target_hidden_size

@@ -23,7 +23,7 @@ class Tables:
     head_UD: Tensor  # of the tokens the head can name, in the order of its ids
 
 
-class Vocabulary(nn.Module):
+class HeadVocabulary(nn.Module):
     """The part of a head between its layers and tokens; modules of heads are derived from it.
 
     Embeddings and output layer are trained where they are the head's own. `d2t` and `t2d` are as checkpoints
