@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from specinfer.speculate.decision import GUESSED, REQUEST, Decision, Turn
+from specinfer.speculate.decision import GUESSED, REQUEST, Contribution, Decision
 
 if TYPE_CHECKING:
     from specinfer.engine.trace import TreeEvent
@@ -51,7 +51,7 @@ def print_steps(events: Sequence[TreeEvent], request_id: str) -> None:
         table.add_row(
             str(event.step),
             ", ".join(map(_guessed, _those_who(decision))),
-            _others([turn for turn in decision.turns if turn.speculator not in never]),
+            _others([one for one in decision.contributions if one.speculator not in never]),
             "-" if decision.expected_tokens is None else f"{decision.expected_tokens:.2f}",
             str(len(event.acceptance.path) + 1),
             _milliseconds(decision.guess_seconds),
@@ -91,23 +91,23 @@ def _total(steps: Sequence[tuple[TreeEvent, Decision]]) -> str:
 
 def _never(steps: Sequence[tuple[TreeEvent, Decision]]) -> list[str]:
     """The speculators that may not guess for the request at all, or have nothing to guess from."""
-    return [turn.speculator for turn in steps[0][1].turns if turn.reason == REQUEST] if steps else []
+    return [one.speculator for one in steps[0][1].contributions if one.reason == REQUEST] if steps else []
 
 
-def _those_who(decision: Decision) -> list[Turn]:
-    return [turn for turn in decision.turns if turn.reason == GUESSED]
+def _those_who(decision: Decision) -> list[Contribution]:
+    return [one for one in decision.contributions if one.reason == GUESSED]
 
 
-def _guessed(turn: Turn) -> str:
-    return f"{turn.speculator} {turn.verified} of {turn.drawn}"
+def _guessed(one: Contribution) -> str:
+    return f"{one.speculator} {one.verified} of {one.drawn}"
 
 
-def _others(turns: Sequence[Turn]) -> str:
+def _others(contributions: Sequence[Contribution]) -> str:
     """Those who did not guess, by their reasons."""
     by_reason: dict[str, list[str]] = {}
-    for turn in turns:
-        if turn.reason != GUESSED:
-            by_reason.setdefault(turn.reason, []).append(turn.speculator)
+    for one in contributions:
+        if one.reason != GUESSED:
+            by_reason.setdefault(one.reason, []).append(one.speculator)
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
 

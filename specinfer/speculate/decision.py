@@ -35,7 +35,7 @@ class Appraisal:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Contribution:
     """One speculator's part in one request's step."""
 
     speculator: str
@@ -49,7 +49,7 @@ class Turn:
 class Decision:
     """The speculators that guessed for one request in one step, those that did not, and the expectations."""
 
-    turns: tuple[Turn, ...]  # in the order in which they are asked
+    contributions: tuple[Contribution, ...]  # in the order in which they are asked
     probabilities: tuple[float, ...] = ()  # of the nodes verified, as in Appraisal; (): not weighed
     guess_seconds: float | None = None  # as in Appraisal, of all requests of the step
     seconds: float | None = None
@@ -62,19 +62,19 @@ class Decision:
 
     def to_json(self) -> dict[str, Any]:
         """The decision as plain JSON values; null where the policy does not weigh."""
-        turns = [
+        speculators = [
             {
-                "name": turn.speculator,
-                "reason": turn.reason,
-                "drawn": turn.drawn,
-                "verified": turn.verified,
-                "levels": turn.levels,
+                "name": one.speculator,
+                "reason": one.reason,
+                "drawn": one.drawn,
+                "verified": one.verified,
+                "levels": one.levels,
             }
-            for turn in self.turns
+            for one in self.contributions
         ]
         tokens, guesses, seconds = self.expected_tokens, self.guess_seconds, self.seconds
         return {
-            "speculators": turns,
+            "speculators": speculators,
             "expected_tokens": None if tokens is None else round(tokens, 4),
             "probabilities": [round(likely, 4) for likely in self.probabilities],
             "guess_seconds": None if guesses is None else round(guesses, 6),
@@ -103,7 +103,9 @@ class Proposed:
         held = None if appraisal is None else appraisal.held
         return [
             Decision(
-                tuple(self._turn(i, name, refused.get(name, ()), failed, held or HELD) for name in names),
+                tuple(
+                    self._contribution(i, name, refused.get(name, ()), failed, held or HELD) for name in names
+                ),
                 () if appraisal is None else tuple(appraisal.probabilities[i]),
                 None if appraisal is None else appraisal.guess_seconds,
                 None if appraisal is None else appraisal.seconds,
@@ -112,19 +114,21 @@ class Proposed:
             for i in range(len(self.plan.tree_entries))
         ]
 
-    def _turn(self, i: int, name: str, refused: Collection[str], failed: Collection[str], held: str) -> Turn:
+    def _contribution(
+        self, i: int, name: str, refused: Collection[str], failed: Collection[str], held: str
+    ) -> Contribution:
         entry, shown, tree = self.plan.tree_entries[i], self.shown.tree_entries[i], self.guessed[i]
         nodes = {draw.node for draw in tree.draws if draw.speculator == name}
         if nodes:
             verified = {draw.node for draw in self.chosen[i].draws if draw.speculator == name}
             depths = tree.depths()
-            return Turn(name, GUESSED, len(nodes), len(verified), max(depths[node] for node in nodes))
+            return Contribution(name, GUESSED, len(nodes), len(verified), max(depths[node] for node in nodes))
         if name in failed:
-            return Turn(name, FAILED)
+            return Contribution(name, FAILED)
         if not entry.lets_guess(name):
-            return Turn(name, REQUEST)
+            return Contribution(name, REQUEST)
         if not shown.lets_guess(name):
-            return Turn(name, held)
+            return Contribution(name, held)
         if entry.max_nodes < 2 or entry.max_depth < 1:
-            return Turn(name, ROOM)
-        return Turn(name, COST if entry.request.request_id in refused else NO_GUESS)
+            return Contribution(name, ROOM)
+        return Contribution(name, COST if entry.request.request_id in refused else NO_GUESS)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specinfer.engine.trace import TreeEvent, complaint
-from specinfer.speculate.decision import PLAIN, Decision, Turn
+from specinfer.speculate.decision import PLAIN, Contribution, Decision
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TreeBuilder
 from specinfer.verify.coupled import Acceptance
@@ -47,7 +47,7 @@ def test_an_event_says_all_of_its_step(tokenizer: Tokenizer) -> None:
 
 
 def test_an_event_says_why_where_somebody_asked() -> None:
-    decision = Decision((Turn("lookup", PLAIN),), (1.0,), 0.0, 0.5)
+    decision = Decision((Contribution("lookup", PLAIN),), (1.0,), 0.0, 0.5)
     told = replace(step(A, B, A), decision=decision).to_json()
     assert told["decision"] == decision.to_json()
     assert complaint(told) == ""

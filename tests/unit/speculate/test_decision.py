@@ -12,7 +12,7 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate import decision as reasons
-from specinfer.speculate.decision import Decision, Turn
+from specinfer.speculate.decision import Contribution, Decision
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
@@ -97,10 +97,10 @@ def decided(
 def test_all_are_named_in_their_order_with_what_was_kept_of_their_guesses() -> None:
     decision, tree = decided(Chain("a", 10, 11), Chain("none"), Levels("b", 10, 12, 13), max_nodes=4)
     assert tree.token_ids == (7, 10, 11, 12)
-    assert decision.turns == (
-        Turn("a", reasons.GUESSED, drawn=2, verified=2, levels=2),
-        Turn("none", reasons.NO_GUESS),
-        Turn("b", reasons.GUESSED, drawn=3, verified=2, levels=3),
+    assert decision.contributions == (
+        Contribution("a", reasons.GUESSED, drawn=2, verified=2, levels=2),
+        Contribution("none", reasons.NO_GUESS),
+        Contribution("b", reasons.GUESSED, drawn=3, verified=2, levels=3),
     )
     assert (decision.expected_tokens, decision.guess_seconds, decision.seconds, decision.requests) == (
         None,
@@ -121,7 +121,7 @@ def test_all_are_named_in_their_order_with_what_was_kept_of_their_guesses() -> N
 )
 def test_why_a_draft_has_not_guessed(fields: dict[str, Any], policy: SpeculationPolicy, why: str) -> None:
     decision, _ = decided(Chain("free"), Levels("draft", 10), policy=policy, **fields)
-    assert decision.turns[1].reason == why
+    assert decision.contributions[1].reason == why
 
 
 def test_who_has_failed_is_told_of() -> None:
@@ -129,7 +129,7 @@ def test_who_has_failed_is_told_of() -> None:
     for _ in range(2):
         ensemble.propose(plans.plan(entry()))
         [decision] = ensemble.explain()
-        assert [turn.reason for turn in decision.turns] == [reasons.FAILED, reasons.GUESSED]
+        assert [one.reason for one in decision.contributions] == [reasons.FAILED, reasons.GUESSED]
 
 
 def test_hopes_and_seconds_are_those_that_nodes_were_chosen_by() -> None:
@@ -166,7 +166,7 @@ class Silent(SpeculationPolicy):
 
 def test_why_a_policy_lets_nobody_guess_may_not_be_known() -> None:
     decision, _ = decided(Chain("a", 10), policy=Silent())
-    assert decision.turns[0].reason == reasons.HELD
+    assert decision.contributions[0].reason == reasons.HELD
 
 
 def test_why_the_guard_lets_nobody_guess() -> None:
@@ -176,7 +176,7 @@ def test_why_the_guard_lets_nobody_guess() -> None:
     for _ in range(200):
         ensemble.propose(plans.plan(entry()))
         [decision] = ensemble.explain()
-        told.append(decision.turns[0].reason)
+        told.append(decision.contributions[0].reason)
         seconds = 3.0 if told[-1] == reasons.GUESSED else 1.0  # guesses lose, and none is right
         ensemble.observe(StepReport([plans.outcome(5)], {"target_forward": seconds}))
     assert told[:6] == [reasons.PLAIN] * 5 + [reasons.GUESSED]

@@ -299,7 +299,7 @@ def test_a_policy_that_raises_is_logged_once_and_the_fixed_one_takes_its_place(
     for _ in range(3):
         (tree,) = ensemble.propose(plans.plan(entry(4)))
         assert tree.token_ids == (7, 10, 11)
-        assert ensemble.explain()[0].turns[0].reason == "guessed"
+        assert ensemble.explain()[0].contributions[0].reason == "guessed"
         ensemble.observe(StepReport([plans.outcome(10)], {"target_forward": 1.0}))
     (record,) = caplog.records
     assert record.getMessage().startswith("the speculation policy RaisingPolicy failed")
