@@ -60,11 +60,11 @@ def read_ecma(pattern: str) -> RustRegex:
     left_out: list[str] = []
     rest = pattern
     while len(parts) < _MOST_PARTS and (inner := _leading_lookahead(rest)) is not None:
-        reader = _Reader(f"^(?:{inner})")
+        reader = _PatternReader(f"^(?:{inner})")
         parts.append(reader.read())
         left_out += reader.left_out
         rest = f"^{rest[1 + len('(?=') + len(inner) + 1 :]}"
-    reader = _Reader(rest)
+    reader = _PatternReader(rest)
     parts.append(reader.read())
     return RustRegex(tuple(parts), tuple(dict.fromkeys([*left_out, *reader.left_out])))
 
@@ -122,7 +122,7 @@ def _end_of_class(pattern: str, at: int) -> int:
     raise UnreadableError("a character class is not closed")
 
 
-class _Reader:
+class _PatternReader:
     """Reads an expression from left to right; `at` is the next character."""
 
     def __init__(self, pattern: str) -> None:

@@ -106,7 +106,7 @@ def read_gbnf(text: str) -> dict[str, Expression]:
 
     Raises RequestError, with the line, on text that is no such grammar, and on a rule that is missing.
     """
-    rules = _Reader(text).rules()
+    rules = _GbnfReader(text).rules()
     if START not in rules:
         raise RequestError(f"grammar has no rule {START}; the text starts with it, add one")
     for name, body in rules.items():
@@ -207,7 +207,7 @@ def escaped(c: str) -> str:
     return c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}"
 
 
-class _Reader:
+class _GbnfReader:
     """Reads a grammar from left to right; `at` is the next character."""
 
     def __init__(self, text: str) -> None:

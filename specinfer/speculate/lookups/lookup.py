@@ -62,7 +62,7 @@ class LookupOptions:
 
 
 @dataclass(slots=True)
-class _Running:
+class _RequestText:
     """One request's own text: its prompt and what was committed."""
 
     key: str | None
@@ -104,7 +104,7 @@ class LookupSpeculator(Speculator):
         least = options.min_match
         self._lengths = (least, *(length for length in LENGTHS if length > least))
         self._store = AnswerStore(options.memory, library, self._lengths)
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _RequestText] = {}
         self._rules = byref(
             LookupRules(
                 longest=LONGEST_MATCH,
@@ -151,14 +151,14 @@ class LookupSpeculator(Speculator):
         for running in self._running.values():
             running.text.check_integrity()
 
-    def _text_of(self, entry: PlanEntry) -> _Running:
+    def _text_of(self, entry: PlanEntry) -> _RequestText:
         """The text of an entry's request; its unread tokens are those beyond this step."""
         request = entry.request
         running = self._running.get(request.request_id)
         if running is None:
             key, prompt = request.params.cache_salt, len(request.prompt_token_ids)
             text = TextIndex(self._library, self._lengths)
-            running = self._running[request.request_id] = _Running(key, prompt, text)
+            running = self._running[request.request_id] = _RequestText(key, prompt, text)
         if running.unread and running.text.num_tokens < entry.end:
             del running.unread[: entry.end - running.text.num_tokens]
         return running
