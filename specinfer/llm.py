@@ -282,7 +282,8 @@ class LLM:
         """One output per prompt, its other completions within it."""
         done: dict[str, RequestOutput] = {}
         # Closed where `on_output` raises, or the requests would run on as long as somebody keeps the error.
-        with closing(self._open.loop.stream([one for group in groups for one in group])) as outputs:
+        requests = [one for group in groups for one in group]
+        with closing(self._open.loop.stream(requests, ended_only=on_output is None)) as outputs:
             for output in outputs:
                 if on_output is not None:
                     on_output(output)

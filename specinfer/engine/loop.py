@@ -96,10 +96,10 @@ class EngineLoop:
             self._commands.extend(commands)
             self._carry_out_now()
 
-    def stream(self, requests: Sequence[Admitted]) -> Generator[RequestOutput]:
+    def stream(self, requests: Sequence[Admitted], *, ended_only: bool = False) -> Generator[RequestOutput]:
         """Submit requests and yield their outputs as they come, until all have ended.
 
-        A caller that stops listening cancels what is left of them. Raises what `submit` raises, what a step
+        With `ended_only` one output of each, when it has ended: none is made in the steps before. A caller that stops listening cancels what is left of them. Raises what `submit` raises, what a step
         raises that this thread runs, and ClosedError when the loop is closed meanwhile.
         """
         inbox: deque[tuple[Delta, RequestOutput]] = deque()
@@ -107,7 +107,9 @@ class EngineLoop:
         last: Delta | None = None
 
         def receive(delta: Delta) -> None:
-            if (one := left.get(delta.id)) is not None:  # while no step runs: a step changes what it looks at
+            one = left.get(delta.id)
+            if one is not None and (delta.finished or not ended_only):
+                # While no step runs: a step changes what it looks at.
                 inbox.append((delta, one.transcript.output(delta.text)))
 
         try:
