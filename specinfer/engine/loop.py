@@ -99,8 +99,9 @@ class EngineLoop:
     def stream(self, requests: Sequence[Admitted], *, ended_only: bool = False) -> Generator[RequestOutput]:
         """Submit requests and yield their outputs as they come, until all have ended.
 
-        With `ended_only` one output of each, when it has ended: none is made in the steps before. A caller that stops listening cancels what is left of them. Raises what `submit` raises, what a step
-        raises that this thread runs, and ClosedError when the loop is closed meanwhile.
+        With `ended_only` one output of each, when it has ended: none is made in the steps before. A caller
+        that stops listening cancels what is left of them. Raises what `submit` raises, what a step raises
+        that this thread runs, and ClosedError when the loop is closed meanwhile.
         """
         inbox: deque[tuple[Delta, RequestOutput]] = deque()
         left = {one.request.request_id: one for one in requests}

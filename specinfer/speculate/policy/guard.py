@@ -52,7 +52,6 @@ CREDIT: Final = 32.0  # plain steps of one request; of more, divided by the root
 _SURE: Final = 1.645  # standard errors; 95% of values without a loss lie above
 _TRIAL: Final = 4.0  # plain steps that a trial may lose
 _ENOUGH: Final = 0.5  # plain steps; a trial with less would end at its first miss
-_BLIND: Final = 0.5  # plain steps that a step is charged at least where the clock was no use
 _SLOWEST: Final = 8.0  # times; a step that is slower still is not slowed by a neighbour alone
 
 PLAIN_FIRST: Final = 5  # plain steps of a batch size, before anybody guesses there
@@ -158,7 +157,7 @@ class Allowance:
         return self.guessing
 
     def held(self, seconds: float) -> None:
-        """Count a step in which nobody could guess, and that took so long; 0 where the clock was no use."""
+        """Count a step in which nobody could guess, and that took so long."""
         self._left -= 1
         self.seconds += TRIALS * min(seconds, CREDIT * self._plain)
 
@@ -166,7 +165,7 @@ class Allowance:
         """Count a step in which somebody could guess.
 
         Args:
-            seconds: it took, or 0 where the clock was no use.
+            seconds: it took.
             plain: one without guesses would have taken, without the prompts of this one.
             spent: on guesses, of `seconds`.
             saved: by them, of later steps.
@@ -227,7 +226,6 @@ class Guard:
         self.plain_steps: dict[int, PlainSteps] = {}  # by the size of the batch, in powers of two
         self._off_steps = 0
         self._turn = 0  # of the passes of drafts, which of them is learnt from
-        self._blind = False  # a step had no usable seconds, which was logged
         # Of the step:
         self._names: frozenset[str] = frozenset()  # its requests
         self._requests = 0  # that have a tree
@@ -285,11 +283,13 @@ class Guard:
         self, outcomes: Sequence[Outcome], stages: Mapping[str, float], passes: Sequence[LevelPass]
     ) -> None:
         """Learn the time of passes; count the seconds that the step won and lost."""
-        seconds = self._usable(stages, passes) if self._measured else 0.0
-        if seconds and not self._prompts:
-            self._plain *= self._learn(stages, passes)
-        guesses, reading = (0.0, 0.0) if seconds else self._seconds_by_costs(passes)
-        if not self._measured:
+        guesses, reading = 0.0, 0.0
+        if self._measured:
+            seconds = sum(stages.values())
+            if not self._prompts:
+                self._plain *= self._learn(stages, passes)
+        else:
+            guesses, reading = self._seconds_by_costs(passes)
             seconds = self._pass + guesses
         if self._held is not None:
             self._allowance.held(seconds)
@@ -301,11 +301,8 @@ class Guard:
             return
         tokens = [len(outcome.committed) for outcome in outcomes if outcome.committed]
         saved = self._plain * (sum(tokens) - len(tokens)) / max(1, len(tokens))
-        if not self._measured:
-            spent = guesses
-        elif not seconds:
-            spent, reading, saved = max(guesses, _BLIND * self._plain), 0.0, 0.0
-        else:
+        spent = guesses
+        if self._measured:
             reading = sum([one.seconds for one in passes if self._reads(one)])
             spent = seconds - self._plain
             if self._prompts or not (self._nodes or passes):
@@ -354,22 +351,6 @@ class Guard:
         if not self._nodes:
             return 0.0
         return self._target.expected(self._rows + self._nodes) - self._target.expected(self._rows)
-
-    def _usable(self, stages: Mapping[str, float], passes: Sequence[LevelPass]) -> float:
-        """The seconds of a step; 0 where the clock was no use, which is logged once."""
-        told = [*stages.values(), *[one.seconds for one in passes]]
-        if min(told) >= 0 and max(told) < math.inf and not math.isnan(sum(told)):
-            total = sum(stages.values())
-            if 0 < total < math.inf:
-                return total
-        if not self._blind:
-            self._blind = True
-            _LOG.warning(
-                "the clock says that the stages of a step took %s; such steps count as slow ones, and "
-                "speculation is off while there are many",
-                {stage: float(seconds) for stage, seconds in stages.items()},
-            )
-        return 0.0
 
     def _learn(self, stages: Mapping[str, float], passes: Sequence[LevelPass]) -> float:
         """Learn the time of the passes of a step without prompts; how slow it shows the machine to be.

@@ -64,6 +64,28 @@ def test_of_each_speculator_its_guesses_are_counted_verified_or_not() -> None:
     assert ensemble.guessed_tokens == {"fan": 9, "suffix": 6, "draft": 4, "mute": 0}
 
 
+class Reading(Fan):
+    """Reads the target's hidden states behind layer 2, and counts the steps whose choices it was told."""
+
+    taps = (2,)
+    told = 0
+
+    def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
+        self.told += 1
+
+
+@pytest.mark.parametrize("guessing", [True, False])
+def test_where_nobody_may_guess_nobody_is_asked_and_no_hidden_states_are_read(guessing: bool) -> None:
+    head = Reading("head", [10])
+    ensemble = Ensemble([head], vocab=99, policy=SpeculationPolicy())
+    held = entry(4, speculators=None if guessing else ())
+    assert [tree.num_nodes for tree in ensemble.propose(plans.plan(held))] == [1 + guessing]
+    assert (head.offered, head.told, ensemble.taps) == (([4], 1, (2,)) if guessing else ([], 0, ()))
+    assert [decision.turns for decision in ensemble.explain()], "the step can be explained"
+    ensemble.propose(plans.plan(held, entry(4)))
+    assert ensemble.taps == (2,), "another request is guessed for"
+
+
 class Sampling(Fan):
     """Declares its guesses as samples."""
 

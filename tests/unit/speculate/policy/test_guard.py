@@ -197,17 +197,6 @@ def test_a_change_is_a_reason_to_try_again(what: str, steps: int) -> None:
     assert len(driven.guessed) == before + 1000, "what gains by now is on for good"
 
 
-def test_a_clock_of_no_use_ends_in_no_speculation() -> None:
-    guard, guessed = Allowance(), 0
-    for _ in range(5000):
-        if guard.allows(1, 1.0, new=True):
-            guessed += 1
-            guard.guessed(0.0, 1.0, 0.5, 0.0)
-        else:
-            guard.held(0.0)
-    assert guessed <= 2 * WINDOW
-
-
 def test_the_allowance_is_a_number_whatever_happens() -> None:
     guard = Allowance()
     for step in range(500):

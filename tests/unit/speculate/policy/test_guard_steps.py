@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -244,21 +243,6 @@ def test_a_prompts_pass_teaches_nothing() -> None:
     for _ in range(50):
         driven.step(entry("prompt", rows=21, max_nodes=0), entry(), seconds=20.0)
     assert driven.policy.state().factors == {"target": 1.0, "draft": 1.0}
-
-
-@pytest.mark.parametrize("seconds", [-1.0, 0.0, math.nan, math.inf])
-def test_a_clock_of_no_use_ends_in_no_speculation_and_one_line_of_log(
-    seconds: float, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    driven = Driven()
-    assert driven.until_off(seconds=seconds) < 2 * WINDOW
-    for _ in range(300):
-        assert driven.step(entry(str(_)), seconds=seconds) == []
-    (record,) = caplog.records
-    assert "the clock says that the stages of a step took" in record.getMessage()
-    asked = [driven.step(entry(str(number)), seconds=1.0, tokens=2) for number in range(300)]
-    assert asked[-1] != [], "and it comes back with the clock"
 
 
 def test_with_no_clock_the_curves_decide() -> None:
