@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -16,8 +16,8 @@ SHOW_AFTER = 2.0  # seconds; quicker work shows nothing
 LINE_EVERY = 10.0  # seconds between plain lines when the total is unknown
 
 
-class Progress(Protocol):
-    """Who is told how far a piece of work has come; one piece at a time."""
+class Progress:
+    """Hears how far a piece of work has come, one piece at a time; of itself it shows nothing."""
 
     def start(self, total: int | None, label: str, unit: str = "B") -> None:
         """A piece of work begins; `total` is in units (bytes for "B"), None when unknown."""
@@ -29,20 +29,11 @@ class Progress(Protocol):
         """The piece of work is over, done or failed."""
 
 
-class NoProgress:
-    """A Progress that shows nothing."""
-
-    def start(self, total: int | None, label: str, unit: str = "B") -> None:
-        """Show nothing."""
-
-    def advance(self, n: int) -> None:
-        """Show nothing."""
-
-    def finish(self) -> None:
-        """Show nothing."""
+class NoProgress(Progress):
+    """Shows nothing."""
 
 
-class ProgressBar:
+class ProgressBar(Progress):
     """A Progress on stderr: a bar on a terminal, lines at 25% steps elsewhere, both after two seconds."""
 
     def __init__(
