@@ -1,27 +1,4 @@
-"""Every exception specinfer raises on purpose.
-
-SpecInferError
-|-- UserError (ValueError)        one clear line for the user; the CLI exits with status 2
-|   |-- ConfigError               an engine option
-|   |-- RequestError              a prompt or a sampling parameter
-|   |-- ModelError                a model name, folder or file
-|   |   |-- ModelNotFoundError    nothing of that name
-|   |   |-- GatedModelError       a hub model whose terms are not accepted
-|   |   |-- ModelFileError        a file that is damaged, truncated or of the wrong kind
-|   |   `-- ChecksumError         a file that is not the one the catalogue names
-|   |-- DownloadError             the network or the disk failed while pulling
-|   |   `-- SourceUnavailableError    one of the places a model may come from
-|   |-- DatasetError              a prompt file
-|   |-- DrawRuleError             a draw rule its verifier cannot treat losslessly
-|   |-- KernelBuildError          native kernels were asked for and could not be compiled
-|   |-- SpeculatorError           a caller's speculator that breaks its contract
-|   |-- LogitsError               a model whose logits are no numbers: the request ends
-|   |-- TraceTooSmallError        a policy asks for guesses that a trace of them does not have
-|   |-- TuneError                 a tuning that cannot be begun, gone on with or ended
-|   |-- ClosedError               an LLM that is asked after it was closed
-|   `-- CapacityError             it does not fit in memory
-`-- IntegrityError                an invariant of ours is broken: a bug in specinfer
-"""
+"""Every exception specinfer raises on purpose: most are UserErrors, an IntegrityError is a bug of ours."""
 
 from __future__ import annotations
 
