@@ -14,15 +14,15 @@ from specinfer.errors import ensure
 from specinfer.kernels.library import TYPES, Library
 from specinfer.processors.changes import Changes
 from specinfer.verify.law import Law
-from specinfer.verify.scan import ASK, Ask, Likeliest, LogitBlock, changed_row, check_rows, choice
+from specinfer.verify.scan import ASK, Ask, Likeliest, LogitBlock, Scan, changed_row, check_rows, choice
 from specinfer.verify.target_law import HOTTEST, NUMPY_ROW
 
 _ASKED: Final = struct.Struct("=dqddQq")  # an entry of ASK
 _UNDECIDED: Final = -2  # as in cpu/sampling.h
 
 
-class NativeScan:
-    """A `verify.scan.Scan` that reads rows where they lie, many on all threads."""
+class NativeScan(Scan):
+    """Reads rows where they lie, many on all threads."""
 
     __slots__ = ("_library",)
 

@@ -7,7 +7,7 @@ they lie, all in one call: natively (kernels/sampling.py) on all threads, here r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from specinfer.errors import LogitsError
 from specinfer.processors.changes import Changes
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.coupled import coupled_choice
-from specinfer.verify.target_law import NumpyRowScan, RowScan, target_law
+from specinfer.verify.target_law import RowScan, target_law
 
 LogitType = Literal["float32", "bfloat16"]
 _Rows = NDArray[np.float32] | NDArray[np.uint16]
@@ -123,47 +123,19 @@ class Likeliest(NamedTuple):
     masses: NDArray[np.float64]  # [R]: as `RowScan.mass` beside the largest logit; NaN where none is found
 
 
-class Scan(RowScan, Protocol):
-    """Reads of logits, which are never mutated.
+class Scan(RowScan):
+    """Reads of logits, which are never mutated: in NumPy, row by row; natively in kernels/sampling.py.
 
     Rows are named by their numbers in the block, int64, in any order and more than once. A row whose largest
     logit is not finite (NaN, +inf, or all -inf) has no tokens. Raises IndexError for a row the block lacks.
     """
-
-    def likeliest(
-        self, logits: LogitBlock, rows: NDArray[np.int64], n: int, temperatures: NDArray[np.float64]
-    ) -> Likeliest:
-        """The n >= 1 likeliest tokens of each row, and its mass at the row's temperature, above zero."""
-        ...
-
-    def choices(
-        self,
-        logits: LogitBlock,
-        rows: NDArray[np.int64],
-        asks: NDArray[np.void],
-        changes: Changes | None = None,
-    ) -> NDArray[np.int64]:
-        """The target's own choice in each row, [R], as `choice` makes it; NO_TOKEN where there is none.
-
-        `asks` are of dtype ASK, [R]; `changes` are made of R rows before their choices, and not seen by
-        others. Raises IndexError where they change a token the rows lack.
-        """
-        ...
-
-    def chosen(self, logits: LogitBlock, rows: Sequence[int], asks: Sequence[Ask]) -> list[int]:
-        """The same, from lists to a list: where rows are few, arrays take longer to make than to read."""
-        ...
-
-
-class NumpyScan(NumpyRowScan):
-    """The scans in NumPy, row by row."""
 
     __slots__ = ()
 
     def likeliest(
         self, logits: LogitBlock, rows: NDArray[np.int64], n: int, temperatures: NDArray[np.float64]
     ) -> Likeliest:
-        """As Scan says."""
+        """The n >= 1 likeliest tokens of each row, and its mass at the row's temperature, above zero."""
         check_rows(logits, rows)
         found = no_likeliest(len(rows), n)
         for place, (row, temperature) in enumerate(zip(rows.tolist(), temperatures.tolist(), strict=True)):
@@ -185,7 +157,11 @@ class NumpyScan(NumpyRowScan):
         asks: NDArray[np.void],
         changes: Changes | None = None,
     ) -> NDArray[np.int64]:
-        """As Scan says."""
+        """The target's own choice in each row, [R], as `choice` makes it; NO_TOKEN where there is none.
+
+        `asks` are of dtype ASK, [R]; `changes` are made of R rows before their choices, and not seen by
+        others. Raises IndexError where they change a token the rows lack.
+        """
         check_rows(logits, rows, changes)
         chosen = [
             choice(changed_row(logits, row, changes, place), one, self)
@@ -194,13 +170,13 @@ class NumpyScan(NumpyRowScan):
         return np.array(chosen, dtype=np.int64)
 
     def chosen(self, logits: LogitBlock, rows: Sequence[int], asks: Sequence[Ask]) -> list[int]:
-        """As Scan says."""
+        """The same, from lists to a list: where rows are few, arrays take longer to make than to read."""
         numbers = np.array(rows, dtype=np.int64)
         ids: list[int] = self.choices(logits, numbers, np.array(asks, dtype=ASK)).tolist()
         return ids
 
 
-NUMPY: Final = NumpyScan()
+NUMPY: Final = Scan()
 
 
 def ask(params: SamplingParams, seed: int, position: int) -> Ask:

@@ -19,7 +19,7 @@ decide is decided in float64, by one code for all. Many rows at once are for ver
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,33 +45,17 @@ _LOWEST: Final = float(np.nextafter(-np.finfo(np.float32).max, np.float32(0)))
 _FIRST_POOL: Final = 64  # top_p looks at this many likely ids, then at eight times as many, ...
 
 
-class RowScan(Protocol):
-    """Reads of a whole row of float32 logits, [vocab], which is never mutated."""
-
-    def most_likely(self, logits: NDArray[np.float32], n: int) -> NDArray[np.int64]:
-        """The ids of the n >= 1 largest logits, largest first, ties lowest id first; never one of -inf."""
-        ...
-
-    def mass(self, logits: NDArray[np.float32], highest: float, temperature: float) -> float:
-        """The sum of exp((logit - highest) / temperature), up to MASS_ERROR of it."""
-        ...
-
-    def racers(self, law: Law, key: int) -> NDArray[np.int64]:
-        """Some entries of the law's support, ascending, the winner of the race under `key` among them."""
-        ...
-
-
-class NumpyRowScan:
-    """The scans in NumPy, a few passes over the row each."""
+class RowScan:
+    """Reads of a whole row of float32 logits, [vocab], which is never mutated: a few passes of NumPy each."""
 
     __slots__ = ()
 
     def most_likely(self, logits: NDArray[np.float32], n: int) -> NDArray[np.int64]:
-        """As `verify.law.most_likely`."""
+        """The ids of the n >= 1 largest logits, largest first, ties lowest id first; never one of -inf."""
         return most_likely(logits, n)
 
     def mass(self, logits: NDArray[np.float32], highest: float, temperature: float) -> float:
-        """float32 exponentials, added up in float64."""
+        """The sum of exp((logit - highest) / temperature), up to MASS_ERROR of it."""
         if temperature > HOTTEST:
             return float(np.exp((logits.astype(np.float64) - highest) / temperature).sum())
         scaled = logits - np.float32(highest)
@@ -79,7 +63,7 @@ class NumpyRowScan:
         return float(np.exp(scaled, out=scaled).sum(dtype=np.float64))
 
     def racers(self, law: Law, key: int) -> NDArray[np.int64]:
-        """The winner alone, or all where they are few.
+        """Some entries of the law's support, ascending, the winner of the race under `key` among them.
 
         It takes logarithms only of ids that can still win: v <= E, so E / w < best implies v < w * best,
         and the upper half of the hash alone settles that for nearly every id.
@@ -105,7 +89,7 @@ class NumpyRowScan:
         return np.array([winner])
 
 
-NUMPY_ROW: Final = NumpyRowScan()
+NUMPY_ROW: Final = RowScan()
 
 
 def race_scores(law: Law, indices: NDArray[np.int64], key: int) -> NDArray[np.float64]:

@@ -18,7 +18,7 @@ from specinfer.runtime.flight import Flight
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree import TokenTree
 from specinfer.verify.coupled import Acceptance
-from specinfer.verify.scan import LogitBlock, NumpyScan
+from specinfer.verify.scan import LogitBlock, Scan
 from tests import plans
 from tests.flights import choose, flight_over
 
@@ -29,7 +29,7 @@ CHAIN = TokenTree((3, 0, 1), (-1, 0, 1))  # the root, then 0, then 1
 Rows = NDArray[np.float32]
 
 
-class NotedScan(NumpyScan):
+class NotedScan(Scan):
     """Notes every question: how many rows, whether some are changed, and the block they lie in."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def rows(*likeliest: int) -> Rows:
     return rows_RV
 
 
-def flight_of(rows_RV: Rows, scan: NumpyScan) -> Flight:
+def flight_of(rows_RV: Rows, scan: Scan) -> Flight:
     return flight_over(torch.from_numpy(rows_RV), scan)
 
 
@@ -141,7 +141,7 @@ def test_choices_are_those_of_each_law_alone() -> None:
     ]
     for _ in range(30):
         rows_RV = rng.normal(size=(3 * len(of), VOCAB)).astype(np.float32) * 2
-        flight = flight_of(rows_RV, NumpyScan())
+        flight = flight_of(rows_RV, Scan())
         laws = laws_of(flight, *of)
         for one, result in zip(laws, verify_trees(laws, "coupled", flight), strict=True):
             path: list[int] = []

@@ -8,7 +8,7 @@ import pytest
 from specinfer.errors import LogitsError
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify import coupled_choice, most_likely
-from specinfer.verify.target_law import MASS_ERROR, NumpyRowScan, target_law
+from specinfer.verify.target_law import MASS_ERROR, RowScan, target_law
 
 
 def oracle(logits, params):
@@ -116,7 +116,7 @@ def test_most_likely_is_a_full_stable_sort(size):
             assert most_likely(logits, n).tolist() == order[:n].tolist()
 
 
-class Skewed(NumpyRowScan):
+class Skewed(RowScan):
     """Scans whose mass is as wrong as it may be."""
 
     def __init__(self, error):
