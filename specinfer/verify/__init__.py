@@ -10,20 +10,3 @@ no model, no cache and no global random state in it. docs/losslessness.md has th
 Words: a *law* is a distribution of the next token; a *draw* is one proposal of one token by one speculator;
 the *path* is the accepted nodes from below the root down; the *bonus token* is the one the target adds.
 """
-
-from specinfer.verify.coupled import Acceptance, coupled_choice, coupled_top_k, verify_coupled
-from specinfer.verify.law import Law, inverse_cdf, most_likely
-from specinfer.verify.multistep import Coin, seeded_coin, verify_multistep
-
-__all__ = [
-    "Acceptance",
-    "Coin",
-    "Law",
-    "coupled_choice",
-    "coupled_top_k",
-    "inverse_cdf",
-    "most_likely",
-    "seeded_coin",
-    "verify_coupled",
-    "verify_multistep",
-]

@@ -20,7 +20,7 @@ import numpy as np
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree import DrawRule, TreeBuilder, merge
-from specinfer.verify import verify_multistep
+from specinfer.verify.multistep import verify_multistep
 from specinfer.verify.target_law import target_law
 
 

@@ -14,7 +14,8 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draws import coupled_children
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.token_tree import TokenTree, TreeBuilder
-from specinfer.verify import coupled_choice, noise, verify_coupled
+from specinfer.verify import noise
+from specinfer.verify.coupled import coupled_choice, verify_coupled
 from specinfer.verify.target_law import target_law
 from tests.goodness import chi_square
 from tests.oracles import verification

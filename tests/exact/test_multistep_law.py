@@ -10,7 +10,7 @@ import pytest
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.token_tree import TreeBuilder
-from specinfer.verify import Coin, verify_multistep
+from specinfer.verify.multistep import Coin, verify_multistep
 from tests.oracles import verification
 
 from .enumeration import (

@@ -9,7 +9,8 @@ from specinfer.kernels.sampling import NativeScan
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import coupled_children
-from specinfer.verify import Law, coupled_choice
+from specinfer.verify.coupled import coupled_choice
+from specinfer.verify.law import Law
 from specinfer.verify.scan import NUMPY
 from specinfer.verify.target_law import MASS_ERROR, target_law
 from tests.kernels import kernels

@@ -5,7 +5,9 @@ import pytest
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree.token_tree import TokenTree
-from specinfer.verify import Acceptance, Law, coupled_choice, coupled_top_k, noise, verify_coupled
+from specinfer.verify import noise
+from specinfer.verify.coupled import Acceptance, coupled_choice, coupled_top_k, verify_coupled
+from specinfer.verify.law import Law
 from specinfer.verify.target_law import target_law
 from tests.oracles import verification
 

@@ -6,13 +6,9 @@ import pytest
 from specinfer.errors import DrawRuleError, IntegrityError
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder, merge
 from specinfer.tree.pairs import PAIRS, check_pair
-from specinfer.verify import (
-    Acceptance,
-    Coin,
-    inverse_cdf,
-    seeded_coin,
-    verify_multistep,
-)
+from specinfer.verify.coupled import Acceptance
+from specinfer.verify.law import inverse_cdf
+from specinfer.verify.multistep import Coin, seeded_coin, verify_multistep
 from tests.oracles import verification
 
 IID, WITHOUT, POINT = DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT, DrawRule.POINT_MASS

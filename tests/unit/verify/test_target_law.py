@@ -7,7 +7,8 @@ import pytest
 
 from specinfer.errors import LogitsError
 from specinfer.sampling_params import SamplingParams
-from specinfer.verify import coupled_choice, most_likely
+from specinfer.verify.coupled import coupled_choice
+from specinfer.verify.law import most_likely
 from specinfer.verify.target_law import MASS_ERROR, RowScan, target_law
 
 
