@@ -22,7 +22,7 @@ from study import REQUIRED, Study, ask, parser, row, run, settings_of, total_fig
 
 from specinfer import LLM, RequestOutput, SamplingParams
 from specinfer.report.dataset import read_dataset
-from specinfer.speculation_params import SpeculationParams
+from specinfer.sampling_params import SpeculationParams
 
 SCHEMAS = Path(__file__).parents[1] / "tests" / "unit" / "grammar" / "schemas.json"
 ANSWER = {

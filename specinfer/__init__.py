@@ -11,9 +11,8 @@ if TYPE_CHECKING:
     from specinfer.errors import SpecInferError, UserError
     from specinfer.llm import LLM
     from specinfer.request import FinishReason, RequestOutput, SpeculationFigures
-    from specinfer.sampling_params import SamplingParams
+    from specinfer.sampling_params import SamplingParams, SpeculationParams
     from specinfer.speculate.speculator import Speculator
-    from specinfer.speculation_params import SpeculationParams
     from specinfer.tree.token_tree import TokenTree
 
 # Imported when first asked for, so that `specinfer --help` answers without loading torch.
@@ -25,7 +24,7 @@ _HOMES = {
     "SamplingParams": "specinfer.sampling_params",
     "SpecInferError": "specinfer.errors",
     "SpeculationFigures": "specinfer.request",
-    "SpeculationParams": "specinfer.speculation_params",
+    "SpeculationParams": "specinfer.sampling_params",
     "Speculator": "specinfer.speculate.speculator",
     "TokenTree": "specinfer.tree.token_tree",
     "UserError": "specinfer.errors",

@@ -10,9 +10,8 @@ from typing import Any, Final, Literal
 
 from specinfer.errors import ConfigError
 from specinfer.option import Option, check_options, option, options_of
-from specinfer.tree.draw import DrawRule
+from specinfer.tree.draw import PAIRS, DraftDraw, DrawRule, Verifier, draw_rule
 from specinfer.tree.expansion import Expansion
-from specinfer.tree.pairs import PAIRS, DraftDraw, Verifier, draw_rule
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 KernelChoice = Literal["auto", "native", "torch"]

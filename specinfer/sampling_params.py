@@ -1,17 +1,18 @@
-"""SamplingParams: how a request's tokens are chosen, when its text ends, what is reported about it."""
+"""What a request asks for: how tokens are chosen, when its text ends, what is reported, how it is guessed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
-from specinfer.errors import RequestError, naming
-from specinfer.speculation_params import SpeculationParams
+from specinfer.errors import ConfigError, RequestError, naming
 from specinfer.structured_output import JsonWhitespace, StructuredOutput, structured_output
+from specinfer.tree.draw import PAIRS, Verifier
+from specinfer.tree.expansion import Expansion
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the law is a point mass in float32 anyway
 LogprobsMode = Literal["raw", "processed"]
@@ -19,6 +20,57 @@ _MOST_LOGPROBS = 1000
 _LONGEST_SALT = 1024  # characters: it is kept with what earlier requests left, and compared in each step
 _LARGEST_BIAS = 100.0  # as in OpenAI's API: +-100 decides, and stays finite in float32 sums
 _LARGEST_REPETITION = 1000.0  # nor less than its inverse: logits stay finite in float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationParams:
+    """What one request asks of speculation; None keeps the engine's setting.
+
+    With the coupled verifier, greedy or seeded text is the same whatever is asked here. Raises RequestError
+    on a value outside its range; whether the named speculators exist is checked when the request arrives.
+    """
+
+    enabled: bool = True  # False: one-node trees, ordinary decoding
+    max_nodes: int | None = None  # of a step's tree, the root included; at most the engine's max_nodes
+    expansion: Expansion | None = None  # <k1,k2,...> of its draft models' trees
+    speculators: tuple[str, ...] | None = None  # only these may guess: draft, lookup, ...
+    verifier: Verifier | None = None  # coupled or mss; drafts then draw by that verifier's own rule
+
+    @naming("speculation")
+    def __post_init__(self) -> None:
+        if not isinstance(self.enabled, bool):
+            raise RequestError(f"speculation.enabled is {self.enabled!r}; allowed: true or false")
+        nodes = self.max_nodes
+        if nodes is not None and (isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1):
+            raise RequestError(
+                f"speculation.max_nodes is {nodes!r}; allowed: an integer >= 1, the root included"
+            )
+        if self.expansion is not None:
+            object.__setattr__(self, "expansion", _expansion(self.expansion))
+        if self.speculators is not None:
+            object.__setattr__(self, "speculators", _speculators(self.speculators))
+        if self.verifier is not None and self.verifier not in tuple(PAIRS):
+            raise RequestError(f"speculation.verifier is {self.verifier!r}; allowed: {', '.join(PAIRS)}")
+
+    @classmethod
+    @naming("speculation")
+    def of(cls, value: object) -> SpeculationParams:
+        """What `SamplingParams.speculation` may be given as: these params, their mapping, a bool, or None."""
+        if isinstance(value, SpeculationParams):
+            return value
+        if value is None:
+            return cls()
+        if isinstance(value, bool):
+            return cls(enabled=value)
+        known = [f.name for f in fields(cls)]
+        if not isinstance(value, Mapping):
+            raise RequestError(
+                f"speculation is {value!r}; allowed: true, false, or a mapping of {', '.join(known)}"
+            )
+        for key in value:
+            if key not in known:
+                raise RequestError(f"speculation has no option {key!r}; allowed: {', '.join(known)}")
+        return cls(**cast(Mapping[str, Any], value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +243,23 @@ class SamplingParams:
                 f"cache_salt is {given}; allowed: a string of 1 to {_LONGEST_SALT} characters, or None",
                 "cache_salt",
             )
+
+
+def _expansion(value: object) -> Expansion:
+    try:
+        return Expansion.of(value)
+    except ConfigError as error:
+        raise RequestError(f"speculation.{error}") from None
+
+
+def _speculators(value: object) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
+    if not names or any(not isinstance(name, str) or not name for name in names):
+        raise RequestError(
+            f"speculation.speculators is {value!r}; allowed: names of speculators, at least one; "
+            "to switch speculation off, set enabled to false"
+        )
+    return names
 
 
 def _number(name: str, value: object, ok: Callable[[float], bool], allowed: str) -> float:

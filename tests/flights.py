@@ -12,7 +12,7 @@ from torch import Tensor
 from specinfer.engine.target_laws import TargetLaws
 from specinfer.runtime.flight import Flight, HostFlight
 from specinfer.tree import TokenTree
-from specinfer.tree.pairs import Verifier
+from specinfer.tree.draw import Verifier
 from specinfer.verify.coupled import Acceptance, coupled_choice
 from specinfer.verify.scan import NUMPY, Scan
 

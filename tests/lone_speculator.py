@@ -14,7 +14,7 @@ from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.speculator import Speculator
-from specinfer.tree.pairs import Verifier
+from specinfer.tree.draw import Verifier
 
 from .engines import Tiny, slow_generate
 

@@ -19,9 +19,8 @@ from specinfer.errors import RequestError
 from specinfer.llm import LLM
 from specinfer.progress import NoProgress, Progress
 from specinfer.request import Request, RequestOutput
-from specinfer.sampling_params import SamplingParams
+from specinfer.sampling_params import SamplingParams, SpeculationParams
 from specinfer.speculate.limits import SpeculationLimits
-from specinfer.speculation_params import SpeculationParams
 from specinfer.tokenizer import Tokenizer
 
 LEAST: Final = 40  # tokens of an answer in the setting min_tokens, so max_tokens is no less

@@ -11,7 +11,7 @@ from specinfer.config import NO_SPECULATION, SpeculationConfig
 from specinfer.errors import IntegrityError
 from specinfer.llm import LLM
 from specinfer.progress import NoProgress, Progress
-from specinfer.tree.pairs import PAIRS, Verifier
+from specinfer.tree.draw import PAIRS, Verifier
 
 
 @dataclass(frozen=True, slots=True)

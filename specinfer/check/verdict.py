@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from specinfer.sampling_params import SamplingParams
-from specinfer.tree.pairs import Verifier
+from specinfer.tree.draw import Verifier
 
 
 @dataclass(frozen=True, slots=True)

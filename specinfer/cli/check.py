@@ -10,7 +10,7 @@ import click
 
 from specinfer.cli.options import build_llm, model_options, speculation_options
 from specinfer.errors import ConfigError, RequestError
-from specinfer.tree.pairs import PAIRS
+from specinfer.tree.draw import PAIRS
 
 SUITES = ("promise", "parameters")
 

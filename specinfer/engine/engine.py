@@ -34,7 +34,7 @@ from specinfer.speculate.policy.policy import StepReport
 from specinfer.speculate.speculator import Outcome
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
-from specinfer.tree.pairs import Verifier
+from specinfer.tree.draw import Verifier
 from specinfer.verify.coupled import Acceptance
 
 _LOG = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from specinfer.request import Logprobs
 from specinfer.runtime.flight import Flight
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
-from specinfer.tree.pairs import Verifier
+from specinfer.tree.draw import Verifier
 from specinfer.verify.coupled import Acceptance
 from specinfer.verify.law import Law
 from specinfer.verify.logprobs import processed_logprobs, report

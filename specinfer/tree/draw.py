@@ -1,4 +1,4 @@
-"""Draws: who proposed which token below which node, with the law it came from.
+"""Draws: who proposed which token below which node, with the law it came from; and which verifier takes it.
 
 A step makes hundreds. So those of one speculator by one rule, which most come as, are kept as columns, a
 *run*; a Draw is made of a run's when somebody asks for it.
@@ -6,10 +6,14 @@ A step makes hundreds. So those of one speculator by one rule, which most come a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain, compress, groupby
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, overload
+
+from specinfer.errors import DrawRuleError
 
 if TYPE_CHECKING:  # options name draw rules, and commands read options before they load anything large
     import numpy as np
@@ -31,6 +35,57 @@ class DrawRule(StrEnum):
         """Whether a verifier relies on how the token was drawn, so that it is never dropped for its value."""
         # Looked up in a set it would be hashed in Python.
         return self is not DrawRule.POINT_MASS and self is not DrawRule.COUPLED
+
+
+# The verify rules. coupled: the target's own seeded choice, then a look whether the tree holds it; mss:
+# multi-step speculative sampling (SpecInfer, algorithm 2).
+Verifier = Literal["coupled", "mss"]
+DraftDraw = Literal["coupled", "top_k", "iid", "without_replacement"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The draw rules that go with one verifier."""
+
+    accepted: frozenset[DrawRule]  # for which it is lossless, whoever draws (docs/losslessness.md)
+    draws: Mapping[str, DrawRule]  # those that draft models may use, by option name; the default first
+
+
+# The coupled rule never looks at a draw. Multi-step sampling needs the law a value was drawn from, and a
+# coupled draw has none that is independent of the target's noise. The top-k of a draft model is a point mass
+# whichever verifier looks at it.
+PAIRS: Final[Mapping[Verifier, Pairs]] = MappingProxyType(
+    {
+        "coupled": Pairs(frozenset(DrawRule), {"coupled": DrawRule.COUPLED, "top_k": DrawRule.POINT_MASS}),
+        "mss": Pairs(
+            frozenset({DrawRule.POINT_MASS, DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT}),
+            {
+                "without_replacement": DrawRule.WITHOUT_REPLACEMENT,
+                "iid": DrawRule.IID,
+                "top_k": DrawRule.POINT_MASS,
+            },
+        ),
+    }
+)
+
+
+def draw_rule(verifier: Verifier | None, usual: DrawRule | None = None) -> DrawRule:
+    """How a draft draws for `verifier`: as usual where that is lossless, else by the verifier's own rule."""
+    if verifier is None and usual is not None:
+        return usual
+    rules = tuple(PAIRS[verifier or "coupled"].draws.values())
+    return usual if usual in rules else rules[0]
+
+
+def check_pair(verifier: Verifier, rules: Iterable[DrawRule], speculator: str) -> None:
+    """Raise DrawRuleError unless `verifier` is lossless for all draw rules `speculator` uses."""
+    allowed = PAIRS[verifier].accepted
+    for rule in rules:
+        if rule not in allowed:
+            raise DrawRuleError(
+                f"speculator {speculator!r} proposes {rule} draws, which verifier '{verifier}' cannot treat "
+                f"losslessly; it takes {', '.join(sorted(allowed))}; use one of these or verifier 'coupled'"
+            )
 
 
 class Draw(NamedTuple):

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from specinfer.errors import DrawRuleError, IntegrityError
 from specinfer.tree.distribution import Distribution
-from specinfer.tree.draw import Draw, DrawRule
-from specinfer.tree.pairs import check_pair
+from specinfer.tree.draw import Draw, DrawRule, check_pair
 from specinfer.tree.token_tree import TokenTree, draws_by_parent
 from specinfer.verify import noise
 from specinfer.verify.coupled import Acceptance

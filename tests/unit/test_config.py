@@ -15,9 +15,8 @@ from specinfer.config import (
     SpeculationConfig,
 )
 from specinfer.errors import ConfigError
-from specinfer.tree.draw import DrawRule
+from specinfer.tree.draw import PAIRS, DrawRule
 from specinfer.tree.expansion import Expansion
-from specinfer.tree.pairs import PAIRS
 
 
 def test_lookups_are_on_by_default_and_can_be_switched_off() -> None:

@@ -16,7 +16,7 @@ ORDER: list[set[str]] = [
     {"version", "errors", "progress"},
     {"files", "option", "structured_output", "tree"},
     {"config", "hub"},
-    {"speculation_params", "tokenizer"},
+    {"tokenizer"},
     {"sampling_params", "grammar"},
     {"request", "processors"},
     {"plan", "verify"},
@@ -43,7 +43,7 @@ LAZY_TABLE = "specinfer"  # the package's own __init__ names what it loads on de
 
 # These start without torch; a name stands for a module or for a package with all its modules.
 WITHOUT_TORCH = (
-    *("errors", "files", "config", "structured_output", "speculation_params", "sampling_params", "request"),
+    *("errors", "files", "config", "structured_output", "sampling_params", "request"),
     *("tokenizer", "hub", "progress", "tree", "grammar", "processors", "plan", "verify", "speculate.limits"),
     *("engine.scheduler", "engine.kv_blocks", "engine.transcript", "engine.trace"),
     *("serve.page_server", "cli.small"),

@@ -12,7 +12,7 @@ import pytest
 
 from specinfer import SamplingParams
 from specinfer.errors import RequestError
-from specinfer.speculation_params import SpeculationParams
+from specinfer.sampling_params import SpeculationParams
 
 PENALTY = "a number in [-2, 2]; 0 switches it off"
 REPETITION = "a number in [0.001, 1000]; 1 switches it off"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.speculation_params import SpeculationParams
+from specinfer.sampling_params import SpeculationParams
 from specinfer.tree.expansion import Expansion
 
 

@@ -26,7 +26,7 @@ from specinfer.speculate.drafts.growth import Growth, Shape
 from specinfer.speculate.speculator import Outcome
 from specinfer.tokenizer.respelling import Respelling, complete
 from specinfer.tree import Draw, TokenTree, TreeBuilder
-from specinfer.tree.pairs import draw_rule
+from specinfer.tree.draw import draw_rule
 
 _ENDED = 16  # texts that are kept when they have ended, for others that begin alike
 _TOKENS_A_GUESS = 2  # of the target's, that a guess in tokens of the draft's may come to on the average

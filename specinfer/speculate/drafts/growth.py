@@ -12,8 +12,8 @@ from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.speculate.drafts.draws import Site
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
+from specinfer.tree.draw import draw_rule
 from specinfer.tree.expansion import Expansion
-from specinfer.tree.pairs import draw_rule
 from specinfer.verify.noise import draft_stream, uniform
 
 _NODES: Final = 32  # of a tree whose shape is learned, below its root

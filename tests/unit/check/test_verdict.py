@@ -7,7 +7,7 @@ import torch
 
 from specinfer.check.verdict import TextPromise, text_promise
 from specinfer.sampling_params import SamplingParams
-from specinfer.tree.pairs import Verifier
+from specinfer.tree.draw import Verifier
 
 IDENTICAL, ROUNDING, LAW = TextPromise.IDENTICAL, TextPromise.ROUNDING, TextPromise.LAW
 

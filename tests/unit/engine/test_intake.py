@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specinfer import sampling_params, speculation_params, structured_output
+from specinfer import sampling_params, structured_output
 from specinfer.config import SpeculationConfig
 from specinfer.engine import admission, intake
 from specinfer.engine.admission import Admission
@@ -324,7 +324,7 @@ def test_the_parameters_are_those_there_are() -> None:
 
 def test_every_line_that_refuses_is_in_the_table(models: dict[str, Intake]) -> None:
     modules: list[ModuleType] = [
-        *(sampling_params, structured_output, speculation_params, limits, changes),
+        *(sampling_params, structured_output, limits, changes),
         *(admission, intake, chat_template, tokenizer),
     ]
     raised: set[tuple[str, int]] = set()

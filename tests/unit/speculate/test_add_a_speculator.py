@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specinfer.speculate.speculator import Speculator
-from specinfer.tree.pairs import Verifier
+from specinfer.tree.draw import Verifier
 from tests.engines import Tiny
 from tests.lone_speculator import answer, expected
 from tests.plans import entry, outcome, plan

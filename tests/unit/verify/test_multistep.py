@@ -5,7 +5,7 @@ import pytest
 
 from specinfer.errors import DrawRuleError, IntegrityError
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder, merge
-from specinfer.tree.pairs import PAIRS, check_pair
+from specinfer.tree.draw import PAIRS, check_pair
 from specinfer.verify.coupled import Acceptance
 from specinfer.verify.law import inverse_cdf
 from specinfer.verify.multistep import Coin, seeded_coin, verify_multistep

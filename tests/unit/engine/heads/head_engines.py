@@ -17,7 +17,7 @@ from specinfer.heads.medusa import MedusaHead
 from specinfer.llm import LLM
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.executor import ModelRunner
-from specinfer.speculation_params import SpeculationParams
+from specinfer.sampling_params import SpeculationParams
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import draws_by_parent
 from tests.engines import ENGINE, Tiny

@@ -15,7 +15,7 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.lookups.answer_store import AnswerStore
 from specinfer.speculate.lookups.lookup import LookupOptions, LookupSpeculator, match_confidence
 from specinfer.tree import DrawRule
-from specinfer.tree.pairs import Verifier
+from specinfer.tree.draw import Verifier
 from tests.engines import Tiny
 from tests.kernels import library_or_skip
 from tests.letters import letters, spelled

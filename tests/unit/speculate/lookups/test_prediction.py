@@ -15,7 +15,7 @@ from specinfer.speculate.lookups.alignment import SIDE_DEPTH
 from specinfer.speculate.lookups.lookup import match_confidence
 from specinfer.speculate.lookups.prediction import PredictionSpeculator
 from specinfer.tree import DrawRule, TokenTree
-from specinfer.tree.pairs import Verifier
+from specinfer.tree.draw import Verifier
 from tests import plans
 from tests.engines import Tiny
 from tests.letters import letters

@@ -9,11 +9,11 @@ from specinfer import SamplingParams
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
+from specinfer.sampling_params import SpeculationParams
 from specinfer.speculate.policy.chances import Chances
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.drafting import PricedDraft
 from specinfer.speculate.policy.guard import Guard
-from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from tests import plans

@@ -11,10 +11,10 @@ import pytest
 
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
+from specinfer.sampling_params import SpeculationParams
 from specinfer.speculate.policy.chances import Chances
 from specinfer.speculate.policy.choose import along_paths, fastest
 from specinfer.speculate.policy.policy import StepReport
-from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder, merge
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.merging import keep

@@ -9,9 +9,9 @@ import pytest
 
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
+from specinfer.sampling_params import SpeculationParams
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.policy import StepReport
-from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import single_node

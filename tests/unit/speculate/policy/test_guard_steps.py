@@ -13,11 +13,11 @@ from specinfer.engine.steps import Stage
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
+from specinfer.sampling_params import SpeculationParams
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.guard import GUESSING_STAGES, PLAIN_FIRST, TARGET_STAGES, WINDOW, GuardState
 from specinfer.speculate.policy.policy import LevelPass, StepReport
 from specinfer.speculate.speculator import Outcome, Speculator
-from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import TokenTree, TreeBuilder
 from tests import plans
 from tests.unit.speculate.policy.priced import Reckless

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from specinfer.config import SpeculationConfig
+from specinfer.sampling_params import SpeculationParams
 from specinfer.speculate.policy.policy import SpeculationPolicy
-from specinfer.speculation_params import SpeculationParams
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from tests.unit.speculate.policy.priced import entry
