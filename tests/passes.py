@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -38,24 +37,10 @@ class Passes:
         self._attention = model.kernels.attention.over(self.cache.keys, self.cache.values)
 
     @torch.inference_mode()
-    def run(
-        self, *rows: Rows, cuts: Sequence[int] = (), taps: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor | None]:
-        """What the head reads of every row, and the taps; layers are run in pieces, cut before `cuts`."""
+    def run(self, *rows: Rows, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """What the head reads of every row, and the taps."""
         model = self.model
         batch = build_batch(rows, block_size=BLOCK, device=model.device)
-        attend = self._attention.bind(batch.paths)
-        residual = model.embed(batch.token_ids_T, batch.positions_T)
-        if not cuts:
-            residual, tapped = model.run_layers(residual, PassContext(batch.positions_T, attend, taps))
-            return model.final_norm(residual), tapped
-        parts: list[Tensor] = []
-        ends = [0, *cuts, model.config.num_layers]
-        for piece, (first, last) in enumerate(pairwise(ends)):
-            behind = last + 1 if piece == len(cuts) else last  # of two pieces, the one it opens has a tap
-            here = [tap for tap in taps if first <= tap < behind]
-            context = PassContext(batch.positions_T, attend, here)
-            residual, tapped = model.run_layers(residual, context, range(first, last))
-            if tapped is not None:
-                parts.append(tapped)
-        return model.final_norm(residual), torch.cat(parts, dim=1) if parts else None
+        context = PassContext(batch.positions_T, self._attention.bind(batch.paths), taps)
+        read = model.read(batch.token_ids_T, context)
+        return read.hidden_RD, read.tapped_TND

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.backend import Attend, Paths
-from specinfer.attention.native import NativeAttend, NativeCache
+from specinfer.attention.native import NativeCache
 from specinfer.attention.sdpa import rotated
 from specinfer.heads.config import BlockConfig
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass, MarkovTerm
@@ -70,18 +70,18 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         of_layers = [[f"layers.{i}.self_attn.{x}_proj" for x in "kv"] for i in range(body.num_layers)]
         self._context = weights.linear(*chain(*of_layers), bias=body.qkv_bias)
         self._layers = [DecoderLayer(i, body, weights, f"layers.{i}") for i in range(body.num_layers)]
-        self._at_once = None
+        native: NativeLayers | None = None
         if body.activation is not Activation.RELU:
-            self._at_once = NativeLayers.of(
+            native = NativeLayers.of(
                 [layer.parts() for layer in self._layers], ops, gelu=body.activation is Activation.GELU_TANH
             )
         self._norm = RMSNorm(weights.tensor("norm.weight"), eps, ops)
         self._rope = RotaryEmbedding(body.rope, body.head_dim, self.device)
         self.native: NativeBlockHead | None = None
-        if self._embedding_VD is not None:
-            self.native = NativeBlockHead.of(self._parts(self._embedding_VD, 1.0), self._at_once, ops)
-        elif isinstance(target, Decoder):
-            self.native = NativeBlockHead.of(self._parts(*target.embedding), self._at_once, ops)
+        if native is not None and self._embedding_VD is not None:
+            self.native = NativeBlockHead(self._parts(self._embedding_VD, 1.0), native)
+        elif native is not None and isinstance(target, Decoder):
+            self.native = NativeBlockHead(self._parts(*target.embedding), native)
         if head.markov_rank:
             before_VM = self._looked_up(weights.tensor("markov_head.markov_w1.weight"))
             named_UM = self._looked_up(weights.tensor("markov_head.markov_w2.weight"))
@@ -240,11 +240,8 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         """
         rope = self._rope.at(positions_T)
         y_TD: Tensor | None = None
-        if self._at_once is not None and isinstance(attend, NativeAttend):
-            y_TD, _ = self._at_once(x_TD, None, rope, rope, attend, range(len(self._layers)))
-        else:
-            for layer in self._layers:
-                y_TD = layer(x_TD, y_TD, rope, attend)
+        for layer in self._layers:
+            y_TD = layer(x_TD, y_TD, rope, attend)
         return self._norm(x_TD, y_TD)
 
     def logits(self, h_RD: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from specinfer.kernels.library import (
     BlockStepArgs,
     ProductArgs,
 )
-from specinfer.kernels.ops import NativeOps, Ops
 from specinfer.kernels.product import FLOATS, NativeProduct, Product
 
 _NUMBERS: Final = 8  # of a text in a call
@@ -57,10 +56,10 @@ class NativeBlockHead:
 
     __slots__ = ("_args", "_kept", "_layers", "_library", "_named", "_rotations", "_size", "_type")
 
-    def __init__(self, parts: BlockHeadParts, layers: NativeLayers, ops: NativeOps) -> None:
+    def __init__(self, parts: BlockHeadParts, layers: NativeLayers) -> None:
         """All products are native, and `layers` are those of the parts."""
         fc, context, output = (_args(product) for product in (parts.fc, parts.context, parts.output))
-        self._library = ops.library
+        self._library = layers.library
         self._layers = layers
         self._kept = parts  # whose memory the arguments point to
         self._type = parts.norm_D.dtype
@@ -86,16 +85,6 @@ class NativeBlockHead:
         if parts.entry is not None and parts.entry_norm_D is not None:
             self._args.entry, self._args.entry_norm = _args(parts.entry), parts.entry_norm_D.data_ptr()
         self._rotations = RotationTables([self._args.rotations], parts.rotations)
-
-    @classmethod
-    def of(cls, parts: BlockHeadParts, layers: NativeLayers | None, ops: Ops) -> NativeBlockHead | None:
-        """The head, or None where it has a part that is not native."""
-        products = [parts.fc, parts.context, parts.output, *([] if parts.entry is None else [parts.entry])]
-        table_VD = parts.embedding_VD
-        looked_up = table_VD.is_contiguous() and table_VD.dtype is parts.norm_D.dtype
-        if layers is None or not isinstance(ops, NativeOps) or not looked_up:
-            return None
-        return cls(parts, layers, ops) if all(isinstance(p, NativeProduct) for p in products) else None
 
     def reach(self, positions: int) -> None:
         """Have rotations of so many positions at the least."""

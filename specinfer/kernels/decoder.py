@@ -1,11 +1,8 @@
-"""A decoder's layers, and its whole pass, each in one native call (cpu/layers.cpp, cpu/decoder.cpp).
+"""A decoder's whole pass in one native call (cpu/decoder.cpp).
 
 Calling an op takes a few microseconds, and a layer has nine: of a pass of SmolLM2-135M in 4 bits, of 4.8 ms,
-the calls took 1.7. models/decoder.py computes the same op by op, where anything but native ops takes part.
-
-Around its layers a pass looks embeddings up, makes rotations, norms what the output layer reads and calls
-that: a dozen small calls, which weights that stream past have made slow. Of a pass of SmolLM2-135M in int8,
-of 6.3 ms, they took 0.4. Rotations of positions 0, 1, ... are looked up, more of them as texts grow.
+the calls took 1.7, and the dozen around the layers 0.4. models/decoder.py computes the same op by op, where
+anything but native ops takes part. Rotations of positions 0, 1, ... are looked up: more as texts grow.
 """
 
 from __future__ import annotations
@@ -27,12 +24,12 @@ from specinfer.kernels.library import (
     DecoderArgs,
     DecoderRowsArgs,
     LayerArgs,
+    Library,
     RotationsArgs,
-    StreamArgs,
     TapsArgs,
 )
 from specinfer.kernels.ops import NativeOps, Ops
-from specinfer.kernels.product import FLOATS, NativeProduct, Product, check_rows
+from specinfer.kernels.product import FLOATS, NativeProduct, Product
 
 # Makes rotations of so many positions, or more, for each table: float32 [positions, H / 2], contiguous.
 MakeRotations = Callable[[int], Sequence[Rotation]]
@@ -54,16 +51,15 @@ class LayerParts:
 
 
 class NativeLayers:
-    """Layers whose every part is native."""
+    """Layers whose every part is native, as a call of the library is told of them."""
 
-    __slots__ = ("_kept", "_library", "_size", "args", "eps", "gelu")
+    __slots__ = ("_kept", "args", "eps", "gelu", "library")
 
-    def __init__(self, layers: Sequence[LayerParts], ops: NativeOps, *, gelu: bool) -> None:
+    def __init__(self, layers: Sequence[LayerParts], library: Library, *, gelu: bool) -> None:
         """All products must be native. Gates are gelu's, in its tanh form, or silu's."""
-        self._library = ops.library
+        self.library = library
         self.gelu = gelu
         self.eps = layers[0].heads.norm_eps
-        self._size = layers[0].before_attention_D.numel()
         self._kept = list(layers)  # whose memory `args` points to
         self.args = (LayerArgs * len(layers))(*map(_layer_args, layers))
 
@@ -73,60 +69,12 @@ class NativeLayers:
         products = [product for layer in layers for product in layer.products]
         if not isinstance(ops, NativeOps) or not all(isinstance(p, NativeProduct) for p in products):
             return None
-        return cls(layers, ops, gelu=gelu)
+        return cls(layers, ops.library, gelu=gelu)
 
     @property
     def heads(self) -> AttentionSpec:
         """The heads of the first layer, which are those of all in size and number."""
         return self._kept[0].heads
-
-    def __call__(
-        self,
-        x_TD: Tensor,
-        y_TD: Tensor | None,
-        rope: Rotation,
-        local_rope: Rotation,
-        attend: NativeAttend,
-        layers: range,
-        taps: Sequence[int] = (),
-    ) -> tuple[Tensor, Tensor | None]:
-        """What these layers leave to be added to x, [T, D], and the inputs of those in `taps`, [T, N, D].
-
-        Where there is a y, it is what was left before; sums x up to there, and writes K and V of every row.
-        `taps` may be any of the layers, and the number behind the last of them for what that one puts out.
-        """
-        code = check_rows(x_TD, self._size)
-        if y_TD is not None and (y_TD.shape != x_TD.shape or check_rows(y_TD, self._size) != code):
-            raise ValueError(f"y must be as x is, {list(x_TD.shape)}, got {list(y_TD.shape)} of {y_TD.dtype}")
-        if layers.step != 1 or not 0 <= layers.start < layers.stop <= len(self.args):
-            raise ValueError(f"layers {layers} of a model of {len(self.args)}")
-        if len(attend.cache.key_addresses) != len(self.args):
-            raise ValueError(
-                f"caches of {len(attend.cache.key_addresses)} layers for a model of {len(self.args)}"
-            )
-        attend.check(x_TD.dtype, len(x_TD), self.heads, rope)
-        attend.check(x_TD.dtype, len(x_TD), self.heads, local_rope)
-        left_TD = torch.empty_like(x_TD)
-        stream = StreamArgs(x_TD.data_ptr(), None if y_TD is None else y_TD.data_ptr(), left_TD.data_ptr())
-        tapped_TND = x_TD.new_empty(len(x_TD), len(taps), self._size) if taps else None
-        ids = (ctypes.c_int64 * len(taps))(*taps)
-        out = None if tapped_TND is None else tapped_TND.data_ptr()
-        tapping = TapsArgs(ctypes.addressof(ids), len(taps), out)
-        self._library.layers(
-            self.args,
-            layers.start,
-            layers.stop,
-            code,
-            self.gelu,
-            self.eps,
-            ctypes.byref(attend.paths),
-            _addresses([rope.cos, rope.sin, local_rope.cos, local_rope.sin]),
-            attend.cache.key_addresses,
-            attend.cache.value_addresses,
-            ctypes.byref(stream),
-            ctypes.byref(tapping),
-        )
-        return left_TD, tapped_TND
 
 
 def _layer_args(layer: LayerParts) -> LayerArgs:
@@ -134,10 +82,6 @@ def _layer_args(layer: LayerParts) -> LayerArgs:
     products = [product.args for product in layer.products if isinstance(product, NativeProduct)]
     addresses = [None if norm is None else norm.data_ptr() for norm in norms]
     return LayerArgs(*addresses, heads_args(layer.heads), *products, layer.local)
-
-
-def _addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
 class RotationTables:
@@ -196,7 +140,6 @@ class NativeDecoder:
     def __init__(
         self,
         layers: NativeLayers,
-        ops: NativeOps,
         embedding_VD: Tensor,
         scale: float,
         norm_D: Tensor,
@@ -209,7 +152,7 @@ class NativeDecoder:
         `output` makes logits here if it is native. `rotations` makes those of global layers and those of
         sliding-window ones.
         """
-        self._library = ops.library
+        self._library = layers.library
         self._layers = layers
         self._embedding_VD = embedding_VD
         self._norm_D = norm_D
@@ -228,24 +171,6 @@ class NativeDecoder:
         if self._output is not None:
             self._args.output = self._output.args
         self._rotations = RotationTables(list(self._args.rotations), rotations)
-
-    @classmethod
-    def of(
-        cls,
-        layers: NativeLayers | None,
-        ops: Ops,
-        embedding_VD: Tensor,
-        scale: float,
-        norm_D: Tensor,
-        *,
-        output: Product,
-        rotations: MakeRotations,
-    ) -> NativeDecoder | None:
-        """The decoder, or None where it has a part that is not native."""
-        looked_up = embedding_VD.is_contiguous() and embedding_VD.dtype is norm_D.dtype
-        if layers is None or not isinstance(ops, NativeOps) or not looked_up:
-            return None
-        return cls(layers, ops, embedding_VD, scale, norm_D, output=output, rotations=rotations)
 
     def __call__(
         self,

@@ -86,12 +86,6 @@ class LayerArgs(ctypes.Structure):
     )
 
 
-class StreamArgs(ctypes.Structure):
-    """The residual stream, as cpu/layers.h has it."""
-
-    _fields_ = (("x", c_void_p), ("added", c_void_p), ("y", c_void_p))
-
-
 class TapsArgs(ctypes.Structure):
     """The layers whose inputs are copied, as cpu/layers.h has them."""
 
@@ -269,20 +263,6 @@ class Library:
             library.specinfer_tree_attention, None, flag, heads, paths, *[address] * 4
         )
         self.fault_of_paths = _function(library.specinfer_fault_of_paths, c_int32, paths, count)
-        self.layers = _function(
-            library.specinfer_layers,
-            None,
-            POINTER(LayerArgs),
-            count,
-            count,
-            flag,
-            flag,
-            c_float,
-            paths,
-            *[address] * 3,
-            POINTER(StreamArgs),
-            POINTER(TapsArgs),
-        )
         self.decode = _function(
             *(library.specinfer_decode, c_int32, POINTER(DecoderArgs), POINTER(DecoderRowsArgs), paths),
             *(address, address, POINTER(TapsArgs), address, address),

@@ -16,28 +16,18 @@ from specinfer.attention.native import NativeAttend
 from specinfer.kernels.decoder import LayerParts, NativeDecoder, NativeLayers
 from specinfer.kernels.product import Product
 from specinfer.models.config import Activation, ModelConfig
-from specinfer.models.language_model import (
-    PassContext,
-    Read,
-    Residual,
-    Taps,
-    layers_to_run,
-    read_by_steps,
-)
+from specinfer.models.language_model import LanguageModel, PassContext, Read, Residual, Taps, check_taps
 from specinfer.models.layers import Attention, GatedMLP, RMSNorm, output_layer
 from specinfer.models.rope import RotaryEmbedding, rotations
 from specinfer.models.weight_memory import Weights
 
 
-class Decoder:
+class Decoder(LanguageModel):
     """A decoder-only transformer with RMSNorm, rope and a gated MLP."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         assert config.rope is not None, f"{config.family} has no rope"
-        self.config = config
-        self.dtype = weights.dtype
-        self.device = weights.device
-        self.kernels = weights.kernels
+        super().__init__(config, weights)
         # The largest matrices come first: copies of them as they are read are gone before the layers come.
         self._embedding_VD = weights.tensor("model.embed_tokens.weight")
         self._head = output_layer(config, weights, "model.embed_tokens", self._embedding_VD)
@@ -57,17 +47,19 @@ class Decoder:
         self._layers: Sequence[DecoderLayer] = weights.each(
             lambda i: DecoderLayer(i, config, weights, f"model.layers.{i}"), config.num_layers
         )
-        self._at_once: NativeLayers | None = None
+        native: NativeLayers | None = None
         if config.activation is not Activation.RELU:  # of which there is no native gate
             parts = [layer.parts() for layer in self._layers]
             gelu = config.activation is Activation.GELU_TANH
-            self._at_once = NativeLayers.of(parts, weights.kernels.ops, gelu=gelu)
+            native = NativeLayers.of(parts, weights.kernels.ops, gelu=gelu)
         local = self._rope if self._local_rope is None else self._local_rope
-        self._native = NativeDecoder.of(
-            *(self._at_once, weights.kernels.ops, *self.embedding, self._final_norm.weight_D),
-            output=self._head,
-            rotations=partial(rotations, [self._rope, local], config.max_context),
-        )
+        self._native: NativeDecoder | None = None
+        if native is not None:
+            self._native = NativeDecoder(
+                *(native, *self.embedding, self._final_norm.weight_D),
+                output=self._head,
+                rotations=partial(rotations, [self._rope, local], config.max_context),
+            )
 
     @property
     def embedding(self) -> tuple[Tensor, float]:
@@ -80,8 +72,8 @@ class Decoder:
         """A whole pass up to the head; see LanguageModel."""
         attend = context.attend
         if self._native is None or not isinstance(attend, NativeAttend) or not token_ids_T.numel():
-            return read_by_steps(self, token_ids_T, context, rows)
-        layers_to_run(self.config.num_layers, None, context.taps)
+            return super().read(token_ids_T, context, rows)
+        check_taps(context.taps, self.config.num_layers)
         if self.config.logit_softcap is not None:
             most_logits = 0  # the head's product is not all of them
         return Read(*self._native(token_ids_T, context.positions_T, rows, attend, context.taps, most_logits))
@@ -90,26 +82,19 @@ class Decoder:
         """What the first layer is given; see LanguageModel. Positions are a matter of its attention."""
         return Residual(self.kernels.ops.embed(token_ids_T, self._embedding_VD, self._embedding_scale))
 
-    def run_layers(
-        self, residual: Residual, context: PassContext, layers: range | None = None
-    ) -> tuple[Residual, Tensor | None]:
-        """What these layers make of `residual`, and their tapped inputs; see LanguageModel."""
-        attend, taps = context.attend, context.taps
-        chosen = layers_to_run(self.config.num_layers, layers, taps)
+    def run_layers(self, residual: Residual, context: PassContext) -> tuple[Residual, Tensor | None]:
+        """What the layers make of `residual`, and their tapped inputs; see LanguageModel."""
+        check_taps(context.taps, self.config.num_layers)
         rope = local_rope = self._rope.at(context.positions_T)
         if self._local_rope is not None:
             local_rope = self._local_rope.at(context.positions_T)
-        if self._at_once is not None and isinstance(attend, NativeAttend) and len(chosen) > 0:
-            x_TD, y_TD = residual.x_TD, residual.y_TD
-            y_TD, tapped = self._at_once(x_TD, y_TD, rope, local_rope, attend, chosen, taps)
-            return Residual(x_TD, y_TD), tapped
-        seen = Taps(taps, residual.x_TD)
-        for i in chosen:
+        seen = Taps(context.taps, residual.x_TD)
+        for i, layer in enumerate(self._layers):
             seen.see(i, residual)
-            layer = self._layers[i]
-            y_TD = layer(residual.x_TD, residual.y_TD, local_rope if layer.local else rope, attend)
+            own = local_rope if layer.local else rope
+            y_TD = layer(residual.x_TD, residual.y_TD, own, context.attend)
             residual = Residual(residual.x_TD, y_TD)
-        seen.see(chosen.stop, residual)
+        seen.see(len(self._layers), residual)
         return residual, seen.tapped_TND
 
     def final_norm(self, residual: Residual, rows: Tensor | None = None) -> Tensor:

@@ -5,16 +5,16 @@ Shapes: T rows of a step, R of them that are chosen, D hidden size, V vocabulary
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from specinfer.attention.backend import Attend
-from specinfer.kernels.choice import Kernels
 from specinfer.models.config import ModelConfig
+from specinfer.models.weight_memory import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,70 +49,56 @@ class Read(NamedTuple):
     logits_RV: Tensor | None = None  # what the head made of these rows, where they were few
 
 
-class LanguageModel(Protocol):
+class LanguageModel(ABC):
     """Rows of tokens in, logits out; it knows neither requests nor caches.
 
     A pass is `read`, then `logits`; `embed`, `run_layers` and `final_norm` are what `read` is made of.
     """
 
-    @property
-    def config(self) -> ModelConfig:
-        """What the model is."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of weights, activations and logits."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        ...
-
-    @property
-    def kernels(self) -> Kernels:
-        """What computes between the products; whoever runs a model brings attention from here."""
-        ...
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.dtype = weights.dtype  # of weights, activations and logits
+        self.device = weights.device
+        self.kernels = weights.kernels  # whoever runs a model brings attention from here
 
     def read(
         self, token_ids_T: Tensor, context: PassContext, rows: Tensor | None = None, *, most_logits: int = 0
     ) -> Read:
         """A whole pass up to the head, of which these rows (int64; None: all) are read.
 
-        As `read_by_steps` makes it, to the bit. Where no more than `most_logits` rows are read, logits may
-        come along, which are those that `logits` makes. Raises where the steps do, and for positions below 0.
+        A model that makes it in one call gives the bits of these steps. Where no more than `most_logits` rows
+        are read, logits may come along, which are those that `logits` makes. Raises ValueError for taps of
+        layers the model lacks.
         """
-        ...
+        residual = self.embed(token_ids_T, context.positions_T)
+        residual, tapped_TND = self.run_layers(residual, context)
+        return Read(self.final_norm(residual, rows), tapped_TND)
 
+    @abstractmethod
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
         """What the first layer is given.
 
         Both are int64 [T]; a position is where the token stands in its text.
         """
-        ...
 
-    def run_layers(
-        self, residual: Residual, context: PassContext, layers: range | None = None
-    ) -> tuple[Residual, Tensor | None]:
-        """What these layers (None: all) make of `residual`, and the inputs of those with a tap, [T, N, D].
+    @abstractmethod
+    def run_layers(self, residual: Residual, context: PassContext) -> tuple[Residual, Tensor | None]:
+        """What the layers make of `residual`, and the inputs of those with a tap, [T, N, D].
 
-        Tap i is hidden_states[i] in transformers' counting, before layer i's first norm; behind the last of
-        these layers i is that layer's output. `residual` is used up: its tensors may be written to. Raises
-        ValueError for layers the model lacks, or taps these layers do not pass.
+        Tap i is hidden_states[i] in transformers' counting, before layer i's first norm; behind the last
+        layer i is that layer's output. `residual` is used up: its tensors may be written to.
         """
-        ...
 
+    @abstractmethod
     def final_norm(self, residual: Residual, rows: Tensor | None = None) -> Tensor:
         """What the head reads of these rows (int64; None: all), [R, D]; `residual` stays as it is."""
-        ...
 
+    @abstractmethod
     def logits(self, h_RD: Tensor) -> Tensor:
         """The logits of rows of `final_norm`, [R, V].
 
         On a CPU a row's depend on that row alone, but for a draft's products, which may be loose.
         """
-        ...
 
 
 class Taps:
@@ -133,21 +119,8 @@ class Taps:
                 self.tapped_TND[:, place] = residual.summed()
 
 
-def read_by_steps(
-    model: LanguageModel, token_ids_T: Tensor, context: PassContext, rows: Tensor | None
-) -> Read:
-    """`LanguageModel.read` in three steps."""
-    residual = model.embed(token_ids_T, context.positions_T)
-    residual, tapped_TND = model.run_layers(residual, context)
-    return Read(model.final_norm(residual, rows), tapped_TND)
-
-
-def layers_to_run(num_layers: int, layers: range | None, taps: Sequence[int]) -> range:
-    """`layers`, or all; raises ValueError for layers the model lacks, or taps they do not pass."""
-    chosen = range(num_layers) if layers is None else layers
-    if chosen.step != 1 or not 0 <= chosen.start <= chosen.stop <= num_layers:
-        raise ValueError(f"got layers {layers}; allowed: ranges within 0 .. {num_layers}, in steps of 1")
-    wrong = [tap for tap in taps if not chosen.start <= tap <= chosen.stop]
+def check_taps(taps: Sequence[int], num_layers: int) -> None:
+    """Raise ValueError for taps of layers that a model of so many lacks; the number itself is the output."""
+    wrong = [tap for tap in taps if not 0 <= tap <= num_layers]
     if wrong:
-        raise ValueError(f"got taps {wrong}; layers {chosen} have inputs {chosen.start} .. {chosen.stop}")
-    return chosen
+        raise ValueError(f"got taps {wrong}; allowed: 0 .. {num_layers}")

@@ -11,14 +11,7 @@ from torch import Tensor
 from specinfer.attention.backend import Attend
 from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig
-from specinfer.models.language_model import (
-    PassContext,
-    Read,
-    Residual,
-    Taps,
-    layers_to_run,
-    read_by_steps,
-)
+from specinfer.models.language_model import LanguageModel, PassContext, Residual, Taps, check_taps
 from specinfer.models.layers import ACTIVATIONS, Attention, LayerNorm, output_layer
 from specinfer.models.weight_memory import Weights
 
@@ -26,14 +19,11 @@ from specinfer.models.weight_memory import Weights
 _POSITION_OFFSET = 2
 
 
-class OPTDecoder:
+class OPTDecoder(LanguageModel):
     """The decoder of OPT-125m to OPT-66b, OPT-350m with its own norm order and embedding size included."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self.config = config
-        self.dtype = weights.dtype
-        self.device = weights.device
-        self.kernels = weights.kernels
+        super().__init__(config, weights)
         self._embedding_VE = weights.tensor("model.decoder.embed_tokens.weight")
         self._head = output_layer(config, weights, "model.decoder.embed_tokens", self._embedding_VE)
         self._positions_PD = weights.tensor("model.decoder.embed_positions.weight")
@@ -47,12 +37,6 @@ class OPTDecoder:
             self._final_norm = _norm("model.decoder.final_layer_norm", config, weights)
         self._layers = weights.each(lambda i: _Layer(i, config, weights), config.num_layers)
 
-    def read(
-        self, token_ids_T: Tensor, context: PassContext, rows: Tensor | None = None, *, most_logits: int = 0
-    ) -> Read:
-        """A whole pass up to the head; see LanguageModel."""
-        return read_by_steps(self, token_ids_T, context, rows)
-
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
         """What the first layer is given: tokens and their positions; see LanguageModel."""
         x_TD = F.embedding(token_ids_T, self._embedding_VE)
@@ -60,16 +44,14 @@ class OPTDecoder:
             x_TD = self._project_in(x_TD)
         return Residual(x_TD + F.embedding(positions_T + _POSITION_OFFSET, self._positions_PD))
 
-    def run_layers(
-        self, residual: Residual, context: PassContext, layers: range | None = None
-    ) -> tuple[Residual, Tensor | None]:
-        """What these layers make of `residual`, and their tapped inputs; see LanguageModel."""
-        chosen = layers_to_run(self.config.num_layers, layers, context.taps)
+    def run_layers(self, residual: Residual, context: PassContext) -> tuple[Residual, Tensor | None]:
+        """What the layers make of `residual`, and their tapped inputs; see LanguageModel."""
+        check_taps(context.taps, self.config.num_layers)
         seen = Taps(context.taps, residual.x_TD)
-        for i in chosen:
+        for i, layer in enumerate(self._layers):
             seen.see(i, residual)
-            residual = Residual(self._layers[i](residual.summed(), context.attend))
-        seen.see(chosen.stop, residual)
+            residual = Residual(layer(residual.summed(), context.attend))
+        seen.see(len(self._layers), residual)
         return residual, seen.tapped_TND
 
     def final_norm(self, residual: Residual, rows: Tensor | None = None) -> Tensor:

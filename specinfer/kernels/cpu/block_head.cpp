@@ -194,8 +194,8 @@ bool step_blocks(const BlockHead& head, const BlockStep& step, const Caches& cac
   void* const y = room(head, rows * size);
   const Rope rope = rope_of(head, blocks.positions, rows);
   const Rope both[2] = {rope, rope};
-  run_layers(head.layers, 0, head.num_layers, head.type, head.gelu != 0, head.eps, blocks.paths, both, caches.keys,
-             caches.values, {x, nullptr, y}, {nullptr, 0, nullptr});
+  run_layers(head.layers, head.num_layers, head.type, head.gelu != 0, head.eps, blocks.paths, both, caches.keys,
+             caches.values, x, y, {nullptr, 0, nullptr});
   norm(head, x, y, head.norm, blocks.chosen, blocks.num_chosen, size, read);
   times(head, head.output, read, blocks.num_chosen, logits);
   return true;

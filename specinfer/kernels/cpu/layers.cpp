@@ -14,13 +14,13 @@ Rope Rotations::of(const int64_t* at, int64_t rows, int64_t half) const {
   return {own_cos, own_sin};
 }
 
-void run_layers(const Layer* layers, int64_t first, int64_t last, Type type, bool gelu, float eps, const Paths& paths,
-                const Rope rope[2], const void* const* keys, const void* const* values, const Stream& stream,
+void run_layers(const Layer* layers, int64_t count, Type type, bool gelu, float eps, const Paths& paths,
+                const Rope rope[2], const void* const* keys, const void* const* values, void* x, void* y,
                 const Taps& taps) {
   const Scratch::Mark mark;
   const int64_t rows = paths.rows, size = layers[0].qkv.inner, element = type == Type::kBFloat16 ? 2 : 4;
   int64_t wide = 0, gated = 0, attended = 0;
-  for (int64_t i = first; i < last; ++i) {
+  for (int64_t i = 0; i < count; ++i) {
     wide = std::max({wide, layers[i].qkv.channels, layers[i].gate_up.channels});
     gated = std::max(gated, layers[i].down.inner);
     attended = std::max(attended, layers[i].o.inner);
@@ -33,7 +33,7 @@ void run_layers(const Layer* layers, int64_t first, int64_t last, Type type, boo
 
   const auto norm = [&](const void* added, const void* weight) {
     const Timed timed(Stage::kNorm);
-    add_rms_norm(type, stream.x, added, weight, normed, nullptr, rows, size, eps, true);
+    add_rms_norm(type, x, added, weight, normed, nullptr, rows, size, eps, true);
   };
   const auto norm_alone = [&](void* in_place, const void* weight) {
     const Timed timed(Stage::kNorm);
@@ -44,7 +44,7 @@ void run_layers(const Layer* layers, int64_t first, int64_t last, Type type, boo
     for (int64_t n = 0; n < taps.count; ++n) {
       if (taps.layers[n] != layer) continue;
       void* const to = static_cast<char*>(taps.out) + n * size * element;
-      copy_rows(type, stream.x, added, to, taps.count * size, rows, size);
+      copy_rows(type, x, added, to, taps.count * size, rows, size);
     }
   };
   const auto times = [&](const Product& by, const void* from, void* to) {
@@ -52,9 +52,8 @@ void run_layers(const Layer* layers, int64_t first, int64_t last, Type type, boo
     multiply(by, {from, type, rows}, to);
   };
 
-  const void* added = stream.added;
-  void* const y = stream.y;
-  for (int64_t i = first; i < last; ++i) {
+  const void* added = nullptr;
+  for (int64_t i = 0; i < count; ++i) {
     const Layer& layer = layers[i];
     auto* const k = const_cast<void*>(keys[i]);
     auto* const v = const_cast<void*>(values[i]);
@@ -82,7 +81,7 @@ void run_layers(const Layer* layers, int64_t first, int64_t last, Type type, boo
     if (layer.after_mlp != nullptr) norm_alone(y, layer.after_mlp);
     added = y;
   }
-  tap(last, added);
+  tap(count, added);
 }
 
 }  // namespace specinfer

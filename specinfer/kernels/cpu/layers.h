@@ -1,7 +1,5 @@
-// The layers of a decoder in one call: between the products of a small model, calls of one op after another
-// take as long as the ops do.
-//
-// kernels/decoder.py is how it is called, models/decoder.py the same computation op by op, with the same bits.
+// The layers of a decoder or head, of which decoder.cpp and block_head.cpp are made. models/decoder.py has the same
+// computation op by op, with the same bits.
 
 #pragma once
 
@@ -32,14 +30,6 @@ struct Rotations {
   Rope of(const int64_t* at, int64_t rows, int64_t half) const;
 };
 
-// The residual stream: x [T, D], to which `added` [T, D] is still to be added, where there is one. Layers leave what
-// the last MLP adds in y [T, D], which may be `added`.
-struct Stream {
-  void* x;
-  const void* added;
-  void* y;
-};
-
 // Copies of the inputs of some layers, where `last` stands for the output of the layer before it: [T, count, D].
 struct Taps {
   const int64_t* layers;
@@ -47,10 +37,10 @@ struct Taps {
   void* out;
 };
 
-// The layers first..last - 1. rope: of global layers, then of sliding-window ones; keys, values: caches [P, K, H]
-// of each layer.
-void run_layers(const Layer* layers, int64_t first, int64_t last, Type type, bool gelu, float eps, const Paths& paths,
-                const Rope rope[2], const void* const* keys, const void* const* values, const Stream& stream,
+// All `count` layers. rope: of global layers, then of sliding-window ones; keys, values: caches [P, K, H] of each
+// layer. x [T, D] is the residual stream; what the last MLP adds to it is left in y [T, D].
+void run_layers(const Layer* layers, int64_t count, Type type, bool gelu, float eps, const Paths& paths,
+                const Rope rope[2], const void* const* keys, const void* const* values, void* x, void* y,
                 const Taps& taps);
 
 }  // namespace specinfer

@@ -6,7 +6,6 @@
 #include "best_first.h"
 #include "block_head.h"
 #include "decoder.h"
-#include "layers.h"
 #include "layout.h"
 #include "lookups.h"
 #include "memory.h"
@@ -89,14 +88,6 @@ void specinfer_tree_attention(int32_t type, const Heads* heads, const Paths* pat
   const Claim claim;
   const Timed timed(Stage::kAttention);
   tree_attention(static_cast<Type>(type), *heads, *paths, q, k_cache, v_cache, out);
-}
-
-void specinfer_layers(const Layer* layers, int64_t first, int64_t last, int32_t type, int32_t gelu, float eps,
-                      const Paths* paths, const Rope* rope, const void* const* keys, const void* const* values,
-                      const Stream* stream, const Taps* taps) {
-  const Claim claim;
-  run_layers(layers, first, last, static_cast<Type>(type), gelu != 0, eps, *paths, rope, keys, values, *stream,
-             *taps);
 }
 
 int32_t specinfer_decode(const Decoder* decoder, const DecoderRows* rows, const Paths* paths, const void* const* keys,

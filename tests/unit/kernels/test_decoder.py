@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.native import NativeCache
-from specinfer.kernels.decoder import NativeDecoder
 from specinfer.models.decoder import Decoder
-from specinfer.models.language_model import LanguageModel, PassContext, Read, read_by_steps
+from specinfer.models.language_model import LanguageModel, PassContext, Read
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, build_batch, chain_rows
 from specinfer.runtime.kv_cache import KvCache
@@ -51,7 +50,7 @@ def read(
     attend = model.kernels.attention.over(cache.keys, cache.values).bind(batch.paths)
     context = PassContext(batch.positions_T, attend, taps)
     if steps:
-        return read_by_steps(model, batch.token_ids_T, context, batch.logit_rows)
+        return LanguageModel.read(model, batch.token_ids_T, context, batch.logit_rows)
     return model.read(batch.token_ids_T, context, batch.logit_rows, most_logits=most_logits)
 
 
@@ -127,7 +126,7 @@ def test_what_is_not_there_is_refused_and_nothing_is_written(tmp_path: Path) -> 
     cache = cache_of(model)
     with pytest.raises(IndexError, match=r"token ids must be 0 \.\. 95"):
         read(model, cache, [chain_rows([3, 96], 0, [0], logits=True)])
-    with pytest.raises(ValueError, match=r"got taps \[4\]; layers range\(0, 3\) have inputs 0 \.\. 3"):
+    with pytest.raises(ValueError, match=r"got taps \[4\]; allowed: 0 \.\. 3"):
         read(model, cache, [chain_rows([3], 0, [0], logits=True)], [4])
     batch = build_batch([chain_rows([3, 4], 0, [0], logits=True)], block_size=BLOCK, device=model.device)
     attend = model.kernels.attention.over(cache.keys, cache.values).bind(batch.paths)
@@ -158,19 +157,3 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=fault):
                 model.read(batch.token_ids_T, context, batch.logit_rows)
             read(model, good, rows)
-
-
-def test_only_what_is_looked_up_as_it_lies_is_native(tmp_path: Path) -> None:
-    model = load("llama", tmp_path)
-    assert isinstance(model, Decoder)
-    ops, (table_VD, scale) = model.kernels.ops, model.embedding
-    assert model._native is not None
-    rotations = model._native._rotations._make
-    norm_D, layers = torch.ones(table_VD.shape[1], dtype=table_VD.dtype), model._at_once
-
-    def made(table_VD: Tensor, norm_D: Tensor) -> NativeDecoder | None:
-        return NativeDecoder.of(layers, ops, table_VD, scale, norm_D, output=model._head, rotations=rotations)
-
-    assert made(table_VD, norm_D) is not None
-    assert made(table_VD.t().contiguous().t(), norm_D) is None
-    assert made(table_VD.float(), norm_D) is None

@@ -1,4 +1,4 @@
-"""The layers in one call give the bits that they give op by op, and run where all their parts are native."""
+"""The pass in one call gives the bits that it gives op by op, and is made where all its parts are native."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specinfer.attention.native import NativeAttend, NativeAttention
 from specinfer.config import Quantization
 from specinfer.kernels.bandwidth import profiled
 from specinfer.kernels.choice import Kernels
-from specinfer.kernels.decoder import NativeDecoder, NativeLayers
+from specinfer.kernels.decoder import NativeDecoder
 from specinfer.kernels.library import STAGES
 from specinfer.kernels.ops import TorchOps
 from specinfer.kernels.quantized import TorchProducts
@@ -108,7 +108,7 @@ def test_the_bits_are_those_of_op_by_op(
     assert at_once[0].isfinite().all()
 
 
-def tapped(model: LanguageModel, cuts: Sequence[int] = ()) -> list[Tensor]:
+def tapped(model: LanguageModel) -> list[Tensor]:
     """The taps of every layer and what the head reads, of a prompt in chunks and a tree, and the caches."""
     passes, found = Passes(model), []
     every = range(model.config.num_layers + 1)
@@ -117,26 +117,23 @@ def tapped(model: LanguageModel, cuts: Sequence[int] = ()) -> list[Tensor]:
         [chain_rows(range(25, 32), 5, TREE.block_table, logits=True), chain_rows([4], 0, [3], logits=True)],
         [chain_rows([9], 1, [3], logits=True), TREE],
     ):
-        found += [part for part in passes.run(*rows, cuts=cuts, taps=every) if part is not None]
+        found += [part for part in passes.run(*rows, taps=every) if part is not None]
     assert len(found) == 6
     return [*found, *passes.cache.keys, *passes.cache.values]
 
 
 @every_format
 @pytest.mark.parametrize("name", ["llama-biases", "gemma3"])
-def test_taps_and_pieces_have_the_bits_of_op_by_op_and_change_no_other(
+def test_taps_have_the_bits_of_op_by_op_and_change_no_other(
     name: str, weights: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_random(name, tmp_path, tied=True)
     chosen = kernels("native")
     model = load(tmp_path, op_by_op(chosen), *weights)
     by_op, layers = tapped(model), model.config.num_layers
-    for cuts in ([1], [layers], range(layers)):
-        assert same(tapped(model, cuts), by_op), f"op by op, cut at {cuts}"
     monkeypatch.setattr(NativeAttend, "__call__", None)
     model = load(tmp_path, chosen, *weights)
-    for cuts in ([], [1], [layers], range(layers)):
-        assert same(tapped(model, cuts), by_op), f"at once, cut at {cuts}"
+    assert same(tapped(model), by_op)
     before = run(model)
     read = model.read
 
@@ -147,24 +144,15 @@ def test_taps_and_pieces_have_the_bits_of_op_by_op_and_change_no_other(
     assert same(run(model), before)
 
 
-@pytest.mark.parametrize("name", ["opt", "opt-350m"])
-def test_pieces_of_opt_have_the_bits_of_the_whole(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run_with", NAMES)
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_taps_that_are_not_there_are_refused(name: str, run_with: str, tmp_path: Path) -> None:
     save_random(name, tmp_path, tied=True)
-    for run_with in NAMES:
-        model = load(tmp_path, kernels(run_with), dtype=torch.float32)
-        for cuts in ([0], [1], [2], [3], [1, 2]):
-            assert same(tapped(model, cuts), tapped(model)), cuts
-
-
-def test_layers_and_taps_that_are_not_there_are_refused(tmp_path: Path) -> None:
-    save_random("llama", tmp_path, tied=True)
-    model = load(tmp_path, kernels("native"))
+    model = load(tmp_path, kernels(run_with))
     passes, rows = Passes(model), chain_rows([1], 0, [0], logits=True)
     for tap in (-1, 4):
-        with pytest.raises(ValueError, match=r"got taps \[-?\d\]; layers range\(0, 3\) have inputs 0 \.\. 3"):
+        with pytest.raises(ValueError, match=r"got taps \[-?\d\]; allowed: 0 \.\. 3"):
             passes.run(rows, taps=[0, tap])
-    with pytest.raises(ValueError, match=r"got layers range\(0, 4\); allowed: ranges within 0 \.\. 3"):
-        passes.run(rows, cuts=[4])
 
 
 @pytest.mark.parametrize(
@@ -182,7 +170,6 @@ def test_with_a_part_that_is_not_native_a_model_runs_op_by_op(
 ) -> None:
     save_random(name, tmp_path, tied=True)
     model = load(tmp_path, changed(kernels("native")))
-    monkeypatch.setattr(NativeLayers, "__call__", None)
     monkeypatch.setattr(NativeDecoder, "__call__", None)
     run(model)
 
