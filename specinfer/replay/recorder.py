@@ -300,7 +300,7 @@ def _guess(
             trees = OnePassTrees(name, shapes[0], best_first.grow, level_drawer(name, model, own))
             speculators.append(
                 BlockDraft(
-                    *(name, runner_of_head.guess, model.head.block, trees),
+                    *(name, runner_of_head.guess, model.head, trees),
                     max_rows=engine.max_step_tokens,
                     block_size=engine.block_size,
                     taps=model.head.taps,

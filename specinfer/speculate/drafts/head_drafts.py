@@ -34,11 +34,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from specinfer.heads.block_model import BlockModel, BlockText
-from specinfer.heads.config import BlockConfig, BlockRows, EagleConfig, MedusaConfig
+from specinfer.heads.block_model import BlockText
+from specinfer.heads.config import BlockConfig, EagleConfig, MedusaConfig
 from specinfer.heads.eagle import EagleModel, EagleText
 from specinfer.heads.kinds import AnyHeadModel
-from specinfer.heads.medusa import MedusaModel, MedusaText
+from specinfer.heads.medusa import MedusaText
 from specinfer.heads.runner import HeadPass, HeadRunner
 from specinfer.plan import PlanEntry
 from specinfer.runtime.batch import Rows, chain_rows
@@ -47,12 +47,9 @@ from specinfer.speculate.drafts.draft import CachedText, CachedTexts, Draft, Lev
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, named_tokens
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.speculate.drafts.growth import Growth, Shape
-from specinfer.speculate.drafts.one_pass import OnePassDraft, OnePassTrees
+from specinfer.speculate.drafts.one_pass import OnePassDraft
 
 _MEDUSA_ROWS: Final = 2  # that a text counts as, by which a step's passes are priced (MedusaModel.probe)
-
-
-Taps = tuple[int, ...]
 
 
 class EagleDraft(LevelDraft):
@@ -112,25 +109,9 @@ class EagleDraft(LevelDraft):
 class ParallelEagleDraft(OnePassDraft):
     """An EAGLE head that guesses all levels in one pass."""
 
-    def __init__(
-        self,
-        name: str,
-        runner: HeadRunner[EagleModel],
-        shape: Shape,
-        *,
-        max_rows: int,
-        vocabulary: DraftVocabulary | None = None,
-    ) -> None:
-        """As EagleDraft; the head has a mask token."""
-        head = runner.model.head
-        trees = OnePassTrees.of(name, runner.model, shape, vocabulary)
-        super().__init__(name, trees, max_rows=max_rows, block_size=runner.block_size, taps=head.taps)
-        self._runner = runner
-
     def _growth(self, entry: PlanEntry) -> Growth:
         # The root's row and those of masks lie in the blocks that its tree may fill.
-        depth = self._runner.model.head.depth
-        return Growth.of(entry, self.name, min(entry.max_depth, depth, entry.max_nodes))
+        return Growth.of(entry, self.name, min(entry.max_depth, self._head.depth, entry.max_nodes))
 
     def _text(self, entry: int, most: int) -> tuple[EagleText, int, int] | None:
         text, growth = self._seen[entry], self._growths[entry]
@@ -140,9 +121,6 @@ class ParallelEagleDraft(OnePassDraft):
         count, levels = len(rows.token_ids), growth.limit if growth.started else 0
         states = text.unread.take(count)
         return EagleText(rows, text.origin, states=states, masks=max(0, levels - 1)), count, levels
-
-    def _guess(self, entries: Sequence[int], texts: Sequence[EagleText]) -> HeadPass:
-        return self._runner.guess(texts)
 
 
 def _eagle_rows(texts: CachedTexts, text: CachedText, growth: Growth, most: int) -> Rows | None:
@@ -165,29 +143,6 @@ def _eagle_rows(texts: CachedTexts, text: CachedText, growth: Growth, most: int)
 class BlockDraft(OnePassDraft):
     """A block head."""
 
-    def __init__(
-        self,
-        name: str,
-        guess: Callable[[Sequence[BlockText]], HeadPass],
-        head: BlockRows,
-        trees: OnePassTrees,
-        *,
-        max_rows: int,
-        block_size: int,
-        taps: Taps,
-    ) -> None:
-        """`guess` is a pass of the head, over a cache with blocks of `block_size` positions.
-
-        `max_rows` of texts are read in one step, and kept of each text until they are. `trees` are grown of
-        what it makes, and of this head alone.
-        """
-        super().__init__(name, trees, max_rows=max_rows, block_size=block_size, taps=taps)
-        self._pass = guess
-        self._head = head
-
-    def _growth(self, entry: PlanEntry) -> Growth:
-        return Growth.of(entry, self.name, min(entry.max_depth, self._head.depth))
-
     def _text(self, entry: int, most: int) -> tuple[BlockText, int, int] | None:
         text, growth = self._seen[entry], self._growths[entry]
         planned = growth.entry
@@ -204,7 +159,7 @@ class BlockDraft(OnePassDraft):
         return part, part.count, max(0, part.rows - self._head.skipped)
 
     def _guess(self, entries: Sequence[int], texts: Sequence[BlockText]) -> HeadPass:
-        made = self._pass(texts)
+        made = super()._guess(entries, texts)
         for i, last_D in zip(entries, made.made, strict=True):
             if last_D is not None:
                 self._seen[i].last_D = last_D
@@ -225,20 +180,9 @@ class BlockDraft(OnePassDraft):
 class MedusaDraft(OnePassDraft):
     """Medusa's heads, which have no cache."""
 
-    def __init__(
-        self,
-        name: str,
-        runner: HeadRunner[MedusaModel],
-        shape: Shape,
-        *,
-        max_rows: int,
-        vocabulary: DraftVocabulary | None = None,
-    ) -> None:
-        """As EagleDraft."""
-        head = runner.model.head
-        trees = OnePassTrees.of(name, runner.model, shape, vocabulary)
-        super().__init__(name, trees, max_rows=max_rows, block_size=runner.block_size, taps=head.taps)
-        self._runner = runner
+    def __init__(self, *args: Any, **limits: Any) -> None:
+        """As OnePassDraft."""
+        super().__init__(*args, **limits)
         self._last: dict[str, tuple[int, TappedRows]] = {}  # of each text: where it ends, its last state
 
     def hear(self, texts: Sequence[TextFeatures]) -> None:
@@ -247,9 +191,6 @@ class MedusaDraft(OnePassDraft):
             count = len(features.states)
             last = features.states.part(count - 1, count).to_keep()
             self._last[features.entry.request.request_id] = features.end, last
-
-    def _growth(self, entry: PlanEntry) -> Growth:
-        return Growth.of(entry, self.name, min(entry.max_depth, self._runner.model.head.depth))
 
     def _unread(self, entries: Sequence[PlanEntry]) -> list[int]:
         """As Draft says: each entry that has a tree counts as the rows that a text is priced as."""
@@ -263,11 +204,7 @@ class MedusaDraft(OnePassDraft):
         state = self._state(growth.entry)
         if growth.limit < 1 or state is None:
             return None
-        levels = self._runner.model.head.depth
-        return MedusaText(state, levels), 0, levels
-
-    def _guess(self, entries: Sequence[int], texts: Sequence[MedusaText]) -> HeadPass:
-        return self._runner.guess(texts)
+        return MedusaText(state, self._head.depth), 0, self._head.depth
 
     def _state(self, entry: PlanEntry) -> TappedRows | None:
         """The hidden state of the token before the entry's root; None: it has no tree, or nobody knows it."""
@@ -277,32 +214,15 @@ class MedusaDraft(OnePassDraft):
 
 def _eagle(name: str, runner: HeadRunner[EagleModel], shape: Shape, **limits: Any) -> Draft:
     one_pass = runner.model.head.mask_token_id is not None
-    return (ParallelEagleDraft if one_pass else EagleDraft)(name, runner, shape, **limits)
-
-
-def _block(
-    name: str,
-    runner: HeadRunner[BlockModel],
-    shape: Shape,
-    *,
-    max_rows: int,
-    vocabulary: DraftVocabulary | None,
-) -> Draft:
-    head, trees = runner.model.head, OnePassTrees.of(name, runner.model, shape, vocabulary)
-    return BlockDraft(
-        *(name, runner.guess, head.block, trees),
-        max_rows=max_rows,
-        block_size=runner.block_size,
-        taps=head.taps,
-    )
+    return (ParallelEagleDraft.of if one_pass else EagleDraft)(name, runner, shape, **limits)
 
 
 # By the names of heads/kinds.py. Each takes a name, a runner, a shape, `max_rows` and `vocabulary`, as
 # EagleDraft does.
 HEAD_DRAFTS: Final[Mapping[str, Callable[..., Draft]]] = {
     EagleConfig.kind: _eagle,
-    BlockConfig.kind: _block,
-    MedusaConfig.kind: MedusaDraft,
+    BlockConfig.kind: BlockDraft.of,
+    MedusaConfig.kind: MedusaDraft.of,
 }
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
 
 from specinfer.heads.kinds import AnyHeadModel
-from specinfer.heads.runner import HeadPass
+from specinfer.heads.runner import HeadPass, HeadRunner
+from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.runtime.flight import HostFlight, inference
 from specinfer.speculate.drafts.best_first import MOST_NODES, NativeTrees
@@ -154,11 +155,47 @@ class OnePassDraft(Draft):
     """A draft whose trees are whole after their first level: one pass guesses all of it."""
 
     def __init__(
-        self, name: str, trees: OnePassTrees, *, max_rows: int, block_size: int, taps: tuple[int, ...]
+        self,
+        name: str,
+        guess: Callable[[Sequence[Any]], HeadPass],
+        head: Any,
+        trees: OnePassTrees,
+        *,
+        max_rows: int,
+        block_size: int,
+        taps: tuple[int, ...],
     ) -> None:
-        """As Draft; `trees` are grown of this draft's passes alone."""
+        """As Draft; `guess` is a pass of the head, over a cache with blocks of `block_size` positions.
+
+        `head` is its config, or what the kind needs of that; its `depth` are the levels of its trees at the
+        most. `trees` are grown of these passes alone.
+        """
         super().__init__(name, trees.shape, max_rows=max_rows, block_size=block_size, taps=taps)
+        self._pass = guess
+        self._head = head
         self._trees = trees
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        runner: HeadRunner[Any],
+        shape: Shape,
+        *,
+        max_rows: int,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> Self:
+        """The draft of a head that `runner` runs, with logits of `vocabulary` (None: all)."""
+        head, trees = runner.model.head, OnePassTrees.of(name, runner.model, shape, vocabulary)
+        return cls(
+            *(name, runner.guess, head, trees),
+            max_rows=max_rows,
+            block_size=runner.block_size,
+            taps=head.taps,
+        )
+
+    def _growth(self, entry: PlanEntry) -> Growth:
+        return Growth.of(entry, self.name, min(entry.max_depth, self._head.depth))
 
     def most_nodes(self, request: Request) -> int:
         """A full tree of the request's expansion, or the most that is grown of any."""
@@ -198,6 +235,6 @@ class OnePassDraft(Draft):
         No levels where the entry has no tree, or its text is not read to the end. None: it has no share.
         """
 
-    @abstractmethod
     def _guess(self, entries: Sequence[int], texts: Sequence[Any]) -> HeadPass:
         """The pass over these entries' shares."""
+        return self._pass(texts)

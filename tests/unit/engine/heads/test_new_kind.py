@@ -17,13 +17,11 @@ from specinfer import SamplingParams
 from specinfer.heads import kinds
 from specinfer.heads.checkpoint import is_head, load_head, open_head
 from specinfer.heads.kinds import FolderReader, HeadKind
-from specinfer.heads.runner import HeadModel, HeadPass, HeadRunner
+from specinfer.heads.runner import HeadModel, HeadPass
 from specinfer.models.weights import open_model
-from specinfer.plan import PlanEntry
 from specinfer.runtime.features import TappedRows, TextFeatures, joined
 from specinfer.speculate.drafts import head_drafts
-from specinfer.speculate.drafts.growth import Growth
-from specinfer.speculate.drafts.one_pass import OnePassDraft, OnePassTrees
+from specinfer.speculate.drafts.one_pass import OnePassDraft
 from tests.engines import Tiny, assert_idle, slow_generate
 from tests.heads import SIZE, VOCAB
 from tests.unit.engine.heads.head_engines import PROMPTS, SAMPLED, engine
@@ -79,14 +77,8 @@ class LinearModel(HeadModel[Any, TappedRows]):
 class LinearDraft(OnePassDraft):
     """Its speculator: the last hidden state of each text is all it keeps."""
 
-    def __init__(
-        self, name: str, runner: HeadRunner[LinearModel], shape: Any, *, max_rows: int, vocabulary: Any
-    ) -> None:
-        trees = OnePassTrees.of(name, runner.model, shape, vocabulary)
-        super().__init__(
-            name, trees, max_rows=max_rows, block_size=runner.block_size, taps=runner.model.head.taps
-        )
-        self._runner = runner
+    def __init__(self, *args: Any, **limits: Any) -> None:
+        super().__init__(*args, **limits)
         self._last: dict[str, tuple[int, TappedRows]] = {}
 
     def hear(self, texts: Sequence[TextFeatures]) -> None:
@@ -95,17 +87,11 @@ class LinearDraft(OnePassDraft):
             last = text.states.part(count - 1, count).to_keep()
             self._last[text.entry.request.request_id] = text.end, last
 
-    def _growth(self, entry: PlanEntry) -> Growth:
-        return Growth.of(entry, self.name, min(entry.max_depth, 1))
-
     def _text(self, entry: int, most: int) -> tuple[TappedRows, int, int] | None:
         planned = self._growths[entry].entry
         end, state = self._last.get(planned.request.request_id, (0, None))
         grows = planned.has_tree and self._growths[entry].limit > 0 and end == planned.end - 1
         return (state, 0, 1) if grows and state is not None else None
-
-    def _guess(self, entries: Sequence[int], texts: Sequence[TappedRows]) -> HeadPass:
-        return self._runner.guess(texts)
 
 
 def described(c: Mapping[str, object], layers: int, shapes: Mapping[str, tuple[int, ...]]) -> LinearConfig:
@@ -124,7 +110,7 @@ READER = FolderReader(
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setitem(kinds.KINDS, "linear", HeadKind(READER, cast(Any, LinearHead), LinearModel))  # type: ignore[attr-defined]
-    monkeypatch.setitem(head_drafts.HEAD_DRAFTS, "linear", LinearDraft)  # type: ignore[attr-defined]
+    monkeypatch.setitem(head_drafts.HEAD_DRAFTS, "linear", LinearDraft.of)  # type: ignore[attr-defined]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "linear"}))
     weight: Tensor = torch.randn(VOCAB, SIZE, generator=torch.Generator().manual_seed(3))
     save_file({"lm_head.weight": weight}, tmp_path / "model.safetensors")
