@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import lt
-from typing import Any
+from typing import Any, Final
 
 from specinfer.errors import ConfigError, RequestError, SpeculatorError
 from specinfer.plan import PlanEntry, StepPlan
@@ -24,6 +24,7 @@ from specinfer.tree.merging import likeliest, prune
 from specinfer.tree.token_tree import single_node
 
 _LOG = logging.getLogger(__name__)
+_KEPT_FOR: Final = 8  # steps in a row without guesses, in which hidden states are still kept for heads
 
 
 class Ensemble:
@@ -61,7 +62,7 @@ class Ensemble:
         if len(set(names)) != len(names):
             raise ConfigError(f"speculators are named {names}; each needs a name of its own")
         self._keep(speculators)
-        self._held = False  # nobody may guess in this step
+        self._held = 0  # steps in a row in which nobody could guess, up to this one
         self._names = tuple(names)  # of all, those that have failed included
         self._vocab = vocab  # of the target
         self._policy = policy
@@ -77,8 +78,9 @@ class Ensemble:
         self._passes = []
         asked_for, plan = plan, self._decided("begin_step", plan)
         self._proposed = Proposed(asked_for, plan)
-        self._held = all(map(_lets_nobody_guess, plan.entries))
-        if self._held:
+        held = all(map(_lets_nobody_guess, plan.entries))
+        self._held = self._held + 1 if held else 0
+        if held:
             alone = [single_node(entry.token_ids[entry.end - 1]) for entry in plan.tree_entries]
             self._proposed.guessed = self._proposed.chosen = alone
             return alone
@@ -118,9 +120,10 @@ class Ensemble:
     def taps(self) -> tuple[int, ...]:
         """The target's layers whose inputs somebody reads in this step; see `hear`.
 
-        None where nobody may guess: a head that is asked again goes on at the next block of its cache.
+        None where nobody could guess for some steps: a head that is asked again goes on at the next block of
+        its cache.
         """
-        return () if self._held else self._taps
+        return () if self._held > _KEPT_FOR else self._taps
 
     def hear(self, texts: TextRows, flight: Flight) -> None:
         """Let those that read the target's hidden states have those of texts that go on, of one pass."""

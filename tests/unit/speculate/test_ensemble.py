@@ -74,16 +74,26 @@ class Reading(Fan):
         self.told += 1
 
 
-@pytest.mark.parametrize("guessing", [True, False])
-def test_where_nobody_may_guess_nobody_is_asked_and_no_hidden_states_are_read(guessing: bool) -> None:
+def test_where_nobody_may_guess_nobody_is_asked() -> None:
     head = Reading("head", [10])
     ensemble = Ensemble([head], vocab=99, policy=SpeculationPolicy())
-    held = entry(4, speculators=None if guessing else ())
-    assert [tree.num_nodes for tree in ensemble.propose(plans.plan(held))] == [1 + guessing]
-    assert (head.offered, head.told, ensemble.taps) == (([4], 1, (2,)) if guessing else ([], 0, ()))
+    assert [tree.num_nodes for tree in ensemble.propose(plans.plan(entry(4, speculators=())))] == [1]
+    assert (head.offered, head.told) == ([], 0)
     assert [decision.turns for decision in ensemble.explain()], "the step can be explained"
-    ensemble.propose(plans.plan(held, entry(4)))
-    assert ensemble.taps == (2,), "another request is guessed for"
+    ensemble.propose(plans.plan(entry(4, speculators=()), entry(4)))
+    assert (head.offered, head.told) == ([4], 1)
+
+
+def test_hidden_states_are_kept_over_some_steps_without_guesses_and_no_longer() -> None:
+    ensemble = Ensemble([Reading("head", [10])], vocab=99, policy=SpeculationPolicy())
+
+    def taps(speculators: tuple[str, ...] | None) -> tuple[int, ...]:
+        ensemble.propose(plans.plan(entry(4, speculators=speculators)))
+        return ensemble.taps
+
+    for _ in range(2):
+        assert [taps(()) for _ in range(9)] == [*8 * [(2,)], ()]
+        assert taps(None) == (2,)
 
 
 class Sampling(Fan):
