@@ -79,7 +79,7 @@ def test_where_nobody_may_guess_nobody_is_asked() -> None:
     ensemble = Ensemble([head], vocab=99, policy=SpeculationPolicy())
     assert [tree.num_nodes for tree in ensemble.propose(plans.plan(entry(4, speculators=())))] == [1]
     assert (head.offered, head.told) == ([], 0)
-    assert [decision.turns for decision in ensemble.explain()], "the step can be explained"
+    assert [len(one.contributions) for one in ensemble.explain()] == [1], "the step can be explained"
     ensemble.propose(plans.plan(entry(4, speculators=()), entry(4)))
     assert (head.offered, head.told) == ([4], 1)
 
