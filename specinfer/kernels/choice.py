@@ -15,8 +15,8 @@ from specinfer.errors import ConfigError, KernelBuildError
 from specinfer.kernels.library import Library
 from specinfer.kernels.machine import cache_bytes
 from specinfer.kernels.native import load_library
-from specinfer.kernels.ops import NativeOps, Ops, TorchOps
-from specinfer.kernels.quantized import NativeProducts, Products, TorchProducts
+from specinfer.kernels.ops import NativeOps, Ops
+from specinfer.kernels.quantized import NativeProducts, Products
 from specinfer.kernels.sampling import NativeScan
 from specinfer.progress import Progress
 from specinfer.verify.scan import NUMPY, Scan
@@ -33,7 +33,7 @@ class Kernels:
     library: Library | None = None  # None: these are the twins
 
 
-TORCH: Final = Kernels(TorchOps(), SdpaAttention(), NUMPY, TorchProducts())
+TORCH: Final = Kernels(Ops(), SdpaAttention(), NUMPY, Products())
 
 
 def choose_kernels(

@@ -1,4 +1,4 @@
-"""The small operations around a transformer's products, and their PyTorch twins.
+"""The small operations around a transformer's products, in PyTorch and native.
 
 Shapes: T rows, R of them that are chosen, D hidden size, F MLP size, V vocabulary. Rows are independent: none
 is read for another's result.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,44 +17,18 @@ from specinfer.kernels.library import Library
 from specinfer.kernels.product import check_rows, float_code
 
 
-class Ops(Protocol):
-    """What lies between products, apart from attention."""
-
-    def embed(self, token_ids_T: Tensor, table_VD: Tensor, scale: float) -> Tensor:
-        """The rows of the table at `token_ids_T`, times `scale`, [T, D]."""
-        ...
-
-    def add_rms_norm(self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-        """x += y in place, where there is a y; then x / rms(x) * weight as a new tensor, [T, D]."""
-        ...
-
-    def rms_norm_of_sum(
-        self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float, rows_R: Tensor | None = None
-    ) -> Tensor:
-        """The same of these rows (None: all), [R, D], where x stays as it is."""
-        ...
-
-    def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
-        """silu(gate) * up, [T, F]; a row holds gate, then up."""
-        ...
-
-    def gelu_tanh_mul(self, gate_up_T2F: Tensor) -> Tensor:
-        """gelu(gate) * up in its tanh form, [T, F]; a row holds gate, then up."""
-        ...
-
-
-class TorchOps:
-    """The Ops that run everywhere, and the native ones' oracle."""
+class Ops:
+    """What lies between products, apart from attention, in PyTorch: it runs everywhere."""
 
     __slots__ = ()
 
     def embed(self, token_ids_T: Tensor, table_VD: Tensor, scale: float) -> Tensor:
-        """As Ops says."""
+        """The rows of the table at `token_ids_T`, times `scale`, [T, D]."""
         x_TD = F.embedding(token_ids_T, table_VD)
         return x_TD if scale == 1.0 else x_TD * scale
 
     def add_rms_norm(self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-        """As Ops says."""
+        """x += y in place, where there is a y; then x / rms(x) * weight as a new tensor, [T, D]."""
         if y_TD is not None:
             x_TD += y_TD
         return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
@@ -63,18 +36,18 @@ class TorchOps:
     def rms_norm_of_sum(
         self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float, rows_R: Tensor | None = None
     ) -> Tensor:
-        """As Ops says."""
+        """The same of these rows (None: all), [R, D], where x stays as it is."""
         if rows_R is not None:
             x_TD = x_TD.index_select(0, rows_R)
             y_TD = None if y_TD is None else y_TD.index_select(0, rows_R)
         return F.rms_norm(x_TD if y_TD is None else x_TD + y_TD, weight_D.shape, weight_D, eps)
 
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
-        """As Ops says."""
+        """silu(gate) * up, [T, F]; a row holds gate, then up."""
         return _by_rows(F.silu, gate_up_T2F)
 
     def gelu_tanh_mul(self, gate_up_T2F: Tensor) -> Tensor:
-        """As Ops says."""
+        """gelu(gate) * up in its tanh form, [T, F]; a row holds gate, then up."""
         return _by_rows(partial(F.gelu, approximate="tanh"), gate_up_T2F)
 
 
@@ -89,7 +62,7 @@ def _by_rows(act: Callable[[Tensor], Tensor], gate_up_T2F: Tensor) -> Tensor:
     return torch.cat([act(gate_TF) * up_TF for gate_TF, up_TF in halves])
 
 
-class NativeOps:
+class NativeOps(Ops):
     """The Ops of a CPU in bfloat16 and float32."""
 
     __slots__ = ("library",)

@@ -18,7 +18,7 @@ that is asked for: a `loose` product, of a draft, takes few rows the quicker way
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,35 +53,19 @@ class Int4Weight(NamedTuple):
     zeros: Tensor  # uint8 [blocks, groups, BLOCK]
 
 
-class Products(Protocol):
-    """How a device multiplies; native products lay each weight out once, and do not keep the given one."""
+class Products:
+    """How a device multiplies, in plain PyTorch: slow, for where nothing is compiled."""
 
-    @property
-    def use(self) -> Use:
-        """How its products are used."""
-        ...
+    __slots__ = ("use",)
 
-    def floats(self, weight: Tensor, bias: Tensor | None) -> Product:
-        """The product with a weight [channels, inner] and bias [channels], both float32 or bfloat16."""
-        ...
-
-    def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int) -> Product:
-        """The product of rows of `inner` elements with an int8 weight; `bias` is float32 [channels]."""
-        ...
-
-    def int4(self, weight: Int4Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
-        """The product with the first `channels` of an int4 weight; the rest as above."""
-        ...
-
-
-class TorchProducts:
-    """Products in plain PyTorch: slow, for where nothing is compiled, and the oracle of the others."""
-
-    __slots__ = ()
-    use: Final = USUAL
+    def __init__(self, use: Use = USUAL) -> None:
+        self.use = use  # how its products are used
 
     def floats(self, weight: Tensor, bias: Tensor | None) -> Product:
-        """As Products says; a CPU has as many rows each time, or a row would round differently."""
+        """The product with a weight [channels, inner] and bias [channels], both float32 or bfloat16.
+
+        A CPU has as many rows each time, or a row would round differently.
+        """
         if weight.device.type != "cpu":
             return partial(F.linear, weight=weight, bias=bias)
 
@@ -93,7 +77,7 @@ class TorchProducts:
         return product
 
     def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int) -> Product:
-        """As Products says."""
+        """The product of rows of `inner` elements with an int8 weight; `bias` is float32 [channels]."""
         _check_inner(padded(inner), weight.values.shape[1])
 
         def product(x: Tensor) -> Tensor:
@@ -103,7 +87,7 @@ class TorchProducts:
         return product
 
     def int4(self, weight: Int4Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
-        """As Products says."""
+        """The product with the first `channels` of an int4 weight; the rest as above."""
         _check_inner(padded(inner), weight.scales.shape[1] * GROUP)
 
         def product(x: Tensor) -> Tensor:
@@ -121,14 +105,14 @@ class TorchProducts:
         return product
 
 
-class NativeProducts:
-    """Products of the native library."""
+class NativeProducts(Products):
+    """Products of the native library, which lay each weight out once, and do not keep the given one."""
 
-    __slots__ = ("_library", "use")
+    __slots__ = ("_library",)
 
     def __init__(self, library: Library, use: Use = USUAL) -> None:
+        super().__init__(use)
         self._library = library
-        self.use = use
 
     def but(self, **changes: bool) -> NativeProducts:
         """The same, used otherwise."""

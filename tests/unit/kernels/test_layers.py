@@ -17,8 +17,8 @@ from specinfer.kernels.bandwidth import profiled
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.decoder import NativeDecoder
 from specinfer.kernels.library import STAGES
-from specinfer.kernels.ops import TorchOps
-from specinfer.kernels.quantized import TorchProducts
+from specinfer.kernels.ops import Ops
+from specinfer.kernels.quantized import Products
 from specinfer.models.language_model import LanguageModel, PassContext, Read
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
@@ -158,9 +158,9 @@ def test_taps_that_are_not_there_are_refused(name: str, run_with: str, tmp_path:
 @pytest.mark.parametrize(
     ("name", "changed"),
     [
-        ("llama", lambda chosen: replace(chosen, products=TorchProducts())),
+        ("llama", lambda chosen: replace(chosen, products=Products())),
         ("llama", op_by_op),
-        ("llama", lambda chosen: replace(chosen, ops=TorchOps())),
+        ("llama", lambda chosen: replace(chosen, ops=Ops())),
         ("llama-relu", lambda chosen: chosen),
     ],
     ids=["products", "attention", "ops", "gate"],

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specinfer.kernels.ops import Ops, TorchOps
+from specinfer.kernels.ops import Ops
 from tests.kernels import kernels
 
-TWIN = TorchOps()
+TWIN = Ops()
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}  # of a value; bfloat16 twins round twice
 SIZES = [1, 8, 15, 16, 40, 576, 1536, 4100]
 

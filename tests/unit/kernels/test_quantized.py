@@ -14,7 +14,6 @@ from specinfer.kernels.quantized import (
     NativeProducts,
     Product,
     Products,
-    TorchProducts,
     int4_bytes,
     int8_bytes,
     pack_levels,
@@ -66,7 +65,7 @@ def test_native_products_and_twins_give_the_same_bits(
     if kind == "int4" and library is not None and not library.int4_is_exact():
         pytest.skip("this CPU multiplies int4 as bfloat16, which test_tiles.py holds to its own bits")
     weight, bias = random(channels, inner), random(channels, seed=2) if biased else None
-    ours, twin = product(native, kind, weight, bias), product(TorchProducts(), kind, weight, bias)
+    ours, twin = product(native, kind, weight, bias), product(Products(), kind, weight, bias)
     for rows in ROWS:
         x = activations(rows, inner, dtype)
         got = ours(x)
@@ -81,7 +80,7 @@ def test_few_rows_of_a_loose_product_have_the_bits_of_the_twins(dtype: torch.dty
     assert library is not None
     weight, bias = random(49, 576), random(49, seed=2)
     loose = product(NativeProducts(library, Use(loose=True)), "int4", weight, bias)
-    twin, steady = (product(p, "int4", weight, bias) for p in (TorchProducts(), NativeProducts(library)))
+    twin, steady = (product(p, "int4", weight, bias) for p in (Products(), NativeProducts(library)))
     for rows in (1, 3, 8):
         x = activations(rows, 576, dtype)
         assert torch.equal(loose(x), twin(x)), f"{rows} rows"
@@ -142,7 +141,7 @@ def test_one_large_activation_leaves_the_others_their_bits(native: Products, kin
 def test_what_is_not_finite_stays_so(native: Products, kind: str, value: float) -> None:
     x = random(3, 96)
     x[1, 40] = value
-    for products in (native, TorchProducts()):
+    for products in (native, Products()):
         finite = product(products, kind, random(20, 96, seed=1))(x).isfinite()
         assert finite[[0, 2]].all()
         assert not finite[1].any()
@@ -152,7 +151,7 @@ def test_what_is_not_finite_stays_so(native: Products, kind: str, value: float) 
 def test_a_weight_that_is_no_number_gives_none(native: Products, kind: str) -> None:
     weight = random(20, 96)
     weight[3, 40] = float("nan")
-    for products in (native, TorchProducts()):
+    for products in (native, Products()):
         assert product(products, kind, weight)(random(3, 96, seed=1))[:, 3].isnan().all()
 
 

@@ -22,7 +22,6 @@ from specinfer.kernels.quantized import (
     NativeProducts,
     Product,
     Products,
-    TorchProducts,
     quantize_int4,
     quantize_int8,
     unpack_levels,
@@ -110,7 +109,7 @@ def test_int8_on_tiles_has_the_bits_of_the_twins(
     weight = random(channels, inner, seed=0)
     bias = random(channels, seed=2) if inner != 64 else None
     ours = product(native_kernels(plain).products, "int8", weight, bias)
-    twin = product(TorchProducts(), "int8", weight, bias)
+    twin = product(Products(), "int8", weight, bias)
     for rows in ROWS:
         x = activations(rows, inner, dtype)
         got = ours(x)
@@ -145,7 +144,7 @@ def test_few_rows_of_a_loose_int4_product_stay_integers(
 ) -> None:
     weight, bias = random(49, inner, seed=0), random(49, seed=2)
     loose = product(NativeProducts(plain, Use(loose=True)), "int4", weight, bias)
-    for rows, others in ((1, TorchProducts()), (8, TorchProducts()), (9, NativeProducts(plain))):
+    for rows, others in ((1, Products()), (8, Products()), (9, NativeProducts(plain))):
         x = activations(rows, inner, dtype)
         assert torch.equal(loose(x), product(others, "int4", weight, bias)(x)), f"{rows} rows"
 

@@ -15,7 +15,7 @@ import pytest
 
 from specinfer.attention.sdpa import SdpaAttention
 from specinfer.kernels.choice import TORCH
-from specinfer.kernels.ops import TorchOps
+from specinfer.kernels.ops import Ops
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve, cost_curve, measure
 from specinfer.runtime.executor import ModelRunner
@@ -207,7 +207,7 @@ class AnotherAttention(SdpaAttention):
     """Attention by another name."""
 
 
-class AnotherOps(TorchOps):
+class AnotherOps(Ops):
     """Operations by another name."""
 
 
