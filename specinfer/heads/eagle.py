@@ -25,14 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.attention.backend import Attend
-from specinfer.attention.backend import Rotation as PathRotation
 from specinfer.heads.config import EagleConfig
 from specinfer.heads.layers import HeadLayer, Norm, Rotation, rotations, softmax
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
 from specinfer.heads.vocabulary import HeadVocabulary, Tables
 from specinfer.models.decoder import DecoderLayer
 from specinfer.models.language_model import LanguageModel, Residual
-from specinfer.models.layers import Attention, GatedMLP, RMSNorm
+from specinfer.models.layers import RMSNorm
 from specinfer.models.rope import RotaryEmbedding
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.batch import Rows, build_batch
@@ -168,7 +167,11 @@ class EagleText:
 
 
 class EagleModel(HeadModel[EagleConfig, EagleText]):
-    """The head over products and attention of the kernels."""
+    """The head over products and attention of the kernels.
+
+    Its first layer reads a token's embedding beside the hidden state: q, k and v are products with both. That
+    of EAGLE-1 and 2 is given what fc made of both, without a norm.
+    """
 
     def __init__(
         self, head: EagleConfig, weights: Weights, target: LanguageModel, ids: Sequence[int]
@@ -186,7 +189,9 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
         self._input_norm = norm("input_norm") if head.norm_before_fc else None
         self._fc_norms = [norm(f"fc_norm.{i}") for i in range(len(head.taps))] if head.fc_norm else []
         self._fc = weights.linear("fc", bias=head.fc_bias)
-        self._first = _FirstLayer(head, weights)
+        self._first = DecoderLayer(0, body, weights, "layers.0", input_norm=False)
+        self._of_token = None if head.fc_reads_token else norm("layers.0.input_layernorm")
+        self._of_hidden = None if head.fc_reads_token else norm("layers.0.hidden_norm")
         self._others = [DecoderLayer(i, body, weights, f"layers.{i}") for i in range(1, body.num_layers)]
         self._norm = None if head.fc_reads_token else norm("norm")
         self._rope = RotaryEmbedding(body.rope, body.head_dim, self.device)
@@ -255,7 +260,13 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
         embedded_TD = self.embedded(token_ids_T, positions_T)
         if self.head.fc_reads_token:
             feature_TD = self._fc(torch.cat((embedded_TD, feature_TD), dim=-1))
-        x_TD, y_TD = self._first(embedded_TD, feature_TD, rope, attend)
+        x_TD = given_TC = feature_TD
+        if self._of_token is not None and self._of_hidden is not None:
+            hidden_TD = self._of_hidden(feature_TD)
+            given_TC = torch.cat((self._of_token(embedded_TD), hidden_TD), dim=-1)
+            if self.head.norm_before_residual:
+                x_TD = hidden_TD
+        y_TD = self._first.of_normed(x_TD, given_TC, rope, attend)
         for layer in self._others:
             y_TD = layer(x_TD, y_TD, rope, attend)
         if self._norm is None:
@@ -285,52 +296,3 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
             self.flight(made.read_RD).row(0)
         else:
             super().wait_for(made)
-
-
-class _FirstLayer:
-    """The layer that reads a token's embedding beside the hidden state: q, k and v are products with both.
-
-    That of EAGLE-1 and 2 is given what fc made of both, without a norm.
-    """
-
-    def __init__(self, head: EagleConfig, weights: Weights) -> None:
-        body, ops = head.body, weights.kernels.ops
-        prefix = "layers.0"
-
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(weights.tensor(f"{prefix}.{name}.weight"), body.norm_eps, ops)
-
-        self._of_token = None if head.fc_reads_token else norm("input_layernorm")
-        self._of_hidden = None if head.fc_reads_token else norm("hidden_norm")
-        self._before_mlp = norm("post_attention_layernorm")
-        self._normed_stream = head.norm_before_residual
-        qk_norm: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
-        if body.qk_norm:
-            q_H, k_H = (weights.tensor(f"{prefix}.self_attn.{x}_norm.weight") for x in "qk")
-            qk_norm = (q_H, k_H)
-        self._attention = Attention(
-            0,
-            body,
-            weights.linear(*(f"{prefix}.self_attn.{x}_proj" for x in "qkv"), bias=body.qkv_bias),
-            weights.linear(f"{prefix}.self_attn.o_proj", bias=body.o_bias),
-            qk_norm,
-        )
-        self._mlp = GatedMLP(
-            weights.linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj", bias=body.mlp_bias),
-            weights.linear(f"{prefix}.mlp.down_proj", bias=body.mlp_bias),
-            body.activation,
-            ops,
-        )
-
-    def __call__(
-        self, embedded_TD: Tensor, x_TD: Tensor, rope: PathRotation, attend: Attend
-    ) -> tuple[Tensor, Tensor]:
-        """The residual stream, and what is to be added to it; `x_TD` may be written to."""
-        given_TC = x_TD
-        if self._of_token is not None and self._of_hidden is not None:
-            hidden_TD = self._of_hidden(x_TD)
-            given_TC = torch.cat((self._of_token(embedded_TD), hidden_TD), dim=-1)
-            if self._normed_stream:
-                x_TD = hidden_TD
-        y_TD = self._attention(given_TC, rope, attend)
-        return x_TD, self._mlp(self._before_mlp(x_TD, y_TD))

@@ -119,8 +119,10 @@ class DecoderLayer:
         "local",
     )
 
-    def __init__(self, layer: int, config: ModelConfig, weights: Weights, prefix: str) -> None:
-        """Its tensors' names begin with `prefix`."""
+    def __init__(
+        self, layer: int, config: ModelConfig, weights: Weights, prefix: str, *, input_norm: bool = True
+    ) -> None:
+        """Its tensors' names begin with `prefix`; without `input_norm` it has no norm before attention."""
         self.local = config.layer_windows[layer] is not None
 
         def norm_weight(name: str) -> Tensor:
@@ -132,7 +134,7 @@ class DecoderLayer:
         def linear(bias: bool, *names: str) -> Product:
             return weights.linear(*(f"{prefix}.{name}" for name in names), bias=bias)
 
-        self._before_attention = norm("input_layernorm")
+        self._before_attention = norm("input_layernorm") if input_norm else None
         self._after_attention: RMSNorm | None = None
         self._after_mlp: RMSNorm | None = None
         if config.sandwich_norms:
@@ -165,7 +167,12 @@ class DecoderLayer:
 
     def __call__(self, x_TD: Tensor, y_TD: Tensor | None, rope: Rotation, attend: Attend) -> Tensor:
         """What is to be added to x, [T, D]; x += y in place, and more of the layer's own."""
-        y_TD = self._attention(self._before_attention(x_TD, y_TD), rope, attend)
+        assert self._before_attention is not None
+        return self.of_normed(x_TD, self._before_attention(x_TD, y_TD), rope, attend)
+
+    def of_normed(self, x_TD: Tensor, given_TC: Tensor, rope: Rotation, attend: Attend) -> Tensor:
+        """The same where q, k and v are products with `given_TC`, and nothing is to be added to x first."""
+        y_TD = self._attention(given_TC, rope, attend)
         if self._after_attention is not None:
             y_TD = self._after_attention(y_TD)
         y_TD = self._mlp(self._before_mlp(x_TD, y_TD))
@@ -174,6 +181,7 @@ class DecoderLayer:
     def parts(self) -> LayerParts:
         """What it is made of."""
         after_attention, after_mlp = self._after_attention, self._after_mlp
+        assert self._before_attention is not None
         return LayerParts(
             before_attention_D=self._before_attention.weight_D,
             before_mlp_D=self._before_mlp.weight_D,
