@@ -24,7 +24,6 @@ from specinfer.config import EngineConfig
 from specinfer.engine.steps import Statistics
 from specinfer.request import Delta
 from specinfer.serve.engine_child import EngineChild
-from specinfer.serve.engine_handle import EngineHandle
 from specinfer.serve.work import BackendError, EngineInfo, Health, UnavailableError, Work
 
 _LOG = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ class _OpenWork:
 
 
 class ProcessBackend:
-    """A Backend over `python -m specinfer.serve.engine_process`.
+    """Makes tokens for the server with `python -m specinfer.serve.engine_process`.
 
     All methods belong to one event loop. `start` returns when the engine takes work; `close` ends it. The
     first engine is that of `child`, where one is given; `log` is the level and the form of engines' logs.
@@ -96,7 +95,7 @@ class ProcessBackend:
         self._timeout = timeout
         self._watching: asyncio.Task[None] | None = None
         self._live: dict[str, _OpenWork] = {}
-        self._engine: EngineHandle | None = None  # None while one starts
+        self._engine: EngineChild | None = None  # None while one starts
         self._facts: EngineInfo | None = None
         self._busy: frozenset[str] | None = None  # works that the engine is busy with; None: it has not said
         self._trial: _OpenWork | None = None  # while works go to the engine one by one, the last that did
@@ -111,16 +110,16 @@ class ProcessBackend:
 
     async def start(self) -> EngineInfo:
         """Start the engine; raises UserError with its own words where it cannot start."""
-        child, self._child = self._child or EngineChild(self._log), None
-        engine = EngineHandle(asyncio.get_running_loop(), self._deliver, self._died, child)
+        engine, self._child = self._child or EngineChild(self._log), None
+        loop = asyncio.get_running_loop()
         try:
-            self._facts = await engine.start(self._config)
+            self._facts = await engine.start(self._config, loop, self._deliver, self._died)
         except BaseException:
             engine.kill()
             raise
         self._engine, self._trouble = engine, ""
         if self._timeout:
-            self._watching = asyncio.get_running_loop().create_task(self._watch(engine))
+            self._watching = loop.create_task(self._watch(engine))
         return self._facts
 
     async def close(self) -> None:
@@ -140,7 +139,7 @@ class ProcessBackend:
             await engine.close()
 
     def cut(self, reason: str) -> int:
-        """End all answers with an error that says why; returns how many there were."""
+        """End all answers with UnavailableError, which says why; returns how many there were."""
         for live in self._live.values():
             live.reader.fail(UnavailableError(reason))
         return len(self._live)
@@ -151,7 +150,12 @@ class ProcessBackend:
         return None if self._engine is None else self._engine.pid
 
     async def generate(self, works: Sequence[Work]) -> AsyncGenerator[Delta]:
-        """As Backend says."""
+        """The deltas of these works as they come, each one's last with a finish reason.
+
+        Some say nothing: the first, when the work is admitted, and one when its first step begins. Of a
+        reader that is slow, deltas of one work are put together. A generator that is closed aborts what is
+        left. Raises BackendError when an answer cannot go on.
+        """
         if self._closed:
             raise BackendError(self._trouble)
         reader = _Reader()
@@ -192,7 +196,7 @@ class ProcessBackend:
             )
 
     def abort(self, ids: Iterable[str]) -> None:
-        """As Backend says."""
+        """End these works before the next step; nobody hears of them again."""
         gone = [name for name in ids if self._live.pop(name, None) is not None]
         if gone:
             self._send("abort", gone)
@@ -200,7 +204,7 @@ class ProcessBackend:
                 self._try_next()
 
     async def health(self) -> Health:
-        """As Backend says."""
+        """How the engine is now; answers within a second, whatever happened to it."""
         state = await self._ask("ask")
         ready = state is not None
         if self._engine is None:  # nothing runs, and all wait for the next engine
@@ -231,7 +235,7 @@ class ProcessBackend:
         if self._engine is not None:  # else the next engine is told of all that live when it is ready
             self._engine.send((command, argument))
 
-    def _deliver(self, engine: EngineHandle, message: tuple[Any, ...]) -> None:
+    def _deliver(self, engine: EngineChild, message: tuple[Any, ...]) -> None:
         """A message of an engine, on the event loop."""
         if engine is not self._engine:
             return  # of one that was given up
@@ -266,7 +270,7 @@ class ProcessBackend:
             if live is self._trial and (delta.finish_reason is not None or delta.token_ids):
                 self._try_next()
 
-    def _died(self, engine: EngineHandle) -> None:
+    def _died(self, engine: EngineChild) -> None:
         """The engine's process has ended."""
         if engine is not self._engine or self._closed:
             return
@@ -291,7 +295,7 @@ class ProcessBackend:
         del self._live[live.work.id]
         live.reader.fail(BackendError(reason))
 
-    async def _watch(self, engine: EngineHandle) -> None:
+    async def _watch(self, engine: EngineChild) -> None:
         """Kill an engine that gives no sign of life; that is a death as any other.
 
         It answers within a step, however long that takes. It is asked several times, each for a part of the

@@ -137,14 +137,11 @@ def test_the_loop_never_waits_for_a_process_that_hung_up_and_goes_on(
 
 
 class Handle:
-    """An engine's handle, of an engine that does what a test says."""
+    """In an EngineChild's place, an engine that does what a test says."""
 
     made: list[Handle] = []
 
-    def __init__(
-        self, loop: Any, deliver: Callable[..., None], died: Callable[..., None], child: Any
-    ) -> None:
-        self._deliver, self._died = deliver, died
+    def __init__(self, log: tuple[str, str]) -> None:
         self.given: list[Work] = []
         self.status: int | None = None
         self.pid = 1
@@ -153,7 +150,10 @@ class Handle:
         self.state = Statistics()  # its answer to whoever asks
         self.made.append(self)
 
-    async def start(self, config: EngineConfig) -> EngineInfo:
+    async def start(
+        self, config: EngineConfig, loop: Any, deliver: Callable[..., None], died: Callable[..., None]
+    ) -> EngineInfo:
+        self._deliver, self._died = deliver, died
         return EngineInfo(10, 10, 1)
 
     def kill(self) -> None:
@@ -181,17 +181,16 @@ class Handle:
 class Hopeless(Handle):
     """Only the first one ever starts."""
 
-    async def start(self, config: EngineConfig) -> EngineInfo:
+    async def start(self, *given: Any) -> EngineInfo:
         if len(self.made) > 1:
             raise UserError("the model is gone")
-        return await super().start(config)
+        return await super().start(*given)
 
 
 @pytest.fixture
 def handles(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
     """The engines that were started, in order."""
-    monkeypatch.setattr(process_backend, "EngineHandle", Handle)
-    monkeypatch.setattr(process_backend, "EngineChild", lambda log: None)
+    monkeypatch.setattr(process_backend, "EngineChild", Handle)
     monkeypatch.setattr(Handle, "made", [])
     return Handle.made
 
@@ -400,7 +399,7 @@ def test_while_no_engine_runs_all_requests_wait(handles: list[Handle]) -> None:
 def test_nobody_waits_for_an_engine_that_cannot_be_started(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_backend, "EngineHandle", Hopeless)
+    monkeypatch.setattr(process_backend, "EngineChild", Hopeless)
 
     async def ask(backend: ProcessBackend) -> None:
         async for _ in backend.generate([WORK]):
