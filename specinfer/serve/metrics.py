@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from specinfer.config import OLD_NAMES
 from specinfer.request import Delta, SpeculationFigures
-from specinfer.serve.work import Health, Work
+from specinfer.serve.work import CompletionObserver, Health, Work
 
+_Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 TEXT_TYPE: Final = CONTENT_TYPE_LATEST
 # A doubling each: whatever the machine, the error of a quantile read from them is the same.
 _SHORT: Final = tuple(0.001 * 2.0**i for i in range(14))  # 1 ms to 8 s
@@ -25,55 +26,40 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model = model
 
-        def labelled(name: str, purpose: str, label: str) -> Counter:
-            return Counter(f"specinfer:{name}", purpose, ["model_name", label], registry=self.registry)
+        def made(kind: type[_Kind], name: str, purpose: str, *labels: str, **more: Any) -> _Kind:
+            names = ["model_name", *labels]
+            return kind(f"specinfer:{name}", purpose, names, registry=self.registry, **more)
 
-        # Of the others there is one series each, which is looked up once.
+        # Of those without another label there is one series each, which is looked up once.
         def counter(name: str, purpose: str) -> Counter:
-            return Counter(f"specinfer:{name}", purpose, ["model_name"], registry=self.registry).labels(model)
+            return made(Counter, name, purpose).labels(model)
 
         def gauge(name: str, purpose: str) -> Gauge:
-            return Gauge(f"specinfer:{name}", purpose, ["model_name"], registry=self.registry).labels(model)
+            return made(Gauge, name, purpose).labels(model)
 
         def histogram(name: str, purpose: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(
-                f"specinfer:{name}", purpose, ["model_name"], buckets=buckets, registry=self.registry
-            ).labels(model)
+            return made(Histogram, name, purpose, buckets=buckets).labels(model)
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began.")
         self.generation_tokens = counter("generation_tokens", "Tokens of answers.")
-        self.success = labelled("request_success", "Requests that ended.", "finished_reason")
+        self.success = made(Counter, "request_success", "Requests that ended.", "finished_reason")
         self.drafts = counter("spec_decode_num_drafts", "Trees that were verified.")
         self.draft_tokens = counter("spec_decode_num_draft_tokens", "Guessed tokens that were verified.")
         self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Guessed tokens that became text.")
-        self.accepted_at = labelled(
-            "spec_decode_num_accepted_tokens_per_pos", "The same by depth in the tree, from 0.", "position"
-        )
-        self.accepted_by = labelled("accepted_tokens", "The same by speculator.", "speculator")
-        self.verified_by = labelled("verified_tokens", "Verified tokens by speculator.", "speculator")
+        per_depth = "spec_decode_num_accepted_tokens_per_pos"
+        self.accepted_at = made(Counter, per_depth, "The same by depth in the tree, from 0.", "position")
+        self.accepted_by = made(Counter, "accepted_tokens", "The same by speculator.", "speculator")
+        self.verified_by = made(Counter, "verified_tokens", "Verified tokens by speculator.", "speculator")
         self.traffic_log_lost = counter("traffic_log_lost", "Completions that log_traffic has not got.")
         self.preemptions = gauge("num_preemptions", "How often a request gave up its KV blocks.")
         self.steps = gauge("engine_steps", "Steps of the engine, restarts or not.")
-        self.stages = Gauge(
-            "specinfer:engine_stage_seconds",
-            "Where their time went, by stage.",
-            ["model_name", "stage"],
-            registry=self.registry,
-        )
+        self.stages = made(Gauge, "engine_stage_seconds", "Where their time went, by stage.", "stage")
         self.off_steps = gauge("speculation_off_steps", "Of these steps those in which nobody could guess.")
         self.on = gauge("speculation_on", "Whether speculators may guess now, 1, or the guard forbids it, 0.")
-        self.guessed_by = Gauge(
-            "specinfer:guessed_tokens",
-            "Tokens that were guessed in these steps, verified or not, by speculator.",
-            ["model_name", "speculator"],
-            registry=self.registry,
-        )
-        self.factors = Gauge(
-            "specinfer:pass_cost_factor",
-            "What a model's passes take now, of what its cost curve says.",
-            ["model_name", "model"],
-            registry=self.registry,
-        )
+        guessed = "Tokens that were guessed in these steps, verified or not, by speculator."
+        self.guessed_by = made(Gauge, "guessed_tokens", guessed, "speculator")
+        factor = "What a model's passes take now, of what its cost curve says."
+        self.factors = made(Gauge, "pass_cost_factor", factor, "model")
         self.restarts = gauge("engine_restarts", "How often the engine process was started again.")
         self.running = gauge("num_requests_running", "Requests in the engine's batch.")
         self.waiting = gauge("num_requests_waiting", "Requests the engine has no room for yet.")
@@ -94,7 +80,7 @@ class Metrics:
         prompt_tokens = len(work.prompt_token_ids)
         self.prompt_tokens.inc(prompt_tokens)
         self.prompt_length.observe(prompt_tokens)
-        return Observed(self, now)
+        return Observed(work, now, self)
 
     def text(self, health: Health) -> bytes:
         """All of it as Prometheus reads it, with the engine's state as it is."""
@@ -123,10 +109,6 @@ class Metrics:
         """Count a completion that ended."""
         self.success.labels(self._model, reason).inc()
 
-    def lose_traffic(self) -> None:
-        """Count a completion that the traffic log has not got."""
-        self.traffic_log_lost.inc()
-
     def speculation(self, figures: SpeculationFigures) -> None:
         """Count what speculation did for an answer."""
         self.drafts.inc(figures.steps if figures.drafted_tokens else 0)
@@ -148,45 +130,39 @@ def _names_of(speculator: str) -> list[str]:
     return [speculator, *(old for old, new in OLD_NAMES.items() if new == speculator)]
 
 
-class Observed:
-    """One completion, as metrics see it; times are of one monotonic clock."""
+class Observed(CompletionObserver):
+    """One completion, as metrics see it."""
 
-    def __init__(self, metrics: Metrics, begun: float) -> None:
+    def __init__(self, work: Work, begun: float, metrics: Metrics) -> None:
+        super().__init__(work, begun)
         self._metrics = metrics
-        self._begun = begun
         self._waits = True  # for its first step
-        self._first: float | None = None
         self._last = begun
-        self._tokens = 0
-        self._reason = "abort"
 
     def delta(self, delta: Delta, now: float) -> None:
-        """Take in a delta that arrived now."""
+        """As CompletionObserver says."""
         metrics, count = self._metrics, len(delta.token_ids)
         if self._waits and (delta.begun or count):
             self._waits = False
-            metrics.queue_time.observe(now - self._begun)
+            metrics.queue_time.observe(now - self.begun)
         if count:
             metrics.generation_tokens.inc(count)
-            if self._first is None:
-                self._first = now
-                metrics.first_token.observe(now - self._begun)
+            if self.first is None:
+                metrics.first_token.observe(now - self.begun)
             else:
                 each = (now - self._last) / count
                 for _ in range(count):
                     metrics.between.observe(each)
-            self._tokens += count
             self._last = now
-        if delta.finish_reason is not None:
-            self._reason = delta.finish_reason.value
+        super().delta(delta, now)
         if delta.figures is not None:
             metrics.speculation(delta.figures)
 
     def end(self, now: float) -> None:
         """Count the completion as ended, in whichever way."""
         metrics = self._metrics
-        metrics.ended(self._reason)
-        metrics.whole.observe(now - self._begun)
-        metrics.answer_length.observe(self._tokens)
-        if self._first is not None and self._tokens > 1:
-            metrics.per_token.observe((self._last - self._first) / (self._tokens - 1))
+        metrics.ended(self.finish_reason)
+        metrics.whole.observe(now - self.begun)
+        metrics.answer_length.observe(self.tokens)
+        if self.first is not None and self.tokens > 1:
+            metrics.per_token.observe((self._last - self.first) / (self.tokens - 1))

@@ -7,7 +7,7 @@ text were there, and however the text is cut into pieces, the rules see the same
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -55,35 +55,6 @@ class CallEnded:
 
 
 Event = Thought | Content | CallStarted | ArgumentsPiece | CallEnded
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A whole call; `arguments` are JSON text."""
-
-    call_id: str
-    name: str
-    arguments: str
-
-
-def content_and_calls(events: Iterable[Event]) -> tuple[str, list[Call]]:
-    """All the text for the reader, and all the calls, of an answer that is over."""
-    content: list[str] = []
-    started: list[CallStarted] = []
-    arguments: list[list[str]] = []
-    for event in events:
-        match event:
-            case Content(text):
-                content.append(text)
-            case CallStarted():
-                started.append(event)
-                arguments.append([])
-            case ArgumentsPiece(index, text):
-                arguments[index].append(text)
-            case Thought() | CallEnded():
-                pass
-    calls = zip(started, arguments, strict=True)
-    return "".join(content), [Call(call.call_id, call.name, "".join(pieces)) for call, pieces in calls]
 
 
 class Reader(ABC):

@@ -32,7 +32,7 @@ from specinfer.serve.field_policy import FieldPolicy
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.process_backend import ProcessBackend
 from specinfer.serve.reports import SharedPrompts
-from specinfer.serve.work import Backend, BackendError, EngineInfo, Observe, UnavailableError, Work
+from specinfer.serve.work import BackendError, EngineInfo, Observe, UnavailableError, Work
 from specinfer.speculate.lookups.alignment import within_reach
 from specinfer.tokenizer import Tokenizer
 
@@ -49,7 +49,7 @@ class Service:
     def __init__(
         self,
         config: ServeConfig,
-        backend: Backend,
+        backend: ProcessBackend,
         tokenizer: Tokenizer,
         facts: EngineInfo,
         dialect: Dialect,
@@ -376,7 +376,7 @@ def observers(
                 config.log_traffic_size,
                 model=model,
                 tokenizer=tokenizer,
-                lost=metrics.lose_traffic,
+                lost=metrics.traffic_log_lost.inc,
             )
             found.append(opened.enter_context(closing(log)).observe)
         if config.otlp_endpoint is not None:

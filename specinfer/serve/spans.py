@@ -17,7 +17,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from specinfer.errors import ConfigError
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.api_error import CALLER
-from specinfer.serve.work import Work
+from specinfer.serve.work import CompletionObserver, Work
 from specinfer.version import VERSION
 
 _USUAL_PATH: Final = "/v1/traces"
@@ -86,32 +86,26 @@ class Spans:
             SpanKind.SERVER,
             attributes,
         )
-        return CompletionSpan(span, now)
+        return CompletionSpan(work, now, span)
 
     def close(self) -> None:
         """Send what has not been sent; waits for the collector some seconds at most."""
         self._provider.shutdown()
 
 
-class CompletionSpan:
+class CompletionSpan(CompletionObserver):
     """One completion's span, as it grows."""
 
-    def __init__(self, span: Span, begun: float) -> None:
+    def __init__(self, work: Work, begun: float, span: Span) -> None:
+        super().__init__(work, begun)
         self._span = span
-        self._begun = begun
-        self._tokens = 0
-        self._cached = 0
-        self._reason = "abort"
 
     def delta(self, delta: Delta, now: float) -> None:
         """As CompletionObserver says."""
         span = self._span
-        if delta.token_ids and not self._tokens:
-            span.set_attribute("gen_ai.response.time_to_first_chunk", now - self._begun)
-        self._tokens += len(delta.token_ids)
-        self._cached = max(self._cached, delta.cached_tokens)
-        if delta.finish_reason is not None:
-            self._reason = delta.finish_reason.value
+        if delta.token_ids and self.first is None:
+            span.set_attribute("gen_ai.response.time_to_first_chunk", now - self.begun)
+        super().delta(delta, now)
         if delta.finish_reason is FinishReason.ERROR:
             span.set_status(StatusCode.ERROR)
             span.set_attribute("error.type", "request_error")
@@ -131,9 +125,9 @@ class CompletionSpan:
         """As CompletionObserver says."""
         self._span.set_attributes(
             {
-                "gen_ai.usage.output_tokens": self._tokens,
-                "gen_ai.usage.cache_read.input_tokens": self._cached,
-                "gen_ai.response.finish_reasons": [self._reason],
+                "gen_ai.usage.output_tokens": self.tokens,
+                "gen_ai.usage.cache_read.input_tokens": self.cached_tokens,
+                "gen_ai.response.finish_reasons": [self.finish_reason.value],
             }
         )
         self._span.end()

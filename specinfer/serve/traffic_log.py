@@ -21,7 +21,7 @@ from specinfer.errors import ConfigError
 from specinfer.request import Delta, FinishReason, SpeculationFigures
 from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api_error import CALLER
-from specinfer.serve.work import Work
+from specinfer.serve.work import CompletionObserver, Work
 from specinfer.tokenizer import Tokenizer
 
 _PRIVATE: Final = 0o600
@@ -242,37 +242,35 @@ class TrafficLog:
         return b"".join(map(self._tokenizer.bytes_of, ids)).decode("utf-8", "replace")
 
 
-class LoggedCompletion:
-    """One completion, as the log is going to have it."""
+class LoggedCompletion(CompletionObserver):
+    """One completion, as the log is going to have it; what does not come to its end is left out of it."""
 
-    def __init__(self, work: Work, now: float, put: Callable[[LoggedCompletion], None]) -> None:
-        self.work = work
+    def __init__(self, work: Work, begun: float, put: Callable[[LoggedCompletion], None]) -> None:
+        super().__init__(work, begun)
         self.request_id = CALLER.get().request_id
         self.texts: list[str] = []
         self.token_ids: list[int] = []
-        self.finish_reason: FinishReason | None = None
         self.figures: SpeculationFigures | None = None
-        self.cached_tokens = 0
-        self.first_token_seconds: float | None = None
         self.seconds = 0.0
         self.ended_at = 0.0  # since 1970
-        self._begun = now
         self._put = put
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """How long its first token took, from arrival; None where it has none."""
+        return None if self.first is None else round(self.first - self.begun, 4)
 
     def delta(self, delta: Delta, now: float) -> None:
         """As CompletionObserver says."""
-        if delta.token_ids and self.first_token_seconds is None:
-            self.first_token_seconds = round(now - self._begun, 4)
+        super().delta(delta, now)
         self.texts.append(delta.text)
         self.token_ids.extend(delta.token_ids)
-        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         self.figures = delta.figures or self.figures
-        self.finish_reason = delta.finish_reason
 
     def end(self, now: float) -> None:
-        """As CompletionObserver says; what did not come to its end is no text to learn from."""
+        """As CompletionObserver says."""
         if self.finish_reason in _FINISHED:
-            self.seconds = round(now - self._begun, 4)
+            self.seconds = round(now - self.begun, 4)
             self.ended_at = time.time()
             self._put(self)
 

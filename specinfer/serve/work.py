@@ -1,17 +1,16 @@
-"""Backend: whoever makes tokens for the server; the works it gets, and the deltas of their answers.
+"""Work: what an engine process is given to do, what it says of itself, and who observes its answers.
 
 No torch here: the server's own process never loads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from specinfer.config import SpeculationConfig
 from specinfer.engine.steps import Statistics
-from specinfer.request import Delta
+from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SamplingParams
 
 
@@ -48,7 +47,7 @@ class UnavailableError(BackendError):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """How a backend is."""
+    """How the engine process is."""
 
     ready: bool  # it takes work now
     facts: EngineInfo | None  # None before it was ready for the first time
@@ -57,45 +56,30 @@ class Health:
     trouble: str = ""  # why it is not ready
 
 
-class Backend(Protocol):
-    """Four methods, called on the server's event loop."""
-
-    def generate(self, works: Sequence[Work]) -> AsyncGenerator[Delta]:
-        """The deltas of these works as they come, each one's last with a finish reason.
-
-        Some say nothing: the first, when the work is admitted, and one when its first step begins.
-
-        Of a reader that is slow, deltas of one work are put together. A generator that is closed aborts what
-        is left. Raises BackendError when an answer cannot go on.
-        """
-        ...
-
-    def abort(self, ids: Iterable[str]) -> None:
-        """End these works before the next step; nobody hears of them again."""
-        ...
-
-    def cut(self, reason: str) -> int:
-        """End all answers with UnavailableError, which says why; returns how many there were."""
-        ...
-
-    async def health(self) -> Health:
-        """How it is now; answers within a second, whatever happened to it."""
-        ...
-
-
-class CompletionObserver(Protocol):
+class CompletionObserver:
     """Hears of one completion while it is made; times are of the monotonic clock.
 
     Both methods are called on the server's event loop, so neither waits for anything.
     """
 
+    def __init__(self, work: Work, begun: float) -> None:
+        self.work = work
+        self.begun = begun
+        self.first: float | None = None  # when its first token came
+        self.tokens = 0
+        self.cached_tokens = 0  # of the prompt
+        self.finish_reason = FinishReason.ABORT  # until another one is told
+
     def delta(self, delta: Delta, now: float) -> None:
         """Take in a delta that arrived now."""
-        ...
+        if delta.token_ids and self.first is None:
+            self.first = now
+        self.tokens += len(delta.token_ids)
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        self.finish_reason = delta.finish_reason or self.finish_reason
 
     def end(self, now: float) -> None:
         """Take note that nothing follows: the last delta had a finish reason, or nobody reads on."""
-        ...
 
 
 # The observer of a completion that begins at a time; `CALLER` is who asks for it.

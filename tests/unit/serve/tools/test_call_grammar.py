@@ -6,11 +6,11 @@ import pytest
 
 from specinfer.errors import RequestError
 from specinfer.serve.dialect import Reasoning
-from specinfer.serve.reader import content_and_calls
 from specinfer.serve.tools.call_grammar import call_grammar
 from specinfer.serve.tools.call_parser import CallParser
 from specinfer.serve.tools.tool import ToolChoice
 from specinfer.structured_output import structured_output
+from tests.unit.serve.tools.whole_answers import content_and_calls
 
 from .families import FAMILIES, QWEN, TOOLS, Family, tokenizer, tools_of, verdict
 

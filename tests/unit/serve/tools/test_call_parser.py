@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 from specinfer.serve.reader import (
     ArgumentsPiece,
-    Call,
     CallEnded,
     CallStarted,
     Content,
-    content_and_calls,
 )
 from specinfer.serve.tools.call_parser import CallParser
 from tests.operations import lines_run
+from tests.unit.serve.tools.whole_answers import Call, content_and_calls
 
 from .families import FAMILIES
 

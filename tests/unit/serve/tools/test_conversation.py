@@ -5,9 +5,9 @@ import json
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.serve.reader import content_and_calls
 from specinfer.serve.tools.call_format import for_template
 from specinfer.serve.tools.call_parser import CallParser
+from tests.unit.serve.tools.whole_answers import content_and_calls
 
 from .families import FAMILIES, PLAIN, TOOLS, Family, tokenizer
 

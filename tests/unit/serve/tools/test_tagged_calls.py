@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specinfer.errors import RequestError
-from specinfer.serve.reader import ArgumentsPiece, CallEnded, CallStarted, Content, content_and_calls
+from specinfer.serve.reader import ArgumentsPiece, CallEnded, CallStarted, Content
 from specinfer.serve.tools.call_format import CallFormat, for_template
 from specinfer.serve.tools.call_grammar import call_grammar
 from specinfer.serve.tools.tagged_calls import call_parser, json_of, schemas_of, types_of
 from specinfer.serve.tools.tool import Tool, ToolChoice
 from specinfer.structured_output import structured_output
 from tests.operations import lines_run
+from tests.unit.serve.tools.whole_answers import content_and_calls
 
 from .families import PLAIN, Family, tokenizer, tools_of, verdict
 
