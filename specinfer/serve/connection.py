@@ -1,5 +1,7 @@
 """Connection: HTTP on one client's connection, as uvicorn speaks it, with bounds on all that a client sends.
 
+Connections counts all of a server's, and how much of their requests is kept.
+
 uvicorn's parser keeps headers without a limit. Here it gets small pieces, and what it keeps is counted before
 it gets the next one. A request that is too large, or no HTTP, is answered here, and no endpoint sees it.
 """
@@ -7,11 +9,9 @@ it gets the next one. A request that is too large, or no HTTP, is answered here,
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import deque
 from collections.abc import Callable
-from http import HTTPStatus
 from typing import Any, Final
 
 import httptools
@@ -19,9 +19,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from specinfer.serve.access import OVER_LIMIT
 from specinfer.serve.api_error import ApiError
-from specinfer.serve.connections import Connections
 
 _LOG = logging.getLogger(__name__)
+SPARE: Final = 64  # connections beyond the limit that are told so, and probes among them are answered
 MOST_HEADERS: Final = 100  # of a request, trailers included
 MOST_HEAD: Final = 64 << 10  # bytes of its first line and headers, and between two pieces of its body
 MOST_URL: Final = 32 << 10
@@ -70,7 +70,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         """As asyncio says."""
-        super().connection_made(_Lingering(transport, self._linger))
+        super().connection_made(_Lingering(transport, self._linger))  # type: ignore[arg-type]
         self._is_over_limit = self._all.add(self)
         self._wait(min(self._idle, _FIRST_SECONDS))
 
@@ -188,7 +188,7 @@ class Connection(HttpToolsProtocol):
             self._unanswered[-1].keep_alive = False  # within its answer there is no place for another one
             return
         if cycle is None or not cycle.response_started:
-            self.transport.write(_answer(error))
+            self.transport.write(error.as_http())
         self.transport.close()
 
     def shutdown(self) -> None:
@@ -265,7 +265,90 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
 
-class _Lingering(asyncio.Transport):
+class Connections:
+    """Counts connections and the bytes of requests that are not answered yet. Belongs to one event loop."""
+
+    def __init__(self, most: int, most_bodies: int) -> None:
+        self._most = most
+        self._most_bodies = most_bodies
+        self._all: set[Connection] = set()
+        self._unused: dict[Connection, None] = {}  # no whole request has come from them; the oldest first
+        self._held: dict[Connection, int] = {}  # bytes of requests that are not answered
+        self._total = 0
+
+    @property
+    def size(self) -> int:
+        """How many connections there are."""
+        return len(self._all)
+
+    @property
+    def held(self) -> int:
+        """Bytes of all requests that are not answered."""
+        return self._total
+
+    def add(self, one: Connection) -> bool:
+        """Take a new connection in; return whether it is one too many, which is told so when it asks.
+
+        At the limit the oldest connection that has not sent a whole request leaves for it. Where all have,
+        there is room for `SPARE` more; beyond these the new one leaves at once.
+        """
+        if len(self._all) >= self._most and self._unused:
+            oldest = next(iter(self._unused))
+            del self._unused[oldest]
+            self._all.discard(oldest)
+            oldest.close_now()
+        if len(self._all) >= self._most + SPARE:
+            one.close_now()
+            return True
+        over_limit = len(self._all) >= self._most
+        self._all.add(one)
+        self._unused[one] = None
+        return over_limit
+
+    def mark_used(self, one: Connection) -> None:
+        """A whole request has come from this connection: it stays."""
+        self._unused.pop(one, None)
+
+    def mark_ending(self, one: Connection) -> None:
+        """Nothing is read from this connection any more: it leaves before others do."""
+        if one in self._all:
+            self._unused[one] = None
+
+    def remove(self, one: Connection) -> None:
+        """This connection is lost."""
+        self._all.discard(one)
+        self._unused.pop(one, None)
+        self.release(one, self._held.get(one, 0))
+
+    def hold(self, one: Connection, size: int) -> None:
+        """Count bytes of a request that have come.
+
+        Where all are more than there may be, of the connections that are sending a body the one that takes
+        most is refused, or this one where there is none.
+        """
+        self._held[one] = self._held.get(one, 0) + size
+        self._total += size
+        if self._total > self._most_bodies:
+            largest = max((m for m in self._held if m.is_reading), key=lambda m: self._held[m], default=one)
+            largest.refuse(
+                ApiError(
+                    f"requests that are not answered yet have more than {self._most_bodies} bytes, "
+                    "--max-bodies-memory, and this one most of them; come again",
+                    status=503,
+                    headers={"Retry-After": "5"},
+                )
+            )
+
+    def release(self, one: Connection, size: int) -> None:
+        """Bytes of a request are not kept any more."""
+        if size:
+            self._total -= size
+            self._held[one] -= size
+            if not self._held[one]:
+                del self._held[one]
+
+
+class _Lingering:
     """A transport that is closed some time after our last words, while the client may still be sending.
 
     A socket that is closed with unread bytes in it takes back what was sent last: the client would not hear
@@ -273,10 +356,12 @@ class _Lingering(asyncio.Transport):
     """
 
     def __init__(self, transport: asyncio.Transport, may_linger: Callable[[], bool]) -> None:
-        super().__init__()
         self._transport = transport
         self._may_linger = may_linger
         self._is_closing = False
+
+    def __getattr__(self, name: str) -> Any:  # whatever is not here
+        return getattr(self._transport, name)
 
     def close(self) -> None:
         """Say that nothing follows, and close when the client has, or after a moment."""
@@ -300,34 +385,12 @@ class _Lingering(asyncio.Transport):
         if not self._is_closing:
             self._transport.write(data)
 
-    def pause_reading(self) -> None:
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._transport.resume_reading()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._transport.get_extra_info(name, default)
-
 
 def _too_large() -> ApiError:
     return ApiError(
         f"the request has more than {MOST_HEADERS} headers or {MOST_HEAD} bytes of them; send fewer",
         status=431,
     )
-
-
-def _answer(error: ApiError) -> bytes:
-    """An error as a whole HTTP answer, the last on its connection."""
-    body = json.dumps(error.body).encode()
-    lines = [
-        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
-        "content-type: application/json",
-        f"content-length: {len(body)}",
-        *(f"{name}: {value}" for name, value in (error.headers or {}).items()),
-        "connection: close",
-    ]
-    return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from specinfer.grammar.gbnf import escaped
-from specinfer.serve.reader import Reader, Rule
-
-if TYPE_CHECKING:
-    from specinfer.tokenizer import Tokenizer
-
 
 from specinfer.errors import RequestError
-from specinfer.serve.reader import Content, Event, Thought
+from specinfer.grammar.gbnf import escaped
+from specinfer.serve.reader import Content, Event, Reader, Rule, Thought
 from specinfer.serve.tools.call_format import CallFormat
 from specinfer.serve.tools.call_parser import CallParser
 from specinfer.tokenizer import Tokenizer

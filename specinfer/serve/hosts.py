@@ -7,7 +7,7 @@ the page's own, and let it read everything; but they still say in the header Hos
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ipaddress import ip_address, ip_network
 from typing import Final
 
@@ -58,26 +58,22 @@ def is_origin_of(origin: str, header: str) -> bool:
 
 def is_host(text: str) -> bool:
     """Whether a text is a name or an address, without a port or anything else."""
-    return _NAME.fullmatch(text) is not None or _is_address(text.removeprefix("[").removesuffix("]"))
+    return _NAME.fullmatch(text) is not None or _is(ip_address, text.removeprefix("[").removesuffix("]"))
 
 
 def is_network(text: str) -> bool:
     """Whether a text is an address or a network of addresses."""
-    try:
-        ip_network(text)
-    except ValueError:
-        return False
-    return True
+    return _is(ip_network, text)
 
 
 def is_loopback(name: str) -> bool:
     """Whether a name or an address is one by which only a machine itself asks for itself."""
-    return name == "localhost" or (_is_address(name) and ip_address(name).is_loopback)
+    return name == "localhost" or (_is(ip_address, name) and ip_address(name).is_loopback)
 
 
-def _is_address(text: str) -> bool:
+def _is(kind: Callable[[str], object], text: str) -> bool:
     try:
-        ip_address(text)
+        kind(text)
     except ValueError:
         return False
     return True

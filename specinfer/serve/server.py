@@ -24,8 +24,7 @@ from specinfer.hub.resolution import resolve
 from specinfer.progress import Progress
 from specinfer.serve.access import Keys
 from specinfer.serve.config import ServeConfig, configure
-from specinfer.serve.connection import Connection
-from specinfer.serve.connections import SPARE, Connections
+from specinfer.serve.connection import SPARE, Connection, Connections
 from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.hosts import Hosts, is_loopback
 from specinfer.serve.service import Service, open_service

@@ -13,23 +13,17 @@ A chat template that writes calls shows which of them the model was trained on.
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Any, Literal, get_args
 
 from specinfer.errors import RequestError
-
-if TYPE_CHECKING:
-    from specinfer.tokenizer import Tokenizer
-
-import json
-from collections.abc import Sequence
-from typing import Any
-
 from specinfer.serve.tools.tool import Tool
+from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.chat_template import messages_for_template
 
 FormatName = Literal["hermes", "qwen3_coder", "llama3", "mistral", "mistral_args"]

@@ -11,8 +11,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from specinfer.serve.connection import Connection
-from specinfer.serve.connections import Connections
+from specinfer.serve.connection import Connection, Connections
 
 HEAD = b"POST /x HTTP/1.1\r\nHost: x\r\n"
 

@@ -13,8 +13,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from specinfer.serve.connection import MOST_UNANSWERED, Connection
-from specinfer.serve.connections import Connections
+from specinfer.serve.connection import MOST_UNANSWERED, Connection, Connections
 
 WHOLE = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n"
 PIECE = b"x" * (1 << 20)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from specinfer.serve import connection
-from specinfer.serve.connection import MOST_UNANSWERED
-from specinfer.serve.connections import SPARE, Connections
+from specinfer.serve.connection import MOST_UNANSWERED, SPARE, Connections
 from tests.unit.serve.pipes import HEAD, Server, run, settle
 
 MiB = 1 << 20
