@@ -73,11 +73,12 @@ class Reasoning:
         return {"preamble": thoughts, "gap": r"/\n{1,4}/"} | self.marks(blanks=False)
 
 
-class ReasoningSplitter(Reader):
+class ReasoningSplitter(Reader[tuple[str, str]]):
     """Splits an answer, as it grows, into reasoning and what the reader is meant to see.
 
     `starts_inside`: the prompt has opened the reasoning (`Reasoning.opened_by`). Otherwise an answer reasons
     only if it begins with OPEN. Line breaks beside the marks, and white space before OPEN, belong to them.
+    Reasoning that nothing closes stays reasoning.
     """
 
     def __init__(self, starts_inside: bool) -> None:
@@ -86,21 +87,10 @@ class ReasoningSplitter(Reader):
         self._reasoning: list[str] = []
         self._content: list[str] = []
 
-    def feed(self, text: str) -> tuple[str, str]:
-        """The reasoning and the content that are certain now and were not before."""
-        self._read(text)
-        return self._take()
-
-    def finish(self) -> tuple[str, str]:
-        """The rest of both, at the end of the answer; reasoning that nothing closed stays reasoning."""
-        self._end()
-        return self._take()
-
     def _take(self) -> tuple[str, str]:
-        taken = "".join(self._reasoning), "".join(self._content)
-        self._reasoning.clear()
-        self._content.clear()
-        return taken
+        reasoning, content = "".join(self._reasoning), "".join(self._content)
+        self._reasoning, self._content = [], []
+        return reasoning, content
 
     def _text(self) -> Rule[None]:
         if not self._inside:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
+_Found = TypeVar("_Found")
 _Result = TypeVar("_Result")
 Rule = Generator[None, None, _Result]  # yields for each character it took
 
@@ -57,7 +58,7 @@ class CallEnded:
 Event = Thought | Content | CallStarted | ArgumentsPiece | CallEnded
 
 
-class Reader(ABC):
+class Reader(ABC, Generic[_Found]):
     """Reads a text once, in time that grows with its length.
 
     What a rule takes is held until it shows what it belongs to: it is dropped, or released as text.
@@ -68,18 +69,26 @@ class Reader(ABC):
         self._held: list[str] = []
         self._rules = self._text()
 
+    def feed(self, text: str) -> _Found:
+        """What is certain now and was not before."""
+        for self.char in text:
+            next(self._rules)
+        return self._take()
+
+    def finish(self) -> _Found:
+        """The rest, at the end of the text."""
+        self.char = ""
+        for _ in self._rules:
+            raise AssertionError("a rule took a character after the last one")
+        return self._take()
+
     @abstractmethod
     def _text(self) -> Rule[None]:
         """The rule for the whole text; it comes to its end when `char` is ""."""
 
-    def _read(self, text: str) -> None:
-        for self.char in text:
-            next(self._rules)
-
-    def _end(self) -> None:
-        self.char = ""
-        for _ in self._rules:
-            raise AssertionError("a rule took a character after the last one")
+    @abstractmethod
+    def _take(self) -> _Found:
+        """What the rules have found since this was called last."""
 
     def _hold(self) -> Rule[None]:
         """Take a character, whose meaning is not known yet."""

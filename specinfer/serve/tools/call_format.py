@@ -149,26 +149,20 @@ def for_template(
 
     Raises RequestError, as the template would, on messages and earlier calls of the wrong shape.
     """
-    try:
-        return _for_template(messages, tools, call_format)
-    except RecursionError:
-        raise RequestError("arguments of a call nest too deep; send flatter ones", "messages") from None
-
-
-def _for_template(
-    messages: Sequence[Message], tools: Sequence[Tool], call_format: CallFormat
-) -> tuple[list[Message], list[dict[str, Any]]]:
     if call_format.native:
         return list(messages), [tool.described() for tool in tools]
     written: list[Message] = []
-    for message in messages_for_template(messages):
-        if message["role"] == "tool":
-            _add_result(written, message)
-        elif "tool_calls" in message:
-            written.append(_as_text(message, call_format.name))
-        else:
-            written.append(message)
-    return (_told(written, tools, call_format.name) if tools else written), []
+    try:
+        for message in messages_for_template(messages):
+            if message["role"] == "tool":
+                _add_result(written, message)
+            elif "tool_calls" in message:
+                written.append(_as_text(message, call_format.name))
+            else:
+                written.append(message)
+        return (_told(written, tools, call_format.name) if tools else written), []
+    except RecursionError:
+        raise RequestError("arguments of a call nest too deep; send flatter ones", "messages") from None
 
 
 def _told(messages: list[Message], tools: Sequence[Tool], name: FormatName) -> list[Message]:

@@ -29,11 +29,12 @@ class NoCallError(Exception):
     """What was read since the last call is none."""
 
 
-class CallParser(Reader):
+class CallParser(Reader[list[Event]]):
     """Finds the calls in an answer of one format, in time that grows with its length; nothing makes it raise.
 
     `names` are the tools that may be called; what names another one is content. `new_id` gives each call
-    its id. White space around calls belongs to the format.
+    its id. White space around calls belongs to the format. A call that breaks off before it began is content;
+    behind other calls it is nothing: an answer that calls has no content behind its calls.
     """
 
     def __init__(
@@ -47,19 +48,6 @@ class CallParser(Reader):
         self._pieces: list[str] = []  # of arguments or content, not yet an event
         self._of_call = False  # whose they are: the last call's, or content
         self.calls = 0  # that have started
-
-    def feed(self, text: str) -> list[Event]:
-        """What is certain now and was not before."""
-        self._read(text)
-        return self._take()
-
-    def finish(self) -> list[Event]:
-        """The rest, at the end of the answer: a call that breaks off before it began is content.
-
-        Behind other calls it is nothing: an answer that calls has no content behind its calls.
-        """
-        self._end()
-        return self._take()
 
     def _take(self) -> list[Event]:
         self._flush()
@@ -145,13 +133,7 @@ class CallParser(Reader):
         if self.char == PYTHON_TAG[0]:
             yield from self._expect(PYTHON_TAG)
             yield from self._spaces()
-        yield from self._object()
-        yield from self._spaces()
-        while self.char == ";":
-            yield from self._hold()
-            yield from self._spaces()
-            yield from self._object()
-            yield from self._spaces()
+        yield from self._objects(";")
 
     def _mistral(self) -> Rule[None]:
         yield from self._spaces()
@@ -160,13 +142,7 @@ class CallParser(Reader):
             return
         yield from self._hold()
         yield from self._spaces()
-        yield from self._object()
-        yield from self._spaces()
-        while self.char == ",":
-            yield from self._hold()
-            yield from self._spaces()
-            yield from self._object()
-            yield from self._spaces()
+        yield from self._objects(",")
         yield from self._expect("]")
         self._drop()
 
@@ -187,6 +163,16 @@ class CallParser(Reader):
         yield from self._spaces()
         self._known("".join(name))
         yield from self._stream("".join(name))
+
+    def _objects(self, between: str) -> Rule[None]:
+        """One call after the other, and the white space behind them."""
+        yield from self._object()
+        yield from self._spaces()
+        while self.char == between:
+            yield from self._hold()
+            yield from self._spaces()
+            yield from self._object()
+            yield from self._spaces()
 
     def _object(self) -> Rule[None]:
         """{"name": ..., "arguments": {...}}, its keys in any order."""
