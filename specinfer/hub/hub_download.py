@@ -44,19 +44,19 @@ def fetch_file(repository: str, revision: str | None, file: str, progress: Progr
 
     Without a network a copy in the cache is used.
     """
-    parts = part_names(file)
+    cached = {name: _cached_file(repository, revision, name) for name in part_names(file)}
+    parts, lacking = [*cached], [name for name, path in cached.items() if path is None]
+    first = cached[parts[0]]
     if offline():
-        lacking = [name for name in parts if _cached_file(repository, revision, name) is None]
-        if lacking:
+        if first is None or lacking:
             raise _not_cached(f"{lacking[0]} of {repository}")
-        return _fetched(repository, revision, parts[0])
+        return first
     try:
-        with _hub_errors(repository, revision):
-            files = _list_files(repository, revision)
+        files = _list_files(repository, revision)
     except SourceUnavailableError:
-        if any(_cached_file(repository, revision, name) is None for name in parts):
+        if first is None or lacking:
             raise
-        return _fetched(repository, revision, parts[0])
+        return first
     if file not in files:
         ggufs = first_parts(name for name in files if name.endswith(".gguf"))
         raise ModelNotFoundError(
@@ -81,8 +81,7 @@ def fetch_folder(repository: str, revision: str | None, progress: Progress) -> P
             raise _not_cached(repository)
         return folder
     try:
-        with _hub_errors(repository, revision):
-            files = _list_files(repository, revision)
+        files = _list_files(repository, revision)
     except SourceUnavailableError:
         folder = _cached_folder(repository, revision)
         if folder is None:
@@ -123,9 +122,8 @@ def fetch_catalogue_file(source: HubSource, entry: CatalogueEntry, target: Path,
     scratch = target.parent / "hub"
     require_space(target.parent, entry.size, entry.name)
     try:
-        with _hub_errors(source.repository, source.revision):
-            # This request fails at once without a network; the download would try for half a minute.
-            files = _list_files(source.repository, source.revision)
+        # This request fails at once without a network; the download would try for half a minute.
+        files = _list_files(source.repository, source.revision)
         if source.file not in files:
             raise SourceUnavailableError(f"{source.repository} has no file {source.file} any more")
         progress.start(entry.size, f"downloading {entry.name}")
@@ -143,7 +141,8 @@ def fetch_catalogue_file(source: HubSource, entry: CatalogueEntry, target: Path,
 def _list_files(repository: str, revision: str | None) -> dict[str, int]:
     from huggingface_hub import HfApi
 
-    info = HfApi().model_info(repository, revision=revision, files_metadata=True)
+    with _hub_errors(repository, revision):
+        info = HfApi().model_info(repository, revision=revision, files_metadata=True)
     return {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
 
 
@@ -201,13 +200,6 @@ def _cached_file(repository: str, revision: str | None, file: str) -> Path | Non
 
     path = try_to_load_from_cache(repository, file, revision=revision)
     return Path(path) if isinstance(path, str) else None
-
-
-def _fetched(repository: str, revision: str | None, file: str) -> Path:
-    """A file that is in the cache."""
-    path = _cached_file(repository, revision, file)
-    assert path is not None
-    return path
 
 
 def _cached_folder(repository: str, revision: str | None) -> Path | None:

@@ -158,11 +158,6 @@ class ChatFields(ConversationFields):
             return ToolChoice("required", choice.function.name)
         return ToolChoice(choice or "auto")
 
-    @property
-    def effort(self) -> tuple[str, str | None]:
-        """`reasoning_effort`."""
-        return "reasoning_effort", self.reasoning_effort
-
     def sampling_params(self, room: int, **held: Any) -> SamplingParams:
         """As ConversationFields says."""
         wanted = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

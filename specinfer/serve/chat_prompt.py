@@ -233,7 +233,7 @@ def _variables(service: Service, fields: ConversationFields) -> dict[str, Any]:
     """
     given = {name: one for name, one in (fields.chat_template_kwargs or {}).items() if one is not None}
     names = dict.fromkeys(given, "chat_template_kwargs")
-    param, effort = fields.effort
+    param, effort = fields.effort_field, fields.effort
     if not given and effort is None:
         return given
     known = service.tokenizer.template_variables

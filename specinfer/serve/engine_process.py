@@ -5,7 +5,6 @@ HTTP never waits for a step, nor a step for HTTP. Over the socket FD come an Eng
     ("add", works)        checked and tokenized in threads, then submitted to the loop
     ("abort", ids)        before the next step
     ("ask", number)       for the state
-    ("check", number)     whether the engine's bookkeeping holds
 
 and go ("ready", facts) or ("failed", message), then
 
@@ -13,7 +12,7 @@ and go ("ready", facts) or ("failed", message), then
     ("deltas", [...], state)  all that are there, so a busy engine sends one message a step; with the state
                               where an answer ends and now and then, else None. A work's first delta says
                               nothing: it is admitted. So does the one with which its first step begins
-    ("answer", number, value)
+    ("answer", number, state)
 
 Whose works it is about is said before it begins: the next step may be the process's last. When the socket
 closes, the process ends.
@@ -97,7 +96,6 @@ class EngineProcess:
             "add": self._add,
             "abort": self._abort,
             "ask": self._ask,
-            "check": self._check,
         }
         while True:
             try:
@@ -206,15 +204,6 @@ class EngineProcess:
 
     def _ask(self, number: int) -> None:
         self._outbox.put(("answer", number, self._llm.statistics()))
-
-    def _check(self, number: int) -> None:
-        """Whether the books are right; "" where they are."""
-        try:
-            self._llm.check_integrity()
-            found = ""
-        except Exception as error:
-            found = repr(error)
-        self._outbox.put(("answer", number, found))
 
     def _send(self) -> None:
         """The thread of the outbox: whoever makes deltas does not wait for the socket to take them."""

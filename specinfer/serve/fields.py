@@ -219,6 +219,7 @@ class ConversationFields(SamplingFields):
     """What a conversation may ask beside its messages."""
 
     format_field: ClassVar[str] = "response_format"  # which says what JSON the answer is to be
+    effort_field: ClassVar[str] = "reasoning_effort"  # which says how much the model is to think
 
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = Field(
@@ -250,9 +251,12 @@ class ConversationFields(SamplingFields):
         return self.parallel_tool_calls is not False
 
     @property
-    @abstractmethod
-    def effort(self) -> tuple[str, str | None]:
-        """The name of the field that says how much the model is to think, and what it says."""
+    def effort(self) -> str | None:
+        """How much the model is to think, as `effort_field` says."""
+        value: Any = self
+        for name in self.effort_field.split("."):
+            value = None if value is None else getattr(value, name)
+        return None if value is None else str(value)
 
     @property
     def answer_format(self) -> dict[str, Any] | None:

@@ -103,6 +103,7 @@ class MessageFields(ConversationFields):
     """A conversation to answer, or to count the tokens of."""
 
     format_field = "output_config.format"
+    effort_field = "output_config.effort"
     refused = {
         "n": "an answer is one message; send the request again with another seed",
         "prompt_logprobs": "a message has no place for them; ask /v1/completions",
@@ -211,11 +212,6 @@ class MessageFields(ConversationFields):
     def parallel(self) -> bool:
         """Whether an answer may call several tools."""
         return self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
-
-    @property
-    def effort(self) -> tuple[str, str | None]:
-        """`output_config.effort`."""
-        return "output_config.effort", None if self.output_config is None else self.output_config.effort
 
     @property
     def answer_format(self) -> dict[str, Any] | None:

@@ -101,7 +101,7 @@ class ProcessBackend:
         self._trial: _OpenWork | None = None  # while works go to the engine one by one, the last that did
         self._state = Statistics()  # the engine's, as it was last told
         self._counted = Statistics()  # of the engines before it
-        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._questions: dict[int, asyncio.Future[Statistics | None]] = {}
         self._numbers = itertools.count()
         self._restarting: asyncio.Task[None] | None = None
         self._trouble = "the engine starts"
@@ -205,25 +205,20 @@ class ProcessBackend:
 
     async def health(self) -> Health:
         """How the engine is now; answers within a second, whatever happened to it."""
-        state = await self._ask("ask")
+        state = await self._ask()
         ready = state is not None
         if self._engine is None:  # nothing runs, and all wait for the next engine
             state = Statistics(waiting=len(self._live)).after(self._counted)
         trouble = self._trouble or ("" if ready else "the engine does not answer")
         return Health(ready, self._facts, state, self.restarts, trouble)
 
-    async def check_integrity(self) -> str:
-        """What is wrong with the engine's bookkeeping between two steps; "" where nothing is."""
-        found = await self._ask("check", timeout=60.0)
-        return "the engine does not answer" if found is None else str(found)
-
-    async def _ask(self, question: str, timeout: float = _ANSWER_SECONDS) -> Any:
-        """The engine's answer; None where there is none in time."""
+    async def _ask(self, timeout: float = _ANSWER_SECONDS) -> Statistics | None:
+        """The engine's state; None where it does not answer in time."""
         if self._engine is None:
             return None
         number = next(self._numbers)
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._send(question, number)
+        self._send("ask", number)
         try:
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError:
@@ -247,12 +242,9 @@ class ProcessBackend:
             self._state = state or self._state
             self._hand_on(deltas)
         else:
-            number, answer = said
-            if isinstance(answer, Statistics):
-                self._state = answer
-                answer = answer.after(self._counted)
+            number, self._state = said
             if (waiting := self._questions.get(number)) is not None and not waiting.done():
-                waiting.set_result(answer)
+                waiting.set_result(self._state.after(self._counted))
 
     def _hand_on(self, deltas: Iterable[Delta]) -> None:
         for delta in deltas:
@@ -303,7 +295,7 @@ class ProcessBackend:
         """
         while engine is self._engine:
             for _ in range(_QUESTIONS):
-                answer = await self._ask("ask", self._timeout / _QUESTIONS)
+                answer = await self._ask(self._timeout / _QUESTIONS)
                 if answer is not None or engine is not self._engine:
                     break
             else:

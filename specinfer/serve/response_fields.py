@@ -236,6 +236,7 @@ class ResponseFields(ConversationFields):
     """Input that wants an answer."""
 
     format_field = "text.format"
+    effort_field = "reasoning.effort"
     refused = {
         "prompt": "prompt templates are not kept; send their text as instructions and input",
         "n": "a response is one answer; ask again, with another seed",
@@ -331,11 +332,6 @@ class ResponseFields(ConversationFields):
         if isinstance(choice, NamedFunction):
             return ToolChoice("required", choice.name)
         return ToolChoice(choice or "auto")
-
-    @property
-    def effort(self) -> tuple[str, str | None]:
-        """`reasoning.effort`."""
-        return "reasoning.effort", None if self.reasoning is None else self.reasoning.effort
 
     @property
     def answer_format(self) -> dict[str, Any] | None:

@@ -346,7 +346,7 @@ class Responses(GrowingAnswer[ResponseFields]):
             "parallel_tool_calls": fields.parallel_tool_calls is not False,
             "previous_response_id": fields.previous_response_id,
             "prompt_cache_key": fields.prompt_cache_key,
-            "reasoning": {"effort": fields.effort[1], "summary": None},
+            "reasoning": {"effort": fields.effort, "summary": None},
             "safety_identifier": fields.safety_identifier,
             "service_tier": "default",
             "store": self._stored,

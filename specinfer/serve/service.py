@@ -226,11 +226,15 @@ class Service:
                         if delta.finish_reason is FinishReason.ERROR:
                             failed += 1
                             if not delta.internal_error or failed == len(all_works) or shared.awaits(number):
-                                raise _failure(delta)
+                                status = 500 if delta.internal_error else 400
+                                raise ApiError(
+                                    delta.error or "it failed", param=delta.parameter, status=status
+                                )
                         unadmitted.discard(delta.id)
                         may_begin = may_begin or delta.begun or not delta.is_empty
                         if may_begin and not unadmitted and delta.finish_reason is None:
-                            _tell_admitted()
+                            if (admitted := ADMITTED.get()) is not None:
+                                admitted.set()
                             if announced and delta.is_empty:
                                 announced = False
                                 yield number, delta
@@ -290,16 +294,6 @@ class Service:
                 param=param,
                 code="context_length_exceeded",
             )
-
-
-def _tell_admitted() -> None:
-    if (admitted := ADMITTED.get()) is not None:
-        admitted.set()
-
-
-def _failure(delta: Delta) -> ApiError:
-    status = 500 if delta.internal_error else 400
-    return ApiError(delta.error or "it failed", param=delta.parameter, status=status)
 
 
 def _check_reports(prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams]) -> None:
