@@ -22,13 +22,14 @@ from typing import Final
 
 from specinfer.errors import KernelBuildError
 from specinfer.files import write_whole
-from specinfer.kernels import faults
 from specinfer.kernels.build import find_library, kernels_folder
 from specinfer.kernels.library import Library
 from specinfer.kernels.machine import Level, architecture, cpu_features, cpu_name, levels_here
 from specinfer.progress import Progress
 
-_TIMEOUT: Final = 60  # seconds; a proof takes half of one
+WRONG, REFUSED = 1, 2  # exit statuses of a trial
+_TRIAL: Final = "specinfer.kernels.faults"  # imports PyTorch, in the child alone
+_TIMEOUT: Final = 60  # seconds; a proof takes a few
 _OF_THE_CODE: Final = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE")  # and of nothing else on the machine
 _LOG: Final = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def _try_in_child(library: Path, level: Level) -> tuple[str | None, bool]:
     package = str(Path(__file__).parents[2])
     known = os.environ.get("PYTHONPATH")
     environment = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{known}" if known else package}
-    command = [sys.executable, "-m", faults.__name__, str(library), level.name]
+    command = [sys.executable, "-m", _TRIAL, str(library), level.name]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT, env=environment, check=False
@@ -81,7 +82,7 @@ def _try_in_child(library: Path, level: Level) -> tuple[str | None, bool]:
         return f"trying it ended with {name}", name in _OF_THE_CODE
     words = (done.stdout.strip() or done.stderr.strip()).splitlines()
     reason = words[-1] if words else f"trying it ended with status {done.returncode}"
-    return reason, done.returncode == faults.WRONG
+    return reason, done.returncode == WRONG
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 // What native kernels compute, held against plain loops: `proof LIBRARY` prints what is wrong, a line each.
 //
-// kernels/faults.py holds products against NumPy on the machine that is to use them. This is for where no Python
+// kernels/faults.py holds them against PyTorch on the machine that is to use them. This is for where no Python
 // runs, as under an emulator, and looks at what lies between products as well. int8 products, int4 ones without a
 // matrix unit, sums and copies must be right to the last bit, others nearly; no row may depend on the rows beside it.
 // tests/unit/kernels/test_native_proof.py compiles and runs it.
