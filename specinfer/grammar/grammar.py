@@ -35,6 +35,8 @@ from specinfer.structured_output import OutputKind, StructuredOutput
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+    from specinfer.tokenizer import Tokenizer
+
 _DEAD_END = "NoExtension"  # how the library's complaint begins when nothing can follow
 _Answer = TypeVar("_Answer")
 CACHED_GRAMMARS = 32
@@ -153,12 +155,6 @@ class Cursor:
             self._matcher.consume_tokens(self.committed[: self._base])
 
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
-    from specinfer.tokenizer import Tokenizer
-
-
 class GrammarCompiler:
     """Compiles the forms that requests ask for, against one model's vocabulary.
 
@@ -179,9 +175,7 @@ class GrammarCompiler:
         that can be begun but never be complete is compiled: its texts go on until they are cut.
         """
         if spec.preamble:
-            self.compile(
-                replace(spec, preamble="")
-            )  # it is tried at its beginning, and blamed for what is its own
+            self.compile(replace(spec, preamble=""))  # tried at its beginning, and blamed for its own faults
         if not self._vocabulary.end_ids:
             raise RequestError(
                 f"{spec.parameter} needs a model with an end-of-text token, which says that the form is "

@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    from specinfer.tokenizer import Tokenizer
+
 _Result = TypeVar("_Result")
 _stack_size = threading.Lock()  # Python has one stack size for all threads that start from now on
 _OURS = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?")  # places in what we wrote
@@ -55,10 +60,6 @@ class DeepThread:
             return self._executor
 
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
-
 def complaint(matcher: LLMatcher) -> str:
     """What the library says of a matcher that is in error."""
     return in_one_line(matcher.get_error())
@@ -79,11 +80,6 @@ def shortened(text: str) -> str:
     """A text that is short enough for a message."""
     return text if len(text) <= 160 else text[:157] + "..."
 
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-
-    from specinfer.tokenizer import Tokenizer
 
 # The library descends one stack frame per rule or schema within another, without a limit, and an overflow
 # ends the process. This is room for whatever fits into MAX_SOURCE. Only what was once used becomes memory: a

@@ -62,7 +62,7 @@ class Law:
         return self.distribution().dense()
 
 
-def most_likely(logits: NDArray[np.float32], n: int) -> NDArray[np.int64]:
+def most_likely(logits: NDArray[np.floating], n: int) -> NDArray[np.int64]:
     """The ids of the n largest logits, largest first, equal logits lowest id first; never one of -inf.
 
     One read of the row bounds the n-th largest from below; only ids above the bound are sorted.
@@ -76,14 +76,14 @@ def most_likely(logits: NDArray[np.float32], n: int) -> NDArray[np.int64]:
     return np.asarray(candidates[order[:n]], dtype=np.int64)
 
 
-def _bound_of_nth(logits: NDArray[np.float32], n: int) -> np.float32:
+def _bound_of_nth(logits: NDArray[np.floating], n: int) -> float:
     """A value that at least n logits reach, and not many more."""
     groups = logits.shape[0] // 64
     if n > groups:
-        return np.float32(np.partition(logits, -n)[-n])
+        return float(np.partition(logits, -n)[-n])
     # n different groups of 64 have a maximum of at least the n-th largest maximum.
     maxima = logits[: 64 * groups].reshape(64, groups).max(axis=0)
-    return np.float32(np.partition(maxima, -n)[-n])
+    return float(np.partition(maxima, -n)[-n])
 
 
 def inverse_cdf(weights: NDArray[np.float64], u: float) -> int:

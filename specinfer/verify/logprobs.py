@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from specinfer.request import Logprob, Logprobs
 from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import Tokenizer
+from specinfer.verify.law import most_likely
 from specinfer.verify.scan import NO_TOKEN, LogitBlock, Scan
 from specinfer.verify.target_law import target_law
 
@@ -101,25 +102,13 @@ def report(logprobs_V: NDArray[np.float64], chosen: int, top: int, tokenizer: To
     The rank of a token is one more than the number of likelier ones.
     """
     ranks = {chosen: int((logprobs_V > logprobs_V[chosen]).sum()) + 1}
-    likeliest = _likeliest(logprobs_V, top)
+    likeliest = most_likely(logprobs_V, top).tolist() if top else []
     falling = -logprobs_V[likeliest]  # whatever is likelier than one of them is one of them
     ranks.update(zip(likeliest, (np.searchsorted(falling, falling) + 1).tolist(), strict=True))
     return {
         token: Logprob(logprob=float(logprobs_V[token]), rank=rank, text=tokenizer.text_of(token))
         for token, rank in ranks.items()
     }
-
-
-def _likeliest(logprobs_V: NDArray[np.float64], n: int) -> list[int]:
-    """The ids of the n likeliest tokens, likeliest first, equal ones lowest id first; none of -inf."""
-    if n == 0:
-        return []
-    vocab = logprobs_V.shape[0]
-    bound = np.partition(logprobs_V, vocab - n)[vocab - n] if n < vocab else -np.inf
-    candidates = np.flatnonzero((logprobs_V >= bound) & (logprobs_V > -np.inf))
-    order = np.argsort(-logprobs_V[candidates], kind="stable")
-    likeliest: list[int] = candidates[order[:n]].tolist()
-    return likeliest
 
 
 class PromptLogprobs(Sequence[Logprobs | None]):

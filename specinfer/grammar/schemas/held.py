@@ -28,7 +28,7 @@ from specinfer.grammar.schemas.alternatives import (
 from specinfer.grammar.schemas.document import TYPES, Schema, SchemaDocument, place
 from specinfer.grammar.schemas.negation import negated, types_of
 from specinfer.grammar.schemas.objects import ARRAY_KEYWORDS, OBJECT_KEYWORDS, hold_array, hold_object
-from specinfer.grammar.schemas.repair import UNMET, Repair
+from specinfer.grammar.schemas.repair import UNMET, Repair, as_object
 from specinfer.grammar.schemas.scalars import (
     NUMBER_KEYWORDS,
     TEXT_KEYWORDS,
@@ -128,12 +128,12 @@ class SchemaHolder:
 
     def whole(self) -> tuple[Mapping[str, Any], str]:
         """The whole schema, and what the library says against it, other than that nothing meets it."""
-        written = _as_object(self.hold(self.document.root, ""))
+        written = as_object(self.hold(self.document.root, ""))
         while self._pending:  # not one within the other: references may follow one another by the thousand
             self._writing = pointer = self._pending.pop()
             found = self.document.target(f"#{pointer}")
             assert found is not None
-            self._definitions[self._names[pointer]] = _as_object(self.hold(*found))
+            self._definitions[self._names[pointer]] = as_object(self.hold(*found))
         if not self._definitions:
             said = self._said(written)
             return written, "" if UNMET in said else said
@@ -146,7 +146,7 @@ class SchemaHolder:
     def repaired(self, written: Mapping[str, Any]) -> Mapping[str, Any]:
         """The same without what the library refuses of it."""
         places = {name: pointer for pointer, name in self._names.items()}
-        return _as_object(Repair(self._said, self.leave_out).whole(written, places))
+        return as_object(Repair(self._said, self.leave_out).whole(written, places))
 
     def _without_unmet(self, written: Mapping[str, Any]) -> Mapping[str, Any]:
         """The same without definitions that nothing meets, on which the library gives up the whole schema."""
@@ -349,7 +349,3 @@ def _without(part: Any, unmet: Collection[str]) -> Any:
         return False if "$defs" not in part else {"allOf": [False]}
     # Values that are named stay as they are.
     return {key: one if key in VALUE_KEYWORDS else _without(one, unmet) for key, one in part.items()}
-
-
-def _as_object(schema: Schema) -> Mapping[str, Any]:
-    return schema if isinstance(schema, Mapping) else {} if schema else {"allOf": [False]}

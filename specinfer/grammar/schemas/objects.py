@@ -259,10 +259,6 @@ def _evaluate(node: Mapping[str, Any], found: _Evaluated, holder: SchemaHolder, 
             _evaluate(inner, found, holder, depth + 1)
 
 
-if TYPE_CHECKING:
-    from specinfer.grammar.schemas.held import SchemaHolder
-
-
 def hold_array(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
     """Put what `node` says of arrays into `out`, in keywords the library has, and leave out the rest."""
     prefix: Sequence[Schema] = node.get("prefixItems", ())

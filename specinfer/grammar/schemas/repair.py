@@ -46,7 +46,7 @@ class Repair:
         self._definitions = dict(schema.get("$defs", {}))
         for name in list(self._definitions):
             if self._refused({"$ref": f"#/$defs/{name}"}):
-                self._definitions[name] = _as_object(self._mended(self._definitions[name], places[name]))
+                self._definitions[name] = as_object(self._mended(self._definitions[name], places[name]))
         root = {key: value for key, value in schema.items() if key != "$defs"}
         mended = self._mended(root, "")
         return mended if isinstance(mended, bool) else {**mended, "$defs": self._definitions}
@@ -105,5 +105,6 @@ def _put(schema: dict[str, Any], where: tuple[Any, ...], part: Schema) -> None:
     schema[key][name] = part
 
 
-def _as_object(schema: Schema) -> Schema:
+def as_object(schema: Schema) -> Mapping[str, Any]:
+    """A schema that is written, as one that is no boolean."""
     return schema if isinstance(schema, Mapping) else {} if schema else {"allOf": [False]}
