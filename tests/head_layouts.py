@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +16,7 @@ from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.models.config import Family
 from specinfer.models.weights import OpenModel
+from tests import published_configs as published
 from tests.heads import (
     VOCAB,
     block_config,
@@ -26,248 +26,7 @@ from tests.heads import (
     write_early_eagle,
     write_tiny_head,
 )
-
-Json = dict[str, Any]
-LAYERS = 8
-EAGLE_LAYERS = "eagle_aux_hidden_state_layer_ids"
-
-
-def flat(written: Json, *names: str) -> Json:
-    """The layers' config with what heads of a layout have beside it."""
-    layers = dict(written["transformer_layer_config"])
-    for key in ("is_causal", "layer_types", "use_sliding_window", "sliding_window"):
-        layers.pop(key, None)
-    return layers | {name: written[name] for name in names}
-
-
-def eagle(written: Json) -> Json:
-    """As SafeAILab's EAGLE and SpecForge write it: layers 2, L // 2 and L - 3 are meant."""
-    names = ("draft_vocab_size", "fc_norm", "norm_output")
-    return flat(written, *names) | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
-
-
-def eagle_with_taps(written: Json) -> Json:
-    """As vLLM reads it: a layer is named by what it is given."""
-    return eagle(written) | {EAGLE_LAYERS: written[EAGLE_LAYERS]}
-
-
-def eagle_with_layers(written: Json) -> Json:
-    """As SpecForge writes it, whose layer i is the one that puts out what we call i + 1."""
-    ids = [tap - 1 for tap in written[EAGLE_LAYERS]]
-    return eagle(written) | {"eagle_config": {"use_aux_hidden_state": True, EAGLE_LAYERS: ids}}
-
-
-def eagle_of_authors(written: Json) -> Json:
-    """As SafeAILab publishes it: yuhuili/EAGLE3-LLaMA3.1-Instruct-8B. Its tensors alone tell what it is."""
-    return flat(written, "draft_vocab_size") | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "bos_token_id": 1,
-        "eos_token_id": [2, 3],
-        "num_hidden_layers": 1,
-        "pad_token_id": 0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float16",
-        "use_cache": True,
-    }
-
-
-def early_eagle(written: Json) -> Json:
-    """As SafeAILab publishes EAGLE-1 and 2: yuhuili/EAGLE-llama2-chat-7B. Tensors alone tell what it is."""
-    described = eagle_of_authors(written | {"draft_vocab_size": None})
-    return {name: value for name, value in described.items() if name != "draft_vocab_size"}
-
-
-def early_eagle_of_qwen(written: Json) -> Json:
-    """The same with layers of Qwen2 and the target's number of them."""
-    return early_eagle(written) | {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": LAYERS}
-
-
-def early_eagle_of_vllm(written: Json) -> Json:
-    """As vLLM's converter writes it: the fields inside."""
-    return {"model_type": "eagle", "model": early_eagle(written) | {"model_type": "eagle"}}
-
-
-def eagle_of_vicuna(written: Json) -> Json:
-    """The same with the target's number of layers: yuhuili/EAGLE3-Vicuna1.3-13B."""
-    return eagle_of_authors(written) | {"num_hidden_layers": LAYERS}
-
-
-def angelslim(written: Json) -> Json:
-    """As AngelSlim publishes it, a class of vLLM's its name."""
-    return eagle(written) | {"architectures": ["Eagle3LlamaForCausalLM"], "num_hidden_layers": LAYERS}
-
-
-def nvidia(written: Json) -> Json:
-    """As NVIDIA's Model Optimizer writes it, of gpt-oss above all: no layers named are the usual ones."""
-    said = {
-        EAGLE_LAYERS: [],
-        "use_aux_hidden_state": True,
-        "use_input_layernorm_in_first_layer": True,
-        "use_last_layernorm": True,
-        "use_mtp_layernorm": False,
-        "next_layer_regular": True,
-        "parallel_draft_step": 1,
-    }
-    return flat(written, "draft_vocab_size") | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "eagle_config": said,
-        "mlp_bias": False,
-        "pretraining_tp": 1,
-    }
-
-
-def nvidia_with_layers(written: Json) -> Json:
-    """As it writes a Llama 4's: layer i is the one that puts out what we call i + 1."""
-    described = nvidia(written) | {"model_type": "llama4_text"}
-    described["eagle_config"][EAGLE_LAYERS] = [tap - 1 for tap in written[EAGLE_LAYERS]]
-    return described
-
-
-def automodel(written: Json) -> Json:
-    """As NVIDIA's Automodel writes it: the target's config and more, `model.` before names of tensors."""
-    names = ("draft_vocab_size", "target_hidden_size")
-    return flat(written, *names) | {
-        "architectures": ["LlamaEagle3DraftModel"],
-        "num_hidden_layers": LAYERS,
-        "layer_types": ["full_attention"] * LAYERS,
-        "tie_word_embeddings": False,
-    }
-
-
-def parallel_automodel(written: Json) -> Json:
-    return automodel(written) | {
-        "mask_token_id": written["mask_token_id"],
-        "norm_before_residual": written["norm_before_residual"],
-    }
-
-
-def eagle_of_qwen(written: Json) -> Json:
-    """Layers of Qwen's own kind with the target's fields around them, window and all."""
-    return eagle(written) | {
-        "model_type": written["transformer_layer_config"]["model_type"],
-        "num_hidden_layers": LAYERS,
-        "max_window_layers": 28,
-        "sliding_window": 131072,
-        "use_sliding_window": False,
-    }
-
-
-def eagle_of_phi(written: Json) -> Json:
-    """As SpecForge writes Phi-4's: its layers are Llama's, whatever model_type says."""
-    return eagle(written) | {"model_type": "phi3", "tie_word_embeddings": True}
-
-
-def parallel_eagle(written: Json) -> Json:
-    """As SpecForge writes P-EAGLE, but for the mask token, which its author has to add."""
-    names = ("draft_vocab_size", "norm_before_residual", "mask_token_id")
-    return flat(written, *names) | {"architectures": ["PEagleDraftModel"], "model_type": "llama"}
-
-
-def parallel_eagle_of_vllm(written: Json) -> Json:
-    names = ("draft_vocab_size", "norm_before_residual", EAGLE_LAYERS)
-    return flat(written, *names) | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "ptd_token_id": written["mask_token_id"],
-    }
-
-
-def layers_of_block(written: Json) -> list[int]:
-    """Layers as DFlash and DSpark count them: layer i is the one that puts out what we call i + 1."""
-    return [tap - 1 for tap in written["aux_hidden_state_layer_ids"]]
-
-
-def dflash(written: Json) -> Json:
-    """As z-lab writes it."""
-    own = {"mask_token_id": written["mask_token_id"], "target_layer_ids": layers_of_block(written)}
-    return flat(written, "block_size") | {
-        "architectures": ["DFlashDraftModel"],
-        "dflash_config": own,
-        "num_target_layers": LAYERS,
-        "layer_types": ["full_attention"] * 2,
-    }
-
-
-def newer_dflash(written: Json) -> Json:
-    """The same with the size of blocks inside."""
-    config = dflash(written)
-    config["dflash_config"]["block_size"] = config.pop("block_size")
-    return config
-
-
-def full_dflash(written: Json) -> Json:
-    """With all that its readers know, turned off."""
-    config = dflash(written)
-    config["dflash_config"] |= {
-        "projector_type": "dflash",
-        "attention_mode": "gqa",
-        "causal_head": False,
-        "markov_rank": 0,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": False,
-        "conv_kernel_size": 0,
-        "output_multiplier": 1.0,
-        "final_logit_softcapping": None,
-        "num_anchors": 512,
-    }
-    return config
-
-
-def causal_dflash(written: Json) -> Json:
-    config = dflash(written)
-    config["dflash_config"]["causal"] = True
-    return config
-
-
-def jetspec(written: Json) -> Json:
-    """As hao-ai-lab writes it."""
-    config = newer_dflash(written)
-    config["dflash_config"]["causal_head"] = True
-    return config
-
-
-def dspark(written: Json) -> Json:
-    """As DeepSpec writes it."""
-    return flat(written, "block_size", "mask_token_id", "markov_rank", "markov_head_type") | {
-        **CONFIDENCE,
-        "architectures": ["Qwen3DSparkModel"],
-        "target_layer_ids": layers_of_block(written),
-        "layer_types": ["full_attention"] * 2,
-        "num_anchors": 512,
-    }
-
-
-CONFIDENCE = {"enable_confidence_head": True, "confidence_head_with_markov": True}  # which is not read
-MARKOV = ("markov_rank", "markov_head_type")
-
-
-def nested_dspark(written: Json) -> Json:
-    """As SpecForge writes it: all but the layers inside."""
-    config = dflash(written) | {"architectures": ["DSparkDraftModel"], "target_hidden_size": None}
-    config["dflash_config"] |= {
-        "projector_type": "dspark",
-        "attention_mode": "gqa",
-        "confidence_head_alpha": 1.0,
-        **CONFIDENCE,
-        **{name: written[name] for name in MARKOV},
-    }
-    return config
-
-
-def nested_dspark_for_sglang(written: Json) -> Json:
-    """The same once SpecForge has made it ready for SGLang: layers and mask token stay where they were."""
-    return nested_dspark(written) | {
-        "architectures": ["Qwen3DSparkModel"],
-        **CONFIDENCE,
-        **{name: written[name] for name in MARKOV},
-    }
-
-
-def first_dspark(written: Json) -> Json:
-    """As SpecForge wrote it first: what it is only the projector tells, and confidence its weight."""
-    config = nested_dspark(written) | {"architectures": ["DFlashDraftModel"]}
-    del config["dflash_config"]["enable_confidence_head"]
-    return config
+from tests.published_configs import EAGLE_LAYERS, LAYERS, Json
 
 
 @dataclass(frozen=True)
@@ -320,43 +79,49 @@ NAME_NO_LAYERS = (  # and so mean EAGLE-3's own
     "SpecForge's P-EAGLE",
 )
 LAYOUTS: dict[str, Layout] = {
-    "EAGLE-3": Layout(eagle_config(taps=(2, 4, 5), depth=5), eagle, MIDLAYER),
-    "EAGLE-3 of its authors": Layout(USUAL, eagle_of_authors, MIDLAYER),
-    "EAGLE-3 of Vicuna": Layout(replace(USUAL, own_embedding=True), eagle_of_vicuna, MIDLAYER),
-    "AngelSlim": Layout(USUAL, angelslim, MIDLAYER),
-    "NVIDIA": Layout(USUAL, nvidia, MIDLAYER),
-    "NVIDIA with layers": Layout(eagle_config(taps=(1, 2, 5), depth=5), nvidia_with_layers),
-    "Automodel": Layout(replace(USUAL, own_embedding=True), automodel, IN_MODEL),
-    "Automodel's P-EAGLE": Layout(PARALLEL, parallel_automodel, IN_MODEL),
-    "EAGLE-3 with layers of Qwen2": Layout(replace(USUAL, body=QWEN2_BODY), eagle_of_qwen, MIDLAYER),
+    "EAGLE-3": Layout(eagle_config(taps=(2, 4, 5), depth=5), published.eagle, MIDLAYER),
+    "EAGLE-3 of its authors": Layout(USUAL, published.eagle_of_authors, MIDLAYER),
+    "EAGLE-3 of Vicuna": Layout(replace(USUAL, own_embedding=True), published.eagle_of_vicuna, MIDLAYER),
+    "AngelSlim": Layout(USUAL, published.angelslim, MIDLAYER),
+    "NVIDIA": Layout(USUAL, published.nvidia, MIDLAYER),
+    "NVIDIA with layers": Layout(eagle_config(taps=(1, 2, 5), depth=5), published.nvidia_with_layers),
+    "Automodel": Layout(replace(USUAL, own_embedding=True), published.automodel, IN_MODEL),
+    "Automodel's P-EAGLE": Layout(PARALLEL, published.parallel_automodel, IN_MODEL),
+    "EAGLE-3 with layers of Qwen2": Layout(
+        replace(USUAL, body=QWEN2_BODY), published.eagle_of_qwen, MIDLAYER
+    ),
     "EAGLE-3 with layers of Qwen3": Layout(
-        replace(USUAL, body=tiny_body(qk_norm=True)), eagle_of_qwen, MIDLAYER
+        replace(USUAL, body=tiny_body(qk_norm=True)), published.eagle_of_qwen, MIDLAYER
     ),
-    "EAGLE-3 beside Phi": Layout(USUAL, eagle_of_phi, MIDLAYER),
-    "EAGLE-1": Layout(replace(EARLY, own_embedding=True), early_eagle),
+    "EAGLE-3 beside Phi": Layout(USUAL, published.eagle_of_phi, MIDLAYER),
+    "EAGLE-1": Layout(replace(EARLY, own_embedding=True), published.early_eagle),
     "EAGLE-1 with layers of Qwen2": Layout(
-        replace(EARLY, body=QWEN2_BODY, fc_bias=False), early_eagle_of_qwen
+        replace(EARLY, body=QWEN2_BODY, fc_bias=False), published.early_eagle_of_qwen
     ),
-    "EAGLE-1 of vLLM": Layout(EARLY, early_eagle_of_vllm),
-    "EAGLE-3 with taps": Layout(eagle_config(taps=(1, 2, 5), depth=5), eagle_with_taps, MIDLAYER),
+    "EAGLE-1 of vLLM": Layout(EARLY, published.early_eagle_of_vllm),
+    "EAGLE-3 with taps": Layout(eagle_config(taps=(1, 2, 5), depth=5), published.eagle_with_taps, MIDLAYER),
     "SpecForge 3.1": Layout(
-        eagle_config(taps=(1, 2, 5), depth=5, fc_norm=True, norm_output=True), eagle_with_layers, MIDLAYER
+        eagle_config(taps=(1, 2, 5), depth=5, fc_norm=True, norm_output=True),
+        published.eagle_with_layers,
+        MIDLAYER,
     ),
-    "SpecForge's P-EAGLE": Layout(PARALLEL, parallel_eagle),
-    "vLLM's P-EAGLE": Layout(PARALLEL, parallel_eagle_of_vllm, MIDLAYER),
-    "DFlash": Layout(block_config(taps=(2, 5), causal=False, **PLAIN), dflash),
-    "newer DFlash": Layout(block_config(taps=(2, 5), causal=False, **PLAIN), newer_dflash),
-    "DFlash with every field": Layout(block_config(taps=(2, 5), causal=False, **PLAIN), full_dflash),
-    "causal DFlash": Layout(block_config(taps=(1, 6), causal=True, **PLAIN), causal_dflash),
-    "JetSpec": Layout(block_config(taps=(1, 6), causal=True, **PLAIN), jetspec),
+    "SpecForge's P-EAGLE": Layout(PARALLEL, published.parallel_eagle),
+    "vLLM's P-EAGLE": Layout(PARALLEL, published.parallel_eagle_of_vllm, MIDLAYER),
+    "DFlash": Layout(block_config(taps=(2, 5), causal=False, **PLAIN), published.dflash),
+    "newer DFlash": Layout(block_config(taps=(2, 5), causal=False, **PLAIN), published.newer_dflash),
+    "DFlash with every field": Layout(
+        block_config(taps=(2, 5), causal=False, **PLAIN), published.full_dflash
+    ),
+    "causal DFlash": Layout(block_config(taps=(1, 6), causal=True, **PLAIN), published.causal_dflash),
+    "JetSpec": Layout(block_config(taps=(1, 6), causal=True, **PLAIN), published.jetspec),
     "DSpark": Layout(
-        block_config(taps=(0, 4), causal=False, draft_vocab_size=VOCAB, own_embedding=True), dspark
+        block_config(taps=(0, 4), causal=False, draft_vocab_size=VOCAB, own_embedding=True), published.dspark
     ),
-    "SpecForge's DSpark": Layout(OF_SPECFORGE, nested_dspark),
-    "SpecForge's DSpark for SGLang": Layout(OF_SPECFORGE, nested_dspark_for_sglang),
+    "SpecForge's DSpark": Layout(OF_SPECFORGE, published.nested_dspark),
+    "SpecForge's DSpark for SGLang": Layout(OF_SPECFORGE, published.nested_dspark_for_sglang),
     "SpecForge's first DSpark": Layout(
         OF_SPECFORGE,
-        first_dspark,
+        published.first_dspark,
         {"markov_head.": "logit_head.markov_head.", "confidence_head.": "logit_head.confidence_head."},
     ),
 }

@@ -113,32 +113,29 @@ def test_rows_are_shared_fairly(rows: int, wanted: list[int], given: list[int]) 
 
 
 @pytest.mark.parametrize(
-    ("rows", "missing", "given"),
+    ("rows", "missing", "most", "each", "given"),
     [
-        (0, [3, 3], [0, 0]),
-        (10, [30], [10]),
-        (10, [3, 3], [3, 3]),
-        (10, [30, 30], [10, 0]),  # equal ones are read one after the other
-        (10, [30, 3], [7, 3]),  # a short one does not wait for the long one before it
-        (10, [30, 4, 2], [5, 3, 2]),  # however many come, the oldest gets half
-        (10, [4, 30], [4, 6]),
-        (10, [0, 0, 5], [0, 0, 5]),
-        (50, [60, 50], [20, 20]),  # more than twenty none may have
-        (30, [60, 50], [15, 15]),  # what each misses in all says who is shorter
-        (7, [], []),
+        (0, [3, 3], 20, [1, 1], [0, 0]),
+        (10, [30], 20, [1], [10]),
+        (10, [3, 3], 20, [1, 1], [3, 3]),
+        (10, [30, 30], 20, [1, 1], [10, 0]),  # equal ones are read one after the other
+        (10, [30, 3], 20, [1, 1], [7, 3]),  # a short one does not wait for the long one before it
+        (10, [30, 4, 2], 20, [1, 1, 1], [5, 3, 2]),  # however many come, the oldest gets half
+        (10, [4, 30], 20, [1, 1], [4, 6]),
+        (10, [0, 0, 5], 20, [1, 1, 1], [0, 0, 5]),
+        (50, [60, 50], 20, [1, 1], [20, 20]),  # more than twenty none may have
+        (30, [60, 50], 20, [1, 1], [15, 15]),  # what each misses in all says who is shorter
+        (7, [], 20, [], []),
+        (21, [90, 90], 90, [2, 1], [10, 1]),  # a row may count as several
+        (21, [90, 90], 90, [1, 2], [21, 0]),
+        (21, [90, 3], 90, [1, 2], [15, 3]),
+        (20, [90, 30], 90, [2, 1], [5, 10]),
     ],
 )
 def test_rows_of_prompts_go_to_the_shortest_and_the_oldest(
-    rows: int, missing: list[int], given: list[int]
+    rows: int, missing: list[int], most: int, each: list[int], given: list[int]
 ) -> None:
-    assert prompt_rows(rows, missing, [20] * len(missing), [1] * len(missing)) == given
-
-
-def test_a_row_may_count_as_several() -> None:
-    assert prompt_rows(21, [90, 90], [90, 90], [2, 1]) == [10, 1]
-    assert prompt_rows(21, [90, 90], [90, 90], [1, 2]) == [21, 0]
-    assert prompt_rows(21, [90, 3], [90, 90], [1, 2]) == [15, 3]
-    assert prompt_rows(20, [90, 30], [90, 90], [2, 1]) == [5, 10]
+    assert prompt_rows(rows, missing, [most] * len(missing), each) == given
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one_that_came_before() -> None:

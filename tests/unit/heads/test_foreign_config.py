@@ -18,17 +18,9 @@ from specinfer.heads.checkpoint import HeadFolder, is_head
 from specinfer.heads.speculators import body_from_hf, body_to_hf
 from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress
-from tests.head_layouts import (
-    EAGLE_LAYERS,
-    EARLY,
-    LAYERS,
-    LAYOUTS,
-    NAME_NO_LAYERS,
-    Json,
-    name_next_layers,
-    write_layout,
-)
+from tests.head_layouts import EARLY, LAYOUTS, NAME_NO_LAYERS, name_next_layers, write_layout
 from tests.heads import SIZE, VOCAB, tiny_head, write_tiny_head
+from tests.published_configs import EAGLE_LAYERS, LAYERS, Json
 from tests.tiny_models import write_tiny_llama
 
 

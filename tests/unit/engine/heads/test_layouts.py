@@ -13,7 +13,8 @@ from specinfer.heads.eagle import EagleHead
 from specinfer.kernels.choice import choose_kernels, guessing
 from specinfer.models.weights import open_model
 from tests.engines import CPU, Tiny, engine_of, write_tiny
-from tests.head_layouts import LAYERS, LAYOUTS, borrow, name_next_layers, write_layout
+from tests.head_layouts import LAYOUTS, borrow, name_next_layers, write_layout
+from tests.published_configs import LAYERS
 from tests.unit.engine.heads.head_engines import PROMPTS, engine, hidden_states, likelihood_gap, shaped
 
 
