@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from specinfer.heads.block import BlockHead
 from specinfer.heads.config import BlockConfig, EagleConfig, HeadConfig, MedusaConfig
@@ -164,3 +166,18 @@ def write_early_eagle(head: EagleHead | BlockHead, folder: Path) -> Path:
 def write_tiny_head(head: EagleHead | BlockHead, folder: Path) -> Path:
     write_head(head, folder, verifier="tiny", architectures=["LlamaForCausalLM"])
     return folder
+
+
+def change_head(
+    folder: Path,
+    *,
+    config: Callable[[dict[str, Any]], object] = lambda c: None,
+    tensors: Callable[[dict[str, torch.Tensor]], object] = lambda t: None,
+) -> None:
+    """Change a head's files in place."""
+    described = json.loads((folder / "config.json").read_text())
+    config(described)
+    (folder / "config.json").write_text(json.dumps(described))
+    weights = load_file(folder / "model.safetensors")
+    tensors(weights)
+    save_file(weights, folder / "model.safetensors")

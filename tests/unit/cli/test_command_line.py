@@ -9,57 +9,19 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specinfer import LLM, SamplingParams, cli
+from specinfer import LLM
 from specinfer.cli.answering import Listener
 from specinfer.engine.engine import Engine
 from specinfer.engine.trace import TreeEvent
 from specinfer.errors import IntegrityError
-from specinfer.request import RequestOutput
-from specinfer.runtime.cost_curve import CostCurve
 from specinfer.tree.token_tree import single_node
 from specinfer.verify.coupled import Acceptance
-from tests.tiny_models import write_byte_tokenizer, write_similar_llama, write_tiny_llama
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of models: target, draft, other (another vocabulary), empty, cut.gguf, text.gguf."""
-    folder = tmp_path_factory.mktemp("models")
-    target = write_tiny_llama(folder / "target", vocab_size=128, tokenizer=True, max_context=64)
-    write_similar_llama(target, folder / "draft")
-    write_tiny_llama(folder / "other", vocab_size=200, tokenizer=True)
-    write_byte_tokenizer(folder / "other", 200)
-    (folder / "empty").mkdir()
-    (folder / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0" + b"\x01" * 40)
-    (folder / "text.gguf").write_text("a poem, not a model")
-    (folder / "latin1.txt").write_bytes(b"caf\xe9")
-    return folder
-
-
-def write_template(folder: Path) -> None:
-    """Give a model a chat template: every message on a line of its own."""
-    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
-) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of one command line, run in this process."""
-    monkeypatch.setattr(sys, "argv", ["specinfer", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    captured = capsys.readouterr()
-    assert isinstance(exit_.value.code, int)
-    return exit_.value.code, captured.out, captured.err
-
+from tests.unit.cli.conftest import Run
 
 BAD: dict[str, tuple[list[str], str]] = {
     "unknown model": (["-m", "smollm3", "hi"], "did you mean 'smollm2-135m'"),
@@ -112,23 +74,19 @@ BAD: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_status_2(
-    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
-) -> None:
+def test_bad_input_is_one_line_and_status_2(models: Path, run: Run, case: str) -> None:
     arguments, says = BAD[case]
     filled = [a.format(models=models) for a in arguments]
     if "-m" not in filled:
         filled = ["-m", str(models / "target"), *filled]
-    status, out, err = run(monkeypatch, capsys, "generate", *filled)
+    status, out, err = run("generate", *filled)
     assert (status, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert err.startswith("specinfer: error: ")
     assert says in err
 
 
-def test_generate_streams_the_text_and_reports_on_standard_error(
-    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_streams_the_text_and_reports_on_standard_error(models: Path, run: Run) -> None:
     common = [
         "generate",
         "-m",
@@ -141,24 +99,22 @@ def test_generate_streams_the_text_and_reports_on_standard_error(
         4,
         "abcabc",
     ]
-    status, plain, err = run(monkeypatch, capsys, *common, "--no-ngram")
+    status, plain, err = run(*common, "--no-ngram")
     assert status == 0
     assert "12 tokens" in err
     assert "tokens per step" not in err
     assert "seed 4" in err
     guessing = ["--draft", models / "draft", "--ngram", "--tree-size", "fixed"]
-    status, speculative, err = run(monkeypatch, capsys, *common, *guessing)
+    status, speculative, err = run(*common, *guessing)
     assert (status, speculative) == (0, plain)
     assert "tokens per step" in err
     assert "draft" in err
 
 
-def test_generate_as_json_and_with_a_trace(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_as_json_and_with_a_trace(models: Path, run: Run, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     arguments = ["-m", models / "target", "--draft", models / "draft", "--max-tokens", 9, "abcabc"]
-    status, out, _ = run(monkeypatch, capsys, "generate", "--json", "--trace", trace, *arguments)
+    status, out, _ = run("generate", "--json", "--trace", trace, *arguments)
     answer: dict[str, Any] = json.loads(out)
     events = [json.loads(line) for line in trace.read_text().splitlines()]
     assert status == 0
@@ -168,186 +124,42 @@ def test_generate_as_json_and_with_a_trace(
     assert all(sum(e["decision"]["probabilities"]) >= 1 for e in events)
 
 
-def test_show_trees_draws_every_step(
-    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_trees_draws_every_step(models: Path, run: Run) -> None:
     arguments = ["-m", models / "target", "--draft", models / "draft", "--max-tokens", 9, "abcabc"]
-    status, out, _ = run(monkeypatch, capsys, "generate", "--show-trees", "--tree-size", "fixed", *arguments)
+    status, out, _ = run("generate", "--show-trees", "--tree-size", "fixed", *arguments)
     assert status == 0
     assert "step 1: no guesses" in out
     assert "(draft)" in out
     assert "\x1b[" not in out  # no colour where nobody sees it
 
 
-def test_explain_says_of_each_step_who_guessed_and_why(
-    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["generate", "-m", models / "target", "--draft", models / "draft", "--tree-size", "fixed"]
-    arguments += ["--no-ngram", "--max-tokens", 9, "--explain", "--n", 2, "abcabc"]
-    status, out, err = run(monkeypatch, capsys, *arguments)
-    assert status == 0, err
-    assert out.count("guessed (verified of drawn)") == 2
-    assert re.search(r"draft (\d+) of \1\b", out), "trees of a fixed size are verified whole"
-    assert "draft: no room" in out  # the text's last token
-    assert "grammar, prediction: not for this request" in out
-    status, out, _ = run(monkeypatch, capsys, *arguments, "--json")
-    answers: list[dict[str, Any]] = json.loads(out)
-    for answer in answers:
-        steps = answer["steps"]
-        assert len(steps) == answer["speculation"]["steps"] + 1
-        assert sum(step["tokens"] for step in steps) == 9
-        assert {turn["name"] for turn in steps[0]["speculators"]} == {"grammar", "prediction", "draft"}
-        assert all(step["seconds"] > 0 and step["expected_tokens"] is None for step in steps)
-
-
-EXPLAINED = re.compile(
-    r"^ *(?P<step>\d+)   (draft (?P<verified>\d) of (?P<drawn>\d))? +(draft: (?P<reason>[a-z ]+?))?"
-    r" +(?P<tokens>\d\.\d\d) +(?P<came>\d) +(?P<guesses>\d\.\d) +(?P<expected>\d+\.\d) +(?P<took>\d+\.\d) *$",
-    re.MULTILINE,
-)
-
-
-def test_explain_says_what_was_expected_at_which_cost(
-    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # A target's pass takes 10 ms, and 1 ms for each row more; a draft's, which is asked for every row, 1 ms.
-    of_target, of_draft = CostCurve((1, 101), (0.010, 0.110)), CostCurve((1, 101), (0.001, 0.001))
-    monkeypatch.setattr(
-        "specinfer.runtime.executor.cost_curve",
-        lambda *_, every_row, **__: of_draft if every_row else of_target,
-    )
-    arguments = ["generate", "-m", models / "target", "--draft", models / "draft", "--clock", "curve"]
-    arguments += ["--no-ngram", "--temperature", 0, "--max-tokens", 30, "--explain", "abcabc"]
-    status, out, err = run(monkeypatch, capsys, *arguments)
-    assert status == 0, err
-    rows = [row.groupdict() for row in EXPLAINED.finditer(out)]
-    assert [row["step"] for row in rows] == [str(1 + i) for i in range(len(rows))]
-    assert {row["reason"] for row in rows} == {None, "no room", "plain step"}
-    total = out.splitlines()[-1]
-    tokens, expected, taken = re.match(  # type: ignore[union-attr]
-        rf"{len(rows)} steps, 30 tokens; (\S+) expected; (\d+) ms expected, (\d+) ms taken; ", total
-    ).groups()
-    for column, said, rounding in (("tokens", tokens, 0.2), ("expected", expected, 2), ("took", taken, 2)):
-        assert float(said) == pytest.approx(sum(float(row[column]) for row in rows), abs=rounding)
-    status, out, _ = run(monkeypatch, capsys, *arguments, "--json")
-    steps: list[dict[str, Any]] = json.loads(out)["steps"]
-    for row, step in zip(rows, steps, strict=True):
-        turn = step["speculators"][-1]
-        assert (row["verified"] or "0", row["drawn"] or "0") == (str(turn["verified"]), str(turn["drawn"]))
-        assert row["tokens"] == f"{step['expected_tokens']:.2f}"
-        assert row["came"] == str(step["tokens"])
-        assert row["guesses"] == f"{1e3 * step['guess_seconds']:.1f}"
-        assert row["expected"] == f"{1e3 * step['expected_seconds']:.1f}"
-        assert step["expected_tokens"] == pytest.approx(sum(step["probabilities"]), abs=1e-3)
-        assert (step["probabilities"][0], len(step["probabilities"])) == (1.0, 1 + turn["verified"])
-        assert 1e3 * step["guess_seconds"] == pytest.approx(turn["verified"] + turn["levels"])
-        prompt = 5 if step["step"] == 1 else 0  # more rows than one
-        assert 1e3 * step["expected_seconds"] == pytest.approx(10 + prompt + 1e3 * step["guess_seconds"])
-    assert sum(step["speculators"][-1]["verified"] for step in steps) > 9
-
-
-def test_a_prompt_on_standard_input(
-    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = run(monkeypatch, capsys, "generate", "-m", models / "target", "--max-tokens", 5, "abc")[1]
+def test_a_prompt_on_standard_input(models: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = run("generate", "-m", models / "target", "--max-tokens", 5, "abc")[1]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"abc")))
-    piped = run(monkeypatch, capsys, "generate", "-m", models / "target", "--max-tokens", 5)[1]
+    piped = run("generate", "-m", models / "target", "--max-tokens", 5)[1]
     assert piped == given
 
 
-def test_chat_needs_a_template_and_says_what_else_to_use(
-    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, _, err = run(monkeypatch, capsys, "chat", "-m", models / "target")
-    assert status == 2
-    assert "no chat template; use `specinfer generate --raw`" in err
-
-
-def test_chat_remembers_and_obeys_its_commands(
-    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_template(models / "draft")
-    lines = iter(["ab", "/stats", "/trees on", "ab", "/reset", "/help", "x" * 60, "x" * 80, "/exit"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    asked: list[list[str]] = []
-    stream_chat = LLM.stream_chat
-
-    def listen(self: LLM, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[RequestOutput]:
-        asked.append([message["role"] for message in messages])
-        return stream_chat(self, messages, params)
-
-    monkeypatch.setattr(LLM, "stream_chat", listen)
-    chat = ["chat", "-m", models / "draft", "--max-tokens", 4, "--ignore-eos", "--system", "s"]
-    status, out, err = run(monkeypatch, capsys, *chat)
-    assert status == 0
-    first = ["system", "user"]
-    assert asked == [first, [*first, "assistant", "user"], first, [*first, "assistant", "user"]]
-    assert "4 tokens" in err
-    assert "[cut at 4 tokens; --max-tokens allows more]" in err
-    assert "[the context of 64 tokens is full; /reset starts anew]" in err  # the long question left no room
-    assert "trees are on" in err
-    assert "step " in out
-    assert "the conversation is forgotten" in err
-    assert "or /reset to start anew" in err  # the question that did not fit
-
-
-def test_ctrl_c_stops_an_answer_and_not_the_conversation(
-    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_template(models / "draft")
-    lines = iter(["ab", "cd"])
-
-    def ask(prompt: str) -> str:
-        line = next(lines, None)
-        if line is None:
-            raise EOFError  # Ctrl-D
-        return line
-
-    steps = iter([False, False, True])  # the third step is interrupted, the later ones are not
-    step = Engine.step
-
-    def interrupted(self: Engine) -> list[RequestOutput]:
-        if next(steps, False):
-            raise KeyboardInterrupt
-        return step(self)
-
-    monkeypatch.setattr("builtins.input", ask)
-    monkeypatch.setattr(Engine, "step", interrupted)
-    chat = ["chat", "-m", models / "draft", "--max-tokens", 4, "--ignore-eos", "--no-ngram"]
-    status, out, err = run(monkeypatch, capsys, *chat)
-    assert status == 0
-    first, rest = out.split(" [stopped]\n")
-    assert first
-    assert rest.strip("\n")
-    assert "Traceback" not in err
-
-
-def test_a_mistyped_command_is_told_the_nearest(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, _, err = run(monkeypatch, capsys, "serv")
+def test_a_mistyped_command_is_told_the_nearest(run: Run) -> None:
+    status, _, err = run("serv")
     assert (status, err) == (2, "specinfer: error: there is no command 'serv'; did you mean 'serve'?\n")
 
 
-def test_pull_lists_the_catalogue(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, out, _ = run(monkeypatch, capsys, "pull", "--list")
+def test_pull_lists_the_catalogue(run: Run) -> None:
+    status, out, _ = run("pull", "--list")
     assert status == 0
     assert out.splitlines()[0].split() == ["name", "size", "licence", "file"]
     assert "smollm2-135m" in out
-    status, _, err = run(monkeypatch, capsys, "pull")
+    status, _, err = run("pull")
     assert (status, err.count("\n")) == (2, 1)
 
 
-def test_an_internal_error_says_so(
-    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_internal_error_says_so(models: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Engine) -> None:
         raise IntegrityError("two and two make five")
 
     monkeypatch.setattr(Engine, "step", broken)
-    status, _, err = run(monkeypatch, capsys, "generate", "-m", models / "target", "hi")
+    status, _, err = run("generate", "-m", models / "target", "hi")
     assert (status, len(err.splitlines())) == (70, 1)
     assert "internal error: two and two make five; please report it" in err
 
@@ -418,10 +230,8 @@ def test_a_terminal_that_lacks_a_character_is_no_error(models: Path) -> None:
     assert "40 tokens" in err
 
 
-def test_without_a_command_it_shows_the_help(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, out, err = run(monkeypatch, capsys)
+def test_without_a_command_it_shows_the_help(run: Run) -> None:
+    status, out, err = run()
     assert (status, err) == (0, "")
     assert re.search(r"\n  generate +Answer a prompt\.\n", out)
 

@@ -19,22 +19,11 @@ from specinfer.heads.medusa import MedusaHead
 from specinfer.models.config import ModelConfig
 from specinfer.models.weights import open_model
 from tests.heads import IDS, NAMED, SIZE, VOCAB, medusa_config, tiny_medusa, write_medusa
-from tests.tiny_models import write_tiny_llama
 from tests.unit.heads.plain import weights_of
 
 Json = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 LAYERS = 3  # of the target
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("target"), num_layers=LAYERS, tie_embeddings=False)
-
-
-@pytest.fixture
-def target_config(target: Path) -> ModelConfig:
-    return open_model(target).config
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+"""The chat command: a conversation, its commands and its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specinfer import LLM, SamplingParams
+from specinfer.engine.engine import Engine
+from specinfer.request import RequestOutput
+from tests.unit.cli.conftest import Run
+
+
+def write_template(folder: Path) -> None:
+    """Give a model a chat template: every message on a line of its own."""
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_chat_needs_a_template_and_says_what_else_to_use(models: Path, run: Run) -> None:
+    status, _, err = run("chat", "-m", models / "target")
+    assert status == 2
+    assert "no chat template; use `specinfer generate --raw`" in err
+
+
+def test_chat_remembers_and_obeys_its_commands(
+    models: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_template(models / "draft")
+    lines = iter(["ab", "/stats", "/trees on", "ab", "/reset", "/help", "x" * 60, "x" * 80, "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    asked: list[list[str]] = []
+    stream_chat = LLM.stream_chat
+
+    def listen(self: LLM, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[RequestOutput]:
+        asked.append([message["role"] for message in messages])
+        return stream_chat(self, messages, params)
+
+    monkeypatch.setattr(LLM, "stream_chat", listen)
+    chat = ["chat", "-m", models / "draft", "--max-tokens", 4, "--ignore-eos", "--system", "s"]
+    status, out, err = run(*chat)
+    assert status == 0
+    first = ["system", "user"]
+    assert asked == [first, [*first, "assistant", "user"], first, [*first, "assistant", "user"]]
+    assert "4 tokens" in err
+    assert "[cut at 4 tokens; --max-tokens allows more]" in err
+    assert "[the context of 64 tokens is full; /reset starts anew]" in err  # the long question left no room
+    assert "trees are on" in err
+    assert "step " in out
+    assert "the conversation is forgotten" in err
+    assert "or /reset to start anew" in err  # the question that did not fit
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_conversation(
+    models: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_template(models / "draft")
+    lines = iter(["ab", "cd"])
+
+    def ask(prompt: str) -> str:
+        line = next(lines, None)
+        if line is None:
+            raise EOFError  # Ctrl-D
+        return line
+
+    steps = iter([False, False, True])  # the third step is interrupted, the later ones are not
+    step = Engine.step
+
+    def interrupted(self: Engine) -> list[RequestOutput]:
+        if next(steps, False):
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr(Engine, "step", interrupted)
+    chat = ["chat", "-m", models / "draft", "--max-tokens", 4, "--ignore-eos", "--no-ngram"]
+    status, out, err = run(*chat)
+    assert status == 0
+    first, rest = out.split(" [stopped]\n")
+    assert first
+    assert rest.strip("\n")
+    assert "Traceback" not in err

@@ -1,0 +1,78 @@
+"""--explain: of each step the speculators that guessed, why, and at which expected cost."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer.runtime.cost_curve import CostCurve
+from tests.unit.cli.conftest import Run
+
+
+def test_explain_says_of_each_step_who_guessed_and_why(models: Path, run: Run) -> None:
+    arguments = ["generate", "-m", models / "target", "--draft", models / "draft", "--tree-size", "fixed"]
+    arguments += ["--no-ngram", "--max-tokens", 9, "--explain", "--n", 2, "abcabc"]
+    status, out, err = run(*arguments)
+    assert status == 0, err
+    assert out.count("guessed (verified of drawn)") == 2
+    assert re.search(r"draft (\d+) of \1\b", out), "trees of a fixed size are verified whole"
+    assert "draft: no room" in out  # the text's last token
+    assert "grammar, prediction: not for this request" in out
+    status, out, _ = run(*arguments, "--json")
+    answers: list[dict[str, Any]] = json.loads(out)
+    for answer in answers:
+        steps = answer["steps"]
+        assert len(steps) == answer["speculation"]["steps"] + 1
+        assert sum(step["tokens"] for step in steps) == 9
+        assert {turn["name"] for turn in steps[0]["speculators"]} == {"grammar", "prediction", "draft"}
+        assert all(step["seconds"] > 0 and step["expected_tokens"] is None for step in steps)
+
+
+EXPLAINED = re.compile(
+    r"^ *(?P<step>\d+)   (draft (?P<verified>\d) of (?P<drawn>\d))? +(draft: (?P<reason>[a-z ]+?))?"
+    r" +(?P<tokens>\d\.\d\d) +(?P<came>\d) +(?P<guesses>\d\.\d) +(?P<expected>\d+\.\d) +(?P<took>\d+\.\d) *$",
+    re.MULTILINE,
+)
+
+
+def test_explain_says_what_was_expected_at_which_cost(
+    models: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A target's pass takes 10 ms, and 1 ms for each row more; a draft's, which is asked for every row, 1 ms.
+    of_target, of_draft = CostCurve((1, 101), (0.010, 0.110)), CostCurve((1, 101), (0.001, 0.001))
+    monkeypatch.setattr(
+        "specinfer.runtime.executor.cost_curve",
+        lambda *_, every_row, **__: of_draft if every_row else of_target,
+    )
+    arguments = ["generate", "-m", models / "target", "--draft", models / "draft", "--clock", "curve"]
+    arguments += ["--no-ngram", "--temperature", 0, "--max-tokens", 30, "--explain", "abcabc"]
+    status, out, err = run(*arguments)
+    assert status == 0, err
+    rows = [row.groupdict() for row in EXPLAINED.finditer(out)]
+    assert [row["step"] for row in rows] == [str(1 + i) for i in range(len(rows))]
+    assert {row["reason"] for row in rows} == {None, "no room", "plain step"}
+    total = out.splitlines()[-1]
+    tokens, expected, taken = re.match(  # type: ignore[union-attr]
+        rf"{len(rows)} steps, 30 tokens; (\S+) expected; (\d+) ms expected, (\d+) ms taken; ", total
+    ).groups()
+    for column, said, rounding in (("tokens", tokens, 0.2), ("expected", expected, 2), ("took", taken, 2)):
+        assert float(said) == pytest.approx(sum(float(row[column]) for row in rows), abs=rounding)
+    status, out, _ = run(*arguments, "--json")
+    steps: list[dict[str, Any]] = json.loads(out)["steps"]
+    for row, step in zip(rows, steps, strict=True):
+        turn = step["speculators"][-1]
+        assert (row["verified"] or "0", row["drawn"] or "0") == (str(turn["verified"]), str(turn["drawn"]))
+        assert row["tokens"] == f"{step['expected_tokens']:.2f}"
+        assert row["came"] == str(step["tokens"])
+        assert row["guesses"] == f"{1e3 * step['guess_seconds']:.1f}"
+        assert row["expected"] == f"{1e3 * step['expected_seconds']:.1f}"
+        assert step["expected_tokens"] == pytest.approx(sum(step["probabilities"]), abs=1e-3)
+        assert (step["probabilities"][0], len(step["probabilities"])) == (1.0, 1 + turn["verified"])
+        assert 1e3 * step["guess_seconds"] == pytest.approx(turn["verified"] + turn["levels"])
+        prompt = 5 if step["step"] == 1 else 0  # more rows than one
+        assert 1e3 * step["expected_seconds"] == pytest.approx(10 + prompt + 1e3 * step["guess_seconds"])
+    assert sum(step["speculators"][-1]["verified"] for step in steps) > 9
