@@ -8,8 +8,10 @@ from pathlib import Path
 import openai
 import pytest
 
+from specinfer.serve import process_backend
 from tests.served import Served
 from tests.tiny_models import write_tiny_llama
+from tests.unit.serve.handles import Handle
 
 # It writes calls as Hermes does, and reasoning between marks.
 TEMPLATE = (
@@ -58,3 +60,11 @@ def taken_port() -> Iterator[int]:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         yield taken.getsockname()[1]
+
+
+@pytest.fixture
+def handles(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
+    """The engines that were started, in order."""
+    monkeypatch.setattr(process_backend, "EngineChild", Handle)
+    monkeypatch.setattr(Handle, "made", [])
+    return Handle.made
