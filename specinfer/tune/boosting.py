@@ -6,46 +6,34 @@
                says where the target is sure of it, and something else where it is not
     none       nothing: members that do not begin as the one before them differ by their seeds alone
 
-What a member proposes at every place of the answers is kept on disk, a file for each shard. It names the
-member by a hash of its weights, and is made anew where that is another:
+A member proposes its likeliest token at every place of the answers.
 
-    tokens    int32 [R, W]   of all answers but the held-out ones: the likeliest tokens; -1: none
-    member    uint8 [32]
-
-Shapes: R tokens of an answer, K labels, W tokens a member proposes at a place, M tokens all members propose.
+Shapes: R tokens of an answer, K labels, M members, each of which proposes a token at a place.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from specinfer.errors import ModelFileError, TuneError
-from specinfer.models.safetensors import TensorEntry, read_entries, write_safetensors
+from specinfer.errors import TuneError
 from specinfer.progress import Progress
-from specinfer.tune.dataset import (
-    Corpus,
-    Shard,
-    TrainingSet,
-    TunedText,
-    WholeDataset,
-    anchors_of,
-    block_batch,
-)
-from specinfer.tune.draft import TrainableDraft
+from specinfer.tune.dataset import Corpus, TrainingSet, TunedText, anchors_of, block_batch
+from specinfer.tune.draft import EVERY_ANCHOR, TrainableDraft
+from specinfer.tune.initial_head import frequent_tokens
 from specinfer.tune.prompts import temperature_of
 
-_DTYPES: Final = {"I32": torch.int32, "U8": torch.uint8}
-_ALL: Final = torch.iinfo(torch.int64).max
 Boost = Literal["discount", "sequence", "none"]
 FORMS: Final[tuple[Boost, ...]] = get_args(Boost)
+DROPPED: Final = 0.5  # sequence: the part of a member's texts that the next one does not learn from
+KEPT: Final = 0.3  # discount: the part of their probability that tokens keep which the pool proposes
 _LEAST: Final = 1e-4  # of a law that is left
+_LOOKED_AT: Final = 8192  # tokens among which a member that can name all proposes
+Proposals = Sequence[Tensor]  # a member's tokens, int64 [R] of each text to learn from; -1: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,35 +45,26 @@ class BoostConfig:
     """
 
     form: Boost = "discount"
-    width: int = 1  # tokens that each member proposes at a place
-    dropped: float = 0.5  # sequence: the part of a member's texts that the next one does not learn from
     warm: bool = True  # members begin as the one before them, and not as the first one did
-    kept: float = 0.3  # discount: the part of their probability that tokens keep which the pool proposes
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise TuneError(f"boost is {self.form!r}; allowed: {', '.join(FORMS)}")
-        if not 1 <= self.width <= 64:
-            raise TuneError(f"width is {self.width}; allowed: 1 to 64 tokens that a member proposes")
-        if not 0 <= self.dropped < 1:
-            raise TuneError(f"dropped is {self.dropped}; allowed: 0 or more, and less than 1")
-        if not 0 < self.kept < 1:
-            raise TuneError(f"kept is {self.kept}; allowed: more than 0, and less than 1")
 
     def facts(self) -> dict[str, object]:
         """What a tuning that is gone on with must have in common with this one."""
-        facts: dict[str, object] = {"form": self.form, "width": self.width, "dropped": self.dropped}
-        facts |= {"kept": self.kept} if self.form == "discount" else {}
+        facts: dict[str, object] = {"form": self.form, "width": 1, "dropped": DROPPED}
+        facts |= {"kept": KEPT} if self.form == "discount" else {}
         return facts | ({"warm": True} if self.warm else {})
 
 
-def dataset_of(corpus: Corpus, config: BoostConfig, known: Sequence[KnownGuesses]) -> TrainingSet:
+def dataset_of(corpus: Corpus, form: Boost, known: Sequence[Proposals]) -> TrainingSet:
     """What a member learns from, where `known` is what the members before it propose, in their order."""
-    if not known or config.form == "none":
-        return WholeDataset(corpus)
-    if config.form == "sequence":
-        return _Left(corpus, config.dropped, known)
-    return _Discounted(corpus, config.kept, known)
+    if not known or form == "none":
+        return TrainingSet(corpus)
+    if form == "sequence":
+        return TrainingSet(corpus, _left(corpus, known))
+    return _Discounted(corpus, known)
 
 
 def hit_chances(text: TunedText, proposed_RM: Tensor) -> Tensor:
@@ -114,140 +93,74 @@ def discounted(text: TunedText, proposed_RM: Tensor, kept: float) -> Tensor:
     return text.label_logprobs_RK + factors_RK.log() - left_R.log()[:, None]
 
 
-class _Discounted:
+class _Discounted(TrainingSet):
     """All texts; proposed tokens keep a part of their probability, and of their places' weight as much."""
 
-    def __init__(self, corpus: Corpus, kept: float, known: Sequence[KnownGuesses]) -> None:
-        self.corpus = corpus
-        self._kept = kept
+    def __init__(self, corpus: Corpus, known: Sequence[Proposals]) -> None:
+        super().__init__(corpus)
         self._known = known
 
-    def __len__(self) -> int:
-        return self.corpus.count(held_out=False)
-
     def text(self, number: int) -> TunedText:
         """Read one of them."""
-        text = self.corpus.text(number, held_out=False)
+        text = super().text(number)
         proposed_RM = _proposed(self._known, number)
-        counts_R = 1 - (1 - self._kept) * hit_chances(text, proposed_RM)
-        logprobs_RK = discounted(text, proposed_RM, self._kept)
-        return replace(text, counts_R=counts_R, label_logprobs_RK=logprobs_RK)
+        counts_R = 1 - (1 - KEPT) * hit_chances(text, proposed_RM)
+        return replace(text, counts_R=counts_R, label_logprobs_RK=discounted(text, proposed_RM, KEPT))
 
 
-class _Left:
+def _left(corpus: Corpus, known: Sequence[Proposals]) -> list[int]:
     """The texts that are left when, member by member, those that the pool predicts best are dropped."""
 
-    def __init__(self, corpus: Corpus, dropped: float, known: Sequence[KnownGuesses]) -> None:
-        self.corpus = corpus
-        numbers = [*range(corpus.count(held_out=False))]
-        for members in range(1, len(known) + 1):
-            hits = {number: self._share(number, known[:members]) for number in numbers}
-            numbers.sort(key=lambda number: (hits[number], number))
-            numbers = numbers[: len(numbers) - int(dropped * len(numbers))]
-        self._numbers = sorted(numbers)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def text(self, number: int) -> TunedText:
-        """Read one of them."""
-        return self.corpus.text(self._numbers[number], held_out=False)
-
-    def _share(self, number: int, known: Sequence[KnownGuesses]) -> float:
-        """How much of a text the pool predicts, of 1: its first token, which nobody guesses, is left out."""
-        text = self.corpus.text(number, held_out=False)
-        hits_R = hit_chances(text, _proposed(known, number))[1:]
+    def share(number: int, members: int) -> float:
+        """How much of a text they predict, of 1: its first token, which nobody guesses, is left out."""
+        text = corpus.text(number, held_out=False)
+        hits_R = hit_chances(text, _proposed(known[:members], number))[1:]
         return float(hits_R.mean()) if len(hits_R) else 1.0
 
-
-class KnownGuesses:
-    """One member's, by the number of the text among those that are learnt from."""
-
-    def __init__(self, corpus: Corpus, folder: Path, weights: Path) -> None:
-        """`folder` is where they are kept, `weights` the member's model.safetensors; raises OSError."""
-        self._corpus = corpus
-        self._folder = folder
-        with weights.open("rb") as file:
-            self._member = hashlib.file_digest(file, "sha256").digest()
-        self._rows: list[tuple[TensorEntry, int, int]] = []  # where each text's are
-
-    def complete(
-        self, draft: TrainableDraft, width: int, progress: Progress, among_S: Tensor | None = None
-    ) -> None:
-        """Compute what is not there; `draft` is the member, which proposes so many tokens at a place.
-
-        `among_S` are the entries of the draft's ids that are looked at, as others are hardly ever right;
-        None: all. Raises OSError.
-        """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        shards = self._corpus.shards()
-        progress.start(len(shards), "guesses of the pool so far", "shards")
-        try:
-            for shard in shards:
-                texts = [number for number, held_out in enumerate(shard.held_out) if not held_out]
-                entry = self._read(shard, texts, width)
-                if entry is None and texts:
-                    first = len(self._rows)  # texts are numbered as they lie in the shards
-                    ours = [self._corpus.text(first + place, held_out=False) for place in range(len(texts))]
-                    self._write(shard, [proposed(draft, text, width, among_S) for text in ours])
-                    entry = self._read(shard, texts, width)
-                start = 0
-                for number in texts:
-                    assert entry is not None
-                    self._rows.append((entry, start, start + shard.answer(number)))
-                    start += shard.answer(number)
-                progress.advance(1)
-        finally:
-            progress.finish()
-
-    def of(self, number: int) -> Tensor:
-        """What is proposed behind a text's tokens, int64 [R, W]."""
-        entry, start, stop = self._rows[number]
-        return entry.read_rows(start, stop).long()
-
-    def _path(self, shard: Shard) -> Path:
-        return self._folder / shard.path.name
-
-    def _read(self, shard: Shard, texts: Sequence[int], width: int) -> TensorEntry | None:
-        """The tokens of a shard's texts; None where they are another member's, damaged, or not there."""
-        try:
-            entries = read_entries([self._path(shard)], _DTYPES)
-            whole = entries["member"].read_rows(0, entries["member"].shape[0])
-        except (OSError, ModelFileError, KeyError):
-            return None
-        rows = sum(shard.answer(number) for number in texts)
-        tokens = entries.get("tokens")
-        alike = bytes(whole.tolist()) == self._member
-        return tokens if alike and tokens is not None and tokens.shape == (rows, width) else None
-
-    def _write(self, shard: Shard, parts: Sequence[Tensor]) -> None:
-        tensors = {
-            "tokens": torch.cat(list(parts)).to(torch.int32).contiguous(),
-            "member": torch.tensor([*self._member], dtype=torch.uint8),
-        }
-        write_safetensors(self._path(shard), tensors, mode=0o600)
+    numbers = [*range(corpus.count(held_out=False))]
+    for members in range(1, len(known) + 1):
+        hits = {number: share(number, members) for number in numbers}
+        numbers.sort(key=lambda number: (hits[number], number))
+        numbers = numbers[: len(numbers) - int(DROPPED * len(numbers))]
+    return sorted(numbers)
 
 
-@torch.inference_mode()
-def proposed(draft: TrainableDraft, text: TunedText, width: int, among_S: Tensor | None = None) -> Tensor:
-    """The `width` likeliest tokens by a draft behind each place of an answer, int64 [R, W]; -1: none.
-
-    Of these entries of its ids, where they are given.
-    """
-    found = torch.full((text.answer, width), -1, dtype=torch.int64)
-    if text.answer < 2:
-        return found
-    anchors = anchors_of(text, _ALL, torch.Generator())
-    batch = block_batch([text], [anchors], 1, draft.scale_ND)
-    logits = draft.logits(draft.guessed(batch, 1), batch.before_BAL, among_S)[0, :, 0]
-    ids = draft.ids if among_S is None else draft.ids[among_S]
-    count = min(width, logits.shape[-1])
-    found[anchors + 1 - text.prompt, :count] = ids[logits.topk(count, dim=-1).indices]
+def proposals(draft: TrainableDraft, corpus: Corpus, progress: Progress) -> Proposals:
+    """What a member proposes along all that is learnt from."""
+    among_S = None  # of a draft that names every token those are looked at that are ever right
+    if len(draft.ids) == draft.vocab > _LOOKED_AT:  # so entries are tokens
+        among_S = torch.tensor(frequent_tokens(corpus, _LOOKED_AT, draft.vocab))
+    dataset = TrainingSet(corpus)
+    progress.start(len(dataset), "guesses of the pool so far", "texts")
+    found: list[Tensor] = []
+    try:
+        for number in range(len(dataset)):
+            found.append(proposed(draft, dataset.text(number), among_S))
+            progress.advance(1)
+    finally:
+        progress.finish()
     return found
 
 
-def _proposed(known: Sequence[KnownGuesses], number: int) -> Tensor:
-    return torch.cat([one.of(number) for one in known], dim=1)
+@torch.inference_mode()
+def proposed(draft: TrainableDraft, text: TunedText, among_S: Tensor | None = None) -> Tensor:
+    """A draft's likeliest token behind each place of an answer, int64 [R]; -1: none.
+
+    Of these entries of its ids, where they are given.
+    """
+    found_R = torch.full((text.answer,), -1)
+    if text.answer < 2:
+        return found_R
+    anchors = anchors_of(text, EVERY_ANCHOR, torch.Generator())
+    batch = block_batch([text], [anchors], 1, draft.scale_ND)
+    logits = draft.logits(draft.guessed(batch, 1), batch.before_BAL, among_S)[0, :, 0]
+    ids = draft.ids if among_S is None else draft.ids[among_S]
+    found_R[anchors + 1 - text.prompt] = ids[logits.topk(1, dim=-1).indices[:, 0]]
+    return found_R
+
+
+def _proposed(known: Sequence[Proposals], number: int) -> Tensor:
+    return torch.stack([one[number] for one in known], dim=1)
 
 
 def _among(ids_RK: Tensor, proposed_RM: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -116,10 +116,6 @@ class Shard:
     def answers(self) -> int:
         """Tokens of all answers."""
         return self._labels[-1]
-
-    def answer(self, number: int) -> int:
-        """Tokens of a text's answer."""
-        return self._labels[number + 1] - self._labels[number]
 
     def text(self, number: int) -> TunedText:
         """Read one of its texts."""
@@ -212,33 +208,20 @@ def _whole(entry: TensorEntry) -> Tensor:
     return entry.read_rows(0, entry.shape[0])
 
 
-class TrainingSet(Protocol):
-    """Texts to learn from; their number may be 0."""
+class TrainingSet:
+    """Texts of a corpus to learn from, as they were collected; their number may be 0."""
 
-    def __len__(self) -> int: ...
-
-    def text(self, number: int) -> TunedText:
-        """Read one of them."""
-        ...
-
-    @property
-    def corpus(self) -> Corpus:
-        """Where they are from."""
-        ...
-
-
-class WholeDataset:
-    """Every text of a corpus that is not held out, as it was collected."""
-
-    def __init__(self, corpus: Corpus) -> None:
+    def __init__(self, corpus: Corpus, numbers: Sequence[int] | None = None) -> None:
+        """`numbers` of the texts that are not held out; None: all."""
         self.corpus = corpus
+        self._numbers = range(corpus.count(held_out=False)) if numbers is None else numbers
 
     def __len__(self) -> int:
-        return self.corpus.count(held_out=False)
+        return len(self._numbers)
 
     def text(self, number: int) -> TunedText:
         """Read one of them."""
-        return self.corpus.text(number, held_out=False)
+        return self.corpus.text(self._numbers[number], held_out=False)
 
 
 def first_texts(dataset: TrainingSet, most: int) -> Sequence[TunedText]:

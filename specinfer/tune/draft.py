@@ -8,10 +8,12 @@ Shapes: B texts, A anchors a text, L levels, N taps, D hidden size, U tokens it 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,8 @@ from specinfer.hub.model_files import ModelFiles
 from specinfer.models.config import ModelConfig
 from specinfer.models.weights import OpenModel
 from specinfer.tune.dataset import BlockBatch, TrainingSet
+
+EVERY_ANCHOR: Final = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,75 +45,40 @@ class Target:
         return Path(self.files.name).name
 
 
-class TrainableDraft(Protocol):
+class TrainableDraft(ABC):
     """A draft that learns."""
 
-    @property
-    def module(self) -> nn.Module:
-        """Its weights; those that require a gradient are trained."""
-        ...
+    module: nn.Module  # its weights; those that require a gradient are trained
+    scale_ND: Tensor  # what hidden states are multiplied by before it reads them; N is 0 where it reads none
+    ids: Tensor  # the tokens it can name, ascending, int64 [U]
+    vocab: int  # how many tokens its target has
+    depth: int  # the levels that are measured
+    learnt_depth: int  # the levels that are learnt: one, where the others are the same pass at the next place
+    one_pass: bool  # whether it guesses all levels of a tree in one pass; else a level in each
+    anchors: int = EVERY_ANCHOR  # of a text that a step computes, at most
+    last_norm: Norm  # the norm before the output layer
 
-    @property
-    def scale_ND(self) -> Tensor:
-        """What hidden states are multiplied by before it reads them; N is 0 where it reads none."""
-        ...
-
-    @property
-    def ids(self) -> Tensor:
-        """The tokens it can name, ascending, int64 [U]."""
-        ...
-
-    @property
-    def vocab(self) -> int:
-        """How many tokens its target has."""
-        ...
-
-    @property
-    def depth(self) -> int:
-        """The levels that are measured."""
-        ...
-
-    @property
-    def learnt_depth(self) -> int:
-        """The levels that are learnt: one, where the others are the same pass at the next place."""
-        ...
-
-    @property
-    def one_pass(self) -> bool:
-        """Whether it guesses all levels of a tree in one pass; else a level in each."""
-        ...
-
-    @property
-    def anchors(self) -> int:
-        """How many anchors of a text a step computes, at most."""
-        ...
-
-    @property
-    def last_norm(self) -> Norm:
-        """The norm before the output layer."""
-        ...
-
+    @abstractmethod
     def guessed(self, batch: BlockBatch, levels: int) -> Tensor:
         """What the output layer reads of so many levels behind every anchor, [B, A, L, D]."""
-        ...
 
+    @abstractmethod
     def logits(self, h: Tensor, before: Tensor, entries_S: Tensor | None = None) -> Tensor:
         """The logits [..., S] of rows [..., D] behind tokens [...]: of entries of `ids`, or of all."""
-        ...
 
-    def copy(self) -> TrainableDraft:
-        """Another one with weights of its own, which are the same."""
-        ...
-
+    @abstractmethod
     def write(self, folder: Path, target: Target) -> None:
         """Write it as a folder that `--draft` takes; raises OSError, and ModelError for weights that are not
         finite.
         """
-        ...
 
+    @abstractmethod
     def described(self) -> Description:
         """What a card says of it."""
-        ...
+
+    def copy(self) -> Self:
+        """Another one with trained weights of its own, which are the same; the others are shared."""
+        return deepcopy(self, {id(p): p for p in self.module.parameters() if not p.requires_grad})
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,36 +105,36 @@ class Beginning:
     say: Callable[[str], None]  # to a person
 
 
-class Kind(Protocol):
+class Kind(ABC):
     """A kind of draft, and what may be chosen about it: a frozen dataclass."""
 
     name: ClassVar[str]
 
+    @abstractmethod
     def check(self, target: ModelConfig, init: str | None) -> None:
         """Raise ModelError for targets it does not fit, TuneError for what it cannot begin as.
 
         An `init` that names a draft is looked up, and opened: ModelError and its kind where there is none.
         """
-        ...
 
+    @abstractmethod
     def taps(self, target: ModelConfig) -> tuple[int, ...]:
         """The layers whose inputs it reads."""
-        ...
 
+    @abstractmethod
     def facts(self) -> dict[str, object]:
         """What a tuning that is gone on with has to have in common with this one."""
-        ...
 
+    @abstractmethod
     def new(self, init: str | None, beginning: Beginning) -> TrainableDraft:
         """A draft before it has learnt anything; `init` as `specinfer tune` has it.
 
         Raises TuneError and ModelError for an `init` that cannot be used.
         """
-        ...
 
+    @abstractmethod
     def blank(self, target: Target, scale_ND: Tensor, ids: list[int]) -> TrainableDraft:
         """A draft whose trained weights are anybody's: a checkpoint's take their place."""
-        ...
 
 
 def entries_of(draft: TrainableDraft) -> Tensor:

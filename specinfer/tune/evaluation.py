@@ -34,8 +34,8 @@ from specinfer.models.fingerprint import is_of
 from specinfer.models.weights import OpenModel, open_model
 from specinfer.tokenizer.vocabulary import Vocabulary
 from specinfer.tune.dataset import BlockBatch, Corpus, TunedText, anchors_of, block_batch
-from specinfer.tune.draft import Target, TrainableDraft, entries_of
-from specinfer.tune.head_draft import BlockHeadDraft, EagleHeadDraft
+from specinfer.tune.draft import TrainableDraft, Target, entries_of
+from specinfer.tune.head_draft import draft_of
 from specinfer.tune.small_model import read_small
 
 _TEXTS: Final = 64
@@ -180,9 +180,7 @@ def read_draft(folder: Path, target: Target, depth: int) -> TrainableDraft:
     head = opened.module(target.model)
     assert isinstance(head, BlockHead | EagleHead)  # as open_draft has seen
     scale_ND = torch.ones(len(head.config.taps), head.config.target_hidden_size)
-    if isinstance(head, BlockHead):
-        return BlockHeadDraft(head, scale_ND)
-    return EagleHeadDraft(head, scale_ND)
+    return draft_of(head, scale_ND)
 
 
 @dataclass(frozen=True, slots=True)

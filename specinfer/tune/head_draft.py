@@ -9,20 +9,18 @@ Shapes: B texts, A anchors a text, L levels, N taps, D the head's hidden size, U
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Self, overload
+from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specinfer.errors import TuneError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.checkpoint import HeadFolder, is_head, target_head
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
-from specinfer.heads.layers import Norm
 from specinfer.heads.speculators import write_head
 from specinfer.heads.vocabulary import Tables
 from specinfer.hub import resolve
@@ -30,11 +28,10 @@ from specinfer.models.config import Family, ModelConfig
 from specinfer.models.fingerprint import fingerprint
 from specinfer.models.weights import OpenModel
 from specinfer.tune.dataset import BlockBatch
-from specinfer.tune.draft import Beginning, Description, Target
-from specinfer.tune.initial_head import likely_tokens
+from specinfer.tune.draft import Beginning, Description, TrainableDraft, Target
+from specinfer.tune.initial_head import Head, head_of, likely_tokens
 
 USUAL_ANCHORS: Final = 64  # of a text that a step of a block head computes, at most
-_ALL: Final = torch.iinfo(torch.int64).max
 _ARCHITECTURES: Final = {
     Family.LLAMA: "LlamaForCausalLM",
     Family.MISTRAL: "MistralForCausalLM",
@@ -44,66 +41,28 @@ _ARCHITECTURES: Final = {
 _PAIRS: Final = "markov_head.markov_w2.weight"
 
 
-class HeadDraft(ABC):
-    """A head, and what the hidden states that it reads are multiplied by; a TrainableDraft."""
+class HeadDraft(TrainableDraft):
+    """A head, and what the hidden states that it reads are multiplied by."""
 
-    def __init__(self, head: BlockHead | EagleHead, scale_ND: Tensor) -> None:
-        self.module: nn.Module = head
+    head: Head
+
+    def __init__(self, head: Head, scale_ND: Tensor) -> None:
+        self.module = self.head = head
         self.scale_ND = scale_ND
-        self._head = head
-
-    @property
-    def ids(self) -> Tensor:
-        """The tokens it can name."""
-        return self._head.ids
-
-    @property
-    def vocab(self) -> int:
-        """How many tokens its target has."""
-        return self._head.config.body.vocab_size
-
-    @property
-    def depth(self) -> int:
-        """The levels that are measured."""
-        return self._head.config.depth
-
-    @property
-    def learnt_depth(self) -> int:
-        """The levels that are learnt."""
-        return self.depth
-
-    @property
-    @abstractmethod
-    def one_pass(self) -> bool:
-        """Whether it guesses all levels of a tree in one pass."""
-
-    @property
-    @abstractmethod
-    def anchors(self) -> int:
-        """How many anchors of a text a step computes, at most."""
-
-    @property
-    def last_norm(self) -> Norm:
-        """The norm before the output layer."""
-        return self._head.norm
-
-    @abstractmethod
-    def guessed(self, batch: BlockBatch, levels: int) -> Tensor:
-        """What the output layer reads of so many levels behind every anchor, [B, A, L, D]."""
+        self.ids = head.ids
+        self.vocab = head.config.body.vocab_size
+        self.depth = self.learnt_depth = head.config.depth
+        self.last_norm = head.norm
 
     def logits(self, h: Tensor, before: Tensor, entries_S: Tensor | None = None) -> Tensor:
-        """The logits [..., S] of rows [..., D]: of entries of `ids`, or of all."""
+        """The output layer's."""
         if entries_S is None:
-            return self._head.logits(h)
-        return h @ self._head.lm_head.weight[entries_S].T
+            return self.head.logits(h)
+        return h @ self.head.lm_head.weight[entries_S].T
 
-    @abstractmethod
-    def copy(self) -> Self:
-        """Another one with weights of its own, which are the same."""
-
-    def folded(self) -> BlockHead | EagleHead:
+    def folded(self) -> Head:
         """A copy of the head that reads hidden states as the target leaves them."""
-        head = self.copy()._head
+        head = self.copy().head
         with torch.no_grad():
             head.fc.weight.mul_(self.scale_ND.flatten())
         return head
@@ -119,12 +78,8 @@ class HeadDraft(ABC):
             fingerprint=fingerprint(target.model),
         )
 
-    @abstractmethod
-    def described(self) -> Description:
-        """What a card says of it."""
-
     def _described(self, tag: str, kind: str, does: str, *, ours: bool) -> Description:
-        config = self._head.config
+        config = self.head.config
         body = config.body
         layout = "that specinfer alone reads" if ours else f"`speculators` layout, {tag}"
         return Description(
@@ -141,21 +96,13 @@ class HeadDraft(ABC):
 class BlockHeadDraft(HeadDraft):
     """A block head: a step computes the rows of some blocks."""
 
+    head: BlockHead
+    one_pass = True
+
     def __init__(self, head: BlockHead, scale_ND: Tensor, anchors: int = USUAL_ANCHORS) -> None:
         """`anchors` of a text a step computes, at most."""
         super().__init__(head, scale_ND)
-        self.head = head
-        self._anchors = anchors
-
-    @property
-    def one_pass(self) -> bool:
-        """It does."""
-        return True
-
-    @property
-    def anchors(self) -> int:
-        """How many anchors of a text a step computes, at most."""
-        return self._anchors
+        self.anchors = anchors
 
     def guessed(self, batch: BlockBatch, levels: int) -> Tensor:
         """The rows of blocks, as many as there are levels."""
@@ -170,12 +117,6 @@ class BlockHeadDraft(HeadDraft):
             return logits
         return logits + self.head.pair_logits(before, entries_S)
 
-    def copy(self) -> BlockHeadDraft:
-        """Another one with weights of its own, which are the same."""
-        copy = BlockHead(self.head.config, self.head.ids.tolist())
-        copy.load_state_dict(self.head.state_dict())
-        return BlockHeadDraft(copy.eval(), self.scale_ND, self._anchors)
-
     def described(self) -> Description:
         """What a card says of it."""
         config = self.head.config
@@ -186,19 +127,11 @@ class BlockHeadDraft(HeadDraft):
 class EagleHeadDraft(HeadDraft):
     """An EAGLE head: all places of a text are computed in a step."""
 
+    head: EagleHead
+
     def __init__(self, head: EagleHead, scale_ND: Tensor) -> None:
         super().__init__(head, scale_ND)
-        self.head = head
-
-    @property
-    def one_pass(self) -> bool:
-        """Where it is one of P-EAGLE's."""
-        return self.head.config.mask_token_id is not None
-
-    @property
-    def anchors(self) -> int:
-        """All of a text's."""
-        return _ALL
+        self.one_pass = head.config.mask_token_id is not None  # P-EAGLE's
 
     def guessed(self, batch: BlockBatch, levels: int) -> Tensor:
         """Each row's steps, of which anchors are chosen."""
@@ -209,15 +142,16 @@ class EagleHeadDraft(HeadDraft):
         at_BA11 = (batch.anchors_BA - 1)[..., None, None]
         return read_BTSD.gather(1, at_BA11.expand(-1, -1, *read_BTSD.shape[2:]))
 
-    def copy(self) -> EagleHeadDraft:
-        """Another one with weights of its own, which are the same."""
-        copy = EagleHead(self.head.config, self.head.ids.tolist())
-        copy.load_state_dict(self.head.state_dict())
-        return EagleHeadDraft(copy.eval(), self.scale_ND)
-
     def described(self) -> Description:
         """What a card says of it."""
         return self._described("eagle3", "EAGLE-3 head", "guesses a level of a tree in each pass", ours=False)
+
+
+def draft_of(head: Head, scale_ND: Tensor, anchors: int = USUAL_ANCHORS) -> BlockHeadDraft | EagleHeadDraft:
+    """A head as a draft; of a text a step computes so many `anchors` of a block head, at most."""
+    if isinstance(head, BlockHead):
+        return BlockHeadDraft(head, scale_ND, anchors)
+    return EagleHeadDraft(head, scale_ND)
 
 
 def known_folder(
@@ -244,9 +178,7 @@ def known_folder(
     return opened
 
 
-def known_head(
-    name: str, wanted: BlockConfig | EagleConfig, target: OpenModel, scale_ND: Tensor
-) -> BlockHead | EagleHead:
+def known_head(name: str, wanted: BlockConfig | EagleConfig, target: OpenModel, scale_ND: Tensor) -> Head:
     """The head in `known_folder`, to be trained on with multiplied hidden states; raises as that."""
     opened = known_folder(name, wanted, None, target.config)
     head = opened.module(target)
@@ -256,13 +188,7 @@ def known_head(
     return head
 
 
-@overload
-def widened(head: BlockHead, vocabulary: int | None, beginning: Beginning) -> BlockHead: ...
-@overload
-def widened(head: EagleHead, vocabulary: int | None, beginning: Beginning) -> EagleHead: ...
-def widened(
-    head: BlockHead | EagleHead, vocabulary: int | None, beginning: Beginning
-) -> BlockHead | EagleHead:
+def widened(head: Head, vocabulary: int | None, beginning: Beginning) -> Head:
     """The head, which can name so many tokens: its own and the likeliest others; None: its own alone.
 
     Raises TuneError where it names more already.
@@ -290,9 +216,7 @@ def _named(own: int, vocabulary: int | None, most: int) -> int:
     return count
 
 
-def _with_more_tokens(
-    head: BlockHead | EagleHead, count: int, target: OpenModel, likely_V: Tensor
-) -> BlockHead | EagleHead:
+def _with_more_tokens(head: Head, count: int, target: OpenModel, likely_V: Tensor) -> Head:
     """The same head, which can name `count` tokens: its own, and of the others the likeliest.
 
     What it says of its own stays as it is. Of a new one the Markov term knows what it knows of the rarest
@@ -301,17 +225,12 @@ def _with_more_tokens(
     is_own_V = torch.isin(likely_V, head.ids)
     own, others = likely_V[is_own_V], likely_V[~is_own_V]
     ids = torch.cat((own, others[: count - len(own)])).sort().values
-    config = replace(head.config, draft_vocab_size=len(ids))
     tables = Tables(head.embed_tokens.weight.detach(), target_head(target, ids.tolist()))
-    more: BlockHead | EagleHead
-    if isinstance(config, BlockConfig):
-        more = BlockHead(config, ids.tolist(), tables)
-    else:
-        more = EagleHead(config, ids.tolist(), tables)
+    more = head_of(head.config, ids.tolist(), tables)
     known, begun = head.state_dict(), more.state_dict()
     places = torch.searchsorted(ids, head.ids)  # of its own tokens among all
     rows_UD = known.pop("lm_head.weight")
-    if config.own_head:
+    if head.config.own_head:
         table_UD = begun["lm_head.weight"]
         table_UD *= rows_UD.norm() / table_UD[places].norm()
         table_UD[places] = rows_UD

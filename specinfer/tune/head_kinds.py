@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import asdict, dataclass
-from typing import ClassVar, Final, Literal
+from typing import Final, Literal
 
 from torch import Tensor
 
 from specinfer.errors import TuneError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.config import BlockConfig, EagleConfig, check_target
-from specinfer.heads.eagle import EagleHead
 from specinfer.models.config import Family, ModelConfig
 from specinfer.tune.dataset import first_texts
-from specinfer.tune.draft import Beginning, Target, entries_of
+from specinfer.tune.draft import Beginning, Kind, Target, entries_of
 from specinfer.tune.head_draft import (
     USUAL_ANCHORS,
-    BlockHeadDraft,
-    EagleHeadDraft,
+    HeadDraft,
+    draft_of,
     known_folder,
     known_head,
     widened,
 )
 from specinfer.tune.initial_head import (
     USUAL_VOCABULARY,
+    Head,
     begin_as_target,
     body_of,
     check_trainable,
@@ -38,25 +39,33 @@ Layout = Literal["specinfer", "dspark"]
 _SOLVED_BY: Final = 1000  # texts by which a head begins as its target
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockKind:
-    """A causal block head: a kind of TrainableDraft."""
+@dataclass(frozen=True, kw_only=True)
+class HeadKind(Kind):
+    """A head whose layers have the sizes of the target's."""
 
-    name: ClassVar[str] = "block"
-    # Rows begin with the target's last hidden state, and its output layer is used; or, as vLLM reads it, rows
-    # begin with embeddings, and the output layer is the head's own.
-    layout: Layout = "specinfer"
     layers: int = 1
-    depth: int = 5  # tokens of a block that are guessed
+    depth: int = 5  # tokens on end that it learns to guess
     vocabulary: int | None = None  # tokens it can name, at most; None: as usual, or as one to go on from
-    markov_rank: int = 64  # of the term by which a guess depends on the token before it
-    anchors: int = USUAL_ANCHORS  # of a text that a step computes, at most
+
+    @property
+    def begins_as_target(self) -> bool:
+        """Whether it can begin with its target's layers, which is what it does then as a rule."""
+        return False
+
+    @abstractmethod
+    def config(self, target: ModelConfig, taps: tuple[int, ...]) -> BlockConfig | EagleConfig:
+        """The head's config; raises ModelError for targets it does not fit."""
+
+    def draft(self, head: Head, scale_ND: Tensor) -> HeadDraft:
+        """The head as a draft."""
+        return draft_of(head, scale_ND)
 
     def check(self, target: ModelConfig, init: str | None) -> None:
         """Raises as Kind."""
-        if init == "target" and self.layout != "specinfer":
+        if init == "target" and not self.begins_as_target:
             raise TuneError(
-                "init is target, which is for block heads of layout specinfer; allowed: random, or a head"
+                "init is target, which is for block heads of layout specinfer and for small models; allowed: "
+                "random, or a head"
             )
         config = self.config(target, default_taps(target))
         if init not in (None, "target", "random"):
@@ -67,34 +76,59 @@ class BlockKind:
         return default_taps(target)
 
     def facts(self) -> dict[str, object]:
-        """The head's shape; anchors are how it is trained."""
-        names = ("layout", "layers", "depth", "vocabulary", "markov_rank")
-        shape = {name: getattr(self, name) for name in names}
-        return {"kind": self.name, **shape, "vocabulary": self.vocabulary or USUAL_VOCABULARY}
+        """The head's shape."""
+        return {"kind": self.name, **asdict(self), "vocabulary": self.vocabulary or USUAL_VOCABULARY}
 
-    def new(self, init: str | None, beginning: Beginning) -> BlockHeadDraft:
+    def new(self, init: str | None, beginning: Beginning) -> HeadDraft:
         """A head that knows what can be had without learning, a random one, or an exported one."""
         target, dataset = beginning.target, beginning.dataset
         config = self.config(target.config, default_taps(target.config))
         scale_ND = scale_of(dataset)
-        init = init or ("target" if self.layout == "specinfer" else "random")
+        init = init or ("target" if self.begins_as_target else "random")
         if init not in ("target", "random"):
             known = known_head(init, config, target.model, scale_ND)
-            assert isinstance(known, BlockHead)  # of the config's kind
-            return BlockHeadDraft(widened(known, self.vocabulary, beginning), scale_ND, self.anchors)
+            return self.draft(widened(known, self.vocabulary, beginning), scale_ND)
         ids = frequent_tokens(dataset.corpus, config.draft_vocab_size, config.body.vocab_size)
         head = new_head(config, target.model, ids, beginning.seed)
-        draft = BlockHeadDraft(head, scale_ND, self.anchors)
+        draft = self.draft(head, scale_ND)
         if init == "target":
+            assert isinstance(head, BlockHead)  # no other begins so
             learn_pairs(head, dataset, entries_of(draft))
             begin_as_target(head, target.model, first_texts(dataset, _SOLVED_BY), scale_ND)
             beginning.say(f"the head begins with a loss of {tune_loudness(draft, beginning.loss_of):.2f}")
         return draft
 
-    def blank(self, target: Target, scale_ND: Tensor, ids: list[int]) -> BlockHeadDraft:
+    def blank(self, target: Target, scale_ND: Tensor, ids: list[int]) -> HeadDraft:
         """A head of this shape that can name these tokens."""
         config = self.config(target.config, default_taps(target.config))
-        return BlockHeadDraft(new_head(config, target.model, ids, 0), scale_ND, self.anchors)
+        return self.draft(new_head(config, target.model, ids, 0), scale_ND)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockKind(HeadKind):
+    """A causal block head."""
+
+    name = "block"
+    # Rows begin with the target's last hidden state, and its output layer is used; or, as vLLM reads it, rows
+    # begin with embeddings, and the output layer is the head's own.
+    layout: Layout = "specinfer"
+    markov_rank: int = 64  # of the term by which a guess depends on the token before it
+    anchors: int = USUAL_ANCHORS  # of a text that a step computes, at most
+
+    @property
+    def begins_as_target(self) -> bool:
+        """In the layout that reads the target's last hidden state."""
+        return self.layout == "specinfer"
+
+    def draft(self, head: Head, scale_ND: Tensor) -> HeadDraft:
+        """The head as a draft."""
+        return draft_of(head, scale_ND, self.anchors)
+
+    def facts(self) -> dict[str, object]:
+        """The head's shape; anchors are how it is trained."""
+        facts = super().facts()
+        del facts["anchors"]
+        return facts
 
     def config(self, target: ModelConfig, taps: tuple[int, ...]) -> BlockConfig:
         """A head whose layers have the sizes of the target's.
@@ -118,50 +152,11 @@ class BlockKind:
         return config
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleKind:
-    """A head that makes a pass a level: a kind of TrainableDraft."""
+@dataclass(frozen=True, kw_only=True)
+class EagleKind(HeadKind):
+    """A head that makes a pass a level."""
 
-    name: ClassVar[str] = "eagle"
-    layers: int = 1
-    depth: int = 5  # levels that are learnt
-    vocabulary: int | None = None  # tokens it can name, at most; None: as usual, or as one to go on from
-
-    def check(self, target: ModelConfig, init: str | None) -> None:
-        """Raises as Kind."""
-        if init == "target":
-            raise TuneError(
-                "init is target, which is for block heads of layout specinfer and for small models; allowed: "
-                "random, or a head"
-            )
-        config = self.config(target, default_taps(target))
-        if init not in (None, "random"):
-            known_folder(init, config, self.vocabulary, target)
-
-    def taps(self, target: ModelConfig) -> tuple[int, ...]:
-        """An early layer, one in the middle, one near the end."""
-        return default_taps(target)
-
-    def facts(self) -> dict[str, object]:
-        """The head's shape."""
-        return {"kind": self.name, **asdict(self), "vocabulary": self.vocabulary or USUAL_VOCABULARY}
-
-    def new(self, init: str | None, beginning: Beginning) -> EagleHeadDraft:
-        """A head of random matrices, or an exported one."""
-        target, dataset = beginning.target, beginning.dataset
-        config = self.config(target.config, default_taps(target.config))
-        scale_ND = scale_of(dataset)
-        if init not in (None, "random"):
-            known = known_head(init, config, target.model, scale_ND)
-            assert isinstance(known, EagleHead)  # of the config's kind
-            return EagleHeadDraft(widened(known, self.vocabulary, beginning), scale_ND)
-        ids = frequent_tokens(dataset.corpus, config.draft_vocab_size, config.body.vocab_size)
-        return EagleHeadDraft(new_head(config, target.model, ids, beginning.seed), scale_ND)
-
-    def blank(self, target: Target, scale_ND: Tensor, ids: list[int]) -> EagleHeadDraft:
-        """A head of this shape that can name these tokens."""
-        config = self.config(target.config, default_taps(target.config))
-        return EagleHeadDraft(new_head(config, target.model, ids, 0), scale_ND)
+    name = "eagle"
 
     def config(self, target: ModelConfig, taps: tuple[int, ...]) -> EagleConfig:
         """A head whose layers have the sizes of the target's; raises ModelError where it does not fit."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Final, overload
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from specinfer.models.weights import OpenModel
 from specinfer.tune.dataset import Corpus, TrainingSet, TunedText, first_texts
 from specinfer.tune.draft import TrainableDraft
 
+Head = BlockHead | EagleHead
 USUAL_VOCABULARY: Final = 8192  # tokens that a new head can name, where nothing else is asked for
 _FAINT: Final = 0.1  # of the target's output layer, to begin with
 _LOUD: Final = 4.0  # times the usual deviation of what layers add
@@ -119,24 +120,21 @@ def sizes_of(texts: Iterable[TunedText]) -> Tensor:
     return (squares / max(rows, 1)).sqrt().clamp(min=_LEAST).reciprocal().float()
 
 
-@overload
-def new_head(config: BlockConfig, target: OpenModel, ids: list[int], seed: int) -> BlockHead: ...
-@overload
-def new_head(config: EagleConfig, target: OpenModel, ids: list[int], seed: int) -> EagleHead: ...
-def new_head(
-    config: BlockConfig | EagleConfig, target: OpenModel, ids: list[int], seed: int
-) -> BlockHead | EagleHead:
+def head_of(config: BlockConfig | EagleConfig, ids: list[int], tables: Tables) -> Head:
+    """A head of this kind and shape that can name these tokens."""
+    if isinstance(config, BlockConfig):
+        return BlockHead(replace(config, draft_vocab_size=len(ids)), ids, tables)
+    return EagleHead(replace(config, draft_vocab_size=len(ids)), ids, tables)
+
+
+def new_head(config: BlockConfig | EagleConfig, target: OpenModel, ids: list[int], seed: int) -> Head:
     """A head of random matrices, but for the target's output layer and last norm.
 
     Left at that, it would be sure that its anchor comes again, where embeddings and output layer are one
     table: so its guesses begin faint, and what its layers add to the embedding larger than that.
     """
     tables = Tables(target_embedding(target), target_head(target, ids))
-    head: BlockHead | EagleHead
-    if isinstance(config, BlockConfig):
-        head = BlockHead(replace(config, draft_vocab_size=len(ids)), ids, tables)
-    else:
-        head = EagleHead(replace(config, draft_vocab_size=len(ids)), ids, tables)
+    head = head_of(config, ids, tables)
     generator = torch.Generator().manual_seed(seed)
     initialise(head, generator)
     with torch.no_grad():

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +27,11 @@ from specinfer.models.safetensors import write_model
 from specinfer.models.weight_reader import TensorFile
 from specinfer.models.weights import OpenModel, open_model
 from specinfer.tune.dataset import BlockBatch
-from specinfer.tune.draft import Beginning, Description, Target
+from specinfer.tune.draft import Beginning, Description, TrainableDraft, Kind, Target
 from specinfer.tune.initial_head import check_trainable, tune_loudness
 
 EMBEDDINGS = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
-_ALL: Final = torch.iinfo(torch.int64).max
 _FAMILIES: Final = (Family.LLAMA, Family.MISTRAL, Family.QWEN2, Family.QWEN3)
 
 
@@ -68,27 +67,16 @@ class SmallModel(nn.Module):
         table = self.output_VD if ids_S is None else self.output_VD[ids_S]
         return h @ table.T
 
-    def twin(self) -> SmallModel:
-        """Another one with layers of its own, which are the same; the tables are shared."""
-        tied = self.config.tie_embeddings
-        copy = SmallModel(self.config, self.embed_tokens.weight.data, None if tied else self.output_VD.data)
-        copy.load_state_dict(self.trained(), strict=False)
-        return copy.eval()
-
     def trained(self) -> dict[str, Tensor]:
         """The tensors that are trained, by name; not copies."""
         return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
 
-    def take_layer(self, number: int, source: TensorFile, theirs: int) -> None:
-        """Copy layer `theirs` of a model's."""
-        layer = self.layers[number]
+    def take(self, source: TensorFile, layers: Sequence[int]) -> None:
+        """Copy the last norm of a model, and these of its layers: one for each, or none."""
         with torch.no_grad():
-            for name, parameter in layer.named_parameters():
-                parameter.copy_(_whole(source, f"model.layers.{theirs}.{name}"))
-
-    def take_norm(self, source: TensorFile) -> None:
-        """Copy the last norm of a model's."""
-        with torch.no_grad():
+            for layer, theirs in zip(self.layers, layers, strict=False):
+                for name, parameter in layer.named_parameters():
+                    parameter.copy_(_whole(source, f"model.layers.{theirs}.{name}"))
             self.norm.weight.copy_(_whole(source, "model.norm.weight"))
 
 
@@ -115,41 +103,20 @@ def _whole(source: TensorFile, name: str) -> Tensor:
     return source.read_rows(name, 0, source.shapes[name][0]).float()
 
 
-class SmallDraft:
-    """A small language model; a TrainableDraft. Guesses are what it says behind each token of a text."""
+class SmallDraft(TrainableDraft):
+    """A small language model. Guesses are what it says behind each token of a text."""
+
+    learnt_depth = 1  # a level below is the same pass, one token on
+    one_pass = False
 
     def __init__(self, model: SmallModel, depth: int) -> None:
         """`depth` levels are measured."""
-        self.model = model
-        self.module: nn.Module = model
+        self.module = self.model = model
         self.depth = depth
-        self.ids = torch.arange(model.config.vocab_size)
+        self.vocab = model.config.vocab_size
+        self.ids = torch.arange(self.vocab)
         self.scale_ND = torch.ones(0, model.config.hidden_size)
-
-    @property
-    def vocab(self) -> int:
-        """How many tokens its target has, and it."""
-        return self.model.config.vocab_size
-
-    @property
-    def learnt_depth(self) -> int:
-        """One: a level below is the same pass, one token on."""
-        return 1
-
-    @property
-    def one_pass(self) -> bool:
-        """A level in each."""
-        return False
-
-    @property
-    def anchors(self) -> int:
-        """All of a text's."""
-        return _ALL
-
-    @property
-    def last_norm(self) -> Norm:
-        """The norm before the output layer."""
-        return self.model.norm
+        self.last_norm = model.norm
 
     def guessed(self, batch: BlockBatch, levels: int) -> Tensor:
         """Rows of the text: level l hangs from the token l behind the anchor."""
@@ -159,12 +126,8 @@ class SmallDraft:
         return h_BTD.gather(1, flat).view(*places_BAL.shape, -1)
 
     def logits(self, h: Tensor, before: Tensor, entries_S: Tensor | None = None) -> Tensor:
-        """The logits of these tokens, or all; its layers know what stands before."""
+        """As TrainableDraft; its layers know what stands before."""
         return self.model.logits(h, entries_S)
-
-    def copy(self) -> SmallDraft:
-        """Another one with layers of its own, which are the same."""
-        return SmallDraft(self.model.twin(), self.depth)
 
     def write(self, folder: Path, target: Target) -> None:
         """Write it as a folder that transformers loads, with the target's tokenizer."""
@@ -189,11 +152,11 @@ class SmallDraft:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SsmKind:
-    """A few layers of the target's architecture between its own tables: a kind of TrainableDraft."""
+@dataclass(frozen=True, kw_only=True)
+class SsmKind(Kind):
+    """A few layers of the target's architecture between its own tables."""
 
-    name: ClassVar[str] = "ssm"
+    name = "ssm"
     layers: int = 2
     depth: int = 5  # levels that are measured
 
@@ -215,19 +178,20 @@ class SsmKind:
         """Layers of the target's, those that lose least; or random ones; or an exported model's."""
         target = beginning.target
         if init not in (None, "target", "random"):
-            return SmallDraft(_known(init, self.config(target.config)), self.depth)
+            config = self.config(target.config)
+            return SmallDraft(_whole_model(_opened(init, config), config), self.depth)
         model = self._empty(target)
         draft = SmallDraft(model, self.depth)
-        model.take_norm(target.model)
         if init == "random":
+            model.take(target.model, ())
             initialise(model, torch.Generator().manual_seed(beginning.seed))
             return draft
         tried: list[tuple[float, Sequence[int]]] = []
         for layers in _choices(self.layers, target.config.num_layers):
-            _take(model, target.model, layers)
+            model.take(target.model, layers)
             tried.append((tune_loudness(draft, beginning.loss_of), layers))
         _, best = min(tried)
-        _take(model, target.model, best)
+        model.take(target.model, best)
         loss = tune_loudness(draft, beginning.loss_of)
         named = ", ".join(str(layer) for layer in best)
         beginning.say(f"the model begins with the target's layers {named} and a loss of {loss:.2f}")
@@ -263,16 +227,13 @@ class SsmKind:
 def read_small(opened: OpenModel, depth: int) -> SmallDraft:
     """A language model as a draft; raises ModelError where its layers are not what is trained here."""
     check_trainable(opened.config)
-    model = SmallModel(opened.config, *tables(opened))
-    _take(model, opened, range(opened.config.num_layers))
-    return SmallDraft(model, depth)
+    return SmallDraft(_whole_model(opened, opened.config), depth)
 
 
-def _known(name: str, wanted: ModelConfig) -> SmallModel:
-    """An exported model, to be trained on; raises as `_opened`."""
-    opened = _opened(name, wanted)
-    model = SmallModel(wanted, *tables(opened))
-    _take(model, opened, range(wanted.num_layers))
+def _whole_model(opened: OpenModel, config: ModelConfig) -> SmallModel:
+    """All layers of an opened model, under a config of the same shape."""
+    model = SmallModel(config, *tables(opened))
+    model.take(opened, range(config.num_layers))
     return model
 
 
@@ -293,13 +254,6 @@ def _opened(name: str, wanted: ModelConfig) -> OpenModel:
             "trained, and the model it is a draft of, or leave --init out"
         )
     return opened
-
-
-def _take(model: SmallModel, source: OpenModel, layers: Sequence[int]) -> None:
-    """Copy these layers and the last norm."""
-    for number, layer in enumerate(layers):
-        model.take_layer(number, source, layer)
-    model.take_norm(source)
 
 
 def _choices(count: int, whole: int) -> list[tuple[int, ...]]:

@@ -11,7 +11,6 @@ With several members each has a folder and a state of its own, and the pool is i
     OUT     pool.json                                     which of them are in it: `--draft OUT`
             member1, member2, ...                         each as above
             work    member1.safetensors, ...              the trainings' states
-                    guesses                               what each proposes where the next one learns
 
 A process that is killed loses what came after the last shard or checkpoint. Time counts over all runs: a run
 with `--resume` and the same minutes does what the earlier ones left.
@@ -38,13 +37,14 @@ from specinfer.kernels.machine import thread_count
 from specinfer.llm import LLM
 from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress, Progress
-from specinfer.tune.boosting import BoostConfig, KnownGuesses, dataset_of
+from specinfer.tune.boosting import BoostConfig, Proposals, dataset_of, proposals
 from specinfer.tune.card import Material
 from specinfer.tune.collector import Collector, HiddenStateListener, collecting
 from specinfer.tune.dataset import Corpus, TrainingSet
-from specinfer.tune.draft import Kind, Target, TrainableDraft
+from specinfer.tune.draft import Kind, Target
 from specinfer.tune.evaluation import (
     Along,
+    PairedComparison,
     Incumbent,
     PairedComparison,
     along,
@@ -55,7 +55,6 @@ from specinfer.tune.evaluation import (
     taps_of,
 )
 from specinfer.tune.head_kinds import BlockKind
-from specinfer.tune.initial_head import frequent_tokens
 from specinfer.tune.prompts import Prompts
 from specinfer.tune.selection import (
     Costs,
@@ -73,7 +72,6 @@ from specinfer.tune.training import Hearers, Training, TrainingFiles
 
 _LEAST_TRAINING: Final = 1 / 3  # of the time, whatever collecting took
 _SEEDS_APART: Final = 101  # of members
-_LOOKED_AT: Final = 8192  # tokens among which a member that can name all proposes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,11 +275,11 @@ class Tuning:
         self._claim()
         total = 60 * config.minutes
         share = max(total - corpus.seconds, _LEAST_TRAINING * total) / config.members
-        known: list[KnownGuesses] = []
+        known: list[Proposals] = []
         members: list[MeasuredDraft] = []
         late = 0
         for number in range(config.members):
-            dataset = dataset_of(corpus, config.boosting, known)
+            dataset = dataset_of(corpus, config.boosting.form, known)
             training = self._training(dataset, sources, number, [one.along for one in members])
             late += training.trainer.state.seconds >= share
             if late == config.members:
@@ -291,7 +289,7 @@ class Tuning:
             draft = read_draft(files.folder, self._target, training.trainer.draft.depth)
             members.append(MeasuredDraft(files.folder, draft, along(draft, texts)))
             if number + 1 < config.members and config.boosting.form != "none":
-                known.append(self._known(number, draft))
+                known.append(proposals(draft, corpus, self._hearers.progress))
         return self._judged(members, Material.of(self._target, sources, corpus))
 
     def _training(
@@ -325,17 +323,6 @@ class Tuning:
             return TrainingFiles(config.out, config.work / "checkpoint.safetensors")
         name = member_name(number)
         return TrainingFiles(config.out / name, config.work / f"{name}.safetensors")
-
-    def _known(self, number: int, draft: TrainableDraft) -> KnownGuesses:
-        """What a member proposes along all that is learnt from."""
-        folder = self._files(number).folder
-        kept = self._config.work / "guesses" / folder.name
-        known = KnownGuesses(self._corpus, kept, folder / "model.safetensors")
-        among_S = None
-        if len(draft.ids) == draft.vocab > _LOOKED_AT:  # so entries are tokens
-            among_S = torch.tensor(frequent_tokens(self._corpus, _LOOKED_AT, draft.vocab))
-        known.complete(draft, self._config.boosting.width, self._hearers.progress, among_S)
-        return known
 
     def _judged(self, members: Sequence[MeasuredDraft], material: Material) -> TuneResult:
         """Say what passes cost and who pays, make a pool of those, and let it replace what is worse."""

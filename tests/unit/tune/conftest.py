@@ -12,7 +12,7 @@ import pytest
 from specinfer.config import EngineConfig
 from specinfer.hub import resolve
 from specinfer.models.weights import open_model
-from specinfer.tune.dataset import Corpus, WholeDataset
+from specinfer.tune.dataset import Corpus, TrainingSet
 from specinfer.tune.draft import Beginning, Target
 from specinfer.tune.head_kinds import BlockKind
 from specinfer.tune.trainer import TrainConfig
@@ -69,7 +69,7 @@ def tuned(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory)
 def beginning_of(target: Path, corpus: Corpus, say: Callable[[str], None] = lambda line: None) -> Beginning:
     """What a draft is made of that learns from these answers; nothing is said of its loss."""
     files = resolve(str(target))
-    return Beginning(Target(files, open_model(files)), WholeDataset(corpus), 0, lambda draft: 1.0, say)
+    return Beginning(Target(files, open_model(files)), TrainingSet(corpus), 0, lambda draft: 1.0, say)
 
 
 class KilledError(Exception):

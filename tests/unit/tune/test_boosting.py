@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import TuneError
-from specinfer.tune.boosting import BoostConfig, KnownGuesses, dataset_of, discounted, hit_chances, proposed
-from specinfer.tune.dataset import Corpus, TunedText, WholeDataset, anchors_of, block_batch
+from specinfer.progress import NoProgress
+from specinfer.tune.boosting import BoostConfig, dataset_of, discounted, hit_chances, proposals, proposed
+from specinfer.tune.dataset import Corpus, TunedText, anchors_of, block_batch
 from specinfer.tune.evaluation import read_draft
 from specinfer.tune.prompts import HELD_OUT, temperature_of
 from specinfer.tune.small_model import SsmKind
@@ -60,16 +61,9 @@ def test_a_discounted_law_keeps_a_part_of_what_is_proposed() -> None:
     assert left[1].tolist() == pytest.approx([0.6, 0.4, 0.0])
 
 
-class Pretended(KnownGuesses):
-    """A member that proposes one of these tokens at every place of a text, by the text's number."""
-
-    def __init__(self, tokens: list[int], rows: int) -> None:
-        self._tokens, self._count = tokens, rows
-
-    def of(self, number: int) -> Tensor:
-        found = torch.full((self._count, 1), self._tokens[number])
-        found[0] = -1
-        return found
+def pretended(tokens: list[int]) -> list[Tensor]:
+    """A member that proposes one of these tokens at every place of a text but the first."""
+    return [torch.tensor([-1, token, token]) for token in tokens]
 
 
 @pytest.fixture
@@ -86,12 +80,11 @@ def corpus(tmp_path: Path) -> Corpus:
 
 
 def test_texts_that_are_predicted_best_are_left_out(corpus: Corpus) -> None:
-    config = BoostConfig(form="sequence", dropped=0.5)
-    first, second = Pretended([7, 8, 7, 9], 3), Pretended([7, 7, 9, 9], 3)
+    first, second = pretended([7, 8, 7, 9]), pretended([7, 7, 9, 9])
     keys = [corpus.text(number, held_out=False).key for number in range(4)]
 
-    def left(*known: KnownGuesses) -> list[int]:
-        dataset = dataset_of(corpus, config, known)
+    def left(*known: list[Tensor]) -> list[int]:
+        dataset = dataset_of(corpus, "sequence", known)
         return [keys.index(dataset.text(number).key) for number in range(len(dataset))]
 
     assert left() == [0, 1, 2, 3]
@@ -100,14 +93,16 @@ def test_texts_that_are_predicted_best_are_left_out(corpus: Corpus) -> None:
 
 
 def test_places_that_are_predicted_count_less(corpus: Corpus) -> None:
-    known = [Pretended([7, 8, 7, 9], 3)]
-    left = dataset_of(corpus, BoostConfig(form="discount", kept=0.25), known)
-    assert [left.text(number).weights_R.tolist() for number in (0, 1)] == [[1, 0.25, 0.25], [1, 1, 1]]
+    known = [pretended([7, 8, 7, 9])]
+    left = dataset_of(corpus, "discount", known)
+    assert left.text(0).weights_R.tolist() == pytest.approx([1, 0.3, 0.3])
+    assert left.text(1).weights_R.tolist() == [1, 1, 1]
     law = left.text(0).label_logprobs_RK.exp()
     assert law[0].tolist() == pytest.approx([0.5, 0.3, 0.2], abs=1e-3)  # nobody guesses a text's first token
-    assert law[1].tolist() == pytest.approx([1 / 5, 12 / 25, 8 / 25], abs=1e-3)  # 0.125, 0.3, 0.2 of 0.625
-    assert isinstance(dataset_of(corpus, BoostConfig(form="none"), known), WholeDataset)
-    assert isinstance(dataset_of(corpus, BoostConfig(), []), WholeDataset)
+    assert law[1].tolist() == pytest.approx([3 / 13, 6 / 13, 4 / 13], abs=1e-3)  # 0.15, 0.3, 0.2 of 0.65
+    for whole in (dataset_of(corpus, "none", known), dataset_of(corpus, "discount", [])):
+        assert whole.text(0).weights_R.tolist() == [1, 1, 1]
+        assert len(whole) == 4
 
 
 def test_weights_reach_the_places_they_are_of() -> None:
@@ -120,51 +115,15 @@ def test_weights_reach_the_places_they_are_of() -> None:
     assert batch.valid_BAL.tolist() == [[[True, True], [True, True], [True, False]]]
 
 
-def test_guesses_are_kept_and_made_anew_for_another_member(
-    target: Path, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_a_member_proposes_its_likeliest_tokens(target: Path, corpus: Corpus, tmp_path: Path) -> None:
     source = opened(target)
-    draft = SsmKind(layers=1).blank(source, torch.ones(0, 32), [])
-    draft.write(tmp_path / "one", source)
+    SsmKind(layers=1).blank(source, torch.ones(0, 32), []).write(tmp_path / "one", source)
     member = read_draft(tmp_path / "one", source, 2)
-    shown = _Counted()
-
-    def complete(folder: Path) -> KnownGuesses:
-        known = KnownGuesses(corpus, tmp_path / "kept", folder / "model.safetensors")
-        known.complete(read_draft(folder, source, 2), 2, shown)
-        return known
-
-    known = complete(tmp_path / "one")
-    found = [known.of(number) for number in range(4)]
-    files = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "kept").iterdir()}
-    assert len(files) == 4
-    for number in range(4):
-        wanted = proposed(member, corpus.text(number, held_out=False), 2)
-        assert torch.equal(found[number], wanted)
-        assert wanted[0].tolist() == [-1, -1]
-        logits = member.logits(member.module(torch.tensor([[1, 7, 7]])), torch.zeros(0))[0]
-        assert wanted[1:].tolist() == logits[1:].topk(2, dim=-1).indices.tolist()
-    few = proposed(member, corpus.text(0, held_out=False), 1, torch.tensor([5, 7, 11]))
-    assert few[1:].tolist() == [[(5, 7, 11)[int(row[[5, 7, 11]].argmax())]] for row in logits[1:]]
-    complete(tmp_path / "one")
-    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "kept").iterdir()} == files
-    (tmp_path / "kept" / "00001.safetensors").write_bytes(b"cut")
-    assert torch.equal(complete(tmp_path / "one").of(1), found[1])
-    with torch.no_grad():
-        draft.last_norm.weight.neg_()
-    draft.write(tmp_path / "two", source)
-    other = complete(tmp_path / "two")
-    assert not torch.equal(other.of(0), found[0])
-
-
-class _Counted:
-    """A progress that shows nothing."""
-
-    def start(self, total: int, label: str, unit: str = "") -> None: ...
-
-    def advance(self, amount: int) -> None: ...
-
-    def finish(self) -> None: ...
+    found = proposals(member, corpus, NoProgress())
+    logits = member.logits(member.module(torch.tensor([[1, 7, 7]])), torch.zeros(0))[0]
+    assert [one.tolist() for one in found] == [[-1, *logits[1:].argmax(dim=-1).tolist()]] * 4
+    few = proposed(member, corpus.text(0, held_out=False), torch.tensor([5, 7, 11]))
+    assert few[1:].tolist() == [(5, 7, 11)[int(row[[5, 7, 11]].argmax())] for row in logits[1:]]
 
 
 def test_of_many_taps_a_member_sees_its_own(target: Path, tmp_path: Path) -> None:
@@ -178,27 +137,15 @@ def test_of_many_taps_a_member_sees_its_own(target: Path, tmp_path: Path) -> Non
         whole.add([held_out, wide, replace(wide, tokens_T=torch.tensor([1, 9, 9 + number, 2]))], 1.0)
     source = opened(target)
     draft = SsmKind(layers=1).blank(source, torch.ones(0, 32), [])
-    draft.write(tmp_path / "one", source)
     corpus = Corpus(tmp_path / "shards", [])
-    known = KnownGuesses(corpus, tmp_path / "kept", tmp_path / "one" / "model.safetensors")
-    known.complete(draft, 3, _Counted())
+    known = proposals(draft, corpus, NoProgress())
     for number in range(6):
         learnt = corpus.text(number, held_out=False)
         assert learnt.taps_TND.shape == (3, 0, 32)
-        assert torch.equal(known.of(number), proposed(draft, learnt, 3))
+        assert torch.equal(known[number], proposed(draft, learnt))
 
 
 def test_numbers_that_make_no_sense_are_refused(target: Path, tmp_path: Path) -> None:
-    for changes in (
-        {"width": 0},
-        {"width": 65},
-        {"dropped": 1.0},
-        {"dropped": -0.1},
-        {"kept": 0.0},
-        {"kept": 1.0},
-    ):
-        with pytest.raises(TuneError, match="allowed"):
-            BoostConfig(**changes)  # type: ignore[arg-type]
     with pytest.raises(TuneError, match="members is 0; allowed: 1 to 16"):
         tuning_of(target, tmp_path, members=0)
     with pytest.raises(TuneError, match="boost is sequence, warm, and a single member"):

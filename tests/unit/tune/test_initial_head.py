@@ -15,7 +15,7 @@ from specinfer.heads.checkpoint import HeadFolder, target_head
 from specinfer.heads.layers import HeadLayer
 from specinfer.hub import resolve
 from specinfer.models.weights import OpenModel, open_model
-from specinfer.tune.dataset import Corpus, TunedText, WholeDataset, first_texts
+from specinfer.tune.dataset import Corpus, TrainingSet, TunedText, first_texts
 from specinfer.tune.draft import entries_of
 from specinfer.tune.head_draft import BlockHeadDraft, known_head, widened
 from specinfer.tune.head_kinds import BlockKind, Layout
@@ -62,7 +62,7 @@ def test_the_markov_term_is_the_law_of_pairs(opened: OpenModel, tmp_path: Path) 
     corpus = Corpus(tmp_path / "shards")
     corpus.add(texts, 1.0)
     head = untrained(opened)
-    learn_pairs(head, WholeDataset(corpus), entries_of(BlockHeadDraft(head, SCALE, 8)))
+    learn_pairs(head, TrainingSet(corpus), entries_of(BlockHeadDraft(head, SCALE, 8)))
     seen = torch.cat([text.tokens_T[:-1] for text in texts]).unique()
     with torch.no_grad():
         said = head.pair_logits(seen).softmax(dim=-1)
@@ -146,7 +146,7 @@ def test_a_head_that_begins_as_its_target_is_better_than_a_random_one(
         config = replace(tuning_of(target, tmp_path / init), init=init)
         tuning = Tuning(config, clock=ticking())
         tuning._collect(read_prompts([prompts]))
-        dataset = WholeDataset(tuning._corpus)
+        dataset = TrainingSet(tuning._corpus)
         draft = tuning._training(dataset, []).trainer.draft
         losses[init] = loss_of(draft, first_texts(dataset, 8), config.training)
     assert losses["target"] < 0.8 * losses["random"]
@@ -158,10 +158,10 @@ def test_an_exported_head_is_trained_on(target: Path, prompts: Path, tmp_path: P
     config = replace(tuning_of(target, tmp_path / "second"), init=str(tmp_path / "first"))
     second = Tuning(config, clock=ticking())
     second._collect(read_prompts([prompts]))
-    dataset = WholeDataset(second._corpus)
+    dataset = TrainingSet(second._corpus)
     trainer = second._training(dataset, []).trainer
     texts = first_texts(dataset, 8)
-    begun = first._training(WholeDataset(first._corpus), []).trainer
+    begun = first._training(TrainingSet(first._corpus), []).trainer
     assert torch.equal(trainer.draft.ids, begun.draft.ids)
     assert loss_of(trainer.draft, texts, config.training) == pytest.approx(
         loss_of(begun.averaged(), texts, config.training), rel=0.05

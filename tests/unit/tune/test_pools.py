@@ -17,7 +17,7 @@ from specinfer.progress import NoProgress
 from specinfer.runtime.cost_curve import CostCurve, Timed
 from specinfer.sampling_params import SamplingParams
 from specinfer.tune.boosting import Boost, BoostConfig
-from specinfer.tune.dataset import WholeDataset
+from specinfer.tune.dataset import TrainingSet
 from specinfer.tune.draft import Kind
 from specinfer.tune.evaluation import read_draft
 from specinfer.tune.head_kinds import EagleKind
@@ -82,7 +82,7 @@ def test_a_later_member_begins_as_the_one_before_it(
     tuning = Tuning(replace(config, resume=True), clock=ticking())
     first = dict(read_draft(config.out / "member1", tuning._target, kind.depth).module.named_parameters())
     (config.work / "member2.safetensors").unlink()
-    second = tuning._training(WholeDataset(tuning._corpus), [], 1).trainer
+    second = tuning._training(TrainingSet(tuning._corpus), [], 1).trainer
     assert second.state.steps == 0
     alike = [
         torch.allclose(begun, first[name])

@@ -16,7 +16,7 @@ from specinfer.llm import LLM
 from specinfer.models.weights import OpenModel, open_model
 from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import Tokenizer
-from specinfer.tune.dataset import Corpus, WholeDataset, anchors_of, block_batch
+from specinfer.tune.dataset import Corpus, TrainingSet, anchors_of, block_batch
 from specinfer.tune.draft import Target
 from specinfer.tune.evaluation import held_out_texts, measure, read_draft
 from specinfer.tune.prompts import read_prompts
@@ -118,7 +118,7 @@ def test_all_layers_of_a_target_are_the_target(target: Path, prompts: Path, tmp_
     kind = SsmKind(layers=3, depth=2)
     tuning = Tuning(tuning_of(target, tmp_path / "model", kind=kind), clock=ticking())
     tuning._collect(read_prompts([prompts]))
-    dataset = WholeDataset(tuning._corpus)
+    dataset = TrainingSet(tuning._corpus)
     draft = tuning._training(dataset, []).trainer.draft
     assert isinstance(draft, SmallDraft)
     ratio = draft.model.norm.weight / read(open_model(target), "model.norm.weight")
@@ -142,7 +142,7 @@ def test_a_written_model_is_trained_on(tuned: Path, chatting: Path, prompts: Pat
     config = tuning_of(chatting, tmp_path / "more", kind=KIND, init=str(tuned))
     tuning = Tuning(config, clock=ticking())
     tuning._collect(read_prompts([prompts]))
-    draft = tuning._training(WholeDataset(tuning._corpus), []).trainer.draft
+    draft = tuning._training(TrainingSet(tuning._corpus), []).trainer.draft
     written = read_draft(tuned, opened(chatting), 3)
     for name, weight in written.module.named_parameters():
         assert torch.equal(weight, draft.module.get_parameter(name)), name
@@ -156,7 +156,7 @@ def test_layers_of_random_numbers_differ_by_seed(target: Path, prompts: Path, tm
         config = tuning_of(target, tmp_path / str(len(first)), kind=KIND, init="random")
         tuning = Tuning(replace(config, training=replace(config.training, seed=seed)), clock=ticking())
         tuning._collect(read_prompts([prompts]))
-        draft = tuning._training(WholeDataset(tuning._corpus), []).trainer.draft
+        draft = tuning._training(TrainingSet(tuning._corpus), []).trainer.draft
         first.append(draft.module.get_parameter("layers.0.mlp.up_proj.weight").detach())
     assert torch.equal(first[0], first[1])
     assert not torch.equal(first[0], first[2])
@@ -174,8 +174,7 @@ def test_of_a_gguf_file_comes_a_folder_whose_ids_are_the_targets(tmp_path: Path)
     file = write_tiny_gguf(tmp_path / "target.gguf")
     source = opened(file)
     draft = SsmKind(layers=1).blank(source, torch.ones(0, 32), [])
-    draft.model.take_layer(0, source.model, 0)
-    draft.model.take_norm(source.model)
+    draft.model.take(source.model, [0])
     draft.write(tmp_path / "model", source)
     config = engine(file)
     with LLM(config) as plain, LLM(config, drafts=[str(tmp_path / "model")], tree_size="fixed") as drafted:

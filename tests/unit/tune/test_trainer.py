@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specinfer.heads.layers import HeadLayer
-from specinfer.tune.dataset import WholeDataset
+from specinfer.tune.dataset import TrainingSet
 from specinfer.tune.draft import Kind
 from specinfer.tune.head_kinds import BlockKind, EagleKind
 from specinfer.tune.prompts import read_prompts
@@ -39,7 +39,7 @@ def test_parts_of_a_step_learn_what_the_whole_learns(
 ) -> None:
     tuning = Tuning(tuning_of(target, tmp_path / "draft", kind=kind), clock=ticking())
     tuning._collect(read_prompts([prompts]))
-    dataset = WholeDataset(tuning._corpus)
+    dataset = TrainingSet(tuning._corpus)
     trainers: dict[int, Trainer] = {}
     gradients: dict[int, list[torch.Tensor]] = {}
     for cores in (1, 2, 3):
@@ -63,7 +63,7 @@ def test_the_rate_is_by_the_width_and_falls_at_the_end(target: Path, prompts: Pa
     assert usual_rate(1536) == pytest.approx(1e-3 * (576 / 1536) ** 1.5)
     tuning = Tuning(tuning_of(target, tmp_path / "draft", training=TrainConfig()), clock=ticking())
     tuning._collect(read_prompts([prompts]))
-    dataset = WholeDataset(tuning._corpus)
+    dataset = TrainingSet(tuning._corpus)
     trainer = tuning._training(dataset, []).trainer
     for left in (1.0, 0.25):
         for _ in range(30):  # its warm-up
@@ -77,7 +77,7 @@ def test_products_of_bfloat16_learn_what_float32_learns(
 ) -> None:
     tuning = Tuning(tuning_of(target, tmp_path / "draft", kind=kind), clock=ticking())
     tuning._collect(read_prompts([prompts]))
-    dataset = WholeDataset(tuning._corpus)
+    dataset = TrainingSet(tuning._corpus)
     losses: dict[bool, list[float]] = {}
     computed: list[torch.dtype] = []
     for rounded in (False, True):

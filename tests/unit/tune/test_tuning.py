@@ -17,7 +17,7 @@ from specinfer.heads.checkpoint import HeadFolder
 from specinfer.llm import LLM
 from specinfer.models.weights import open_model
 from specinfer.tune import training
-from specinfer.tune.dataset import WholeDataset
+from specinfer.tune.dataset import TrainingSet
 from specinfer.tune.evaluation import Figures, held_out_texts
 from specinfer.tune.head_draft import BlockHeadDraft
 from specinfer.tune.head_kinds import BlockKind
@@ -45,7 +45,7 @@ def test_a_head_learns_what_its_target_says(tuned: Path) -> None:
 def test_what_is_exported_computes_what_was_trained(target: Path, prompts: Path, tmp_path: Path) -> None:
     tuning = Tuning(tuning_of(target, tmp_path / "head"), clock=ticking())
     tuning._collect(read_prompts([prompts]))
-    dataset, texts = WholeDataset(tuning._corpus), held_out_texts(tuning._corpus)
+    dataset, texts = TrainingSet(tuning._corpus), held_out_texts(tuning._corpus)
     training = tuning._training(dataset, [])
     trainer = training.trainer
     for _ in range(8):

@@ -16,7 +16,7 @@ from specinfer.errors import ModelError, SpecInferError, TuneError
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.models.weights import open_model
 from specinfer.tune import training
-from specinfer.tune.dataset import WholeDataset
+from specinfer.tune.dataset import TrainingSet
 from specinfer.tune.draft import Kind
 from specinfer.tune.head_kinds import BlockKind, EagleKind
 from specinfer.tune.prompts import read_prompts
@@ -56,7 +56,7 @@ def test_a_run_in_two_parts_learns_what_one_run_learns(target: Path, prompts: Pa
     config = tuning_of(target, tmp_path / "head", minutes=4.0)
     tuning = Tuning(config, clock=ticking())
     tuning._collect(read_prompts([prompts]))
-    dataset = WholeDataset(tuning._corpus)
+    dataset = TrainingSet(tuning._corpus)
     whole = tuning._training(dataset, []).trainer
     for _ in range(6):
         whole.step(dataset, 1.0)
