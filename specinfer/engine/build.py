@@ -75,6 +75,23 @@ def measured_curves(
     return Curves(target, drafts)
 
 
+def measured_alone(
+    config: EngineConfig, models: Models, rows: int, progress: Progress | None = None
+) -> Curves:
+    """As `measured_curves`, over caches of at least so many rows that are made for it and no engine's."""
+    size = config.cache.block_size
+    executor = LocalExecutor(models.target, num_blocks=-(-rows // size), block_size=size)
+    runners = {
+        name: make_draft(
+            *(name, model, executor, config.speculation, models.named.get(name)),
+            max_rows=config.scheduler.max_step_tokens,
+        )[0]
+        for name, model in models.drafts.items()
+    }
+    with torch_threads(threads_of_torch(config, models)):
+        return measured_curves(config, executor, models, runners, progress)
+
+
 def build_engine(
     config: EngineConfig,
     models: Models,

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,7 +39,13 @@ from specinfer.speculate.speculator import LevelSpeculator
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.token_tree import draws_by_parent
 
-_Key = TypeVar("_Key", int, tuple[int, int])  # of a node's children
+
+@dataclass(frozen=True, slots=True)
+class DraftNotes:
+    """What is taken down of a draft."""
+
+    guesses: GuessRecorder = field(default_factory=GuessRecorder)
+    measured: dict[int, tuple[int, float]] = field(default_factory=dict)  # rows -> passes, their seconds
 
 
 @dataclass(slots=True)
@@ -50,8 +55,7 @@ class RecordedPasses:
     runner: ModelRunner
     name: str
     vocabulary: DraftVocabulary | None
-    notes: GuessRecorder
-    measured: dict[int, tuple[int, float]]  # rows -> passes of so many, their seconds
+    notes: DraftNotes
     clock: Callable[[], float] = time.perf_counter
 
     def __call__(self, rows: Sequence[Rows], sites: Sequence[Site]) -> None:
@@ -61,14 +65,14 @@ class RecordedPasses:
         draw_children(self.runner.launch(rows), sites, self.name, self.vocabulary)
         seconds = self.clock() - began
         count = num_rows(rows)
-        passes, spent = self.measured.get(count, (0, 0.0))
-        self.measured[count] = passes + 1, spent + seconds
+        passes, spent = self.notes.measured.get(count, (0, 0.0))
+        self.notes.measured[count] = passes + 1, spent + seconds
         # Sites of one tree follow each other: the draws of one end where those of the next begin.
         for number, site in enumerate(sites):
             builder = site.builder
             draws = [draw for draw in builder.draws[before[number] :] if draw.parent == site.node]
             tokens = [builder.token_ids[draw.node] for draw in draws]
-            self.notes.note(builder.path_tokens(site.node), site.width, tokens, draws)
+            self.notes.guesses.note(builder.path_tokens(site.node), site.width, tokens, draws)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,74 +271,37 @@ class ReplayedHead(Replayed):
 AnyReplayed = ReplayedPasses | ReplayedHead
 
 
-class Children(NamedTuple, Generic[_Key]):
-    """What may stand below a node, best first, and how likely each is right."""
-
-    tokens: Sequence[int]
-    probabilities: Sequence[float]
-    evidence: tuple[float, ...]
-    below: Sequence[_Key | None]  # the keys of their own children; None: there are none
-
-
-def add_likeliest(
-    builder: TreeBuilder,
-    root: _Key,
-    children: Callable[[_Key], Children[_Key]],
-    most: int,
-    speculator: str,
-    rule: DrawRule,
-) -> None:
-    """Add at most `most` nodes below the builder's root, as far as it has room, the likeliest paths first.
-
-    Of equally likely ones that one comes first that was found first, and of a node's next sibling and its
-    first child the sibling. `root` is the key of the root's children.
-    """
-    known: dict[_Key, Children[_Key]] = {}
-    # A path that waits: its probability, and where its last node would hang.
-    waiting: list[tuple[float, int, int, _Key, int, float]] = []
-
-    def wait(above: float, parent: int, key: _Key, rank: int) -> None:
-        """Let the child of that rank wait, if there is one and it is likely enough."""
-        if key not in known:
-            known[key] = children(key)
-        likely = known[key].probabilities
-        if rank < len(likely) and (path := above * likely[rank]) >= MIN_PATH:
-            heapq.heappush(waiting, (-path, len(builder.parents), parent, key, rank, above))
-
-    wait(1.0, 0, root, 0)
-    added = 0
-    while waiting and added < most and not builder.full:
-        path, _, parent, key, rank, above = heapq.heappop(waiting)
-        at = known[key]
-        node = builder.add(
-            parent,
-            at.tokens[rank],
-            speculator,
-            rule,
-            confidence=at.probabilities[rank],
-            evidence=at.evidence,
-        )
-        added += 1
-        wait(above, parent, key, rank + 1)
-        if node is not None and (under := at.below[rank]) is not None:
-            wait(-path, node, under, 0)
-
-
 def regrow(
     builder: TreeBuilder, guesses: GuessTrie, root: int, most: int, speculator: str, rule: DrawRule
 ) -> None:
     """Add the `most` likeliest nodes below a root's site, as far as the builder has room.
 
-    In the order in which they were added when they were recorded, of equal ones too.
+    In the order in which they were added when they were recorded: of equally likely paths that one comes
+    first that was found first, and of a node's next sibling and its first child the sibling.
     """
+    known: dict[int, tuple[list[int], list[float], list[int]]] = {}
+    # A path that waits: its probability, and where its last node would hang.
+    waiting: list[tuple[float, int, int, int, int, float]] = []
 
-    def children(site: int) -> Children[int]:
-        tokens, confidences, below = guesses.draws(site)
-        return Children(
-            tokens, confidences, guesses.seen(site), [None if one == NO_SITE else one for one in below]
-        )
+    def wait(above: float, parent: int, site: int, rank: int) -> None:
+        """Let the child of that rank wait, if there is one and it is likely enough."""
+        if site not in known:
+            known[site] = guesses.draws(site)
+        _, likely, _ = known[site]
+        if rank < len(likely) and (path := above * likely[rank]) >= MIN_PATH:
+            heapq.heappush(waiting, (-path, len(builder.parents), parent, site, rank, above))
 
-    add_likeliest(builder, root, children, most, speculator, rule)
+    wait(1.0, 0, root, 0)
+    added = 0
+    while waiting and added < most and not builder.full:
+        path, _, parent, site, rank, above = heapq.heappop(waiting)
+        tokens, likely, below = known[site]
+        seen = guesses.seen(site)
+        node = builder.add(parent, tokens[rank], speculator, rule, confidence=likely[rank], evidence=seen)
+        added += 1
+        wait(above, parent, site, rank + 1)
+        if node is not None and below[rank] != NO_SITE:
+            wait(-path, node, below[rank], 0)
 
 
 def replayed_drafts(trace: Trace, clock: ReplayClock, *, whole_trees: bool = False) -> dict[str, AnyReplayed]:
@@ -354,14 +321,8 @@ def replayed_drafts(trace: Trace, clock: ReplayClock, *, whole_trees: bool = Fal
     }
 
 
-def replayed_speculators(
-    replayed: Mapping[str, AnyReplayed], speculation: SpeculationConfig, trace: Trace
-) -> list[LevelSpeculator]:
-    """The speculators of these drafts, as an engine makes them."""
-    return [_speculator(one, speculation, trace) for one in replayed.values()]
-
-
-def _speculator(replayed: AnyReplayed, speculation: SpeculationConfig, trace: Trace) -> LevelSpeculator:
+def speculator_of(replayed: AnyReplayed, speculation: SpeculationConfig, trace: Trace) -> LevelSpeculator:
+    """The speculator of a replayed draft, as an engine makes it."""
     name, engine, shape = replayed.name, trace.engine, Shape.of(speculation)
     if isinstance(replayed, ReplayedHead):
         trees = OnePassTrees(name, shape, replayed.grow, replayed.draw)

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
-import numpy as np
 import tokenizers
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.config import SchedulerConfig, SpeculationConfig
@@ -27,7 +26,7 @@ from specinfer.engine.trace import TreeEvent
 from specinfer.errors import ConfigError, IntegrityError, TraceTooSmallError
 from specinfer.plan import StepPlan
 from specinfer.processors.changes import RowChanges
-from specinfer.replay.drafts import AnyReplayed, CostTable, ReplayClock, replayed_speculators
+from specinfer.replay.drafts import AnyReplayed, CostTable, ReplayClock
 from specinfer.replay.trace import RecordedEngine, RecordedText, Trace
 from specinfer.request import Request
 from specinfer.runtime.batch import logit_rows
@@ -37,11 +36,9 @@ from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.speculator import AnySpeculator
-from specinfer.speculate.table import build_speculators
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
-from specinfer.verify.logprobs import Scores
-from specinfer.verify.scan import NUMPY, Ask, Likeliest, Scan
+from specinfer.verify.scan import NUMPY, Ask, Scan
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,29 +73,17 @@ class _Playing:
 class TracedFlight:
     """A Flight of a target whose texts are known: it chooses what they go on with, and has no logits."""
 
+    scan: Scan = NUMPY
+    at_once: int = 0  # beside the text nothing is known
+
     def __init__(
         self, vocab: int, choices: Mapping[int, int], tapped_TND: Tensor, taps: Sequence[int]
     ) -> None:
         """`choices` are the tokens at rows whose paths are text; `tapped_TND` what the layers `taps` got."""
-        self._vocab = vocab
+        self.vocab = vocab
         self._choices = choices
         self._tapped_TND = tapped_TND
         self._taps = tuple(taps)
-
-    @property
-    def vocab(self) -> int:
-        """As Flight says."""
-        return self._vocab
-
-    @property
-    def scan(self) -> Scan:
-        """As Flight says."""
-        return NUMPY
-
-    @property
-    def at_once(self) -> int:
-        """None: beside the text nothing is known."""
-        return 0
 
     def choices(
         self, rows: Sequence[int], asks: Sequence[Ask], changes: Sequence[RowChanges] | None = None
@@ -106,31 +91,17 @@ class TracedFlight:
         """As Flight says, of rows whose paths are text."""
         return [self._choices[row] for row in rows]
 
-    def likeliest(self, rows: Sequence[int], n: int, temperatures: Sequence[float]) -> Likeliest:
-        """Raises IntegrityError, as do all that need logits."""
-        raise _no_logits()
-
-    def scores(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> Scores:
-        """Raises IntegrityError."""
-        raise _no_logits()
-
-    def row(self, row: int) -> NDArray[np.float32]:
-        """Raises IntegrityError."""
-        raise _no_logits()
-
-    def copy(self, row: int, into: NDArray[np.float32]) -> None:
-        """Raises IntegrityError."""
-        raise _no_logits()
-
     def tapped(self, layers: Sequence[int]) -> Tensor:
         """As Flight says."""
-        if tuple(layers) == self._taps:
-            return self._tapped_TND
-        return self._tapped_TND[:, [self._taps.index(layer) for layer in layers]]
+        return self._tapped_TND.index_select(1, torch.tensor([self._taps.index(one) for one in layers]))
 
+    def _lacks(self, *_: object) -> NoReturn:
+        """Raises IntegrityError."""
+        raise IntegrityError(
+            "a trace keeps no logits; only what the target chose along its texts can be asked"
+        )
 
-def _no_logits() -> IntegrityError:
-    return IntegrityError("a trace keeps no logits; only what the target chose along its texts can be asked")
+    likeliest = scores = row = copy = _lacks
 
 
 class TracedExecutor:
@@ -187,28 +158,28 @@ class ReplayEngine:
 
     def __init__(
         self,
-        facts: RecordedEngine,
+        trace: Trace,
         speculators: Sequence[AnySpeculator],
         policy: SpeculationPolicy,
         speculation: SpeculationConfig,
-        costs: CostTable,
-        stages: Mapping[str, float],
         *,
         batch: int,
         replayed: Mapping[str, AnyReplayed] | None = None,
         clock: ReplayClock | None = None,
         states: Executor | None = None,
     ) -> None:
-        """An engine for `batch` requests at once; `costs` and `stages` are those of TracedExecutor.
+        """An engine of a trace for `batch` requests at once; `states` are those of TracedExecutor.
 
-        `replayed` are the drafts among the speculators, by name, where these are a trace's; they run on
+        `replayed` are the drafts among the speculators, by name, that answer from a trace; they run on
         `clock`, too.
         """
-        self._facts = facts
+        self._facts = facts = trace.engine
         self._batch = batch
-        self._replayed = dict(replayed or {})
+        self._replayed = replayed or {}
         self._clock = clock or ReplayClock()
-        self._executor = TracedExecutor(facts.vocab, costs, stages, self._clock, states)
+        self._executor = TracedExecutor(
+            facts.vocab, CostTable(trace.curve), trace.stages, self._clock, states
+        )
         blocks, max_context = num_blocks(facts, speculation, batch), max(facts.max_context, 2)
         self._admission = Admission(
             _wordless_tokenizer(facts.ending),
@@ -350,10 +321,3 @@ def path_along(tree: TokenTree, text: Sequence[int], end: int) -> tuple[int, ...
         node = child
         path.append(node)
     return tuple(path)
-
-
-def speculators_of(
-    speculation: SpeculationConfig, trace: Trace, replayed: Mapping[str, AnyReplayed]
-) -> list[AnySpeculator]:
-    """The speculators of an engine in the order they are asked, its drafts answered from a trace."""
-    return [*build_speculators(speculation), *replayed_speculators(replayed, speculation, trace)]

@@ -8,17 +8,16 @@ reads the texts along with them, as they read its hidden states.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from specinfer.config import NO_SPECULATION, SpeculationConfig
-from specinfer.engine.drafts import ids_read, what_is_timed
+from specinfer.engine.build import measured_alone
+from specinfer.engine.drafts import ids_read
 from specinfer.engine.models import Models
-from specinfer.engine.steps import Statistics
 from specinfer.errors import ConfigError, RequestError
 from specinfer.heads.block_model import BlockModel
 from specinfer.heads.runner import HeadModel, HeadRunner
@@ -26,14 +25,12 @@ from specinfer.llm import LLM
 from specinfer.models.language_model import LanguageModel
 from specinfer.progress import NoProgress, Progress
 from specinfer.replay.baselines import LookingOn
-from specinfer.replay.drafts import CostTable, RecordedPasses, RecordedTrees
+from specinfer.replay.drafts import DraftNotes, RecordedPasses, RecordedTrees
 from specinfer.replay.engine import ReplayEngine, num_blocks
-from specinfer.replay.guess_trie import GuessRecorder
 from specinfer.replay.trace import DEPTH, RecordedDraft, RecordedEngine, RecordedText, Trace
 from specinfer.replay.trace_store import KEPT_PARAMS
 from specinfer.report.provenance import provenance
 from specinfer.request import Request, RequestOutput
-from specinfer.runtime.cost_curve import CostCurve, Timed, cost_curve
 from specinfer.runtime.executor import LocalExecutor, ModelRunner
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.best_first import MOST_NODES
@@ -58,15 +55,6 @@ _ELSEWHERE: Final = (
     "logprobs_mode",
     "visible_token_ids",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenTexts:
-    """What a target wrote, and what that took."""
-
-    texts: tuple[RecordedText, ...]
-    likeliest: NDArray[np.float32]  # [places, 2]: its two highest log-probabilities; NaN: not known
-    stages: Mapping[str, float]  # seconds of each stage of a step, on average
 
 
 def shapes_of(speculation: SpeculationConfig) -> list[Shape]:
@@ -96,12 +84,52 @@ def record(
     shapes: Sequence[Shape] = (),
     progress: Progress | None = None,
 ) -> Trace:
-    """A trace of what the LLM's target answers, with the guesses of its drafts in these `shapes`.
+    """A trace of what the LLM's target answers, with the guesses of its drafts at every place of the answers.
 
-    Raises ConfigError where drafts draw samples, RequestError for parameters that a trace does not keep.
+    A draft guesses in all `shapes` below every root; what is kept is the union of its trees. Raises
+    ConfigError where drafts draw samples, RequestError for parameters that a trace does not keep.
     """
     check(llm, requests)
-    return record_guesses(llm, write_texts(llm, requests, progress), shapes=shapes, progress=progress)
+    config, models = llm.config, llm.models
+    progress = progress or NoProgress()
+    outputs, stages = _written(llm, requests, progress)
+    own = traced(models)
+    rows = config.scheduler.max_step_tokens
+    curves = measured_alone(config, models, rows + max(map(_block_size, own.values()), default=0), progress)
+    trace = Trace(
+        model=Path(config.model).name,
+        engine=RecordedEngine(
+            vocab=models.target.config.vocab_size,
+            max_context=llm.max_context,
+            max_step_tokens=rows,
+            block_size=config.cache.block_size,
+            prefix_reuse=config.cache.prefix_reuse,
+            ending=tuple(sorted(llm.tokenizer.eos_token_ids)),
+        ),
+        speculation=replace(
+            config.speculation, drafts=tuple(Path(name).name for name in config.speculation.drafts)
+        ),
+        texts=tuple(_text(*pair) for pair in zip(requests, outputs, strict=True)),
+        drafts={},
+        curve=curves.target,
+        stages=stages,
+        likeliest=np.array([row for output in outputs for row in _two_likeliest(output)], dtype=np.float32),
+        provenance=provenance(config.threads),
+    )
+    notes = {name: DraftNotes() for name in own}
+    _guess(llm, trace, notes, shapes or shapes_of(config.speculation), progress)
+    drafts = {
+        name: RecordedDraft(
+            model=model,
+            max_context=own[name].config.max_context,
+            curve=curves.drafts[name],
+            guesses=heard.guesses.trie(),
+            measured=heard.measured,
+            head=found.head.block if isinstance(found := own[name], BlockModel) else None,
+        )
+        for (name, heard), model in zip(notes.items(), trace.speculation.drafts, strict=True)
+    }
+    return replace(trace, drafts=drafts)
 
 
 def check(llm: LLM, requests: Sequence[Request]) -> None:
@@ -164,11 +192,13 @@ def traced(models: Models) -> dict[str, LanguageModel | BlockModel]:
     return found
 
 
-def write_texts(llm: LLM, requests: Sequence[Request], progress: Progress | None = None) -> WrittenTexts:
-    """Let the target answer without speculation: the first request alone, which shows what a step's stages
-    take, the others in batches.
+def _written(
+    llm: LLM, requests: Sequence[Request], progress: Progress
+) -> tuple[list[RequestOutput], dict[str, float]]:
+    """What the target answers without speculation, and the seconds of each stage of a step, on average.
+
+    The first request runs alone, which shows what a step's stages take, the others in batches.
     """
-    show = progress or NoProgress()
     plain = llm.variant(replace(llm.config, speculation=NO_SPECULATION))
     before = plain.statistics()
     prompts = [request.prompt_token_ids for request in requests]
@@ -180,99 +210,32 @@ def write_texts(llm: LLM, requests: Sequence[Request], progress: Progress | None
         if output.error is not None:
             raise RequestError(output.error)
         if output.finished:
-            show.advance(1)
+            progress.advance(1)
 
-    show.start(len(requests), "writing texts", "texts")
+    progress.start(len(requests), "writing texts", "texts")
     try:
         outputs = plain.generate(prompts[:1], params[:1], on_output=hear)
         done = plain.statistics().since(before)
         if prompts[1:]:
             outputs += plain.generate(prompts[1:], params[1:], on_output=hear)
     finally:
-        show.finish()
+        progress.finish()
         plain.close()
-    return WrittenTexts(
-        tuple(_text(*pair) for pair in zip(requests, outputs, strict=True)),
-        np.array([row for output in outputs for row in _two_likeliest(output)], dtype=np.float32),
-        _stages(done),
-    )
+    stages = {str(stage): seconds / max(1, done.steps) for stage, seconds in done.stage_seconds.items()}
+    return outputs, stages
 
 
-def record_guesses(
-    llm: LLM, written: WrittenTexts, *, shapes: Sequence[Shape] = (), progress: Progress | None = None
-) -> Trace:
-    """A trace of given texts, with the guesses of the LLM's drafts at every place of them.
-
-    A draft guesses in all `shapes` below every root; what is kept is the union of its trees.
-    """
-    config, models, target = llm.config, llm.models, llm.models.target
-    shapes = shapes or shapes_of(config.speculation)
-    weights = config.speculation.draft_quantization
-    own = traced(models)
-    drafts = {
-        name: _Recording(
-            _curve(llm, model, f"{weights}, {what_is_timed(model, models.named.get(name))}", progress),
-            GuessRecorder(),
-            {},
-        )
-        for name, model in own.items()
-    }
-    trace = Trace(
-        model=Path(config.model).name,
-        engine=facts_of(llm),
-        speculation=replace(
-            config.speculation, drafts=tuple(Path(name).name for name in config.speculation.drafts)
-        ),
-        texts=written.texts,
-        drafts={},
-        curve=_curve(llm, target, f"{config.quantization}, {what_is_timed(target, None)}", progress),
-        stages=written.stages,
-        likeliest=written.likeliest,
-        provenance=provenance(config.threads),
-    )
-    _guess(llm, trace, drafts, shapes, progress)
-    found = {
-        name: RecordedDraft(
-            model=model,
-            max_context=own[name].config.max_context,
-            curve=recording.curve,
-            guesses=recording.notes.trie(),
-            measured=recording.measured,
-            head=found.head.block if isinstance(found := own[name], BlockModel) else None,
-        )
-        for (name, recording), model in zip(drafts.items(), trace.speculation.drafts, strict=True)
-    }
-    return replace(trace, drafts=found)
-
-
-def facts_of(llm: LLM) -> RecordedEngine:
-    """What of an LLM's engine decides how its steps go on."""
-    config = llm.config
-    return RecordedEngine(
-        vocab=llm.models.target.config.vocab_size,
-        max_context=llm.max_context,
-        max_step_tokens=config.scheduler.max_step_tokens,
-        block_size=config.cache.block_size,
-        prefix_reuse=config.cache.prefix_reuse,
-        ending=tuple(sorted(llm.tokenizer.eos_token_ids)),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Recording:
-    """One draft while it is recorded: what its passes cost, and what it is heard to guess."""
-
-    curve: CostCurve
-    notes: GuessRecorder
-    measured: dict[int, tuple[int, float]]
+def _block_size(model: LanguageModel | BlockModel) -> int:
+    """Rows of a draft's pass besides those it reads."""
+    return model.head.block_size if isinstance(model, BlockModel) else 0
 
 
 def _guess(
     llm: LLM,
     trace: Trace,
-    drafts: Mapping[str, _Recording],
+    notes: Mapping[str, DraftNotes],
     shapes: Sequence[Shape],
-    progress: Progress | None,
+    progress: Progress,
 ) -> None:
     """Let the drafts guess at every place of the trace's texts, and note it."""
     models = traced(llm.models)
@@ -290,13 +253,12 @@ def _guess(
     blocks = num_blocks(engine, wide, 1)
     speculators: list[LevelSpeculator] = []
     for name, model in models.items():
-        recording = drafts[name]
         if isinstance(model, BlockModel):
             runner_of_head = HeadRunner(model, num_blocks=blocks, block_size=engine.block_size)
             own = named_tokens(model.ids, model.config.vocab_size)
             if (grow := grow_best_first(name, model, own)) is None:
                 raise ConfigError(f"{name} is a head, whose trees are recorded with native kernels: use them")
-            best_first = RecordedTrees(grow, recording.notes)
+            best_first = RecordedTrees(grow, notes[name].guesses)
             trees = OnePassTrees(name, shapes[0], best_first.grow, level_drawer(name, model, own))
             speculators.append(
                 BlockDraft(
@@ -317,53 +279,27 @@ def _guess(
                     shape,
                     max_rows=engine.max_step_tokens,
                     reads=ids_read(model, vocabulary),
-                    draw=RecordedPasses(runner, name, vocabulary, recording.notes, recording.measured),
+                    draw=RecordedPasses(runner, name, vocabulary, notes[name]),
                 )
             )
+    states = LocalExecutor(llm.models.target, num_blocks=blocks, block_size=engine.block_size)
     replay = ReplayEngine(
-        engine,
+        replace(trace, engine=engine),
         speculators,
         LookingOn(),
         wide,
-        CostTable(trace.curve),
-        trace.stages,
         batch=1,
-        states=LocalExecutor(llm.models.target, num_blocks=blocks, block_size=engine.block_size)
-        if heads
-        else None,
+        states=states if heads else None,
     )
-    show = progress or NoProgress()
-    show.start(trace.places, "guessing at every place", "tokens")
+    progress.start(trace.places, "guessing at every place", "tokens")
     try:
         for step in replay.play([(trace, number) for number in range(len(trace.texts))]):
             for _ in step.entries:
-                show.advance(1)
-                for recording in drafts.values():
-                    recording.notes.close_root()
+                progress.advance(1)
+                for heard in notes.values():
+                    heard.guesses.close_root()
     finally:
-        show.finish()
-
-
-def _curve(llm: LLM, model: LanguageModel | BlockModel, variant: str, progress: Progress | None) -> CostCurve:
-    """What a pass of a model costs, as an engine of the LLM's config measures it, or has measured it."""
-    config, target = llm.config, llm.models.target
-    size = config.cache.block_size
-    rows = min(config.scheduler.max_step_tokens, model.config.max_context)
-    runner: Timed
-    behind: Timed | None = None
-    if isinstance(model, BlockModel):
-        runner = HeadRunner(model, num_blocks=-(-(rows + model.head.block_size) // size), block_size=size)
-        behind = ModelRunner(target, num_blocks=1, block_size=size)
-    else:
-        runner = ModelRunner(model, num_blocks=-(-rows // size), block_size=size)
-    return cost_curve(
-        runner,
-        max_rows=rows,
-        variant=variant,
-        every_row=model is not target,
-        behind=behind,
-        progress=progress,
-    )
+        progress.finish()
 
 
 def _text(request: Request, output: RequestOutput) -> RecordedText:
@@ -376,7 +312,3 @@ def _two_likeliest(output: RequestOutput) -> list[list[float]]:
     assert output.logprobs is not None
     ranked = [sorted((one.logprob for one in at.values()), reverse=True)[:2] for at in output.logprobs]
     return [(best + [-np.inf] * 2)[:2] for best in ranked]
-
-
-def _stages(done: Statistics) -> dict[str, float]:
-    return {str(stage): seconds / max(1, done.steps) for stage, seconds in done.stage_seconds.items()}

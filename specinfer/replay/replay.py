@@ -11,11 +11,12 @@ import numpy as np
 
 from specinfer.config import NO_SPECULATION, SpeculationConfig
 from specinfer.errors import ConfigError
-from specinfer.replay.drafts import AnyReplayed, CostTable, ReplayClock, ReplayedHead, replayed_drafts
-from specinfer.replay.engine import PlayedStep, ReplayEngine, speculators_of
+from specinfer.replay.drafts import ReplayClock, ReplayedHead, replayed_drafts, speculator_of
+from specinfer.replay.engine import PlayedStep, ReplayEngine
 from specinfer.replay.trace import Trace
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.policy import SpeculationPolicy
+from specinfer.speculate.table import build_speculators
 
 _RESAMPLES: Final = 4000  # of texts, for an interval
 _LEVEL: Final = (2.5, 97.5)  # percentiles
@@ -116,35 +117,6 @@ class Played:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-def replay_engine(
-    trace: Trace,
-    policy: SpeculationPolicy,
-    *,
-    speculation: SpeculationConfig | None = None,
-    batch: int = 1,
-    whole_trees: bool = False,
-) -> tuple[ReplayEngine, dict[str, AnyReplayed]]:
-    """An engine that plays texts of `trace`, and of others of the same models; and its drafts.
-
-    `speculation` is the trace's own, changed in whatever but the names of drafts and how they draw.
-    """
-    speculation = trace.speculation if speculation is None else speculation
-    clock = ReplayClock()
-    replayed = replayed_drafts(trace, clock, whole_trees=whole_trees)
-    engine = ReplayEngine(
-        trace.engine,
-        speculators_of(speculation, trace, replayed),
-        policy,
-        speculation,
-        CostTable(trace.curve),
-        trace.stages,
-        batch=batch,
-        replayed=replayed,
-        clock=clock,
-    )
-    return engine, replayed
-
-
 def play(
     parts: Sequence[Phase],
     policy: SpeculationPolicy,
@@ -155,14 +127,23 @@ def play(
 ) -> Played:
     """Play parts one after the other in one engine, which learns on; what all of it came to.
 
-    With `whole_trees` heads grow all that was recorded, and not about as much as is verified.
+    `speculation` is the traces' own, changed in whatever but the names of drafts and how they draw. With
+    `whole_trees` heads grow all that was recorded, and not about as much as is verified.
     Raises ConfigError where the traces are not of the same models, TraceTooSmallError where one lacks a
     guess.
     """
-    first = _first(parts)
-    batch = max(part.at_once for part in parts)
-    engine, replayed = replay_engine(
-        first, policy, speculation=speculation, batch=batch, whole_trees=whole_trees
+    first, clock = _first(parts), ReplayClock()
+    speculation = first.speculation if speculation is None else speculation
+    replayed = replayed_drafts(first, clock, whole_trees=whole_trees)
+    drafts = [speculator_of(draft, speculation, first) for draft in replayed.values()]
+    engine = ReplayEngine(
+        first,
+        [*build_speculators(speculation), *drafts],
+        policy,
+        speculation,
+        batch=max(part.at_once for part in parts),
+        replayed=replayed,
+        clock=clock,
     )
     played = _count(engine, parts, on_step)
     played.draft_passes = {name: one.passes for name, one in replayed.items()}
@@ -173,15 +154,8 @@ def play(
 def play_without(parts: Sequence[Phase]) -> Played:
     """Play parts without speculation: what others are compared with."""
     first = _first(parts)
-    engine = ReplayEngine(
-        first.engine,
-        (),
-        SpeculationPolicy(),
-        NO_SPECULATION,
-        CostTable(first.curve),
-        first.stages,
-        batch=max(part.at_once for part in parts),
-    )
+    batch = max(part.at_once for part in parts)
+    engine = ReplayEngine(first, (), SpeculationPolicy(), NO_SPECULATION, batch=batch)
     return _count(engine, parts, None)
 
 

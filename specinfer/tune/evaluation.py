@@ -34,7 +34,7 @@ from specinfer.models.fingerprint import is_of
 from specinfer.models.weights import OpenModel, open_model
 from specinfer.tokenizer.vocabulary import Vocabulary
 from specinfer.tune.dataset import BlockBatch, Corpus, TunedText, anchors_of, block_batch
-from specinfer.tune.draft import TrainableDraft, Target, entries_of
+from specinfer.tune.draft import Target, TrainableDraft, entries_of
 from specinfer.tune.head_draft import draft_of
 from specinfer.tune.small_model import read_small
 

@@ -28,7 +28,7 @@ from specinfer.models.config import Family, ModelConfig
 from specinfer.models.fingerprint import fingerprint
 from specinfer.models.weights import OpenModel
 from specinfer.tune.dataset import BlockBatch
-from specinfer.tune.draft import Beginning, Description, TrainableDraft, Target
+from specinfer.tune.draft import Beginning, Description, Target, TrainableDraft
 from specinfer.tune.initial_head import Head, head_of, likely_tokens
 
 USUAL_ANCHORS: Final = 64  # of a text that a step of a block head computes, at most

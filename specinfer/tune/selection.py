@@ -22,16 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.config import EngineConfig
-from specinfer.engine.build import Curves, measured_curves
-from specinfer.engine.drafts import draft_names, make_draft
-from specinfer.engine.models import load_models, threads_of_torch
+from specinfer.engine.build import Curves, measured_alone
+from specinfer.engine.drafts import draft_names
+from specinfer.engine.models import load_models
 from specinfer.files import NewFile
 from specinfer.hub.pool import Member, Pool, write_pool
 from specinfer.models.fingerprint import fingerprint
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.runtime.executor import LocalExecutor
-from specinfer.runtime.flight import torch_threads
 from specinfer.tune.card import Material, front_matter, learnt_from, licence_section
 from specinfer.tune.draft import Target, TrainableDraft
 from specinfer.tune.evaluation import Along, Figures, figures_of
@@ -379,16 +377,4 @@ def measured_costs(config: EngineConfig, drafts: Sequence[Path], progress: Progr
         draft_quantization=config.quantization,
     )
     wanted = replace(config, speculation=speculation)
-    models = load_models(wanted, progress)
-    size = config.cache.block_size
-    blocks = -(-_ROWS // size)
-    executor = LocalExecutor(models.target, num_blocks=blocks, block_size=size)
-    runners = {
-        name: make_draft(
-            *(name, model, executor, speculation, models.named.get(name)),
-            max_rows=config.scheduler.max_step_tokens,
-        )[0]
-        for name, model in models.drafts.items()
-    }
-    with torch_threads(threads_of_torch(wanted, models)):
-        return measured_curves(wanted, executor, models, runners, progress)
+    return measured_alone(wanted, load_models(wanted, progress), _ROWS, progress)

@@ -27,7 +27,7 @@ from specinfer.models.safetensors import write_model
 from specinfer.models.weight_reader import TensorFile
 from specinfer.models.weights import OpenModel, open_model
 from specinfer.tune.dataset import BlockBatch
-from specinfer.tune.draft import Beginning, Description, TrainableDraft, Kind, Target
+from specinfer.tune.draft import Beginning, Description, Kind, Target, TrainableDraft
 from specinfer.tune.initial_head import check_trainable, tune_loudness
 
 EMBEDDINGS = "model.embed_tokens.weight"

@@ -24,7 +24,7 @@ from specinfer.progress import NoProgress, Progress
 from specinfer.report.files import dress, new_figure
 from specinfer.tune.card import Material, card
 from specinfer.tune.dataset import TrainingSet, TunedText, first_texts
-from specinfer.tune.draft import Beginning, TrainableDraft, Kind, Target
+from specinfer.tune.draft import Beginning, Kind, Target, TrainableDraft
 from specinfer.tune.evaluation import Along, Figures, measure, read_draft
 from specinfer.tune.trainer import TrainConfig, Trainer, TrainState, loss_of
 

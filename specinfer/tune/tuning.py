@@ -44,7 +44,6 @@ from specinfer.tune.dataset import Corpus, TrainingSet
 from specinfer.tune.draft import Kind, Target
 from specinfer.tune.evaluation import (
     Along,
-    PairedComparison,
     Incumbent,
     PairedComparison,
     along,

@@ -6,6 +6,7 @@ children that a node may have.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -17,9 +18,8 @@ from torch import Tensor
 
 from specinfer.heads.kinds import AnyHeadModel
 from specinfer.heads.runner import MarkovTerm
-from specinfer.replay.drafts import Children, add_likeliest
 from specinfer.runtime.flight import HostFlight
-from specinfer.speculate.drafts.best_first import WIDTH
+from specinfer.speculate.drafts.best_first import MIN_PATH, WIDTH
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.growth import GuessedTree, Shape
 from specinfer.speculate.drafts.one_pass import OnePassTrees, level_drawer
@@ -70,16 +70,27 @@ def grow(
     ranked = [_rank(level, number, race) for number, level in enumerate(levels)]
     rule = DrawRule.POINT_MASS if race is None else DrawRule.COUPLED
 
-    def children(place: tuple[int, int]) -> Children[tuple[int, int]]:
-        """Of a level, behind one of the tokens that may stand before."""
-        level, before = place
-        at = ranked[level]
-        below = [
-            (level + 1, behind) if level + 1 < len(ranked) else None for behind in at.places[before].tolist()
-        ]
-        return Children(at.tokens[before], at.hopes[before], at.evidence[before], below)
+    # A path that waits: its probability, and where its last node would hang: below which node, at which
+    # level, behind which of the tokens that may stand before it, as which of the children there.
+    waiting: list[tuple[float, int, int, int, int, int, float]] = []
 
-    add_likeliest(builder, (0, 0), children, most, speculator, rule)
+    def wait(above: float, parent: int, level: int, before: int, rank: int) -> None:
+        """Let the child of that rank wait, if there is one and it is likely enough."""
+        hopes = ranked[level].hopes[before]
+        if rank < len(hopes) and (path := above * hopes[rank]) >= MIN_PATH:
+            heapq.heappush(waiting, (-path, len(builder.parents), parent, level, before, rank, above))
+
+    wait(1.0, 0, 0, 0, 0)
+    added = 0
+    while waiting and added < most and not builder.full:
+        path, _, parent, level, before, rank, above = heapq.heappop(waiting)
+        at = ranked[level]
+        tokens, hopes, seen = at.tokens[before], at.hopes[before], at.evidence[before]
+        node = builder.add(parent, tokens[rank], speculator, rule, confidence=hopes[rank], evidence=seen)
+        added += 1
+        wait(above, parent, level, before, rank + 1)
+        if node is not None and level + 1 < len(ranked):
+            wait(-path, node, level + 1, int(at.places[before][rank]), 0)
 
 
 def _rank(level: Level, number: int, race: Race | None) -> _Ranked:

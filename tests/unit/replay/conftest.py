@@ -40,7 +40,6 @@ def _costs(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
         return TARGET if runner.model is tiny.target else DRAFT
 
     monkeypatch.setattr("specinfer.runtime.executor.cost_curve", curve)
-    monkeypatch.setattr("specinfer.replay.recorder.cost_curve", curve)
 
 
 def requests(llm: LLM, prompts: Sequence[Sequence[int]], **params: Any) -> list[Request]:

@@ -17,7 +17,7 @@ from specinfer.models.fingerprint import fingerprint
 from specinfer.models.weights import open_model
 from specinfer.tune.boosting import BoostConfig
 from specinfer.tune.dataset import Corpus
-from specinfer.tune.evaluation import PairedComparison, Incumbent, replace_folder
+from specinfer.tune.evaluation import Incumbent, PairedComparison, replace_folder
 from specinfer.tune.tuning import Tuning
 from tests.heads import medusa_config, tiny_medusa, write_medusa
 from tests.tiny_models import write_tiny_llama
