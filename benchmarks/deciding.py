@@ -37,7 +37,7 @@ from specinfer.replay.engine import path_along
 from specinfer.request import Request
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve
-from specinfer.speculate.drafts.draft_model import DraftModel
+from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.draws import Site
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble

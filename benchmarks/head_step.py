@@ -23,7 +23,7 @@ from study import REQUIRED, Study, ask, in_turn, parser, row, run, settings_of, 
 
 from specinfer import LLM, SamplingParams
 from specinfer.config import Quantization
-from specinfer.heads.block_model import BlockModel
+from specinfer.heads.block import BlockModel
 from specinfer.heads.kinds import head_shapes
 from specinfer.heads.runner import HeadRunner
 from specinfer.kernels.bandwidth import Bandwidth

@@ -21,8 +21,7 @@ from specinfer.models.weights import OpenModel, estimate_bytes, open_model
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import Timed
 from specinfer.runtime.executor import LocalExecutor
-from specinfer.speculate.drafts.draft import Draft
-from specinfer.speculate.drafts.draft_model import DraftModel
+from specinfer.speculate.drafts.draft import Draft, DraftModel
 from specinfer.speculate.drafts.draft_tokens import (
     DraftVocabulary,
     ForeignTokens,

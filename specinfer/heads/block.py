@@ -1,4 +1,4 @@
-"""A head that guesses a block in one pass, in plain PyTorch: for training, and the oracle of the engine's.
+"""A head that guesses a block in one pass: `BlockHead`, a module to train and to check by, and `BlockModel`.
 
 A block hangs from an anchor, a token of the text: its rows are the anchor and mask tokens behind it, at the
 positions of the tokens they stand for. In every layer they see keys and values made of the target's hidden
@@ -6,21 +6,41 @@ states of the text before the anchor, and of the block's own rows: those up to t
 as embeddings; or, with `reads_last`, each as a product of its own with the anchor's embedding and what was
 made of the hidden states of the token before the anchor, which has not to be found by attention then.
 
-Shapes: B sequences, T rows of a text, A anchors, R rows of a block, L levels guessed, N taps, D the head's
-hidden size, U tokens it can name, M rank of the Markov term.
+In the engine rows of all requests are one batch, and attention goes along paths.
+
+Shapes: B sequences, T rows of a text, A anchors, R rows of a block, L levels guessed, N taps, K key-value
+heads, H head size, D the head's hidden size, U tokens it can name, V it reads, M rank of the Markov term.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, chain
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specinfer.attention.backend import Attend, Paths
+from specinfer.attention.native import NativeCache
+from specinfer.attention.sdpa import rotated
 from specinfer.heads.config import BlockConfig
-from specinfer.heads.layers import HeadLayer, Norm, rotations, softmax
+from specinfer.heads.layers import HeadLayer, Norm, rotation_at, softmax
+from specinfer.heads.runner import HeadCache, HeadModel, HeadPass, MarkovTerm
 from specinfer.heads.vocabulary import HeadVocabulary, Tables
+from specinfer.kernels.block_head import BlockHeadParts, NativeBlockHead
+from specinfer.kernels.decoder import NativeLayers
+from specinfer.kernels.product import in_huge_pages
+from specinfer.models.config import Activation
+from specinfer.models.decoder import Decoder, DecoderLayer
+from specinfer.models.language_model import LanguageModel
+from specinfer.models.layers import RMSNorm
+from specinfer.models.rope import RotaryEmbedding, rotations
+from specinfer.models.weight_memory import Weights
+from specinfer.runtime.batch import slots_of
+from specinfer.runtime.features import TappedRows, joined
 
 
 class MarkovHead(nn.Module):
@@ -75,8 +95,8 @@ class BlockHead(HeadVocabulary):
         context = self.fused(taps_BTND)
         x = self._entered(context, anchor_ids_BA, anchors_BA, size)
         places = torch.arange(context.shape[1], device=device)
-        of_text = rotations(places, body.rope, body.head_dim)
-        of_block = rotations(
+        of_text = rotation_at(places, body.rope, body.head_dim)
+        of_block = rotation_at(
             anchors_BA[..., None] + torch.arange(size, device=device), body.rope, body.head_dim
         )
         hidden = self._hidden(anchors_BA, len(places), size)
@@ -148,3 +168,233 @@ def _attended(
     return torch.einsum("barkgt,btkh->barkgh", text, of_text[1]) + torch.einsum(
         "barkgs,baskh->barkgh", block, of_block[1]
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class BlockText:
+    """One text's share of a pass: what is read of the text, and a block behind that.
+
+    Cache positions count from where `table` begins, which is at position `shift` of the text.
+    """
+
+    table: Sequence[int] = field(kw_only=False)
+    shift: int = field(kw_only=False)
+    begin: int  # the first cache position that is read
+    states: Sequence[TappedRows] = ()  # the target's hidden states of what is read
+    count: int = 0  # rows of it
+    rows: int = 0  # of the block; 0: none
+    anchor: int = 0  # its first token
+    last: Tensor | None = None  # what was made of the token before the anchor, where it is not read now
+
+
+class BlockModel(HeadModel[BlockConfig, BlockText]):
+    """The head over products and attention of the kernels, and by one native call where it can be."""
+
+    def __init__(
+        self, head: BlockConfig, weights: Weights, target: LanguageModel, ids: Sequence[int]
+    ) -> None:
+        """As HeadModel."""
+        super().__init__(head, weights, target, ids)
+        body = head.body
+        assert body.rope is not None
+        ops, eps = weights.kernels.ops, body.norm_eps
+        self._head = weights.linear("lm_head")
+        self._fc = weights.linear("fc")
+        self._hidden_norm = RMSNorm(weights.tensor("hidden_norm.weight"), eps, ops)
+        if head.reads_last:
+            self._entry_norm = RMSNorm(weights.tensor("entry_norm.weight"), eps, ops)
+            self._entry = weights.linear("entry")
+        # Keys and values of a text are products of all layers with the same rows: one product makes them.
+        of_layers = [[f"layers.{i}.self_attn.{x}_proj" for x in "kv"] for i in range(body.num_layers)]
+        self._context = weights.linear(*chain(*of_layers), bias=body.qkv_bias)
+        self._layers = [DecoderLayer(i, body, weights, f"layers.{i}") for i in range(body.num_layers)]
+        native: NativeLayers | None = None
+        if body.activation is not Activation.RELU:
+            native = NativeLayers.of(
+                [layer.parts() for layer in self._layers], ops, gelu=body.activation is Activation.GELU_TANH
+            )
+        self._norm = RMSNorm(weights.tensor("norm.weight"), eps, ops)
+        self._rope = RotaryEmbedding(body.rope, body.head_dim, self.device)
+        self.native: NativeBlockHead | None = None
+        if native is not None and self._embedding_VD is not None:
+            self.native = NativeBlockHead(self._parts(self._embedding_VD, 1.0), native)
+        elif native is not None and isinstance(target, Decoder):
+            self.native = NativeBlockHead(self._parts(*target.embedding), native)
+        if head.markov_rank:
+            before_VM = self._looked_up(weights.tensor("markov_head.markov_w1.weight"))
+            named_UM = self._looked_up(weights.tensor("markov_head.markov_w2.weight"))
+            product = weights.linear("markov_head.markov_w2", loaded=named_UM)
+            self.markov = MarkovTerm(before_VM, named_UM, product)
+
+    def _looked_up(self, table: Tensor) -> Tensor:
+        """A table whose rows are looked up here and there: in large pages where the system has some."""
+        library = self.kernels.library
+        return table if library is None else in_huge_pages(library, torch.empty_like(table)).copy_(table)
+
+    def guess(self, texts: Sequence[BlockText], cache: HeadCache | None) -> HeadPass:
+        """As HeadModel says: reads these texts, and guesses the blocks behind them.
+
+        It makes of each text what it made of the last row that was read, [D]; None where nothing was.
+        """
+        assert cache is not None
+        native, attention = self.native, cache.attention
+        if native is not None and isinstance(attention, NativeCache):
+            native.reach(max(text.shift + text.begin + text.count + text.rows for text in texts))
+            return self._guess_at_once(native, attention, texts, cache.block_size)
+        last = self._read([text for text in texts if text.count], cache)
+        made = [next(last) if text.count else None for text in texts]
+        blocks = [text for text in texts if text.rows]
+        before = [
+            text.last if new is None else new for text, new in zip(texts, made, strict=True) if text.rows
+        ]
+        return HeadPass(made, *self._guess_blocks(blocks, before, cache))
+
+    def _guess_at_once(
+        self, native: NativeBlockHead, cache: NativeCache, texts: Sequence[BlockText], block_size: int
+    ) -> HeadPass:
+        numbers: list[int] = []
+        taps: list[int] = []
+        tables: list[int] = []
+        guesses, skipped = 0, self.head.skipped
+        for text in texts:
+            last = 0 if text.last is None else text.last.data_ptr()
+            numbers += (len(tables), len(text.table), text.shift, text.begin, text.count, text.rows)
+            numbers += (text.anchor, last)
+            tables += text.table
+            for part in text.states:
+                taps += part.addresses()
+            guesses += max(0, text.rows - skipped)
+        last_ND, *guessed = native.step(numbers, taps, tables, guesses, block_size=block_size, cache=cache)
+        return HeadPass([last_ND[i] if text.count else None for i, text in enumerate(texts)], *guessed)
+
+    def _read(self, texts: Sequence[BlockText], cache: HeadCache) -> Iterator[Tensor]:
+        """Read what there is of these texts, op by op; what was made of the last row of each, [D]."""
+        if not texts:
+            return iter(())
+        spans = [range(text.begin, text.begin + text.count) for text in texts]
+        positions = [p + text.shift for text, span in zip(texts, spans, strict=True) for p in span]
+        slots = [
+            slot
+            for text, span in zip(texts, spans, strict=True)
+            for slot in slots_of(text.table, span, cache.block_size)
+        ]
+        fused_TD = self.fused(joined([part for text in texts for part in text.states]))
+        keys, values = self.context(fused_TD, torch.tensor(positions, device=self.device))
+        where = torch.tensor(slots, device=self.device)
+        for layer, (k_TKH, v_TKH) in enumerate(zip(keys, values, strict=True)):
+            cache.kv.keys[layer][where] = k_TKH
+            cache.kv.values[layer][where] = v_TKH
+        return iter([fused_TD[end - 1] for end in accumulate(text.count for text in texts)])
+
+    def _guess_blocks(
+        self, texts: Sequence[BlockText], last: Sequence[Tensor | None], cache: HeadCache
+    ) -> tuple[Tensor, Tensor]:
+        """What the output layer reads of the rows of these blocks that guess, and its logits, op by op."""
+        head = self.head
+        if not texts:
+            return torch.empty(0, self.config.hidden_size), torch.empty(0, len(self.ids))
+        positions: list[int] = []
+        chosen: list[int] = []
+        for text in texts:
+            first = text.shift + text.begin + text.count
+            chosen += range(len(positions) + head.skipped, len(positions) + text.rows)
+            positions += range(first, first + text.rows)
+        attend = cache.attention.bind(_block_paths(texts, cache.block_size, causal=head.causal))
+        positions_T = torch.tensor(positions, device=self.device)
+        if head.reads_last:
+            anchors = [text.anchor for text in texts]
+            firsts = [text.shift + text.begin + text.count for text in texts]
+            anchors_BD = self.embedded(*torch.tensor([anchors, firsts], device=self.device))
+            entered_BRD = self.entered(torch.stack([one for one in last if one is not None]), anchors_BD)
+            blocks = zip(texts, entered_BRD, strict=True)
+            begun_TD = torch.cat([rows_RD[: text.rows] for text, rows_RD in blocks])
+        else:
+            ids = [
+                token for text in texts for token in (text.anchor, *[head.mask_token_id] * (text.rows - 1))
+            ]
+            begun_TD = self.embedded(torch.tensor(ids, device=self.device), positions_T)
+        read_TD = self.run(begun_TD, positions_T, attend)
+        read_RD = read_TD.index_select(0, torch.tensor(chosen, device=self.device))
+        return read_RD, self.logits(read_RD)
+
+    def probe(self, rows: int, block_size: int) -> list[BlockText]:
+        """As HeadModel says, two tokens of each text, with a block behind each text.
+
+        That is what a step's cost depends on: a pass for texts of which more is read takes little longer.
+        """
+        # All in the same slots, as a small cache has no others: it takes as long.
+        table = range(-(-(2 + self.head.block_size) // block_size))
+        states = self.zero_states(2)
+        text = BlockText(table, 0, begin=0, states=states, count=2, rows=self.head.block_size)
+        return [text] * -(-rows // 2)
+
+    def _parts(self, embedding_VD: Tensor, scale: float) -> BlockHeadParts:
+        """What native calls compute with."""
+        head = self.head
+        return BlockHeadParts(
+            fc=self._fc,
+            hidden_norm_D=self._hidden_norm.weight_D,
+            context=self._context,
+            entry=self._entry if head.reads_last else None,
+            entry_norm_D=self._entry_norm.weight_D if head.reads_last else None,
+            layers=[layer.parts() for layer in self._layers],
+            norm_D=self._norm.weight_D,
+            output=self._head,
+            embedding_VD=embedding_VD,
+            embedding_scale=scale,
+            mask_token_id=head.mask_token_id,
+            causal=head.causal,
+            skipped=head.skipped,
+            rotations=partial(rotations, [self._rope], self.config.max_context),
+        )
+
+    def fused(self, taps_TND: Tensor) -> Tensor:
+        """What the head makes of the target's hidden states, [T, D]."""
+        return self._hidden_norm(self._fc(taps_TND.flatten(1)))
+
+    def context(self, fused_TD: Tensor, positions_T: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The keys and values of a text's rows, each [T, K, H] of every layer."""
+        kv_heads, size = self.config.num_kv_heads, self.config.head_dim
+        made = self._context(fused_TD).view(len(fused_TD), len(self._layers), 2, kv_heads, size)
+        rope = self._rope.at(positions_T)
+        heads = [layer.heads for layer in self._layers]
+        keys = [rotated(made[:, i, 0], one.k_norm_H, one.norm_eps, rope) for i, one in enumerate(heads)]
+        return keys, [made[:, i, 1] for i in range(len(heads))]
+
+    def entered(self, last_PD: Tensor, anchors_PD: Tensor) -> Tensor:
+        """What all rows of P blocks begin with, [P, R, D], of a head that reads the last hidden state.
+
+        `last_PD` is what `fused` made of the token before each anchor, `anchors_PD` the anchors' embeddings.
+        """
+        read = torch.cat((last_PD, self._entry_norm(anchors_PD)), dim=-1)
+        return self._entry(read).view(len(last_PD), self.head.block_size, -1)
+
+    def run(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """What the output layer reads of each row of the blocks, [T, D]; writes their K and V.
+
+        `x_TD` is what they begin with; it is used up.
+        """
+        rope = self._rope.at(positions_T)
+        y_TD: Tensor | None = None
+        for layer in self._layers:
+            y_TD = layer(x_TD, y_TD, rope, attend)
+        return self._norm(x_TD, y_TD)
+
+    def logits(self, h_RD: Tensor) -> Tensor:
+        """The logits of the tokens it can name, the token before left out of account, [R, U]."""
+        return self._head(h_RD)
+
+
+def _block_paths(texts: Sequence[BlockText], block_size: int, *, causal: bool) -> Paths:
+    """What rows of blocks see: the text, and of their own block the rows up to theirs, or all of it."""
+    requests: list[int] = []
+    shared: list[int] = []
+    num_blocks = 0
+    for text in texts:
+        first, begin = len(shared), text.begin + text.count
+        shared += [begin + (row + 1 if causal else text.rows) for row in range(text.rows)]
+        requests += (first, len(shared), num_blocks, begin + text.rows)
+        num_blocks += len(text.table)
+    tail_ends = [0] * (len(shared) + 1)
+    tables = [text.table for text in texts]
+    return Paths.of(requests, shared, tail_ends, [], tables=tables, block_size=block_size)

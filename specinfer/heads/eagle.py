@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from specinfer.attention.backend import Attend
 from specinfer.heads.config import EagleConfig
-from specinfer.heads.layers import HeadLayer, Norm, Rotation, rotations, softmax
+from specinfer.heads.layers import HeadLayer, Norm, Rotation, rotation_at, softmax
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
 from specinfer.heads.vocabulary import HeadVocabulary, Tables
 from specinfer.models.decoder import DecoderLayer
@@ -99,7 +99,7 @@ class EagleHead(HeadVocabulary):
                 masked_11ND = self.mask_hidden.view(1, 1, *taps_BTND.shape[2:])
                 feature = self.fused(masked_11ND).expand_as(feature)
             embedded = self.embed_tokens(token_ids_BT)
-            rotation = rotations(places + step, body.rope, body.head_dim)
+            rotation = rotation_at(places + step, body.rope, body.head_dim)
             feature = self._layers(embedded, feature, rotation, seen)
             normed = feature if self.config.fc_reads_token else self.norm(feature)
             read.append(normed)

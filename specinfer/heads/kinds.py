@@ -13,8 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from specinfer.errors import ModelError
-from specinfer.heads.block import BlockHead
-from specinfer.heads.block_model import BlockModel
+from specinfer.heads.block import BlockHead, BlockModel
 from specinfer.heads.config import BlockConfig, EagleConfig, HeadConfig, MedusaConfig
 from specinfer.heads.eagle import EagleHead, EagleModel
 from specinfer.heads.foreign_config import is_head_config, named_as_here, published_config

@@ -102,8 +102,8 @@ class HeadLayer(nn.Module):
         return out
 
 
-def rotations(positions: Tensor, rope: Rope, head_dim: int) -> Rotation:
-    """The rotations of rows at these positions, any shape."""
+def rotation_at(positions: Tensor, rope: Rope, head_dim: int) -> Rotation:
+    """The rotation of rows at these positions, any shape."""
     made = RotaryEmbedding(rope, head_dim, positions.device).at(positions[..., None])
     return made.cos, made.sin
 

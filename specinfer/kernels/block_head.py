@@ -1,7 +1,7 @@
 """A block head's share of a step in one native call: what it reads, and its pass (cpu/block_head.cpp).
 
 A head has a layer or two, so what lies between its products is most of what it would take op by op: reading
-two tokens and guessing five took 1.3 ms for 0.4 ms of weights. heads/block_model.py has the same op by op.
+two tokens and guessing five took 1.3 ms for 0.4 ms of weights. heads/block.py has the same op by op.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NUMBERS: Final = 8  # of a text in a call
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockHeadParts:
-    """What a block head computes with; heads/block_model.py says what each is."""
+    """What a block head computes with; heads/block.py says what each is."""
 
     fc: Product
     hidden_norm_D: Tensor

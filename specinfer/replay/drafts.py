@@ -3,7 +3,7 @@
 Both are the engine's own DraftModel or BlockDraft: only the pass of the model and the draws from its logits
 are replaced. So what a draft has read, how its trees grow and what it keeps is decided by the code that does
 in an engine. What a block head guesses below a root depends on the text alone, and the likeliest nodes of a
-tree are its first ones (best_first.py): one tree of all nodes that a head may want is recorded for each root,
+tree are its first ones (one_pass.py): one tree of all nodes that a head may want is recorded for each root,
 and any smaller one grows from it as it did from the head's logits.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specinfer.config import SpeculationConfig
 from specinfer.errors import IntegrityError
-from specinfer.heads.block_model import BlockText
+from specinfer.heads.block import BlockText
 from specinfer.heads.config import BlockRows
 from specinfer.heads.runner import HeadPass
 from specinfer.replay.guess_trie import NO_SITE, GuessRecorder, GuessTrie
@@ -28,13 +28,12 @@ from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.executor import ModelRunner, Move
 from specinfer.runtime.flight import Flight
-from specinfer.speculate.drafts.best_first import MIN_PATH, MOST_NODES, WIDTH
-from specinfer.speculate.drafts.draft_model import DraftModel
+from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.speculate.drafts.growth import GuessedTree, Shape
 from specinfer.speculate.drafts.head_drafts import BlockDraft
-from specinfer.speculate.drafts.one_pass import GrowTrees, OnePassTrees
+from specinfer.speculate.drafts.one_pass import MIN_PATH, MOST_NODES, WIDTH, GrowTrees, OnePassTrees
 from specinfer.speculate.speculator import LevelSpeculator
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.token_tree import draws_by_parent

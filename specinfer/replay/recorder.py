@@ -19,7 +19,7 @@ from specinfer.engine.build import measured_alone
 from specinfer.engine.drafts import ids_read
 from specinfer.engine.models import Models
 from specinfer.errors import ConfigError, RequestError
-from specinfer.heads.block_model import BlockModel
+from specinfer.heads.block import BlockModel
 from specinfer.heads.runner import HeadModel, HeadRunner
 from specinfer.llm import LLM
 from specinfer.models.language_model import LanguageModel
@@ -33,12 +33,11 @@ from specinfer.report.provenance import provenance
 from specinfer.request import Request, RequestOutput
 from specinfer.runtime.executor import LocalExecutor, ModelRunner
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.drafts.best_first import MOST_NODES
-from specinfer.speculate.drafts.draft_model import DraftModel
+from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.draft_tokens import named_tokens
 from specinfer.speculate.drafts.growth import LIKELY_NODES, Shape
 from specinfer.speculate.drafts.head_drafts import BlockDraft
-from specinfer.speculate.drafts.one_pass import OnePassTrees, grow_best_first, level_drawer
+from specinfer.speculate.drafts.one_pass import MOST_NODES, OnePassTrees, grow_best_first, level_drawer
 from specinfer.speculate.speculator import LevelSpeculator
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from specinfer.errors import ModelError, TuneError
 from specinfer.heads.checkpoint import is_head
-from specinfer.heads.layers import HeadLayer, Norm, Rotation, initialise, rotations
+from specinfer.heads.layers import HeadLayer, Norm, Rotation, initialise, rotation_at
 from specinfer.hub import resolve
 from specinfer.models.config import Family, ModelConfig, Rope
 from specinfer.models.safetensors import write_model
@@ -54,7 +54,7 @@ class SmallModel(nn.Module):
         """What the output layer reads of every token, [B, T, D]; texts may be padded behind their ends."""
         config = self.config
         assert config.rope is not None
-        rotation = rotations(torch.arange(tokens_BT.shape[1]), config.rope, config.head_dim)
+        rotation = rotation_at(torch.arange(tokens_BT.shape[1]), config.rope, config.head_dim)
         x: Tensor = self.embed_tokens(tokens_BT)
         for layer in self.layers:
             assert isinstance(layer, HeadLayer)

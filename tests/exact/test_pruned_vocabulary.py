@@ -72,7 +72,7 @@ def test_the_law_of_the_text_is_the_targets(rule, kept, params, monkeypatch):
 
 @pytest.mark.parametrize("rule", [IID, WITHOUT, POINT])
 def test_a_draft_that_lacks_an_id_of_the_text_leaves_its_law(rule, monkeypatch):
-    # As where a target has logits for more ids than its draft (speculate/drafts/draft_model.py).
+    # As where a target has logits for more ids than its draft (speculate/drafts/draft.py).
     world = Supports(vocab=VOCAB, params=PARAMS["temperature"], seed=5)
     vocabulary = first_tokens(VOCAB - 1, VOCAB)
     draft = PrunedDraft("a", rule, (2, 1), vocabulary.ids, monkeypatch, reads=VOCAB - 1)

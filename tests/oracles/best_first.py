@@ -19,10 +19,9 @@ from torch import Tensor
 from specinfer.heads.kinds import AnyHeadModel
 from specinfer.heads.runner import MarkovTerm
 from specinfer.runtime.flight import HostFlight
-from specinfer.speculate.drafts.best_first import MIN_PATH, WIDTH
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.growth import GuessedTree, Shape
-from specinfer.speculate.drafts.one_pass import OnePassTrees, level_drawer
+from specinfer.speculate.drafts.one_pass import MIN_PATH, WIDTH, OnePassTrees, level_drawer
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.verify.noise import exponentials
 from specinfer.verify.scan import Likeliest

@@ -12,7 +12,7 @@
 namespace specinfer {
 namespace {
 
-// As in speculate/drafts/best_first.py and one_pass.py.
+// As in speculate/drafts/one_pass.py.
 constexpr int64_t kCandidates = 16, kRacers = 32;  // of a level: the likeliest, or among whom noise decides
 constexpr int64_t kWidth = 8;                      // children of a node at most
 

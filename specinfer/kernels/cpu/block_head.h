@@ -1,7 +1,7 @@
 // A head that guesses a block in one pass: what it reads of texts and its pass in one call. Between the products of a
 // layer or two, calls of one op after another take longer than these do.
 //
-// kernels/block_head.py is how it is called; heads/block_model.py has the same op by op.
+// kernels/block_head.py is how it is called; heads/block.py has the same op by op.
 
 #pragma once
 

@@ -34,7 +34,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from specinfer.heads.block_model import BlockText
+from specinfer.heads.block import BlockText
 from specinfer.heads.config import BlockConfig, EagleConfig, MedusaConfig
 from specinfer.heads.eagle import EagleModel, EagleText
 from specinfer.heads.kinds import AnyHeadModel

@@ -10,7 +10,7 @@ from specinfer.errors import ModelError
 from specinfer.heads.block import BlockHead
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
-from specinfer.heads.layers import rotated, rotations, softmax
+from specinfer.heads.layers import rotated, rotation_at, softmax
 from specinfer.heads.vocabulary import Tables
 from tests.heads import IDS, NAMED, SIZE, VOCAB, block_config, eagle_config, tiny_body, tiny_head
 from tests.unit.heads.plain import block_hidden, eagle_logits, weights_of
@@ -94,7 +94,7 @@ def test_rotations_and_softmaxes_of_narrow_numbers_are_of_float32() -> None:
     body = tiny_body()
     assert body.rope is not None
     x = torch.randn(6, 2, body.head_dim, generator=torch.Generator().manual_seed(1)).bfloat16()
-    rotation = rotations(torch.arange(90, 96), body.rope, body.head_dim)
+    rotation = rotation_at(torch.arange(90, 96), body.rope, body.head_dim)
     assert torch.equal(rotated(x, rotation), rotated(x.float(), rotation))
     with torch.autocast("cpu", torch.bfloat16):
         weights = softmax(x)

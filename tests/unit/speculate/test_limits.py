@@ -13,7 +13,7 @@ from specinfer.config import SpeculationConfig
 from specinfer.errors import RequestError
 from specinfer.plan import StepPlan
 from specinfer.request import Request
-from specinfer.speculate.drafts.draft_model import DraftModel
+from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.lookups.alignment import SIDE_DEPTH

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from specinfer.speculate.drafts.best_first import WIDTH
+from specinfer.speculate.drafts.one_pass import WIDTH
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.verify.noise import exponentials
 from tests.oracles.best_first import Level, Race, grow

@@ -12,7 +12,7 @@ from specinfer.plan import PlanEntry
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import ModelRunner
 from specinfer.runtime.flight import Flight
-from specinfer.speculate.drafts.draft_model import DraftModel
+from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.policy import SpeculationPolicy

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from specinfer.config import Quantization
-from specinfer.heads.block_model import BlockModel
+from specinfer.heads.block import BlockModel
 from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.kernels.choice import choose_kernels, guessing
 from specinfer.models.weights import load_model, open_model
 from specinfer.sampling_params import SamplingParams
-from specinfer.speculate.drafts.best_first import NativeTrees
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, named_tokens
 from specinfer.speculate.drafts.growth import Growth, GuessedTree, Shape
+from specinfer.speculate.drafts.one_pass import NativeTrees
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
 from tests import plans
@@ -87,8 +87,8 @@ def both(
     rows = settled["count"] * settled["levels"]
     read_TD = torch.randn(rows, SIZE, generator=torch.Generator().manual_seed(rows)).to(head.dtype)
     logits_TU = 3 * head.logits(read_TD)
-    native = NativeTrees.of("head", head, vocabulary)
-    assert native is not None
+    assert head.kernels.library is not None
+    native = NativeTrees("head", head, vocabulary, head.kernels.library)
     grown = []
     for trees in (native, PlainTrees("head", head, vocabulary)):
         asked = guessed(sampling, **settled)
@@ -159,8 +159,8 @@ def test_levels_that_are_no_numbers_end_a_tree(folder: Path, row: int) -> None:
     read_TD = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(1))
     logits_TU = head.logits(read_TD)
     logits_TU[row, 5] = torch.nan
-    native = NativeTrees.of("head", head, vocabulary)
-    assert native is not None
+    assert head.kernels.library is not None
+    native = NativeTrees("head", head, vocabulary, head.kernels.library)
     grown = []
     for trees in (native, PlainTrees("head", head, vocabulary)):
         asked = guessed({"temperature": 0}, 1, 4)
@@ -172,8 +172,8 @@ def test_levels_that_are_no_numbers_end_a_tree(folder: Path, row: int) -> None:
 
 def test_rows_that_are_not_there_are_refused(folder: Path) -> None:
     head, vocabulary = loaded(folder, "pairs", torch.float32, "none")
-    native = NativeTrees.of("head", head, vocabulary)
-    assert native is not None
+    assert head.kernels.library is not None
+    native = NativeTrees("head", head, vocabulary, head.kernels.library)
     read_TD = torch.zeros(4, SIZE)
     asked = guessed({"temperature": 0}, 1, 4)
     with pytest.raises(IndexError, match="4 rows of logits"):

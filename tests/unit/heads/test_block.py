@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specinfer.attention.native import NativeCache
-from specinfer.heads.block_model import BlockModel, BlockText
+from specinfer.heads.block import BlockModel, BlockText
 from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.heads.runner import HeadRunner
 from specinfer.kernels.choice import TORCH, Kernels, choose_kernels, guessing
