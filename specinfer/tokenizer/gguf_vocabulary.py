@@ -23,8 +23,7 @@ from specinfer.files import NewFile
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.hub.model_files import ModelFiles
 from specinfer.tokenizer.detokenizer import SPACE_SYMBOL
-from specinfer.tokenizer.library_errors import LibraryErrors
-from specinfer.tokenizer.vocabulary import first_ids, gguf_texts, gguf_value, odd_value
+from specinfer.tokenizer.vocabulary import first_ids, gguf_texts, gguf_value, library_errors, odd_value
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 
@@ -255,7 +254,7 @@ def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> 
 
 
 def _backend(metadata: _Metadata, bpe: dict[str, Any]) -> tokenizers.Tokenizer:
-    with LibraryErrors(metadata.header.path):
+    with library_errors(metadata.header.path):
         return tokenizers.Tokenizer(models.BPE(**bpe))
 
 

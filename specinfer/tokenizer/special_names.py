@@ -20,7 +20,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from specinfer.errors import RequestError
-from specinfer.tokenizer.library_errors import Panics
+from specinfer.tokenizer.vocabulary import library_panics
 
 _PRIVATE: Final = range(0xE000, 0xF900)  # characters that Unicode gives no meaning
 _TRUSTED: Final = ("system", "assistant")  # who may write special tokens
@@ -97,7 +97,7 @@ class SpecialNames:
                 pieces.append(prefix)
                 special += 1
             end = name.start()
-        with Panics():
+        with library_panics():
             encoded = backend.encode("".join([*pieces, text[end:]]), add_special_tokens=False).ids
         found = [ids.get(token, token) for token in encoded]
         of_special = sum(token in self._special for token in found)

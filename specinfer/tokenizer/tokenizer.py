@@ -15,9 +15,8 @@ from specinfer.hub.gguf_header import GgufHeader, read_gguf
 from specinfer.hub.model_files import ModelFiles, read_json
 from specinfer.tokenizer.detokenizer import TokenBytes
 from specinfer.tokenizer.fill_in import LOOKED_FOR, NAMES, FillInTokens
-from specinfer.tokenizer.library_errors import Panics
 from specinfer.tokenizer.special_names import Rendered, SpecialNames
-from specinfer.tokenizer.vocabulary import read_backend, tokenizer_file
+from specinfer.tokenizer.vocabulary import library_panics, read_backend, tokenizer_file
 
 if TYPE_CHECKING:
     from specinfer.tokenizer.chat_template import ChatTemplate
@@ -88,7 +87,7 @@ class Tokenizer:
             raise RequestError(
                 f"character {error.start} of the text is half of a surrogate pair; give valid Unicode text"
             ) from None
-        with Panics():
+        with library_panics():
             ids: list[int] = self._encoded(text, add_special).ids
         return ids
 

@@ -9,20 +9,54 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import tokenizers
 
-from specinfer.errors import ModelFileError
+from specinfer.errors import ModelFileError, RequestError
 from specinfer.hub.gguf_header import GgufHeader, Strings
 from specinfer.hub.model_files import ModelFiles
 from specinfer.tokenizer.detokenizer import SPACE_SYMBOL
-from specinfer.tokenizer.library_errors import LibraryErrors
 
 _MOST_GROWTH: Final = 256  # characters that a tokenizer may make of one before it looks for tokens
 _PADDING_TOKEN = re.compile(r"\[PAD(\d+)\]")  # how GGUF converters name the rows beyond the vocabulary
+
+
+@contextmanager
+def library_errors(path: Path) -> Iterator[None]:
+    """Let what the tokenizers library finds wrong with a file leave as ModelFileError.
+
+    It raises bare `Exception` for all of it, so exactly that class is translated, and its panics are.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is Exception or _is_panic(error):
+            raise ModelFileError(f"the tokenizer in {path} is damaged: {error}") from error
+        raise
+
+
+@contextmanager
+def library_panics() -> Iterator[None]:
+    """Let the tokenizers library's panics over a text leave as RequestError.
+
+    It panics where a regex of the tokenizer's does not end. A panic is no Exception, and ends threads.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        raise RequestError(
+            f"the model's tokenizer cannot read the text ({error}); shorten it, or change its repetitions"
+        ) from None
+
+
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"  # which cannot be imported
 
 
 class Vocabulary:
@@ -93,7 +127,7 @@ def read_backend(file: Path) -> tokenizers.Tokenizer:
     Raises ModelFileError where the file is damaged, or makes so much of a character that a short prompt
     could take all memory.
     """
-    with LibraryErrors(file):
+    with library_errors(file):
         backend = tokenizers.Tokenizer.from_file(str(file))
         backend.no_truncation()
         backend.no_padding()
