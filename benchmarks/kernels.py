@@ -43,7 +43,7 @@ from specinfer.kernels.quantized import (
     quantize_int8,
 )
 from specinfer.models.config import Family, ModelConfig
-from specinfer.models.weights import estimate_bytes, load_config
+from specinfer.models.weights import estimate_bytes, open_model
 from specinfer.progress import NoProgress
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.executor import ModelRunner
@@ -78,7 +78,7 @@ class Row:
 def main() -> None:
     args = arguments()
     files = resolve(args.model)
-    config = load_config(files.path)
+    config = open_model(files.path).config
     if config.family is Family.OPT:
         sys.exit(f"error: {files.name} is an OPT model; allowed: models with a gated MLP (Llama, Qwen, ...)")
     kernels, lacking = choose_kernels(args.kernels, torch.device("cpu"), NoProgress())

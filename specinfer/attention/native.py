@@ -73,7 +73,7 @@ class NativeCache:
             )
         self.library = library
         self._kept = both
-        self.checked: object = None  # the model that last found it to be its own
+        self.checked: object = None  # the layers that last found it to be their own
         self.key_addresses = (ctypes.c_void_p * len(keys))(*(k.data_ptr() for k in keys))
         self.value_addresses = (ctypes.c_void_p * len(values))(*(v.data_ptr() for v in values))
         addresses = map(ctypes.addressof, (self.key_addresses, self.value_addresses))
@@ -136,26 +136,26 @@ class NativeAttend:
             f"{self.cache.shape[0]} slots"
         )
 
-    def check(self, dtype: torch.dtype, rows: int, heads: AttentionSpec, rotation: Rotation | None) -> None:
-        """Raise ValueError where rows, heads or rope are not those of the cache and paths."""
-        self.cache.check(dtype, heads)
+    def __call__(self, heads: AttentionSpec, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
+        """The attended values, [T, N H]; writes K and V of every row to the layer's cache.
+
+        Raises ValueError where rows, heads or rope are not those of the cache and paths.
+        """
+        head = heads.head_dim
+        width = (heads.num_heads + 2 * heads.num_kv_heads) * head
+        code, rows = check_rows(qkv_TC, width), len(qkv_TC)
+        self.cache.check(qkv_TC.dtype, heads)
         if rows != self.paths.rows:
             raise ValueError(f"{rows} rows for paths of {self.paths.rows}")
-        head = heads.head_dim
         for part in () if rotation is None else (rotation.cos, rotation.sin):
             if part.dtype is not torch.float32 or part.shape != (rows, head // 2) or not part.is_contiguous():
                 raise ValueError(f"cos and sin must be float32 [{rows}, {head // 2}], got {list(part.shape)}")
 
-    def __call__(self, heads: AttentionSpec, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
-        """The attended values, [T, N H]; writes K and V of every row to the layer's cache."""
-        width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
-        code, rows = check_rows(qkv_TC, width), len(qkv_TC)
-        self.check(qkv_TC.dtype, rows, heads, rotation)
         args, paths = ctypes.byref(heads_args(heads)), ctypes.byref(self.paths)
         rope = (None, None) if rotation is None else (rotation.cos.data_ptr(), rotation.sin.data_ptr())
         library = self.cache.library
         cache = self.cache.key_addresses[heads.layer], self.cache.value_addresses[heads.layer]
-        q_TC = qkv_TC.new_empty(rows, heads.num_heads * heads.head_dim)
+        q_TC = qkv_TC.new_empty(rows, heads.num_heads * head)
         out_TC = torch.empty_like(q_TC)
         library.rope_and_store(code, args, paths, qkv_TC.data_ptr(), *rope, *cache, q_TC.data_ptr())
         library.tree_attention(code, args, paths, q_TC.data_ptr(), *cache, out_TC.data_ptr())

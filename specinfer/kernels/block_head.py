@@ -115,7 +115,7 @@ class NativeBlockHead:
         what the output layer reads, [R, D], and its logits, [R, U]. Raises IndexError where a text leads to a
         slot, position or token that is not there.
         """
-        self._check(cache)
+        self._layers.check(cache, self._type)
         kept = self._kept
         count = len(texts) // _NUMBERS
         last_ND = kept.norm_D.new_empty(count, self._size)
@@ -138,16 +138,6 @@ class NativeBlockHead:
         if not there:
             raise IndexError(f"texts {[*texts]} in blocks {[*tables]} lead to what is not there")
         return last_ND, read_RD, logits_RU
-
-    def _check(self, cache: NativeCache) -> None:
-        """Raise ValueError where a cache is not one of this head's."""
-        if cache.checked is self:
-            return
-        layers = len(self._layers.args)
-        if len(cache.key_addresses) != layers:
-            raise ValueError(f"caches of {len(cache.key_addresses)} layers for a head of {layers}")
-        cache.check(self._type, self._layers.heads)
-        cache.checked = self
 
 
 def _args(product: Product) -> ProductArgs:

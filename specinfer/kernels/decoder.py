@@ -71,10 +71,15 @@ class NativeLayers:
             return None
         return cls(layers, ops.library, gelu=gelu)
 
-    @property
-    def heads(self) -> AttentionSpec:
-        """The heads of the first layer, which are those of all in size and number."""
-        return self._kept[0].heads
+    def check(self, cache: NativeCache, dtype: torch.dtype) -> None:
+        """Raise ValueError where a cache is not one of these layers', of rows of that dtype."""
+        if cache.checked is self:
+            return
+        layers = len(self.args)
+        if len(cache.key_addresses) != layers:
+            raise ValueError(f"caches of {len(cache.key_addresses)} layers for a model of {layers}")
+        cache.check(dtype, self._kept[0].heads)  # in size and number those of all layers
+        cache.checked = self
 
 
 def _layer_args(layer: LayerParts) -> LayerArgs:
@@ -187,7 +192,7 @@ class NativeDecoder:
         [T, N, D]; there are logits if at most so many rows are chosen. Raises IndexError for a token the
         embeddings lack and for a position below 0, ValueError for other caches and numbers.
         """
-        self._check(attend.cache)
+        self._layers.check(attend.cache, self._norm_D.dtype)
         count, size = attend.paths.rows, self._norm_D.numel()
         _check_numbers("token ids", token_ids_T, count)
         _check_numbers("positions", positions_T, count)
@@ -226,16 +231,6 @@ class NativeDecoder:
                 else f"positions must be 0 or more, got {int(positions_T.min())}"
             )
         return read_RD, tapped_TND, logits_RV
-
-    def _check(self, cache: NativeCache) -> None:
-        """Raise ValueError where a cache is not one of this decoder's."""
-        if cache.checked is self:
-            return
-        layers = len(self._layers.args)
-        if len(cache.key_addresses) != layers:
-            raise ValueError(f"caches of {len(cache.key_addresses)} layers for a model of {layers}")
-        cache.check(self._norm_D.dtype, self._layers.heads)
-        cache.checked = self
 
 
 def _check_numbers(name: str, numbers: Tensor, count: int) -> None:

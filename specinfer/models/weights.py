@@ -144,11 +144,6 @@ def load_parts(
     return loaded
 
 
-def load_config(path: Path) -> ModelConfig:
-    """The config of a model folder or .gguf file; raises as `open_model`."""
-    return open_model(path).config
-
-
 def estimate_bytes(
     model: OpenModel | Path,
     dtype: torch.dtype,

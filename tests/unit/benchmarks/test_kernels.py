@@ -15,7 +15,7 @@ from specinfer.config import EngineConfig
 from specinfer.kernels.bandwidth import Bandwidth
 from specinfer.kernels.quantized import int8_bytes
 from specinfer.models.decoder import decoder_shapes
-from specinfer.models.weights import load_config
+from specinfer.models.weights import open_model
 from tests.kernels import NAMES, kernels
 from tests.tiny_models import write_tiny_llama
 
@@ -42,7 +42,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_the_products_have_every_weight_of_every_layer_once(bench: ModuleType, model: Path) -> None:
-    config = load_config(model)
+    config = open_model(model).config
     in_layers = sum(
         shape[0] * shape[1]
         for name, shape in decoder_shapes(config).items()
@@ -55,7 +55,7 @@ def test_the_products_have_every_weight_of_every_layer_once(bench: ModuleType, m
 
 
 def test_a_forward_reads_all_weights_but_the_embeddings(bench: ModuleType, model: Path) -> None:
-    config = load_config(model)
+    config = open_model(model).config
     sizes = {name: torch.Size(shape).numel() for name, shape in decoder_shapes(config).items()}
     embeddings = sizes.pop("model.embed_tokens.weight")
     head = sizes.pop("lm_head.weight", embeddings)  # tied embeddings are read as the head
@@ -84,7 +84,7 @@ def test_a_model_is_measured_from_products_to_operations(
     args = argparse.Namespace(nodes=NODES, context=20, threads=1, kernels=name)
     chosen = kernels(name)
     bandwidth = Bandwidth(chosen.library, 1 << 14)
-    products = list(quick.product_rows(load_config(model), chosen, NODES, bandwidth))
+    products = list(quick.product_rows(open_model(model).config, chosen, NODES, bandwidth))
     kept = ["bf16 plain", "bf16", "int8", "int4"]
     ways = {"qkv": kept, "o": kept, "gate": kept, "down": kept, "head": kept[:3]}
     named = [(row.name.split(" ")[0], row.name.split(", ")[1]) for row in products]

@@ -27,7 +27,7 @@ from specinfer.kernels.bandwidth import Bandwidth
 from specinfer.kernels.machine import LEVELS, VARIABLE
 from specinfer.kernels.native import Refused
 from specinfer.kernels.quantized import int8_bytes
-from specinfer.models.weights import load_config, load_model
+from specinfer.models.weights import load_model, open_model
 from tests.streaming import Streaming
 from tests.tiny_models import write_tiny_llama
 
@@ -168,7 +168,7 @@ def test_the_output_layer_is_read_once_and_the_embeddings_are_not(
 ) -> None:
     folder = write_tiny_llama(tmp_path / "m", num_layers=1, tie_embeddings=tied)
     model: Any = SimpleNamespace(
-        config=load_config(folder),
+        config=open_model(folder).config,
         dtype=torch.float32,
         kernels=SimpleNamespace(library=object() if native else None),
     )

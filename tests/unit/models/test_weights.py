@@ -14,7 +14,7 @@ from specinfer.kernels.product import Use
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.models.weight_reader import chosen_rows
-from specinfer.models.weights import estimate_bytes, load_config, load_model
+from specinfer.models.weights import estimate_bytes, load_model, open_model
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import ModelRunner
 from tests.kernels import kernels
@@ -47,7 +47,7 @@ def test_a_folder_loads_and_says_what_it_is(tmp_path):
     logits = logits_of(model)
     assert logits.shape == (3, 40)
     assert logits.isfinite().all()
-    assert load_config(tmp_path) == model.config
+    assert open_model(tmp_path).config == model.config
 
 
 def test_logit_rows_are_those_rows_of_all_logits(tmp_path):
