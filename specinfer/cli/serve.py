@@ -103,7 +103,7 @@ def run_batch(
     with BatchAnswers(target) as answers:
         earlier = len(answers)
         try:
-            if requests.any_left(answers):
+            if any(True for _ in requests.left(answers)):
                 with EngineChild((config.log_level, config.log_format)) as child:
                     run(config, engine, child, requests, answers, ProgressBar())
         finally:

@@ -91,7 +91,7 @@ def foreign_files(names: Iterable[str]) -> str | None:
         return "a diffusers pipeline, which makes pictures, and no text; give a language model"
     if _MODELOPT in own:
         return f"quantized by NVIDIA's ModelOpt ({_MODELOPT} says so), which is not read; {INSTEAD}"
-    if whole or _pickled(own):
+    if whole or any(fnmatch(name, "pytorch_model*.bin") for name in own):
         return None
     for pattern, what in _OTHER_PROGRAMS.items():
         if any(fnmatch(name.rpartition("/")[2], pattern) for name in names):
@@ -145,7 +145,3 @@ def pickled_weights(names: Collection[str], suffixes: tuple[str, ...]) -> list[s
     """Those of these files that hold pickled weights: not what training leaves beside them."""
     beside = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "random_states")
     return sorted(name for name in names if name.endswith(suffixes) and not name.startswith(beside))
-
-
-def _pickled(own: Collection[str]) -> bool:
-    return any(fnmatch(name, "pytorch_model*.bin") for name in own)

@@ -10,6 +10,7 @@ from typing import Any, Final
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -25,7 +26,6 @@ from specinfer.serve.hosts import Hosts
 from specinfer.serve.infill import Infill, InfillFields
 from specinfer.serve.message_fields import MessageFields
 from specinfer.serve.messages import Messages, count_tokens
-from specinfer.serve.metrics import TEXT_TYPE
 from specinfer.serve.page_server import PAGE_HEADERS, page_files
 from specinfer.serve.response_fields import ResponseFields
 from specinfer.serve.responses import Responses, ResponseStore
@@ -79,10 +79,10 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     bodies = _Bodies(app, service)
     bodies.answer("/v1/completions", CompletionFields, Completions)
     bodies.answer("/v1/chat/completions", ChatFields, Chat)
-    kept = ResponseStore(service.config.stored_responses)
+    store = ResponseStore(service.config.stored_responses)
     # Streams of others end with an event that says so, and with no other sign.
-    bodies.answer("/v1/responses", ResponseFields, partial(Responses, store=kept), done="")
-    _add_kept_responses(app, kept)
+    bodies.answer("/v1/responses", ResponseFields, partial(Responses, store=store), done="")
+    _add_kept_responses(app, store)
     bodies.answer("/v1/messages", MessageFields, Messages, done="")
     bodies.answer("/infill", InfillFields, Infill, done="")
     bodies.tell("/tokenize", TokenizeFields, tokenize)
@@ -200,17 +200,17 @@ def _add_models(app: FastAPI, service: Service) -> None:
         )
 
 
-def _add_kept_responses(app: FastAPI, kept: ResponseStore) -> None:
+def _add_kept_responses(app: FastAPI, store: ResponseStore) -> None:
     @app.get("/v1/responses/{name}")
     async def response(name: str, request: Request) -> Response:
         """A response that was kept, in one piece."""
         _parameters(request)
-        return Response(kept.body(name), media_type="application/json")
+        return Response(store.kept(name).body, media_type="application/json")
 
     @app.delete("/v1/responses/{name}")
     async def forget(name: str) -> dict[str, Any]:
         """Forget a response; those that went on from it stay."""
-        kept.forget(name)
+        store.forget(name)
         return {"id": name, "object": "response", "deleted": True}
 
     @app.get("/v1/responses/{name}/input_items")
@@ -222,12 +222,12 @@ def _add_kept_responses(app: FastAPI, kept: ResponseStore) -> None:
             raise ApiError(f"limit is {limit[:20]!r}; allowed: 1 to {_MOST_ITEMS}", param="limit")
         if order not in ("asc", "desc"):
             raise ApiError(f"order is {order[:20]!r}; allowed: asc, desc", param="order")
-        return kept.page(name, after=given.get("after"), limit=int(limit), order=order)
+        return store.page(name, after=given.get("after"), limit=int(limit), order=order)
 
     @app.post("/v1/responses/{name}/cancel")
     async def cancel(name: str) -> None:
         """Nothing to cancel: a response is kept when it has ended."""
-        kept.check(name)
+        store.kept(name)
         raise ApiError(
             "only responses that are made in the background can be cancelled, and none are here; "
             "close the connection to end one"
@@ -264,7 +264,7 @@ def _add_server_paths(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics.text(await service.backend.health()), media_type=TEXT_TYPE)
+        return Response(service.metrics.text(await service.backend.health()), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_page(app: FastAPI) -> None:

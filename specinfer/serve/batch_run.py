@@ -210,10 +210,6 @@ class BatchInput:
         with path.open("rb") as file:
             self.count = sum(1 for raw in file if raw.strip())
 
-    def any_left(self, answers: BatchAnswers) -> bool:
-        """Whether any line has no answer yet."""
-        return next(self.left(answers), None) is not None
-
     def left(self, answers: BatchAnswers) -> Iterator[_Ask]:
         """The lines without an answer, in order."""
         seen: dict[str, int] = {}

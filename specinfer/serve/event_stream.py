@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
 from io import BytesIO
 from typing import Any, Final, TypeVar
 
@@ -22,6 +22,11 @@ _ENCODED: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).en
 def event(value: object) -> str:
     """A JSON value as an event."""
     return f"data: {_ENCODED(value)}\n\n"
+
+
+def typed_events(values: Iterable[Mapping[str, Any]]) -> str:
+    """JSON objects as events that are named by their `type`."""
+    return "".join(f"event: {one['type']}\n{event(one)}" for one in values)
 
 
 async def stream(

@@ -215,15 +215,20 @@ def put(body: dict[str, Any], name: str, value: Any, by: str) -> None:
         raise ApiError(f"{by} and {name} are given, and differ; give one of them", param=by)
 
 
+def _put_inside(field: str, body: dict[str, Any], name: str, value: Any, by: str) -> None:
+    """The same of an object that is one of the endpoint's fields."""
+    inside = body.setdefault(field, {})
+    if isinstance(inside, dict):  # anything else is refused when it is read
+        put(inside, name, value, by)
+
+
 def _put_form(form: Mapping[str, Any], body: dict[str, Any], own: Own, by: str) -> None:
     """Ask for a form of the text in the endpoint's own field; raises ApiError where that has no such form."""
     if "output_config" in own:
-        config = body.setdefault("output_config", {})
         if form["type"] != "json_schema":
             raise ApiError(f"{by} asks for any JSON object; give a schema in output_config.format", param=by)
-        if isinstance(config, dict):
-            schema = form["json_schema"]["schema"]
-            put(config, "format", {"type": "json_schema", "schema": schema}, by)
+        wanted = {"type": "json_schema", "schema": form["json_schema"]["schema"]}
+        _put_inside("output_config", body, "format", wanted, by)
         return
     where, name = (body, "response_format") if "text" not in own else (body.setdefault("text", {}), "format")
     if not isinstance(where, dict):
@@ -292,9 +297,7 @@ def _think(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
 
 def _set_thinking(thinks: bool, body: dict[str, Any], own: Own, by: str) -> None:
     if "chat_template_kwargs" in own:
-        variables = body.setdefault("chat_template_kwargs", {})
-        if isinstance(variables, dict):  # anything else is refused when it is read
-            put(variables, "enable_thinking", thinks, by)
+        _put_inside("chat_template_kwargs", body, "enable_thinking", thinks, by)
     elif thinks:
         raise ApiError(
             f"{by} is true, and this endpoint has no chat template; ask /v1/chat/completions", param=by
@@ -318,13 +321,9 @@ def _reasoning(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
 def _reasoning_effort(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
     """How much is thought: at /v1/responses a part of `reasoning`, at /v1/messages of `output_config`."""
     if "output_config" in own:
-        config = body.setdefault("output_config", {})
-        if isinstance(config, dict):
-            put(config, "effort", value, name)
+        _put_inside("output_config", body, "effort", value, name)
     elif "reasoning" in own:
-        reasoning = body.setdefault("reasoning", {})
-        if isinstance(reasoning, dict):  # anything else is refused when it is read
-            put(reasoning, "effort", value, name)
+        _put_inside("reasoning", body, "effort", value, name)
     elif value != "none":
         raise ApiError(
             f"{name} is {shown(value)}, and this endpoint has no chat template; ask /v1/chat/completions",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from specinfer.request import Delta, FinishReason
 from specinfer.serve.api_error import ApiError, OwnNames
 from specinfer.serve.chat_prompt import ChatPrompt
 from specinfer.serve.dialect import AnswerReader
-from specinfer.serve.event_stream import event
+from specinfer.serve.event_stream import typed_events
 from specinfer.serve.growing_answer import Event, GrowingAnswer, Part, Parts
 from specinfer.serve.message_fields import MessageFields
 from specinfer.serve.reader import Event as Found
@@ -115,9 +115,11 @@ class Messages(GrowingAnswer[MessageFields]):
             async for grown in growth:
                 if not begun:
                     begun = True
-                    yield _told([{"type": "message_start", "message": self._message([])}, {"type": "ping"}])
+                    yield typed_events(
+                        [{"type": "message_start", "message": self._message([])}, {"type": "ping"}]
+                    )
                 if grown:
-                    yield _told(grown)
+                    yield typed_events(grown)
 
     def _grow(self, delta: Delta, found: Sequence[Found], reader: AnswerReader) -> list[Event]:
         events = self._blocks.grow(found)
@@ -170,7 +172,3 @@ def _checked(service: Service, fields: MessageFields) -> MessageFields:
     fields.check()
     tokenizer, reasoning = service.tokenizer, service.dialect.reasoning
     return fields.for_template(tokenizer.template_variables, reasons=reasoning is not None)
-
-
-def _told(events: Iterable[Event]) -> str:
-    return "".join(f"event: {one['type']}\n{event(one)}" for one in events)

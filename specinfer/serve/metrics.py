@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from specinfer.config import OLD_NAMES
 from specinfer.request import Delta, SpeculationFigures
 from specinfer.serve.work import CompletionObserver, Health, Work
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
-TEXT_TYPE: Final = CONTENT_TYPE_LATEST
 # A doubling each: whatever the machine, the error of a quantile read from them is the same.
 _SHORT: Final = tuple(0.001 * 2.0**i for i in range(14))  # 1 ms to 8 s
 _LONG: Final = tuple(0.01 * 2.0**i for i in range(16))  # 10 ms to 5 minutes
@@ -24,7 +22,7 @@ class Metrics:
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
-        self._model = model
+        self.model = model  # its name
 
         def made(kind: type[_Kind], name: str, purpose: str, *labels: str, **more: Any) -> _Kind:
             names = ["model_name", *labels]
@@ -93,21 +91,17 @@ class Metrics:
             self.preemptions.set(state.preemptions)
             self.steps.set(state.steps)
             for stage, seconds in state.stage_seconds.items():
-                self.stages.labels(self._model, stage).set(seconds)
+                self.stages.labels(self.model, stage).set(seconds)
             self.off_steps.set(state.speculation_off_steps)
             self.on.set(state.speculation_on)
             for speculator, count in state.guessed_tokens.items():
                 for name in _names_of(speculator):
-                    self.guessed_by.labels(self._model, name).set(count)
+                    self.guessed_by.labels(self.model, name).set(count)
             for model, factor in state.cost_factors.items():
-                self.factors.labels(self._model, model).set(factor)
+                self.factors.labels(self.model, model).set(factor)
             if state.prefix_queries:
                 self.hit_rate.set(state.prefix_hits / state.prefix_queries)
         return generate_latest(self.registry)
-
-    def ended(self, reason: str) -> None:
-        """Count a completion that ended."""
-        self.success.labels(self._model, reason).inc()
 
     def speculation(self, figures: SpeculationFigures) -> None:
         """Count what speculation did for an answer."""
@@ -115,14 +109,14 @@ class Metrics:
         self.draft_tokens.inc(figures.drafted_tokens)
         self.accepted_tokens.inc(figures.accepted_tokens)
         for position, count in enumerate(figures.accepted_per_depth):
-            self.accepted_at.labels(self._model, str(position)).inc(count)
+            self.accepted_at.labels(self.model, str(position)).inc(count)
         for counter, counts in (
             (self.verified_by, figures.proposed_by),
             (self.accepted_by, figures.accepted_by),
         ):
             for speculator, count in counts.items():
                 for name in _names_of(speculator):
-                    counter.labels(self._model, name).inc(count)
+                    counter.labels(self.model, name).inc(count)
 
 
 def _names_of(speculator: str) -> list[str]:
@@ -161,7 +155,7 @@ class Observed(CompletionObserver):
     def end(self, now: float) -> None:
         """Count the completion as ended, in whichever way."""
         metrics = self._metrics
-        metrics.ended(self.finish_reason)
+        metrics.success.labels(metrics.model, self.finish_reason).inc()
         metrics.whole.observe(now - self.begun)
         metrics.answer_length.observe(self.tokens)
         if self.first is not None and self.tokens > 1:

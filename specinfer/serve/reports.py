@@ -134,10 +134,13 @@ class CompletionLogprobs:
         tokenizer, offsets = self._tokenizer, []
         for token in token_ids:
             offsets.append(max(self._offset, 0))
-            self._offset += _begun_characters(tokenizer.token_bytes[token])
+            # The characters of UTF-8 that begin in it: one that began before it is not counted.
+            self._offset += sum(byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes[token])
         return {
             "tokens": [tokenizer.text_of(token) for token in token_ids],
-            "token_logprobs": [None if one is None else finite(_chosen(one).logprob) for one in logprobs],
+            "token_logprobs": [
+                None if one is None else finite(next(iter(one.values())).logprob) for one in logprobs
+            ],
             "top_logprobs": [None if one is None else self._likeliest(one) for one in logprobs],
             "text_offset": offsets,
         }
@@ -148,15 +151,6 @@ class CompletionLogprobs:
         for _, one in _likeliest(of_token, self._top):
             told.setdefault(one.text, finite(one.logprob))
         return told
-
-
-def _begun_characters(text: bytes) -> int:
-    """How many characters of UTF-8 begin in these bytes: one that began before them is not counted."""
-    return sum(byte & 0xC0 != 0x80 for byte in text)
-
-
-def _chosen(of_token: Logprobs) -> Logprob:
-    return next(iter(of_token.values()))
 
 
 def _likeliest(of_token: Logprobs, top: int) -> list[tuple[int, Logprob]]:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.api_error import CALLER, ApiError, OwnNames, cut
 from specinfer.serve.dialect import AnswerReader
-from specinfer.serve.event_stream import event
+from specinfer.serve.event_stream import typed_events
 from specinfer.serve.growing_answer import Event, GrowingAnswer, Part, Parts
 from specinfer.serve.reader import Event as Found
 from specinfer.serve.reports import chat_logprobs
@@ -42,7 +42,9 @@ _OWN_NAMES: Final = OwnNames(
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class KeptResponse:
+    """A response that has ended, and what it was made of."""
+
     body: bytes  # the response, as JSON
     messages: tuple[Mapping[str, Any], ...]  # the conversation with its answer, without instructions
     items: tuple[Mapping[str, Any], ...]  # of its own input
@@ -59,7 +61,7 @@ class ResponseStore:
     def __init__(self, most: int, most_bytes: int = _MOST_BYTES) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self._kept: dict[tuple[int, str], _Kept] = {}  # by the number of the key and the id; the oldest first
+        self._kept: dict[tuple[int, str], KeptResponse] = {}  # by the key's number and id; the oldest first
         self._size = 0
 
     def wants(self, asked: bool | None) -> bool:
@@ -79,7 +81,7 @@ class ResponseStore:
         body = json.dumps(response, ensure_ascii=False).encode()
         # Messages are shared with the responses before: they are counted once too often, not too rarely.
         size = len(body) + sum(len(str(one)) for one in (*messages, *items))
-        self._kept[CALLER.get().key, name] = _Kept(body, tuple(messages), tuple(items), size)
+        self._kept[CALLER.get().key, name] = KeptResponse(body, tuple(messages), tuple(items), size)
         self._size += size
         while len(self._kept) > self._most or (self._size > self._most_bytes and len(self._kept) > 1):
             self._drop(next(iter(self._kept)))
@@ -96,20 +98,12 @@ class ResponseStore:
             )
         return kept.messages
 
-    def body(self, name: str) -> bytes:
-        """The response as JSON; raises ApiError where there is none of that id."""
-        return self._of(name).body
-
-    def check(self, name: str) -> None:
-        """Raise ApiError where there is no response of that id."""
-        self._of(name)
-
     def page(self, name: str, *, after: str | None, limit: int, order: str) -> dict[str, Any]:
         """Some items of a response's input, in OpenAI's shape of a list: those behind the one called `after`.
 
         Raises ApiError where there is no such response, or no such item in it.
         """
-        items = list(self._of(name).items)
+        items = list(self.kept(name).items)
         if order == "desc":
             items.reverse()
         if after is not None:
@@ -130,10 +124,11 @@ class ResponseStore:
 
     def forget(self, name: str) -> None:
         """Let a response go; raises ApiError where there is none of that id."""
-        self.check(name)
+        self.kept(name)
         self._drop((CALLER.get().key, name))
 
-    def _of(self, name: str) -> _Kept:
+    def kept(self, name: str) -> KeptResponse:
+        """The response of that id; raises ApiError where there is none."""
         kept = self._kept.get((CALLER.get().key, name))
         if kept is None:
             raise ApiError(
@@ -268,9 +263,7 @@ class Responses(GrowingAnswer[ResponseFields]):
         numbers = itertools.count()
 
         def told(events: Iterable[Event]) -> str:
-            return "".join(
-                f"event: {one['type']}\n{event(one | {'sequence_number': next(numbers)})}" for one in events
-            )
+            return typed_events(one | {"sequence_number": next(numbers)} for one in events)
 
         begun = False
         try:

@@ -207,23 +207,22 @@ class TrafficLog:
             except Exception as error:  # a bug of ours; its own words may be those of a prompt
                 self._lose(type(error).__name__)
             else:
-                self._tell_again()
-
-    def _tell_again(self) -> None:
-        with self._counting:
-            lost, self._lost = self._lost, 0
-        if lost:
-            _LOG.warning("%s is written again; %d completions were left out", self._path, lost)
+                with self._counting:
+                    lost, self._lost = self._lost, 0
+                if lost:
+                    _LOG.warning("%s is written again; %d completions were left out", self._path, lost)
 
     def _line(self, traffic: LoggedCompletion) -> bytes:
         work = traffic.work
+        # As the model read it: special tokens stand in it by their names.
+        prompt = b"".join(map(self._tokenizer.bytes_of, work.prompt_token_ids))
         ended = datetime.fromtimestamp(traffic.ended_at, UTC).isoformat(timespec="milliseconds")
         line = {
             "time": ended.replace("+00:00", "Z"),
             "request_id": traffic.request_id,
             "index": work.index,
             "model": self._model,
-            "prompt": self._text_of(work.prompt_token_ids),
+            "prompt": prompt.decode("utf-8", "replace"),
             "prompt_token_ids": work.prompt_token_ids,
             "params": _told(work.params),
             "text": "".join(traffic.texts),
@@ -236,10 +235,6 @@ class TrafficLog:
         }
         text = json.dumps(line, ensure_ascii=False, separators=(",", ":"), default=_plain)
         return text.encode("utf-8", "replace")
-
-    def _text_of(self, ids: tuple[int, ...]) -> str:
-        """The prompt as the model read it: special tokens stand in it by their names."""
-        return b"".join(map(self._tokenizer.bytes_of, ids)).decode("utf-8", "replace")
 
 
 class LoggedCompletion(CompletionObserver):

@@ -13,11 +13,11 @@ def test_the_oldest_leave_where_all_are_too_large() -> None:
     for name, size in (("a", 30), ("b", 30), ("c", 30), ("d", 300)):
         store.keep(name, {}, [{"role": "user", "content": "x" * size}])
         if name == "c":
-            assert store.body("a") == b"{}"
+            assert store.kept("a").body == b"{}"
     for gone in "abc":
         with pytest.raises(ApiError):
-            store.body(gone)
-    assert store.body("d") == b"{}"  # the newest stays, whatever its size
+            store.kept(gone)
+    assert store.kept("d").body == b"{}"  # the newest stays, whatever its size
     store.forget("d")
     store.keep("e", {}, [])
     assert store.conversation("e") == ()
