@@ -38,7 +38,6 @@ TEMPLATE: Final = (
 FACTS: Final = EngineInfo(
     max_context=100_000,
     longest=100_000,
-    pid=1,
     speculators=("grammar", "prediction", "draft", "lookup"),
     speculation=SpeculationConfig(drafts=("small",), lookup=False, max_nodes=64),
 )
@@ -85,7 +84,7 @@ class ScriptedBackend:
         raise AssertionError(f"no test ends a server in the middle of a script: {reason}")
 
     async def health(self) -> Health:
-        return Health(True, FACTS, Statistics())
+        return Health(Statistics())
 
 
 def says(

@@ -87,7 +87,6 @@ class EngineProcess:
         facts = EngineInfo(
             llm.max_context,
             llm.intake.longest,
-            os.getpid(),
             llm.intake.speculators,
             llm.config.speculation,
         )

@@ -96,7 +96,6 @@ class ProcessBackend:
         self._watching: asyncio.Task[None] | None = None
         self._live: dict[str, _OpenWork] = {}
         self._engine: EngineChild | None = None  # None while one starts
-        self._facts: EngineInfo | None = None
         self._busy: frozenset[str] | None = None  # works that the engine is busy with; None: it has not said
         self._trial: _OpenWork | None = None  # while works go to the engine one by one, the last that did
         self._state = Statistics()  # the engine's, as it was last told
@@ -113,14 +112,14 @@ class ProcessBackend:
         engine, self._child = self._child or EngineChild(self._log), None
         loop = asyncio.get_running_loop()
         try:
-            self._facts = await engine.start(self._config, loop, self._deliver, self._died)
+            facts = await engine.start(self._config, loop, self._deliver, self._died)
         except BaseException:
             engine.kill()
             raise
         self._engine, self._trouble = engine, ""
         if self._timeout:
             self._watching = loop.create_task(self._watch(engine))
-        return self._facts
+        return facts
 
     async def close(self) -> None:
         """End the engine process; answers in progress fail."""
@@ -206,11 +205,10 @@ class ProcessBackend:
     async def health(self) -> Health:
         """How the engine is now; answers within a second, whatever happened to it."""
         state = await self._ask()
-        ready = state is not None
+        trouble = self._trouble or ("the engine does not answer" if state is None else "")
         if self._engine is None:  # nothing runs, and all wait for the next engine
             state = Statistics(waiting=len(self._live)).after(self._counted)
-        trouble = self._trouble or ("" if ready else "the engine does not answer")
-        return Health(ready, self._facts, state, self.restarts, trouble)
+        return Health(state, self.restarts, trouble)
 
     async def _ask(self, timeout: float = _ANSWER_SECONDS) -> Statistics | None:
         """The engine's state; None where it does not answer in time."""

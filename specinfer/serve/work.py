@@ -32,7 +32,6 @@ class EngineInfo:
 
     max_context: int  # prompt and output tokens of a request
     longest: int  # the same, with the KV cache counted
-    pid: int
     speculators: tuple[str, ...] = ()  # whom a request may name
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
@@ -49,11 +48,9 @@ class UnavailableError(BackendError):
 class Health:
     """How the engine process is."""
 
-    ready: bool  # it takes work now
-    facts: EngineInfo | None  # None before it was ready for the first time
     state: Statistics | None  # None where it does not answer
     restarts: int = 0
-    trouble: str = ""  # why it is not ready
+    trouble: str = ""  # why it does not take work now
 
 
 class CompletionObserver:

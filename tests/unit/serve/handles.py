@@ -33,7 +33,7 @@ class Handle:
         self, config: EngineConfig, loop: Any, deliver: Callable[..., None], died: Callable[..., None]
     ) -> EngineInfo:
         self._deliver, self._died = deliver, died
-        return EngineInfo(10, 10, 1)
+        return EngineInfo(10, 10)
 
     def kill(self) -> None:
         self.killed = True

@@ -15,7 +15,7 @@ WORK = Work("a", (1, 2, 3), SamplingParams())
 
 def told(metrics: Metrics, state: Statistics | None = None) -> dict[tuple[str, ...], float]:
     """Every metric by its name and its labels but the model's."""
-    text = metrics.text(Health(ready=True, facts=None, state=state)).decode()
+    text = metrics.text(Health(state)).decode()
     found: dict[tuple[str, ...], float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

@@ -26,7 +26,7 @@ from specinfer.serve.work import BackendError, EngineInfo, Health, UnavailableEr
 from specinfer.speculate.lookups.alignment import LEFT_OUT
 from specinfer.tokenizer import Tokenizer
 
-FACTS = EngineInfo(max_context=100, longest=80, pid=1)
+FACTS = EngineInfo(max_context=100, longest=80)
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -56,7 +56,7 @@ class Slow:
         self.gone += ids
 
     async def health(self) -> Health:
-        return Health(True, FACTS, None)
+        return Health(None)
 
 
 @pytest.fixture(scope="module")

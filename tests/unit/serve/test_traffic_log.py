@@ -19,7 +19,7 @@ from specinfer.serve import traffic_log
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.service import observers
-from specinfer.serve.traffic_log import PrivateLines, TrafficLog
+from specinfer.serve.traffic_log import LoggedCompletion, PrivateLines, TrafficLog
 from specinfer.serve.work import BackendError, Health, Work
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
@@ -263,11 +263,11 @@ def test_a_disk_that_never_answers_does_not_keep_the_server(
 def test_a_line_that_cannot_be_made_costs_itself(
     logged: Logged, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def odd(ids: tuple[int, ...]) -> str:
+    def odd(completion: LoggedCompletion) -> bytes:
         raise ValueError(SECRET)
 
     with monkeypatch.context() as patch:
-        patch.setattr(logged.log, "_text_of", odd)
+        patch.setattr(logged.log, "_line", odd)
         logged.complete("a")
         assert logged.lost(1)
     logged.complete("b")
@@ -283,7 +283,7 @@ def test_the_option_opens_it_and_metrics_count_what_it_loses(tmp_path: Path, tok
         assert isinstance(log, TrafficLog)
         log._lose("a reason")
     assert path.exists()
-    told = metrics.text(Health(True, None, None)).decode()
+    told = metrics.text(Health(None)).decode()
     assert f'specinfer:traffic_log_lost_total{{model_name="{MODEL}"}} 1.0' in told
     with observers(ServeConfig(), MODEL, metrics, tokenizer) as found:
         assert found == []
