@@ -48,7 +48,7 @@ def test_whom_it_is_busy_with_is_said_before_anything_is_computed(folder: Path) 
         try:
             assert server.recv()[0] == "ready"
             server.send(("add", [Work("a", (65, 66), LONG)]))
-            hear(server, lambda message: message[0] == "deltas")
+            hear(server, lambda message: message[0] == "deltas" and any(one.token_ids for one in message[1]))
             server.send(("add", [Work("b", (67, 68), LONG)]))  # for which there is no room
             checked = hear(server, lambda message: message[0] == "busy" and "b" in message[1])
             assert checked[-1] == ("busy", ["b", "a"])
