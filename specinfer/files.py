@@ -103,6 +103,13 @@ class NewFile:
         os.replace(self._partial, self._path)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Put `text` under `path`, whole or not at all, for everybody to read; raises OSError."""
+    with NewFile(path, mode=0o644) as new:
+        new.write(text.encode())
+        new.keep()
+
+
 def write_whole(path: Path, text: str) -> bool:
     """Put `text` under `path`, which gets its name only when whole; returns whether that could be done.
 

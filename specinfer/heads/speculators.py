@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import ModelError
-from specinfer.files import NewFile
+from specinfer.files import write_text
 from specinfer.heads.block import BlockHead
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
@@ -336,16 +336,10 @@ def write_head(
         described[FINGERPRINT] = fingerprint
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder / "model.safetensors", tensors)
-    _write(folder / "config.json", json.dumps(described, indent=2))
+    write_text(folder / "config.json", json.dumps(described, indent=2))
 
 
 def _rows_as_int8(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix as whole numbers, and what to multiply each row by."""
     scale = (matrix.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
     return (matrix / scale[:, None]).round().to(torch.int8), scale
-
-
-def _write(path: Path, text: str) -> None:
-    with NewFile(path, mode=0o644) as new:
-        new.write(text.encode())
-        new.keep()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from specinfer.errors import ModelFileError
-from specinfer.files import NewFile
+from specinfer.files import write_text
 from specinfer.hub.model_files import read_json
 
 POOL_FILE: Final = "pool.json"
@@ -98,9 +98,7 @@ def write_pool(folder: Path, pool: Pool) -> None:
         ],
         "figures": dict(pool.figures),
     }
-    with NewFile(folder / POOL_FILE, mode=0o644) as new:
-        new.write(json.dumps(described, indent=2).encode())
-        new.keep()
+    write_text(folder / POOL_FILE, json.dumps(described, indent=2))
 
 
 def member_folders(folder: Path, pool: Pool) -> list[Path]:

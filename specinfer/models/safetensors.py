@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import ModelError, ModelFileError
-from specinfer.files import NewFile, read_exactly
+from specinfer.files import NewFile, read_exactly, write_text
 from specinfer.hub.foreign_format import INSTEAD, quantized_tensor
 from specinfer.hub.model_files import ModelFiles, read_json
 from specinfer.models.config import Family, ModelConfig, Rope
@@ -285,9 +285,7 @@ def write_model(
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(tokenizer, folder)
     write_safetensors(folder / "model.safetensors", narrow)
-    with NewFile(folder / "config.json", mode=0o644) as new:
-        new.write(json.dumps(config_to_hf(config), indent=2).encode())
-        new.keep()
+    write_text(folder / "config.json", json.dumps(config_to_hf(config), indent=2))
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, object]:

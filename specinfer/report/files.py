@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from specinfer.errors import ConfigError
-from specinfer.files import NewFile
+from specinfer.files import write_text
 
 
 def check_writable(path: Path) -> None:
@@ -26,9 +26,7 @@ def check_writable(path: Path) -> None:
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
     """Write `result` to `path`, whole or not at all; raises ConfigError when the disk refuses."""
     try:
-        with NewFile(path, 0o644) as new:
-            new.write((json.dumps(result, indent=1) + "\n").encode())
-            new.keep()
+        write_text(path, json.dumps(result, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 

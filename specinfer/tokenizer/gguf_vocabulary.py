@@ -19,7 +19,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from specinfer.errors import ModelFileError
-from specinfer.files import NewFile
+from specinfer.files import NewFile, write_text
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.hub.model_files import ModelFiles
 from specinfer.tokenizer.detokenizer import SPACE_SYMBOL
@@ -327,6 +327,4 @@ def write_tokenizer(source: ModelFiles, folder: Path) -> None:
         ("tokenizer.json", vocabulary.backend.to_str()),
         ("tokenizer_config.json", json.dumps(config, indent=2)),
     ):
-        with NewFile(folder / name, mode=0o644) as new:
-            new.write(text.encode())
-            new.keep()
+        write_text(folder / name, text)

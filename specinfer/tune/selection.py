@@ -25,7 +25,7 @@ from specinfer.config import EngineConfig
 from specinfer.engine.build import Curves, measured_alone
 from specinfer.engine.drafts import draft_names
 from specinfer.engine.models import load_models
-from specinfer.files import NewFile
+from specinfer.files import write_text
 from specinfer.hub.pool import Member, Pool, write_pool
 from specinfer.models.fingerprint import fingerprint
 from specinfer.progress import Progress
@@ -270,9 +270,7 @@ def add_worth(folder: Path, selection: Selection) -> None:
     """
     readme = folder / "README.md"
     before = readme.read_text(encoding="utf-8").partition(_WORTH)[0]
-    with NewFile(readme, mode=0o644) as new:
-        new.write(f"{before}{_WORTH}{_worth(selection)}".encode())
-        new.keep()
+    write_text(readme, f"{before}{_WORTH}{_worth(selection)}")
 
 
 def make_pool(
@@ -299,9 +297,7 @@ def make_pool(
         "tokens_per_second": best.tokens_per_second,
         "plain_tokens_per_second": selection.plain_tokens_per_second,
     }
-    with NewFile(out / "README.md", mode=0o644) as new:
-        new.write(_card(selection, members, kind, material).encode())
-        new.keep()
+    write_text(out / "README.md", _card(selection, members, kind, material))
     write_pool(out, Pool(target.name, fingerprint(target.model), tuple(listed), figures))
 
 

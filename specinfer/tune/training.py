@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import ModelFileError, TuneError
-from specinfer.files import NewFile
+from specinfer.files import write_text
 from specinfer.models.safetensors import FLOATS, read_entries, write_safetensors
 from specinfer.progress import NoProgress, Progress
 from specinfer.report.files import dress, new_figure
@@ -234,10 +234,8 @@ class Training:
         return self._files.folder / "README.md"
 
     def _describe(self, draft: TrainableDraft, figures: Figures) -> None:
-        text = card(draft.described(), self._material, self.trainer, self._config.loss, figures)
-        with NewFile(self._card, mode=0o644) as new:
-            new.write(text.encode())
-            new.keep()
+        told = card(draft.described(), self._material, self.trainer, self._config.loss, figures)
+        write_text(self._card, told)
 
 
 def draw_training(history: Sequence[Mapping[str, Any]], path: Path) -> bool:

@@ -30,7 +30,7 @@ import torch
 
 from specinfer.config import EngineConfig
 from specinfer.errors import TuneError
-from specinfer.files import NewFile
+from specinfer.files import write_text
 from specinfer.hub import resolve
 from specinfer.hub.pool import MOST_MEMBERS, is_pool
 from specinfer.kernels.machine import thread_count
@@ -220,7 +220,7 @@ class Tuning:
     def _claim(self) -> None:
         """Make the folder this tuning's, now that there is something to be put into it."""
         (self._config.work / "shards").mkdir(parents=True, exist_ok=True)
-        _write(self._facts, json.dumps(self._shape))
+        write_text(self._facts, json.dumps(self._shape))
 
     def _check_folder(self) -> None:
         """Raise TuneError where the folder is not this tuning's, and cannot be."""
@@ -377,9 +377,3 @@ def _read(path: Path) -> dict[str, object]:
     if not isinstance(found, dict):
         raise TuneError(f"{path} is damaged; name another folder")
     return found
-
-
-def _write(path: Path, text: str) -> None:
-    with NewFile(path, mode=0o644) as new:
-        new.write(text.encode())
-        new.keep()
