@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from specinfer.bench.run import Comparison, EngineRun, Key, Load
-from specinfer.check.difference import TargetAlone, find_difference
-from specinfer.check.verdict import TextPromise, text_promise
+from specinfer.check.difference import TargetAlone, TextPromise, find_difference, text_promise
 from specinfer.engine.steps import Stage
 from specinfer.llm import LLM
 from specinfer.report.dataset import Dataset

@@ -1,17 +1,18 @@
-"""Where two texts that should be one part ways, and whether rounding is enough to part them.
+"""What two texts of one request have in common, where they part ways, and whether rounding is enough to.
 
 The target's choice is a function of its logits, the seed and the position. Where logits depend on the rows
 computed beside them, two runs may see logits that differ in their last bits. A difference is *explained*
 when such an error is enough to choose either token: the logits are computed once more by the plainest way,
 one token's logit is raised by `tolerance`, the choice is made again, and each of the two tokens wins when
-it is the one raised. Nothing else is. Whether an explanation excuses is another question (verdict.py).
+it is the one raised. Nothing else is. Whether an explanation excuses is another question (`text_promise`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,52 @@ from specinfer.request import RequestOutput
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.executor import ModelRunner, as_rows
 from specinfer.sampling_params import SamplingParams
+from specinfer.tree.draw import Verifier
 from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.noise import exponentials
 from specinfer.verify.target_law import target_law
 
 ULPS = 2  # of bfloat16, at the size of the logits: one for each of the two runs
 FLOAT32_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether one promise held."""
+
+    name: str
+    passed: bool
+    words: str  # what was seen, for a person
+    details: dict[str, Any] = field(default_factory=dict)  # plain JSON values
+    decided: bool = True  # False: too little was seen to say
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        known = {"name": self.name, "passed": self.passed, "decided": self.decided, "words": self.words}
+        return {**known, **self.details}
+
+    def __str__(self) -> str:
+        mark = "pass" if self.passed else "FAIL" if self.decided else "open"
+        return f"{mark}  {self.name}: {self.words}"
+
+
+class TextPromise(StrEnum):
+    """What a second answer to one request with one seed has in common with the first."""
+
+    IDENTICAL = "identical"  # every token; a difference is a failure, however small its cause
+    ROUNDING = "rounding"  # every token, but where two choices are within rounding of the logits
+    LAW = "law"  # the law both are sampled from, and no token
+
+
+def text_promise(params: SamplingParams, verifier: Verifier, device: torch.device) -> TextPromise:
+    """What is promised of texts sampled with `params`, whose target computes on `device`.
+
+    On a CPU a row's logits do not depend on the rows beside it, to the last bit; on GPUs nothing is promised
+    of rounding. Sampling with mss reads the tree, so another tree is another text of the same law.
+    """
+    if verifier == "mss" and not params.greedy:
+        return TextPromise.LAW
+    return TextPromise.IDENTICAL if device.type == "cpu" else TextPromise.ROUNDING
 
 
 @dataclass(frozen=True, slots=True)

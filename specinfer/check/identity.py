@@ -6,8 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from specinfer.check.difference import Difference, TargetAlone, find_difference
-from specinfer.check.verdict import TextPromise, Verdict, text_promise
+from specinfer.check.difference import (
+    Difference,
+    TargetAlone,
+    TextPromise,
+    Verdict,
+    find_difference,
+    text_promise,
+)
 from specinfer.llm import LLM
 from specinfer.progress import Progress
 from specinfer.request import RequestOutput, SpeculationFigures

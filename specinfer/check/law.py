@@ -28,8 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specinfer.check.difference import TargetAlone, rounding
-from specinfer.check.verdict import Verdict
+from specinfer.check.difference import TargetAlone, Verdict, rounding
 from specinfer.llm import LLM
 from specinfer.progress import Progress
 from specinfer.request import SpeculationFigures

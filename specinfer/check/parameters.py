@@ -9,10 +9,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.check.difference import TargetAlone
+from specinfer.check.difference import TargetAlone, Verdict
 from specinfer.check.identity import compare_texts
 from specinfer.check.promise import Effort, engine_like, with_verifier
-from specinfer.check.verdict import Verdict
 from specinfer.config import NO_SPECULATION, SpeculationConfig
 from specinfer.engine.admission import Admission
 from specinfer.errors import RequestError

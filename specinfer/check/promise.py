@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from specinfer.check import identity, law
-from specinfer.check.verdict import Verdict
+from specinfer.check.difference import Verdict
 from specinfer.config import NO_SPECULATION, SpeculationConfig
 from specinfer.errors import IntegrityError
 from specinfer.llm import LLM

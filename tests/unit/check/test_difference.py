@@ -10,14 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from specinfer.check.difference import TargetAlone, find_difference, first_difference, rounding
+from specinfer.check.difference import (
+    TargetAlone,
+    TextPromise,
+    find_difference,
+    first_difference,
+    rounding,
+    text_promise,
+)
 from specinfer.request import Answer, RequestOutput, SpeculationFigures, Timing
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.executor import ModelRunner, as_rows
 from specinfer.sampling_params import SamplingParams
+from specinfer.tree.draw import Verifier
 from tests.engines import write_tiny
 
 GREEDY = SamplingParams(temperature=0)
+IDENTICAL, ROUNDING, LAW = TextPromise.IDENTICAL, TextPromise.ROUNDING, TextPromise.LAW
 
 
 class Fixed:
@@ -124,3 +133,23 @@ def test_the_target_alone_gives_its_logits_however_many_texts_are_asked_about(tm
         runner = ModelRunner(model, num_blocks=1, block_size=len(text))
         whole = as_rows(runner.forward([chain_rows(text, 0, [0], logits=True)]))[0]
         np.testing.assert_allclose(logits, whole, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("device", "verifier", "temperature", "promised"),
+    [
+        ("cpu", "coupled", 0.0, IDENTICAL),
+        ("cpu", "coupled", 1.0, IDENTICAL),
+        ("cpu", "mss", 0.0, IDENTICAL),
+        ("cpu", "mss", 1.0, LAW),
+        ("cuda", "coupled", 0.0, ROUNDING),
+        ("cuda:1", "coupled", 1.0, ROUNDING),
+        ("cuda", "mss", 0.0, ROUNDING),
+        ("cuda", "mss", 1.0, LAW),
+    ],
+)
+def test_what_is_promised_where(
+    device: str, verifier: Verifier, temperature: float, promised: TextPromise
+) -> None:
+    params = SamplingParams(temperature=temperature)
+    assert text_promise(params, verifier, torch.device(device)) is promised

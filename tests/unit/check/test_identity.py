@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from specinfer.check.difference import Verdict
 from specinfer.check.identity import check_repetition, compare_texts
-from specinfer.check.verdict import Verdict
 from specinfer.llm import LLM
 from specinfer.progress import NoProgress
 from specinfer.request import Answer, FinishReason, RequestOutput, SpeculationFigures, Timing

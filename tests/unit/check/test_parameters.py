@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from specinfer.check import parameters
-from specinfer.check.difference import TargetAlone
+from specinfer.check.difference import TargetAlone, Verdict
 from specinfer.check.parameters import LEAST, ProcessedTarget, check_parameters, params_of, settings_for
 from specinfer.check.promise import Effort
-from specinfer.check.verdict import Verdict
 from specinfer.processors.changes import Penalties, RowChanges
 from specinfer.sampling_params import SamplingParams
 from tests.engines import Tiny, write_tiny
