@@ -61,7 +61,7 @@ def generate(
     params = sampling_params(options, n=n, logprobs=logprobs)
     llm = build_llm(options)
     from specinfer.cli.answering import Listener, as_json, stream, summary
-    from specinfer.cli.explanation import print_steps, steps_as_json
+    from specinfer.cli.tree_view import print_steps, steps_as_json
 
     chat = llm.tokenizer.has_chat_template if templated is None else templated
     if system is not None and not chat:

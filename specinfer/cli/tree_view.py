@@ -1,4 +1,4 @@
-"""Token trees drawn as text: what was guessed, by whom, and what the target made of it.
+"""Steps shown as text: their token trees, and who guessed, who did not, expectations and results.
 
     step 3: 2 of 4 accepted
     " the"
@@ -8,18 +8,28 @@
     |   `-- " ran" (draft)
     `-- " dog" (draft)
 
-A star (and colour, on a terminal) marks the accepted path; the arrow is the target's own next token.
+A star (and colour, on a terminal) marks the accepted path; the arrow is the target's own next token. Of
+the same steps `specinfer generate --explain` shows:
+
+     step  guessed                  did not          expected  came  guesses  expected    took
+        7  lookup 3 of 7, draft 2   grammar: no guess    3.21     4    5.1      24.0    23.1
+        8                           all: plain step      1.00     1    0.0      18.9    19.4
+
+Tokens are the request's; milliseconds are those of the step, which serves all requests there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
+
+from specinfer.speculate.decision import GUESSED, REQUEST, Contribution, Decision
 
 if TYPE_CHECKING:
     from specinfer.engine.trace import TreeEvent
 
+_WIDTH: Final = 120  # of the table, where its width is nobody's screen
 _STYLES = {"accepted": "32;1", "bonus": "36;1", "rejected": "2"}  # SGR codes: green, cyan, dim
 
 
@@ -77,3 +87,98 @@ def _quoted(text: str) -> str:
     """The text between double quotes, with what would move the cursor escaped."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return '"' + shown.replace('"', '\\"') + '"'
+
+
+def steps_as_json(events: Sequence[TreeEvent], request_id: str) -> list[dict[str, Any]]:
+    """One request's steps as plain JSON values: what was decided, and what came of it."""
+    return [
+        {
+            "step": event.step,
+            **decision.to_json(),
+            "tokens": len(event.acceptance.path) + 1,
+            "seconds": round(sum(event.seconds.values()), 6),
+        }
+        for event, decision in _explained(events, request_id)
+    ]
+
+
+def print_steps(events: Sequence[TreeEvent], request_id: str) -> None:
+    """Print one request's steps as a table, and what they come to."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    steps = _explained(events, request_id)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("step", justify="right")
+    table.add_column("guessed (verified of drawn)")
+    table.add_column("did not")
+    for name in ("tokens expected", "tokens", "guesses ms", "expected ms", "took ms"):
+        table.add_column(name, justify="right")
+    never = _never(steps)
+    for event, decision in steps:
+        table.add_row(
+            str(event.step),
+            ", ".join(map(_guessed, _those_who(decision))),
+            _others([one for one in decision.contributions if one.speculator not in never]),
+            "-" if decision.expected_tokens is None else f"{decision.expected_tokens:.2f}",
+            str(len(event.acceptance.path) + 1),
+            _milliseconds(decision.guess_seconds),
+            _milliseconds(decision.seconds),
+            _milliseconds(sum(event.seconds.values())),
+        )
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
+    console.print(table)
+    console.print(_total(steps), soft_wrap=True)
+
+
+def _explained(events: Sequence[TreeEvent], request_id: str) -> list[tuple[TreeEvent, Decision]]:
+    return [
+        (event, event.decision)
+        for event in events
+        if event.request_id == request_id and event.decision is not None
+    ]
+
+
+def _total(steps: Sequence[tuple[TreeEvent, Decision]]) -> str:
+    """What all steps come to, in words: expectations beside results, and who never guesses."""
+    came = sum(len(event.acceptance.path) + 1 for event, _ in steps)
+    parts = [f"{len(steps)} steps, {came} tokens"]
+    tokens = [decision.expected_tokens for _, decision in steps if decision.expected_tokens is not None]
+    if tokens:
+        parts.append(f"{sum(tokens):.1f} expected")
+    expected = [decision.seconds for _, decision in steps if decision.seconds is not None]
+    if expected:
+        took = sum(sum(event.seconds.values()) for event, decision in steps if decision.seconds is not None)
+        parts.append(f"{1e3 * sum(expected):.0f} ms expected, {1e3 * took:.0f} ms taken")
+    if never := _never(steps):
+        parts.append(f"{', '.join(never)}: {REQUEST}")
+    return "; ".join(parts)
+
+
+def _never(steps: Sequence[tuple[TreeEvent, Decision]]) -> list[str]:
+    """The speculators that may not guess for the request at all, or have nothing to guess from."""
+    return [one.speculator for one in steps[0][1].contributions if one.reason == REQUEST] if steps else []
+
+
+def _those_who(decision: Decision) -> list[Contribution]:
+    return [one for one in decision.contributions if one.reason == GUESSED]
+
+
+def _guessed(one: Contribution) -> str:
+    return f"{one.speculator} {one.verified} of {one.drawn}"
+
+
+def _others(contributions: Sequence[Contribution]) -> str:
+    """Those who did not guess, by their reasons."""
+    by_reason: dict[str, list[str]] = {}
+    for one in contributions:
+        if one.reason != GUESSED:
+            by_reason.setdefault(one.reason, []).append(one.speculator)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.1f}"

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _LOSSES: Final = ("hybrid", "kl")
 _FORMS: Final = ("discount", "sequence", "none")
 _SSM_LAYERS: Final = 4
+_AS_GIVEN: Final = (  # options that are fields of TuneConfig
+    *("minutes", "collect_minutes", "resume", "replace", "chat", "max_tokens", "init", "members"),
+)
 
 
 @click.command()
@@ -109,22 +112,14 @@ def tune(
     out: Path,
     files: tuple[Path, ...],
     traffic: Path | None,
-    minutes: float,
-    collect_minutes: float | None,
-    replace: Path | None,
-    resume: bool,
     loss: str,
     kind: str,
-    init: str | None,
     layout: str | None,
     layers: int | None,
     depth: int,
     vocabulary: int | None,
-    members: int,
     boost: str | None,
     warm: bool | None,
-    chat: bool | None,
-    max_tokens: int,
     seed: int,
     **options: Any,
 ) -> None:
@@ -136,6 +131,7 @@ def tune(
     minutes, or the answers under way where one takes longer than that: --resume goes on. Without --prompts
     or --traffic the built-in prompts are asked, which are few.
     """
+    as_given = {name: options.pop(name) for name in _AS_GIVEN}
     config = engine_config({**options, "lookup": False})
     if traffic is not None and files:
         raise TuneError("--prompts and --traffic are both given; give one of them")
@@ -153,17 +149,10 @@ def tune(
         TuneConfig(
             target=config,
             out=out,
-            minutes=minutes,
-            collect_minutes=collect_minutes,
-            resume=resume,
-            replace=replace,
-            chat=chat,
-            max_tokens=max_tokens,
-            init=init,
             kind=_kind(kind, layout, layers, depth, vocabulary),
-            members=members,
             boost=BoostConfig(**boosting) if boosting else None,
             training=TrainConfig(loss=cast(Loss, loss), seed=seed),
+            **as_given,
         ),
         progress=ProgressBar(),
         say=lambda line: click.echo(line, err=True),
