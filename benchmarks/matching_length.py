@@ -34,8 +34,7 @@ from specinfer import LLM
 from specinfer.models.language_model import LanguageModel
 from specinfer.replay.oracle import reaches_of
 from specinfer.replay.replay import Phase
-from specinfer.replay.trace import Trace
-from specinfer.replay.trace_store import read_trace
+from specinfer.replay.trace import Trace, read_trace
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.executor import ModelRunner
 

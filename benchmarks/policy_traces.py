@@ -55,8 +55,7 @@ from specinfer.replay.replay import (
     speedup,
     whole,
 )
-from specinfer.replay.trace import Trace
-from specinfer.replay.trace_store import read_trace, write_trace
+from specinfer.replay.trace import Trace, read_trace, write_trace
 from specinfer.report.dataset import Dataset, read_dataset
 from specinfer.request import Request
 from specinfer.speculate.drafts.growth import Shape

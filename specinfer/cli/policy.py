@@ -157,7 +157,7 @@ def replay(
     """
     from specinfer.replay.replay import mixed as in_turns
     from specinfer.replay.replay import speedup, whole, with_nodes
-    from specinfer.replay.trace_store import read_trace
+    from specinfer.replay.trace import read_trace
 
     if plot is not None:
         from specinfer.report.files import check_plot

@@ -76,7 +76,7 @@ def record(
         from specinfer.progress import ProgressBar
         from specinfer.replay.recorder import learned_shape
         from specinfer.replay.recorder import record as record_trace
-        from specinfer.replay.trace_store import write_trace
+        from specinfer.replay.trace import write_trace
 
         chat = llm.tokenizer.has_chat_template if templated is None else templated
         if chat:

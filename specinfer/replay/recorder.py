@@ -27,8 +27,7 @@ from specinfer.progress import NoProgress, Progress
 from specinfer.replay.baselines import LookingOn
 from specinfer.replay.drafts import DraftNotes, RecordedPasses, RecordedTrees
 from specinfer.replay.engine import ReplayEngine, num_blocks
-from specinfer.replay.trace import DEPTH, RecordedDraft, RecordedEngine, RecordedText, Trace
-from specinfer.replay.trace_store import KEPT_PARAMS
+from specinfer.replay.trace import DEPTH, KEPT_PARAMS, RecordedDraft, RecordedEngine, RecordedText, Trace
 from specinfer.report.provenance import provenance
 from specinfer.request import Request, RequestOutput
 from specinfer.runtime.executor import LocalExecutor, ModelRunner

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from specinfer import LLM
-from specinfer.replay.trace import RecordedText, Trace
-from specinfer.replay.trace_store import read_trace, write_trace
+from specinfer.replay.trace import RecordedText, Trace, read_trace, write_trace
 from tests.unit.benchmarks.conftest import Run
 from tests.unit.benchmarks.test_scripts import table
 

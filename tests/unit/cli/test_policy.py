@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from specinfer.cli import cli
 from specinfer.engine.steps import Stage
 from specinfer.errors import UserError
-from specinfer.replay.trace_store import read_trace, write_trace
+from specinfer.replay.trace import read_trace, write_trace
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.policy.chances import Chances

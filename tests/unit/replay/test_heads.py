@@ -27,8 +27,7 @@ from specinfer.replay.engine import PlayedStep
 from specinfer.replay.guess_trie import NO_SITE
 from specinfer.replay.oracle import play_oracle
 from specinfer.replay.replay import POLICIES, Played, play, play_without, speculation_of, whole
-from specinfer.replay.trace import Trace
-from specinfer.replay.trace_store import read_trace, write_trace
+from specinfer.replay.trace import Trace, read_trace, write_trace
 from specinfer.speculate.drafts.one_pass import MOST_NODES
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from tests.engines import CPU, ENGINE, Tiny, write_tiny

@@ -15,11 +15,10 @@ import pytest
 from numpy.typing import NDArray
 
 from specinfer.errors import ConfigError, UserError
-from specinfer.replay import trace_store
+from specinfer.replay import trace as traces
 from specinfer.replay.guess_trie import GuessTrie
 from specinfer.replay.replay import POLICIES, play, whole
-from specinfer.replay.trace import Trace
-from specinfer.replay.trace_store import read_trace, write_trace
+from specinfer.replay.trace import Trace, read_trace, write_trace
 from tests.engines import Tiny
 from tests.unit.replay.conftest import recorded
 
@@ -179,6 +178,6 @@ def test_no_array_is_believed_to_be_larger_than_its_entry(file: Path) -> None:
 
 
 def test_a_file_that_would_fill_memory_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_store, "LARGEST", 1000)
+    monkeypatch.setattr(traces, "LARGEST", 1000)
     with pytest.raises(UserError, match="allowed: 1000"):
         read_trace(file)
