@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import asdict
 from itertools import pairwise
+from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -101,14 +102,10 @@ def _lines(stored: StoredPolicy) -> list[str]:
             for whose, counts in counted
             if not whose or any(counts.tries)
         ]
-    for name, accepted in chances.accepted.items():
-        rates = [a / n for a, n in zip(accepted, chances.seen[name], strict=True)]
-        others, firsts = rates[: len(BELIEVED)], rates[len(BELIEVED) :]
-        for kind, became in (("first choices", firsts), ("others", others)):
-            told = [
-                f"{said:.2f}->{rate:.2f}" for said, rate in zip(BELIEVED, became, strict=True) if rate != said
-            ]
-            lines += [f"  {name}: {kind}, said->became: {' '.join(told)}"] if told else []
+    for name, curves in chances.curves.items():
+        for kind, curve in zip(("others", "first choices"), curves, strict=True):
+            told = [f"{said:.2f}->{curve.rate(log(said / (1 - said))):.2f}" for said in BELIEVED]
+            lines.append(f"  {name}: {kind}, said->became: {' '.join(told)}")
     return lines
 
 

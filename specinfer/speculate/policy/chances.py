@@ -1,12 +1,12 @@
-"""How likely guesses are to become text: counted while they are used, and kept between runs (memory.py).
+"""How likely guesses are to become text: learned while they are used, and kept between runs (memory.py).
 
-Two things are counted. A speculator says how sure it is of a token given the tokens before it
-(`Draw.confidence`): a draft model its own probability, a lookup how long a match it found. The rate of such
-guesses that became text is counted for each speculator by confidence, in steps of one in log-odds, apart for
-its first choice below a node and its others. And of drafts the rate at each level of their trees is counted,
-for all requests and by temperature: before a level is drawn its confidences are not known.
+Two things are learned. A speculator says how sure it is of a token given the tokens before it
+(`Draw.confidence`): a draft model its own probability, a lookup how long a match it found. A logistic curve
+for each speculator says how often guesses as sure as that became text, apart for its first choice below a
+node and its others. And of drafts the rate at each level of their trees is counted, for all requests and by
+temperature: before a level is drawn its confidences are not known.
 
-Old counts fade, so the rates follow the texts.
+Old outcomes count less, so the rates follow the texts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Final, NamedTuple
 
@@ -26,12 +27,12 @@ STEEPEST: Final = 6  # confidences are rounded to log-odds from -6 to 6: probabi
 BELIEVED: Final = [1 / (1 + math.exp(-odds)) for odds in range(-STEEPEST, STEEPEST + 1)]
 _EDGES: Final = [1 / (1 + math.exp(-odds - 0.5)) for odds in range(-STEEPEST, STEEPEST)]
 _FIRST: Final = len(BELIEVED)  # where first choices lie in a table, behind the others
-PRIOR: Final = 4.0  # guesses: until more were seen, a speculator is believed
-_MEMORY: Final = 0.995  # what a count keeps at each new guess: the last 200 decide
-_BESIDE_DRAFTS: Final = 2.0  # the prior is so many times as large beside drafts
-MOST_SEEN: Final = _BESIDE_DRAFTS * PRIOR + 1 / (1 - _MEMORY)  # that a count can come to
+PACE: Final = 0.03  # of an error, that a curve's offset moves by
+STEEPENING: Final = 0.01  # of an error, that its slope moves by for each unit of log-odds
+FARTHEST: Final = 6.0  # from 0 that an offset goes
+STEEPEST_SLOPE: Final = 3.0
 
-# Beside drafts the odds that others state are multiplied by this until they were counted: lookups were right
+# Beside drafts the odds that others state are multiplied by this at first: lookups were right
 # .64 of the times they said .88, and .5 to .76 where they said .95 (docs/lab/2026-11-25-dropped.md).
 _STATED: Final = 0.4
 
@@ -141,17 +142,36 @@ class DraftLevels:
             counts.fade(kept)
 
 
+@dataclass(slots=True)
+class Curve:
+    """How likely guesses become text, by the log-odds of their confidence: a logistic that learns in use.
+
+    Each outcome moves offset and slope against the gradient of its log-loss, always by the same measure.
+    """
+
+    offset: float = 0.0
+    slope: float = 1.0
+
+    def rate(self, odds: float, less: float = 0.0) -> float:
+        """The probability of a guess of this confidence; `less` is taken from its log-odds."""
+        return 1 / (1 + math.exp(less - self.offset - self.slope * odds))
+
+    def learn(self, odds: float, became: bool) -> None:
+        """Learn that a guess of this confidence became text, or did not."""
+        error = became - self.rate(odds)
+        self.offset = min(FARTHEST, max(-FARTHEST, self.offset + PACE * error))
+        self.slope = min(STEEPEST_SLOPE, max(0.0, self.slope + STEEPENING * error * odds))
+
+
 class Chances:
-    """The counts of all speculators; `depths` says how many levels are counted of each draft with a price."""
+    """What is learned of all speculators; `depths` are the levels counted of each draft that has a price."""
 
     def __init__(self, depths: Mapping[str, int] | None = None) -> None:
         self.outcomes = 0  # of all guesses, that were counted
         self.levels = {name: DraftLevels(depth) for name, depth in (depths or {}).items()}
-        self._prior = PRIOR * (_BESIDE_DRAFTS if self.levels else 1.0)
-        # By speculator, of others than first choices and of these: how many became text, of how many.
-        self.accepted: dict[str, list[float]] = {}
-        self.seen: dict[str, list[float]] = {}
-        self._rates: dict[str, list[float]] = {}
+        # By speculator, of others than first choices and of these.
+        self.curves: dict[str, tuple[Curve, Curve]] = {}
+        self._tables: dict[str, list[float]] = {}  # the rates of both, by confidence; made when asked for
 
     def rates(self, draws: Sequence[Draw]) -> list[float]:
         """How likely each of these draws is to become text where its parent did, [len(draws)].
@@ -195,12 +215,17 @@ class Chances:
         right: dict[tuple[str, int], int] = {}  # which of them held the token
         for run in as_runs(tree.draws).runs:
             name, above = run.speculator, chosen.setdefault(run.speculator, set())
-            leveled = name in self.levels
+            leveled, (other, first) = name in self.levels, self._curves(name)
+            self._tables.pop(name, None)
             for i, parent in enumerate(run.parents):
                 if parent not in becomes:
                     continue
-                became, kind = becomes[parent] == run.nodes[i], bisect_left(_EDGES, run.confidences[i])
-                self._count(name, kind if parent in above else kind + _FIRST, became)
+                became, odds = (
+                    becomes[parent] == run.nodes[i],
+                    bisect_left(_EDGES, run.confidences[i]) - STEEPEST,
+                )
+                (other if parent in above else first).learn(odds, became)
+                self.outcomes += 1
                 above.add(parent)
                 if leveled:
                     number = numbers[name, parent] = numbers.get((name, parent), -1) + 1
@@ -211,38 +236,24 @@ class Chances:
             for name, parent in numbers:
                 self.levels[name].learn(levels[parent], right.get((name, parent)), temperature)
 
-    def _count(self, name: str, at: int, became: bool) -> None:
-        """Count one guess of a speculator, of the kind that lies there in its table."""
-        if name not in self.seen:
-            self.put(name, [self._prior * rate for rate in self._start(name)], [self._prior] * 2 * _FIRST)
-        accepted, seen = self.accepted[name], self.seen[name]
-        accepted[at] = _MEMORY * accepted[at] + became
-        seen[at] = _MEMORY * seen[at] + 1
-        self._rates[name][at] = self._rate(name, accepted[at], seen[at])
-        self.outcomes += 1
+    def _curves(self, name: str) -> tuple[Curve, Curve]:
+        """A speculator's curves, of others than first choices and of these."""
+        if name not in self.curves:
+            offset = math.log(_STATED) if self._beside_drafts(name) else 0.0
+            self.curves[name] = Curve(offset), Curve(offset)
+        return self.curves[name]
 
     def _of(self, name: str) -> list[float]:
-        """A speculator's rates: those of others than first choices, and behind them of these."""
-        rates = self._rates.get(name)
-        if rates is None:
-            rates = self._rates[name] = [self._rate(name, rate, 1.0) for rate in self._start(name)]
-        return rates
+        """A speculator's rates by confidence: of others than first choices, and behind them of these."""
+        table = self._tables.get(name)
+        if table is None:
+            less = -math.log(BESIDE) if self._beside_drafts(name) else 0.0
+            table = self._tables[name] = [
+                curve.rate(odds, less)
+                for curve in self._curves(name)
+                for odds in range(-STEEPEST, STEEPEST + 1)
+            ]
+        return table
 
-    def _start(self, name: str) -> list[float]:
-        """A speculator's rates before anything was counted."""
-        stated = 1.0 if name in self.levels or not self.levels else _STATED
-        return [_times(stated, rate) for rate in (*BELIEVED, *BELIEVED)]
-
-    def _rate(self, name: str, accepted: float, seen: float) -> float:
-        rate = accepted / seen
-        return rate if name in self.levels or not self.levels else _times(BESIDE, rate)
-
-    def put(self, name: str, accepted: list[float], seen: list[float]) -> None:
-        """Have these be the counts of a speculator, both [2 * len(BELIEVED)]."""
-        self.accepted[name], self.seen[name] = accepted, seen
-        self._rates[name] = [self._rate(name, of, tries) for of, tries in zip(accepted, seen, strict=True)]
-
-
-def _times(part: float, rate: float) -> float:
-    """The rate whose odds are that part of this one's."""
-    return part * rate / (1 - rate + part * rate)
+    def _beside_drafts(self, name: str) -> bool:
+        return name not in self.levels and bool(self.levels)

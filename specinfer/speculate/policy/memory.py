@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from specinfer.files import cache_dir, write_whole
-from specinfer.speculate.policy.chances import BELIEVED, HEATS, MOST_SEEN, PRIOR, Chances
+from specinfer.speculate.policy.chances import FARTHEST, HEATS, STEEPEST_SLOPE, Chances, Curve
 from specinfer.speculate.policy.guard import KEPT, PLAIN_FIRST, Guard, PlainSteps
 
 _LOG = logging.getLogger(__name__)
 
-VERSION: Final = 5  # of the file; another one is when numbers mean something else
+VERSION: Final = 6  # of the file; another one is when numbers mean something else
 LARGEST: Final = 1 << 20  # bytes of a file
 EVERY: Final = 2000  # steps, after which the file is written
 LEAST: Final = 500  # outcomes that are worth writing
@@ -100,9 +100,8 @@ def told(chances: Chances, guard: Guard) -> dict[str, Any]:
     """The counts as JSON values."""
     return {
         "outcomes": chances.outcomes,
-        "counts": {
-            name: {"accepted": accepted, "seen": chances.seen[name]}
-            for name, accepted in chances.accepted.items()
+        "curves": {
+            name: [[curve.offset, curve.slope] for curve in curves] for name, curves in chances.curves.items()
         },
         "drafts": {
             name: {"all": levels.all.to_json(), "alike": [alike.to_json() for alike in levels.alike]}
@@ -116,7 +115,11 @@ def told(chances: Chances, guard: Guard) -> dict[str, Any]:
 
 def recall(learned: Mapping[str, Any], chances: Chances, guard: Guard | None = None) -> None:
     """Take over the result of `told`; takes nothing and raises ValueError or KeyError for other values."""
-    counts = {_name(name): _counts(one) for name, one in _mapping(learned["counts"], _MOST_NAMES).items()}
+    curves = {
+        _name(name): (_curve(others), _curve(firsts))
+        for name, one in _mapping(learned["curves"], _MOST_NAMES).items()
+        for others, firsts in (_list(one, 2, 2),)
+    }
     stored = _mapping(learned["drafts"], _MOST_NAMES)
     drafts = {name: checked_levels(stored[name]) for name in chances.levels if name in stored}
     plain = {
@@ -127,8 +130,7 @@ def recall(learned: Mapping[str, Any], chances: Chances, guard: Guard | None = N
         for size, seen in _mapping(learned["plain"], 64).items()
     }
     outcomes = _whole(learned["outcomes"], 0, _MOST_OUTCOMES)
-    for name, (accepted, tries) in counts.items():
-        chances.put(name, accepted, tries)
+    chances.curves.update(curves)
     for name, (of_all, alike) in drafts.items():
         chances.levels[name].all.recall(of_all)
         for heat, levels in zip(chances.levels[name].alike, alike, strict=True):
@@ -188,12 +190,10 @@ def stored_policies(folder: Path | None = None) -> list[tuple[Path, StoredPolicy
     return found
 
 
-def _counts(value: object) -> tuple[list[float], list[float]]:
-    """A speculator's counts by confidence."""
-    found, kinds = _mapping(value, 2), 2 * len(BELIEVED)
-    seen = [_real(one, PRIOR, MOST_SEEN) for one in _list(found["seen"], kinds, kinds)]
-    accepted = _list(found["accepted"], kinds, kinds)
-    return [_real(one, 0.0, of) for one, of in zip(accepted, seen, strict=True)], seen
+def _curve(value: object) -> Curve:
+    """A curve of a speculator's guesses."""
+    offset, slope = _list(value, 2, 2)
+    return Curve(_real(offset, -FARTHEST, FARTHEST), _real(slope, 0.0, STEEPEST_SLOPE))
 
 
 def _levels(value: object) -> list[list[float]]:

@@ -58,7 +58,7 @@ def depths(
     return reached
 
 
-def teach(policy: CostPolicy, levels: int, steps: int = 100) -> None:
+def teach(policy: CostPolicy, levels: int, steps: int = 200) -> None:
     """Trees of four levels of which the first `levels` become text."""
     for _ in range(steps):
         policy.begin_step(plan(entry()))
