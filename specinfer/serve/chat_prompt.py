@@ -103,10 +103,10 @@ def _prepare(service: Service, fields: ConversationFields, messages: Messages) -
         variables=variables,
     )
     starts_inside, closed, preamble = _thoughts(dialect.reasoning, rendered.text, begun, fields)
-    visible = () if dialect.reasoning is None else dialect.reasoning.visible_token_ids
+    visible = () if dialect.reasoning is None else tuple(dialect.reasoning.special.values())
     held: dict[str, Any] = {"preamble": preamble}
     if tools and dialect.calls is not None:
-        visible = dialect.calls.visible_token_ids + visible
+        visible = (*dialect.calls.special.values(), *visible)
         with naming("tools"):
             grammar = call_grammar(
                 dialect.calls,

@@ -83,16 +83,18 @@ class ChoicesAnswer(ABC, Generic[_Fields]):
 
     async def events(self) -> AsyncGenerator[str]:
         """The answer as the events of a stream."""
-        fields, begun = self._fields, set[int]()
+        wished, begun = self._fields.stream_options, set[int]()
+        usage_at_end = wished is not None and bool(wished.include_usage)
+        usage_in_chunks = usage_at_end and wished is not None and bool(wished.continuous_usage_stats)
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
                 if piece["index"] not in begun:
                     begun.add(piece["index"])
                     self._first(piece)
-                so_far = self._tally.usage() if fields.usage_in_chunks else None
+                so_far = self._tally.usage() if usage_in_chunks else None
                 told = self._object([piece], self.chunk_kind)
-                yield event(told | ({"usage": so_far} if fields.usage_in_stream else {}))
-        if fields.usage_in_stream:
+                yield event(told | ({"usage": so_far} if usage_at_end else {}))
+        if usage_at_end:
             yield event(self._object([], self.chunk_kind) | self._report())
 
     @abstractmethod

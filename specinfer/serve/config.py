@@ -161,8 +161,3 @@ class ServeConfig:
             )
         if self.port > 65535:
             raise ConfigError(f"port is {self.port}; allowed: 0 to 65535")
-
-    @property
-    def bodies_memory(self) -> int:
-        """Bytes that all requests together may have that are not answered yet."""
-        return 2 * self.max_body if self.max_bodies_memory is None else self.max_bodies_memory

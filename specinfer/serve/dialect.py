@@ -19,7 +19,8 @@ OPEN, CLOSE = "<think>", "</think>"
 class Reasoning:
     """How a model marks its reasoning: between OPEN and CLOSE, at the start of its answer.
 
-    `special` are the ids of those marks that are special tokens of the model; the others are text.
+    `special` are the ids of those marks that are special tokens of the model, and have to stand in a text for
+    it to be split; the others are text.
     """
 
     special: Mapping[str, int] = field(default_factory=dict)
@@ -32,11 +33,6 @@ class Reasoning:
             return None
         found = ((mark, tokenizer.special_id(mark)) for mark in (OPEN, CLOSE))
         return cls({mark: token for mark, token in found if token is not None})
-
-    @property
-    def visible_token_ids(self) -> tuple[int, ...]:
-        """Special tokens that have to stand in a text for it to be split."""
-        return tuple(self.special.values())
 
     def opened_by(self, prompt: str) -> bool:
         """Whether a prompt ends inside of reasoning, so that the answer begins there."""

@@ -183,18 +183,6 @@ class SamplingFields(Fields):
         check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [], MOST_STOPS)
         check_strings("bad_words", self.bad_words or [], MOST_BAD_WORDS)
 
-    @property
-    def usage_in_stream(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def usage_in_chunks(self) -> bool:
-        """Whether each chunk of such a stream has the usage so far."""
-        return self.usage_in_stream and bool(
-            self.stream_options is not None and self.stream_options.continuous_usage_stats
-        )
-
     def params(self, **more: Any) -> SamplingParams:
         """What these fields mean, with others of SamplingParams; a field that is None is left at its default.
 

@@ -73,16 +73,6 @@ class InfillFields(SamplingFields):
             raise ApiError(_DIFFER, param="n_predict")
 
     @property
-    def prefix(self) -> str:
-        """All text before the cursor."""
-        return self.input_prefix + (self.prompt or "")
-
-    @property
-    def files(self) -> list[tuple[str, str]]:
-        """Names and texts of `input_extra`."""
-        return [(extra.filename or "", extra.text) for extra in self.input_extra or ()]
-
-    @property
     def wanted(self) -> int | None:
         """The wanted maximum of tokens; None for no limit."""
         wanted = self.max_tokens if self.n_predict is None else self.n_predict
@@ -140,7 +130,11 @@ class Infill:
         """One chunk per engine delta."""
         fields, service = self._fields, self._service
         prompt = await service.encode_fill_in(
-            fields.prefix, fields.input_suffix, "input_suffix", files=fields.files, answer=fields.wanted or 0
+            fields.input_prefix + (fields.prompt or ""),
+            fields.input_suffix,
+            "input_suffix",
+            files=[(extra.filename or "", extra.text) for extra in fields.input_extra or ()],
+            answer=fields.wanted or 0,
         )
         self._tally.prompt_tokens = len(prompt)
         params = fields.sampling_params(

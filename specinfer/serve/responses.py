@@ -59,16 +59,10 @@ class ResponseStore:
     """
 
     def __init__(self, most: int, most_bytes: int = _MOST_BYTES) -> None:
-        self._most = most
+        self.most = most
         self._most_bytes = most_bytes
         self._kept: dict[tuple[int, str], KeptResponse] = {}  # by the key's number and id; the oldest first
         self._size = 0
-
-    def wants(self, asked: bool | None) -> bool:
-        """Whether a response is kept whose request says so of `store`; raises ApiError where it cannot be."""
-        if asked and not self._most:
-            raise ApiError("store is true, and this server keeps no responses; drop it", param="store")
-        return asked is not False and bool(self._most)
 
     def keep(
         self,
@@ -83,7 +77,7 @@ class ResponseStore:
         size = len(body) + sum(len(str(one)) for one in (*messages, *items))
         self._kept[CALLER.get().key, name] = KeptResponse(body, tuple(messages), tuple(items), size)
         self._size += size
-        while len(self._kept) > self._most or (self._size > self._most_bytes and len(self._kept) > 1):
+        while len(self._kept) > self.most or (self._size > self._most_bytes and len(self._kept) > 1):
             self._drop(next(iter(self._kept)))
 
     def conversation(self, name: str) -> tuple[Mapping[str, Any], ...]:
@@ -243,7 +237,9 @@ class Responses(GrowingAnswer[ResponseFields]):
     def __init__(self, service: Service, fields: ResponseFields, store: ResponseStore) -> None:
         fields.check()
         self._store = store
-        self._stored = store.wants(fields.store)
+        if fields.store and not store.most:
+            raise ApiError("store is true, and this server keeps no responses; drop it", param="store")
+        self._stored = fields.store is not False and bool(store.most)
         earlier = fields.previous_response_id
         before = () if earlier is None else store.conversation(earlier)
         fields.check_results(before)

@@ -164,7 +164,7 @@ def _uvicorn_config(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
         http=partial(  # type: ignore[arg-type]  # whatever makes a protocol will do
             Connection,
             idle=config.idle_timeout,
-            connections=Connections(config.max_connections, config.bodies_memory),
+            connections=Connections(config.max_connections, config.max_bodies_memory or 2 * config.max_body),
         ),
         ws="none",
         lifespan="off",

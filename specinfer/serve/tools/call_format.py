@@ -66,7 +66,7 @@ class CallFormat:
     `native`: the template tells the model of tools in this form; otherwise a system message has to
     (conversation.py). `single`: it writes earlier answers with one call only, so that an answer may not have
     more. `with_ids`: it puts a call's id before its arguments. `special` are the ids of those marks that are
-    special tokens of the model; the others are text.
+    special tokens of the model, and have to stand in a text for its calls to be found; the others are text.
     """
 
     name: FormatName
@@ -100,11 +100,6 @@ class CallFormat:
             with_ids=native and CALL_ID in template,
             special={mark: token for mark, token in marks if token is not None},
         )
-
-    @property
-    def visible_token_ids(self) -> tuple[int, ...]:
-        """Special tokens that have to stand in a text for its calls to be found."""
-        return tuple(self.special.values())
 
     def new_id(self) -> str:
         """A random id for a call, such as the model's template accepts."""

@@ -60,8 +60,7 @@ def call_grammar(
         return None
     several = parallel and not call_format.single and choice.name is None
     lark = _Lark(callable_tools, call_format.special, several, whitespace)
-    lark.write(call_format, choice.mode == "auto", reasoning, starts_inside, form)
-    written = lark.text()
+    written = lark.written(call_format, choice.mode == "auto", reasoning, starts_inside, form)
     if len(written) > MAX_SOURCE:
         raise RequestError(
             f"the schemas of tools make a grammar of {len(written)} characters; allowed: at most "
@@ -83,19 +82,15 @@ class _Lark:
         self._several = several
         self._rules: dict[str, str] = {}
 
-    def text(self) -> str:
-        """The grammar as Lark."""
-        return "\n".join(f"{name}: {body}" for name, body in self._rules.items())
-
-    def write(
+    def written(
         self,
         call_format: CallFormat,
         optional: bool,
         reasoning: Reasoning | None,
         starts_inside: bool,
         form: StructuredOutput | None,
-    ) -> None:
-        """Write the rule `start`; where calls are `optional`, an answer may be the form, or any text.
+    ) -> str:
+        """The grammar as Lark; where calls are `optional`, an answer may be the form, or any text.
 
         Without a form, text may also stand before calls.
         """
@@ -120,6 +115,7 @@ class _Lark:
                 form = self._without_calls(form)
             self._rules["form"] = f"%lark {{\n{lark_of(form)}\n}}"  # which has names of its own
             self._rules["answer"] += " | form"
+        return "\n".join(f"{name}: {body}" for name, body in self._rules.items())
 
     def _start(self, free: bool, reasoning: Reasoning | None, starts_inside: bool) -> str:
         if reasoning is None:

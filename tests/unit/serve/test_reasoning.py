@@ -79,10 +79,10 @@ def test_a_model_reasons_if_its_template_says_so():
     assert Reasoning.of(tokenizer()) is None
     assert Reasoning.of(tokenizer(PLAIN, tool_template=THINKING)) == Reasoning()
     text = tokenizer(THINKING, text=("<think>", "</think>"))
-    assert Reasoning.of(text).visible_token_ids == ()
+    assert Reasoning.of(text).special == {}
     special = tokenizer(THINKING, special=("<think>", "</think>"))
     assert Reasoning.of(special) == Reasoning({"<think>": 257, "</think>": 258})
-    assert Reasoning.of(special).visible_token_ids == (257, 258)
+    assert tuple(Reasoning.of(special).special.values()) == (257, 258)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_what_else_the_template_shows():
 
 
 def test_marks_that_are_special_tokens_have_to_be_visible():
-    visible = {name: family.format.visible_token_ids for name, family in FAMILIES.items()}
+    visible = {name: tuple(family.format.special.values()) for name, family in FAMILIES.items()}
     assert visible["qwen"] == visible["hermes"] == ()  # there they are text
     assert visible["hermes, special"] == (257, 258)
     assert visible["mistral_ids"] == (257, 259, 258)
