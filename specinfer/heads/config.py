@@ -14,7 +14,31 @@ from specinfer.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleConfig:
+class LayersConfig:
+    """What heads with layers of their own have in common."""
+
+    output: ClassVar[str] = "lm_head"  # its output layer in a checkpoint, where it brings one
+
+    body: ModelConfig
+    taps: tuple[int, ...]
+    target_hidden_size: int
+    draft_vocab_size: int
+    own_embedding: bool = False
+    own_head: bool = True
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens its target has."""
+        return self.body.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """Of its layers."""
+        return self.body.hidden_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig(LayersConfig):
     """A head of EAGLE's shape: one pass a level, each fed with what the one before put out.
 
     Its first layer reads the embedding of the next token beside the hidden state; q, k and v are products
@@ -22,15 +46,8 @@ class EagleConfig:
     """
 
     kind: ClassVar[str] = "eagle"
-    output: ClassVar[str] = "lm_head"  # its output layer in a checkpoint, where it brings one
 
-    body: ModelConfig
-    taps: tuple[int, ...]
-    target_hidden_size: int
-    draft_vocab_size: int
     depth: int = 5
-    own_embedding: bool = False
-    own_head: bool = True
     norm_before_residual: bool = False  # the residual stream starts with the normed hidden state
     norm_before_fc: bool = False  # one RMSNorm over all taps together
     fc_norm: bool = False  # an RMSNorm for each tap (EAGLE-3.1)
@@ -58,16 +75,6 @@ class EagleConfig:
         if self.norm_before_fc and self.fc_norm:
             raise ModelError("a head has norm_before_fc and fc_norm; allowed: one of them, or neither")
 
-    @property
-    def vocab_size(self) -> int:
-        """How many tokens its target has."""
-        return self.body.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        """Of its layers."""
-        return self.body.hidden_size
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRows:
@@ -85,7 +92,7 @@ class BlockRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockConfig:
+class BlockConfig(LayersConfig):
     """A head that guesses a block of tokens in one pass (DFlash, DSpark).
 
     The text's keys and values are products with the target's hidden states, in every layer; the block's rows
@@ -94,12 +101,7 @@ class BlockConfig:
     """
 
     kind: ClassVar[str] = "block"
-    output: ClassVar[str] = "lm_head"  # its output layer in a checkpoint, where it brings one
 
-    body: ModelConfig
-    taps: tuple[int, ...]
-    target_hidden_size: int
-    draft_vocab_size: int
     block_size: int  # rows of a block, the anchor among them
     mask_token_id: int
     causal: bool = True  # a row of the block sees those before it alone; else all of the block
@@ -107,8 +109,6 @@ class BlockConfig:
     markov_rank: int = 0  # of the term by which a guess depends on the token before it; 0: there is none
     # A row begins with a product of its own with the last hidden state and the anchor; else as an embedding.
     reads_last: bool = False
-    own_embedding: bool = False
-    own_head: bool = True
 
     def __post_init__(self) -> None:
         least = 1 if self.sample_from_anchor else 2
@@ -119,16 +119,6 @@ class BlockConfig:
         _check_mask(self.mask_token_id, self.body.vocab_size)
         if not 0 <= self.markov_rank <= 4096:
             raise ModelError(f"markov_rank is {self.markov_rank}; allowed: 0 to 4096")
-
-    @property
-    def vocab_size(self) -> int:
-        """How many tokens its target has."""
-        return self.body.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        """Of its layers."""
-        return self.body.hidden_size
 
     @property
     def skipped(self) -> int:
