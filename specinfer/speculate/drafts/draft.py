@@ -237,6 +237,16 @@ class LevelDraft(Draft):
         """Run the rows of these entries, and add the children of the sites, one for each row that draws."""
 
 
+def moves_along(path: Sequence[int], growth: Growth, root: int, block_table: Sequence[int]) -> list[Move]:
+    """What moves the K and V of accepted nodes to where the text has them; nothing where they are there.
+
+    The cache has the root's row at position `root`.
+    """
+    sources = [root + growth.order[node] for node in path]
+    targets = range(root + 1, root + 1 + len(path))
+    return [] if sources == [*targets] else [Move(block_table, sources, targets)]
+
+
 def frontier_rows(growth: Growth, nodes: Sequence[int], root: int, block_table: Sequence[int]) -> Rows:
     """Rows of nodes that are to get children, in a cache that has the root's row at position `root`.
 
@@ -290,11 +300,8 @@ class DraftModel(LevelDraft):
                 continue
             growth, text.growth = text.growth, None
             path = growth.path(outcome.committed[:-1])  # the bonus token is the next root
-            end = growth.entry.end
-            text.cached = end + len(path)
-            sources = [end - 1 + growth.order[node] for node in path]
-            if sources != [*range(end, end + len(path))]:
-                moves.append(Move(growth.entry.block_table, sources, range(end, end + len(path))))
+            text.cached = growth.entry.end + len(path)
+            moves += moves_along(path, growth, growth.entry.end - 1, growth.entry.block_table)
         self._runner.move(moves)
 
     def _growth(self, entry: PlanEntry) -> Growth:

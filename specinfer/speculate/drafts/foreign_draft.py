@@ -19,7 +19,7 @@ from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.executor import ModelRunner, Move
-from specinfer.speculate.drafts.draft import LevelDraft, frontier_rows
+from specinfer.speculate.drafts.draft import LevelDraft, frontier_rows, moves_along
 from specinfer.speculate.drafts.draft_tokens import ForeignTokens
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.speculate.drafts.growth import Growth, Shape
@@ -119,12 +119,8 @@ class ForeignDraft(LevelDraft):
     def _accept(self, text: _Text, growth: Growth) -> list[Move]:
         """Keep the nodes of the draft's tree along which the text went on."""
         path = growth.path(map(self._tokens.name, text.spelled.ids[text.root + 1 :]))
-        first = text.root + 1
-        text.cached = first + len(path)
-        sources = [text.root + growth.order[node] for node in path]
-        if sources == [*range(first, text.cached)]:
-            return []
-        return [Move(text.table, sources, range(first, text.cached))]
+        text.cached = text.root + 1 + len(path)
+        return moves_along(path, growth, text.root, text.table)
 
     def _read(self, entry: int, most: int) -> Rows | None:
         """As LevelDraft says; None, too, where the text leaves no room, and where blocks are short."""
