@@ -187,7 +187,7 @@ TREE_ASK: Final = struct.Struct("4q 2d Q q i 4x")
 
 
 class GrownArgs(ctypes.Structure):
-    """Where grown trees go, as cpu/best_first.h has it."""
+    """Where grown trees go, as cpu/best_first.h and cpu/lookups.h have it."""
 
     _fields_ = (
         ("room", c_int64),
@@ -207,19 +207,6 @@ class LookupRules(ctypes.Structure):
         ("surest", c_int64),
         ("depth_factor", c_double),
         ("min_probability", c_double),
-    )
-
-
-class LookedUpArgs(ctypes.Structure):
-    """Where trees that were looked up go, as cpu/lookups.h has it."""
-
-    _fields_ = (
-        ("room", c_int64),
-        ("counts", c_void_p),
-        ("parents", c_void_p),
-        ("tokens", c_void_p),
-        ("confidences", c_void_p),
-        ("evidence", c_void_p),
     )
 
 
@@ -302,7 +289,7 @@ class Library:
         self.index_places = _function(
             library.specinfer_index_places, *(count, address, address, count, count, count, address)
         )
-        asks = POINTER(LookupRules), address, count, address, count, POINTER(LookedUpArgs)
+        asks = POINTER(LookupRules), address, count, address, count, POINTER(GrownArgs)
         self.lookup_trees = _function(library.specinfer_lookup_trees, flag, *asks)
         self.stream = _function(library.specinfer_stream, c_double, address, count)
         self.profile = _function(library.specinfer_profile, None, flag, address)

@@ -16,7 +16,7 @@ from typing import Annotated, Final
 
 from specinfer.config import LONGEST_MATCH
 from specinfer.errors import ConfigError
-from specinfer.kernels.library import Library, LookedUpArgs, LookupRules
+from specinfer.kernels.library import GrownArgs, Library, LookupRules
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
 from specinfer.speculate.lookups.answer_store import AnswerStore
@@ -220,4 +220,4 @@ class LookupSpeculator(Speculator):
         self._nodes = array("i", bytes(4 * 3 * room))  # counts, parents, tokens
         self._chances = array("d", bytes(8 * (1 + _EVIDENCE) * room))  # confidences, evidence
         at, chance = self._nodes.buffer_info()[0], self._chances.buffer_info()[0]
-        self._to = byref(LookedUpArgs(room, at, at + 4 * room, at + 8 * room, chance, chance + 8 * room))
+        self._to = byref(GrownArgs(room, at, at + 4 * room, at + 8 * room, chance, chance + 8 * room))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specinfer.kernels.library import Library, LookedUpArgs, LookupRules
+from specinfer.kernels.library import GrownArgs, Library, LookupRules
 from specinfer.plan import PlanEntry
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.lookups.lookup import LookupOptions, LookupSpeculator
@@ -151,7 +151,7 @@ class Raw:
         """Whether it answers."""
         told = array("q", [number for ask in asks for number in ask])
         at, chance, tokens = (one.buffer_info()[0] for one in (self.nodes, self.chances, self.tokens))
-        to = LookedUpArgs(self.room, at, at + 4 * 4, at + 4 * 8, chance, chance + 8 * self.room)
+        to = GrownArgs(self.room, at, at + 4 * 4, at + 4 * 8, chance, chance + 8 * self.room)
         settled = {"longest": 32, "surest": 16, "depth_factor": 4.0, "min_probability": 0.0}
         rule = LookupRules(**{**settled, **rules})
         told_at = told.buffer_info()[0]
