@@ -25,7 +25,7 @@ from specinfer.heads.eagle import EagleHead
 from specinfer.heads.vocabulary import own_tensors
 from specinfer.models.config import Activation, Family, ModelConfig
 from specinfer.models.fields import count, integer, mapping
-from specinfer.models.hf_config import config_from_hf, rope_to_hf
+from specinfer.models.hf_config import config_from_hf, layers_to_hf, rope_to_hf
 from specinfer.models.safetensors import write_safetensors
 
 SCALE: Final = "_scale"  # behind the name of an int8 matrix: what to multiply its rows by
@@ -56,11 +56,7 @@ _DEFAULTS: dict[str, dict[str, object]] = {
     "qwen2": _QWEN,
     "qwen3": _QWEN,
 }
-_LAYER_CLASSES = {
-    Family.LLAMA: "LlamaForCausalLM",
-    Family.QWEN2: "Qwen2ForCausalLM",
-    Family.QWEN3: "Qwen3ForCausalLM",
-}
+_LAYERS: Final = (Family.LLAMA, Family.QWEN2, Family.QWEN3)  # that are written as a head's
 _MOST_LAYERS = 64
 _SLIDING = "sliding_attention"
 
@@ -267,28 +263,16 @@ def body_to_hf(body: ModelConfig, *, causal_block: bool = False) -> dict[str, ob
     Raises ModelError for layers the format has no words for.
     """
     rope = body.rope
-    if body.family not in _LAYER_CLASSES or rope is None:
+    if body.family not in _LAYERS or rope is None:
         raise ModelError(f"layers of {body.family} cannot be written as a head's; use llama's or qwen3's")
     if body.activation is not Activation.SILU:
         raise ModelError(f"layers with {body.activation} cannot be written as a head's; use silu")
     written: dict[str, object] = {
-        "model_type": body.family.value,
-        "architectures": [_LAYER_CLASSES[body.family]],
-        "vocab_size": body.vocab_size,
-        "hidden_size": body.hidden_size,
-        "intermediate_size": body.intermediate_size,
-        "num_hidden_layers": body.num_layers,
-        "num_attention_heads": body.num_heads,
-        "num_key_value_heads": body.num_kv_heads,
-        "head_dim": body.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": body.norm_eps,
-        "rope_theta": rope.theta,
+        **layers_to_hf(body, rope.theta),
         "rope_scaling": rope_to_hf(rope),
         # Of dynamic scaling it is the context before it was extended.
         "max_position_embeddings": rope.dynamic.original_context if rope.dynamic else body.max_context,
         "attention_bias": body.qkv_bias,
-        "mlp_bias": body.mlp_bias,
         "tie_word_embeddings": False,
     }
     if causal_block:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from specinfer.errors import ModelError
 from specinfer.hub.foreign_format import quantized_config
@@ -57,6 +58,13 @@ _HF_DEFAULTS: dict[Family, dict[str, object]] = {
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },
+}
+# The classes of transformers by which configs are written.
+ARCHITECTURES: Final = {
+    Family.LLAMA: "LlamaForCausalLM",
+    Family.MISTRAL: "MistralForCausalLM",
+    Family.QWEN2: "Qwen2ForCausalLM",
+    Family.QWEN3: "Qwen3ForCausalLM",
 }
 _ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -132,6 +140,25 @@ def rope_to_hf(rope: Rope) -> dict[str, object] | None:
             "truncate": rope.yarn.truncate,
         }
     return None
+
+
+def layers_to_hf(config: ModelConfig, rope_theta: float) -> dict[str, object]:
+    """What config.json says of the sizes and layers of a model of one of ARCHITECTURES."""
+    return {
+        "model_type": str(config.family),
+        "architectures": [ARCHITECTURES[config.family]],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": rope_theta,
+        "mlp_bias": config.mlp_bias,
+    }
 
 
 def _rope(parameters: object, theta: float, c: Fields, head_dim: int) -> Rope:

@@ -23,7 +23,7 @@ from specinfer.files import NewFile, read_exactly, write_text
 from specinfer.hub.foreign_format import INSTEAD, quantized_tensor
 from specinfer.hub.model_files import ModelFiles, read_json
 from specinfer.models.config import Family, ModelConfig, Rope
-from specinfer.models.hf_config import config_from_hf
+from specinfer.models.hf_config import ARCHITECTURES, config_from_hf, layers_to_hf
 from specinfer.models.rope import is_rotated, read_in_order, rotated_order
 from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 
@@ -54,12 +54,6 @@ _OTHER_MODALITIES = (
     "model.vision_tower.",
     "model.multi_modal_projector.",
 )
-_ARCHITECTURES: Final = {
-    Family.LLAMA: "LlamaForCausalLM",
-    Family.MISTRAL: "MistralForCausalLM",
-    Family.QWEN2: "Qwen2ForCausalLM",
-    Family.QWEN3: "Qwen3ForCausalLM",
-}
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], *, mode: int = 0o644) -> None:
@@ -295,7 +289,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, object]:
     """
     plain = config.rope is not None and config.rope == Rope(config.rope.theta)
     if (
-        config.family not in _ARCHITECTURES
+        config.family not in ARCHITECTURES
         or not plain
         or config.window is not None
         or config.sandwich_norms
@@ -304,22 +298,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, object]:
         raise ModelError(f"a model of {config.family} with these layers cannot be written as a folder")
     assert config.rope is not None
     return {
-        "architectures": [_ARCHITECTURES[config.family]],
-        "model_type": str(config.family),
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
+        **layers_to_hf(config, config.rope.theta),
         "max_position_embeddings": config.max_context,
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.o_bias,
-        "mlp_bias": config.mlp_bias,
         "sliding_window": None,
         "use_sliding_window": False,
         "use_cache": True,

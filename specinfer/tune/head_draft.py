@@ -24,20 +24,15 @@ from specinfer.heads.eagle import EagleHead
 from specinfer.heads.speculators import write_head
 from specinfer.heads.vocabulary import Tables
 from specinfer.hub import resolve
-from specinfer.models.config import Family, ModelConfig
+from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import fingerprint
+from specinfer.models.hf_config import ARCHITECTURES
 from specinfer.models.weights import OpenModel
 from specinfer.tune.dataset import BlockBatch
 from specinfer.tune.draft import Beginning, Description, Target, TrainableDraft
 from specinfer.tune.initial_head import Head, head_of, likely_tokens
 
 USUAL_ANCHORS: Final = 64  # of a text that a step of a block head computes, at most
-_ARCHITECTURES: Final = {
-    Family.LLAMA: "LlamaForCausalLM",
-    Family.MISTRAL: "MistralForCausalLM",
-    Family.QWEN2: "Qwen2ForCausalLM",
-    Family.QWEN3: "Qwen3ForCausalLM",
-}
 _PAIRS: Final = "markov_head.markov_w2.weight"
 
 
@@ -73,7 +68,7 @@ class HeadDraft(TrainableDraft):
             self.folded(),
             folder,
             verifier=target.name,
-            architectures=[_ARCHITECTURES[target.config.family]],
+            architectures=[ARCHITECTURES[target.config.family]],
             dtype=torch.bfloat16,
             fingerprint=fingerprint(target.model),
         )
