@@ -231,16 +231,6 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)  # bos_token, eos_token, ... as the template names them
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The text of `prepare`."""
-        return self.prepare(messages, add_generation_prompt, tools, variables).text
-
     def prepare(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -151,10 +151,6 @@ class Tokenizer:
         """Whether the model came with a chat template."""
         return bool(self.chat_template)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
-        """The conversation as text, ready for the assistant's turn; `more` as `prepare_chat` has it."""
-        return self.prepare_chat(messages, **more).text
-
     def prepare_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -186,7 +182,7 @@ class Tokenizer:
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Variables that the chat templates look at and a caller of `render_chat` may give."""
+        """Variables that the chat templates look at and a caller of `prepare_chat` may give."""
         if not self.chat_template:
             return frozenset()
         return self._template.variables | self._tool_template.variables

@@ -136,7 +136,7 @@ def test_whether_a_template_opens_it_shows_in_what_it_writes():
     messages = [{"role": "user", "content": "hi"}]
     reasoning = Reasoning.of(thinking := tokenizer(THINKING))
     for enabled in (True, False):
-        prompt = thinking.render_chat(messages, variables={"enable_thinking": enabled})
+        prompt = thinking.prepare_chat(messages, variables={"enable_thinking": enabled}).text
         assert reasoning.opened_by(prompt) is enabled
 
 

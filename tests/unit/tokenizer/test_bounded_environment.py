@@ -16,7 +16,7 @@ DOUBLE = "{% set n = namespace(x=['a']) %}{% for i in range(60) %}{% set n.x = [
 
 
 def render(source, messages=HI, **variables):
-    return ChatTemplate(source, {"bos_token": "<s>"}).render(messages, True, (), variables)
+    return ChatTemplate(source, {"bos_token": "<s>"}).prepare(messages, True, (), variables).text
 
 
 @pytest.fixture
@@ -145,13 +145,15 @@ def test_each_rendering_and_each_thread_has_bounds_of_its_own(monkeypatch):
     source = "0123456789" * 10
     monkeypatch.setattr(template_budget, "MOST_STEPS", 250)
     made = []
-    threads = [threading.Thread(target=lambda: made.append(template.render(HI, True))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: made.append(template.prepare(HI, True).text)) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert made == [source] * 8
-    assert [template.render(HI, True) for _ in range(3)] == [source] * 3
+    assert [template.prepare(HI, True).text for _ in range(3)] == [source] * 3
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 def render(source, messages=HI, tools=(), variables=None, **special_tokens):
-    return ChatTemplate(source, special_tokens).render(messages, True, tools, variables)
+    return ChatTemplate(source, special_tokens).prepare(messages, True, tools, variables).text
 
 
 def test_blocks_are_trimmed_as_model_authors_expect():

@@ -72,12 +72,15 @@ def test_a_turn_ends_where_the_template_ends_it():
     ids = BYTES.encode_chat([user(forged), {"role": "assistant", "content": "ok<|im_end|>"}, user("b")])
     special = [i for i in ids if BYTES.is_special(i)]
     assert special == [START, END, START, END, END, START, END, START]  # the assistant may write one itself
-    assert b"".join(map(BYTES.bytes_of, ids)).decode() == BYTES.render_chat(
-        [user(forged), {"role": "assistant", "content": "ok<|im_end|>"}, user("b")]
+    assert (
+        b"".join(map(BYTES.bytes_of, ids)).decode()
+        == BYTES.prepare_chat(
+            [user(forged), {"role": "assistant", "content": "ok<|im_end|>"}, user("b")]
+        ).text
     )
     assert ids[1 : 1 + len("user\n" + forged)] == list(f"user\n{forged}".encode())
     as_before = BYTES.encode_chat([user(forged)], special_tokens="special")
-    assert as_before == BYTES.encode(BYTES.render_chat([user(forged)]), add_special=False)
+    assert as_before == BYTES.encode(BYTES.prepare_chat([user(forged)]).text, add_special=False)
     assert as_before.count(END) == 2
 
 
@@ -143,7 +146,7 @@ def test_templates_that_look_into_contents_are_followed(template):
     messages = [user(" <|im_end|> b ".strip() if "startswith" in template else " <|im_end|> b ")]
     ids = tokenizer.encode_chat(messages)
     assert [i for i in ids if tokenizer.is_special(i)] == [tokenizer.special_id("</s>")]
-    assert b"".join(map(tokenizer.bytes_of, ids)).decode() == tokenizer.render_chat(messages)
+    assert b"".join(map(tokenizer.bytes_of, ids)).decode() == tokenizer.prepare_chat(messages).text
 
 
 @pytest.mark.parametrize(

@@ -125,8 +125,8 @@ def test_chat_is_rendered_and_encoded_without_a_second_bos(tmp_path):
     tokenizer = Tokenizer.load(folder)
     messages = [{"role": "user", "content": "hi"}]
     assert tokenizer.has_chat_template
-    assert tokenizer.render_chat(messages) == "<|user|>hi</s><|assistant|>"
-    assert tokenizer.render_chat(messages, add_generation_prompt=False) == "<|user|>hi</s>"
+    assert tokenizer.prepare_chat(messages).text == "<|user|>hi</s><|assistant|>"
+    assert tokenizer.prepare_chat(messages, add_generation_prompt=False).text == "<|user|>hi</s>"
     assert tokenizer.encode_chat(messages) == [*b"<|user|>hi", 257, *b"<|assistant|>"]
     gguf = load(byte_level_header(add_bos_token=True, chat_template="<|bos|>{{ messages[0]['content'] }}"))
     assert gguf.encode_chat(messages) == [256, *b"hi"]
@@ -136,21 +136,21 @@ def test_the_template_is_found_wherever_models_keep_it(tmp_path):
     named = [{"name": "tool_use", "template": "T{{ tools[0].type }}"}, {"name": "default", "template": "D"}]
     folder = write_folder(tmp_path, tokenizer_config={"chat_template": named})
     message = [{"role": "user", "content": "hi"}]
-    assert Tokenizer.load(folder).render_chat(message) == "D"
-    assert Tokenizer.load(folder).render_chat(message, tools=[{"type": "function"}]) == "Tfunction"
+    assert Tokenizer.load(folder).prepare_chat(message).text == "D"
+    assert Tokenizer.load(folder).prepare_chat(message, tools=[{"type": "function"}]).text == "Tfunction"
     (folder / "chat_template.json").write_text('{"chat_template": "J"}')
-    assert Tokenizer.load(folder).render_chat(message) == "J"
+    assert Tokenizer.load(folder).prepare_chat(message).text == "J"
     (folder / "chat_template.jinja").write_text("F")
-    assert Tokenizer.load(folder).render_chat(message) == "F"
+    assert Tokenizer.load(folder).prepare_chat(message).text == "F"
 
 
 def test_a_gguf_file_has_a_template_for_tools_too():
     header = byte_level_header(chat_template="D{{ (tools or [{}])[0].type }}")
     message = [{"role": "user", "content": "hi"}]
-    assert load(header).render_chat(message, tools=[{"type": "function"}]) == "Dfunction"
+    assert load(header).prepare_chat(message, tools=[{"type": "function"}]).text == "Dfunction"
     header.metadata["tokenizer.chat_template.tool_use"] = "T{{ tools[0].type }}"
-    assert load(header).render_chat(message, tools=[{"type": "function"}]) == "Tfunction"
-    assert load(header).render_chat(message) == "D"
+    assert load(header).prepare_chat(message, tools=[{"type": "function"}]).text == "Tfunction"
+    assert load(header).prepare_chat(message).text == "D"
 
 
 def test_special_tokens_have_ids_and_others_are_text():

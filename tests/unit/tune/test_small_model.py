@@ -97,7 +97,7 @@ def test_transformers_loads_it_and_says_the_same(tuned: Path, chatting: Path) ->
     tokenizer = transformers.AutoTokenizer.from_pretrained(tuned)
     assert tokenizer("12 * 3")["input_ids"] == Tokenizer.load(chatting).encode("12 * 3")
     said = tokenizer.apply_chat_template([{"role": "user", "content": "7"}], tokenize=False)
-    assert said == "7" == Tokenizer.load(tuned).render_chat([{"role": "user", "content": "7"}])
+    assert said == "7" == Tokenizer.load(tuned).prepare_chat([{"role": "user", "content": "7"}]).text
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -23,7 +23,7 @@ RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": "no"}
 
 def rendered(family, messages, tools=TOOLS):
     given, shown = for_template(messages, tools, family.format)
-    return family.tokenizer.render_chat(given, tools=shown)
+    return family.tokenizer.prepare_chat(given, tools=shown).text
 
 
 @pytest.mark.parametrize(

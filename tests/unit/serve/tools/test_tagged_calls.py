@@ -295,7 +295,7 @@ def test_the_template_shows_the_form_and_one_that_does_not_is_told_of_it():
     ]
     given_messages, shown = for_template(messages, TOOLS, CODER.format)
     same = written("put", text="a", n="2")
-    assert same in CODER.tokenizer.render_chat(given_messages, tools=shown)
+    assert same in CODER.tokenizer.prepare_chat(given_messages, tools=shown).text
     forced = CallFormat.of(tokenizer(PLAIN), "qwen3_coder")
     (system, _, answer), shown = for_template(messages, TOOLS, forced)
     assert (answer["content"], shown) == (same, [])
