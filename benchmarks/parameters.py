@@ -17,7 +17,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def measure(
     for number, (ours, theirs, asked) in enumerate(zip(expected, got, params, strict=True)):
         found = find_difference(judge(speculative, asked)(ours), asked, ours, theirs)
         if found is not None:
-            differences.append({"request": number, **found.to_json(), "text": str(found)})
+            differences.append({"request": number, **asdict(found), "text": str(found)})
     return {
         "requests": len(questions),
         "identical": len(questions) - len(differences),

@@ -18,7 +18,7 @@ import hashlib
 import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def measure(
         "difference": None
         if difference is None
         else {
-            **difference.to_json(),
+            **asdict(difference),
             "text": str(difference),
             "same_text": plain is not None and plain.text == predicted.text,
         },

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Self, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -27,6 +27,15 @@ class Progress:
 
     def finish(self) -> None:
         """The piece of work is over, done or failed."""
+
+    @contextmanager
+    def showing(self, total: int | None, label: str, unit: str = "B") -> Iterator[Self]:
+        """The piece of work in the `with` block."""
+        self.start(total, label, unit)
+        try:
+            yield self
+        finally:
+            self.finish()
 
 
 class NoProgress(Progress):
@@ -131,17 +140,6 @@ def default_progress() -> Progress:
     """What is shown unless the caller says otherwise: a bar where a person looks on, on a terminal."""
     watched = sys.stderr is not None and sys.stderr.isatty()  # None: a program without a console
     return ProgressBar() if watched else NoProgress()
-
-
-@contextmanager
-def progress_bar(label: str, total: int | None, unit: str = "B") -> Iterator[ProgressBar]:
-    """A ProgressBar for the work in the `with` block; call its `advance(n)`."""
-    bar = ProgressBar()
-    bar.start(total, label, unit)
-    try:
-        yield bar
-    finally:
-        bar.finish()
 
 
 def format_bytes(n: int) -> str:

@@ -155,7 +155,7 @@ def _differences(comparison: Comparison, llm: LLM, load: Load) -> list[dict[str,
         if ours.prompt_token_ids != theirs.prompt_token_ids:
             found.append({"request": _name(key), "follows": "an answer that differs"})
         elif (difference := find_difference(target, load.params, ours, theirs)) is not None:
-            found.append({"request": _name(key), **difference.to_json()})
+            found.append({"request": _name(key), **asdict(difference)})
     return found
 
 

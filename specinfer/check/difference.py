@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -82,10 +82,6 @@ class Difference:
     gap: float | None  # logits by which the target prefers `expected`, its noise included; None: no tokens
     tolerance: float  # what rounding may change a logit by
     explained: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
 
     def __str__(self) -> str:
         if self.gap is None:

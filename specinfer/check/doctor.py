@@ -6,9 +6,9 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy
 import psutil
@@ -93,10 +93,6 @@ class MachineFacts:
     cgroup_cpus: float | None  # the quota; None: no limit
     memory_bytes_per_second: float | None  # when streamed; None: the twins have nothing to measure it with
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
@@ -110,10 +106,6 @@ class PassCost:
     milliseconds: float
     bytes: int  # that must be read
     times_floor: float | None  # as long as streaming them takes; None where that is not known
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
 
 
 def find_kernels(progress: Progress | None = None) -> FoundKernels:

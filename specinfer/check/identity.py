@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Final
 
 from specinfer.check.difference import (
@@ -43,17 +43,14 @@ def check_identity(
     """
     each = [replace(params, seed=seed) for seed in range(len(prompts))]
     alone = min(alone, len(prompts))
-    progress.start(2 * len(prompts) + alone, name, "texts")
 
     def count(output: RequestOutput) -> None:
         progress.advance(int(output.finished))
 
-    try:
+    with progress.showing(2 * len(prompts) + alone, name, "texts"):
         expected = plain.generate(prompts, each, on_output=count)
         together = speculative.generate(prompts, each, on_output=count)
         single = [speculative.generate([prompts[i]], each[i], on_output=count)[0] for i in range(alone)]
-    finally:
-        progress.finish()
     target = TargetAlone(plain.models.target)
     return [
         compare_texts(f"{name}, with and without speculation", target, params, expected, together),
@@ -74,17 +71,14 @@ def check_repetition(
     Request i has seed i, and a cache salt that no earlier request had: the first answer reads nothing from
     the cache. Where prefixes are to be reused and none was, the verdict is open.
     """
-    progress.start(2 * len(prompts), name, "texts")
     answers: list[tuple[RequestOutput, RequestOutput]] = []
-    try:
+    with progress.showing(2 * len(prompts), name, "texts"):
         for seed, prompt in enumerate(prompts):
             own = replace(params, seed=seed, cache_salt=f"{name} {seed}")
             (first,) = speculative.generate([prompt], own)
             (second,) = speculative.generate([prompt], own)
             answers.append((first, second))
             progress.advance(2)
-    finally:
-        progress.finish()
     target = TargetAlone(speculative.models.target)
     first_answers, second_answers = [first for first, _ in answers], [second for _, second in answers]
     verdict = compare_texts(name, target, params, first_answers, second_answers)
@@ -166,6 +160,6 @@ def compare_texts(
             "drafted_tokens": figures.drafted_tokens,
             "accepted_tokens": figures.accepted_tokens,
             "tokens_per_step": figures.tokens_per_step,
-            "differences": [{"text": number, **d.to_json()} for number, d in differences],
+            "differences": [{"text": number, **asdict(d)} for number, d in differences],
         },
     )

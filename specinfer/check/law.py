@@ -54,15 +54,12 @@ def check_law(
 ) -> Verdict:
     """Answer `prompts` in turn until there are `texts` answers, seeds 0, 1, ..., and count their places."""
     asked = [prompts[i % len(prompts)] for i in range(texts)]
-    progress.start(texts, name, "texts")
-    try:
+    with progress.showing(texts, name, "texts"):
         outputs = engine.generate(
             asked,
             [replace(params, seed=seed) for seed in range(texts)],
             on_output=lambda output: progress.advance(int(output.finished)),
         )
-    finally:
-        progress.finish()
     target = TargetAlone(engine.models.target)
     chance = np.random.default_rng(0)  # has nothing in common with the engine's noise
     figures = SpeculationFigures()

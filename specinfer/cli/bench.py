@@ -165,11 +165,11 @@ def bench(
 
     from specinfer.bench.report import as_json
     from specinfer.bench.run import Load, compare
-    from specinfer.progress import progress_bar
+    from specinfer.progress import ProgressBar
 
     chat = llm.tokenizer.has_chat_template if templated is None else templated
     load = Load(params=params, batch_size=batch_size, chat=chat)
-    with progress_bar("answering", 2 * prompts.num_turns, "requests") as bar:
+    with ProgressBar().showing(2 * prompts.num_turns, "answering", "requests") as bar:
         plain = llm.variant(replace(llm.config, speculation=NO_SPECULATION))
         comparison = compare(plain, llm, prompts, load, on_request=lambda: bar.advance(1))
     result = as_json(comparison, llm, prompts, load)
@@ -216,7 +216,7 @@ def bench_server(
     """
     from specinfer.bench.load import ServerLoad, Traffic, first_requests, measure
     from specinfer.bench.openai_client import Asking
-    from specinfer.progress import progress_bar
+    from specinfer.progress import ProgressBar
     from specinfer.report.files import write_json
 
     if options["save_texts"] and json_file is None:
@@ -240,7 +240,7 @@ def bench_server(
         save_texts=options["save_texts"],
     )
     prompts = first_requests(prompts, options["num_requests"])
-    with progress_bar("answering", prompts.num_turns, "requests") as bar:
+    with ProgressBar().showing(prompts.num_turns, "answering", "requests") as bar:
         result = measure(load, prompts, on_request=lambda: bar.advance(1))
     if str(json_file) == "-":
         click.echo(json.dumps(result))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +55,11 @@ def doctor(models: tuple[str, ...], quantizations: tuple[str, ...], json_output:
     passes: list[dict[str, Any]] = []
     for number, config in enumerate(configs):
         cost = pass_cost(config, bandwidth, progress)
-        passes.append(cost.to_json())
+        passes.append(asdict(cost))
         if not json_output:
             click.echo(("" if number else "\n") + _pass_line(cost))
     if json_output:
-        click.echo(json.dumps({"commit": sha, **facts.to_json(), "passes": passes}))
+        click.echo(json.dumps({"commit": sha, **asdict(facts), "passes": passes}))
 
 
 def _machine_lines(facts: MachineFacts, commit: str | None) -> list[str]:

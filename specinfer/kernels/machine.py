@@ -167,7 +167,7 @@ def cpu_features() -> frozenset[str]:
     """What the CPU and the system's kernel offer, as /proc/cpuinfo spells it."""
     if platform.system() == "Darwin":
         return frozenset(name for key, name in _APPLE.items() if _sysctl(key) == "1")
-    return frozenset((_cpu_info("flags") or _cpu_info("Features") or "").split())
+    return frozenset((cpu_info("flags") or cpu_info("Features") or "").split())
 
 
 def is_quick_in_bfloat16() -> bool:
@@ -180,8 +180,8 @@ def cpu_name() -> str:
     """What the CPU calls itself."""
     if platform.system() == "Darwin":
         return _sysctl("machdep.cpu.brand_string") or platform.machine()
-    named = _cpu_info("model name")
-    parts = [_cpu_info("CPU implementer"), _cpu_info("CPU part")]
+    named = cpu_info("model name")
+    parts = [cpu_info("CPU implementer"), cpu_info("CPU part")]
     return named or " ".join(part for part in parts if part) or platform.processor() or platform.machine()
 
 
@@ -234,7 +234,8 @@ def _core(cpu: int) -> tuple[str, str]:
     return (package.strip(), core.strip()) if package and core else ("", str(cpu))
 
 
-def _cpu_info(key: str) -> str | None:
+def cpu_info(key: str) -> str | None:
+    """What /proc/cpuinfo says of the first CPU under `key`; None where it says nothing."""
     for line in (_read(_CPU_INFO) or "").splitlines():
         name, _, value = line.partition(":")
         if name.strip() == key:

@@ -40,20 +40,21 @@ class PlannedGuess:
     nodes: int = 0  # of the path along the text
 
 
-class _Listening(LookingOn):
-    """Notes of every place how far each speculator guesses right."""
+class _KnowsTexts(SpeculationPolicy):
+    """Knows the text of each request in a step; requests are numbered in the order they are played."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self._texts = texts
         self._plan = StepPlan(())
-        self.reaches: list[dict[int, Reaches]] = [
-            {} for _ in texts
-        ]  # of each text, by tokens before the root
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
         """Remember who is in the step."""
         self._plan = plan
         return plan
+
+    def _path(self, entry: PlanEntry, tree: TokenTree) -> tuple[int, ...]:
+        """The nodes of an entry's tree along its text."""
+        return path_along(tree, self._texts[int(entry.request.request_id)], entry.end)
 
     def worth_deepening(
         self,
@@ -62,8 +63,21 @@ class _Listening(LookingOn):
         trees: Sequence[TokenTree],
         ends: Sequence[Sequence[int]],
     ) -> list[Sequence[int]]:
-        """Along the text alone."""
-        return _along(self._texts, entries, trees, ends)
+        """Of each tree the last node along its text, if it is one of these ends."""
+        paths = [self._path(*pair) for pair in zip(entries, trees, strict=True)]
+        return [
+            path[-1:] if path and path[-1] in of_tree else ()
+            for path, of_tree in zip(paths, ends, strict=True)
+        ]
+
+
+class _Listening(_KnowsTexts, LookingOn):
+    """Notes of every place how far each speculator guesses right."""
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        super().__init__(texts)
+        # Of each text, by tokens before the root.
+        self.reaches: list[dict[int, Reaches]] = [{} for _ in texts]
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """Look at all nodes, and verify none."""
@@ -73,20 +87,14 @@ class _Listening(LookingOn):
         return super().choose_nodes(trees)
 
 
-class OraclePolicy(SpeculationPolicy):
+class OraclePolicy(_KnowsTexts):
     """Does at every place what was found to be best."""
 
     def __init__(self, texts: Sequence[Sequence[int]], choices: Sequence[Mapping[int, PlannedGuess]]) -> None:
         """Of each request, in the order they are played, its text and the choices by tokens before a root."""
-        self._texts = texts
+        super().__init__(texts)
         self.choices = choices
         self._used = [{choice.draft for choice in of_text.values()} for of_text in choices]
-        self._plan = StepPlan(())
-
-    def begin_step(self, plan: StepPlan) -> StepPlan:
-        """Remember who is in the step."""
-        self._plan = plan
-        return plan
 
     def worth_starting(
         self,
@@ -111,7 +119,7 @@ class OraclePolicy(SpeculationPolicy):
         ends: Sequence[Sequence[int]],
     ) -> list[Sequence[int]]:
         """Along the text, as deep as they are followed."""
-        along = _along(self._texts, entries, trees, ends)
+        along = super().worth_deepening(speculator, entries, trees, ends)
         return [
             nodes if max(tree.depths()) < self._choice(entry).levels else ()
             for entry, tree, nodes in zip(entries, trees, along, strict=True)
@@ -120,16 +128,14 @@ class OraclePolicy(SpeculationPolicy):
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """The path along the text; trees with sampled draws stay whole."""
         return [
-            tree if firm_nodes(tree) else self._path(entry, tree)
+            tree
+            if firm_nodes(tree)
+            else keep(tree, sorted((0, *self._path(entry, tree)[: self._choice(entry).nodes])))
             for entry, tree in zip(self._plan.tree_entries, trees, strict=True)
         ]
 
     def _choice(self, entry: PlanEntry) -> PlannedGuess:
         return self.choices[int(entry.request.request_id)].get(entry.end, PlannedGuess())
-
-    def _path(self, entry: PlanEntry, tree: TokenTree) -> TokenTree:
-        path = path_along(tree, self._texts[int(entry.request.request_id)], entry.end)
-        return keep(tree, sorted((0, *path[: self._choice(entry).nodes])))
 
 
 def oracle(parts: Sequence[Phase], speculation: SpeculationConfig) -> OraclePolicy:
@@ -172,20 +178,6 @@ def _texts(parts: Sequence[Phase]) -> list[tuple[int, ...]]:
     """Prompts and outputs, in the order in which they are played."""
     texts = [trace.texts[number] for part in parts for trace, number in part.texts]
     return [text.prompt + text.output for text in texts]
-
-
-def _along(
-    texts: Sequence[Sequence[int]],
-    entries: Sequence[PlanEntry],
-    trees: Sequence[TokenTree],
-    ends: Sequence[Sequence[int]],
-) -> list[Sequence[int]]:
-    """Of each tree the last node along its request's text, if it is one of these ends."""
-    found = list[Sequence[int]]()
-    for entry, tree, of_tree in zip(entries, trees, ends, strict=True):
-        path = path_along(tree, texts[int(entry.request.request_id)], entry.end)
-        found.append(path[-1:] if path and path[-1] in of_tree else ())
-    return found
 
 
 def reaches(tree: TokenTree, text: Sequence[int], end: int) -> Reaches:

@@ -289,15 +289,12 @@ def _guess(
         batch=1,
         states=states if heads else None,
     )
-    progress.start(trace.places, "guessing at every place", "tokens")
-    try:
+    with progress.showing(trace.places, "guessing at every place", "tokens"):
         for step in replay.play([(trace, number) for number in range(len(trace.texts))]):
             for _ in step.entries:
                 progress.advance(1)
                 for heard in notes.values():
                     heard.guesses.close_root()
-    finally:
-        progress.finish()
 
 
 def _text(request: Request, output: RequestOutput) -> RecordedText:

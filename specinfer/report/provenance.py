@@ -12,7 +12,7 @@ import numpy
 import psutil
 import torch
 
-from specinfer.kernels.machine import thread_count
+from specinfer.kernels.machine import cpu_features, cpu_info, cpu_name, thread_count
 from specinfer.version import VERSION
 
 _WIDE = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "sve", "bf16")
@@ -70,15 +70,6 @@ def _git(checkout: Path, *arguments: str) -> str | None:
 
 
 def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return platform.processor() or platform.machine()
-    fields: dict[str, str] = {}
-    for line in info.read_text().splitlines():
-        key, sign, value = line.partition(":")
-        if sign:
-            fields.setdefault(key.strip(), value.strip())
-    flags = fields.get("flags", fields.get("Features", "")).split()
-    model = fields.get("model name", platform.machine())
-    family = f" (family {fields['cpu family']})" if "cpu family" in fields else ""
-    return " ".join([model + family, *(flag for flag in _WIDE if flag in flags)])
+    family = cpu_info("cpu family")
+    named = cpu_name() + (f" (family {family})" if family else "")
+    return " ".join([named, *(flag for flag in _WIDE if flag in cpu_features())])

@@ -131,14 +131,11 @@ def proposals(draft: TrainableDraft, corpus: Corpus, progress: Progress) -> Prop
     if len(draft.ids) == draft.vocab > _LOOKED_AT:  # so entries are tokens
         among_S = torch.tensor(frequent_tokens(corpus, _LOOKED_AT, draft.vocab))
     dataset = TrainingSet(corpus)
-    progress.start(len(dataset), "guesses of the pool so far", "texts")
     found: list[Tensor] = []
-    try:
+    with progress.showing(len(dataset), "guesses of the pool so far", "texts"):
         for number in range(len(dataset)):
             found.append(proposed(draft, dataset.text(number), among_S))
             progress.advance(1)
-    finally:
-        progress.finish()
     return found
 
 

@@ -62,11 +62,6 @@ class SmallModel(nn.Module):
         out: Tensor = self.norm(x)
         return out
 
-    def logits(self, h: Tensor, ids_S: Tensor | None = None) -> Tensor:
-        """The logits of these tokens, or all, [..., S], of rows [..., D]."""
-        table = self.output_VD if ids_S is None else self.output_VD[ids_S]
-        return h @ table.T
-
     def trained(self) -> dict[str, Tensor]:
         """The tensors that are trained, by name; not copies."""
         return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
@@ -127,7 +122,8 @@ class SmallDraft(TrainableDraft):
 
     def logits(self, h: Tensor, before: Tensor, entries_S: Tensor | None = None) -> Tensor:
         """As TrainableDraft; its layers know what stands before."""
-        return self.model.logits(h, entries_S)
+        table = self.model.output_VD if entries_S is None else self.model.output_VD[entries_S]
+        return h @ table.T
 
     def write(self, folder: Path, target: Target) -> None:
         """Write it as a folder that transformers loads, with the target's tokenizer."""

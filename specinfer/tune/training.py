@@ -131,14 +131,11 @@ class Training:
                 raise TuneError("no draft was trained yet, and no time is left; give more minutes")
             return
         between = min(_BETWEEN, seconds / _CHECKPOINTS)
-        hearers.progress.start(round(left), "training", "seconds")
-        try:
+        with hearers.progress.showing(round(left), "training", "seconds"):
             while (left := seconds - trainer.state.seconds) > 0:
                 self._stretch(min(between, left), seconds)
                 self.keep()
                 hearers.progress.advance(round(min(between, left)))
-        finally:
-            hearers.progress.finish()
 
     def keep(self) -> None:
         """Measure, export what is better than before, write a checkpoint."""

@@ -5,7 +5,7 @@ import pytest
 
 from specinfer import LLM
 from specinfer import llm as llm_module
-from specinfer.progress import NoProgress, ProgressBar, default_progress, format_bytes, progress_bar
+from specinfer.progress import NoProgress, ProgressBar, default_progress, format_bytes
 
 
 class Clock:
@@ -87,7 +87,7 @@ def test_progress_bar_closes_when_the_work_fails(capsys):
         pass
 
     try:
-        with progress_bar("work", 4, "steps") as bar:
+        with ProgressBar().showing(4, "work", "steps") as bar:
             bar._began -= 3  # three seconds ago
             bar.advance(1)
             raise Broken

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,7 +114,7 @@ def test_kernels_that_cannot_be_built_are_a_finding(monkeypatch: pytest.MonkeyPa
     found = find_kernels()
     assert (found.library, found.runs) == (None, "torch")
     facts = machine_facts(found, None)
-    json.dumps(facts.to_json())
+    json.dumps(asdict(facts))
     assert facts.kernels_fault is not None
     assert facts.kernels_fault.startswith("no C++ compiler: no-such-compiler not found")
     assert facts.levels[-1] == LevelFact("avx2", "AVX2", "refused", facts.kernels_fault)
@@ -196,4 +197,4 @@ def test_a_pass_is_timed_behind_the_text_a_model_can_have(tmp_path: Path, kernel
     library: Any = Streaming(*[1e9] * (doctor.PASSES + 1))
     held = pass_cost(config, Bandwidth(library, size=64))
     assert held.times_floor == pytest.approx(1e-3 * held.milliseconds / (held.bytes / 1e9))
-    json.dumps(held.to_json())
+    json.dumps(asdict(held))
