@@ -132,7 +132,8 @@ def test_int4_drafts_leave_the_law_alone_whose_rows_depend_on_how_many_there_are
 
 def test_the_same_count_catches_a_biased_engine(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     # The classic mistake: the draft's top-k, verified as if it had been sampled.
-    from specinfer.speculate.drafts import draft_model, draws
+    from specinfer.speculate.drafts import draft as drafting
+    from specinfer.speculate.drafts import draws
     from specinfer.verify.law import most_likely
     from specinfer.verify.target_law import target_law
 
@@ -142,7 +143,7 @@ def test_the_same_count_catches_a_biased_engine(tiny: Tiny, monkeypatch: pytest.
             for token in most_likely(flight.row(row), site.width).tolist():
                 site.builder.add(site.node, token, speculator, DrawRule.IID, law)
 
-    monkeypatch.setattr(draft_model, "draw_children", top_k_called_samples)
+    monkeypatch.setattr(drafting, "draw_children", top_k_called_samples)
     assert draws.draw_children is not top_k_called_samples
     options = {"drafts": ["stranger"], "verifier": "mss", "draw": "iid", "expansion": (2, 2)}
     assert p_value(tiny, options, {"temperature": 1.0}) < 1e-30

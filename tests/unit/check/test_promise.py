@@ -10,7 +10,7 @@ import pytest
 from specinfer.check.promise import Effort, check_bookkeeping, check_promise, with_verifier
 from specinfer.config import SpeculationConfig
 from specinfer.engine import engine as engine_module
-from specinfer.speculate.drafts import draft_model
+from specinfer.speculate.drafts import draft as drafting
 from specinfer.tree import DrawRule
 from specinfer.verify.coupled import Acceptance
 from specinfer.verify.law import most_likely
@@ -72,7 +72,7 @@ def test_a_draw_called_what_it_is_not_fails_where_laws_are_counted(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The classic mistake: the draft's most likely tokens, verified as if they had been sampled.
-    honest = draft_model.draw_children
+    honest = drafting.draw_children
 
     def most_likely_called_samples(flight: Any, sites: Any, speculator: str, *more: Any) -> None:
         if any(site.rule is not DrawRule.WITHOUT_REPLACEMENT for site in sites):
@@ -84,7 +84,7 @@ def test_a_draw_called_what_it_is_not_fails_where_laws_are_counted(
                 if law[token] > 0:
                     site.builder.add(site.node, token, speculator, site.rule, law)
 
-    monkeypatch.setattr(draft_model, "draw_children", most_likely_called_samples)
+    monkeypatch.setattr(drafting, "draw_children", most_likely_called_samples)
     found = verdicts(tiny, lookup=False)
     assert [name for name, passed in found.items() if not passed] == LAWS[2:]
 
