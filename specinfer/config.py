@@ -44,8 +44,7 @@ class SpeculationConfig:
         (),
         "A draft model; repeatable.",
         more="Of any vocabulary, a [head](heads.md) that reads the target, or a [pool](boost-tuning.md) of "
-        "both; "
-        "several are merged into one tree.",
+        "both; several are merged into one tree.",
         flag="draft",
     )
     draft_quantization: Quantization = option("none", "As --quantization, of draft models.")
@@ -58,8 +57,7 @@ class SpeculationConfig:
         "auto",
         "What drafts of another vocabulary guess: shared tokens, text, or auto.",
         more="`shared` tokens are those that both have; `text` is spelled again in the target's. `auto` is "
-        "`text` under "
-        "the coupled verifier, unless `draft_vocabulary` is set "
+        "`text` under the coupled verifier, unless `draft_vocabulary` is set "
         "([how](losslessness.md#drafts-with-another-vocabulary)).",
     )
     lookup: Lookup = option(
@@ -85,10 +83,8 @@ class SpeculationConfig:
     expansion: Expansion | Literal["learned"] | None = option(
         None,
         "Children of each frontier node of a draft's tree, level by level: K1,K2,...; or learned: where "
-        "guesses "
-        "are likely, the default where trees are sized by cost.",
-        more="A learned shape is up to 8 levels deep ([policy.md](policy.md#drafts)) "
-        "and needs "
+        "guesses are likely, the default where trees are sized by cost.",
+        more="A learned shape is up to 8 levels deep ([policy.md](policy.md#drafts)) and needs "
         '`tree_size="cost"`; trees of samples (`mss`), whose shape nothing they hold may decide, are '
         "`1,1,3,1,1` then.",
         shown='`learned`, and `1,1,3,1,1` with `tree_size="fixed"`',
@@ -272,10 +268,9 @@ class EngineConfig:
         "auto",
         "auto: sample as the model recommends where a request does not say; none: do not.",
         more="The recommendation is temperature, top_k, top_p, min_p and repetition_penalty of "
-        "generation_config.json, or of "
-        "a GGUF file's `general.sampling.*`. It holds for a server, and for `LLM` where no `SamplingParams` "
-        "are given "
-        "(`LLM.default_params`). `none`: [SamplingParams](sampling.md)' own.",
+        "generation_config.json, or of a GGUF file's `general.sampling.*`. It holds for a server, and for "
+        "`LLM` where no `SamplingParams` are given (`LLM.default_params`). `none`: "
+        "[SamplingParams](sampling.md)' own.",
     )
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
