@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Any
 from specinfer.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from specinfer.config import EngineConfig
-    from specinfer.errors import SpecInferError, UserError
-    from specinfer.llm import LLM
-    from specinfer.request import FinishReason, RequestOutput, SpeculationFigures
-    from specinfer.sampling_params import SamplingParams, SpeculationParams
-    from specinfer.speculate.speculator import Speculator
-    from specinfer.tree.token_tree import TokenTree
+    from specinfer.config import EngineConfig as EngineConfig
+    from specinfer.errors import SpecInferError as SpecInferError
+    from specinfer.errors import UserError as UserError
+    from specinfer.llm import LLM as LLM
+    from specinfer.request import FinishReason as FinishReason
+    from specinfer.request import RequestOutput as RequestOutput
+    from specinfer.request import SpeculationFigures as SpeculationFigures
+    from specinfer.sampling_params import SamplingParams as SamplingParams
+    from specinfer.sampling_params import SpeculationParams as SpeculationParams
+    from specinfer.speculate.speculator import Speculator as Speculator
+    from specinfer.tree.token_tree import TokenTree as TokenTree
 
 # Imported when first asked for, so that `specinfer --help` answers without loading torch.
 _HOMES = {
@@ -30,20 +34,7 @@ _HOMES = {
     "UserError": "specinfer.errors",
 }
 
-__all__ = [
-    "LLM",
-    "EngineConfig",
-    "FinishReason",
-    "RequestOutput",
-    "SamplingParams",
-    "SpecInferError",
-    "SpeculationFigures",
-    "SpeculationParams",
-    "Speculator",
-    "TokenTree",
-    "UserError",
-    "__version__",
-]
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
