@@ -115,3 +115,12 @@ def ensure(holds: bool, invariant: str) -> None:
     """Raise IntegrityError unless an invariant holds; unlike `assert`, under `python -O` as well."""
     if not holds:
         raise IntegrityError(invariant)
+
+
+def shown(value: object, most: int = 60) -> str:
+    """A value as it reads in one line of a message, of at most so many characters."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a {type(value).__name__} that nests too deep"
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal, get_args
 
-from specinfer.errors import RequestError, naming
+from specinfer.errors import RequestError, naming, shown
 
 MAX_SOURCE = 256 * 1024  # characters; a longer schema, regex, list or grammar is refused
 _FORMATS = (
@@ -96,7 +96,7 @@ def _whitespace(value: object) -> JsonWhitespace:
         if value == known:
             found: JsonWhitespace = known
             return found
-    raise RequestError(f"json_whitespace is {_short(value)}; allowed: {', '.join(get_args(JsonWhitespace))}")
+    raise RequestError(f"json_whitespace is {shown(value)}; allowed: {', '.join(get_args(JsonWhitespace))}")
 
 
 @naming("preamble")
@@ -118,7 +118,7 @@ def _from_text(kind: OutputKind, text: object, allowed: str) -> StructuredOutput
 def _from_response_format(value: object) -> StructuredOutput | None:
     name = "response_format"
     if not isinstance(value, Mapping):
-        raise RequestError(f"{name} is {_short(value)}; allowed: {_FORMATS}")
+        raise RequestError(f"{name} is {shown(value)}; allowed: {_FORMATS}")
     match value.get("type"):
         case "text":
             _only_keys(name, value, {"type"})
@@ -129,21 +129,21 @@ def _from_response_format(value: object) -> StructuredOutput | None:
         case "json_schema":
             _only_keys(name, value, {"type", "json_schema"})
             return _from_json_schema(value.get("json_schema"))
-    raise RequestError(f"{name} has the type {_short(value.get('type'))}; allowed: {_FORMATS}")
+    raise RequestError(f"{name} has the type {shown(value.get('type'))}; allowed: {_FORMATS}")
 
 
 def _from_json_schema(value: object) -> StructuredOutput:
     name = "response_format.json_schema"
     if not isinstance(value, Mapping):
-        raise RequestError(f'{name} is {_short(value)}; allowed: {{"name": ..., "schema": {{...}}}}')
+        raise RequestError(f'{name} is {shown(value)}; allowed: {{"name": ..., "schema": {{...}}}}')
     _only_keys(name, value, {"name", "description", "schema", "strict"})
     title, description, strict = value.get("name"), value.get("description"), value.get("strict")
     if not isinstance(title, str) or not title:
-        raise RequestError(f"{name}.name is {_short(title)}; allowed: a non-empty string")
+        raise RequestError(f"{name}.name is {shown(title)}; allowed: a non-empty string")
     if description is not None and not isinstance(description, str):
-        raise RequestError(f"{name}.description is {_short(description)}; allowed: a string, or leave it out")
+        raise RequestError(f"{name}.description is {shown(description)}; allowed: a string, or leave it out")
     if strict is not None and not isinstance(strict, bool):
-        raise RequestError(f"{name}.strict is {_short(strict)}; allowed: true or false, or leave it out")
+        raise RequestError(f"{name}.strict is {shown(strict)}; allowed: true or false, or leave it out")
     source = schema_source(f"{name}.schema", value.get("schema"))
     return StructuredOutput(OutputKind.JSON_SCHEMA, source, strict=strict is True)
 
@@ -154,7 +154,7 @@ def schema_source(name: str, schema: object) -> str:
     The keywords are not looked at: whether the schema can be followed shows when it is compiled.
     """
     if not isinstance(schema, Mapping):
-        raise RequestError(f"{name} is {_short(schema)}; allowed: a JSON schema, as an object")
+        raise RequestError(f"{name} is {shown(schema)}; allowed: a JSON schema, as an object")
     if "x-guidance" in schema:
         raise RequestError(f'{name} has the key "x-guidance", which is no JSON schema; take it out')
     try:
@@ -178,11 +178,11 @@ def _infinite(name: str) -> float:
 def _from_choice(value: object) -> StructuredOutput:
     allowed = "a list of one or more non-empty strings"
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
-        raise RequestError(f"choice is {_short(value)}; allowed: {allowed}")
+        raise RequestError(f"choice is {shown(value)}; allowed: {allowed}")
     options = list(value)
     for option in options:
         if not isinstance(option, str) or not option:
-            raise RequestError(f"choice holds {_short(option)}; allowed: {allowed}")
+            raise RequestError(f"choice holds {shown(option)}; allowed: {allowed}")
     if not options:
         raise RequestError(f"choice is empty; allowed: {allowed}")
     for option in options:
@@ -194,7 +194,7 @@ def _from_choice(value: object) -> StructuredOutput:
 
 def _source(name: str, text: object, allowed: str) -> str:
     if not isinstance(text, str) or not text:
-        raise RequestError(f"{name} is {_short(text)}; allowed: {allowed}")
+        raise RequestError(f"{name} is {shown(text)}; allowed: {allowed}")
     if len(text) > MAX_SOURCE:
         raise RequestError(f"{name} has {len(text)} characters; allowed: at most {MAX_SOURCE}")
     try:
@@ -211,10 +211,4 @@ def _source(name: str, text: object, allowed: str) -> str:
 def _only_keys(name: str, value: Mapping[str, Any], allowed: set[str]) -> None:
     for key in value:
         if key not in allowed:
-            raise RequestError(f"{name} has the key {_short(key)}; allowed: {', '.join(sorted(allowed))}")
-
-
-def _short(value: object) -> str:
-    """A value as it reads in one line of a message."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+            raise RequestError(f"{name} has the key {shown(key)}; allowed: {', '.join(sorted(allowed))}")

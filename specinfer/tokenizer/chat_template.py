@@ -26,7 +26,7 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
-from specinfer.errors import ModelFileError, RequestError
+from specinfer.errors import ModelFileError, RequestError, shown
 from specinfer.tokenizer.bounded_environment import BoundedEnvironment
 from specinfer.tokenizer.special_names import Rendered, SpecialNames
 
@@ -78,7 +78,7 @@ def messages_for_template(
 def _message(name: str, message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(
-            f"{name} is {_short(message)}; allowed: a mapping with 'role' (a string) and 'content'"
+            f"{name} is {shown(message, 80)}; allowed: a mapping with 'role' (a string) and 'content'"
         )
     read = {key: value for key, value in message.items() if value is not None and key not in _DROPPED}
     if read["role"] == "developer":
@@ -89,7 +89,7 @@ def _message(name: str, message: object) -> dict[str, Any]:
     calls = read.pop("tool_calls", None)  # a template may take a list without calls, or None, for calls
     if calls:
         if not isinstance(calls, Sequence) or isinstance(calls, str):
-            raise RequestError(f"{name}.tool_calls is {_short(calls)}; allowed: a list of calls")
+            raise RequestError(f"{name}.tool_calls is {shown(calls, 80)}; allowed: a list of calls")
         read["tool_calls"] = [_call(f"{name}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
     return read
 
@@ -104,7 +104,7 @@ def _content(name: str, message: Mapping[str, Any]) -> str:
     elif isinstance(content, Sequence) and not isinstance(content, (bytes, bytearray)):
         return "".join(_part(f"{name}[{i}]", part) for i, part in enumerate(content))
     raise RequestError(
-        f'{name} is {_short(content)}; allowed: a text, or a list of {{"type": "text", "text": ...}}'
+        f'{name} is {shown(content, 80)}; allowed: a text, or a list of {{"type": "text", "text": ...}}'
     )
 
 
@@ -115,12 +115,12 @@ def _part(name: str, part: object) -> str:
     if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
         what = name if not isinstance(part, Mapping) else f"{name}.type"
         raise RequestError(
-            f"{what} is {_short(part if kind is None else kind)}; allowed: {', '.join(_TEXT_PARTS)}: "
+            f"{what} is {shown(part if kind is None else kind, 80)}; allowed: {', '.join(_TEXT_PARTS)}: "
             "texts alone are read here"
         )
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):
-        raise RequestError(f"{name}.{_TEXT_PARTS[kind]} is {_short(text)}; allowed: a text")
+        raise RequestError(f"{name}.{_TEXT_PARTS[kind]} is {shown(text, 80)}; allowed: a text")
     return text
 
 
@@ -128,14 +128,14 @@ def _call(name: str, call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         raise RequestError(
-            f'{name} is {_short(call)}; allowed: {{"function": {{"name": ..., "arguments": ...}}}}'
+            f'{name} is {shown(call, 80)}; allowed: {{"function": {{"name": ..., "arguments": ...}}}}'
         )
     if not isinstance(function.get("name"), str):
-        raise RequestError(f"{name}.function.name is {_short(function.get('name'))}; allowed: a string")
+        raise RequestError(f"{name}.function.name is {shown(function.get('name'), 80)}; allowed: a string")
     arguments = _arguments(function.get("arguments"))
     if arguments is None:
         raise RequestError(
-            f"{name}.function.arguments is {_short(function.get('arguments'))}; "
+            f"{name}.function.arguments is {shown(function.get('arguments'), 80)}; "
             "allowed: a JSON object, as text or as it is"
         )
     # Streams number calls, and clients send the numbers back.
@@ -214,14 +214,6 @@ def _fitting(given: object, length: int) -> str:
         number, letter = divmod(number, len(_LETTERS))
         letters.append(_LETTERS[letter])
     return "".join(letters)
-
-
-def _short(value: object) -> str:
-    try:
-        text = repr(value)
-    except RecursionError:
-        text = f"a {type(value).__name__} that nests too deep"
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 class ChatTemplate:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import unquote, urldefrag, urljoin
 
-from specinfer.errors import RequestError
+from specinfer.errors import RequestError, shown
 
 Schema = Mapping[str, Any] | bool
 TYPES: Final = ("object", "array", "string", "number", "boolean", "null")
@@ -130,7 +130,7 @@ class SchemaDocument:
 
     def _read(self, schema: Schema, at: str) -> dict[str, Any]:
         if not isinstance(schema, Mapping):
-            raise RequestError(f"{place(at)} is {_short(schema)}; allowed: an object or a boolean")
+            raise RequestError(f"{place(at)} is {shown(schema)}; allowed: an object or a boolean")
         found = {key: _shaped(key, value, at) for key, value in schema.items() if key in _READ}
         if "$ref" in found and self._refs_alone:
             found = {"$ref": found["$ref"]}
@@ -237,14 +237,9 @@ def _shaped(key: str, value: Any, at: str) -> Any:
     elif key == "uniqueItems":
         allowed = "" if isinstance(value, bool) else "true or false"
     if allowed:
-        raise RequestError(f"{at}/{key} is {_short(value)}; allowed: {allowed}")
+        raise RequestError(f"{at}/{key} is {shown(value)}; allowed: {allowed}")
     return value
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specinfer.errors import RequestError, naming
+from specinfer.errors import RequestError, naming, shown
 from specinfer.grammar.lark import json_rule
 from specinfer.grammar.library_vocabulary import fault_of, in_one_line, without_places
 from specinfer.serve.fields import Fields
@@ -107,7 +107,7 @@ def read_tools(functions: Sequence[Function]) -> tuple[Tool, ...]:
         where, name = f"tools[{index}].function", function.name
         if not _NAME.fullmatch(name):
             raise RequestError(
-                f"{where}.name is {_short(name)}; allowed: 1 to 128 letters, digits and any of _ . : -"
+                f"{where}.name is {shown(name, 80)}; allowed: 1 to 128 letters, digits and any of _ . : -"
             )
         if name in tools:
             raise RequestError(f"{where}.name is {name!r}, like an earlier one's; rename it")
@@ -126,7 +126,7 @@ def _parameters(where: str, given: Mapping[str, Any] | None, strict: bool) -> Ma
     kind = given.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise RequestError(
-            f"{where} has the type {_short(kind)}; allowed: object, since arguments have names"
+            f"{where} has the type {shown(kind, 80)}; allowed: object, since arguments have names"
         )
     schema = {**given, "type": "object"}
     try:
@@ -136,8 +136,3 @@ def _parameters(where: str, given: Mapping[str, Any] | None, strict: bool) -> Ma
     if said:
         raise RequestError(f"{where} cannot be used: {said}; change or drop that part of the schema")
     return schema
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
