@@ -42,7 +42,7 @@ class Processors:
         self._min_tokens = params.min_tokens
         self.ending = frozenset(ending)  # after one of these no text follows; barred before min_tokens
         self._barred = bans([token for token in sorted(self.ending) if token < vocab])
-        self._grammar = grammar
+        self.grammar = grammar  # the form the text must have, if any
         form = params.structured_output
         self._form = "" if form is None else form.parameter
         self._allowed: NDArray[np.bool_] | None = None
@@ -54,15 +54,10 @@ class Processors:
         self._penalties = Penalties.of(params, prompt)
 
     @property
-    def grammar(self) -> GrammarState | None:
-        """The form the text must have, if any."""
-        return self._grammar
-
-    @property
     def idle(self) -> bool:
         """Whether logits pass unchanged from here on, whatever the path."""
         return (
-            self._grammar is None
+            self.grammar is None
             and self._allowed is None
             and self._bad_words is None
             and self._penalties is None
@@ -74,7 +69,7 @@ class Processors:
     def bans(self) -> list[str]:
         """The parameters that may make a token impossible from here on, by name."""
         names = {
-            self._form: self._grammar is not None,
+            self._form: self.grammar is not None,
             "allowed_token_ids": self._allowed is not None,
             "bad_words": self._bad_words is not None,
             "min_tokens": self._num_output < self._min_tokens,
@@ -95,8 +90,8 @@ class Processors:
 
     def change(self, logits_V: NDArray[np.float32], path: Sequence[int]) -> None:
         """Process `logits_V` in place, as `apply` does a copy."""
-        if self._grammar is not None:
-            logits_V[~self._grammar.allowed(path)] = -np.inf
+        if self.grammar is not None:
+            logits_V[~self.grammar.allowed(path)] = -np.inf
         if self._allowed is not None:
             logits_V[~self._allowed] = -np.inf
         for part in self._parts(path):
@@ -104,7 +99,7 @@ class Processors:
 
     def changes(self, path: Sequence[int]) -> RowChanges | None:
         """What `change` does, as changes of single logits; None where a mask covers the whole row."""
-        if self._grammar is not None or self._allowed is not None:
+        if self.grammar is not None or self._allowed is not None:
             return None
         return joined(list(self._parts(path)))
 
@@ -127,13 +122,13 @@ class Processors:
             return False
         if self._bad_words is not None and token in self._bad_words.completions(path):
             return False
-        return self._grammar is None or self._grammar.permits(path, token)
+        return self.grammar is None or self.grammar.permits(path, token)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Take in the tokens that became text, in order."""
         self._num_output += len(tokens)
-        if self._grammar is not None:
-            self._grammar.commit(tokens)
+        if self.grammar is not None:
+            self.grammar.commit(tokens)
         if self._bad_words is not None:
             self._bad_words.commit(tokens)
         if self._penalties is not None:

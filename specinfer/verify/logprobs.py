@@ -118,24 +118,19 @@ class PromptLogprobs(Sequence[Logprobs | None]):
     times as much in objects. So this is what the completions of a prompt share and what processes send.
     """
 
-    __slots__ = ("_known", "_scores", "_texts", "_top")
+    __slots__ = ("_known", "_scores", "_texts", "top")
 
     def __init__(self, tokens: int, top: int) -> None:
         """Nothing is known yet of a prompt of so many tokens, for each of which `top` are to be reported."""
-        self._top = top
+        self.top = top
         self._known = [False] * tokens
         self._scores: Scores | None = None  # [prompt, 1 + top], as soon as there is one
         self._texts: dict[int, str] = {}  # of all tokens named
 
-    @property
-    def top(self) -> int:
-        """How many of the likeliest tokens are reported at each place."""
-        return self._top
-
     def add(self, first: int, scores: Scores, text_of: Callable[[int], str]) -> None:
         """Take in the figures of the tokens from position `first` on; saying it twice changes nothing."""
         if self._scores is None:
-            self._scores = Scores.empty(len(self), self._top)
+            self._scores = Scores.empty(len(self), self.top)
         places = slice(first, first + len(scores.ids))
         self._scores.put(places, scores)
         for token in set(scores.ids.ravel().tolist()) - self._texts.keys() - {NO_TOKEN}:
