@@ -40,7 +40,7 @@ _SOLVED_BY: Final = 1000  # texts by which a head begins as its target
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadKind(Kind):
+class TrainableHeadKind(Kind):
     """A head whose layers have the sizes of the target's."""
 
     layers: int = 1
@@ -105,7 +105,7 @@ class HeadKind(Kind):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockKind(HeadKind):
+class BlockKind(TrainableHeadKind):
     """A causal block head."""
 
     name = "block"
@@ -153,7 +153,7 @@ class BlockKind(HeadKind):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleKind(HeadKind):
+class EagleKind(TrainableHeadKind):
     """A head that makes a pass a level."""
 
     name = "eagle"
