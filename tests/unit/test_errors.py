@@ -37,3 +37,9 @@ def test_every_exception_of_ours_that_leaves_a_call_is_defined_there() -> None:
         and {ast.unparse(base).split(".")[-1] for base in node.bases} & set(CLASSES)
     ]
     assert strays == []
+
+
+def test_a_long_value_is_shown_short() -> None:
+    assert errors.shown("a" * 58) == repr("a" * 58)
+    assert errors.shown("a" * 59) == "'" + "a" * 56 + "..."
+    assert len(errors.shown(list(range(1000)), 80)) == 80

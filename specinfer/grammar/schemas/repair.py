@@ -106,5 +106,5 @@ def _put(schema: dict[str, Any], where: tuple[Any, ...], part: Schema) -> None:
 
 
 def as_object(schema: Schema) -> Mapping[str, Any]:
-    """A schema that is written, as one that is no boolean."""
-    return schema if isinstance(schema, Mapping) else {} if schema else {"allOf": [False]}
+    """A schema that is written, which is an object or True, as an object."""
+    return schema if isinstance(schema, Mapping) else {}
