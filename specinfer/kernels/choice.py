@@ -24,16 +24,20 @@ from specinfer.verify.scan import NUMPY, Scan
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """How a model computes on a CPU, and how its logits are read anywhere."""
+    """What a model computes with."""
 
     ops: Ops
     attention: AttentionBackend
-    scan: Scan
     products: Products
-    library: Library | None = None  # None: these are the twins
+    library: Library | None = None  # None: these are PyTorch's
+
+    @property
+    def scan(self) -> Scan:
+        """What reads logits in host memory, wherever they were made."""
+        return NUMPY if self.library is None else NativeScan(self.library)
 
 
-TORCH: Final = Kernels(Ops(), SdpaAttention(), NUMPY, Products())
+TORCH: Final = Kernels(Ops(), SdpaAttention(), Products())
 
 
 def choose_kernels(
@@ -59,8 +63,7 @@ def choose_kernels(
 
 def native_kernels(library: Library) -> Kernels:
     """The kernels of a library."""
-    attention, products = NativeAttention(library), NativeProducts(library)
-    return Kernels(NativeOps(library), attention, NativeScan(library), products, library)
+    return Kernels(NativeOps(library), NativeAttention(library), NativeProducts(library), library)
 
 
 def guessing(kernels: Kernels) -> Kernels:
