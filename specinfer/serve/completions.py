@@ -85,7 +85,7 @@ class ChoicesAnswer(ABC, Generic[_Fields]):
         """The answer as the events of a stream."""
         wished, begun = self._fields.stream_options, set[int]()
         usage_at_end = wished is not None and bool(wished.include_usage)
-        usage_in_chunks = usage_at_end and wished is not None and bool(wished.continuous_usage_stats)
+        usage_in_chunks = wished is not None and bool(wished.continuous_usage_stats)
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
                 if piece["index"] not in begun:

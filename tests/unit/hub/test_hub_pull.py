@@ -255,6 +255,16 @@ def test_without_a_network_a_cached_file_is_used(hub, tmp_path):
         resolve("org/ggufs:b.Q8_0.gguf")
 
 
+def test_without_a_network_a_model_of_which_a_part_is_cached_is_not_used(hub, tmp_path):
+    data = write_gguf(tmp_path / "m.gguf").read_bytes()
+    parts = [f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    hub.repositories["org/ggufs"] = {parts[0]: data, parts[1]: data}
+    resolve(f"org/ggufs:{parts[0]}").path.with_name(parts[1]).unlink()
+    hub.close()
+    with pytest.raises(DownloadError, match=r"cannot be reached for org/ggufs"):
+        resolve(f"org/ggufs:{parts[0]}")
+
+
 def test_offline_uses_the_cache_and_asks_nobody(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(DownloadError, match="HF_HUB_OFFLINE is set"):

@@ -20,6 +20,7 @@ from specinfer import SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.request import Delta, FinishReason
 from specinfer.serve import process_backend
+from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.process_backend import ProcessBackend
 from specinfer.serve.work import BackendError, Work
 from tests.unit.serve.handles import WORK, Handle, Hopeless
@@ -68,15 +69,15 @@ def test_an_engine_that_dies_as_soon_as_it_is_ready_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start_engines_that("sys.exit(3)", tmp_path, monkeypatch)
-    to_thread = asyncio.to_thread
+    in_executor = asyncio.BaseEventLoop.run_in_executor
 
-    async def late(call: Callable[..., Any], *given: Any) -> Any:
+    async def late(loop: Any, executor: Any, call: Callable[..., Any], *given: Any) -> Any:
         """As on a loop that is busy when the engine is ready."""
-        made = await to_thread(call, *given)
+        made = await in_executor(loop, executor, call, *given)
         await asyncio.sleep(0.2)
         return made
 
-    monkeypatch.setattr(asyncio, "to_thread", late)
+    monkeypatch.setattr(asyncio.BaseEventLoop, "run_in_executor", late)
 
     async def run() -> None:
         backend = ProcessBackend(EngineConfig(model="m"))
@@ -88,6 +89,21 @@ def test_an_engine_that_dies_as_soon_as_it_is_ready_is_started_again(
         await until(lambda: not threads())
 
     asyncio.run(run())
+
+
+def test_an_engine_that_is_closed_is_hung_up_on_and_ends_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_engines_that("pass", tmp_path, monkeypatch)
+
+    async def run() -> EngineChild:
+        child = EngineChild(("info", "text"))
+        loop = asyncio.get_running_loop()
+        await child.start(EngineConfig(model="m"), loop, lambda *_: None, lambda *_: None)
+        await child.close()
+        return child
+
+    assert asyncio.run(run()).status == 0  # it was not killed
 
 
 def test_the_loop_never_waits_for_a_process_that_hung_up_and_goes_on(

@@ -333,6 +333,9 @@ def test_what_a_request_says_of_reasoning() -> None:
     for asked in efforts:
         assert read(ChatFields, asked).effort == "low"
         assert read(ResponseFields, asked).effort == "low"
+    for kind, name in ((ChatFields, "chat_template_kwargs"), (ResponseFields, "reasoning")):
+        more = {"think": "low" if name == "reasoning" else True, name: 1}
+        assert refusal(kind, more)["param"] == name
     clash = {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}
     assert refusal(ChatFields, clash)["param"] == "enable_thinking"
 

@@ -102,6 +102,7 @@ CASES = [
     (L, '{"name": "f", "parameters": {"a": "}"}}', "", [F]),
     (L, '\n<|python_tag|>{"name": "f", "parameters": {"a": "}"}}; {"type": "function", "name": "g", '
         '"parameters": {"b": [1, {}]}} ', "", [F, G]),
+    (L, '; '.join(3 * ['{"name": "f", "parameters": {}}']), "", 3 * [("f", "{}")]),
     (L, "hello {", "hello {", []),
     (L, ' {"title": "x", "name": "f"}', ' {"title": "x", "name": "f"}', []),
     (L, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
