@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,13 +45,12 @@ from specinfer.replay.oracle import play_oracle
 from specinfer.replay.recorder import record
 from specinfer.replay.replay import (
     POLICIES,
+    Kind,
     Phase,
     Played,
-    disturbed,
     mixed,
     play,
     play_without,
-    ramp,
     speculation_of,
     speedup,
     whole,
@@ -185,6 +185,23 @@ def workloads(traces: Mapping[str, Sequence[Trace]]) -> dict[str, list[Phase]]:
         "ramp": ramp(several),
         "neighbour": disturbed(whole([traces["chat"]])),
     }
+
+
+def ramp(kinds: Sequence[Kind], sizes: Sequence[int] = (1, 2, 4, 8, 16, 8, 4, 2, 1)) -> list[Phase]:
+    """Texts of all kinds in turns, in parts of about equal length with so many at once in each."""
+    [turns] = mixed(kinds)
+    ends = [len(turns.texts) * i // len(sizes) for i in range(len(sizes) + 1)]
+    parts = zip(sizes, pairwise(ends), strict=True)
+    return [Phase(turns.texts[start:end], size) for size, (start, end) in parts if start < end]
+
+
+def disturbed(parts: Sequence[Phase], slowdown: float = 1.8, texts: int = 4) -> list[Phase]:
+    """The same while somebody else uses the machine, from time to time: during every other few `texts`."""
+    return [
+        Phase(part.texts[start : start + texts], part.at_once, slowdown if turn % 2 else 1.0)
+        for part in parts
+        for turn, start in enumerate(range(0, len(part.texts), texts))
+    ]
 
 
 def measured(parts: Sequence[Phase]) -> dict[str, Any]:

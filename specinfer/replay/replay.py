@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Final
 
 import numpy as np
@@ -65,23 +65,6 @@ def mixed(kinds: Sequence[Kind], at_once: int = 1) -> list[Phase]:
     """Texts of all kinds in turns, as long as each lasts."""
     rounds = zip_longest(*(_texts(kind) for kind in kinds))
     return [Phase([text for turn in rounds for text in turn if text is not None], at_once)]
-
-
-def ramp(kinds: Sequence[Kind], sizes: Sequence[int] = (1, 2, 4, 8, 16, 8, 4, 2, 1)) -> list[Phase]:
-    """Texts of all kinds in turns, in parts of about equal length with so many at once in each."""
-    [turns] = mixed(kinds)
-    ends = [len(turns.texts) * i // len(sizes) for i in range(len(sizes) + 1)]
-    parts = zip(sizes, pairwise(ends), strict=True)
-    return [Phase(turns.texts[start:end], size) for size, (start, end) in parts if start < end]
-
-
-def disturbed(parts: Sequence[Phase], slowdown: float = 1.8, texts: int = 4) -> list[Phase]:
-    """The same while somebody else uses the machine, from time to time: during every other few `texts`."""
-    return [
-        Phase(part.texts[start : start + texts], part.at_once, slowdown if turn % 2 else 1.0)
-        for part in parts
-        for turn, start in enumerate(range(0, len(part.texts), texts))
-    ]
 
 
 def _texts(kind: Kind) -> list[tuple[Trace, int]]:

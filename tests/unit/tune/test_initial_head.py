@@ -142,14 +142,15 @@ def test_a_head_that_begins_as_its_target_is_better_than_a_random_one(
     target: Path, prompts: Path, tmp_path: Path
 ) -> None:
     losses = {}
-    for init in ("target", "random"):
-        config = replace(tuning_of(target, tmp_path / init), init=init)
+    for init in ("target", "random", None):
+        config = replace(tuning_of(target, tmp_path / str(init)), init=init)
         tuning = Tuning(config, clock=ticking())
         tuning._collect(read_prompts([prompts]))
         dataset = TrainingSet(tuning._corpus)
         draft = tuning._training(dataset, []).trainer.draft
         losses[init] = loss_of(draft, first_texts(dataset, 8), config.training)
     assert losses["target"] < 0.8 * losses["random"]
+    assert losses[None] == losses["target"], "it is how a block head begins where nothing is said"
 
 
 def test_an_exported_head_is_trained_on(target: Path, prompts: Path, tmp_path: Path) -> None:
