@@ -236,6 +236,11 @@ class Chances:
             for name, parent in numbers:
                 self.levels[name].learn(levels[parent], right.get((name, parent)), temperature)
 
+    def recall(self, curves: Mapping[str, tuple[Curve, Curve]]) -> None:
+        """Take over curves of earlier runs."""
+        self.curves.update(curves)
+        self._tables = {}
+
     def _curves(self, name: str) -> tuple[Curve, Curve]:
         """A speculator's curves, of others than first choices and of these."""
         if name not in self.curves:

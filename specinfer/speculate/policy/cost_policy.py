@@ -1,6 +1,6 @@
 """Trees as large as makes the most tokens per second, and never slower than no speculation for long.
 
-The cost of a step is computed from cost curves (choose.py), the tokens it makes from counts of earlier
+The cost of a step is computed from cost curves (choose.py), the tokens it makes from results of earlier
 guesses (chances.py). A draft's pass competes as nodes do: it is made for the requests for which the level it
 brings is likely to be right (drafting.py). A guard compares the time of steps with that of steps without
 guesses, and switches speculation off where it loses (guard.py).

@@ -130,7 +130,7 @@ def recall(learned: Mapping[str, Any], chances: Chances, guard: Guard | None = N
         for size, seen in _mapping(learned["plain"], 64).items()
     }
     outcomes = _whole(learned["outcomes"], 0, _MOST_OUTCOMES)
-    chances.curves.update(curves)
+    chances.recall(curves)
     for name, (of_all, alike) in drafts.items():
         chances.levels[name].all.recall(of_all)
         for heat, levels in zip(chances.levels[name].alike, alike, strict=True):
