@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from specinfer.engine.loop import EngineLoop
+from specinfer.engine.transcript import Transcript
 from specinfer.errors import IntegrityError, RequestError
-from specinfer.request import Delta, FinishReason
+from specinfer.request import Delta, FinishReason, RequestOutput
 from tests.scripted_engine import Pause, ScriptedEngine, counted, said, waits
 from tests.unit.engine.conftest import Make
 
@@ -25,6 +26,23 @@ def test_a_stream_is_every_output_of_its_requests(
     assert [o for o in both if o[0] == "b"] == counted("b", 2)
     assert engine.happened == ["add a", "add b", "step", "step", "step"]
     assert said(loop.stream([])) == []
+
+
+def test_a_stream_of_ended_requests_makes_one_output_of_each(
+    loop: EngineLoop, engine: ScriptedEngine, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    output = Transcript.output
+
+    def counting(transcript: Transcript, new_text: str = "") -> RequestOutput:
+        made.append(transcript.request.request_id)
+        return output(transcript, new_text)
+
+    monkeypatch.setattr(Transcript, "output", counting)
+    found = [*loop.stream([make("a"), make("b", 2)], ended_only=True)]
+    assert [(one.request_id, one.finished) for one in found] == [("b", True), ("a", True)]
+    assert made == ["b", "a"]
+    assert said(found) == [counted("b", 2)[-1], counted("a")[-1]], "they are the last ones of a whole stream"
 
 
 def test_streams_of_one_thread_take_turns_and_share_steps(
