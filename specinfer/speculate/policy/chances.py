@@ -208,7 +208,7 @@ class Chances:
         return rates
 
     def learn(self, tree: TokenTree, committed: Sequence[int], temperature: float) -> None:
-        """Count the guesses below all nodes of the text, verified or not: the next token is known there."""
+        """Learn from the guesses below all nodes of the text, verified or not: their next token is known."""
         becomes = next_nodes(tree, committed)
         chosen: dict[str, set[int]] = {}
         numbers: dict[tuple[str, int], int] = {}  # of draws so far, by draft and parent
@@ -220,10 +220,8 @@ class Chances:
             for i, parent in enumerate(run.parents):
                 if parent not in becomes:
                     continue
-                became, odds = (
-                    becomes[parent] == run.nodes[i],
-                    bisect_left(_EDGES, run.confidences[i]) - STEEPEST,
-                )
+                became = becomes[parent] == run.nodes[i]
+                odds = bisect_left(_EDGES, run.confidences[i]) - STEEPEST
                 (other if parent in above else first).learn(odds, became)
                 self.outcomes += 1
                 above.add(parent)

@@ -1,8 +1,8 @@
-"""The counts of a policy on disk, so that the next process begins where this one ended.
+"""The knowledge of a policy on disk, so that the next process begins where this one ended.
 
-One small JSON file for a target with its drafts on a device: rates of guesses, of drafts' levels, and the
-time of plain steps; no text, no token. It is written whole (files.py) every some steps and at the end, so of
-two processes the later one's is there. A file that is cut short, changed, of another version or holds an
+One small JSON file for a target with its drafts on a device: curves of guesses, counts of drafts' levels, and
+the time of plain steps; no text, no token. It is written whole (files.py) every some steps and at the end, so
+of two processes the later one's is there. A file that is cut short, changed, of another version or holds an
 impossible number is not used: one line says why, and the policy begins as if there were none.
 """
 
@@ -39,7 +39,7 @@ Key = Mapping[str, Any]  # "target", "drafts", "device": JSON values
 
 @dataclass(frozen=True, slots=True)
 class StoredPolicy:
-    """A file of counts, as it was found."""
+    """A file, as it was found."""
 
     file: Path
     key: Key
@@ -47,7 +47,7 @@ class StoredPolicy:
 
 
 class PolicyMemory:
-    """Recalls the counts of a key into `chances` and `guard`, and keeps theirs from then on."""
+    """Recalls the knowledge of a key into `chances` and `guard`, and keeps theirs from then on."""
 
     def __init__(self, key: Key, chances: Chances, guard: Guard, folder: Path | None = None) -> None:
         self._key = key
@@ -58,7 +58,7 @@ class PolicyMemory:
         self._failed = False  # to write, which was logged
 
     def recall(self) -> None:
-        """Take over the file's counts, where there is one that can be used."""
+        """Take over the file's knowledge, where there is one that can be used."""
         try:
             stored = read_policy(self._file)
             if stored.key != self._key:  # two keys of one name, or a file that was moved
@@ -69,20 +69,20 @@ class PolicyMemory:
             pass
         except (OSError, ValueError, KeyError) as error:
             _LOG.warning(
-                "the counts of earlier runs are not used, speculation begins anew: %s: %s; `specinfer policy "
-                "reset` removes it",
+                "the knowledge of earlier runs is not used, speculation begins anew: %s: %s; "
+                "`specinfer policy reset` removes it",
                 self._file,
                 _reason(error),
             )
 
     def stepped(self) -> None:
-        """A step is over: every some steps the counts are written."""
+        """A step is over: every EVERY steps the file is written."""
         self._steps += 1
         if self._steps % EVERY == 0:
             self.keep()
 
     def keep(self) -> None:
-        """Write the counts, if that is worth it."""
+        """Write the file, if that is worth it."""
         outcomes = self._chances.outcomes
         if outcomes - self._kept < LEAST:  # a test, or a short answer
             return
@@ -90,14 +90,14 @@ class PolicyMemory:
         if not write_policy(self._file, self._key, told(self._chances, self._guard)) and not self._failed:
             self._failed = True
             _LOG.warning(
-                "the counts of speculation cannot be written to %s, and end with this process; "
+                "the knowledge of speculation cannot be written to %s, and ends with this process; "
                 "set SPECINFER_CACHE to a folder that can be written",
                 self._file,
             )
 
 
 def told(chances: Chances, guard: Guard) -> dict[str, Any]:
-    """The counts as JSON values."""
+    """The knowledge as JSON values."""
     return {
         "outcomes": chances.outcomes,
         "curves": {
@@ -115,11 +115,7 @@ def told(chances: Chances, guard: Guard) -> dict[str, Any]:
 
 def recall(learned: Mapping[str, Any], chances: Chances, guard: Guard | None = None) -> None:
     """Take over the result of `told`; takes nothing and raises ValueError or KeyError for other values."""
-    curves = {
-        _name(name): (_curve(others), _curve(firsts))
-        for name, one in _mapping(learned["curves"], _MOST_NAMES).items()
-        for others, firsts in (_list(one, 2, 2),)
-    }
+    curves = {_name(name): _curves(one) for name, one in _mapping(learned["curves"], _MOST_NAMES).items()}
     stored = _mapping(learned["drafts"], _MOST_NAMES)
     drafts = {name: checked_levels(stored[name]) for name in chances.levels if name in stored}
     plain = {
@@ -188,6 +184,12 @@ def stored_policies(folder: Path | None = None) -> list[tuple[Path, StoredPolicy
         except (OSError, ValueError) as error:
             found.append((file, None, _reason(error)))
     return found
+
+
+def _curves(value: object) -> tuple[Curve, Curve]:
+    """A speculator's curves, of others than first choices and of these."""
+    others, firsts = _list(value, 2, 2)
+    return _curve(others), _curve(firsts)
 
 
 def _curve(value: object) -> Curve:

@@ -72,6 +72,13 @@ def odds_times(part: float, rate: float) -> float:
     return part * rate / (1 - rate + part * rate)
 
 
+def test_curves_that_are_recalled_count_at_once() -> None:
+    chances = Chances()
+    assert probabilities(chances, chain(0.5))[1] == 0.5
+    chances.recall({"s": (Curve(), Curve(2.0))})
+    assert probabilities(chances, chain(0.5))[1] == pytest.approx(1 / (1 + math.exp(-2)))
+
+
 def test_guesses_below_a_wrong_one_teach_nothing() -> None:
     chances, alone = Chances(), Chances()
     for _ in range(50):
