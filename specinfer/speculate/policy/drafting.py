@@ -27,7 +27,7 @@ _THOUGHT: Final = 3.0  # values, that nobody has seen
 # prediction: a caller that sends one thinks that it holds most of the answer.
 _LEFT: Final = {False: 1.0, True: 0.3}
 _MADE: Final = {False: 1.0, True: 8.0}  # tokens that a step makes with others' guesses, likewise
-_REFUSED: Final = 16  # steps in which a draft did not seem worth it, after which what is known of it fades
+_REFUSED: Final = 16  # steps in a row in which a draft did not seem worth it; then its counts and costs fade
 _REFUSED_MEMORY: Final = 0.8  # the part that stays then: a draft that guesses nothing shows nothing new
 USUAL_UNREAD: Final = 2  # tokens a draft reads in every step: the root, and a last guess it has not run
 
@@ -163,7 +163,7 @@ class DraftStarts:
         # How much others leave of its first level, of late, and the tokens that a step makes with theirs.
         self._left = {predicted: _Fading(left) for predicted, left in _LEFT.items()}
         self._made = {predicted: _Fading(made) for predicted, made in _MADE.items()}
-        self._refused = 0  # steps
+        self._refused = 0  # steps in a row
 
     def refused(self) -> None:
         """Note a step in which the draft could guess, and did not seem worth it."""
@@ -205,6 +205,8 @@ class DraftStarts:
             seconds.append(costs.seconds(nodes + more) + passes[USUAL_UNREAD * more] + shared)
         for i in first[: how_many([gains[i] for i in first], tokens, seconds)]:
             starts[i] = True
+        if any(starts[i] for i in drawing):
+            self._refused = 0
         return starts
 
     def _gain(self, entry: PlanEntry, guesses: Growing, price: float) -> tuple[float, float]:

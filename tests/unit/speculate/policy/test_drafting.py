@@ -189,3 +189,18 @@ def test_what_is_known_of_a_draft_that_does_not_seem_worth_it_fades() -> None:
         asked.refused()
     assert who.levels.rates(0.0)[0].first > 0.5
     assert costs.expected(1) < 0.55
+
+
+def test_a_draft_that_starts_now_and_then_is_known_as_it_is() -> None:
+    who = Starting(0.01, 0.0)
+    for _ in range(60):
+        who.levels.learn(0, 0, 0.0)
+    known = who.levels.all.to_json()
+    for _ in range(20):
+        for _ in range(15):
+            who.starts.refused()
+        assert starts(who, entry(room=100), unread=1)
+    assert who.levels.all.to_json() == known
+    for _ in range(16):
+        who.starts.refused()
+    assert who.levels.all.to_json() != known
