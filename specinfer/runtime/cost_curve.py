@@ -2,7 +2,7 @@
 
 On a machine bound by memory 16 rows cost what one costs, on one bound by arithmetic they cost several times
 as much; most are bound by the one for few rows and by the other for many. So it is measured, at a few sizes,
-and read off between them.
+and read off between them. Beyond the largest size it goes on as it ended, so sizes are added until it rises.
 
 Whatever else runs on the machine only adds time. So the quickest of some passes counts, and a size that
 lies above the line between its neighbours was disturbed: the curve is the lower hull of what was measured.
@@ -33,7 +33,10 @@ from specinfer.progress import NoProgress, Progress
 
 _SIZES: Final = (1, 16, 4, 64, 2, 8, 32, 128)  # rows; a slow model is measured at the first few
 _FEWEST: Final = 2  # sizes that are measured however long they take
-_SECONDS: Final = 2.0  # for all sizes together, about
+_SECONDS: Final = 2.0  # for all these together, about
+_LARGER: Final = (32, 64, 128, 256, 512, 1024, 2048)  # rows; measured behind them, in this order
+_LARGER_SECONDS: Final = 0.25  # for these together, for each 512 rows that a pass may have
+_FLAT: Final = 1.5  # times a pass of one row; a curve that ends below does not show yet what rows cost
 _ROUNDS: Final = 5
 _WORTH_KEEPING: Final = 0.2  # seconds; what is measured quicker is measured at every start
 _FAR: Final = 1 << 20  # rows; beyond the last size the curve goes on as it ended
@@ -98,6 +101,29 @@ class CostCurve:
                 hull.pop()
             hull.append(point)
         return cls(*map(tuple, zip(*reversed(hull), strict=True)))
+
+    def at_least(self, least: float) -> CostCurve:
+        """The curve of passes that take `least` seconds or more each, as those that wait for their weights.
+
+        It bends where this one crosses them.
+        """
+        if least <= self.at_rows[0]:
+            return self
+        rows, seconds = self.corners()
+        behind = next((n for n, taken in enumerate(seconds) if taken > least), None)
+        if behind is None:
+            return CostCurve(self.rows, (least,) * len(self.rows))
+        before = rows[behind - 1], seconds[behind - 1]
+        crossing = before[0] + math.ceil(
+            (least - before[1]) / _slope(before, (rows[behind], seconds[behind]))
+        )
+        sizes = sorted({1, max(1, crossing - 1), crossing, crossing + 64, *self.rows})
+        return CostCurve(tuple(sizes), tuple(max(least, taken) for taken in self.seconds(sizes).tolist()))
+
+    def __add__(self, other: CostCurve) -> CostCurve:
+        """The curve of a pass of each, one behind the other."""
+        sizes = sorted({*self.rows, *other.rows})
+        return CostCurve(tuple(sizes), tuple((self.seconds(sizes) + other.seconds(sizes)).tolist()))
 
     def seconds(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
         """Seconds of passes of so many rows, in the shape of `rows`."""
@@ -172,25 +198,40 @@ def measure(
     """Time passes of a few sizes up to `max_rows` rows, round after round.
 
     Writes into the first slots of the cache. Takes two seconds or three, a small model's milliseconds: a size
-    is measured again until it has had its share of the time.
+    is measured again until it has had its share of the time. Sizes beyond these are measured once, while
+    there is time for them; and as long as the curve is flat in any case, each in about twice the last one's
+    time at most: rows would seem to be free for ever.
     """
     show = progress or NoProgress()
     sizes = [size for size in _SIZES if size <= max(_FEWEST, max_rows)]
+    larger = [size for size in _LARGER if size <= max_rows]
     share = _SECONDS / len(sizes)
     spent = dict.fromkeys(sizes, 0.0)
     quickest: dict[int, float] = {}
-    show.start(_ROUNDS * len(sizes), "measuring what a pass costs (once per model and machine)", "passes")
+    passes = _ROUNDS * len(sizes) + len(larger)
+    show.start(passes, "measuring what a pass costs (once per model and machine)", "passes")
+
+    def measured(size: int) -> float:
+        began = clock()
+        if behind is not None:
+            behind.probe(1, every_row=False)
+        seconds = _pass_seconds(runner, size, every_row, clock)
+        quickest[size] = min(seconds, quickest.get(size, math.inf))
+        return clock() - began
+
     try:
         _pass_seconds(runner, _FEWEST, every_row, clock)  # the first pass of all is slow
         for size in _ROUNDS * sizes:
             late = sum(spent.values()) > _SECONDS and len(quickest) >= _FEWEST
             if not late and spent[size] < share:
-                began = clock()
-                if behind is not None:
-                    behind.probe(1, every_row=False)
-                seconds = _pass_seconds(runner, size, every_row, clock)
-                spent[size] += clock() - began
-                quickest[size] = min(seconds, quickest.get(size, math.inf))
+                spent[size] += measured(size)
+            show.advance(1)
+        left = _LARGER_SECONDS * max_rows / 512
+        for size in larger:
+            if size > (last := max(quickest)):
+                flat = quickest[last] < _FLAT * quickest[1]
+                if flat or CostCurve.through(quickest).expected(size) <= left:
+                    left -= measured(size)
             show.advance(1)
     finally:
         show.finish()
@@ -215,7 +256,7 @@ def _key(model: TimedModel, max_rows: int, variant: str, every_row: bool) -> dic
         "kernels": ", ".join(type(part).__name__ for part in (kernels.ops, kernels.attention)),
         "use": str(kernels.products.use),
         "level": "" if kernels.library is None else kernels.library.level.name,
-        "max_rows": str(min(max_rows, max(_SIZES))),
+        "max_rows": str(min(max_rows, max(_LARGER))),
         "device": device_name(model.device),
         "threads": str(torch.get_num_threads() if kernels.library is None else kernels.library.threads()),
         "torch": torch.__version__,

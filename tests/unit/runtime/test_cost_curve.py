@@ -25,11 +25,11 @@ from tests.kernels import kernels as kernels_of
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), TORCH, vocab_size=16, max_context=256)
+    return write_tiny(tmp_path_factory.mktemp("tiny"), TORCH, vocab_size=16, max_context=2048)
 
 
 def runner(tiny: Tiny) -> ModelRunner:
-    return ModelRunner(tiny.target, num_blocks=16, block_size=16)
+    return ModelRunner(tiny.target, num_blocks=128, block_size=16)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,31 @@ def test_between_sizes_it_is_straight_and_beyond_them_it_goes_on() -> None:
     curve = CostCurve((1, 8, 16), (2.0, 2.0, 10.0))
     assert curve.seconds([0, 1, 4, 8, 12, 16, 17, 116]).tolist() == [0, 2, 2, 2, 6, 10, 11, 110]
     assert curve.seconds(np.array([[8], [12]])).tolist() == [[2], [6]]
+
+
+@pytest.mark.parametrize(
+    ("least", "seconds"),
+    [
+        (1.0, [2, 2, 2, 3, 4, 6, 10, 110]),  # below what one row takes: the curve as it is
+        (3.0, [3, 3, 3, 3, 4, 6, 10, 110]),  # it crosses at a size
+        (3.5, [3.5, 3.5, 3.5, 3.5, 4, 6, 10, 110]),  # and between two
+        (50.0, [50, 50, 50, 50, 50, 50, 50, 110]),  # or where it goes on
+    ],
+)
+def test_passes_that_wait_take_as_long_as_the_wait(least: float, seconds: list[float]) -> None:
+    curve = CostCurve((1, 8, 16), (2.0, 2.0, 10.0)).at_least(least)
+    assert curve.seconds([1, 4, 8, 9, 10, 12, 16, 116]).tolist() == pytest.approx(seconds)
+    assert curve.seconds([0]).tolist() == [0]
+    assert (np.diff(curve.table(300)[1:], 2) > -1e-9).all(), "it rises ever faster"
+
+
+def test_a_flat_curve_that_waits_stays_flat() -> None:
+    assert CostCurve((1, 4), (1.0, 1.0)).at_least(2.0).seconds([1, 9999]).tolist() == [2, 2]
+
+
+def test_curves_add_up() -> None:
+    both = CostCurve((1, 8, 16), (2.0, 2.0, 10.0)) + CostCurve((1, 12), (1.0, 12.0))
+    assert both.seconds([0, 1, 8, 10, 12, 16, 17, 116]).tolist() == [0, 3, 10, 14, 18, 26, 28, 226]
 
 
 class Paced:
@@ -90,6 +115,7 @@ def test_a_quick_model_is_measured_at_every_size_several_times(
     curve = measure(pace.over(runner(tiny), monkeypatch), max_rows=512, clock=pace.clock)
     assert curve.seconds([1, 8, 64, 128]).tolist() == pytest.approx([0.008, 0.008, 0.064, 0.128])
     assert {size: pace.passes[1:].count(size) for size in (1, 8, 128)} == {1: 5, 8: 5, 128: 2}
+    assert pace.passes[-2:] != [256, 512], "larger passes would take longer than the rest is worth"
     assert pace.now < 2
 
 
@@ -100,6 +126,32 @@ def test_a_slow_model_is_measured_at_both_ends_and_no_more(
     curve = measure(pace.over(runner(tiny), monkeypatch), max_rows=512, clock=pace.clock)
     assert pace.passes[1:] == [1, 16]
     assert curve.seconds([1, 16, 32]).tolist() == pytest.approx([1.6, 3.1, 4.7])
+
+
+@pytest.mark.parametrize(
+    ("free", "largest"),
+    [
+        (16, 32),  # rows that a pass has room for at no cost, and the size that shows what others cost
+        (60, 128),
+        (400, 1024),
+        (9999, 2048),
+    ],
+)
+def test_a_slow_model_is_measured_until_its_passes_take_longer(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, free: int, largest: int
+) -> None:
+    pace = Paced(lambda rows: 1.5 * max(1.0, rows / free))
+    curve = measure(pace.over(runner(tiny), monkeypatch), max_rows=2048, clock=pace.clock)
+    assert pace.passes[1:3] == [1, 16]
+    assert pace.passes[-1] == largest
+    assert curve.seconds([2 * largest])[0] == pytest.approx(1.5 * max(1.0, 2 * largest / free), rel=0.2)
+
+
+def test_large_passes_of_a_quick_model_are_measured_once(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = Paced(lambda rows: 0.001 + (rows / 5000) ** 2)
+    curve = measure(pace.over(runner(tiny), monkeypatch), max_rows=2048, clock=pace.clock)
+    assert pace.passes[-4:] == [256, 512, 1024, 2048]
+    assert curve.seconds([256, 2048]).tolist() == pytest.approx([0.001 + 0.0512**2, 0.001 + 0.4096**2])
 
 
 def test_a_disturbed_pass_does_not_count(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,11 +180,11 @@ def test_a_pass_behind_anothers_is_timed_alone(tiny: Tiny, monkeypatch: pytest.M
     assert len(order) < 3 * 2 * 7 + 2, "the time is up sooner"
 
 
-@pytest.mark.parametrize(("max_rows", "largest"), [(1, 2), (2, 2), (5, 4), (31, 16), (999, 128)])
+@pytest.mark.parametrize(("max_rows", "largest"), [(1, 2), (2, 2), (5, 4), (31, 16), (999, 512)])
 def test_no_pass_is_larger_than_a_step(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, max_rows: int, largest: int
 ) -> None:
-    pace = Paced(lambda rows: 0.001 * rows)
+    pace = Paced(lambda rows: 0.0001 * rows)
     measure(pace.over(runner(tiny), monkeypatch), max_rows=max_rows, clock=pace.clock)
     assert max(pace.passes) == largest
 
