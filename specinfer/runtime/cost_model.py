@@ -49,12 +49,14 @@ _MOST: Final = (3.0, 3.0, 3.0, 3.0)
 class CostModel:
     """The seconds of one model's passes, by its curve and by passes so far; `name` is for the log.
 
-    With `learns=False` it is the curve alone, whatever is to be learnt from: no clock has a say.
+    With `learns=False` it is the curve alone, whatever is to be learnt from: no clock has a say. With
+    `group` 1 every pass is learnt from: those that take seconds are few and hardly disturbed.
     """
 
-    def __init__(self, name: str, curve: CostCurve, *, learns: bool = True) -> None:
+    def __init__(self, name: str, curve: CostCurve, *, learns: bool = True, group: int = _GROUP) -> None:
         self._name = name
         self._learns = learns
+        self._group = group
         self._rows, self._curve = curve.corners()
         self._unit = float(curve.seconds([1])[0])
         self._terms = list(_FIRST)
@@ -119,9 +121,9 @@ class CostModel:
             return
         group = self._groups.setdefault(rows.bit_length(), [])
         group.append((seconds / self.expected(rows), rows, self._context))
-        if len(group) == _GROUP:
+        if len(group) == self._group:
             group.sort()
-            ratio, rows, context = group[_GROUP // 2]
+            ratio, rows, context = group[self._group // 2]
             group.clear()
             self._settled = 1 / (1 + _SETTLED) < ratio < 1 + _SETTLED
             error = min(_FARTHEST, max(1 / _FARTHEST, ratio)) - 1

@@ -12,10 +12,11 @@ from specinfer.speculate.drafts import draws
 from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculate.policy.allowance import WINDOW
 from specinfer.speculate.policy.chances import Chances
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.drafting import PricedDraft
-from specinfer.speculate.policy.guard import WINDOW, Guard
+from specinfer.speculate.policy.guard import Guard
 from specinfer.speculate.policy.policy import LevelPass, StepReport
 from specinfer.speculate.speculator import Speculator
 from specinfer.tree import TreeBuilder

@@ -83,20 +83,25 @@ class CostPolicy(SpeculationPolicy):
         *,
         measured: bool,
         guarded: bool = True,
+        known: bool = False,
+        deepest: int | None = None,
     ) -> CostPolicy:
         """The policy of an engine whose tree_size is "cost", which begins with nothing learnt.
 
-        With `measured=False` the seconds of steps are those of the curves: no clock has a say.
+        With `measured=False` the seconds of steps are those of the curves: no clock has a say. With `known`
+        the target's curve tells the time of plain steps, as that of a pass which waits for its weights does.
+        `deepest` are the levels of trees whose shape is learned, where they are not the usual ones.
         """
-        costs = CostModel("target", target, learns=measured)
+        costs = CostModel("target", target, learns=measured, **({"group": 1} if known else {}))
         shape = speculation.fixed_expansion
         priced = {
             name: PricedDraft(CostModel(name, curve, learns=measured), shape)
             for name, curve in drafts.items()
         }
-        chances = Chances(dict.fromkeys(priced, max(speculation.deepest, shape.depth)))
+        levels = max(speculation.deepest if deepest is None else deepest, shape.depth)
         models = {name: draft.costs for name, draft in priced.items()}
-        return cls(costs, priced, chances, Guard(costs, models, measured=measured) if guarded else None)
+        guard = Guard(costs, models, measured=measured, known=known) if guarded else None
+        return cls(costs, priced, Chances(dict.fromkeys(priced, levels)), guard)
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
         """Look up the target's passes; where the guard holds speculation back, the plan names no speculators.

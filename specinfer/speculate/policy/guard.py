@@ -1,34 +1,20 @@
 """Keeps an engine from being slower than it is without speculation.
 
-The one idea: speculation has an allowance of seconds it may lose. A step with guesses takes so many seconds
-more than one without, and saves the seconds of the plain steps whose tokens it has made; the allowance grows
-or shrinks by the difference, and by 1.5% of the step's own time. Where it is used up nobody guesses; then it
-grows by 1% of the time, and that pays for trying again.
+The one idea: speculation has an allowance of seconds it may lose (allowance.py). It is told of every step
+the seconds that its guesses took, and those that they saved: of plain steps, as they would be now.
 
-    the bound   In any steps, of S seconds, speculation has lost at most 1.5% of S and 64 plain steps.
-
-    the proof   The allowance A begins at 32 plain steps and is cut to that in every step. A step with guesses
-                is run only while A > 0, and adds at most 1.5% of its time less its loss; one without adds at
-                most 1% of its time. Nothing else adds to A. A step counts for at most 32 plain steps, so A is
-                never below -32 of them; the time spent on reading texts is spread over 64 steps, is charged
-                at once when speculation is switched off, and has to be earned back before anybody guesses.
-
-The more requests a step has, the surer is its result: the luck of their guesses evens out with the root of
-their number. So the 32 are divided by that root.
-
-That is true of the seconds it is told: those that steps take, and those that plain steps of now would. The
-latter are known from steps that are kept plain now and then, as a multiple of the cost model's seconds of
+The latter are known from steps that are kept plain now and then, as a multiple of the cost model's seconds of
 their pass. A step of more than 33 plain ones is taken for a pause of the machine.
 
-The allowance is the most that speculation can lose. It usually loses less: every 64 steps with guesses it is
-asked whether they were slower than plain ones by more than 1.5%, with 95% confidence. Then, too, nobody
-guesses, for 64 steps at first, and twice as many each time, up to 4096; sooner where a request is new or the
-batch has another size, if the allowance has the seconds. A trial may lose 4 plain steps of it.
+Where a pass takes seconds, as it waits for its weights, plain steps are too dear to be bought, and the cost
+model knows their time (`known`): the larger one of the weights' and the computation's, corrected by every
+pass. Then no step is kept plain to be timed. A plain step takes the seconds of its pass, and those that steps
+spend besides passes and guesses. A disturbance of the disk is no loss of guesses: those cost what they took
+themselves, and what their rows add to the pass by the cost model.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -38,20 +24,11 @@ from typing import Final
 
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.decision import GUARD, PLAIN
+from specinfer.speculate.policy.allowance import KNOWN, USUAL, Allowance
 from specinfer.speculate.policy.drafting import USUAL_UNREAD
 from specinfer.speculate.policy.policy import LevelPass
 from specinfer.speculate.speculator import Outcome
 
-_LOG = logging.getLogger(__name__)
-
-WINDOW: Final = 64  # steps
-LONGEST_PAUSE: Final = 4096  # steps
-LOSS: Final = 0.015  # of the time of steps with guesses
-TRIALS: Final = 0.01  # of the time of steps without
-CREDIT: Final = 32.0  # plain steps of one request; of more, divided by the root of their number
-_SURE: Final = 1.645  # standard errors; 95% of values without a loss lie above
-_TRIAL: Final = 4.0  # plain steps that a trial may lose
-_ENOUGH: Final = 0.5  # plain steps; a trial with less would end at its first miss
 _SLOWEST: Final = 8.0  # times; a step that is slower still is not slowed by a neighbour alone
 
 PLAIN_FIRST: Final = 5  # plain steps of a batch size, before anybody guesses there
@@ -117,112 +94,25 @@ class PlainSteps:
             self.asked_at = 0.0
 
 
-class Allowance:
-    """The seconds that speculation may lose, and whether anybody may guess."""
-
-    def __init__(self) -> None:
-        self.seconds = math.inf  # cut to the credit when the first step begins
-        self.guessing = True  # whether speculation is on
-        self._floor = 0.0  # of the seconds, below which speculation is switched off
-        self._pause = WINDOW  # the next one, in steps
-        self._left = 0  # steps of this pause
-        self._trial = False
-        self._size = 0  # of the batch, in powers of two
-        self._plain = 0.0  # seconds of a plain step
-        self._reading = 0.0  # seconds spent on reading texts that are not charged yet
-        self._window: list[float] = []  # of each step with guesses, how much it won beyond the loss allowed
-        self._won = 0.0  # of these, in plain steps
-
-    def allows(self, requests: int, plain: float, *, new: bool) -> bool:
-        """Whether anybody may guess in a step that begins.
-
-        Args:
-            requests: in the batch.
-            plain: seconds of a step of these requests without guesses.
-            new: one of them was not there before.
-        """
-        self._plain = plain
-        self.seconds = min(self.seconds, CREDIT * plain / math.sqrt(max(1, requests)))
-        size, before = requests.bit_length(), self._size
-        self._size = size
-        if not self.guessing:
-            if new:
-                self._left = 0
-            elif size != before:
-                self._left = min(self._left, WINDOW)
-            if self._left <= 0 and self.seconds >= _ENOUGH * plain:
-                self.guessing = self._trial = True
-                self._floor = max(0.0, self.seconds - _TRIAL * plain)
-                self._window, self._won = [], 0.0
-        return self.guessing
-
-    def held(self, seconds: float) -> None:
-        """Count a step in which nobody could guess, and that took so long."""
-        self._left -= 1
-        self.seconds += TRIALS * min(seconds, CREDIT * self._plain)
-
-    def guessed(self, seconds: float, plain: float, spent: float, saved: float, read: float = 0.0) -> None:
-        """Count a step in which somebody could guess.
-
-        Args:
-            seconds: it took.
-            plain: one without guesses would have taken, without the prompts of this one.
-            spent: on guesses, of `seconds`.
-            saved: by them, of later steps.
-            read: spent besides on reading texts, for which no guess of this step can pay.
-        """
-        self._reading += read
-        part = self._reading / WINDOW
-        self._reading -= part
-        lost = min(spent, CREDIT * plain) + part
-        self.seconds += saved - lost + LOSS * min(seconds, CREDIT * plain)
-        won = (saved - lost) / plain
-        self._won += won
-        self._window.append(won + LOSS * (1 + lost / plain))  # above zero: faster than 98.5% of plain
-        if self.seconds <= self._floor:
-            self._stop()
-        elif len(self._window) == WINDOW:
-            self._judge()
-
-    def _judge(self) -> None:
-        """Switch speculation off where the window was slower than plain steps."""
-        steps = len(self._window)
-        mean = sum(self._window) / steps
-        variance = max(0.0, sum([margin * margin for margin in self._window]) / steps - mean * mean)
-        if mean + _SURE * math.sqrt(variance / steps) < 0 or (self._trial and self._won < 0):
-            self._stop()
-            return
-        if self._won >= 0:
-            self._trial = False
-            self._floor = 0.0
-            self._pause = WINDOW
-        self._window, self._won = [], 0.0
-
-    def _stop(self) -> None:
-        if not self._trial:
-            _LOG.info(
-                "speculation is off for %d steps, then tried again for 1%% of the time: it made the last %d "
-                "steps slower, by the time of %.1f steps",
-                self._pause,
-                len(self._window),
-                -self._won,
-            )
-        self.guessing = self._trial = False
-        self._left, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
-        self.seconds -= self._reading
-        self._reading = 0.0
-
-
 class Guard:
     """Decides of each step whether anybody may guess, and learns from its seconds.
 
     It corrects the costs that the policy decides by, too (runtime/cost_model.py). With `measured=False` the
-    seconds of steps are those of the costs themselves: no clock has a say.
+    seconds of steps are those of the costs themselves: no clock has a say. With `known` the target's costs
+    are believed of plain steps, and none is run to be timed.
     """
 
-    def __init__(self, target: CostModel, drafts: Mapping[str, CostModel], *, measured: bool = True) -> None:
-        self._target, self._drafts, self._measured = target, dict(drafts), measured
-        self._allowance = Allowance()
+    def __init__(
+        self,
+        target: CostModel,
+        drafts: Mapping[str, CostModel],
+        *,
+        measured: bool = True,
+        known: bool = False,
+    ) -> None:
+        self._target, self._drafts, self._measured, self._known = target, dict(drafts), measured, known
+        self._allowance = Allowance(KNOWN if known else USUAL)
+        self._besides = deque[float](maxlen=KEPT)  # seconds of the last steps besides passes and guesses
         self.plain_steps: dict[int, PlainSteps] = {}  # by the size of the batch, in powers of two
         self._off_steps = 0
         self._turn = 0  # of the passes of drafts, which of them is learnt from
@@ -267,9 +157,12 @@ class Guard:
         self._names = frozenset(names)
         self._pass = self._target.expected(max(1, requests))
         self._slowness = self._target.slowness(max(1, requests))
-        self._plain = self._multiple(requests) * self._pass
+        if self._known:
+            self._plain = self._pass + (_median(self._besides) if self._besides else 0.0)
+        else:
+            self._plain = self._multiple(requests) * self._pass
         allowed = self._allowance.allows(requests, self._plain, new=not self._names <= known)
-        anchor = self._undisturbed and self._of_size(requests).due(self._slowness)
+        anchor = not self._known and self._undisturbed and self._of_size(requests).due(self._slowness)
         anchor = anchor and self._target.settled  # or the step would be compared with earlier ones
         self._held = GUARD if not allowed else PLAIN if anchor else None
         self._off_steps += self._held is not None
@@ -283,10 +176,12 @@ class Guard:
         self, outcomes: Sequence[Outcome], stages: Mapping[str, float], passes: Sequence[LevelPass]
     ) -> None:
         """Learn the time of passes; count the seconds that the step won and lost."""
-        guesses, reading = 0.0, 0.0
+        guesses, reading, guessing = 0.0, 0.0, 0.0
         if self._measured:
             seconds = sum(stages.values())
+            guessing = sum([stages.get(stage, 0.0) for stage in GUESSING_STAGES])
             if not self._prompts:
+                self._besides.append(seconds - guessing - sum([stages.get(s, 0.0) for s in TARGET_STAGES]))
                 self._plain *= self._learn(stages, passes)
         else:
             guesses, reading = self._seconds_by_costs(passes)
@@ -305,9 +200,9 @@ class Guard:
         if self._measured:
             reading = sum([one.seconds for one in passes if self._reads(one)])
             spent = seconds - self._plain
-            if self._prompts or not (self._nodes or passes):
+            if self._known or self._prompts or not (self._nodes or passes):
                 # The time of prompts would be taken without guesses, too; so is all of a step that got none.
-                spent = self._seconds_of_nodes() + sum([stages.get(stage, 0.0) for stage in GUESSING_STAGES])
+                spent = self._seconds_of_nodes() + guessing
         self._allowance.guessed(seconds, self._plain, spent - reading, saved, reading)
 
     @property
@@ -357,13 +252,19 @@ class Guard:
 
         That is the slowness that the target's pass and a draft's agree on, relative to the expected; 1 where
         they do not, or there is but one. Of the passes of drafts one counts, in turn: all would take too
-        long; none where a request has a size of its own, as heads may draw such trees level by level.
+        long, but where plain steps are known, of seconds each. None counts where a request has a size of its
+        own, as heads may draw such trees level by level.
         """
         seconds = sum([stages.get(stage, 0.0) for stage in TARGET_STAGES])
         rows = self._rows + self._nodes
         of_target = seconds / self._target.expected(rows)
         self._target.learn(rows, seconds)
         if not passes or self._wishes:
+            return 1.0
+        if self._known:
+            for one in passes:
+                if one.speculator in self._drafts and not self._reads(one):
+                    self._drafts[one.speculator].learn(one.rows, one.seconds)
             return 1.0
         self._turn += 1
         one = passes[self._turn % len(passes)]

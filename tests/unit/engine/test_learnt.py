@@ -9,8 +9,9 @@ import pytest
 
 from specinfer import LLM, SamplingParams
 from specinfer.speculate.policy import memory as policy_memory
+from specinfer.speculate.policy.allowance import Allowance
 from specinfer.speculate.policy.chances import Chances
-from specinfer.speculate.policy.guard import PLAIN_FIRST, Allowance, PlainSteps
+from specinfer.speculate.policy.guard import PLAIN_FIRST, PlainSteps
 from specinfer.speculate.policy.memory import stored_policies
 from tests.engines import ENGINE, engine_of
 from tests.tiny_models import write_pair

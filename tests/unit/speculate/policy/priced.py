@@ -63,10 +63,16 @@ class Reckless(CostPolicy):
     """Guesses and verifies all there is, unless its guard says otherwise."""
 
     def __init__(
-        self, target: CostModel, draft: CostModel, *, guarded: bool = True, measured: bool = True
+        self,
+        target: CostModel,
+        draft: CostModel,
+        *,
+        guarded: bool = True,
+        measured: bool = True,
+        known: bool = False,
     ) -> None:
         drafts = {"draft": PricedDraft(draft, Expansion((1, 1, 1, 1)))}
-        guard = Guard(target, {"draft": draft}, measured=measured) if guarded else None
+        guard = Guard(target, {"draft": draft}, measured=measured, known=known) if guarded else None
         super().__init__(target, drafts, Chances({"draft": 4}), guard)
 
     def worth_starting(self, speculator: str, entries: Sequence[PlanEntry], *more: Any) -> list[bool]:

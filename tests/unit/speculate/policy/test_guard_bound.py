@@ -17,10 +17,11 @@ import pytest
 
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
+from specinfer.speculate.policy.allowance import KNOWN, LOSS, TRIALS, USUAL
 from specinfer.speculate.policy.chances import Chances
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.drafting import PricedDraft
-from specinfer.speculate.policy.guard import CREDIT, LOSS, TRIALS, Guard
+from specinfer.speculate.policy.guard import Guard
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.tree.expansion import Expansion
 from tests.simulated_engine import Guesser, Machine, Simulation
@@ -28,9 +29,11 @@ from tests.unit.speculate.policy.priced import Reckless
 
 TARGET = CostCurve((1, 4, 16, 64), (1.0, 1.1, 1.8, 5.0))
 DRAFT = CostCurve((1, 64), (0.25, 1.0))
+STREAMED = CostCurve((1, 240, 480), (1.2, 1.2, 2.4))  # passes that wait for their weights
+TWIN = CostCurve((1, 64), (0.25, 0.5))
 FLAT, STEEP = CostCurve((1, 64), (1.0, 1.0)), CostCurve((1, 2), (1.0, 4.0))
 STEPS: Final = 800
-BOUND: Final = 1 + LOSS + TRIALS + 2 * CREDIT / STEPS
+BOUND: Final = 1 + LOSS + TRIALS + (USUAL.credit + USUAL.most) / STEPS
 NEVER, POOR, GOOD = 0.0, 0.3, 0.85  # how often a guess is right; .43 is what this draft needs
 _slow = random.Random(3)
 NEIGHBOUR = [_slow.choice((1.0, 1.0, 2.0, 3.0)) for _ in range(1000)]  # how slow the machine is, in turn
@@ -70,16 +73,21 @@ def simulation(
     slowness: Callable[[float], float] = lambda now: 1.0,
     careful: bool = False,
     guarded: bool = True,
+    known: bool = False,
     gone_at: int | None = None,
     **options: Any,
 ) -> Simulation:
-    """An engine whose passes take TARGET's and DRAFT's seconds, and that was told of other curves."""
-    machine = Machine(takes(TARGET), takes(DRAFT), slowness)
+    """An engine whose passes take TARGET's and DRAFT's seconds, and that was told of other curves.
+
+    With `known` they are STREAMED's and TWIN's, and what plain steps take is believed.
+    """
+    true = (STREAMED, TWIN) if known else (TARGET, DRAFT)
+    machine = Machine(takes(true[0]), takes(true[1]), slowness)
     guesser = Guesser(machine, hits if callable(hits) else lambda step: hits, gone_at=gone_at)
-    target, draft = CostModel("target", curve), CostModel("draft", draft_curve)
-    policy: SpeculationPolicy = Reckless(target, draft, guarded=guarded)
+    target, draft = CostModel("target", curve, group=1 if known else 5), CostModel("draft", draft_curve)
+    policy: SpeculationPolicy = Reckless(target, draft, guarded=guarded, known=known)
     if careful:
-        guard = Guard(target, {"draft": draft}) if guarded else None
+        guard = Guard(target, {"draft": draft}, known=known) if guarded else None
         drafts = {"draft": PricedDraft(draft, Expansion((1, 1, 1, 1)))}
         policy = CostPolicy(target, drafts, Chances({"draft": 4}), guard)
     return Simulation(machine, policy, [guesser], **options)
@@ -159,6 +167,39 @@ def test_what_gains_is_hardly_slower_for_being_guarded(traffic: str) -> None:
     guarded = simulation(GOOD, careful=True, **TRAFFIC[traffic]).run(STEPS)
     assert free < 0.975
     assert guarded < free + 0.04
+
+
+LIES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "half": {"curve": scaled(STREAMED, 0.5)},
+    "double": {"curve": scaled(STREAMED, 2.0)},
+    "double, and the draft half": {"curve": scaled(STREAMED, 2.0), "draft_curve": scaled(TWIN, 0.5)},
+    "rows are dear": {"curve": STEEP},
+    "a disk that stalls": {"slowness": lambda now: 20.0 if int(now) % 300 < 2 else 1.0},
+    "a disk that is slow by the minute": {"slowness": lambda now: NEIGHBOUR[int(now / 60) % 1000]},
+}
+
+
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize("hits", [NEVER, POOR, GOOD])
+@pytest.mark.parametrize("lie", LIES)
+def test_plain_steps_that_are_believed(lie: str, hits: float, careful: bool) -> None:
+    told = {"curve": STREAMED, "draft_curve": TWIN} | LIES[lie]
+    engine = simulation(hits, known=True, careful=careful, **told)
+    plain = 1 + KNOWN.first + KNOWN.most
+    for _ in range(40):  # of ten steps, so that it holds at any time
+        engine.run(10)
+        assert engine.machine.now - engine.plain < LOSS * engine.machine.now + plain * 1.25
+    if hits == GOOD and lie not in ("rows are dear", "a disk that is slow by the minute"):
+        assert engine.machine.now < 0.85 * engine.plain, "nobody was held back for long"
+
+
+def test_no_step_is_plain_to_be_timed() -> None:
+    engine = simulation(1.0, known=True, curve=STREAMED, draft_curve=TWIN, careful=True)
+    engine.run(300)
+    assert isinstance(engine.policy, CostPolicy)
+    assert engine.policy.guard is not None
+    assert engine.policy.guard.state().off_steps == 0
 
 
 def test_without_the_guard_the_bound_is_broken() -> None:

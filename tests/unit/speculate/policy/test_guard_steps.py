@@ -15,7 +15,8 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.sampling_params import SpeculationParams
 from specinfer.speculate.ensemble import Ensemble
-from specinfer.speculate.policy.guard import GUESSING_STAGES, PLAIN_FIRST, TARGET_STAGES, WINDOW, GuardState
+from specinfer.speculate.policy.allowance import WINDOW
+from specinfer.speculate.policy.guard import GUESSING_STAGES, PLAIN_FIRST, TARGET_STAGES, GuardState
 from specinfer.speculate.policy.policy import LevelPass, StepReport
 from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.tree import TokenTree, TreeBuilder
