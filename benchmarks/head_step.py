@@ -27,8 +27,8 @@ from specinfer.heads.block import BlockModel
 from specinfer.heads.kinds import head_shapes
 from specinfer.heads.runner import HeadRunner
 from specinfer.kernels.bandwidth import Bandwidth
+from specinfer.kernels.layout import int8_bytes
 from specinfer.kernels.native import load_library
-from specinfer.kernels.quantized import int8_bytes
 from specinfer.report.dataset import read_dataset
 from specinfer.runtime.executor import ModelRunner
 from specinfer.speculate.drafts.head_drafts import BlockDraft

@@ -32,16 +32,10 @@ from specinfer.engine.models import load_models, use_threads
 from specinfer.hub import resolve
 from specinfer.kernels.bandwidth import STREAMED, Bandwidth, profiled
 from specinfer.kernels.choice import Kernels, choose_kernels
+from specinfer.kernels.layout import Int4Weight, Int8Weight, int4_bytes, int8_bytes
 from specinfer.kernels.machine import thread_count
 from specinfer.kernels.product import Product
-from specinfer.kernels.quantized import (
-    Int4Weight,
-    Int8Weight,
-    int4_bytes,
-    int8_bytes,
-    quantize_int4,
-    quantize_int8,
-)
+from specinfer.kernels.quantized import quantize_int4, quantize_int8
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.weights import estimate_bytes, open_model
 from specinfer.progress import NoProgress
@@ -149,7 +143,9 @@ def ways_to_keep(weight: Tensor, kernels: Kernels, *, output_layer: bool) -> Ite
     int8 = Int8Weight(*_stacked(quantize_int8(part.float()) for part in parts))
 
     def int8_copy() -> Product:
-        return kernels.products.int8(Int8Weight(*(tensor.clone() for tensor in int8)), None, inner)
+        return kernels.products.int8(
+            Int8Weight(*(tensor.clone() for tensor in int8)), None, inner, len(weight)
+        )
 
     yield Kept("int8", int8_copy, int8_bytes(*weight.shape))
     if output_layer:

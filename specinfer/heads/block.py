@@ -32,7 +32,7 @@ from specinfer.heads.runner import HeadCache, HeadModel, HeadPass, MarkovTerm
 from specinfer.heads.vocabulary import HeadVocabulary, Tables
 from specinfer.kernels.block_head import BlockHeadParts, NativeBlockHead
 from specinfer.kernels.decoder import NativeLayers
-from specinfer.kernels.product import in_huge_pages
+from specinfer.kernels.layout import in_huge_pages
 from specinfer.models.config import Activation
 from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.language_model import LanguageModel

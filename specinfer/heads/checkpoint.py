@@ -26,7 +26,7 @@ from specinfer.heads.vocabulary import ChosenRows, Entries
 from specinfer.hub.model_files import ModelFiles, local_model, read_json, weight_files
 from specinfer.hub.pool import FINGERPRINT as FORM
 from specinfer.kernels.choice import TORCH, Kernels
-from specinfer.kernels.quantized import int4_bytes, int8_bytes
+from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import is_of
 from specinfer.models.hf_config import check_unquantized

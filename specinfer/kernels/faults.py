@@ -20,6 +20,7 @@ from torch import Tensor
 from specinfer.attention.backend import AttentionSpec, Paths, Rotation
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.choice import TORCH, Kernels, native_kernels
+from specinfer.kernels.layout import GROUP, Int4Weight, lay_out_int8, padded
 from specinfer.kernels.library import (
     BLOCK,
     KINDS,
@@ -34,15 +35,7 @@ from specinfer.kernels.library import (
 from specinfer.kernels.machine import LEVELS
 from specinfer.kernels.native import REFUSED, WRONG
 from specinfer.kernels.product import FLOATS, NativeProduct, Product, Use
-from specinfer.kernels.quantized import (
-    GROUP,
-    Int4Weight,
-    Int8Weight,
-    NativeProducts,
-    Products,
-    pack_levels,
-    padded,
-)
+from specinfer.kernels.quantized import NativeProducts, Products, pack_levels
 from specinfer.processors.changes import NOTHING, UNCHANGED, Changes, RowChanges
 from specinfer.verify.scan import ASK, LogitBlock
 
@@ -77,7 +70,7 @@ class _Trial:
         groups = (blocks, size // GROUP, BLOCK)
         self._floats = torch.randn(channels, inner, generator=chance)
         scales = torch.empty(channels).uniform_(0.01, 0.1, generator=chance)
-        self._int8 = Int8Weight(_integers(-127, 128, channels, size, chance=chance).to(torch.int8), scales)
+        self._int8 = lay_out_int8(_integers(-127, 128, channels, size, chance=chance).to(torch.int8), scales)
         self._int4 = Int4Weight(
             pack_levels(_integers(0, 16, blocks * BLOCK, size, chance=chance).to(torch.uint8)),
             torch.empty(groups).uniform_(0.01, 0.1, generator=chance).half(),
@@ -111,7 +104,7 @@ class _Trial:
 
     def _by(self, products: Products) -> Product:
         if self._kind == "int8":
-            return products.int8(self._int8, self._bias, self._inner)
+            return products.int8(self._int8, self._bias, self._inner, self._channels)
         if self._kind == "int4":
             return products.int4(self._int4, self._bias, self._inner, self._channels)
         dtype = torch.float32 if self._kind == "float32" else torch.bfloat16

@@ -230,7 +230,6 @@ class Library:
         self.set_threads = _function(library.specinfer_set_threads, None, c_int32)
         self.threads = _function(library.specinfer_threads, c_int32)
         self.want_huge_pages = _function(library.specinfer_want_huge_pages, None, address, count)
-        self.lay_out = _function(library.specinfer_lay_out, None, flag, address, count, count, address)
         self.multiply = _function(
             library.specinfer_multiply, None, POINTER(ProductArgs), flag, address, count, address
         )

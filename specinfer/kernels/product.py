@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from specinfer.kernels.layout import empty_floats, lay_out_floats
 from specinfer.kernels.library import (
     BLOCK,
     KINDS,
@@ -38,12 +39,6 @@ def check_rows(x: Tensor, columns: int) -> int:
     if x.dim() != 2 or x.size(1) != columns or not x.is_contiguous() or not x.is_cpu:
         raise ValueError(f"x must be contiguous rows of {columns} on the CPU, got {list(x.shape)}")
     return float_code(x)
-
-
-def in_huge_pages(library: Library, fresh: Tensor) -> Tensor:
-    """`fresh`, whose memory nobody has written yet, in large pages where the system has some."""
-    library.want_huge_pages(fresh.data_ptr(), fresh.nbytes)
-    return fresh
 
 
 class Use(NamedTuple):
@@ -120,44 +115,16 @@ class NativeProduct:
         cls, library: Library, weight: Tensor, bias: Tensor | None, use: Use = USUAL
     ) -> NativeProduct:
         """The product with a float32 or bfloat16 weight [channels, inner]; `weight` is not kept."""
-        return cls._laid_out(library, FLOATS[weight.dtype], weight, None, bias, use)
-
-    @classmethod
-    def of_int8(
-        cls,
-        library: Library,
-        values: Tensor,
-        scales: Tensor,
-        bias: Tensor | None,
-        inner: int,
-        use: Use = USUAL,
-    ) -> NativeProduct:
-        """The product with int8 values [channels, padded inner] and float32 scales [channels], none kept."""
-        padding = -len(scales) % BLOCK
-        padded = torch.nn.functional.pad(scales, (0, padding))
-        product = cls._laid_out(library, "int8", values, padded, bias, use)
-        if not product.inner - 32 < inner <= product.inner:
-            raise ValueError(f"a weight of inner size {product.inner} for rows of {inner}")
-        product.inner = product.args.inner = inner
-        return product
-
-    @classmethod
-    def _laid_out(
-        cls,
-        library: Library,
-        kind: Kind,
-        weight: Tensor,
-        scales: Tensor | None,
-        bias: Tensor | None,
-        use: Use,
-    ) -> NativeProduct:
         channels, inner = weight.shape
-        size = num_blocks(channels) * BLOCK * padded_inner(kind, inner)
-        laid_out = in_huge_pages(library, torch.empty(size, dtype=weight.dtype))
-        weight = weight.contiguous()
-        library.lay_out(KINDS[kind], weight.data_ptr(), channels, inner, laid_out.data_ptr())
-        bias = None if bias is None else bias.float()
-        return cls(library, kind, laid_out, channels=channels, inner=inner, scales=scales, bias=bias, use=use)
+        laid_out = empty_floats(channels, inner, weight.dtype, library)
+        lay_out_floats(weight, laid_out)
+        return cls(
+            *(library, FLOATS[weight.dtype], laid_out.values),
+            channels=channels,
+            inner=inner,
+            bias=None if bias is None else bias.float(),
+            use=use,
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, inner] -> [rows, channels] in x's dtype."""

@@ -18,16 +18,24 @@ that is asked for: a `loose` product, of a draft, takes few rows the quicker way
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specinfer.kernels.library import BLOCK, Library, num_blocks
-from specinfer.kernels.product import USUAL, NativeProduct, Product, Use, in_huge_pages
+from specinfer.kernels.layout import (
+    GROUP,
+    FloatWeight,
+    Int4Weight,
+    Int8Weight,
+    int8_matrix,
+    lay_out_int8,
+    padded,
+)
+from specinfer.kernels.library import BLOCK, Library, padded_inner
+from specinfer.kernels.product import FLOATS, USUAL, NativeProduct, Product, Use
 
-GROUP: Final = 32  # inner elements that are rotated together, or share a scale; inner sizes are padded to it
 LEVELS: Final = 16  # of an int4 weight
 _ROWS: Final = 16  # of a float product
 _EXACT: Final = 1024  # products of two int8 whose sum float32 holds exactly
@@ -38,27 +46,13 @@ _SPANS: Final = (15.0, 14.0, 13.0, 12.0, 11.0, 10.0, 15.5, 16.0, 16.5, 17.0)
 _LEAST_SCALE: Final = 2.0**-24  # that float16 holds
 
 
-class Int8Weight(NamedTuple):
-    """A matrix rotated by H / 32, as scales * values."""
-
-    values: Tensor  # int8 [channels, padded inner], -127 .. 127
-    scales: Tensor  # float32 [channels]
-
-
-class Int4Weight(NamedTuple):
-    """A matrix as scales * (levels - zeros / 16), in the order the native product reads it."""
-
-    levels: Tensor  # uint8 [blocks, groups, 4, BLOCK, 4], two to a byte; see `pack_levels`
-    scales: Tensor  # float16 [blocks, groups, BLOCK]
-    zeros: Tensor  # uint8 [blocks, groups, BLOCK]
-
-
 class Products:
     """How a device multiplies, in plain PyTorch: slow, for where nothing is compiled."""
 
-    __slots__ = ("use",)
+    __slots__ = ("library", "use")
 
-    def __init__(self, use: Use = USUAL) -> None:
+    def __init__(self, library: Library | None = None, use: Use = USUAL) -> None:
+        self.library = library  # which multiplies; None: PyTorch does
         self.use = use  # how its products are used
 
     def floats(self, weight: Tensor, bias: Tensor | None) -> Product:
@@ -76,18 +70,22 @@ class Products:
 
         return product
 
-    def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int) -> Product:
-        """The product of rows of `inner` elements with an int8 weight; `bias` is float32 [channels]."""
-        _check_inner(padded(inner), weight.values.shape[1])
+    def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
+        """The product of rows of `inner` elements with the first `channels` of an int8 weight.
+
+        `bias` is float32 [channels].
+        """
+        _check_inner(padded_inner("int8", inner), weight.values.shape[1] * 4)
+        matrix, scales = int8_matrix(weight, channels, padded(inner))
 
         def product(x: Tensor) -> Tensor:
             values, row_scales = int8_rows(x)
-            return int8_outputs(exact_sums(values, weight.values), row_scales, weight.scales, bias, x.dtype)
+            return int8_outputs(exact_sums(values, matrix), row_scales, scales, bias, x.dtype)
 
         return product
 
     def int4(self, weight: Int4Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
-        """The product with the first `channels` of an int4 weight; the rest as above."""
+        """The same with an int4 weight."""
         _check_inner(padded(inner), weight.scales.shape[1] * GROUP)
 
         def product(x: Tensor) -> Tensor:
@@ -106,72 +104,55 @@ class Products:
 
 
 class NativeProducts(Products):
-    """Products of the native library, which lay each weight out once, and do not keep the given one."""
+    """Products of the native library, which reads a weight where it lies."""
 
-    __slots__ = ("_library",)
+    __slots__ = ()
+    library: Library
 
     def __init__(self, library: Library, use: Use = USUAL) -> None:
-        super().__init__(use)
-        self._library = library
+        super().__init__(library, use)
 
     def but(self, **changes: bool) -> NativeProducts:
         """The same, used otherwise."""
-        return NativeProducts(self._library, self.use._replace(**changes))
+        return NativeProducts(self.library, self.use._replace(**changes))
 
     def floats(self, weight: Tensor, bias: Tensor | None) -> Product:
-        """As Products says."""
-        return NativeProduct.of_floats(self._library, weight, bias, self.use)
+        """As Products says; the product is with a copy of `weight` that is laid out."""
+        return NativeProduct.of_floats(self.library, weight, bias, self.use)
 
-    def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int) -> Product:
-        """As Products says."""
-        return NativeProduct.of_int8(self._library, weight.values, weight.scales, bias, inner, self.use)
-
-    def int4(self, weight: Int4Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
-        """As Products says."""
-        largest = float(weight.scales.max())
-        levels, scales, zeros = (in_huge_pages(self._library, torch.empty_like(t)).copy_(t) for t in weight)
+    def laid_out(self, weight: FloatWeight, bias: Tensor | None, inner: int, channels: int) -> Product:
+        """The product with the first `channels` of a float weight; `bias` is float32 [channels]."""
         return NativeProduct(
-            self._library,
-            "int4",
-            levels,
+            *(self.library, FLOATS[weight.values.dtype], weight.values),
             channels=channels,
             inner=inner,
-            scales=scales,
-            zeros=zeros,
-            largest=largest,
             bias=bias,
             use=self.use,
         )
 
+    def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
+        """As Products says."""
+        return NativeProduct(
+            *(self.library, "int8", weight.values),
+            channels=channels,
+            inner=inner,
+            scales=weight.scales,
+            bias=bias,
+            use=self.use,
+        )
 
-def empty_int8(channels: int, inner: int) -> Int8Weight:
-    """Memory for an int8 weight, not yet filled."""
-    return Int8Weight(torch.empty(channels, padded(inner), dtype=torch.int8), torch.empty(channels))
-
-
-def empty_int4(channels: int, inner: int) -> Int4Weight:
-    """Memory for an int4 weight, not yet filled."""
-    blocks, groups = num_blocks(channels), padded(inner) // GROUP
-    return Int4Weight(
-        torch.empty(blocks, groups, 4, BLOCK, 4, dtype=torch.uint8),
-        torch.empty(blocks, groups, BLOCK, dtype=torch.float16),
-        torch.empty(blocks, groups, BLOCK, dtype=torch.uint8),
-    )
-
-
-def int8_bytes(channels: int, inner: int) -> int:
-    """What an int8 weight takes."""
-    return channels * (padded(inner) + 4)
-
-
-def int4_bytes(channels: int, inner: int) -> int:
-    """What an int4 weight takes."""
-    return channels * padded(inner) // GROUP * (GROUP // 2 + 3)
-
-
-def padded(inner: int) -> int:
-    """An inner size, up to whole groups."""
-    return -(-inner // GROUP) * GROUP
+    def int4(self, weight: Int4Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
+        """As Products says."""
+        return NativeProduct(
+            *(self.library, "int4", weight.levels),
+            channels=channels,
+            inner=inner,
+            scales=weight.scales,
+            zeros=weight.zeros,
+            largest=float(weight.scales.max()),
+            bias=bias,
+            use=self.use,
+        )
 
 
 def grouped(x: Tensor) -> Tensor:
@@ -251,10 +232,10 @@ def _inverse(most: Tensor) -> Tensor:
 
 
 def quantize_int8(rows: Tensor) -> Int8Weight:
-    """Rows of a float32 matrix [rows, inner] with one scale each."""
+    """Rows of a float32 matrix [rows, inner] with one scale each, filled up with zeros to whole blocks."""
     rotated = rotate(grouped(rows)).flatten(1) / GROUP
     scales = (rotated.abs().amax(1) / 127.0).clamp_(min=_LEAST_SCALE)
-    return Int8Weight((rotated / scales[:, None]).round_().to(torch.int8), scales)
+    return lay_out_int8((rotated / scales[:, None]).round_().to(torch.int8), scales)
 
 
 def quantize_int4(rows: Tensor) -> Int4Weight:

@@ -18,16 +18,16 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
 
 from specinfer.files import NewFile, cache_dir, read_exactly
 from specinfer.hub.gguf_header import part_files
-from specinfer.kernels.quantized import Int4Weight, Int8Weight
+from specinfer.kernels.layout import Weight
 
-_VERSION: Final = 2  # of what the numbers mean and how they lie; a file of another is made anew
+_VERSION: Final = 3  # of what the numbers mean and how they lie; a file of another is made anew
 _HEADER: Final = 1 << 20  # bytes before the first tensor; 80 layers need a tenth of that
 _NAMES: Final = {
     torch.uint8: "U8",
@@ -37,15 +37,6 @@ _NAMES: Final = {
     torch.float32: "F32",
 }
 _LOG = logging.getLogger(__name__)
-
-
-class FloatTable(NamedTuple):
-    """A tensor as it is, in the dtype of the activations."""
-
-    rows: Tensor
-
-
-Weight = FloatTable | Int8Weight | Int4Weight
 
 
 class DamagedCacheError(Exception):

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.choice import Kernels
+from specinfer.kernels.layout import FloatTable, empty_int4, empty_int8
 from specinfer.kernels.product import Product
-from specinfer.kernels.quantized import empty_int4, empty_int8
-from specinfer.models.quantization_cache import FloatTable
 from specinfer.models.weight_reader import READERS, WeightReader, chosen_rows
 
 _Part = TypeVar("_Part")
@@ -67,13 +66,14 @@ class Weights:
             return products.floats(whole if rows is None else chosen_rows(whole, rows), b)
         b = None if b is None else b.float()
         # Rounded to 4 bits, the output layer costs a small model more than all its other matrices together.
+        library = products.library
         if quantization == "int4" and not output_layer:
-            int4 = empty_int4(channels, inner)
+            int4 = empty_int4(channels, inner, library)
             self._reader.read(matrices, int4)
             return products.int4(int4, b, inner, channels)
-        int8 = empty_int8(channels, inner)
+        int8 = empty_int8(channels, inner, library)
         self._reader.read(matrices, int8, rows)
-        return products.int8(int8, b, inner)
+        return products.int8(int8, b, inner, channels)
 
     def each(self, make: Callable[[int], _Part], count: int) -> Sequence[_Part]:
         """`make(0)`, `make(1)`, ...: layers with tensors of their own, in the order in which they run."""

@@ -21,16 +21,10 @@ import torch
 from torch import Tensor
 
 from specinfer.config import Quantization
+from specinfer.kernels.layout import FloatTable, Int4Weight, Int8Weight, Weight, choose_rows, empty_int8
 from specinfer.kernels.library import BLOCK
-from specinfer.kernels.quantized import (
-    Int4Weight,
-    Int8Weight,
-    empty_int4,
-    empty_int8,
-    quantize_int4,
-    quantize_int8,
-)
-from specinfer.models.quantization_cache import FloatTable, KeptMatrices, NewMatrices, Weight
+from specinfer.kernels.quantized import quantize_int4, quantize_int8
+from specinfer.models.quantization_cache import KeptMatrices, NewMatrices
 from specinfer.progress import Progress
 
 # Elements dequantized at a time. They pass through arrays of 0.5 MB that stay in the CPU's cache even where
@@ -101,15 +95,15 @@ class WeightReader:
     def read(self, names: Sequence[str], into: Weight, rows: Sequence[int] | None = None) -> None:
         """Fill `into` with these tensors, stacked, or with some `rows` of the stack, in their order.
 
-        The kind of `into` is the precision: FloatTable, Int8Weight or Int4Weight, the last with all rows
+        The kind of `into` is the precision: FloatTable, Int8Weight or Int4Weight; rows are chosen of int8
         alone. A FloatTable is of any device, the others are on the CPU. Raises DamagedCacheError where a
         matrix that was kept is not what was written.
         """
         if rows is not None:
-            whole = self._whole(names, into)
+            channels, inner = self.shape(names)
+            whole = empty_int8(channels, inner)
             self.read(names, whole)
-            for all_rows, some in zip(whole, into, strict=True):
-                some.copy_(chosen_rows(all_rows, rows))
+            choose_rows(whole, rows, into)
             return
         key = "+".join(names)
         if self._kept is None or len(self._shapes[names[0]]) < 2:  # vectors are not kept
@@ -125,13 +119,6 @@ class WeightReader:
         if key not in self._counted:
             self._counted.add(key)
             self._count(math.prod(self.shape(names)))
-
-    def _whole(self, names: Sequence[str], like: Weight) -> Weight:
-        """Memory for all rows of these tensors."""
-        shape = self.shape(names)
-        if isinstance(like, FloatTable):
-            return FloatTable(like.rows.new_empty(shape))
-        return (empty_int8 if isinstance(like, Int8Weight) else empty_int4)(*shape)
 
     def _make(self, names: Sequence[str], into: Weight) -> None:
         """What is kept of tensors of the file."""

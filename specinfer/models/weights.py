@@ -17,7 +17,7 @@ from specinfer.config import Quantization
 from specinfer.errors import ModelFileError, ModelNotFoundError
 from specinfer.hub.model_files import ModelFiles, local_model
 from specinfer.kernels.choice import TORCH, Kernels
-from specinfer.kernels.quantized import int4_bytes, int8_bytes
+from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder, decoder_shapes
 from specinfer.models.gguf import GGUFFile

@@ -19,7 +19,6 @@ struct Library {
   int32_t (*ready)();
   int32_t (*int4_is_exact)();
   void (*set_threads)(int32_t);
-  void (*lay_out)(int32_t, const void*, int64_t, int64_t, void*);
   void (*multiply)(const Product*, int32_t, const void*, int64_t, void*);
   void (*add_rms_norm)(int32_t, void*, const void*, const void*, void*, const int64_t*, int64_t, int64_t, float,
                        int32_t);
@@ -52,7 +51,6 @@ struct Library {
     find(ready, "specinfer_ready");
     find(int4_is_exact, "specinfer_int4_is_exact");
     find(set_threads, "specinfer_set_threads");
-    find(lay_out, "specinfer_lay_out");
     find(multiply, "specinfer_multiply");
     find(add_rms_norm, "specinfer_add_rms_norm");
     find(gate, "specinfer_gate");

@@ -43,15 +43,27 @@ struct Trial {
       make_int4(chance);
     } else {
       data.resize(blocks * kBlock * padded_inner(kind, padded) * 4);
-      make_others(library, chance);
+      make_others(chance);
     }
     const void* const scale = kind == Kind::kInt4 ? static_cast<const void*>(halves.data()) : scales.data();
     product = {kind, data.data(), scale, zeros.data(), bias.data(), channels, inner, kLargest};
   }
 
-  void make_others(const Library& library, Chance& chance) {
+  void make_others(Chance& chance) {
     const auto lay_out = [&](const auto& from) {
-      library.lay_out(static_cast<int32_t>(kind), from.data(), channels, padded, data.data());
+      using Element = typename std::decay_t<decltype(from)>::value_type;
+      constexpr int64_t word = 4 / sizeof(Element);  // elements of a row side by side
+      const int64_t columns = padded_inner(kind, padded);
+      auto* const to = reinterpret_cast<Element*>(data.data());
+      for (int64_t r = 0; r < channels; ++r) {
+        for (int64_t i = 0; i < padded; ++i) {
+          const int64_t first = ((r / kBlock) * columns + i / word * word) * kBlock;  // of these words of 16 rows
+          to[first + r % kBlock * word + i % word] = from[r * padded + i];
+        }
+      }
+      if (kind == Kind::kInt8) {
+        for (uint8_t& value : data) value ^= 0x80;
+      }
     };
     for (int64_t i = 0; i < channels * padded; ++i) {
       const float x = kind == Kind::kInt8 ? static_cast<float>(chance.integer(-127, 128)) : chance.normal();

@@ -6,7 +6,6 @@
 #include "best_first.h"
 #include "block_head.h"
 #include "decoder.h"
-#include "layout.h"
 #include "lookups.h"
 #include "memory.h"
 #include "sampling.h"
@@ -42,11 +41,6 @@ int32_t specinfer_threads() { return Pool::get().threads(); }
 
 // Asks for large pages where nobody has written yet.
 void specinfer_want_huge_pages(void* memory, int64_t bytes) { want_huge_pages(memory, bytes); }
-
-void specinfer_lay_out(int32_t kind, const void* from, int64_t channels, int64_t inner, void* to) {
-  const Claim claim;
-  lay_out_weight(static_cast<Kind>(kind), from, channels, inner, to);
-}
 
 void specinfer_multiply(const Product* product, int32_t type, const void* x, int64_t rows, void* out) {
   const Claim claim;

@@ -13,7 +13,7 @@ import torch
 
 from specinfer.config import EngineConfig
 from specinfer.kernels.bandwidth import Bandwidth
-from specinfer.kernels.quantized import int8_bytes
+from specinfer.kernels.layout import int8_bytes
 from specinfer.models.decoder import decoder_shapes
 from specinfer.models.weights import open_model
 from tests.kernels import NAMES, kernels

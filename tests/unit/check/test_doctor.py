@@ -25,9 +25,9 @@ from specinfer.check.doctor import (
 from specinfer.config import EngineConfig, Quantization
 from specinfer.kernels import machine
 from specinfer.kernels.bandwidth import Bandwidth
+from specinfer.kernels.layout import int8_bytes
 from specinfer.kernels.machine import LEVELS, VARIABLE
 from specinfer.kernels.native import Refused
-from specinfer.kernels.quantized import int8_bytes
 from specinfer.models.weights import load_model, open_model
 from tests.streaming import Streaming
 from tests.tiny_models import write_tiny_llama

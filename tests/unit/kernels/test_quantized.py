@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from specinfer.kernels.layout import GROUP, int4_bytes, int8_bytes
 from specinfer.kernels.product import NativeProduct, Use
 from specinfer.kernels.quantized import (
-    GROUP,
     NativeProducts,
     Product,
     Products,
-    int4_bytes,
-    int8_bytes,
     pack_levels,
     quantize_int4,
     quantize_int8,
@@ -50,7 +48,7 @@ def activations(rows: int, inner: int, dtype: torch.dtype = torch.float32) -> Te
 def product(products: Products, kind: str, weight: Tensor, bias: Tensor | None = None) -> Product:
     channels, inner = weight.shape
     if kind == "int8":
-        return products.int8(quantize_int8(weight), bias, inner)
+        return products.int8(quantize_int8(weight), bias, inner, channels)
     return products.int4(quantize_int4(weight), bias, inner, channels)
 
 
@@ -181,8 +179,10 @@ def test_a_weight_of_another_shape_is_refused(name: Literal["torch", "native"]) 
     """With the sizes that were got and those that are wanted, whatever the product."""
     products, weight = kernels(name).products, random(16, 64)
     int8, int4 = quantize_int8(weight), quantize_int4(weight)
-    with pytest.raises(ValueError, match=r"a weight of inner size 64 for rows of 96"):
-        products.int8(int8, None, 96)
+    with pytest.raises(
+        ValueError, match=r"a weight of (inner size 64 for rows of 128|1024 bytes .* has 2048)"
+    ):
+        products.int8(int8, None, 96, 16)
     with pytest.raises(ValueError, match=r"a weight of (inner size 64 for rows of 96|512 bytes .* has 768)"):
         products.int4(int4, None, 96, 16)
     short = int4._replace(scales=int4.scales[:, :1])

@@ -14,11 +14,11 @@ from specinfer.errors import KernelBuildError
 from specinfer.kernels.build import build_library, find_library
 from specinfer.kernels.choice import native_kernels
 from specinfer.kernels.faults import faults
+from specinfer.kernels.layout import Int4Weight
 from specinfer.kernels.library import Library
 from specinfer.kernels.machine import LEVELS, Level, levels_here
 from specinfer.kernels.product import Use
 from specinfer.kernels.quantized import (
-    Int4Weight,
     NativeProducts,
     Product,
     Products,
@@ -86,7 +86,7 @@ def activations(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
 def product(products: Products, kind: str, weight: Tensor, bias: Tensor | None) -> Product:
     channels, inner = weight.shape
     if kind == "int8":
-        return products.int8(quantize_int8(weight), bias, inner)
+        return products.int8(quantize_int8(weight), bias, inner, channels)
     if kind == "int4":
         return products.int4(quantize_int4(weight), bias, inner, channels)
     return products.floats(weight.to(getattr(torch, kind)), bias)

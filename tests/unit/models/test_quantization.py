@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specinfer.kernels.quantized import GROUP, Int4Weight, quantize_int4, quantize_int8, rotate, unpack_levels
+from specinfer.kernels.layout import GROUP, Int4Weight, int8_matrix
+from specinfer.kernels.quantized import quantize_int4, quantize_int8, rotate, unpack_levels
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -25,7 +26,7 @@ def int4_values(weight: Int4Weight) -> Tensor:
 
 def test_int8_is_within_half_a_step_of_the_turned_weights() -> None:
     w = random(20, 100) * torch.logspace(-4, 4, 20)[:, None]
-    values, scales = quantize_int8(w)
+    values, scales = int8_matrix(quantize_int8(w), 20, 128)
     rotated = rotate(torch.nn.functional.pad(w, (0, 28)).view(20, 4, GROUP)).flatten(1) / GROUP
     assert values.abs().amax(1).tolist() == [127] * 20
     error = (values * scales[:, None] - rotated).abs().amax(1)
@@ -60,7 +61,7 @@ def test_int4_searches_for_the_smallest_error() -> None:
 )
 def test_groups_of_one_value(w: Tensor) -> None:
     torch.testing.assert_close(int4_values(quantize_int4(w)), w, rtol=2**-9, atol=1e-7)
-    values, scales = quantize_int8(w)
+    values, scales = int8_matrix(quantize_int8(w), 16, 64)
     back = rotate((values * scales[:, None]).view(16, 2, GROUP)).flatten(1)
     torch.testing.assert_close(back, w, rtol=1e-6, atol=1e-4)
 

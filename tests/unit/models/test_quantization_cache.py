@@ -12,13 +12,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from specinfer.kernels.quantized import Int4Weight, Int8Weight, quantize_int4, quantize_int8
+from specinfer.kernels.layout import FloatTable, Int4Weight, Int8Weight, Weight
+from specinfer.kernels.quantized import quantize_int4, quantize_int8
 from specinfer.models.quantization_cache import (
     DamagedCacheError,
-    FloatTable,
     KeptMatrices,
     NewMatrices,
-    Weight,
     cache_path,
     identity,
 )
@@ -71,11 +70,11 @@ def test_what_was_written_is_read(file: Path) -> None:
 def test_a_matrix_is_read_into_the_middle_of_a_buffer(file: Path) -> None:
     kept, want = KeptMatrices.open(file, MADE_FROM), make_int8()
     assert kept is not None
-    buffer, scales = torch.full((22, 64), 7, dtype=torch.int8), torch.zeros(22)
-    kept.read("a", Int8Weight(buffer[1:21], scales[1:21]))
-    assert torch.equal(buffer[1:21], want.values)
-    assert buffer[[0, 21]].eq(7).all()
-    assert torch.equal(scales[1:21], want.scales)
+    buffer, scales = torch.full((4, 16, 16, 4), 7, dtype=torch.uint8), torch.zeros(4, 16)
+    kept.read("a", Int8Weight(buffer[1:3], scales[1:3]))
+    assert torch.equal(buffer[1:3], want.values)
+    assert buffer[[0, 3]].eq(7).all()
+    assert torch.equal(scales[1:3], want.scales)
 
 
 def test_it_is_a_safetensors_file_and_alone_in_its_folder(file: Path) -> None:
@@ -123,10 +122,10 @@ def test_a_file_that_is_not_whole_or_of_another_kind_is_not_opened(
         "the first byte": flip(_START),
         "the last byte": flip(-1),
         "a byte between": flip(_START + 700),
-        "another type of the same size": replace('"dtype": "I8"', '"dtype": "U8"'),
-        "another shape of the same size": replace('"shape": [20, 64]', '"shape": [64, 20]'),
-        "another shape": replace('"shape": [20, 64]', '"shape": [20, 65]'),
-        "an unknown type": replace('"dtype": "I8"', '"dtype": "I9"'),
+        "another type of the same size": replace('"dtype": "U8"', '"dtype": "I8"'),
+        "another shape of the same size": replace('"shape": [2, 16, 16, 4]', '"shape": [16, 2, 16, 4]'),
+        "another shape": replace('"shape": [2, 16, 16, 4]', '"shape": [2, 16, 16, 5]'),
+        "an unknown type": replace('"dtype": "U8"', '"dtype": "U9"'),
         "another name": replace('"a.values": {', '"a.valves": {'),
     }.items(),
     ids=lambda item: item[0],

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.choice import Kernels
-from specinfer.kernels.library import BLOCK, KINDS, num_blocks, padded_inner
+from specinfer.kernels.layout import FloatTable, FloatWeight, lay_out_floats
+from specinfer.kernels.library import BLOCK, num_blocks, padded_inner
 from specinfer.kernels.product import FLOATS, NativeProduct, Product
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.opt import OPTDecoder
-from specinfer.models.quantization_cache import FloatTable
 from specinfer.models.weight_memory import Weights
 from specinfer.models.weight_reader import TensorFile, WeightReader
 from specinfer.models.weights import OpenModel, load_model, open_model
@@ -64,9 +64,9 @@ class LateWeights(Weights):
             return self.kernels.products.floats(weight, b)
         kind, (channels, inner) = FLOATS[self.dtype], weight.shape
         there = self._view(num_blocks(channels) * BLOCK * padded_inner(kind, inner))
-        self._fills.append(
-            lambda: library.lay_out(KINDS[kind], weight.data_ptr(), channels, inner, there.data_ptr())
-        )
+        count = 4 // self.dtype.itemsize
+        blocks = there.view(num_blocks(channels), -1, BLOCK, count)
+        self._fills.append(lambda: lay_out_floats(weight, FloatWeight(blocks)))
         return NativeProduct(library, kind, there, channels=channels, inner=inner, bias=b)
 
     def _view(self, *shape: int) -> Tensor:

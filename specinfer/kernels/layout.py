@@ -1,0 +1,146 @@
+"""How matrices lie in memory and on disk: blocks of 16 rows, in the order of cpu/product.h.
+
+A word of four bytes holds neighbouring elements of a row: one float32, two bfloat16 or four int8. A block has
+the first word of each of its 16 rows, then the second, and so on. int4 weights are packed by groups instead
+(`pack_levels`). Rows and elements that a matrix lacks are zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specinfer.kernels.library import BLOCK, Library, num_blocks, padded_inner
+
+GROUP: Final = 32  # inner elements that are rotated together, or share a scale; inner sizes are padded to it
+_ZERO: Final = 128  # of int8 values, which lie as value + 128
+_ZEROS: Final = -0x7F7F7F80  # four of them in a word
+
+
+class FloatTable(NamedTuple):
+    """A tensor as it is, in the dtype of the activations."""
+
+    rows: Tensor
+
+
+class FloatWeight(NamedTuple):
+    """A matrix of a native product of floats."""
+
+    values: Tensor  # [blocks, padded inner / n, BLOCK, n], n elements of float32 or bfloat16 in 4 bytes
+
+
+class Int8Weight(NamedTuple):
+    """A matrix rotated by H / 32, as scales * (values - 128)."""
+
+    values: Tensor  # uint8 [blocks, padded inner / 4, BLOCK, 4], 1 .. 255
+    scales: Tensor  # float32 [blocks, BLOCK]
+
+
+class Int4Weight(NamedTuple):
+    """A matrix as scales * (levels - zeros / 16)."""
+
+    levels: Tensor  # uint8 [blocks, groups, 4, BLOCK, 4], two to a byte; see `pack_levels`
+    scales: Tensor  # float16 [blocks, groups, BLOCK]
+    zeros: Tensor  # uint8 [blocks, groups, BLOCK]
+
+
+Weight = FloatTable | FloatWeight | Int8Weight | Int4Weight
+
+
+def in_huge_pages(library: Library | None, fresh: Tensor) -> Tensor:
+    """`fresh`, whose memory nobody has written yet, in large pages where the system has some.
+
+    The library asks for them; without one the memory stays as it is.
+    """
+    if library is not None:
+        library.want_huge_pages(fresh.data_ptr(), fresh.nbytes)
+    return fresh
+
+
+def empty_floats(
+    channels: int, inner: int, dtype: torch.dtype, library: Library | None = None
+) -> FloatWeight:
+    """Memory for a float matrix, not yet filled."""
+    count = 4 // dtype.itemsize
+    words = padded_inner("float32" if dtype is torch.float32 else "bfloat16", inner) // count
+    values = torch.empty(num_blocks(channels), words, BLOCK, count, dtype=dtype)
+    return FloatWeight(in_huge_pages(library, values))
+
+
+def empty_int8(channels: int, inner: int, library: Library | None = None) -> Int8Weight:
+    """Memory for an int8 matrix, not yet filled."""
+    blocks, words = num_blocks(channels), padded_inner("int8", inner) // 4
+    return Int8Weight(
+        in_huge_pages(library, torch.empty(blocks, words, BLOCK, 4, dtype=torch.uint8)),
+        torch.empty(blocks, BLOCK),
+    )
+
+
+def empty_int4(channels: int, inner: int, library: Library | None = None) -> Int4Weight:
+    """Memory for an int4 matrix, not yet filled."""
+    blocks, groups = num_blocks(channels), padded(inner) // GROUP
+    return Int4Weight(
+        in_huge_pages(library, torch.empty(blocks, groups, 4, BLOCK, 4, dtype=torch.uint8)),
+        in_huge_pages(library, torch.empty(blocks, groups, BLOCK, dtype=torch.float16)),
+        in_huge_pages(library, torch.empty(blocks, groups, BLOCK, dtype=torch.uint8)),
+    )
+
+
+def int8_bytes(channels: int, inner: int) -> int:
+    """The bytes of an int8 matrix."""
+    return num_blocks(channels) * BLOCK * (padded_inner("int8", inner) + 4)
+
+
+def int4_bytes(channels: int, inner: int) -> int:
+    """The bytes of an int4 matrix."""
+    return num_blocks(channels) * BLOCK * padded(inner) // GROUP * (GROUP // 2 + 3)
+
+
+def padded(inner: int) -> int:
+    """An inner size, up to whole groups."""
+    return -(-inner // GROUP) * GROUP
+
+
+def lay_out_floats(matrix: Tensor, into: FloatWeight) -> None:
+    """Fill `into` with a matrix [channels, inner] of its dtype."""
+    _lay_out(matrix, into.values)
+
+
+def lay_out_int8(values: Tensor, scales: Tensor) -> Int8Weight:
+    """Values -127 .. 127, int8 [channels, inner], and float32 scales [channels], as an Int8Weight."""
+    weight = empty_int8(*values.shape)
+    _lay_out(values, weight.values)
+    weight.values.view(torch.int32).bitwise_xor_(_ZEROS)
+    weight.scales.copy_(F.pad(scales, (0, -len(scales) % BLOCK)).view(-1, BLOCK))
+    return weight
+
+
+def int8_matrix(weight: Int8Weight, channels: int, inner: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `lay_out_int8`: int8 [channels, inner] and float32 [channels]."""
+    values = (weight.values ^ _ZERO).view(torch.int8).transpose(1, 2).flatten(2).flatten(0, 1)
+    return values[:channels, :inner].contiguous(), weight.scales.view(-1)[:channels]
+
+
+def choose_rows(weight: FloatWeight | Int8Weight, ids: Sequence[int], into: Weight) -> None:
+    """Fill `into`, which has room for so many, with these rows of a matrix, in their order."""
+    fill = _ZERO if isinstance(weight, Int8Weight) else 0
+    wanted, places = torch.tensor(ids, dtype=torch.int64), torch.arange(len(ids))
+    for source, there in zip(weight, into, strict=True):
+        axis = 1 if source.dim() == 2 else 2
+        by_rows, rows_there = source.movedim(axis, 1), there.movedim(axis, 1)
+        rows_there[-1:] = fill if source.dtype == torch.uint8 else 0
+        rows_there[places // BLOCK, places % BLOCK] = by_rows[wanted // BLOCK, wanted % BLOCK]
+
+
+def _lay_out(matrix: Tensor, into: Tensor) -> None:
+    """Fill `into` [blocks, words, BLOCK, elements of a word] with a matrix [channels, inner]."""
+    blocks, words, _, count = into.shape
+    rows, inner = matrix.shape
+    if (missing := (0, words * count - inner, 0, blocks * BLOCK - rows)) != (0, 0, 0, 0):
+        matrix = F.pad(matrix, missing)
+    by_words = matrix.contiguous().view(torch.int32).view(blocks, BLOCK, words)
+    into.view(torch.int32).view(blocks, words, BLOCK).copy_(by_words.transpose(1, 2))

@@ -1,0 +1,85 @@
+"""Matrices in blocks of 16 rows: where each element lies, and back again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from specinfer.kernels.layout import (
+    FloatWeight,
+    Int8Weight,
+    choose_rows,
+    empty_floats,
+    empty_int8,
+    int8_matrix,
+    lay_out_floats,
+    lay_out_int8,
+)
+
+SHAPES = [(1, 1), (16, 64), (20, 40), (33, 70), (48, 128)]  # channels, inner
+
+
+def element(blocks: Tensor, row: int, column: int) -> float:
+    """Where cpu/product.h has an element of a matrix."""
+    per_word = blocks.shape[3]
+    return float(blocks[row // 16, column // per_word, row % 16, column % per_word])
+
+
+def as_matrix(blocks: Tensor) -> Tensor:
+    """All elements, [blocks * 16, padded inner], found one by one."""
+    rows, columns = len(blocks) * 16, blocks.shape[1] * blocks.shape[3]
+    return torch.tensor([[element(blocks, r, c) for c in range(columns)] for r in range(rows)])
+
+
+def floats(channels: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, FloatWeight]:
+    matrix = torch.randn(channels, inner, generator=torch.Generator().manual_seed(channels)).to(dtype)
+    laid_out = empty_floats(channels, inner, dtype)
+    lay_out_floats(matrix, laid_out)
+    return matrix, laid_out
+
+
+def int8(channels: int, inner: int) -> tuple[Tensor, Tensor, Int8Weight]:
+    generator = torch.Generator().manual_seed(channels)
+    values = torch.randint(-127, 128, (channels, inner), generator=generator).to(torch.int8)
+    scales = torch.rand(channels, generator=generator)
+    return values, scales, lay_out_int8(values, scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("channels", "inner"), SHAPES)
+def test_floats_lie_in_blocks_with_zeros_behind_them(channels: int, inner: int, dtype: torch.dtype) -> None:
+    matrix, laid_out = floats(channels, inner, dtype)
+    found = as_matrix(laid_out.values)
+    assert torch.equal(found[:channels, :inner], matrix.float())
+    assert found[channels:].eq(0).all()
+    assert found[:, inner:].eq(0).all()
+    assert found.shape[1] == (inner if dtype is torch.float32 else -(-inner // 32) * 32)
+
+
+@pytest.mark.parametrize(("channels", "inner"), SHAPES)
+def test_int8_lies_in_blocks_as_value_and_128(channels: int, inner: int) -> None:
+    values, scales, laid_out = int8(channels, inner)
+    found = as_matrix(laid_out.values) - 128
+    assert torch.equal(found[:channels, :inner], values.float())
+    assert found[channels:].eq(0).all()
+    assert found[:, inner:].eq(0).all()
+    assert found.shape[1] == -(-inner // 64) * 64
+    assert laid_out.scales.view(-1).tolist() == [*scales.tolist(), *[0.0] * (-channels % 16)]
+    back = int8_matrix(laid_out, channels, inner)
+    assert torch.equal(back[0], values)
+    assert torch.equal(back[1], scales)
+
+
+@pytest.mark.parametrize("ids", [[], [5], [*range(20)], [32, 0, 19, 19, *range(14)]], ids=len)
+def test_chosen_rows_are_those_rows_laid_out(ids: list[int]) -> None:
+    values, scales, whole = int8(33, 70)
+    some = empty_int8(len(ids), 70)
+    choose_rows(whole, ids, some)
+    for found, want in zip(some, lay_out_int8(values[ids], scales[ids]), strict=True):
+        assert torch.equal(found, want)
+    matrix, laid_out = floats(33, 70, torch.bfloat16)
+    chosen, wanted = (empty_floats(len(ids), 70, torch.bfloat16) for _ in range(2))
+    choose_rows(laid_out, ids, chosen)
+    lay_out_floats(matrix[ids], wanted)
+    assert torch.equal(chosen.values, wanted.values)
