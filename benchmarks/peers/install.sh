@@ -1,7 +1,7 @@
 #!/bin/sh
 # Put the other engines on this machine, each in a virtual environment of its own:
 #
-#     sh benchmarks/peers/install.sh [NAME...]        default: all of transformers llama_cpp vllm openvino
+#     sh benchmarks/peers/install.sh [NAME...]        default: all of transformers llama_cpp vllm openvino airllm
 #
 # Into $SPECINFER_PEERS, else ~/.cache/specinfer-peers. An environment that is whole is left alone; delete its
 # folder to make it anew. One that cannot be made does not stop the others; benchmarks/peers.py says what is missing.
@@ -14,7 +14,7 @@ recipe() {
     case $1 in
     transformers)
         # The exact version takes the CPU build where an index offers one; a plain `torch` may pull CUDA.
-        pip install torch==2.13.0 transformers==5.23.0 accelerate 'gguf>=0.17'
+        pip install torch==2.13.0 transformers==5.23.0 accelerate==1.15.0 'gguf>=0.17'
         ;;
     llama_cpp)
         # Built from source for this CPU. gcc 12 drops the AMX tile configuration as a dead store, and the
@@ -31,8 +31,11 @@ recipe() {
         # All three of one release: each looks for the others' libraries by their version.
         pip install openvino==2026.4.1 openvino-tokenizers==2026.4.1.0 openvino-genai==2026.4.1.0
         ;;
+    airllm)
+        pip install torch==2.13.0 transformers==5.24.0 airllm==4.0.0
+        ;;
     *)
-        echo "no engine is named $1; allowed: transformers llama_cpp vllm openvino" >&2
+        echo "no engine is named $1; allowed: transformers llama_cpp vllm openvino airllm" >&2
         return 2
         ;;
     esac
@@ -41,7 +44,7 @@ recipe() {
 pip() { "$home/$name/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 
 failed=0
-for name in ${*:-transformers llama_cpp vllm openvino}; do
+for name in ${*:-transformers llama_cpp vllm openvino airllm}; do
     if [ -e "$home/$name/.whole" ]; then
         echo "$name: there already"
     elif "$python" -m venv "$home/$name" && recipe "$name"; then

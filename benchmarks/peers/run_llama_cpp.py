@@ -1,44 +1,97 @@
-"""llama.cpp as a worker of benchmarks/peers.py, through the C functions of llama-cpp-python.
+"""llama.cpp as a worker of benchmarks/peers.py and offload.py, through the C functions of llama-cpp-python.
 
 Its Python class copies logits and samples in numpy, which costs a quarter of the speed of a 135M model;
-calling the library is as quick as llama.cpp's own programs.
+calling the library is as quick as llama.cpp's own programs. With a draft model it does what they do: the
+draft goes on by `draft_tokens` of its own choice, the target checks them in one pass. The draft lies in
+memory of its own, not mapped: beside a target that does not fit, mapped pages would be read again each time.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import llama_cpp
 import numpy as np
 from worker import Arrived, Generate, Setup, serve
 
 
-def start(setup: Setup) -> tuple[Generate, dict[str, str]]:
-    llama = llama_cpp.Llama(
-        setup["model"],
-        n_ctx=setup["context"],
-        n_threads=setup["threads"],
-        n_threads_batch=setup["threads"],
-        verbose=False,
-        **setup["options"],
-    )
-    context, vocab = llama.ctx, llama.n_vocab()
+class Model:
+    """A model with the tokens its cache holds."""
 
-    def decode(tokens: list[int]) -> int:
-        """Run tokens behind those already run, in pieces of a batch, and choose the next one."""
-        for begin in range(0, len(tokens), llama.n_batch):
-            piece = tokens[begin : begin + llama.n_batch]
-            array = (llama_cpp.llama_token * len(piece))(*piece)  # the batch points into it
-            code = llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(array, len(piece)))
-            if code:
-                raise RuntimeError(f"llama_decode returned {code}")
-        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), shape=(vocab,))
-        return int(logits.argmax())
+    def __init__(self, path: str, setup: Setup, **options: Any) -> None:
+        self._llama = llama_cpp.Llama(
+            path,
+            n_ctx=setup["context"],
+            n_threads=setup["threads"],
+            n_threads_batch=setup["threads"],
+            verbose=False,
+            **options,
+        )
+        self._held: list[int] = []
+
+    def forget(self) -> None:
+        """Drop the cache: no prompt finds another one's beginning."""
+        self._held = []
+
+    def choices(self, tokens: list[int], wanted: int = 1) -> list[int]:
+        """Run `tokens`, a whole text; the choices behind each of the last `wanted`.
+
+        What the cache holds of another text is dropped first.
+        """
+        llama = self._llama
+        keep = min(common(self._held, tokens), len(tokens) - wanted)
+        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(llama.ctx), 0, keep, -1)
+        chosen: list[int] = []
+        for begin in range(keep, len(tokens), llama.n_batch):
+            chosen += self._run(begin, tokens[begin : begin + llama.n_batch], len(tokens) - wanted)
+        self._held = [*tokens]
+        return chosen
+
+    def _run(self, begin: int, piece: list[int], first: int) -> list[int]:
+        """The choices behind the tokens of a piece from position `first` on."""
+        batch = llama_cpp.llama_batch_init(len(piece), 0, 1)
+        batch.n_tokens = len(piece)
+        for i, token in enumerate(piece):
+            batch.token[i], batch.pos[i] = token, begin + i
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.logits[i] = begin + i >= first
+        code = llama_cpp.llama_decode(self._llama.ctx, batch)
+        llama_cpp.llama_batch_free(batch)
+        if code:
+            raise RuntimeError(f"llama_decode returned {code}")
+        return [self._choice(i) for i in range(len(piece)) if begin + i >= first]
+
+    def _choice(self, row: int) -> int:
+        logits = llama_cpp.llama_get_logits_ith(self._llama.ctx, row)
+        return int(np.ctypeslib.as_array(logits, shape=(self._llama.n_vocab(),)).argmax())
+
+
+def common(some: list[int], others: list[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    pairs = zip(some, others, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(some), len(others)))
+
+
+def start(setup: Setup) -> tuple[Generate, dict[str, str]]:
+    options = dict(setup["options"])
+    ahead = options.pop("draft_tokens", 0)
+    draft = Model(setup["draft"], setup, use_mmap=False) if setup["draft"] else None
+    target = Model(setup["model"], setup, **options)
+    models = [target] if draft is None else [draft, target]
 
     def generate(prompt: list[int], max_tokens: int, arrived: Arrived) -> None:
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
-        tokens = prompt
-        for _ in range(max_tokens):
-            tokens = [decode(tokens)]
-            arrived(tokens)
+        for model in models:
+            model.forget()
+        text = [*prompt]
+        end = len(prompt) + max_tokens
+        while len(text) < end:
+            guesses: list[int] = []
+            while draft is not None and len(guesses) < min(ahead, end - len(text) - 1):
+                guesses += draft.choices([*text, *guesses])
+            chosen = target.choices([*text, *guesses], len(guesses) + 1)
+            new = chosen[: common(guesses, chosen) + 1]
+            text += new
+            arrived(new)
 
     return generate, {"llama-cpp-python": llama_cpp.__version__}
 

@@ -1,13 +1,23 @@
-"""transformers as a worker of benchmarks/peers.py: generate(), assisted if asked."""
+"""transformers as a worker of benchmarks/peers.py and offload.py: generate(), assisted if asked.
+
+The option `memory` is what the process may take, in bytes: layers that do not fit stay on the disk, as
+accelerate has it. `assistance` changes how the draft is asked.
+"""
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 from worker import Arrived, Generate, Setup, serve
+
+ROOM = (
+    384 << 20
+)  # bytes beside the weights that stay: a layer or an output layer that is read, KV, activations
 
 
 class Streamer:
@@ -28,10 +38,13 @@ class Streamer:
 
 def start(setup: Setup) -> tuple[Generate, dict[str, str]]:
     torch.set_num_threads(setup["threads"])
-    model = load(setup["model"])
     options: dict[str, Any] = dict(setup["options"])
+    memory, assistance = options.pop("memory", None), options.pop("assistance", {})
     if setup["draft"]:
-        options["assistant_model"] = load(setup["draft"])
+        draft = options["assistant_model"] = load(setup["draft"])
+        for name, value in assistance.items():
+            setattr(draft.generation_config, name, value)
+    model = load(setup["model"], memory)
 
     def generate(prompt: list[int], max_tokens: int, arrived: Arrived) -> None:
         ids = torch.tensor([prompt])
@@ -48,8 +61,16 @@ def start(setup: Setup) -> tuple[Generate, dict[str, str]]:
     return generate, {"transformers": transformers.__version__, "torch": torch.__version__}
 
 
-def load(folder: str) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+def load(folder: str, memory: int | None = None) -> Any:
+    placed: dict[str, Any] = {}
+    if memory is not None:
+        stays = max(memory - resident() - ROOM, 0)
+        placed = {
+            "device_map": "auto",
+            "max_memory": {"cpu": stays},
+            "offload_folder": tempfile.mkdtemp(prefix="offload-", dir=Path(folder).parent),
+        }
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **placed).eval()
     assistance = {
         name: getattr(model.generation_config, name)
         for name in (
@@ -60,6 +81,12 @@ def load(folder: str) -> Any:
     }
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0, **assistance)
     return model
+
+
+def resident() -> int:
+    """Bytes of this process that cannot be read again from a file."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) << 10
 
 
 if __name__ == "__main__":
