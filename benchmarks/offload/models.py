@@ -1,0 +1,265 @@
+"""Models to stream: dithered ones, inflated ones, and the GGUF files that other engines read.
+
+Models at hand are 4-bit files. In bfloat16 their weights lie on a 4-bit grid still, which `quantize_int4`
+finds again, so a twin in 4 bits would be all but the target itself. A *dithered* model has every weight of
+every matrix moved by chance, evenly within half a step of its own grid: any of these may have been the weight
+before the file was quantized.
+
+An *inflated* model is a larger one that says the same. Between the layers of a model stand copies of them
+whose o and down matrices are zero: such a layer adds nothing, to the bit. Its zeros have signs drawn by
+chance, so that no disk takes them for holes.
+
+Files are written some rows at a time, get their names when whole, and are made once.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specinfer.errors import UserError
+from specinfer.files import NewFile, write_text
+from specinfer.hub.model_files import local_model
+from specinfer.models.config import ModelConfig
+from specinfer.models.safetensors import config_to_hf
+from specinfer.models.weights import OpenModel, open_model
+from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
+
+_PIECE: Final = 1 << 22  # weights that are read, moved and written at once: 16 MB in float32
+_ALIKE: Final = 0.98  # correlation of two quantizations of one matrix, and of no two matrices
+_BF16: Final = gguf.GGMLQuantizationType.BF16
+_BYTES: Final = 2  # of a weight
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+Matrix = Callable[[int, int], Tensor]  # rows start..stop
+Rows = Mapping[str, tuple[tuple[int, ...], Matrix]]  # tensors by name, each with its shape
+
+
+class Levels(NamedTuple):
+    """Where a block of a quantized kind has its levels, of which all are first zero, then one."""
+
+    all: slice
+    low: slice  # bytes with the levels' lowest bits
+    one: int  # such a byte when every level in it is one
+
+
+_LEVELS: Final = {
+    "Q4_0": Levels(slice(2, 18), slice(2, 18), 0x11),
+    "Q4_1": Levels(slice(4, 20), slice(4, 20), 0x11),
+    "Q5_0": Levels(slice(2, 22), slice(6, 22), 0x11),
+    "Q5_1": Levels(slice(4, 24), slice(8, 24), 0x11),
+    "Q8_0": Levels(slice(2, 34), slice(2, 34), 0x01),
+    "Q4_K": Levels(slice(16, 144), slice(16, 144), 0x11),
+    "Q5_K": Levels(slice(16, 176), slice(48, 176), 0x11),
+    "Q6_K": Levels(slice(0, 192), slice(0, 128), 0x11),
+}
+
+
+def dithered(source: Path, folder: Path, seed: int = 0) -> tuple[Path, Path]:
+    """A dithered model of a quantized GGUF file: a GGUF file in bfloat16, and a folder of the same weights.
+
+    Both lie in `folder`. Raises UserError where the disk has no room, or a matrix is not quantized.
+    """
+    file = folder / f"dithered-{source.stem}-bf16.gguf"
+    model = folder / f"dithered-{source.stem}"
+    if not file.exists():
+        write_dithered_gguf(source, file, seed)
+    if not (model / "config.json").exists():
+        files = local_model(str(file), file)
+        opened = open_model(files)
+        write_folder(opened.config, rows_of(opened), model)
+        write_tokenizer(files, model)
+    return file, model
+
+
+def inflated(source: Path, folder: Path, layers: int) -> Path:
+    """A model of so many layers that says what the one in the folder `source` says; it lies in `folder`.
+
+    Raises UserError where the disk has no room, or the layers of the model are not all alike.
+    """
+    model = folder / f"inflated-{layers}-{source.name}"
+    if not (model / "config.json").exists():
+        files = local_model(str(source), source)
+        opened = open_model(files)
+        config = opened.config
+        if config.window is not None or config.sandwich_norms or config.rope is None:
+            raise UserError(f"the layers of {source.name} are not all alike; inflate a Llama or a Qwen")
+        if layers < config.num_layers:
+            raise UserError(f"got {layers} layers; allowed: {config.num_layers} and more")
+        larger = replace(config, num_layers=layers, layer_windows=(None,) * layers)
+        write_folder(larger, _inflated_rows(opened, layers), model)
+        write_tokenizer(files, model)
+    return model
+
+
+def write_dithered_gguf(source: Path, target: Path, seed: int) -> None:
+    """Write a quantized GGUF file's model in bfloat16, every matrix dithered, the rest as it is.
+
+    Embeddings and output layer become one where they are two quantizations of one matrix: it is the finer
+    one, which then is the embeddings. At most one matrix is in memory, in bfloat16. Raises UserError.
+    """
+    reader = gguf.GGUFReader(source)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    output = tensors.get("output.weight")
+    if output is not None and _one_matrix(output, tensors["token_embd.weight"]):
+        tensors["token_embd.weight"] = tensors.pop("output.weight")
+    for name, tensor in tensors.items():
+        if len(tensor.shape) > 1 and tensor.tensor_type.name not in _LEVELS:
+            raise UserError(
+                f"{name} of {source.name} is {tensor.tensor_type.name}, which has no grid of steps"
+            )
+    _ask_room(target.parent, sum(_BYTES * int(tensor.n_elements) for tensor in tensors.values()))
+    partial = target.with_name(f"{target.name}.partial")
+    writer = gguf.GGUFWriter(partial, str(reader.fields["general.architecture"].contents()))
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
+            continue
+        kind, *inner = field.types
+        writer.add_key_value(field.name, field.contents(), kind, inner[-1] if inner else None)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    for name, tensor in tensors.items():
+        shape = [int(size) for size in tensor.shape[::-1]]
+        matrix = len(shape) > 1
+        size = int(tensor.n_elements) * (_BYTES if matrix else 4)
+        kind = _BF16 if matrix else gguf.GGMLQuantizationType.F32
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), size, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, tensor in tensors.items():
+        random = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        writer.write_tensor_data(_dithered(tensor, random) if len(tensor.shape) > 1 else tensor.data)
+    writer.close()
+    partial.rename(target)
+
+
+def write_folder(config: ModelConfig, rows: Rows, folder: Path) -> None:
+    """Write config.json and bfloat16 weights, which `rows` gives by name: shape, and rows where asked for.
+
+    The config comes last: a folder that has it is whole. Raises UserError where the disk has no room.
+    """
+    sizes = {name: _BYTES * int(np.prod(shape)) for name, (shape, _) in rows.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    _ask_room(folder, sum(sizes.values()))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (shape, _) in rows.items():
+        places = [offset, offset + sizes[name]]
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": places}
+        offset += sizes[name]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with NewFile(folder / "model.safetensors", mode=0o644) as new:
+        new.write(len(text).to_bytes(8, "little") + text)
+        for shape, read in rows.values():
+            for start, stop in _pieces(shape):
+                piece = read(start, stop).to(torch.bfloat16).contiguous()
+                new.write(piece.view(-1).view(torch.uint8).numpy().data)
+        new.keep()
+    write_text(folder / "config.json", json.dumps(config_to_hf(config), indent=2))
+
+
+def _dithered(tensor: Any, random: np.random.Generator) -> Bytes:
+    """A quantized matrix of a GGUF file in bfloat16, each weight moved within half a step of its grid."""
+    rows = tensor.data  # [rows, bytes of a row], mapped
+    inner = int(tensor.shape[0])
+    out = torch.empty(len(rows), inner, dtype=torch.bfloat16)
+    for start, stop in _pieces((len(rows), inner)):
+        values, steps = values_and_steps(np.array(rows[start:stop]), tensor.tensor_type)
+        moved = values + (random.random(values.shape, dtype=np.float32) - np.float32(0.5)) * steps
+        out[start:stop] = torch.from_numpy(moved)
+    return out.view(torch.uint8).numpy()
+
+
+def values_and_steps(rows: Bytes, kind: gguf.GGMLQuantizationType) -> tuple[Floats, Floats]:
+    """The weights of quantized rows, and by how much each of them changes from one level to the next."""
+    levels, block = _LEVELS[kind.name], gguf.GGML_QUANT_SIZES[kind][1]
+    values = gguf.quants.dequantize(rows, kind)
+    blocks = rows.reshape(len(rows), -1, block).copy()
+    blocks[..., levels.all] = 0
+    zero = gguf.quants.dequantize(blocks.reshape(rows.shape), kind)
+    blocks[..., levels.low] = levels.one
+    one = gguf.quants.dequantize(blocks.reshape(rows.shape), kind)
+    return values, np.abs(one - zero)
+
+
+def _one_matrix(output: Any, embeddings: Any) -> bool:
+    """Whether two quantized matrices are two quantizations of one, by their first rows."""
+    first, second = (
+        values_and_steps(np.array(tensor.data[:256]), tensor.tensor_type)[0].ravel()
+        for tensor in (output, embeddings)
+    )
+    return len(first) == len(second) and float(np.corrcoef(first, second)[0, 1]) > _ALIKE
+
+
+def rows_of(opened: OpenModel) -> Rows:
+    def reading(name: str) -> Matrix:
+        return lambda start, stop: opened.read_rows(name, start, stop)
+
+    return {name: (shape, reading(name)) for name, shape in opened.shapes.items()}
+
+
+def _inflated_rows(opened: OpenModel, layers: int) -> Rows:
+    """The tensors of a model of so many layers: each layer of `opened`, and behind it its share of copies."""
+    source = rows_of(opened)
+    rows = {name: given for name, given in source.items() if not name.startswith("model.layers.")}
+    before = -1
+    for layer in range(layers):
+        original = layer * opened.config.num_layers // layers
+        start = f"model.layers.{original}."
+        for name, (shape, read) in source.items():
+            if name.startswith(start):
+                rest = name.removeprefix(start)
+                idle = original == before and rest.startswith(("self_attn.o_proj.", "mlp.down_proj."))
+                given = _zeros(shape, layer) if idle else read
+                rows[f"model.layers.{layer}.{rest}"] = (shape, given)
+        before = original
+    return rows
+
+
+def _zeros(shape: tuple[int, ...], seed: int) -> Matrix:
+    """Zeros with signs by chance."""
+
+    def rows(start: int, stop: int) -> Tensor:
+        random = np.random.default_rng([seed, start])
+        signs = random.integers(0, 2, (stop - start, *shape[1:]), dtype=np.int16)
+        return torch.from_numpy(signs << np.int16(15)).view(torch.bfloat16)
+
+    return rows
+
+
+def _pieces(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of about _PIECE weights."""
+    rows = max(1, _PIECE // max(1, int(np.prod(shape[1:]))))
+    for start in range(0, shape[0], rows):
+        yield start, min(start + rows, shape[0])
+
+
+def _ask_room(folder: Path, needed: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < needed + (1 << 30):
+        raise UserError(
+            f"{folder} needs {needed / 1e9:.1f} GB and 1 GB to spare, {free / 1e9:.1f} GB are free; make room"
+        )
+
+
+if __name__ == "__main__":
+    # python benchmarks/offload/models.py SOURCE.gguf FOLDER [LAYERS]
+    _, model = dithered(Path(sys.argv[1]), Path(sys.argv[2]))
+    if len(sys.argv) > 3:
+        model = inflated(model, Path(sys.argv[2]), int(sys.argv[3]))
+    print(model)
