@@ -24,7 +24,9 @@ DraftTokens = Literal["auto", "shared", "text"]
 Lookup = bool | Literal["auto"]
 
 USUAL_EXPANSION = Expansion((1, 1, 3, 1, 1))  # where there has to be one, and nobody says which
-DEEPEST = 8  # levels of a draft's tree whose shape is learned
+DEEPEST = 8  # levels of a draft's tree whose shape is learned, in a model that is in memory
+DEEPEST_STREAMED = 48  # the same, where a pass waits for its weights
+MOST_ROWS = 2048  # of a pass, and nodes of a tree, where costs decide how many
 LONGEST_MATCH = 32  # tokens that are compared; a longer match is no better a guess
 LEAST_LOOKUP_MEMORY = 1 << 20  # bytes; less is hardly a memory, and most likely meant as tokens
 
@@ -89,10 +91,11 @@ class SpeculationConfig:
         "`1,1,3,1,1` then.",
         shown='`learned`, and `1,1,3,1,1` with `tree_size="fixed"`',
     )
-    max_nodes: int = option(
+    max_nodes: int | Literal["auto"] = option(
         64,
-        "Of one request's tree in one step, the root included.",
-        more="They are the likeliest of what [all have guessed](add_a_speculator.md#4-the-door).",
+        "Of one request's tree in one step, the root included; or auto.",
+        more="They are the likeliest of what [all have guessed](add_a_speculator.md#4-the-door). `auto`: as "
+        "many rows as a pass has on this machine before it takes 1.5 times as long as with one, 64 to 2048.",
         least=1,
     )
     tree_size: TreeSize = option(
@@ -166,6 +169,11 @@ class SpeculationConfig:
         return DEEPEST if self.learns_shape else self.fixed_expansion.depth
 
     @property
+    def most_nodes(self) -> int:
+        """The nodes of a request's tree, at most."""
+        return MOST_ROWS if self.max_nodes == "auto" else self.max_nodes
+
+    @property
     def shape(self) -> str:
         """How drafts' trees grow, as it is written: what `expansion` says or comes to."""
         return "learned" if self.learns_shape else str(self.fixed_expansion)
@@ -207,8 +215,12 @@ class SchedulerConfig:
     """The request scheduler."""
 
     max_batch_size: int = option(16, "Requests that run in one step.", least=1)
-    max_step_tokens: int = option(
-        512, "Rows of one pass, of prompts and trees together; for a server 128.", least=1
+    max_step_tokens: int | Literal["auto"] = option(
+        512,
+        "Rows of one pass, of prompts and trees together, or auto; for a server 128.",
+        more="`auto`: as many as a pass has before it takes twice as long as with one row, 128 to 2048: a "
+        "prompt is read in as few passes as pay, and others do not wait longer than that.",
+        least=1,
     )
     max_context: int | None = option(
         None, "Prompt and output tokens at most.", shown="the model's own", least=2
@@ -216,11 +228,16 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.max_step_tokens < self.max_batch_size:
+        if self.max_step_tokens != "auto" and self.max_step_tokens < self.max_batch_size:
             raise ConfigError(
                 f"max_step_tokens is {self.max_step_tokens}, less than max_batch_size "
                 f"({self.max_batch_size}); every running request needs at least one row: raise it"
             )
+
+    @property
+    def most_step_tokens(self) -> int:
+        """The rows of a pass, at most."""
+        return max(MOST_ROWS, self.max_batch_size) if self.max_step_tokens == "auto" else self.max_step_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

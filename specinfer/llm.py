@@ -95,8 +95,7 @@ class LLM:
         speculators: Sequence[Speculator],
         progress: Progress | None,
     ) -> None:
-        self.config = config
-        engine = build_engine(self.config, models, speculators, progress)
+        self.config, engine = build_engine(config, models, speculators, progress)
         recommended: Mapping[str, Any] = models.sampling if config.generation_config == "auto" else {}
         intake = Intake(engine.admission, SamplingParams(**recommended))
         self._parts: _Open | None = _Open(models, engine, intake, EngineLoop(engine))

@@ -41,6 +41,7 @@ class Option:
     name: str  # as LLM(...), YAML files and errors have it
     attribute: str  # the field's own name
     kind: Any  # its type, without None; object where there are several
+    words: tuple[str, ...]  # that stand for a number of this kind
     optional: bool  # whether it may be None
     default: Any
     about: About
@@ -86,6 +87,8 @@ class Option:
         elif kind is int:
             least = 0 if about.least is None else int(about.least)
             wrong, allowed = not _is_number(value, int) or value < least, f"an integer >= {least}"  # type: ignore[operator]
+            if self.words:
+                wrong, allowed = wrong and value not in self.words, ", or ".join((allowed, *self.words))
         elif kind is float:
             fits = _is_number(value, int, float) and 0 <= value < _MOST_SECONDS  # type: ignore[operator]
             wrong = not fits or (value == 0 and not about.zero)
@@ -117,11 +120,17 @@ def options_of(kind: type) -> tuple[Option, ...]:
         about, hint = one.metadata[_KEY], hints[one.name]
         several = get_origin(hint) in (Union, UnionType)
         kinds = [part for part in get_args(hint) if part is not NoneType] if several else [hint]
+        words = tuple(word for part in kinds if get_origin(part) is Literal for word in get_args(part))
+        if len(kinds) == 2 and int in kinds and words:
+            kinds = [int]
+        else:
+            words = ()
         found.append(
             Option(
                 name=about.name or one.name,
                 attribute=one.name,
                 kind=kinds[0] if len(kinds) == 1 else object,
+                words=words,
                 optional=several and NoneType in get_args(hint),
                 default=None if one.default is MISSING else one.default,
                 about=about,

@@ -78,6 +78,22 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+class _NumberOr(click.ParamType):  # type: ignore[type-arg]  # which older releases have not
+    """A whole number, or one of a few words."""
+
+    name = "INTEGER"
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = words
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click has it."""
+        try:
+            return value if value in self._words else int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a valid integer, nor {' or '.join(self._words)}.", param, ctx)
+
+
 def flags(options: Sequence[Option]) -> Callable[[_Command], _Command]:
     """Decorates a command with a flag for each option, in their order."""
 
@@ -181,6 +197,8 @@ def _flag(one: Option) -> Callable[[_Command], _Command]:
         more["type"] = click.Choice(one.choices)
     elif one.about.size:
         more["metavar"] = "SIZE"
+    elif one.words:
+        more["type"] = _NumberOr(one.words)
     elif one.kind in (int, float):
         more["type"] = one.kind
     else:

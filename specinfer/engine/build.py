@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from specinfer.config import EngineConfig
+from specinfer.config import MOST_ROWS, EngineConfig
 from specinfer.engine.admission import Admission
 from specinfer.engine.drafts import (
     draft_names,
@@ -26,6 +27,7 @@ from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve, Timed
 from specinfer.runtime.executor import LocalExecutor
 from specinfer.runtime.flight import torch_threads
+from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.cost_policy import CostPolicy
@@ -34,6 +36,12 @@ from specinfer.speculate.policy.memory import PolicyMemory
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
 from specinfer.speculate.table import build_speculators
+
+# Of "auto": times a pass of one row, and rows that there are in any case.
+_TREE_PRICE: Final = 1.5
+_LEAST_NODES: Final = 64
+_STEP_PRICE: Final = 2.0
+_LEAST_ROWS: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,52 +52,89 @@ class Curves:
     drafts: Mapping[str, CostCurve]
 
 
-def measured_curves(
+def resolved(config: EngineConfig, target: CostCurve) -> EngineConfig:
+    """The config with numbers in place of "auto", by what passes of the target cost.
+
+    A tree may have the rows of a pass that takes 1.5 times as long as one of one row. A larger tree would be
+    worth it only if it brought half a step's tokens more, and doubling it brings a tenth (Sequoia, figure 1).
+    A step may have the rows of a pass that takes twice as long: in larger parts a prompt is read hardly
+    quicker, and whoever is answered beside it waits longer. Neither is less than it usually is for a server,
+    and a step has room for a row of each request, and for a tree.
+    """
+    passes = target.table(MOST_ROWS)
+    nodes = config.speculation.max_nodes
+    if nodes == "auto":
+        nodes = max(_LEAST_NODES, bisect_right(passes, _TREE_PRICE * passes[1]) - 1)
+    rows = config.scheduler.max_step_tokens
+    if rows == "auto":
+        rows = bisect_right(passes, _STEP_PRICE * passes[1]) - 1
+        rows = max(_LEAST_ROWS, config.scheduler.max_batch_size, nodes, rows)
+    return replace(
+        config,
+        speculation=replace(config.speculation, max_nodes=nodes),
+        scheduler=replace(config.scheduler, max_step_tokens=rows),
+    )
+
+
+def target_curve(
+    config: EngineConfig, executor: LocalExecutor, models: Models, progress: Progress | None = None
+) -> CostCurve:
+    """Measure passes of the target, or read what was measured before.
+
+    Writes into the cache's first slots, which nobody may use yet.
+    """
+    variant = f"{config.quantization}, {models.target.config.vocab_size} logits"
+    return _curve(config, executor, progress)(variant)
+
+
+def draft_curves(
     config: EngineConfig,
     executor: LocalExecutor,
     models: Models,
     runners: Mapping[str, Timed],
     progress: Progress | None = None,
-) -> Curves:
-    """Measure passes of the target and of the drafts, by name, or read what was measured before.
-
-    Writes into the caches' first slots, which nobody may use yet.
-    """
-    speculation = config.speculation
-    curve = partial(
-        executor.curve,
-        max_rows=config.scheduler.max_step_tokens,
-        keep=speculation.clock == "curve",  # which decides alone: the next run is to decide by it, too
-        progress=progress,
-    )
-    target = curve(f"{config.quantization}, {models.target.config.vocab_size} logits")
+) -> dict[str, CostCurve]:
+    """The same of the drafts, by name."""
+    curve = _curve(config, executor, progress)
     drafts: dict[str, CostCurve] = {}
     for name, runner in runners.items():
         model = models.drafts[name]
         timed = what_is_timed(model, models.named.get(name))
         drafts[name] = curve(
-            f"{speculation.draft_quantization}, {timed}",
+            f"{config.speculation.draft_quantization}, {timed}",
             draft=runner,
             behind_target=isinstance(model, HeadModel),
         )
-    return Curves(target, drafts)
+    return drafts
+
+
+def _curve(
+    config: EngineConfig, executor: LocalExecutor, progress: Progress | None
+) -> Callable[..., CostCurve]:
+    return partial(
+        executor.curve,
+        max_rows=config.scheduler.most_step_tokens,
+        keep=config.speculation.clock == "curve",  # which decides alone: the next run is to decide by it, too
+        progress=progress,
+    )
 
 
 def measured_alone(
     config: EngineConfig, models: Models, rows: int, progress: Progress | None = None
 ) -> Curves:
-    """As `measured_curves`, over caches of at least so many rows that are made for it and no engine's."""
+    """All curves, over caches of at least so many rows that are made for it and no engine's."""
     size = config.cache.block_size
     executor = LocalExecutor(models.target, num_blocks=-(-rows // size), block_size=size)
     runners = {
         name: make_draft(
-            *(name, model, executor, config.speculation, models.named.get(name)),
-            max_rows=config.scheduler.max_step_tokens,
+            *(name, model, executor, Shape.of(config.speculation), models.named.get(name)),
+            max_rows=config.scheduler.most_step_tokens,
         )[0]
         for name, model in models.drafts.items()
     }
     with torch_threads(threads_of_torch(config, models)):
-        return measured_curves(config, executor, models, runners, progress)
+        target = target_curve(config, executor, models, progress)
+        return Curves(target, draft_curves(config, executor, models, runners, progress))
 
 
 def build_engine(
@@ -97,11 +142,12 @@ def build_engine(
     models: Models,
     extra: Sequence[Speculator] = (),
     progress: Progress | None = None,
-) -> Engine:
+) -> tuple[EngineConfig, Engine]:
     """An engine over loaded models, with the config's speculators and then `extra` ones of the caller's.
 
-    The config names a pool's members, and not the pool. Raises CapacityError when the KV cache does not fit,
-    ConfigError when options contradict each other.
+    The config names a pool's members, and not the pool; the one that is given back has numbers where "auto"
+    was asked for. Raises CapacityError when the KV cache does not fit, ConfigError when options contradict
+    each other.
     """
     speculation, limits = config.speculation, config.scheduler
     own_limit = models.target.config.max_context
@@ -115,33 +161,39 @@ def build_engine(
         models.target,
         [draft for draft in drafts if not isinstance(draft, HeadModel) or draft.head.body is not None],
         block_size=config.cache.block_size,
-        wanted_positions=limits.max_batch_size * (max_context + speculation.max_nodes),
+        wanted_positions=limits.max_batch_size * (max_context + speculation.most_nodes),
         needed_positions=min(max_context, 128),
         limit=config.cache.memory,
     )
     vocab = models.target.config.vocab_size
+    threads = threads_of_torch(config, models)
+    curve: CostCurve | None = None
+    if speculation.tree_size == "cost" or "auto" in (speculation.max_nodes, limits.max_step_tokens):
+        with torch_threads(threads):
+            curve = target_curve(config, executor, models, progress)
+        config = resolved(config, curve)
+        speculation, limits = config.speculation, config.scheduler
     drafting = {
         name: make_draft(
             name,
             model,
             executor,
-            speculation,
+            Shape.of(speculation),
             models.named.get(name),
             models.foreign.get(name),
-            max_rows=limits.max_step_tokens,
+            max_rows=limits.most_step_tokens,
         )
         for name, model in models.drafts.items()
     }
-    threads = threads_of_torch(config, models)
     policy: SpeculationPolicy = SpeculationPolicy()
     guard: Guard | None = None
     kept: PolicyMemory | None = None  # what the policy learns, over many runs
-    if speculation.tree_size == "cost":
+    if curve is not None and speculation.tree_size == "cost":
         runners = {name: runner for name, (runner, _) in drafting.items()}
         with torch_threads(threads):
-            costs = measured_curves(config, executor, models, runners, progress)
+            costs = draft_curves(config, executor, models, runners, progress)
         measured = speculation.clock == "measured"
-        sized = CostPolicy.by_curves(costs.target, costs.drafts, speculation, measured=measured)
+        sized = CostPolicy.by_curves(curve, costs, speculation, measured=measured)
         policy, guard = sized, sized.guard
         if measured and guard is not None:  # a run by the curve decides as the last one did
             kept = PolicyMemory(_learned_of(config, models, executor.device_name), sized.chances, guard)
@@ -153,7 +205,7 @@ def build_engine(
     ]
     fallback = SpeculationPolicy() if guard is None else SpeculationPolicy.instead(speculation)
     pool = BlockPool(executor.num_blocks, executor.block_size)
-    return Engine(
+    engine = Engine(
         executor=executor,
         speculators=Ensemble(speculators, vocab=vocab, policy=policy, fallback=fallback),
         tokenizer=models.tokenizer,
@@ -168,7 +220,7 @@ def build_engine(
         scheduler=Scheduler(
             limits,
             pool,
-            tree_nodes=speculation.max_nodes,
+            tree_nodes=speculation.most_nodes,
             max_context=max_context,
             prefix_reuse=config.cache.prefix_reuse,
         ),
@@ -177,6 +229,7 @@ def build_engine(
         guard=guard,
         memory=kept,
     )
+    return config, engine
 
 
 def _learned_of(config: EngineConfig, models: Models, device: str) -> dict[str, Any]:

@@ -206,14 +206,13 @@ def make_draft(
     name: str,
     model: AnyDraft,
     executor: LocalExecutor,
-    speculation: SpeculationConfig,
+    shape: Shape,
     vocabulary: DraftVocabulary | None,
     foreign: ForeignTokens | None = None,
     *,
     max_rows: int,
 ) -> tuple[Timed, Draft]:
     """A draft over a cache of its own, and what times its passes; `vocabulary` is what a model can name."""
-    shape = Shape.of(speculation)
     if isinstance(model, HeadModel):
         return head_draft(
             name,

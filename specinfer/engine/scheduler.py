@@ -93,7 +93,7 @@ class Scheduler:
             self._publish(sequence)
         before = self.preemptions
         running = self._with_a_row(alone)
-        rows = self._config.max_step_tokens - len(running)
+        rows = self._config.most_step_tokens - len(running)
         short = self.preemptions > before  # whoever just gave up its blocks does not take them back at once
         awaited: set[tuple[int, bytes]] = set()
         while not short and rows > 0 and len(self.running) < self._config.max_batch_size:
@@ -164,7 +164,7 @@ class Scheduler:
 
         Fewer the more text is behind them: a row reads all of its keys, and steps should take alike long.
         """
-        whole = self._config.max_step_tokens
+        whole = self._config.most_step_tokens
         return max(min(whole, _LEAST_ROWS), whole * _REACH // (_REACH + sequence.computed))
 
     def _with_trees(

@@ -201,7 +201,7 @@ class ReplayEngine:
                     max_context=max_context,
                 ),
                 BlockPool(blocks, facts.block_size),
-                tree_nodes=speculation.max_nodes,
+                tree_nodes=speculation.most_nodes,
                 max_context=max_context,
                 prefix_reuse=facts.prefix_reuse,
             ),
@@ -306,7 +306,7 @@ def _wordless_tokenizer(ending: Iterable[int]) -> Tokenizer:
 
 def num_blocks(facts: RecordedEngine, speculation: SpeculationConfig, batch: int) -> int:
     """Cache blocks for so many of the longest texts at once, with their trees."""
-    return -(-batch * (facts.max_context + speculation.max_nodes) // facts.block_size)
+    return -(-batch * (facts.max_context + speculation.most_nodes) // facts.block_size)
 
 
 def path_along(tree: TokenTree, text: Sequence[int], end: int) -> tuple[int, ...]:

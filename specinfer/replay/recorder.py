@@ -92,7 +92,7 @@ def record(
     progress = progress or NoProgress()
     outputs, stages = _written(llm, requests, progress)
     own = traced(models)
-    rows = config.scheduler.max_step_tokens
+    rows = config.scheduler.most_step_tokens
     curves = measured_alone(config, models, rows + max(map(_block_size, own.values()), default=0), progress)
     trace = Trace(
         model=Path(config.model).name,

@@ -286,7 +286,7 @@ def _speculation(facts: EngineInfo) -> dict[str, Any]:
     usual = facts.speculation
     return {
         "speculators": list(facts.speculators),
-        "max_nodes": usual.max_nodes,
+        "max_nodes": usual.most_nodes,
         "expansion": usual.shape if usual.drafts else None,  # the shape of a draft model's trees
         "verifier": usual.verifier,
     }

@@ -32,10 +32,10 @@ class SpeculationLimits:
                 f"speculation.expansion is {overrides.expansion}; it is the shape of a draft model's trees, "
                 "and this engine has no draft model: leave it out"
             )
-        if (overrides.max_nodes or 0) > self._config.max_nodes:
+        if (overrides.max_nodes or 0) > self._config.most_nodes:
             raise RequestError(
                 f"speculation.max_nodes is {overrides.max_nodes}; the engine allows at most "
-                f"{self._config.max_nodes}: lower it"
+                f"{self._config.most_nodes}: lower it"
             )
 
     def speculators(self, request: Request) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ class SpeculationLimits:
 
     def nodes(self, request: Request) -> int:
         """The tree nodes to reserve for the request, the root included; 1: nobody guesses."""
-        limit = request.params.speculation.max_nodes or self._config.max_nodes
+        limit = request.params.speculation.max_nodes or self._config.most_nodes
         return min(limit, 1 + sum(most for _, most in self._guessing(request)))
 
     def _guessing(self, request: Request) -> list[tuple[AnySpeculator, int]]:
@@ -73,7 +73,7 @@ class SpeculationLimits:
     def _most_nodes(self, speculator: AnySpeculator, request: Request) -> int:
         """The nodes a speculator may propose: those it needs, or all of a tree's."""
         most = speculator.most_nodes(request)
-        return self._config.max_nodes if most is None else most
+        return self._config.most_nodes if most is None else most
 
     def _any_has_shape(self, request: Request) -> bool:
         """Whether a draft or a caller's own speculator may heed a request's expansion."""

@@ -84,7 +84,7 @@ def collecting(config: EngineConfig) -> EngineConfig:
         scheduler=replace(
             config.scheduler,
             max_batch_size=max(_BATCH, config.scheduler.max_batch_size),
-            max_step_tokens=max(512, config.scheduler.max_step_tokens),
+            max_step_tokens=max(512, config.scheduler.most_step_tokens),
         ),
     )
 

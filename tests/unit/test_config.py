@@ -186,7 +186,10 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
             "lookup_memory is 200000; allowed: 0, or 1048576 and more. It counts bytes, no longer tokens: "
             "so many tokens take about 12800000",
         ),
-        ({"max_nodes": 0}, "max_nodes is 0; allowed: an integer >= 1"),
+        ({"max_nodes": 0}, "max_nodes is 0; allowed: an integer >= 1, or auto"),
+        ({"max_nodes": "all"}, "max_nodes is 'all'; allowed: an integer >= 1, or auto"),
+        ({"max_step_tokens": None}, "max_step_tokens is None; allowed: an integer >= 1, or auto"),
+        ({"lookup_nodes": "auto"}, "lookup_nodes is 'auto'; allowed: an integer >= 2"),
         (
             {"expansion": 3},
             "expansion is 3; allowed: integers >= 1, for example 1,1,3,1,1; or learned",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
-from specinfer.config import DEEPEST, SpeculationConfig
+from specinfer.config import DEEPEST, DEEPEST_STREAMED, SpeculationConfig
 from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.speculate.drafts.draws import Site
@@ -20,6 +20,8 @@ _NODES: Final = 32  # of a tree whose shape is learned, below its root
 _WIDTH: Final = 4  # children of each of its nodes that is run
 _LEAST: Final = 0.02  # probability of those that are kept behind the first
 _LEAST_PATH: Final = 0.01  # of a path that may go on, all as the draft itself says
+_LEAST_STREAMED: Final = 0.005  # both, where a pass waits for its weights
+_LEAST_PATH_STREAMED: Final = 0.002
 LIKELY_NODES: Final = round(DEEPEST * _WIDTH / _LEAST_PATH)  # below a root: more cannot be wanted
 
 
@@ -39,11 +41,26 @@ class Shape(NamedTuple):
     nodes: int = _NODES
     least: float = _LEAST
     least_path: float = _LEAST_PATH
+    deepest: int = DEEPEST  # levels
 
     @classmethod
     def of(cls, speculation: SpeculationConfig) -> Shape:
         """What an engine's config says."""
         return cls(speculation.fixed_expansion, speculation.draw_rule, speculation.learns_shape)
+
+    @classmethod
+    def streamed(cls, speculation: SpeculationConfig) -> Shape:
+        """The same for a target whose passes wait for its weights, beside which rows and levels are cheap.
+
+        Of a path as likely as `least_path` a node is worth its row while a pass has thousands for half as
+        much again (engine/build.py).
+        """
+        return cls.of(speculation)._replace(
+            nodes=max(1, speculation.most_nodes - 1),
+            least=_LEAST_STREAMED,
+            least_path=_LEAST_PATH_STREAMED,
+            deepest=DEEPEST_STREAMED,
+        )
 
     def is_learned(self, request: Request) -> bool:
         """Whether the request's trees have no shape: who asks for a size gets all of it, as it is shaped."""
@@ -57,7 +74,7 @@ class Shape(NamedTuple):
 
     def depth(self, request: Request) -> int:
         """The levels of the request's trees, at most."""
-        return DEEPEST if self.is_learned(request) else self._of(request).depth
+        return self.deepest if self.is_learned(request) else self._of(request).depth
 
     def width(self, request: Request, depth: int) -> int:
         """The children of a node at this depth that is run."""

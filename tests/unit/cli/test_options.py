@@ -109,6 +109,20 @@ def test_what_is_not_given_is_left_to_the_file_and_the_defaults(tmp_path: Path) 
     assert configs({"max_batch_size": 200}, None)[0]["max_step_tokens"] == 200
 
 
+def test_a_number_may_be_a_word_where_there_is_one(tmp_path: Path) -> None:
+    def run(*flags: str) -> str:
+        return CliRunner().invoke(told, flags).output
+
+    assert run("--max-nodes", "auto", "--max-step-tokens", "7").strip() == (
+        "{'max_nodes': 'auto', 'max_step_tokens': 7}"
+    )
+    assert "'all' is not a valid integer, nor auto." in run("--max-nodes", "all")
+    assert "'auto' is not a valid integer." in run("--lookup-nodes", "auto")
+    file = tmp_path / "options.yaml"
+    file.write_text("max-step-tokens: auto\n")
+    assert engine_config(configs({}, file)[0]).scheduler.max_step_tokens == "auto"
+
+
 def test_a_text_in_the_file_is_one_key_and_not_its_letters(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
     file.write_text(

@@ -11,7 +11,7 @@ import torch
 
 from specinfer.attention.sdpa import SdpaAttention
 from specinfer.config import EngineConfig
-from specinfer.engine.build import build_engine
+from specinfer.engine.build import build_engine, resolved
 from specinfer.engine.models import Models, load_models, threads_of_torch
 from specinfer.errors import ConfigError
 from specinfer.hub import gguf_header
@@ -223,3 +223,49 @@ def test_no_curve_is_measured_past_a_models_context(
     engine = config(folder / "target", drafts=(str(short),), tree_size="cost")
     asked = curves_asked_for(load_models(engine), engine, monkeypatch)
     assert [rows for _, rows, _ in asked] == [256, 48]
+
+
+@pytest.mark.parametrize(
+    ("curve", "nodes", "rows"),
+    [
+        (CostCurve((1, 240, 480), (1.2, 1.2, 2.4)), 360, 480),  # passes that wait for their weights
+        (CostCurve((1, 2), (1.0, 2.0)), 64, 128),  # every row costs what the first one does
+        (CostCurve((1, 2), (1.0, 1.0)), 2048, 2048),
+        (CostCurve((1, 20, 100), (1.0, 1.0, 2.0)), 64, 128),
+    ],
+)
+def test_auto_is_what_rows_cost(folder: Path, curve: CostCurve, nodes: int, rows: int) -> None:
+    asked = config(folder / "target", max_nodes="auto", max_step_tokens="auto")
+    found = resolved(asked, curve)
+    assert (found.speculation.max_nodes, found.scheduler.max_step_tokens) == (nodes, rows)
+    numbers = config(folder / "target", max_nodes=9, max_step_tokens=99)
+    assert resolved(numbers, curve) == numbers
+    assert asked.speculation.most_nodes == asked.scheduler.most_step_tokens == 2048, "until it is known"
+
+
+def test_a_step_of_auto_has_a_row_for_each_request_and_for_a_tree(folder: Path) -> None:
+    dear = CostCurve((1, 2), (1.0, 2.0))
+    many = config(folder / "target", max_step_tokens="auto", max_batch_size=200)
+    assert resolved(many, dear).scheduler.max_step_tokens == 200
+    large = config(folder / "target", max_step_tokens="auto", max_nodes=700)
+    assert resolved(large, dear).scheduler.max_step_tokens == 700
+
+
+@pytest.mark.usefixtures("own_cache")  # of the policy
+@pytest.mark.parametrize("tree_size", ["cost", "fixed"])
+def test_an_llm_takes_auto_and_tells_the_numbers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tree_size: str
+) -> None:
+    monkeypatch.setattr(
+        "specinfer.runtime.executor.cost_curve", lambda *_, **__: CostCurve((1, 80, 160), (1.0, 1.0, 2.0))
+    )
+    options = {"drafts": str(folder / "draft"), "tree_size": tree_size}
+    auto = LLM(config(folder / "target", max_nodes="auto", max_step_tokens="auto", **options))
+    numbers = LLM(config(folder / "target", max_nodes=120, max_step_tokens=160, **options))
+    assert auto.config == numbers.config
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    [one], [other] = (llm.generate(["to be"], params) for llm in (auto, numbers))
+    assert one.token_ids == other.token_ids
+    for llm in (auto, numbers):
+        llm.check_integrity()
+        llm.close()

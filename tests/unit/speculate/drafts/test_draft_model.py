@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
+from specinfer.config import SpeculationConfig
 from specinfer.plan import PlanEntry
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import ModelRunner
@@ -174,6 +175,14 @@ def test_who_may_have_a_learned_tree(params: SamplingParams, shape: int) -> None
     learned = Shape(Expansion((1, 1)), DrawRule.COUPLED, learned=True)
     assert learned.depth(one) == shape
     assert learned._replace(learned=False).depth(one) == (shape if shape < 8 else 2)
+
+
+def test_trees_are_deeper_where_a_pass_waits_for_its_weights() -> None:
+    one = plans.entry(TEXT, params=SamplingParams(temperature=0)).request
+    shape = Shape.streamed(SpeculationConfig(drafts=("d",), max_nodes=1024))
+    assert (shape.depth(one), shape.most_nodes(one)) == (48, 1023)
+    shaped_one = plans.entry(TEXT, params=SamplingParams(temperature=0, speculation={"expansion": "2,1"}))
+    assert (shape.depth(shaped_one.request), shape.most_nodes(shaped_one.request)) == (2, 4)
 
 
 def test_only_what_the_cache_lacks_is_read_again(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,6 +286,27 @@ def test_fewer_levels_than_a_draft_has_are_taken(folder: Path, kept: Learned) ->
     assert rate == pytest.approx((first, (1 - first) * 2 / 52))
 
 
+@pytest.mark.parametrize(("before", "now"), [(2, 48), (48, 2)])
+def test_of_trees_of_another_depth_the_levels_that_both_have_are_taken(
+    folder: Path, before: int, now: int
+) -> None:
+    written, guard = Chances({"draft": before}), Guard(unlearning("target", CURVE), {})
+    teach((written, guard))
+    for _ in range(20):
+        for level in range(before):
+            written.levels["draft"].learn(level, 0 if level < 2 else None, 0.0)
+    PolicyMemory(KEY, written, guard, folder).keep()
+    read = Chances({"draft": now})
+    PolicyMemory(KEY, read, guard, folder).recall()
+    theirs, ours = written.levels["draft"].rates(0.0), read.levels["draft"].rates(0.0)
+    assert ours[:2] == theirs[:2]
+    assert len(ours) == now
+    if now > before:
+        assert ours[2].first == pytest.approx(ours[1].first, abs=0.05), (
+            "levels that are new are as those above"
+        )
+
+
 def test_stored_policies_are_found_and_those_that_cannot_be_used(folder: Path, kept: Learned) -> None:
     (folder / "a.json").write_text("{")
     (first, broken, why), (_, whole, _) = sorted(stored_policies(folder), key=lambda one: one[1] is not None)
