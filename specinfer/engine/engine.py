@@ -25,7 +25,7 @@ from specinfer.request import Delta, Logprobs, Request
 from specinfer.runtime.batch import LogitRows, logit_rows
 from specinfer.runtime.executor import Executor, Move
 from specinfer.runtime.features import text_rows
-from specinfer.runtime.flight import Flight, inference, torch_threads
+from specinfer.runtime.flight import Flight, Launch, inference, torch_threads
 from specinfer.speculate.decision import Decision
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.guard import Guard
@@ -55,7 +55,7 @@ class _Launched:
     plan: StepPlan
     trees: list[TokenTree]  # of plan.tree_entries
     decisions: Sequence[Decision | None]  # about these, where somebody wants to know
-    flight: Flight
+    launch: Launch
     rows: LogitRows  # whose rows of the flight are where
 
 
@@ -222,20 +222,22 @@ class Engine:
         explained = self.explains and self.on_tree is not None
         decisions = self._speculators.explain() if explained else [None] * len(trees)
         self.clock.lap(Stage.PROPOSE)
-        flight = self._executor.launch(plan, trees, self._speculators.taps)
-        launched = _Launched(plan, trees, decisions, flight, logit_rows(plan, trees))
+        launch = self._executor.launch(plan, trees, self._speculators.taps)
+        launched = _Launched(plan, trees, decisions, launch, logit_rows(plan, trees))
         self._launched.append(launched)
-        self.clock.lap(Stage.FORWARD)
         return launched
 
     def _land(self, launched: _Launched) -> None:
-        """Ask the pass, and make what it says text."""
-        answers = self._ask(launched)
+        """Ask the pass when it has ended, and make what it says text; meanwhile drafts look ahead."""
+        self._speculators.look_ahead(launched.launch)
+        flight = launched.launch.flight()
+        self.clock.lap(Stage.FORWARD)
+        answers = self._ask(launched, flight)
         self.clock.lap(Stage.VERIFY)
         now = self.clock.now()
         self._advance(launched.plan, answers)
-        outcomes = self._commit(launched, answers, now)
-        self._hear(launched, answers)
+        outcomes = self._commit(launched, flight, answers, now)
+        self._hear(launched, flight, answers)
         self._launched.remove(launched)
         self.clock.lap(Stage.COMMIT)
         self._speculators.observe(StepReport(outcomes, self.clock.last))
@@ -243,9 +245,8 @@ class Engine:
             self._memory.stepped()
         self.clock.lap(Stage.COMMIT)
 
-    def _ask(self, launched: _Launched) -> list[_TreeResult]:
+    def _ask(self, launched: _Launched, flight: Flight) -> list[_TreeResult]:
         """What the target says of each tree, and how likely it was, if somebody wants to know."""
-        flight = launched.flight
         laws = [
             TargetLaws(entry, tree, flight, row)
             for entry, tree, row in zip(
@@ -284,10 +285,12 @@ class Engine:
                 sequence.processors.commit(answer.tokens)
         self._executor.move(moves)
 
-    def _commit(self, launched: _Launched, answers: Sequence[_TreeResult], now: float) -> list[Outcome]:
+    def _commit(
+        self, launched: _Launched, flight: Flight, answers: Sequence[_TreeResult], now: float
+    ) -> list[Outcome]:
         """Add the tokens to their texts, and make deltas; requests that end leave."""
         for entry, scored in launched.rows.scored:
-            self._score_prompt(entry, launched.flight, scored)
+            self._score_prompt(entry, flight, scored)
         outcomes: list[Outcome] = []
         for answer, decision in zip(answers, launched.decisions, strict=True):
             running = self._requests[answer.request.request_id]
@@ -322,7 +325,7 @@ class Engine:
         # Of a step that was cut short there may be one that nobody got.
         self._deltas[name] = Delta.joined([self._deltas[name], delta]) if name in self._deltas else delta
 
-    def _hear(self, launched: _Launched, answers: Sequence[_TreeResult]) -> None:
+    def _hear(self, launched: _Launched, flight: Flight, answers: Sequence[_TreeResult]) -> None:
         """Tell the speculators that read hidden states which rows became text that goes on."""
         if not self._speculators.taps:
             return
@@ -332,7 +335,7 @@ class Engine:
             else None
             for answer in answers
         ]
-        self._speculators.hear(text_rows(launched.plan, launched.trees, paths), launched.flight)
+        self._speculators.hear(text_rows(launched.plan, launched.trees, paths), flight)
 
     def _score_prompt(self, entry: PlanEntry, flight: Flight, rows: range) -> None:
         """Report how likely the prompt's tokens behind `entry.start` were, one per row."""
@@ -370,7 +373,9 @@ class Engine:
 
     def _recover(self) -> None:
         """After a step that was cut short: texts are what was said, and nothing in a cache is trusted."""
-        self._launched.clear()  # nobody will ask these passes any more
+        for launched in self._launched:  # nobody will ask these passes any more
+            self._executor.drop(launched.launch)
+        self._launched.clear()
         self._scheduler.restart()  # before all else: what `computed` says may not be so
         for running in list(self._requests.values()):
             transcript = running.transcript

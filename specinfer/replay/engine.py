@@ -31,7 +31,7 @@ from specinfer.replay.trace import RecordedEngine, RecordedText, Trace
 from specinfer.request import Request
 from specinfer.runtime.batch import logit_rows
 from specinfer.runtime.executor import Executor, Move
-from specinfer.runtime.flight import Flight
+from specinfer.runtime.flight import Launch
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.policy import SpeculationPolicy
@@ -129,7 +129,7 @@ class TracedExecutor:
         self.texts: dict[str, tuple[int, ...]] = {}  # of the requests that run
         self.rows = 0  # of all passes so far
 
-    def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Flight:
+    def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Launch:
         """As Executor says."""
         rows = sum(entry.end - entry.start for entry in plan.entries) + sum(t.num_nodes - 1 for t in trees)
         self.rows += rows
@@ -137,14 +137,17 @@ class TracedExecutor:
         if self._states is None or not taps:
             tapped_TND = torch.zeros(rows, len(taps), 0)
         else:
-            tapped_TND = self._states.launch(plan, trees, taps).tapped(taps)
+            tapped_TND = self._states.launch(plan, trees, taps).flight().tapped(taps)
         choices: dict[int, int] = {}
         roots = logit_rows(plan, trees).roots
         for entry, tree, root in zip(plan.tree_entries, trees, roots, strict=True):
             text = self.texts[entry.request.request_id]
             path = (0, *path_along(tree, text, entry.end))
             choices |= {root + node: token for node, token in zip(path, text[entry.end :], strict=False)}
-        return TracedFlight(self._vocab, choices, tapped_TND, taps)
+        return Launch(TracedFlight(self._vocab, choices, tapped_TND, taps))
+
+    def drop(self, launch: Launch) -> None:
+        """As Executor says; a pass has ended when it was launched."""
 
     def move(self, moves: Sequence[Move]) -> None:
         """As Executor says; here a step's stages behind its pass take their time."""

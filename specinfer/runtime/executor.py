@@ -8,6 +8,7 @@ docs/map.md says what an implementation owes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -21,7 +22,7 @@ from specinfer.plan import StepPlan
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, build_batch, chain_rows, likelihoods, slots_of, step_rows
 from specinfer.runtime.cost_curve import CostCurve, Timed, TimedModel, cost_curve, device_name
-from specinfer.runtime.flight import Flight, HostFlight, inference, rows_at_once
+from specinfer.runtime.flight import Flight, HostFlight, Launch, inference, rows_at_once
 from specinfer.runtime.kv_cache import KvCache, num_blocks
 from specinfer.tree import TokenTree
 
@@ -29,12 +30,16 @@ from specinfer.tree import TokenTree
 class Executor(Protocol):
     """Runs the target's passes over cache slots that the scheduler gives out, for one thread at a time."""
 
-    def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Flight:
+    def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Launch:
         """Start the target's pass over the plan's texts and their trees, one for each of `plan.tree_entries`.
 
         It writes K and V of the rows that `runtime.batch.step_rows` names, and the flight's rows with logits
         are numbered as `logit_rows` says. `taps` are layers whose inputs the flight keeps.
         """
+        ...
+
+    def drop(self, launch: Launch) -> None:
+        """End a pass whose flight nobody will ask: it is over when this returns."""
         ...
 
     def move(self, moves: Sequence[Move]) -> None:
@@ -45,8 +50,14 @@ class Executor(Protocol):
 class LocalExecutor:
     """The Executor of one process: models, their caches and what their passes cost, on one device."""
 
-    def __init__(self, target: LanguageModel, *, num_blocks: int, block_size: int) -> None:
-        """Make the target's cache; every draft's has as many blocks."""
+    def __init__(
+        self, target: LanguageModel, *, num_blocks: int, block_size: int, apart: bool = False
+    ) -> None:
+        """Make the target's cache; every draft's has as many blocks.
+
+        With `apart` the target's passes run in a thread of their own: there they wait for weights.
+        """
+        self._apart = ThreadPoolExecutor(1, thread_name_prefix="pass") if apart else None
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.target = self.runner(target)
@@ -86,11 +97,19 @@ class LocalExecutor:
         """Cache positions, of each model."""
         return self.num_blocks * self.block_size
 
-    def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Flight:
-        """As Executor says; the pass has ended when this returns."""
-        return self.target.launch(
-            step_rows(plan, trees), likelihoods=partial(likelihoods, plan, trees), taps=taps
+    def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Launch:
+        """As Executor says; the pass has ended when this returns, unless passes run apart."""
+        run = partial(
+            self.target.launch,
+            step_rows(plan, trees),
+            likelihoods=partial(likelihoods, plan, trees),
+            taps=taps,
         )
+        return Launch(run() if self._apart is None else self._apart.submit(run))
+
+    def drop(self, launch: Launch) -> None:
+        """As Executor says."""
+        launch.wait()
 
     def move(self, moves: Sequence[Move]) -> None:
         """As Executor says."""

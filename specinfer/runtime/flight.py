@@ -1,6 +1,7 @@
 """A pass of a model in flight: it is asked for answers, and keeps its logits to itself.
 
-`Flight` says what may be asked, wherever the pass has run; `HostFlight` answers from host memory.
+`Flight` says what may be asked, wherever the pass has run; `HostFlight` answers from host memory. `Launch` is
+a pass that may still be on its way.
 
 What most callers want of a row is one token, the model's own choice there. A row of logits is a third of a
 megabyte at a large vocabulary, and of a tree's rows a walk asks few. So the output layer makes rows in
@@ -16,6 +17,7 @@ A row's logits do not depend on the block it is in (models/language_model.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import wraps
 from typing import Final, ParamSpec, Protocol, TypeVar
@@ -132,6 +134,29 @@ class Flight(Protocol):
         It lies where the model does. Raises KeyError where one has no tap.
         """
         ...
+
+
+class Launch:
+    """A pass that was started: a flight, or one that a thread will bring."""
+
+    __slots__ = ("_flight",)
+
+    def __init__(self, flight: Flight | Future[Flight]) -> None:
+        self._flight = flight
+
+    @property
+    def done(self) -> bool:
+        """Whether the pass has ended."""
+        return not isinstance(self._flight, Future) or self._flight.done()
+
+    def flight(self) -> Flight:
+        """The pass's answers; waits for its end, and raises what the pass raised."""
+        return self._flight.result() if isinstance(self._flight, Future) else self._flight
+
+    def wait(self) -> None:
+        """Wait for the end of the pass, however it ends."""
+        if isinstance(self._flight, Future):
+            wait([self._flight])
 
 
 class HostFlight:

@@ -24,6 +24,7 @@ from specinfer.processors.changes import RowChanges
 from specinfer.request import Delta
 from specinfer.runtime.batch import logit_rows
 from specinfer.runtime.executor import Move
+from specinfer.runtime.flight import Launch
 from specinfer.serve.process_backend import ProcessBackend, _OpenWork, _Reader
 from specinfer.serve.work import Work
 from specinfer.tree import TokenTree
@@ -76,13 +77,16 @@ class Recited:
     def __init__(self, text: Sequence[int]) -> None:
         self.text = text
 
-    def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Choices:
+    def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Launch:
         rows = logit_rows(plan, trees)
         chosen = [0] * rows.count
         for entry, tree, root in zip(plan.tree_entries, trees, rows.roots, strict=True):
             for node, depth in enumerate(tree.depths()):
                 chosen[root + node] = self.text[min(entry.end + depth, len(self.text) - 1)]
-        return Choices(chosen)
+        return Launch(Choices(chosen))
+
+    def drop(self, launch: Launch) -> None:
+        pass
 
     def move(self, moves: Sequence[Move]) -> None:
         pass

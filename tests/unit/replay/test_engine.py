@@ -103,7 +103,7 @@ def test_what_a_trace_does_not_know_of_its_target_is_not_made_up(trace: Trace) -
     executor.texts["0"] = (*text, 5, 6)
     tree = TokenTree((text[-1], 9, 5, 6), (-1, 0, 0, 2))
     entry = plans.entry(text, request_id="0")
-    flight = executor.launch(StepPlan((entry,)), [tree])
+    flight = executor.launch(StepPlan((entry,)), [tree]).flight()
     assert flight.choices([0, 2], []) == [5, 6]
     for beside in (1, 3):  # nobody asks there: one is no text, and the text ends with the other
         with pytest.raises(KeyError):
