@@ -1,0 +1,327 @@
+"""Files that stream: their bytes, the faults of files and disks, and which readers are chosen."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer.errors import IntegrityError, ModelFileError
+from specinfer.kernels import disk
+from specinfer.kernels.disk import PAGE, SETTINGS, DiskRate, StreamSource, aligned, measure, timed_reads
+
+MIB = 1 << 20
+DATA = random.Random(5).randbytes(64 * PAGE)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(DATA)
+    return path
+
+
+@pytest.fixture
+def without_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening with O_DIRECT is refused, as by FUSE."""
+    opened = os.open
+
+    def refuse(path: Any, flags: int, *rest: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opened(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+def read(source: StreamSource, offset: int, length: int) -> bytes:
+    memory = aligned(length)
+    source.read_into(memoryview(memory), offset)
+    return bytes(memory)
+
+
+def test_pieces_are_the_files_bytes(file: Path) -> None:
+    source = StreamSource(file)
+    assert source.size == len(DATA)
+    assert read(source, 0, len(DATA)) == DATA
+    assert read(source, 3 * PAGE, 2 * PAGE) == DATA[3 * PAGE : 5 * PAGE]
+    source.check()
+
+
+@pytest.mark.usefixtures("without_direct")
+def test_without_o_direct_pieces_leave_the_page_cache(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    forgotten: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda number, *what: forgotten.append(what))
+    with caplog.at_level(logging.INFO):
+        source = StreamSource(file)
+        assert read(source, PAGE, 3 * PAGE) == DATA[PAGE : 4 * PAGE]
+    assert not source.direct
+    dropped = os.POSIX_FADV_DONTNEED
+    assert forgotten == [(0, 0, dropped), (PAGE, 3 * PAGE, dropped)]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{file}: this file system has no O_DIRECT; each piece leaves the page cache again"
+    ]
+
+
+def test_a_disk_that_refuses_the_first_direct_read_is_read_otherwise(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = os.preadv
+    asked = 0
+
+    def refuse_once(*arguments: Any) -> int:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return reads(*arguments)
+
+    monkeypatch.setattr(os, "preadv", refuse_once)
+    source = StreamSource(file)
+    assert not source.direct
+    assert read(source, 0, PAGE) == DATA[:PAGE]
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"none cannot be opened \(No such file or directory\); load"):
+        StreamSource(tmp_path / "none")
+
+
+def test_a_disk_that_fails_is_an_error_with_its_words(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = StreamSource(file)
+
+    def fail(*arguments: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(ModelFileError, match=r"cannot be read at byte 8192 \(Input/output error\); check"):
+        read(source, 2 * PAGE, PAGE)
+
+
+def test_a_failing_first_read_is_no_refusal(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(ModelFileError, match=r"cannot be opened \(Input/output error\)"):
+        StreamSource(file)
+
+
+def _cut(file: Path) -> None:
+    os.truncate(file, 10 * PAGE)
+
+
+def _cut_within_a_page(file: Path) -> None:
+    os.truncate(file, 10 * PAGE + 100)
+
+
+def _grow(file: Path) -> None:
+    with file.open("ab") as more:
+        more.write(bytes(PAGE))
+
+
+def _replace(file: Path) -> None:
+    new = file.with_suffix(".new")
+    new.write_bytes(DATA)
+    os.replace(new, file)
+
+
+def _write(file: Path) -> None:
+    with file.open("r+b") as other:
+        other.write(b"?")
+    os.utime(file, ns=(0, 0))
+
+
+def _remove(file: Path) -> None:
+    file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_cut, "model.safetensors went from 262144 to 40960 bytes while it was read; load the model again"),
+        (_grow, "went from 262144 to 266240 bytes while it was read"),
+        (_replace, "was replaced while it was read"),
+        (_write, "was written to while it was read"),
+        (_remove, r"went away while it was read \(No such file or directory\)"),
+    ],
+)
+def test_a_file_that_changes_is_noticed(file: Path, change: Callable[[Path], None], words: str) -> None:
+    source = StreamSource(file)
+    source.check()
+    change(file)
+    with pytest.raises(ModelFileError, match=words):
+        source.check()
+
+
+@pytest.mark.parametrize("change", [_cut, _cut_within_a_page])
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_that_ends_early_is_noticed_by_the_read(
+    file: Path, change: Callable[[Path], None], direct: bool, request: pytest.FixtureRequest
+) -> None:
+    if not direct:
+        request.getfixturevalue("without_direct")
+    source = StreamSource(file)
+    change(file)
+    with pytest.raises(ModelFileError, match=r"ended at byte 4\d{4} while it was read; load the model again"):
+        read(source, 8 * PAGE, 4 * PAGE)
+
+
+def test_a_read_of_half_a_page_is_a_bug(file: Path) -> None:
+    source = StreamSource(file)
+    with pytest.raises(IntegrityError):
+        source.read_into(memoryview(bytearray(100)), 0)
+    with pytest.raises(IntegrityError):
+        source.read_into(memoryview(aligned(PAGE)), 100)
+
+
+def test_the_file_is_closed_with_its_last_reader(file: Path) -> None:
+    def open_files() -> set[str]:
+        return {os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
+
+    source = StreamSource(file)
+    assert str(file.resolve()) in open_files()
+    del source
+    assert str(file.resolve()) not in open_files()
+
+
+def test_memory_begins_at_a_page_and_is_zero() -> None:
+    memory = aligned(3 * PAGE)
+    assert isinstance(memory, mmap.mmap)
+    assert bytes(memory) == bytes(3 * PAGE)
+
+
+class _Disk:
+    """A source of so many bytes that is never read."""
+
+    path = Path("model")
+    direct = True
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.now = 0.0
+        self.trials: list[tuple[int, int]] = []
+        self.places: list[float] = []
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        raise AssertionError
+
+    def check(self) -> None:
+        raise AssertionError
+
+    def clock(self) -> float:
+        return self.now
+
+    def measured(self, rates: Callable[[int, int], float], seconds: float = 0.5) -> DiskRate:
+        """What is chosen where settings have these rates."""
+
+        def trial(source: object, readers: int, piece: int, place: float, share: float) -> tuple[int, float]:
+            self.trials.append((readers, piece))
+            self.places.append(place)
+            rate = rates(readers, piece)
+            pieces = max(1, int(share * rate / (readers * piece)))
+            taken = pieces * readers * piece / rate
+            self.now += taken
+            return pieces * readers * piece, taken
+
+        return measure(self, seconds=seconds, clock=self.clock, trial=trial)
+
+
+def test_one_reader_is_chosen_where_more_gain_less_than_a_twentieth() -> None:
+    found = _Disk(1 << 31).measured(lambda readers, piece: 1.4e9 * (1.04 if readers == 8 else 1))
+    assert (found.readers, found.piece, found.direct) == (1, 4 * MIB, True)
+    assert found.bytes_per_second == pytest.approx(1.4e9)
+
+
+def test_more_readers_are_chosen_where_they_are_faster() -> None:
+    found = _Disk(1 << 31).measured(lambda readers, piece: {1: 1e9, 2: 0.97e9, 4: 0.97e9, 8: 2.1e9}[readers])
+    assert (found.readers, found.piece) == (8, MIB)
+    assert found.bytes_per_second == pytest.approx(2.1e9)
+    assert str(found) == "2.1 GB/s by 8 readers of 1 MiB, past the page cache"
+
+
+def test_the_fewest_of_the_fastest_is_chosen() -> None:
+    found = _Disk(1 << 31).measured(lambda readers, piece: {1: 1e9, 2: 1.96e9, 4: 2e9, 8: 2.05e9}[readers])
+    assert (found.readers, found.piece) == (2, 4 * MIB)
+
+
+def test_every_setting_is_tried_twice_at_places_of_its_own_in_half_a_second() -> None:
+    slow = _Disk(1 << 31)
+    slow.measured(lambda readers, piece: 1e9)
+    assert sorted(slow.trials) == sorted(SETTINGS * 2)
+    assert len(set(slow.places)) == 10
+    assert 0 <= min(slow.places) <= max(slow.places) < 1
+    assert slow.now == pytest.approx(0.5, rel=0.2)
+
+
+@pytest.mark.parametrize("rate", [10e6, 20e6, 60e6])
+def test_a_slow_disk_is_not_measured_for_long(rate: float) -> None:
+    slow = _Disk(1 << 31)
+    found = slow.measured(lambda readers, piece: rate)
+    assert slow.now <= 0.5
+    assert found.bytes_per_second == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("size", [PAGE, 3 * PAGE + 5, 9 * MIB])
+def test_timed_reads_stay_within_the_file_and_go_on_where_they_began(size: int) -> None:
+    class Noting(_Disk):
+        def read_into(self, view: memoryview, offset: int) -> None:
+            assert offset % PAGE == 0
+            assert len(view) % PAGE == 0
+            assert offset + len(view) <= self.size
+            offsets.append(offset)
+            time.sleep(0.001)
+
+    offsets: list[int] = []
+    done, taken = timed_reads(Noting(size), 2, 4 * MIB, 0.6, 0.02)
+    piece = min(4 * MIB, size // PAGE * PAGE)
+    assert done == len(offsets) * piece
+    assert 0.02 <= taken < 1
+    blocks = size // piece
+    first = int(0.6 * blocks)
+    assert sorted(offsets) == sorted((first + n) % blocks * piece for n in range(len(offsets)))
+
+
+def test_readers_read_at_once() -> None:
+    class Meeting(_Disk):
+        def read_into(self, view: memoryview, offset: int) -> None:
+            everybody.wait(2)
+
+    everybody = threading.Barrier(4)
+    done, _ = timed_reads(Meeting(1 << 20), 4, PAGE, 0.0, 0.0)
+    assert done == 4 * PAGE
+
+
+def test_a_disk_that_fails_while_it_is_measured_is_said(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = StreamSource(file)
+    _cut(file)
+    with pytest.raises(ModelFileError, match="while it was read"):
+        measure(source, seconds=0.01)
+
+
+def test_a_real_file_is_measured(file: Path) -> None:
+    source = StreamSource(file)
+    began = time.monotonic()
+    found = measure(source, seconds=0.05)
+    assert time.monotonic() - began < 2
+    assert found.bytes_per_second > 1e5
+    assert (found.readers, found.piece) in SETTINGS
+    assert found.direct == source.direct
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(1.84e9, "1.8 GB"), (94e6, "94 MB"), (9.4e6, "9.4 MB"), (80e3, "0.1 MB")]
+)
+def test_sizes_on_a_disk_in_words(count: float, words: str) -> None:
+    assert disk.gigabytes(count) == words
