@@ -1,0 +1,518 @@
+"""Records that pass through buffers: order and bytes, faults, interrupts, waits, threads that end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+
+from specinfer.errors import ClosedError, IntegrityError, ModelFileError
+from specinfer.kernels.disk import PAGE, DiskRate, StreamSource
+from specinfer.models import stream as module
+from specinfer.models.stream import DamagedRecordError, LayerStream, StreamRecord
+
+
+class ScriptedSource:
+    """A file in memory whose reads do as the test says."""
+
+    def __init__(self, data: bytes) -> None:
+        self.path = Path("weights.safetensors")
+        self.data = data
+        self.size = len(data)
+        self.direct = True
+        self.offsets: list[int] = []  # of reads, as they begin
+        self.delay = 0.0  # seconds of each read
+        self.faults: list[BaseException] = []  # the next reads raise them
+        self.permanent: BaseException | None = None
+        self.changed: ModelFileError | None = None  # what `check` finds
+        self.open = threading.Event()  # a read waits until this is set
+        self.open.set()
+        self.stalled = threading.Event()  # a read waits
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        self.offsets.append(offset)
+        if not self.open.is_set():
+            self.stalled.set()
+        self.open.wait()
+        time.sleep(self.delay)
+        if self.faults:
+            raise self.faults.pop(0)
+        if self.permanent is not None:
+            raise self.permanent
+        view[:] = self.data[offset : offset + len(view)]
+
+    def check(self) -> None:
+        if self.changed is not None:
+            raise self.changed
+
+
+def pages(*counts: int) -> list[StreamRecord]:
+    """Records of so many pages, with a page between any two."""
+    begins = accumulate([0, *(count + 1 for count in counts)])
+    return [
+        StreamRecord(begin * PAGE, count * PAGE, None, f"layer.{number}")
+        for number, (begin, count) in enumerate(zip(begins, counts, strict=False))
+    ]
+
+
+def source_of(records: list[StreamRecord]) -> ScriptedSource:
+    return ScriptedSource(random.Random(7).randbytes(records[-1].offset + records[-1].length))
+
+
+def disk(readers: int = 2, piece: int = PAGE, rate: float = 1e9) -> DiskRate:
+    return DiskRate(readers, piece, rate, direct=True)
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("specinfer-reader")]
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait until something holds, for two seconds."""
+    for _ in range(2000):
+        if holds():
+            return
+        time.sleep(0.001)
+    raise AssertionError("it does not come to hold")
+
+
+def taken(stream: LayerStream, number: int, record: StreamRecord) -> bytes:
+    return bytes(stream.buffers[stream.take(number)][: record.length])
+
+
+def pass_over(stream: LayerStream, records: list[StreamRecord]) -> None:
+    for number, _ in enumerate(records):
+        stream.take(number)
+
+
+def bytes_of(source: ScriptedSource, record: StreamRecord) -> bytes:
+    return source.data[record.offset : record.offset + record.length]
+
+
+@pytest.fixture(autouse=True)
+def _no_reader_is_left() -> Iterator[None]:
+    yield
+    until(lambda: not readers())
+
+
+@pytest.mark.parametrize(
+    ("counts", "buffers", "threads", "piece"),
+    [
+        ((2, 2, 2, 2, 2), 2, 1, PAGE),
+        ((2, 2, 2, 2, 2), 3, 4, PAGE),
+        ((1, 7, 2, 5), 2, 3, 2 * PAGE),
+        ((3, 4), 3, 2, 16 * PAGE),
+        ((5,), 2, 2, PAGE),
+        ((2, 3, 4), 1, 2, PAGE),
+    ],
+)
+def test_every_pass_finds_every_record_in_order(
+    counts: tuple[int, ...], buffers: int, threads: int, piece: int
+) -> None:
+    records = pages(*counts)
+    source = source_of(records)
+    with LayerStream(source, records, buffers=buffers, disk=disk(threads, piece)) as stream:
+        assert len(readers()) == threads
+        for _ in range(3):
+            with stream.passing():
+                for number, record in enumerate(records):
+                    assert taken(stream, number, record) == bytes_of(source, record)
+        assert stream.passes == 3
+        assert {memory.nbytes for memory in stream.buffers} == {max(counts) * PAGE}
+        assert stream.read_bytes >= 3 * sum(counts) * PAGE
+
+
+def test_the_buffer_that_is_held_is_not_written_to() -> None:
+    records = pages(4, 4, 4, 4)
+    source = source_of(records)
+    with LayerStream(source, records, buffers=2, disk=disk(4)) as stream:
+        buffer = stream.take(0)
+        until(lambda: stream.read_bytes == 2 * 4 * PAGE)
+        time.sleep(0.01)
+        assert stream.read_bytes == 2 * 4 * PAGE, "two buffers hold two records"
+        assert bytes(stream.buffers[buffer]) == bytes_of(source, records[0])
+        assert stream.buffers[stream.take(1)].obj is not stream.buffers[buffer].obj
+        until(lambda: stream.read_bytes == 3 * 4 * PAGE)
+
+
+def test_the_next_pass_finds_its_first_records_read() -> None:
+    records = pages(1, 1, 1, 1, 1)
+    source = source_of(records)
+    with LayerStream(source, records, buffers=2, disk=disk()) as stream:
+        with stream.passing():
+            for number in range(5):
+                stream.take(number)
+        until(lambda: stream.read_bytes == 7 * PAGE)
+        source.open.clear()  # whatever is read from now on does not come
+        assert taken(stream, 0, records[0]) == bytes_of(source, records[0])
+        assert taken(stream, 1, records[1]) == bytes_of(source, records[1])
+        source.open.set()
+
+
+def test_a_pass_that_was_cut_short_reads_nothing_of_what_it_left_out() -> None:
+    records = pages(1, 1, 1, 1, 1, 1)
+    source = source_of(records)
+    with LayerStream(source, records, buffers=2, disk=disk(1)) as stream:
+        with stream.passing():
+            stream.take(0)
+        until(lambda: len(source.offsets) == 3)  # 0, and 1 and 2 in its buffers
+        for number in (0, 1, 5, 0, 3, 2):
+            assert taken(stream, number, records[number]) == bytes_of(source, records[number])
+        places = [offset // (2 * PAGE) for offset in source.offsets]
+        assert places[:5] == [0, 1, 2, 0, 1]
+        assert set(places[5:7]) <= {2, 5}, "3 and 4 were never begun"
+
+
+def test_a_record_that_is_held_is_there_at_once() -> None:
+    records = pages(1, 1, 1)
+    source = source_of(records)
+    with LayerStream(source, records, buffers=2, disk=disk()) as stream:
+        buffer = stream.take(0)
+        until(lambda: stream.read_bytes == 2 * PAGE)
+        source.open.clear()
+        assert stream.take(0) == buffer
+        source.open.set()
+
+
+@pytest.mark.parametrize("buffers", [2, 3])
+def test_a_record_given_up_in_mid_read_does_not_overwrite_the_next_one(buffers: int) -> None:
+    records = pages(3, 3, 3, 3, 3)
+    source = source_of(records)
+    source.delay = 0.0005
+    chance = random.Random(buffers)
+    with LayerStream(source, records, buffers=buffers, disk=disk(3)) as stream:
+        for _ in range(60):
+            number = chance.randrange(5)
+            assert taken(stream, number, records[number]) == bytes_of(source, records[number])
+
+
+def test_a_fault_is_raised_by_the_next_take_once_and_then_reading_begins_anew() -> None:
+    records = pages(1, 1, 1, 1)
+    source = source_of(records)
+    with LayerStream(source, records, buffers=2, disk=disk()) as stream:
+        stream.take(0)
+        until(lambda: stream.read_bytes == 2 * PAGE)
+        source.faults.append(fault := OSError(5, "Input/output error"))
+        stream.take(1)  # its buffers free, a reader meets the fault at record 2
+        with pytest.raises(OSError, match="Input/output") as caught:
+            stream.take(2)
+        assert caught.value is fault
+        for number in (2, 3, 0):
+            assert taken(stream, number, records[number]) == bytes_of(source, records[number])
+
+
+def test_a_fault_is_raised_although_the_next_record_is_there() -> None:
+    records = pages(1, 1, 1, 1)
+    source = source_of(records)
+    with LayerStream(source, records, buffers=3, disk=disk(1)) as stream:
+        until(lambda: stream.read_bytes == 3 * PAGE)
+        source.faults.append(OSError("gone"))
+        stream.take(0)
+        stream.take(1)
+        until(lambda: not source.faults)
+        time.sleep(0.005)
+        with pytest.raises(OSError, match="gone"):
+            stream.take(2)
+        assert taken(stream, 2, records[2]) == bytes_of(source, records[2])
+
+
+def test_a_permanent_fault_is_raised_by_every_take_and_readers_do_not_spin() -> None:
+    records = pages(2, 2, 2)
+    source = source_of(records)
+    source.permanent = MemoryError("no memory")
+    with LayerStream(source, records, buffers=2, disk=disk()) as stream:
+        for _ in range(5):
+            before = len(source.offsets)
+            with pytest.raises(MemoryError, match="no memory"):
+                stream.take(0)
+            time.sleep(0.003)
+            assert len(source.offsets) <= before + 4
+        source.permanent = None
+        for number in (0, 1):
+            assert taken(stream, number, records[number]) == bytes_of(source, records[number])
+
+
+def test_a_file_that_changed_is_noticed_before_its_record_is_used() -> None:
+    records = pages(1, 1)
+    source = source_of(records)
+    source.changed = ModelFileError("weights.safetensors was replaced while it was read")
+    with LayerStream(source, records, buffers=2, disk=disk()) as stream:
+        for _ in range(2):
+            with pytest.raises(ModelFileError, match="was replaced"):
+                stream.take(0)
+
+
+def test_a_damaged_record_is_named_and_read_again() -> None:
+    plain = pages(3, 3, 3)
+    source = source_of(plain)
+    records = [record._replace(crc=zlib.crc32(bytes_of(source, record))) for record in plain]
+    whole = source.data
+    source.data = whole[: records[1].offset + 5] + b"?" + whole[records[1].offset + 6 :]
+    with LayerStream(source, records, buffers=2, disk=disk()) as stream:
+        stream.take(0)
+        for _ in range(2):
+            with pytest.raises(DamagedRecordError, match=r"weights.safetensors: layer.1 has") as caught:
+                stream.take(1)
+            assert caught.value.name == "layer.1"
+        until(lambda: stream.read_bytes == 5 * 3 * PAGE)
+        source.data = whole
+        with pytest.raises(DamagedRecordError):  # it was read again before that
+            stream.take(1)
+        assert taken(stream, 1, records[1]) == bytes_of(source, records[1])
+
+
+def test_a_record_is_checked_the_first_time_alone() -> None:
+    plain = pages(1, 1, 1)
+    source = source_of(plain)
+    records = [record._replace(crc=zlib.crc32(bytes_of(source, record))) for record in plain]
+    with LayerStream(source, records, buffers=2, disk=disk()) as stream:
+        for number in range(3):
+            stream.take(number)
+        until(lambda: stream.read_bytes == 4 * PAGE)
+        source.data = bytes(source.size)
+        stream.take(0)
+        assert taken(stream, 1, records[1]) == bytes(PAGE)
+
+
+def test_two_threads_pass_in_turn() -> None:
+    records = pages(2, 1, 3)
+    source = source_of(records)
+    wrong: list[int] = []
+    with LayerStream(source, records, buffers=2, disk=disk()) as stream:
+
+        def passes() -> None:
+            for _ in range(20):
+                with stream.passing():
+                    for number, record in enumerate(records):
+                        if taken(stream, number, record) != bytes_of(source, record):
+                            wrong.append(number)
+
+        threads = [threading.Thread(target=passes) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert stream.passes == 60
+        assert wrong == []
+        # 60 passes, and what is read ahead: no pass has read anything twice.
+        assert stream.read_bytes <= 60 * 6 * PAGE + 6 * PAGE
+
+
+def test_a_wait_is_counted_and_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE", 0.02)
+    records = [
+        StreamRecord(0, 1 << 20, None, "model.layers.7"),
+        StreamRecord(1 << 20, 1 << 20, None, "model.layers.8"),
+    ]
+    source = source_of(records)
+    with LayerStream(source, records, buffers=2, disk=disk(1, 1 << 19)) as stream:
+        source.open.clear()
+        threading.Timer(0.1, source.open.set).start()
+        with caplog.at_level(logging.WARNING):
+            stream.take(0)
+            stream.take(1)
+        source.open.clear()
+        threading.Timer(0.05, source.open.set).start()
+        stream.take(0)
+    assert 0.05 <= stream.waited < 0.6
+    [line] = [record.getMessage() for record in caplog.records]  # the second was within a minute
+    begin, _, end = line.partition(" MB of model.layers.7 of weights.safetensors after ")
+    assert begin.startswith("waiting for the disk: ")
+    assert begin.endswith(" of 1")
+    assert end.endswith(" s")
+
+
+def test_a_slow_disk_is_waited_for_in_silence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE", 0.01)
+    records = pages(1, 1, 1)
+    source = source_of(records)
+    source.delay = 0.03
+    with LayerStream(source, records, buffers=2, disk=disk(1, rate=PAGE / 0.03)) as stream:
+        for number in range(3):
+            stream.take(number)
+    assert caplog.records == []
+
+
+def test_the_rate_is_of_the_time_in_which_somebody_reads() -> None:
+    records = pages(4, 4, 4)
+    source = source_of(records)
+    source.delay = 0.002
+    with LayerStream(source, records, buffers=2, disk=disk(1, rate=123.0)) as stream:
+        source.open.clear()
+        assert stream.rate() == 123.0
+        source.open.set()
+        for _ in range(4):
+            for number in range(3):
+                stream.take(number)
+            time.sleep(0.02)
+    assert 0.3 * PAGE / 0.002 < stream.rate() <= PAGE / 0.002
+
+
+def test_close_ends_a_take_and_later_takes() -> None:
+    records = pages(2, 2)
+    source = source_of(records)
+    source.open.clear()
+    stream = LayerStream(source, records, buffers=2, disk=disk(1))
+    threading.Timer(0.02, stream.close).start()
+    threading.Timer(0.04, source.open.set).start()
+    with pytest.raises(ClosedError, match="closed"):
+        stream.take(0)
+    with pytest.raises(ClosedError, match="closed"), stream.passing():
+        pass
+    stream.close()
+
+
+def test_readers_that_are_stuck_are_left_behind_with_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_CLOSING", 0.02)
+    records = pages(1, 1)
+    source = source_of(records)
+    source.open.clear()
+    stream = LayerStream(source, records, buffers=2, disk=disk(2))
+    source.stalled.wait()
+    stream.close()
+    assert ["does not answer" in record.getMessage() for record in caplog.records] == [True]
+    source.open.set()
+    until(lambda: not readers())
+
+
+def test_a_stream_that_is_garbage_ends_its_readers() -> None:
+    records = pages(1, 1)
+    stream = LayerStream(source_of(records), records, buffers=2, disk=disk(3))
+    stream.take(0)
+    assert len(readers()) == 3
+    del stream
+    until(lambda: not readers())
+
+
+def test_no_reader_is_left_where_not_all_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = threading.Thread.start
+    count = 0
+
+    def start(thread: threading.Thread) -> None:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise RuntimeError("can't start new thread")
+        started(thread)
+
+    records = pages(1, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            LayerStream(source_of(records), records, buffers=2, disk=disk(4))
+    until(lambda: not readers())
+
+
+def test_an_interrupt_ends_a_wait_at_once_and_the_next_pass_is_right() -> None:
+    records = pages(1, 1, 1)
+    source = source_of(records)
+    with LayerStream(source, records, buffers=2, disk=disk()) as stream:
+        stream.take(0)
+        stream.take(1)
+        until(lambda: stream.read_bytes == 3 * PAGE)
+        source.open.clear()
+        stream.take(2)
+        threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt), stream.passing():
+            stream.take(0)
+        assert time.monotonic() - began < 1
+        source.open.set()
+        with stream.passing():
+            for number, record in enumerate(records):
+                assert taken(stream, number, record) == bytes_of(source, record)
+
+
+def test_interrupts_anywhere_in_a_take_leave_a_sound_stream() -> None:
+    records = pages(2, 1, 2)
+    source = source_of(records)
+    interrupts = rounds = 0
+    with LayerStream(source, records, buffers=2, disk=disk()) as stream:
+
+        def interrupt(number: int, frame: object) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        chance = random.Random(3)
+        try:
+            while interrupts < 150:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 1e-3))
+                    while True:
+                        for number in range(3):
+                            stream.take(number)
+                        rounds += 1
+                except KeyboardInterrupt:
+                    interrupts += 1
+                for number, record in enumerate(records):
+                    assert taken(stream, number, record) == bytes_of(source, record)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    assert rounds > 0
+
+
+def test_a_child_by_fork_is_refused_and_ends_cleanly() -> None:
+    records = pages(1, 1)
+    source = source_of(records)
+    with LayerStream(source, records, buffers=2, disk=disk()) as stream:
+        stream.take(0)
+        with stream._shelf._lock:  # as any thread may hold it when a process forks
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    stream.take(1)
+                except ClosedError:
+                    stream._end()
+                    status = 0
+                finally:
+                    os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert taken(stream, 1, records[1]) == bytes_of(source, records[1])
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"), [(1, PAGE), (0, PAGE + 1), (0, 0)], ids=["place", "length", "nothing"]
+)
+def test_records_that_are_no_whole_pages_are_a_bug(offset: int, length: int) -> None:
+    with pytest.raises(IntegrityError, match="whole pages"):
+        LayerStream(
+            ScriptedSource(bytes(PAGE)), [StreamRecord(offset, length, None, "layer")], buffers=2, disk=disk()
+        )
+
+
+@pytest.mark.parametrize("folder", [None, "/dev/shm"], ids=["disk", "memory"])
+def test_a_real_file_streams_until_it_is_cut(tmp_path: Path, folder: str | None) -> None:
+    records = pages(300, 20, 7)
+    data = source_of(records).data
+    path = (Path(folder) if folder else tmp_path) / f"specinfer-test-{os.getpid()}"
+    path.write_bytes(data)
+    try:
+        with LayerStream(StreamSource(path), records, buffers=2, disk=disk(3, 16 * PAGE)) as stream:
+            for _ in range(3):
+                with stream.passing():
+                    for number, record in enumerate(records):
+                        end = record.offset + record.length
+                        assert taken(stream, number, record) == data[record.offset : end]
+            os.truncate(path, 50 * PAGE)
+            ending = pytest.raises(ModelFileError, match=r"(ended at byte|bytes) .*while it was read; load")
+            with ending, stream.passing():
+                pass_over(stream, records)
+    finally:
+        path.unlink()
