@@ -50,7 +50,7 @@ WITHOUT_TORCH = (
     *("engine.admission", "engine.intake", "engine.loop", "engine.steps"),
     *("serve.reader", "serve.dialect", "serve.tools", "serve.engine_child"),
     *("kernels.machine", "kernels.build", "kernels.library", "kernels.native"),
-    *("kernels.disk", "models.stream"),
+    *("kernels.disk", "models.placement", "models.stream"),
     *("bench.exchange", "bench.exchange", "bench.openai_client", "bench.load", "bench.load"),
     *("bench.load_figures", "cli.bench", "cli.bench"),
 )

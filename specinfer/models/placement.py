@@ -1,0 +1,108 @@
+"""Which layers stay in memory and which stream through it: arithmetic on bytes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Final, Self
+
+from specinfer.errors import CapacityError
+from specinfer.kernels.disk import DiskRate, gigabytes
+
+_MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Layers that are pinned and layers that are streamed, within so many bytes of memory.
+
+    Streamed ones are spread evenly over the model, so that readers have work while pinned layers compute.
+    """
+
+    memory: int  # bytes that the process may take
+    fixed: Mapping[str, int]  # bytes by name of what is there besides layers
+    layers: Sequence[int]  # bytes of each layer's record
+    buffers: int  # through which layers stream, each as large as the longest of them; 0: none streams
+    streamed: tuple[int, ...]  # numbers of layers
+
+    @classmethod
+    def within(
+        cls, memory: int, fixed: Mapping[str, int], layers: Sequence[int], *, buffers: int = 2
+    ) -> Self:
+        """The placement of these layers that streams the fewest bytes.
+
+        Raises CapacityError where `memory` holds not even what is fixed and the buffers. More memory never
+        streams more.
+        """
+        ways = [
+            cls(memory, fixed, layers, buffers if count else 0, _spread(count, len(layers)))
+            for count in range(len(layers) + 1)
+        ]
+        fitting = [way for way in ways if way.resident_bytes <= memory]
+        if not fitting:
+            raise CapacityError(min(ways, key=lambda way: way.resident_bytes)._refusal())
+        return min(fitting, key=lambda way: (way.streamed_bytes, len(way.streamed)))
+
+    @cached_property
+    def pinned(self) -> tuple[int, ...]:
+        """Numbers of the layers that stay."""
+        return tuple(sorted(set(range(len(self.layers))).difference(self.streamed)))
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes that are read in each pass."""
+        return sum(self.layers[number] for number in self.streamed)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return self.buffers * max((self.layers[number] for number in self.streamed), default=0)
+
+    @cached_property
+    def resident_bytes(self) -> int:
+        """Bytes that are taken: what is fixed, pinned layers, buffers."""
+        pinned = sum(self.layers) - self.streamed_bytes
+        return sum(self.fixed.values()) + pinned + self.buffer_bytes
+
+    def seconds(self, bytes_per_second: float) -> float:
+        """How long the disk needs for a pass."""
+        return self.streamed_bytes / bytes_per_second
+
+    def told(self, disk: DiskRate, folder: Path) -> str:
+        """What was decided and what a pass costs, in a line; `folder` is where the layers are read from."""
+        count = len(self.layers)
+        if not self.streamed:
+            return f"all {count} layers kept in memory"
+        home = Path.home()
+        place = f"~/{folder.relative_to(home)}" if folder.is_relative_to(home) else f"{folder}"
+        return (
+            f"{len(self.streamed)} of {count} layers streamed, {gigabytes(self.streamed_bytes)} a pass at "
+            f"{gigabytes(disk.bytes_per_second)}/s from {place}, about "
+            f"{self.seconds(disk.bytes_per_second):.1f} s a pass"
+        )
+
+    def _refusal(self) -> str:
+        parts = {**self.fixed}
+        if self.buffers:
+            parts[f"{self.buffers} layer buffers"] = self.buffer_bytes
+        if self.pinned:
+            parts["layers"] = sum(self.layers[number] for number in self.pinned)
+        summed = " + ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+        return (
+            f"the model needs at least {summed} = {_gib(self.resident_bytes, up=True)}, but may take "
+            f"{_gib(self.memory)}; raise --memory, or choose a smaller draft, kv_cache_memory or quantization"
+        )
+
+
+def _spread(count: int, layers: int) -> tuple[int, ...]:
+    """So many numbers of layers, at distances as equal as they can be."""
+    return tuple(n for n in range(layers) if (n + 1) * count // layers > n * count // layers)
+
+
+def _gib(size: int, *, up: bool = False) -> str:
+    """Bytes in words; `up` never tells less than there are."""
+    unit, name = (_MIB << 10, "GiB") if size >= 10 * _MIB else (_MIB, "MiB")
+    hundredths = -(-100 * size // unit) if up else 100 * size // unit
+    return f"{hundredths / 100:.2f} {name}"

@@ -1,0 +1,137 @@
+"""Which layers stay and which stream: the sum, how they are spread, and what is refused."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specinfer.errors import CapacityError
+from specinfer.kernels.disk import DiskRate
+from specinfer.models.placement import Placement
+
+GIB = 1 << 30
+DISK = DiskRate(1, 1 << 24, 1.4e9, direct=True)
+
+sizes = st.lists(st.integers(1, 20), min_size=1, max_size=16)
+parts = st.dictionaries(st.sampled_from(["process", "drafts", "KV cache"]), st.integers(0, 30))
+buffer_counts = st.sampled_from([1, 2, 3])
+
+
+def least(fixed: dict[str, int], layers: list[int], buffers: int) -> int:
+    """The smallest memory that is not refused, by trying."""
+    memory = 0
+    while True:
+        try:
+            Placement.within(memory, fixed, layers, buffers=buffers)
+        except CapacityError:
+            memory += 1
+        else:
+            return memory
+
+
+def test_what_fits_is_pinned() -> None:
+    whole = Placement.within(100, {"process": 40}, [20, 20, 20])
+    assert (whole.pinned, whole.streamed, whole.buffers) == ((0, 1, 2), (), 0)
+    assert (whole.resident_bytes, whole.streamed_bytes, whole.seconds(10)) == (100, 0, 0)
+
+
+def test_one_byte_less_streams_what_two_buffers_make_room_for() -> None:
+    # 99 bytes hold 40 + 2 buffers, and nothing beside them.
+    part = Placement.within(99, {"process": 40}, [20, 20, 20])
+    assert (part.pinned, part.streamed, part.buffers) == ((), (0, 1, 2), 2)
+    assert (part.resident_bytes, part.buffer_bytes, part.streamed_bytes) == (80, 40, 60)
+    assert part.seconds(20) == 3
+
+
+def test_layers_that_stream_are_spread_evenly() -> None:
+    placement = Placement.within(10 * (4 + 2), {}, [10] * 12)
+    assert placement.streamed == (1, 2, 4, 5, 7, 8, 10, 11)
+    assert placement.pinned == (0, 3, 6, 9)
+    assert Placement.within(10 * (9 + 2), {}, [10] * 12).streamed == (3, 7, 11)
+
+
+def test_a_third_buffer_costs_a_pinned_layer() -> None:
+    two, three = (Placement.within(60, {}, [10] * 12, buffers=buffers) for buffers in (2, 3))
+    assert (len(two.pinned), len(three.pinned)) == (4, 3)
+
+
+def test_a_buffer_has_room_for_the_longest_layer_that_streams() -> None:
+    # Buffers for the long one would take more than it does itself.
+    placement = Placement.within(79, {}, [40, 10, 10, 10, 10])
+    assert placement.pinned == (0, 2)
+    assert placement.buffer_bytes == 20
+
+
+def test_the_refusal_shows_the_sum() -> None:
+    fixed = {"process": GIB // 2, "draft": GIB, "KV cache": 0, "output layer": GIB // 4}
+    with pytest.raises(CapacityError) as caught:
+        Placement.within(GIB * 7 // 4, fixed, [GIB // 8] * 28)
+    assert str(caught.value) == (
+        "the model needs at least process 0.50 GiB + draft 1.00 GiB + output layer 0.25 GiB + "
+        "2 layer buffers 0.25 GiB = 2.00 GiB, but may take 1.75 GiB; raise --memory, or choose a smaller draft, "
+        "kv_cache_memory or quantization"
+    )
+
+
+def test_the_refusal_never_says_that_what_lacks_bytes_has_them() -> None:
+    with pytest.raises(CapacityError, match=r"= 2\.01 GiB, but may take 2\.00 GiB;"):
+        Placement.within(2 * GIB, {"process": 2 * GIB + 1}, [4096])
+
+
+def test_a_small_model_is_refused_without_buffers() -> None:
+    with pytest.raises(CapacityError, match=r"process 1\.00 MiB \+ layers 2\.00 MiB = 3\.00 MiB, but may"):
+        Placement.within(GIB >> 9, {"process": 1 << 20}, [2 << 20])
+
+
+@given(sizes, parts, buffer_counts, st.integers(0, 2000))
+def test_what_is_resident_and_what_streams_is_all(
+    layers: list[int], fixed: dict[str, int], buffers: int, more: int
+) -> None:
+    memory = least(fixed, layers, buffers) + more
+    placement = Placement.within(memory, fixed, layers, buffers=buffers)
+    assert sorted((*placement.pinned, *placement.streamed)) == list(range(len(layers)))
+    pinned = placement.resident_bytes - sum(fixed.values()) - placement.buffer_bytes
+    assert pinned + placement.streamed_bytes == sum(layers)
+    assert placement.resident_bytes <= memory
+    assert (placement.buffers == 0) == (not placement.streamed)
+    assert placement.buffer_bytes >= placement.buffers * max(
+        (layers[number] for number in placement.streamed), default=0
+    )
+
+
+@given(sizes, buffer_counts)
+def test_more_memory_never_streams_more(layers: list[int], buffers: int) -> None:
+    begin = least({}, layers, buffers)
+    streamed = [
+        Placement.within(memory, {}, layers, buffers=buffers).streamed_bytes
+        for memory in range(begin, sum(layers) + 1)
+    ]
+    assert streamed == sorted(streamed, reverse=True)
+    assert Placement.within(sum(layers), {}, layers, buffers=buffers).streamed == ()
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_the_least_is_the_fixed_parts_and_the_buffers(count: int, size: int) -> None:
+    assert least({"process": 7}, [size] * count, 2) == 7 + size * min(count, 2)
+
+
+@given(st.integers(4, 60), st.integers(0, 60))
+def test_distances_between_layers_that_stream_differ_by_one_at_most(count: int, spare: int) -> None:
+    streamed = Placement.within(2 + min(spare, count - 3), {}, [1] * count).streamed
+    around = [*streamed, streamed[0] + count]
+    gaps = {after - before for before, after in pairwise(around)}
+    assert max(gaps) - min(gaps) <= 1
+
+
+def test_the_line_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
+    placement = Placement.within(11 * 94_000_000, {}, [94_000_000] * 28)
+    assert placement.told(DISK, Path("/home/me/.cache")) == (
+        "19 of 28 layers streamed, 1.8 GB a pass at 1.4 GB/s from ~/.cache, about 1.3 s a pass"
+    )
+    assert " from /scratch, " in placement.told(DISK, Path("/scratch"))
+    assert Placement.within(4, {}, [1] * 4).told(DISK, Path("/scratch")) == "all 4 layers kept in memory"
