@@ -29,10 +29,12 @@ from specinfer.errors import ModelFileError, ensure
 PAGE: Final = 4096  # bytes: offsets, lengths and addresses of reads are multiples of it
 _MIB: Final = 1 << 20
 _REFUSED: Final = (errno.EINVAL, errno.EOPNOTSUPP)  # a file system without O_DIRECT
-# Readers and bytes of a piece, the least trouble first: of several that are about as fast the first is taken.
-SETTINGS: Final = ((1, 4 * _MIB), (1, 16 * _MIB), (2, 4 * _MIB), (4, _MIB), (8, _MIB))
+# Readers and bytes of a piece: of several that are about as fast the first is taken. A large piece comes
+# before a small one: behind each a reader waits up to 5 ms for the interpreter, where other threads run Python.
+SETTINGS: Final = ((1, 16 * _MIB), (1, 4 * _MIB), (2, 4 * _MIB), (4, _MIB), (8, _MIB))
 _WORTH: Final = 1.05  # times as fast as a setting before it a later one has to be
 _ROUNDS: Final = 2  # of all settings, so that a disturbance does not hit a single one
+_ROOM: Final = 64 * _MIB  # that trials read into: more than caches hold, as layers are
 _LOG = logging.getLogger(__name__)
 
 
@@ -187,34 +189,35 @@ def gigabytes(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.{count < 1e7:d}f} MB"
 
 
-# (source, readers, piece, where in the file from 0 to 1, seconds) -> bytes read, seconds taken
-Trial = Callable[[Readable, int, int, float, float], tuple[int, float]]
+# (source, memory, readers, piece, where in the file from 0 to 1, seconds) -> bytes read, seconds taken
+Trial = Callable[[Readable, memoryview, int, int, float, float], tuple[int, float]]
 
 
 def timed_reads(
-    source: Readable, readers: int, piece: int, place: float, seconds: float
+    source: Readable, memory: memoryview, readers: int, piece: int, place: float, seconds: float
 ) -> tuple[int, float]:
     """Read one piece after another for so many seconds; returns the bytes and the seconds that took.
 
-    Each reader reads one piece at least. `place` says where they begin, from 0, the file's first byte, to 1.
+    Each reader reads one piece at least, into its share of `memory`. `place` says where they begin, from 0,
+    the file's first byte, to 1.
     """
     piece = min(piece, source.size // PAGE * PAGE)
     blocks = source.size // piece
     numbers = itertools.count(int(place * blocks))
-    memory = memoryview(aligned(readers * piece))
-    memory[::PAGE] = bytes(len(memory) // PAGE)  # pages that are there: the disk is timed, not the kernel
+    room = len(memory) // readers // piece  # pieces
     began = time.perf_counter()
 
     def read(reader: int) -> int:
-        view, done = memory[reader * piece : (reader + 1) * piece], 0
+        done = 0
         while not done or time.perf_counter() - began < seconds:
-            source.read_into(view, next(numbers) % blocks * piece)
-            done += piece
+            begin = (reader * room + done % room) * piece
+            source.read_into(memory[begin : begin + piece], next(numbers) % blocks * piece)
+            done += 1
         return done
 
     with ThreadPoolExecutor(readers) as pool:
         done = sum(pool.map(read, range(readers)))
-    return done, time.perf_counter() - began
+    return done * piece, time.perf_counter() - began
 
 
 def measure(
@@ -230,6 +233,8 @@ def measure(
     that would take too long are left out. The file has a page at least; raises ModelFileError as a read does.
     """
     ensure(source.size >= PAGE, "a file that streams has a page at least")
+    memory = memoryview(aligned(_ROOM))
+    memory[::PAGE] = bytes(_ROOM // PAGE)  # pages that are there: the disk is timed, not the kernel
     began, count = clock(), len(SETTINGS) * _ROUNDS
     found = dict.fromkeys(SETTINGS, (0, 0.0))
     # Small ones first: they tell how long the larger ones would take.
@@ -239,7 +244,7 @@ def measure(
         known = max((size / taken for size, taken in found.values() if size), default=None)
         if known is not None and readers * min(piece, source.size) > known * left:
             continue
-        size, taken = trial(source, readers, piece, number / count, seconds / count)
+        size, taken = trial(source, memory, readers, piece, number / count, seconds / count)
         found[setting] = found[setting][0] + size, found[setting][1] + taken
     rates = {setting: size / taken for setting, (size, taken) in found.items() if size}
     best = max(rates.values())

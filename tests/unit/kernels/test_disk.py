@@ -20,6 +20,7 @@ from specinfer.kernels import disk
 from specinfer.kernels.disk import PAGE, SETTINGS, DiskRate, StreamSource, aligned, measure, timed_reads
 
 MIB = 1 << 20
+ROOM = memoryview(bytearray(20 * MIB))
 DATA = random.Random(5).randbytes(64 * PAGE)
 
 
@@ -226,7 +227,9 @@ class _Disk:
     def measured(self, rates: Callable[[int, int], float], seconds: float = 0.5) -> DiskRate:
         """What is chosen where settings have these rates."""
 
-        def trial(source: object, readers: int, piece: int, place: float, share: float) -> tuple[int, float]:
+        def trial(
+            source: object, memory: memoryview, readers: int, piece: int, place: float, share: float
+        ) -> tuple[int, float]:
             self.trials.append((readers, piece))
             self.places.append(place)
             rate = rates(readers, piece)
@@ -240,8 +243,13 @@ class _Disk:
 
 def test_one_reader_is_chosen_where_more_gain_less_than_a_twentieth() -> None:
     found = _Disk(1 << 31).measured(lambda readers, piece: 1.4e9 * (1.04 if readers == 8 else 1))
-    assert (found.readers, found.piece, found.direct) == (1, 4 * MIB, True)
+    assert (found.readers, found.piece, found.direct) == (1, 16 * MIB, True)
     assert found.bytes_per_second == pytest.approx(1.4e9)
+
+
+def test_a_smaller_piece_is_chosen_where_it_is_faster() -> None:
+    found = _Disk(1 << 31).measured(lambda readers, piece: 1.4e9 if piece == 4 * MIB else 1.3e9)
+    assert (found.readers, found.piece) == (1, 4 * MIB)
 
 
 def test_more_readers_are_chosen_where_they_are_faster() -> None:
@@ -284,7 +292,7 @@ def test_timed_reads_stay_within_the_file_and_go_on_where_they_began(size: int) 
             time.sleep(0.001)
 
     offsets: list[int] = []
-    done, taken = timed_reads(Noting(size), 2, 4 * MIB, 0.6, 0.02)
+    done, taken = timed_reads(Noting(size), ROOM, 2, 4 * MIB, 0.6, 0.02)
     piece = min(4 * MIB, size // PAGE * PAGE)
     assert done == len(offsets) * piece
     assert 0.02 <= taken < 1
@@ -299,7 +307,7 @@ def test_readers_read_at_once() -> None:
             everybody.wait(2)
 
     everybody = threading.Barrier(4)
-    done, _ = timed_reads(Meeting(1 << 20), 4, PAGE, 0.0, 0.0)
+    done, _ = timed_reads(Meeting(1 << 20), ROOM, 4, PAGE, 0.0, 0.0)
     assert done == 4 * PAGE
 
 
