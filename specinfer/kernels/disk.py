@@ -30,7 +30,7 @@ PAGE: Final = 4096  # bytes: offsets, lengths and addresses of reads are multipl
 _MIB: Final = 1 << 20
 _REFUSED: Final = (errno.EINVAL, errno.EOPNOTSUPP)  # a file system without O_DIRECT
 # Readers and bytes of a piece: of several that are about as fast the first is taken. A large piece comes
-# before a small one: behind each a reader waits up to 5 ms for the interpreter, where other threads run Python.
+# before a small one: behind each a reader waits up to 5 ms for the interpreter while others run Python.
 SETTINGS: Final = ((1, 16 * _MIB), (1, 4 * _MIB), (2, 4 * _MIB), (4, _MIB), (8, _MIB))
 _WORTH: Final = 1.05  # times as fast as a setting before it a later one has to be
 _ROUNDS: Final = 2  # of all settings, so that a disturbance does not hit a single one

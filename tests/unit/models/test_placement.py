@@ -72,8 +72,8 @@ def test_the_refusal_shows_the_sum() -> None:
         Placement.within(GIB * 7 // 4, fixed, [GIB // 8] * 28)
     assert str(caught.value) == (
         "the model needs at least process 0.50 GiB + draft 1.00 GiB + output layer 0.25 GiB + "
-        "2 layer buffers 0.25 GiB = 2.00 GiB, but may take 1.75 GiB; raise --memory, or choose a smaller draft, "
-        "kv_cache_memory or quantization"
+        "2 layer buffers 0.25 GiB = 2.00 GiB, but may take 1.75 GiB; raise --memory, or choose a "
+        "smaller draft, kv_cache_memory or quantization"
     )
 
 
