@@ -59,6 +59,10 @@ class ModelFileError(ModelError):
     """A model file is missing, truncated, or not of the expected kind."""
 
 
+class DamagedFileError(ModelFileError):
+    """A prepared file does not hold what was written; it must be made anew."""
+
+
 class ChecksumError(ModelError):
     """A downloaded file does not have the checksum the catalogue gives."""
 

@@ -8,7 +8,7 @@ import glob
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -28,16 +28,23 @@ def cache_dir() -> Path:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """A block that one process at a time is in; the others wait. `path` is made, and stays.
+def locked(path: Path, waits: Callable[[], None] | None = None) -> Iterator[None]:
+    """A block that one process at a time is in; the others wait, and call `waits` before they do.
+
+    `path` is made, and stays.
 
     On a disk that knows no locks nobody waits: two may make the same file, and the later one has its name.
     """
-    from filelock import FileLock  # setup.py compiles where nothing is installed
+    from filelock import FileLock, Timeout  # setup.py compiles where nothing is installed
 
     lock = FileLock(path)
     try:
-        lock.acquire()
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            if waits is not None:
+                waits()
+            lock.acquire()
     except (NotImplementedError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
             raise

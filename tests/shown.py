@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from specinfer.progress import Progress
 
-class Shown:
+
+class Shown(Progress):
     """`works` holds each finished piece of work: its label, and its units once all of them were done."""
 
     def __init__(self) -> None:

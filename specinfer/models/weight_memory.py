@@ -15,8 +15,17 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.choice import Kernels
-from specinfer.kernels.layout import FloatTable, empty_int4, empty_int8
+from specinfer.kernels.layout import (
+    FloatTable,
+    FloatWeight,
+    Int8Weight,
+    Weight,
+    empty_floats,
+    empty_int4,
+    empty_int8,
+)
 from specinfer.kernels.product import Product
+from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.weight_reader import READERS, WeightReader, chosen_rows
 
 _Part = TypeVar("_Part")
@@ -60,20 +69,33 @@ class Weights:
         rows = None
         if output_layer and self._logit_ids is not None:
             rows, channels = self._logit_ids, len(self._logit_ids)
-        products, quantization = self.kernels.products, self._reader.quantization
-        if quantization == "none":
+        quantization, library = self._reader.quantization, self.kernels.products.library
+        if quantization == "none" and (library is None or not self._reader.keeps):
             whole = self.tensor(*matrices) if loaded is None else loaded
-            return products.floats(whole if rows is None else chosen_rows(whole, rows), b)
+            weight: Weight = FloatTable(whole if rows is None else chosen_rows(whole, rows))
+            return self._product(weight, b, inner, channels)
         b = None if b is None else b.float()
+        if quantization == "none":
+            weight = empty_floats(channels, inner, self.dtype, library)
         # Rounded to 4 bits, the output layer costs a small model more than all its other matrices together.
-        library = products.library
-        if quantization == "int4" and not output_layer:
-            int4 = empty_int4(channels, inner, library)
-            self._reader.read(matrices, int4)
-            return products.int4(int4, b, inner, channels)
-        int8 = empty_int8(channels, inner, library)
-        self._reader.read(matrices, int8, rows)
-        return products.int8(int8, b, inner, channels)
+        elif quantization == "int4" and not output_layer:
+            weight = empty_int4(channels, inner, library)
+        else:
+            weight = empty_int8(channels, inner, library)
+        self._reader.read(matrices, weight, rows)
+        return self._product(weight, b, inner, channels)
+
+    def _product(self, weight: Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
+        """The product with a weight that lies ready."""
+        products = self.kernels.products
+        if isinstance(weight, FloatTable):
+            return products.floats(weight.rows, bias)
+        if isinstance(weight, FloatWeight):
+            assert isinstance(products, NativeProducts), "PyTorch multiplies plain matrices"
+            return products.laid_out(weight, bias, inner, channels)
+        if isinstance(weight, Int8Weight):
+            return products.int8(weight, bias, inner, channels)
+        return products.int4(weight, bias, inner, channels)
 
     def each(self, make: Callable[[int], _Part], count: int) -> Sequence[_Part]:
         """`make(0)`, `make(1)`, ...: layers with tensors of their own, in the order in which they run."""
@@ -81,3 +103,24 @@ class Weights:
             return [make(number) for number in range(count)]
         with ThreadPoolExecutor(READERS, thread_name_prefix="layers") as pool:
             return [*pool.map(make, range(count))]
+
+
+class PassingWeights(Weights):
+    """Weights that are made, written down and dropped, one matrix at a time.
+
+    What is built of them computes nothing.
+    """
+
+    def tensor(self, *names: str, plus: float = 0.0) -> Tensor:
+        """A tensor of that shape without numbers."""
+        shape = self._reader.shape(names)
+        if len(shape) > 1:
+            super().tensor(*names)
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+    def _product(self, weight: Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
+        return _computes_nothing
+
+
+def _computes_nothing(x: Tensor) -> Tensor:
+    raise AssertionError("a model that was built to be written down computes nothing")

@@ -3,7 +3,7 @@
     file --rows--> float --cast or quantize--> the memory it was given
 
 Rows are read, dequantized and cast in pieces, straight into the memory that is to be filled. Quantized
-matrices are made of such pieces, too, or read as they were kept (quantization_cache.py).
+matrices are made of such pieces, too, or read as they were kept (prepared.py).
 """
 
 from __future__ import annotations
@@ -21,10 +21,20 @@ import torch
 from torch import Tensor
 
 from specinfer.config import Quantization
-from specinfer.kernels.layout import FloatTable, Int4Weight, Int8Weight, Weight, choose_rows, empty_int8
+from specinfer.kernels.layout import (
+    FloatTable,
+    FloatWeight,
+    Int4Weight,
+    Int8Weight,
+    Weight,
+    choose_rows,
+    empty_floats,
+    empty_int8,
+    lay_out_floats,
+)
 from specinfer.kernels.library import BLOCK
 from specinfer.kernels.quantized import quantize_int4, quantize_int8
-from specinfer.models.quantization_cache import KeptMatrices, NewMatrices
+from specinfer.models.prepared import NewPreparedFile, PreparedFile
 from specinfer.progress import Progress
 
 # Elements dequantized at a time. They pass through arrays of 0.5 MB that stay in the CPU's cache even where
@@ -61,9 +71,9 @@ class WeightReader:
         dtype: torch.dtype,
         progress: Progress,
         quantization: Quantization = "none",
-        kept: KeptMatrices | NewMatrices | None = None,
+        kept: PreparedFile | NewPreparedFile | None = None,
     ) -> None:
-        """`dtype` is that of activations; what is quantized comes from `kept` or goes there."""
+        """`dtype` is that of activations; matrices come from `kept` or go there, where there is one."""
         self.dtype = dtype
         self.quantization = quantization
         self._file = file
@@ -84,9 +94,14 @@ class WeightReader:
         self._threads.shutdown(cancel_futures=True)
 
     @property
+    def keeps(self) -> bool:
+        """Whether matrices are read or written as products read them, whatever their kind."""
+        return self._kept is not None
+
+    @property
     def one_thread_each(self) -> bool:
         """Whether one thread reads a tensor, so that several are read at once by calling from several."""
-        return isinstance(self._kept, KeptMatrices)
+        return isinstance(self._kept, PreparedFile)
 
     def shape(self, names: Sequence[str]) -> tuple[int, ...]:
         """The shape of these tensors, stacked along the first dimension."""
@@ -95,35 +110,43 @@ class WeightReader:
     def read(self, names: Sequence[str], into: Weight, rows: Sequence[int] | None = None) -> None:
         """Fill `into` with these tensors, stacked, or with some `rows` of the stack, in their order.
 
-        The kind of `into` is the precision: FloatTable, Int8Weight or Int4Weight; rows are chosen of int8
-        alone. A FloatTable is of any device, the others are on the CPU. Raises DamagedCacheError where a
-        matrix that was kept is not what was written.
+        The kind of `into` is the precision; rows are chosen of FloatWeights and Int8Weights. A FloatTable is
+        of any device, the others are on the CPU. Raises DamagedFileError where a matrix that was kept is not
+        what was written.
         """
         if rows is not None:
-            channels, inner = self.shape(names)
-            whole = empty_int8(channels, inner)
+            whole = self._whole(names, into)
             self.read(names, whole)
             choose_rows(whole, rows, into)
             return
         key = "+".join(names)
-        if self._kept is None or len(self._shapes[names[0]]) < 2:  # vectors are not kept
-            assert isinstance(into, FloatTable), "a model that is not quantized has floats alone"
-            self._read_floats(names, into.rows, counted=key not in self._counted)
-            self._counted.add(key)
+        fresh = key not in self._counted
+        self._counted.add(key)
+        kept = self._kept if len(self._shapes[names[0]]) > 1 else None  # vectors are not kept
+        if isinstance(kept, PreparedFile):
+            kept.read(key, into)
+            self._count(math.prod(self.shape(names)), fresh)
             return
-        if isinstance(self._kept, KeptMatrices):
-            self._kept.read(key, into)
-        else:
-            self._make(names, into)
-            self._kept.write(key, into)
-        if key not in self._counted:
-            self._counted.add(key)
-            self._count(math.prod(self.shape(names)))
+        self._make(names, into, fresh)
+        if kept is not None:
+            kept.write(key, into)
 
-    def _make(self, names: Sequence[str], into: Weight) -> None:
-        """What is kept of tensors of the file."""
+    def _whole(self, names: Sequence[str], like: Weight) -> FloatWeight | Int8Weight:
+        """Memory for all rows of these tensors."""
+        channels, inner = self.shape(names)
+        if isinstance(like, FloatWeight):
+            return empty_floats(channels, inner, like.values.dtype)
+        return empty_int8(channels, inner)
+
+    def _make(self, names: Sequence[str], into: Weight, fresh: bool) -> None:
+        """Fill `into` with tensors of the file."""
         if isinstance(into, FloatTable):
-            self._read_floats(names, into.rows, counted=False)
+            self._read_floats(names, into.rows, fresh)
+            return
+        if isinstance(into, FloatWeight):
+            matrix = torch.empty(self.shape(names), dtype=into.values.dtype)
+            self._read_floats(names, matrix, fresh)
+            lay_out_floats(matrix, into)
             return
         done = 0
         for part in self._parts(names):
@@ -134,8 +157,9 @@ class WeightReader:
             for here, tensor in zip(into, found, strict=True):
                 here[done : done + len(tensor)] = tensor
             done += len(found[0])
+            self._count(part.numel(), fresh)
 
-    def _read_floats(self, names: Sequence[str], into: Tensor, *, counted: bool) -> None:
+    def _read_floats(self, names: Sequence[str], into: Tensor, fresh: bool) -> None:
         pieces: list[tuple[str, int, int, Tensor]] = []
         first = 0
         for name in names:
@@ -153,8 +177,7 @@ class WeightReader:
 
         # The calling thread reads a lone piece, a norm, say.
         for elements in self._threads.map(read, pieces) if len(pieces) > 1 else map(read, pieces):
-            if counted:
-                self._count(elements)
+            self._count(elements, fresh)
 
     def _parts(self, names: Sequence[str]) -> Iterator[Tensor]:
         """The stacked matrices in float32, some rows at a time: whole blocks of rows, the last part apart."""
@@ -174,9 +197,11 @@ class WeightReader:
         if len(rest):
             yield rest
 
-    def _count(self, elements: int) -> None:
-        with self._counting:
-            self._progress.advance(elements * self.dtype.itemsize)
+    def _count(self, elements: int, fresh: bool) -> None:
+        """Tell of elements that are read, unless they were before, in another precision."""
+        if fresh:
+            with self._counting:
+                self._progress.advance(elements * self.dtype.itemsize)
 
 
 def chosen_rows(tensor: Tensor, ids: Sequence[int]) -> Tensor:

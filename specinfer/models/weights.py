@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from specinfer.config import Quantization
-from specinfer.errors import ModelFileError, ModelNotFoundError
+from specinfer.errors import DamagedFileError, ModelError, ModelFileError, ModelNotFoundError
 from specinfer.hub.model_files import ModelFiles, local_model
 from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.layout import int4_bytes, int8_bytes
@@ -23,15 +23,15 @@ from specinfer.models.decoder import Decoder, decoder_shapes
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.opt import OPTDecoder, opt_shapes
-from specinfer.models.quantization_cache import (
-    DamagedCacheError,
-    KeptMatrices,
-    NewMatrices,
-    cache_path,
+from specinfer.models.prepared import (
+    NewPreparedFile,
+    PreparedFile,
     identity,
+    made_once,
+    prepared_path,
 )
 from specinfer.models.safetensors import SafetensorsFolder
-from specinfer.models.weight_memory import Weights
+from specinfer.models.weight_memory import PassingWeights, Weights
 from specinfer.models.weight_reader import TensorFile, WeightReader
 from specinfer.progress import NoProgress, Progress
 
@@ -74,19 +74,16 @@ def load_model(
 
     With `logit_ids` its logits are those of these token ids alone, in their order. With `quantization`
     matrices are int8 or int4 (the output layer int8), kept in the folder `cache`, by default of the user's,
-    and read from there the next time; activations stay in `dtype`.
+    and read from there the next time; activations stay in `dtype`. Others are read from there if they were
+    prepared.
     `progress` sees the bytes of weights arrive, under `name`, by default that of the path. Raises as
     `open_model`, before any weight is read.
     """
     file = open_model(model) if isinstance(model, Path) else model
     config = file.config
-
-    def make(weights: Weights) -> LanguageModel:
-        return (OPTDecoder if config.family.learns_positions else Decoder)(config, weights)
-
     return load_parts(
         file,
-        make,
+        lambda weights: _built(config, weights),
         tensors=_shapes(config),
         dtype=dtype,
         device=device,
@@ -96,6 +93,7 @@ def load_model(
         kernels=kernels,
         quantization=quantization,
         cache=cache,
+        size=estimate_bytes(file, dtype, kernels, quantization),
     )
 
 
@@ -113,35 +111,104 @@ def load_parts(
     quantization: Quantization = "none",
     cache: Path | None = None,
     borrowed: Path | None = None,
+    size: int = 0,
 ) -> _Part:
     """What `make` makes of a file's weights, which are these `tensors`; else as `load_model`.
 
-    `borrowed` is another model's path whose tensors are among them: matrices kept of both are of both.
+    `borrowed` is another model's path whose tensors are among them: matrices kept of both are of both. The
+    disk is asked for `size` bytes before matrices are kept.
     """
     show = progress or NoProgress()
 
-    def load(kept: KeptMatrices | NewMatrices | None) -> _Part:
+    def load(kept: PreparedFile | NewPreparedFile | None) -> _Part:
         elements = sum(math.prod(file.shapes[tensor]) for tensor in tensors)
-        show.start(elements * dtype.itemsize, f"loading {name or file.path.name}")
-        try:
-            with WeightReader(file, dtype, show, quantization, kept) as reader:
-                return make(Weights(reader, device, kernels, logit_ids))
-        finally:
-            show.finish()
+        with (
+            show.showing(elements * dtype.itemsize, f"loading {name or file.path.name}"),
+            WeightReader(file, dtype, show, quantization, kept) as reader,
+        ):
+            return make(Weights(reader, device, kernels, logit_ids))
 
+    kind = _kind(kernels, quantization)
+    if kind is None:
+        return load(None)
+    path = prepared_path(file.path, kind, dtype, cache)
+    made_from = identity(file.path, kind, dtype, borrowed)
+    try:
+        if (prepared := PreparedFile.open(path, made_from)) is not None:
+            return load(prepared)
+    except DamagedFileError as error:
+        _LOG.warning("a prepared model is made anew: %s", error)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            return load(None)
     if quantization == "none":
         return load(None)
-    path = cache_path(file.path, quantization, dtype, cache)
-    made_from = identity(file.path, quantization, dtype, borrowed)
-    try:
-        if (matrices := KeptMatrices.open(path, made_from)) is not None:
-            return load(matrices)
-    except DamagedCacheError as error:
-        _LOG.warning("a kept quantized model is damaged and made anew: %s", error)
-    with NewMatrices(path, made_from) as new:
-        loaded = load(new)
-        new.finish()
+    with made_once(path, made_from, tensors, size, _not_kept) as kept:
+        loaded = load(kept)
+        if isinstance(kept, NewPreparedFile):
+            kept.finish()
     return loaded
+
+
+def prepare(
+    model: OpenModel,
+    *,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    quantization: Quantization = "none",
+    cache: Path | None = None,
+    progress: Progress | None = None,
+    name: str | None = None,
+) -> PreparedFile:
+    """The prepared file of a model on a CPU, made where there is none; a matrix at a time is in memory.
+
+    As `load_model` for the rest. Raises ModelError where `cache` has no room or cannot be written to.
+    """
+    kind = _kind(kernels, quantization)
+    assert kind is not None, "only matrices of native products are prepared as they are"
+    path, made_from = prepared_path(model.path, kind, dtype, cache), identity(model.path, kind, dtype)
+    if (prepared := PreparedFile.open(path, made_from)) is not None:
+        return prepared
+    show, tensors = progress or NoProgress(), _shapes(model.config)
+    title = name or model.path.name
+
+    def refuse(error: OSError) -> None:
+        raise ModelError(
+            f"{title} cannot be prepared in {path.parent}: {error}; make room there, or name another folder "
+            "with --offload-folder"
+        ) from error
+
+    with made_once(
+        path, made_from, tensors, estimate_bytes(model, dtype, kernels, quantization), refuse
+    ) as kept:
+        if isinstance(kept, PreparedFile):
+            return kept
+        elements = sum(math.prod(shape) for shape in tensors.values() if len(shape) > 1)
+        with (
+            show.showing(elements * dtype.itemsize, f"preparing {title}"),
+            WeightReader(model, dtype, show, quantization, kept) as reader,
+        ):
+            _built(model.config, PassingWeights(reader, torch.device("cpu"), kernels))
+        kept.finish()
+    if (prepared := PreparedFile.open(path, made_from)) is None:
+        raise ModelFileError(f"{path} was changed while {title} was prepared; start again")
+    return prepared
+
+
+def _built(config: ModelConfig, weights: Weights) -> LanguageModel:
+    return (OPTDecoder if config.family.learns_positions else Decoder)(config, weights)
+
+
+def _kind(kernels: Kernels, quantization: Quantization) -> str | None:
+    """What the matrices of a prepared file are; None: there is none of such a model."""
+    if quantization == "none":
+        return None if kernels.products.library is None else "floats"
+    return quantization
+
+
+def _not_kept(error: OSError) -> None:
+    _LOG.warning("the prepared model is not kept for the next start: %s", error)
 
 
 def estimate_bytes(

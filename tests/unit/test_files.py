@@ -137,7 +137,7 @@ def test_a_lock_lets_one_process_in_at_a_time(tmp_path: Path) -> None:
 def test_on_a_disk_without_locks_nobody_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def refuse(self: object) -> None:
+    def refuse(self: object, blocking: bool) -> None:
         raise error
 
     monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
@@ -150,7 +150,7 @@ def test_on_a_disk_without_locks_nobody_waits(
 def test_a_folder_where_no_lock_can_be_made_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: object) -> None:
+    def refuse(self: object, blocking: bool) -> None:
         raise OSError(errno.EACCES, "no")
 
     monkeypatch.setattr(filelock.FileLock, "acquire", refuse)

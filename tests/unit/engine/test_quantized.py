@@ -54,7 +54,7 @@ def test_speculation_does_not_change_the_text(
 def test_a_draft_is_quantized_on_its_own(folder: Path, own_cache: Path) -> None:
     options = {**ENGINE, "drafts": (str(folder / "draft"),), "draft_quantization": "int8"}
     load_models(EngineConfig.from_options(str(folder / "target"), {**options, "kernels": "torch"}))
-    [kept] = (own_cache / "quantized").iterdir()
+    [kept] = (own_cache / "prepared").glob("*.safetensors")
     assert kept.name.startswith("draft-int8-")
 
 

@@ -1,0 +1,369 @@
+"""A model's matrices on disk as its products read them: made once, then read straight into place.
+
+One safetensors file per model, kind and dtype of activations. (To quantize a large model takes minutes, to
+dequantize and cast the embeddings of a large vocabulary half of every start.) Its unit is a record: the
+matrices of a layer, say, one behind the other as the layer asks for them, so that one read of whole pages
+brings all of them.
+
+    header                 2^20 bytes or more, so that records begin and end at pages
+    model.embed_tokens     a record; its tensors begin at 64 bytes
+    lm_head
+    model.layers.0         tensors called padding.N fill the holes
+
+The header says what the file was made from, and has checksums of itself, of every record and of every tensor.
+So a file of another model, version or length is not opened, and damage is found when it is read; either way
+the file is made anew.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from bisect import bisect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from specinfer.errors import DamagedFileError
+from specinfer.files import NewFile, cache_dir, locked, read_exactly
+from specinfer.hub.gguf_header import part_files
+from specinfer.kernels.layout import Int4Weight, Weight
+
+_VERSION: Final = 3  # of what the numbers mean and how they lie; a file of another is made anew
+_PAGE: Final = 4096  # at which records begin and end, for readers that go past the system's cache
+_LINE: Final = 64  # at which tensors begin
+_HEADER: Final = 1 << 20  # bytes before the first record, at least
+_MOST_HEADER: Final = 1 << 28
+_UNKNOWN: Final = b'"header":"00000000"'  # a header before its own checksum is known
+_KNOWN: Final = re.compile(rb'"header":"([0-9a-f]{8})"')
+_LAYER: Final = re.compile(r"(.*?\blayers\.\d+)\.")
+_NAMES: Final = {
+    torch.uint8: "U8",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+}
+_DTYPES: Final = {name: dtype for dtype, name in _NAMES.items()}
+_LOG: Final = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in its record."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Record(NamedTuple):
+    """Matrices that are read together."""
+
+    offset: int  # in the file; this and the length are multiples of a page
+    length: int
+    crc: int  # of all its bytes
+    tensors: Mapping[str, Place]  # in their order, without what fills holes
+
+
+def prepared_path(model: Path, kind: str, dtype: torch.dtype, folder: Path | None = None) -> Path:
+    """Where the file of a model lies: in `folder`, by default of the user's cache."""
+    place = hashlib.sha256(str(model.resolve()).encode()).hexdigest()[:12]
+    name = f"{model.stem}-{kind}-{_NAMES[dtype].lower()}-{place}.safetensors"
+    return (folder or cache_dir() / "prepared") / name
+
+
+def identity(model: Path, kind: str, dtype: torch.dtype, borrowed: Path | None = None) -> dict[str, str]:
+    """What a file is made from: names, sizes and times of the model's files, and how.
+
+    `borrowed` is another model of which some tensors are.
+    """
+    states = [_state(path) for path in (model, *([] if borrowed is None else [borrowed]))]
+    return {
+        "made_by": f"specinfer prepared {_VERSION}",
+        "kind": kind,
+        "dtype": _NAMES[dtype],
+        "model": json.dumps(states[0] if borrowed is None else states),
+    }
+
+
+def _state(model: Path) -> list[object]:
+    files = part_files(model)
+    if model.is_dir():
+        files = [model / "config.json", *sorted(model.glob("*.safetensors"))]
+    return [
+        str(model.resolve()),
+        *((file.name, (state := file.stat()).st_size, state.st_mtime_ns) for file in files),
+    ]
+
+
+class PreparedFile:
+    """An open prepared file: where its tensors lie, and none of their numbers."""
+
+    def __init__(
+        self,
+        path: Path,
+        records: Mapping[str, Record],
+        checksums: Mapping[str, int],
+        largest: Mapping[str, float],
+    ) -> None:
+        self.path = path
+        self.records = records  # by name, in their order
+        self.largest = largest  # of each int4 matrix: its largest scale
+        self._checksums = checksums
+        self._record_of = {tensor: record for record in records.values() for tensor in record.tensors}
+
+    @classmethod
+    def open(cls, path: Path, wanted: Mapping[str, str]) -> Self | None:
+        """The file at `path`, if it is whole and was made from what is `wanted`; else None."""
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                text = file.read(length) if length < _MOST_HEADER else b""
+                size = file.seek(0, os.SEEK_END)
+            entries = json.loads(_verified(text))
+            made_from: dict[str, str] = entries.pop("__metadata__")
+            del made_from["header"]
+            ours = [json.loads(made_from.pop(name)) for name in ("records", "checksums", "largest")]
+        except (OSError, ValueError, KeyError):
+            return None  # no such file, or no header of ours
+        records, checksums, largest = ours
+        if made_from != wanted or size != max(offset + length for offset, length, _ in records.values()):
+            return None
+        entries = {name: entry for name, entry in entries.items() if name in checksums}
+        return cls(path, _with_tensors(records, entries, 8 + length), checksums, largest)
+
+    def read(self, name: str, into: Weight) -> None:
+        """Fill `into` with that matrix; raises DamagedFileError unless it is what was written."""
+        for field, tensor in zip(into._fields, into, strict=True):
+            self._read(f"{name}.{field}", tensor)
+
+    def _read(self, name: str, into: Tensor) -> None:
+        try:
+            record = self._record_of[name]
+            dtype, shape, offset = record.tensors[name]
+            if (dtype, shape) != (into.dtype, tuple(into.shape)):
+                raise ValueError(f"it is {dtype} {list(shape)}")
+            read_exactly(self.path, record.offset + offset, _bytes(into))
+        except (OSError, ValueError, KeyError) as error:
+            raise DamagedFileError(f"{self.path}: {name} cannot be read ({error})") from error
+        if _checksum(name, into) != self._checksums[name]:
+            raise DamagedFileError(f"{self.path}: {name} has a wrong checksum; the disk may be failing")
+
+
+class NewPreparedFile:
+    """A prepared file in the making, which appears at its path when `finish` is called.
+
+    A context manager: a file that is not finished is removed. Where it cannot be written `failed` is told;
+    should that return, everything else happens as if it could.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        made_from: Mapping[str, str],
+        tensors: Collection[str],
+        size: int,
+        failed: Callable[[OSError], None],
+    ) -> None:
+        """The file is made of these `tensors` of a model, whose matrices will take `size` bytes at most."""
+        self._path = path
+        self._made_from = made_from
+        self._failed = failed
+        self._room = _header_room(tensors)
+        self._needed = size + self._room + 2 * _PAGE * len(tensors)
+        self._end = self._room
+        self._record, self._start, self._crc = "", 0, 0  # the one that grows now
+        self._records: dict[str, tuple[int, int, int]] = {}  # those that are whole: offset, length, checksum
+        self._entries: dict[str, Any] = {}
+        self._checksums: dict[str, int] = {}
+        self._largest: dict[str, float] = {}
+        self._file: NewFile | None = None
+
+    def __enter__(self) -> Self:
+        folder = self._path.parent
+        try:
+            if (free := shutil.disk_usage(folder).free) < self._needed:
+                raise OSError(
+                    f"the prepared model may need {self._needed / 1e9:.2f} GB, "
+                    f"{folder} has {free / 1e9:.2f} GB free"
+                )
+            self._file = NewFile(self._path)
+            self._file.seek(self._room)
+        except OSError as error:
+            self._give_up(error)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.__exit__(kind, error, trace)
+            self._file = None
+
+    def write(self, name: str, weight: Weight) -> None:
+        """Write a matrix down, behind the one before."""
+        if self._file is None:
+            return
+        try:
+            record = self._record_for(name)
+            if record != self._record:
+                self._end_record()
+                self._record, self._start, self._crc = record, self._end, 0
+            for field, tensor in zip(weight._fields, weight, strict=True):
+                self._pad(_LINE)
+                self._checksums[f"{name}.{field}"] = _checksum(f"{name}.{field}", tensor)
+                self._append(f"{name}.{field}", _NAMES[tensor.dtype], tensor.shape, _bytes(tensor))
+        except OSError as error:
+            self._give_up(error)
+        if isinstance(weight, Int4Weight):
+            self._largest[name] = float(weight.scales.max())
+
+    def finish(self) -> None:
+        """Write the header, and give the file its name; that of an older version is removed."""
+        if self._file is None:
+            return
+        try:
+            self._end_record()
+            self._file.seek(0)
+            self._file.write((self._room - 8).to_bytes(8, "little") + self._header())
+            self._file.keep()
+        except OSError as error:
+            self._give_up(error)
+            return
+        with suppress(OSError):
+            (cache_dir() / "quantized" / self._path.name).unlink(missing_ok=True)
+
+    def _header(self) -> bytes:
+        made_from = {
+            "header": "00000000",
+            **self._made_from,
+            "records": json.dumps(self._records),
+            "checksums": json.dumps(self._checksums),
+            "largest": json.dumps(self._largest),
+        }
+        text = json.dumps({"__metadata__": made_from, **self._entries}, separators=(",", ":")).encode()
+        if len(text) > self._room - 8:
+            raise OSError(f"its header would take {len(text)} bytes of {self._room - 8}")
+        text = text.ljust(self._room - 8)
+        return text.replace(_UNKNOWN, f'"header":"{zlib.crc32(text):08x}"'.encode(), 1)
+
+    def _record_for(self, matrix: str) -> str:
+        """The record a matrix belongs to: its layer's, or one of its own."""
+        names = matrix.split("+")
+        layer, *others = {found[1] if (found := _LAYER.match(name)) else "" for name in names}
+        if layer and not others and layer not in self._records:
+            return layer
+        taken = {*self._records, self._record}
+        own = names[0].removesuffix(".weight")
+        choices = (own, "lm_head", f"{own}.{len(taken)}")  # the second: where the first embeds tokens, too
+        return next(choice for choice in choices if choice not in taken)
+
+    def _end_record(self) -> None:
+        if self._record:
+            self._pad(_PAGE)
+            self._records[self._record] = (self._start, self._end - self._start, self._crc)
+
+    def _pad(self, to: int) -> None:
+        if missing := -self._end % to:
+            self._append(f"padding.{len(self._entries)}", "U8", (missing,), memoryview(bytes(missing)))
+
+    def _append(self, name: str, dtype: str, shape: tuple[int, ...], data: memoryview) -> None:
+        assert self._file is not None
+        self._file.write(data)
+        begin, self._end = self._end, self._end + len(data)
+        self._crc = zlib.crc32(data, self._crc)
+        self._entries[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [begin - self._room, self._end - self._room],
+        }
+
+    def _give_up(self, error: OSError) -> None:
+        self.__exit__(None, None, None)
+        self._failed(error)
+
+
+@contextmanager
+def made_once(
+    path: Path,
+    made_from: Mapping[str, str],
+    tensors: Collection[str],
+    size: int,
+    failed: Callable[[OSError], None],
+) -> Iterator[PreparedFile | NewPreparedFile]:
+    """The file, where another process has made it meanwhile, or a new one, as NewPreparedFile says.
+
+    One process at a time is in this block; the others wait, and say so.
+    """
+    new = NewPreparedFile(path, made_from, tensors, size, failed)
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = path.with_name(f"{path.name}.lock")
+            stack.enter_context(
+                locked(lock, lambda: _LOG.warning("waiting for a process that makes %s", path))
+            )
+        except OSError as error:
+            failed(error)
+        else:
+            for remains in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
+                with suppress(OSError):
+                    remains.unlink()  # of a process that was killed, as nobody else has the lock
+            if (kept := PreparedFile.open(path, made_from)) is not None:
+                yield kept
+                return
+            stack.enter_context(new)
+        yield new
+
+
+def _header_room(tensors: Collection[str]) -> int:
+    """Bytes before the first record, the eight of the header's length among them."""
+    # A matrix has three tensors at most, with an entry, a checksum and a hole behind each.
+    most = (1 << 17) + sum(6 * len(name) + 1000 for name in tensors)
+    return max(_HEADER, -(-most // _PAGE) * _PAGE)
+
+
+def _verified(header: bytes) -> bytes:
+    """A header that has its own checksum; raises ValueError where that is another."""
+    found = _KNOWN.search(header)
+    if found is None or zlib.crc32(header.replace(found[0], _UNKNOWN, 1)) != int(found[1], 16):
+        raise ValueError("the header is damaged")
+    return header
+
+
+def _with_tensors(
+    records: Mapping[str, tuple[int, int, int]], entries: Mapping[str, Any], start: int
+) -> dict[str, Record]:
+    """Records, of offset, length and checksum, with those tensors that lie in them, counted from `start`."""
+    found: list[dict[str, Place]] = [{} for _ in records]
+    offsets = [offset for offset, _, _ in records.values()]
+    for name, entry in entries.items():
+        begin = start + entry["data_offsets"][0]
+        number = bisect(offsets, begin) - 1
+        place = Place(_DTYPES[entry["dtype"]], tuple(entry["shape"]), begin - offsets[number])
+        found[number][name] = place
+    return {
+        name: Record(*numbers, tensors)
+        for (name, numbers), tensors in zip(records.items(), found, strict=True)
+    }
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, in place."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _checksum(name: str, tensor: Tensor) -> int:
+    """Of what a tensor is called, of what kind it is, and of its bytes."""
+    kind = f"{name} {_NAMES[tensor.dtype]} {list(tensor.shape)}"
+    return zlib.crc32(_bytes(tensor), zlib.crc32(kind.encode()))

@@ -1,0 +1,293 @@
+"""Preparing a model: a matrix at a time, once for all processes, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from specinfer.config import Quantization
+from specinfer.errors import DamagedFileError, ModelError, ModelFileError
+from specinfer.files import NewFile
+from specinfer.kernels.layout import Weight
+from specinfer.models.prepared import NewPreparedFile, PreparedFile
+from specinfer.models.safetensors import SafetensorsFolder
+from specinfer.models.weight_reader import WeightReader
+from specinfer.models.weights import load_model, open_model, prepare
+from specinfer.progress import Progress
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.executor import ModelRunner
+from tests.kernels import kernels
+from tests.parity.families import save_random
+from tests.shown import Shown
+from tests.tiny_models import write_tiny_llama
+
+KINDS: list[Quantization] = ["none", "int8", "int4"]
+
+
+def prepared(folder: Path, quantization: Quantization, progress: Progress | None = None) -> PreparedFile:
+    """The file of a model, in a folder beside it."""
+    return prepare(
+        open_model(folder),
+        dtype=torch.float32,
+        kernels=kernels("native"),
+        quantization=quantization,
+        cache=folder.parent / "prepared",
+        progress=progress,
+    )
+
+
+def logits(
+    folder: Path, quantization: Quantization, cache: str = "prepared", ids: Sequence[int] | None = None
+) -> Tensor:
+    """What an ordinary start computes."""
+    model = load_model(
+        folder,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        kernels=kernels("native"),
+        quantization=quantization,
+        cache=folder.parent / cache,
+        logit_ids=ids,
+    )
+    return ModelRunner(model, num_blocks=1, block_size=4).forward([Rows((3, 1, 4), 0, [0], 0)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tiny_llama(tmp_path / "m", intermediate_size=72)
+
+
+@pytest.mark.parametrize("quantization", KINDS)
+@pytest.mark.parametrize("family", ["llama", "llama-biases", "qwen3", "gemma3", "opt", "opt-350m"])
+def test_a_prepared_model_computes_the_same_bits(
+    family: str, quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "m"
+    save_random(family, folder, tied=family == "gemma3")
+    want = logits(folder, quantization, "elsewhere")
+    prepared(folder, quantization)
+    read: list[str] = []
+    rows = SafetensorsFolder.read_rows
+
+    def watched(self: SafetensorsFolder, name: str, start: int, stop: int) -> Tensor:
+        read.append(name)
+        return rows(self, name, start, stop)
+
+    monkeypatch.setattr(SafetensorsFolder, "read_rows", watched)
+    assert torch.equal(logits(folder, quantization), want)
+    shapes = open_model(folder).shapes
+    assert [name for name in read if len(shapes[name]) > 1] == []
+
+
+@pytest.mark.parametrize("quantization", KINDS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_chosen_logits_of_a_prepared_model(quantization: Quantization, tied: bool, tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "m", tie_embeddings=tied)
+    prepared(folder, quantization)
+    ids = [5, 0, 63, *range(20)]
+    assert torch.equal(logits(folder, quantization, ids=ids), logits(folder, quantization)[:, ids])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_an_ordinary_start_makes_the_same_file(quantization: Quantization, folder: Path) -> None:
+    path = prepared(folder, quantization).path
+    logits(folder, quantization, "elsewhere")
+    assert (folder.parent / "elsewhere" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_an_ordinary_start_makes_no_file_of_floats(folder: Path) -> None:
+    logits(folder, "none")
+    assert not (folder.parent / "prepared").exists()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_records_are_a_models_layers(tied: bool, tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "m", tie_embeddings=tied)
+    records = prepared(folder, "int4").records
+    assert [*records] == ["model.embed_tokens", "lm_head", "model.layers.0", "model.layers.1"]
+    layer = "model.layers.1"
+    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+    qkv = "+".join(f"{attention}.{name}_proj.weight" for name in "qkv")
+    gate_up = f"{mlp}.gate_proj.weight+{mlp}.up_proj.weight"
+    matrices = [qkv, f"{attention}.o_proj.weight", gate_up, f"{mlp}.down_proj.weight"]
+    fields = ("levels", "scales", "zeros")
+    assert [*records[layer].tensors] == [f"{matrix}.{field}" for matrix in matrices for field in fields]
+
+
+def test_progress_of_preparing(folder: Path) -> None:
+    shown = Shown()
+    for _ in range(2):  # made, then there
+        prepared(folder, "int8", shown)
+    matrices = [torch.Size(shape) for shape in open_model(folder).shapes.values() if len(shape) > 1]
+    assert shown.works == [("preparing m", sum(shape.numel() for shape in matrices) * 4)]
+
+
+@pytest.mark.parametrize("quantization", KINDS)
+def test_no_more_than_one_matrix_is_in_memory(
+    quantization: Quantization, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+    read = WeightReader.read
+
+    def watched(
+        self: WeightReader, names: Sequence[str], into: Weight, rows: Sequence[int] | None = None
+    ) -> None:
+        assert [tensor for tensor in seen if tensor() is not None] == []
+        seen.extend(map(weakref.ref, into))
+        read(self, names, into, rows)
+
+    monkeypatch.setattr(WeightReader, "read", watched)
+    prepared(folder, quantization)
+    assert len(seen) >= 10
+
+
+def test_of_two_that_prepare_a_model_one_waits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits, writes = threading.Event(), NewPreparedFile.write
+    made: list[str] = []
+
+    def slow(self: NewPreparedFile, name: str, weight: Weight) -> None:
+        made.append(name)
+        assert waits.wait(30)
+        writes(self, name, weight)
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            waits.set()
+
+    logger, heard = logging.getLogger("specinfer.models.prepared"), Heard()
+    monkeypatch.setattr(NewPreparedFile, "write", slow)
+    logger.addHandler(heard)
+    found: list[PreparedFile] = []
+    threads = [threading.Thread(target=lambda: found.append(prepared(folder, "int8"))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    logger.removeHandler(heard)
+    assert len(made) == len(set(made)) + 1  # the tied table is there twice
+    assert [file.records for file in found] == [found[0].records] * 2
+    [line] = caplog.messages
+    assert line == f"waiting for a process that makes {found[0].path}"
+
+
+def test_a_killed_process_leaves_no_file_of_that_name(folder: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from specinfer.models.prepared import NewPreparedFile\n"
+        "from tests.unit.models.test_prepare import prepared\n"
+        "def stuck(self):\n"
+        "    print('all but done', flush=True)\n"
+        "    time.sleep(60)\n"
+        "NewPreparedFile.finish = stuck\n"
+        "prepared(Path(sys.argv[1]), 'int8')\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "all but done\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    [partial] = (folder.parent / "prepared").glob("*.partial")
+    assert not [*(folder.parent / "prepared").glob("*.safetensors")]
+    path = prepared(folder, "int8").path
+    assert path.exists()
+    assert not partial.exists()
+
+
+def fail_to_write(self: NewFile, data: bytes | memoryview) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def full(monkeypatch: pytest.MonkeyPatch, how: str) -> str:
+    """Fill the disk; returns what is said of it."""
+    if how == "before":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
+        return "has 0.00 GB free"
+    monkeypatch.setattr(NewFile, "write", fail_to_write)
+    return "No space left on device"
+
+
+@pytest.mark.parametrize("how", ["before", "while it is written"])
+def test_a_full_disk_ends_preparing(how: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = full(monkeypatch, how)
+    with pytest.raises(
+        ModelError, match=f"^m cannot be prepared in .*prepared: .*{said}; make room .* --offload-folder$"
+    ):
+        prepared(folder, "int8")
+    assert [path.suffix for path in (folder.parent / "prepared").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("how", ["before", "while it is written"])
+def test_a_full_disk_costs_an_ordinary_start_its_file_only(
+    how: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    want = logits(folder, "int8")
+    said = full(monkeypatch, how)
+    assert torch.equal(logits(folder, "int8", "elsewhere"), want)
+    [line] = caplog.messages
+    assert line.startswith("the prepared model is not kept for the next start: ")
+    assert said in line
+
+
+def test_a_folder_that_cannot_be_written_to(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder.parent / "prepared").write_text("a file")
+    with pytest.raises(ModelError, match=r"File exists.*--offload-folder"):
+        prepared(folder, "int8")
+    logits(folder, "int8")
+    assert len(caplog.messages) == 1
+
+
+def damage(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: 1 << 20] + bytes([data[1 << 20] ^ 1]) + data[(1 << 20) + 1 :])
+
+
+def test_a_damaged_file_that_cannot_be_removed_is_not_needed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    want = logits(folder, "int8")
+    damage(prepared(folder, "int8").path)
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert torch.equal(logits(folder, "int8"), want)
+    [line] = caplog.messages
+    assert "is made anew" in line
+
+
+def test_damage_of_what_was_made_anew_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes find the file damaged, one makes it anew, and the other finds that damaged, too."""
+    damage(prepared(folder, "int8").path)
+    monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: None)
+    with pytest.raises(ModelFileError, match="wrong checksum; the disk may be failing") as caught:
+        logits(folder, "int8")
+    assert isinstance(caught.value, DamagedFileError)
+
+
+def test_damage_in_floats_is_read_from_the_model(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    want = logits(folder, "none")
+    path = prepared(folder, "none").path
+    damage(path)
+    assert torch.equal(logits(folder, "none"), want)
+    assert not path.exists()
+    assert len(caplog.messages) == 1
