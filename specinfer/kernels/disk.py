@@ -28,6 +28,9 @@ from specinfer.errors import ModelFileError, ensure
 
 PAGE: Final = 4096  # bytes: offsets, lengths and addresses of reads are multiples of it
 _MIB: Final = 1 << 20
+# Bytes after which all of a file leaves the page cache: what the system has read ahead of one reader may come
+# back behind another that had dropped it. To do that more often takes half of the speed.
+_SWEPT: Final = 32 * _MIB
 _REFUSED: Final = (errno.EINVAL, errno.EOPNOTSUPP)  # a file system without O_DIRECT
 # Readers and bytes of a piece: of several that are about as fast the first is taken. A large piece comes
 # before a small one: behind each a reader waits up to 5 ms for the interpreter while others run Python.
@@ -86,8 +89,9 @@ class StreamSource:
                 f"{path} cannot be opened ({error.strerror}); load the model again"
             ) from error
         self.size = self._state[-1]
+        self._read = 0  # bytes since all of the file left the page cache
+        self._forget(0, 0)
         if not self.direct:
-            self._forget(0, 0)
             _LOG.info("%s: this file system has no O_DIRECT; each piece leaves the page cache again", path)
 
     def read_into(self, view: memoryview, offset: int) -> None:
@@ -100,8 +104,7 @@ class StreamSource:
         try:
             while view:
                 count = os.preadv(self._number, [view], offset)
-                if not self.direct:
-                    self._forget(offset, count)
+                self._forget(offset, count)
                 view, offset = view[count:], offset + count
                 if not count or (self.direct and count % PAGE):
                     raise ModelFileError(
@@ -132,9 +135,13 @@ class StreamSource:
 
     def _forget(self, offset: int, count: int) -> None:
         """Let the page cache drop so many bytes from `offset` on; 0: all to the end."""
-        if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):  # advice, which some file systems do not take
-                os.posix_fadvise(self._number, offset, count, os.POSIX_FADV_DONTNEED)
+        if self.direct or not hasattr(os, "posix_fadvise"):
+            return
+        self._read += count
+        if self._read >= _SWEPT:
+            self._read = offset = count = 0
+        with contextlib.suppress(OSError):  # some file systems take no advice
+            os.posix_fadvise(self._number, offset, count, os.POSIX_FADV_DONTNEED)
 
 
 def _open_direct(path: Path) -> int | None:

@@ -62,14 +62,22 @@ def test_pieces_are_the_files_bytes(file: Path) -> None:
 def test_without_o_direct_pieces_leave_the_page_cache(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    forgotten: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda number, *what: forgotten.append(what))
+    advice: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda number, *what: advice.append(what))
     with caplog.at_level(logging.INFO):
         source = StreamSource(file)
         assert read(source, PAGE, 3 * PAGE) == DATA[PAGE : 4 * PAGE]
+        monkeypatch.setattr(disk, "_SWEPT", 5 * PAGE)
+        read(source, 4 * PAGE, 2 * PAGE)
+        read(source, 6 * PAGE, 2 * PAGE)
     assert not source.direct
     dropped = os.POSIX_FADV_DONTNEED
-    assert forgotten == [(0, 0, dropped), (PAGE, 3 * PAGE, dropped)]
+    assert advice == [
+        (0, 0, dropped),
+        (PAGE, 3 * PAGE, dropped),
+        (0, 0, dropped),
+        (6 * PAGE, 2 * PAGE, dropped),
+    ]
     assert [record.getMessage() for record in caplog.records] == [
         f"{file}: this file system has no O_DIRECT; each piece leaves the page cache again"
     ]

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+import sys
 import threading
 import time
 import zlib
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.memory_group import NoGroupError, memory_group
 from specinfer.errors import ClosedError, IntegrityError, ModelFileError
 from specinfer.kernels.disk import PAGE, DiskRate, StreamSource
 from specinfer.models import stream as module
@@ -516,3 +518,36 @@ def test_a_real_file_streams_until_it_is_cut(tmp_path: Path, folder: str | None)
                 pass_over(stream, records)
     finally:
         path.unlink()
+
+
+STREAMING = """
+import os, sys
+from pathlib import Path
+if sys.argv[2] == "buffered":
+    del os.O_DIRECT
+from specinfer.kernels.disk import DiskRate, StreamSource
+from specinfer.models.stream import LayerStream, StreamRecord
+source = StreamSource(Path(sys.argv[1]))
+records = [StreamRecord(n << 23, 1 << 23, None, "layer") for n in range(source.size >> 23)]
+with LayerStream(source, records, buffers=2, disk=DiskRate(2, 1 << 20, 1e9, source.direct)) as stream:
+    for _ in range(3):
+        for number in range(len(records)):
+            assert stream.buffers[stream.take(number)][0] == number
+"""
+
+
+@pytest.mark.parametrize("how", ["direct", "buffered"])
+def test_memory_is_that_of_the_buffers_however_large_the_file(tmp_path: Path, how: str) -> None:
+    path, root = tmp_path / "weights", Path(__file__).parents[3]
+    with path.open("wb") as file:
+        for number in range(16):
+            file.write(bytes([number]) * (1 << 23))
+        os.fsync(file.fileno())  # the page cache drops no page that is not on the disk yet
+    try:
+        with memory_group(112 << 20) as group:
+            ran = group.run([sys.executable, "-c", STREAMING, str(path), how], cwd=root)
+    except NoGroupError as error:
+        pytest.skip(str(error))
+    assert (ran.returncode, ran.stderr, ran.oom_kills) == (0, "", 0)
+    assert ran.peak_resident >= 16 << 20
+    assert ran.peak_usage < 96 << 20, "of a file of 128 MiB, under a limit of 112"
