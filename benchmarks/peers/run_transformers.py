@@ -71,6 +71,8 @@ def load(folder: str, memory: int | None = None) -> Any:
             "offload_folder": tempfile.mkdtemp(prefix="offload-", dir=Path(folder).parent),
         }
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **placed).eval()
+    # Where all of it is on the disk it says that it is nowhere, and an assistant's tokens are sent there.
+    type(model).device = property(lambda self: torch.device("cpu"))
     assistance = {
         name: getattr(model.generation_config, name)
         for name in (

@@ -28,6 +28,7 @@ SCRIPTS = (
         "lm_eval_parity",
         "matching_length",
         "neighbour",
+        "offload",
         "overhead",
         "parameters",
         "policy_live",

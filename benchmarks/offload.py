@@ -1,0 +1,172 @@
+"""Models larger than memory: specinfer and others under one limit, each pass a read of what does not fit.
+
+    make peers-env ARGS="transformers llama_cpp airllm"                     once: the others
+    python benchmarks/offload.py --model TARGET.gguf --draft SMALL.gguf \\
+        --dataset alpaca=alpaca.jsonl --dataset humaneval=humaneval.jsonl
+
+The target is a 4-bit file, of which a dithered model in bfloat16 is made once (offload/models.py);
+`--inflate` adds one of so many layers, whose text is known. Limits are shares of the model's bytes, above
+what Python takes by itself. Everybody under a limit is a child in a memory cgroup, and is not run where none
+can be made; only the resident run, whose texts are the measure, has all the memory there is.
+
+A cell is one row (offload/rows.py) with its share of the prompts. Cells of one question run in turns, each
+behind a reading of the file past the page cache, of which no page stays. They are kept in a JSON file beside
+the page: an interrupted run goes on where it was, and what failed is tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+from offload.cells import BYTES, ENGINE, RESIDENT, Bench, Limit, Prompt, Question, run_cell
+from offload.models import dithered, inflated
+from offload.page import draw, page
+from offload.rows import Row, select
+from peers.process import Worker
+from peers.weights import Home, default_home
+from prediction import read_edits
+from study import REQUIRED, Study, natural, parser, run, settings_of
+
+from specinfer.hub import resolve
+from specinfer.report.dataset import read_dataset
+from specinfer.tokenizer import Tokenizer
+
+EDITS = "edits"
+LONGEST_EDIT = 768  # tokens of a prompt
+
+
+def main() -> None:
+    args = arguments()
+    try:
+        rows = select(args.rows)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    grid = ("limits", "kinds", "inflate", "inflated_limits", "temperatures", "batches", "rows", "only")
+    without = (*grid, "home", "models", "timeout")
+    study = Study("offload", args.out, settings_of(args, without=without))
+    bench = prepare(args)
+
+    def write() -> str:
+        picture = study.out.with_suffix(".png")
+        shown = [f"![Speed over plain]({picture.name})", ""] if draw(study.cells, picture) else []
+        return study.write([*page(study.cells, study.settings), *shown], args.threads)
+
+    for name, make in cells_of(bench, rows):
+        if failed_before(name, study.cells):
+            continue
+        if "answers" not in study.cells.get(name, {}):
+            cell = make()
+            study.keep(name, cell)
+            print(f"{name}: {outcome(cell)}", flush=True)
+            write()
+    print(write())
+
+
+def arguments() -> argparse.Namespace:
+    threads = psutil.cpu_count(logical=False) or 1
+    options = parser(__doc__, model=REQUIRED, draft=REQUIRED, max_tokens=64, rounds=2, threads=threads)
+    options.add_argument(
+        "--dataset", action="append", default=[], metavar="NAME=FILE.jsonl", help="prompts; repeatable"
+    )
+    options.add_argument("--prompts", type=natural, default=8, help="of each workload (default 8)")
+    options.add_argument("--limits", type=float, nargs="+", default=[0.5, 0.25, 0.75], help="shares of bytes")
+    options.add_argument(
+        "--kinds", nargs="+", choices=[*BYTES], default=["none", "int8"], help="quantizations"
+    )
+    options.add_argument(
+        "--inflate", type=natural, help="layers of an inflated model, under --inflated-limits"
+    )
+    options.add_argument("--inflated-limits", type=float, nargs="+", default=[0.5])
+    options.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    options.add_argument("--batches", type=natural, nargs="+", default=[1, 4])
+    options.add_argument("--rate", type=natural, help="the most MB/s that anybody reads from the disk")
+    options.add_argument("--rows", default="*", help="names, comma-separated, * for any text (default *)")
+    options.add_argument("--only", default="", help="only cells whose names have this text in them")
+    options.add_argument("--timeout", type=float, default=1800, help="seconds for one answer, or to load")
+    cache = Path.home() / ".cache" / "specinfer-bench"
+    options.add_argument("--models", type=Path, default=cache, help="where models are made")
+    options.add_argument("--home", type=Path, default=default_home(), help="where the others are")
+    return options.parse_args()
+
+
+def prepare(args: argparse.Namespace) -> Bench:
+    """Make the models where they are not there yet, and read the prompts."""
+    gguf, folder = dithered(Path(args.model).resolve(), args.models)
+    folders = {"dithered": folder}
+    if args.inflate:
+        folders["inflated"] = inflated(folder, args.models, args.inflate)
+    tokenizer = Tokenizer.load(resolve(str(folder)))
+
+    def chat(text: str, prediction: str | None = None) -> Prompt:
+        return Prompt(tokenizer.encode_chat([{"role": "user", "content": text}]), prediction)
+
+    prompts = {}
+    for given in args.dataset:
+        name, sign, file = given.partition("=")
+        if not sign:
+            sys.exit(f"error: got --dataset {given}; allowed: NAME=FILE.jsonl")
+        conversations = read_dataset(Path(file)).conversations[: args.prompts]
+        prompts[name] = [chat(conversation.turns[0]) for conversation in conversations]
+    edits = [chat(edit.prompt, edit.source) for edit in read_edits()]
+    prompts[EDITS] = [edit for edit in edits if len(edit.tokens) <= LONGEST_EDIT][: args.prompts]
+    with Worker([sys.executable, str(ENGINE)], {}, 120) as worker:
+        own = worker.ask({"model": None})["own"]
+    draft = resolve(args.draft[0]).path
+    return Bench(folders, gguf, draft, prompts, Home(args.home), own, args)
+
+
+def cells_of(bench: Bench, rows: Sequence[Row]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """The names of all cells in the order they run, each with what measures it."""
+    args = bench.args
+    limits = [Limit("dithered", kind, share) for share in args.limits for kind in args.kinds]
+    if args.inflate:
+        limits += [Limit("inflated", kind, share) for share in args.inflated_limits for kind in args.kinds]
+    questions = [
+        Question(workload, temperature, batch)
+        for temperature in args.temperatures
+        for batch in args.batches
+        for workload in bench.prompts
+    ]
+    resident = Row(name=RESIDENT, options={"lookup": False, "max_nodes": 1})
+    for limit in limits:
+        for question in questions:
+            for round_ in range(args.rounds):
+                known = Limit("dithered", limit.kind, 1)
+                turns = [(known, resident), *((limit, row) for row in rows if asked(row, limit, question))]
+                for at, row in turns if round_ % 2 == 0 else reversed(turns):
+                    name = f"{at}|{question}|{row.name}|{round_}"
+                    if args.only in name:
+                        yield name, partial(run_cell, bench, at, question, row, round_)
+
+
+def asked(row: Row, limit: Limit, question: Question) -> bool:
+    """Whether a row is run for a question; peers are asked greedily, one prompt at a time."""
+    if limit.kind not in row.kinds or row.edits not in (None, question.workload == EDITS):
+        return False
+    return row.peer is None or (
+        limit.model == "dithered" and question.temperature == 0 and question.batch == 1
+    )
+
+
+def failed_before(name: str, cells: dict[str, Any]) -> bool:
+    """Whether the row failed in an earlier round, and has its reason."""
+    start, _, round_ = name.rpartition("|")
+    return any("error" in cells.get(f"{start}|{r}", {}) for r in range(int(round_)))
+
+
+def outcome(cell: dict[str, Any]) -> str:
+    """A cell in a few words, for the terminal."""
+    if "error" in cell:
+        return str(cell["error"])
+    tokens, seconds = (sum(group[name] for group in cell["groups"]) for name in ("tokens", "seconds"))
+    return f"{tokens / seconds:.2f} tokens/s" if seconds else "all at once"
+
+
+if __name__ == "__main__":
+    run(main)

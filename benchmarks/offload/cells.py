@@ -1,0 +1,255 @@
+"""A cell of benchmarks/offload.py: a row's answers to its prompts, under a limit.
+
+Everybody under a limit is a child in a memory cgroup, and is not run where none can be made. Before it the
+disk's rate is read, and of the files it reads no page is left in the cache: who reads them has them counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import run as call
+from typing import Any
+
+from peers.process import Worker, WorkerError
+from peers.weights import INSTALL, Home, WeightsError
+from study import digest
+
+from offload.memory_group import MemoryGroup, NoGroupError
+from offload.rows import Row
+from specinfer.hub import resolve
+from specinfer.models.weights import open_model
+
+HERE = Path(__file__).parent
+ENGINE = HERE / "run_engine.py"
+PEERS = HERE.parent / "peers"
+RESIDENT = "resident"
+BYTES = {"none": 2.0, "int8": 1.0, "int4": 19 / 32}  # of a weight; int4 has a scale and a zero for 32 of them
+REFERENCE_SECONDS = 2.0
+WARM_UP_TOKENS = 2
+TREE_ROOM = 2048  # cache positions beyond prompt and answer, for what is guessed and not kept
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A model under a limit."""
+
+    model: str  # dithered or inflated
+    kind: str  # its quantization
+    share: float  # of its bytes that may be in memory
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.kind} {self.share:.0%}"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked, and how: cells of one question are compared."""
+
+    workload: str
+    temperature: float
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.workload} T={self.temperature:g} batch {self.batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    tokens: list[int]
+    prediction: str | None = None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """All that cells are made of."""
+
+    folders: dict[str, Path]  # dithered, inflated -> model folder
+    gguf: Path  # of the dithered model, bfloat16
+    draft: Path
+    prompts: dict[str, list[Prompt]]  # by workload
+    home: Home
+    own: int  # bytes that Python takes by itself
+    args: argparse.Namespace
+
+    def bytes(self, limit: Limit) -> int:
+        """What the weights take that are in memory."""
+        return int(limit.share * weights(self.folders[limit.model]) * BYTES[limit.kind])
+
+    def dealt(self, question: Question, round_: int) -> range:
+        """The prompts of a question's round, by number."""
+        count = len(self.prompts[question.workload])
+        return range(round_ * count // self.args.rounds, (round_ + 1) * count // self.args.rounds)
+
+    @property
+    def context(self) -> int:
+        """Cache positions that an answer may need."""
+        longest = max(len(prompt.tokens) for prompts in self.prompts.values() for prompt in prompts)
+        return longest + int(self.args.max_tokens) + TREE_ROOM
+
+
+def run_cell(bench: Bench, limit: Limit, question: Question, row: Row, round_: int) -> dict[str, Any]:
+    """One row's answers to its prompts of a round, or the reason there are none."""
+    python = Path(sys.executable) if row.peer is None else bench.home.python(row.peer)
+    if not python.exists():
+        return {"error": f"not installed; {INSTALL}"}
+    script = ENGINE if row.peer is None else PEERS / f"run_{row.peer}.py"
+    limited = row.name != RESIDENT
+    room = bench.bytes(limit)
+    environment = {"OMP_NUM_THREADS": str(bench.args.threads), "HF_HUB_OFFLINE": "1"}
+    try:
+        setup, files = setup_of(bench, limit, row, room if limited else None)
+        rate = bench.args.rate and bench.args.rate * 10**6
+        with MemoryGroup(bench.own + room, rate, files[0]) if limited else nullcontext() as group:
+            reference = None if group is None else read_reference(group, files[0])
+            for file in files:
+                forget(file)
+            command = [str(python), str(script)]
+            with Worker(
+                command if group is None else group.inside(command), environment, bench.args.timeout
+            ) as worker:
+                cell = converse(bench, worker, setup, question, row, round_)
+                memory = {"peak": worker.peak_memory(), "own": bench.own, "room": room}
+                if group is not None:
+                    memory |= {"group_peak": group.peak(), "kills": group.kills()}
+                return {**cell, **memory, "reference": reference}
+    except NoGroupError as error:
+        return {"error": f"not run: {error}"}
+    except (WorkerError, WeightsError, ValueError, OSError) as error:
+        return {"error": str(error)}
+
+
+def setup_of(bench: Bench, limit: Limit, row: Row, room: int | None) -> tuple[dict[str, Any], list[Path]]:
+    """What the child is told first, and the files it reads; `room` is None for the resident run."""
+    folder, options = bench.folders[limit.model], dict(row.options)
+    model = {
+        "folder": lambda: folder,
+        "bf16": lambda: bench.gguf,
+        "q8_0": lambda: bench.home.weights(bench.gguf, "q8_0"),
+    }[row.form]()
+    draft = None if row.draft is None else bench.home.weights(bench.draft, row.draft)
+    if row.peer is None:
+        options |= {
+            "quantization": limit.kind,
+            "dtype": "bfloat16",
+            "max_batch_size": max(bench.args.batches),
+            "max_context": bench.context,
+            "prefix_reuse": False,
+        }
+        if draft is not None:
+            options["drafts"] = [str(draft)]
+        if room is not None:
+            options |= {"offload": "auto", "memory": room}
+    elif row.peer == "transformers":
+        options["memory"] = bench.own + (room or 0)
+    elif row.peer == "airllm":
+        options["layers"] = str(bench.home.folder / "weights" / f"airllm-{folder.name}")
+    setup = {
+        "model": str(model),
+        "draft": None if draft is None else str(draft),
+        "threads": bench.args.threads,
+        "context": bench.context,
+        "options": options,
+    }
+    paths = [path for path in (model, draft) if path is not None]
+    return setup, [
+        file for path in paths for file in ([*path.glob("*.safetensors")] if path.is_dir() else [path])
+    ]
+
+
+def converse(
+    bench: Bench, worker: Worker, setup: dict[str, Any], question: Question, row: Row, round_: int
+) -> dict[str, Any]:
+    """Load, warm up and ask, a batch at a time; raises WorkerError, or ValueError for a wrong length."""
+    began = time.perf_counter()
+    told = worker.ask(setup)
+    loaded = time.perf_counter()
+    prompts, numbers = bench.prompts[question.workload], [*bench.dealt(question, round_)]
+    ask(worker, row, question, [(numbers[0], prompts[numbers[0]])], WARM_UP_TOKENS, salt="warm")
+    answers, groups = [], []
+    measured, busy = time.perf_counter(), worker.busy_elsewhere()
+    for start in range(0, len(numbers), question.batch):
+        batch = [(number, prompts[number]) for number in numbers[start : start + question.batch]]
+        asked_at = time.perf_counter()
+        reply = ask(worker, row, question, batch, bench.args.max_tokens, salt=str(start))
+        for number, answer in zip(numbers[start:], reply["answers"], strict=False):
+            if len(answer["tokens"]) != bench.args.max_tokens:
+                raise ValueError(f"made {len(answer['tokens'])} tokens for prompt {number}")
+            answers.append({"prompt": number, "text": digest(answer["tokens"])})
+        whole = time.perf_counter() - asked_at
+        groups.append({**timed(reply["answers"]), "whole": whole, "counted": reply.get("counted", {})})
+    busy = worker.busy_elsewhere() - busy
+    return {
+        "answers": answers,
+        "groups": groups,
+        "versions": told["versions"],
+        "load_seconds": loaded - began,
+        "busy_elsewhere": max(busy, 0.0) / (time.perf_counter() - measured),
+    }
+
+
+def ask(
+    worker: Worker,
+    row: Row,
+    question: Question,
+    batch: Sequence[tuple[int, Prompt]],
+    max_tokens: int,
+    salt: str,
+) -> dict[str, Any]:
+    """The answers to some prompts at once; a peer is given one."""
+    if row.peer is not None:
+        [(_, prompt)] = batch
+        return {"answers": [worker.ask({"prompt": prompt.tokens, "max_tokens": max_tokens})]}
+    params = [
+        {
+            "temperature": question.temperature,
+            "seed": number,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "cache_salt": salt,
+            **({"prediction": prompt.prediction} if row.predicts else {}),
+        }
+        for number, prompt in batch
+    ]
+    return worker.ask({"prompts": [prompt.tokens for _, prompt in batch], "params": params})
+
+
+def timed(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What came after the first token of all: tokens, seconds, passes; and seconds to that token."""
+    first = max(answer["arrivals"][0][0] for answer in answers)
+    later = [[(at, n) for at, n in answer["arrivals"] if at > first] for answer in answers]
+    everything = [arrival for arrivals in later for arrival in arrivals]
+    return {
+        "first": first,
+        "tokens": sum(n for _, n in everything),
+        "seconds": max((at for at, _ in everything), default=first) - first,
+        "passes": max(len(arrivals) for arrivals in later),
+    }
+
+
+def read_reference(group: MemoryGroup, file: Path) -> float | None:
+    """Bytes per second that one reader of 4 MiB at a time gets of a file now; None where refused."""
+    command = [sys.executable, str(HERE / "read_rate.py"), str(file), str(REFERENCE_SECONDS)]
+    done = call(group.inside(command), capture_output=True, text=True, check=False)
+    return float(done.stdout) if done.returncode == 0 else None
+
+
+def forget(file: Path) -> None:
+    """Drop a file's pages from the cache: whoever reads them under a limit has them counted."""
+    if hasattr(os, "posix_fadvise"):
+        number = os.open(file, os.O_RDONLY)
+        os.fdatasync(number)
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(number)
+
+
+def weights(folder: Path) -> int:
+    """Elements of a model's matrices."""
+    shapes = open_model(resolve(str(folder))).shapes.values()
+    return sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)

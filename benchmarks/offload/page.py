@@ -1,0 +1,336 @@
+"""The page of benchmarks/offload.py: a table for every limit, how rows compare, and figures of others.
+
+A cell's groups are prompts that ran together. Its speed is tokens behind the first of each group over their
+seconds. Ratios are of cells of one question and round, and the median over rounds is told.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from study import row
+
+from offload.rows import OURS, PEERS, PLAIN, ROWS
+from specinfer.report.files import dress, new_figure, save
+
+Cell = Mapping[str, Any]
+Cells = Mapping[str, Cell]  # "limit|question|row|round" -> cell
+Figure = Callable[[Cell], float | None]
+
+# What others report: who, what was measured, over what, and what differs from the tables here.
+PUBLISHED: Final = (
+    (
+        "SpecInfer (2305.09781)",
+        "2.6 - 3.5 x",
+        "incremental offloading (FlexGen), OPT-13B and 30B",
+        "A10 of 24 GB, weights in host memory; trees of width 1,1,3,...; drafts of 125M",
+    ),
+    (
+        "FlexGen (2303.06865)",
+        "1 token/s at batch 144",
+        "OPT-175B",
+        "throughput of large batches; no speculation",
+    ),
+    (
+        "Sequoia (2402.12374)",
+        "7.96 x, 9.5 x",
+        "own offloading on an RTX 4090, DeepSpeed on an L40; a 70B",
+        "host memory over PCIe; one static tree of a small model; batch 1",
+    ),
+    (
+        "UMbreLLa",
+        "7.2 - 8.6 tokens/s, code 11.4",
+        "a 70B in AWQ on an RTX 4090",
+        "host memory over PCIe; no ratio is given",
+    ),
+    (
+        "SubSpec (NeurIPS 2025)",
+        "9.1 x, 12.5 x",
+        "plain offloading; Qwen2.5-7B to 8 GB, 32B to 24 GB",
+        "host memory over PCIe; the draft is the model itself in 4 bits, which shares its KV; batch 1",
+    ),
+    (
+        "ShadowSpec (2026)",
+        "1.17 - 1.54 x",
+        "SubSpec",
+        "drafts while weights are copied; one GPU, batch 1",
+    ),
+    (
+        "SpecOffload (2505.10259)",
+        "2.54 x",
+        "the best offloading engine of theirs; Mixtral 8x7B",
+        "throughput of batches, two of which take turns",
+    ),
+)
+
+
+class Name(NamedTuple):
+    """What a cell's name says."""
+
+    limit: str
+    question: str
+    row: str
+    round: str
+
+    @classmethod
+    def of(cls, text: str) -> Name:
+        return cls(*text.split("|"))
+
+
+def page(cells: Cells, settings: Mapping[str, Any]) -> list[str]:
+    """The page, Markdown."""
+    limits = dict.fromkeys(name.limit for name in map(Name.of, cells) if name.row != "resident")
+    rate = settings["rate"]
+    return [
+        f"# Models larger than memory: {settings['model']}, dithered",
+        "",
+        "*Dithered*: the 4-bit file's weights moved by chance within half a step of their grid, in "
+        "bfloat16, so that a twin in 4 bits is not the model itself. *Inflated*: that model with layers "
+        "between its own that add nothing, so that its text is known. A limit is that share of the weights' "
+        "bytes, above what Python takes by itself; everybody runs in a memory cgroup of that size, pages of "
+        "files included"
+        + (f", and reads at most {rate} MB/s." if rate else ", and reads as fast as the disk does."),
+        "",
+        f"{settings['max_tokens']} tokens for each of {settings['prompts']} prompts a workload, end of text "
+        f"ignored, {settings['threads']} threads; drafts are {', '.join(settings['draft'])} and the model's "
+        "own twin in int4. Rows of a question run in turns, every second round in reverse. Speed is of what "
+        "comes after the first token; the disk's rate is that of one reader of 4 MiB past the page cache, "
+        "just before. Pages of libraries that others read first are in the peak, and not in the limit. "
+        "Ratios are the median over rounds of the ratio within a round.",
+        *(line for limit in limits for line in _table(limit, cells)),
+        *_summary([*limits], cells),
+        "",
+        "## What others report",
+        "",
+        "On GPUs, which these engines need; nothing of it was measured here.",
+        "",
+        row("who", "reported", "over, or of", "what differs from the tables above"),
+        row(*["---"] * 4),
+        *(row(*told) for told in PUBLISHED),
+        "",
+        *_conditions(cells),
+    ]
+
+
+def draw(cells: Cells, path: Path) -> bool:
+    """Whether a picture was written, as it is where matplotlib is: over plain, greedy, batch 1."""
+    bars = _bars(cells)
+    if not bars or find_spec("matplotlib") is None:
+        return False
+    figure = new_figure(4 + 1.5 * len(bars), 4)
+    axes = figure.subplots()
+    names = list(dict.fromkeys(name for _, ratios in bars for name in ratios))
+    for i, name in enumerate(names):
+        places = [at + (i - len(names) / 2) * 0.8 / len(names) for at in range(len(bars))]
+        heights = [ratios.get(name, 0.0) for _, ratios in bars]
+        axes.bar(places, heights, width=0.8 / len(names), label=name, align="edge")
+    dress(axes, "Speed over own incremental offloading, greedy, batch 1", "", "times")
+    axes.set_xticks(range(len(bars)), [label for label, _ in bars], fontsize=7)
+    axes.axhline(1, linewidth=0.8, color="#888888")
+    axes.legend(frameon=False, fontsize=8)
+    save(figure, path)
+    return True
+
+
+def speed(cell: Cell) -> float | None:
+    """Tokens per second after the first ones; None where all came at once."""
+    seconds = _sum(cell, "seconds")
+    return _sum(cell, "tokens") / seconds if seconds else None
+
+
+def tokens_a_pass(cell: Cell) -> float | None:
+    passes = _sum(cell, "passes")
+    return _sum(cell, "tokens") / passes if passes else None
+
+
+def seconds_a_pass(cell: Cell) -> float | None:
+    passes = _sum(cell, "passes")
+    return _sum(cell, "seconds") / passes if passes else None
+
+
+def streamed(cell: Cell) -> float | None:
+    """Bytes that a pass streamed, prompts' passes included; None where nobody counted."""
+    total, steps = _counted(cell, "streamed_bytes"), _counted(cell, "steps")
+    return total / steps if total is not None and steps else None
+
+
+def rate_reached(cell: Cell) -> float | None:
+    """Bytes streamed per second, of what one reader got just before."""
+    total, reference = _counted(cell, "streamed_bytes"), cell["reference"]
+    return total / _sum(cell, "whole") / reference if total is not None and reference else None
+
+
+def waited(cell: Cell) -> float | None:
+    """The part of the time in which a pass waited for bytes."""
+    seconds = _counted(cell, "stream_wait_seconds")
+    return None if seconds is None else seconds / _sum(cell, "whole")
+
+
+def ratio(limit: str, question: str, some: str, other: str, cells: Cells) -> float | None:
+    """The median over rounds of one row's speed over another's."""
+    pairs = [
+        (speed(cell), speed(rival))
+        for name, cell in _of(limit, question, some, cells).items()
+        if (rival := _of(limit, question, other, cells).get(name)) is not None
+    ]
+    ratios = [a / b for a, b in pairs if a is not None and b]
+    return statistics.median(ratios) if ratios else None
+
+
+def _table(limit: str, cells: Cells) -> list[str]:
+    head = [*("asked", "row", "tokens/s", "over plain", "tokens a pass", "seconds a pass", "MB a pass")]
+    head += [*("disk MB/s", "rate over the disk's", "waited", "peak RSS over the limit", "text as resident")]
+    questions = dict.fromkeys(name.question for name in map(Name.of, cells) if name.limit == limit)
+    lines = ["", f"## {limit} of its bytes", "", row(*head), row(*["---"] * len(head))]
+    for question in questions:
+        for each in ROWS:
+            found = {
+                name: cell
+                for name, cell in cells.items()
+                if Name.of(name)[:3] == (limit, question, each.name)
+            }
+            if found:
+                lines.append(_row(limit, question, each.name, found, cells))
+    return lines
+
+
+def _row(limit: str, question: str, name: str, found: Cells, cells: Cells) -> str:
+    done = [cell for cell in found.values() if "error" not in cell]
+    if not done:
+        reason = next(iter(found.values()))["error"].replace("|", "/")
+        return row(question, name, reason, *[""] * 9)
+
+    def median(figure: Figure, form: str, scale: float = 1) -> str:
+        values = [value for cell in done if (value := figure(cell)) is not None]
+        return format(scale * statistics.median(values), form) if values else ""
+
+    over = ratio(limit, question, name, PLAIN, cells)
+    return row(
+        question,
+        name,
+        median(speed, ".2f"),
+        "" if over is None or name == PLAIN else f"{over:.2f}",
+        median(tokens_a_pass, ".2f"),
+        median(seconds_a_pass, ".2f"),
+        median(streamed, ".0f", 1e-6),
+        median(lambda cell: cell["reference"], ".0f", 1e-6),
+        median(rate_reached, ".2f"),
+        median(waited, ".0%"),
+        median(lambda cell: cell["peak"] / (cell["own"] + cell["room"]), ".2f"),
+        _agreement(limit, question, done, cells),
+    )
+
+
+def _agreement(limit: str, question: str, done: Sequence[Cell], cells: Cells) -> str:
+    """ "7/8": answers whose tokens are the resident run's, of how many that both gave."""
+    kind = limit.split()[1]
+    resident = [
+        cell for name, cell in cells.items() if name.startswith(f"dithered {kind} 100%|{question}|resident|")
+    ]
+    known = {a["prompt"]: a["text"] for cell in resident if "error" not in cell for a in cell["answers"]}
+    answers = [a for cell in done for a in cell["answers"] if a["prompt"] in known]
+    same = sum(a["text"] == known[a["prompt"]] for a in answers)
+    return f"{same}/{len(answers)}" if answers else ""
+
+
+def _summary(limits: Sequence[str], cells: Cells) -> list[str]:
+    """The choice made by `auto` beside the best, and ours beside the peers'."""
+    head = (
+        "limit",
+        "asked",
+        "auto over the best of ours",
+        "plain over each peer's plain",
+        "best over peers' best",
+    )
+    lines = []
+    guessing = [each.name for each in OURS if each.name not in (PLAIN, "auto", "prediction")]
+    for limit in limits:
+        for question in dict.fromkeys(n.question for n in map(Name.of, cells) if n.limit == limit):
+
+            def best(names: Sequence[str], limit: str = limit, question: str = question) -> str | None:
+                speeds = {name: _median_speed(limit, question, name, cells) for name in names}
+                known = {name: value for name, value in speeds.items() if value is not None}
+                return max(known, key=lambda name: known[name]) if known else None
+
+            ours = best([PLAIN, *guessing])
+            theirs = best([each.name for each in PEERS])
+            auto = None if ours is None else ratio(limit, question, "auto", ours, cells)
+            plain = {
+                each.name: over
+                for each in PEERS
+                if each.draft is None
+                and (over := ratio(limit, question, PLAIN, each.name, cells)) is not None
+            }
+            rivals = None
+            if ours is not None and theirs is not None:
+                rivals = ratio(limit, question, ours, theirs, cells)
+            if auto is None and not plain:
+                continue
+            lines.append(
+                row(
+                    limit,
+                    question,
+                    "" if auto is None else f"{auto:.2f} ({ours})",
+                    ", ".join(f"{name} {over:.1f}" for name, over in plain.items()),
+                    "" if rivals is None else f"{rivals:.1f} ({ours}, {theirs})",
+                )
+            )
+    return ["", "## Side by side", "", row(*head), row(*["---"] * len(head)), *lines] if lines else []
+
+
+def _conditions(cells: Cells) -> list[str]:
+    """Which versions ran, how quiet the machine was, and whether the kernel ended anybody."""
+    done = {name: cell for name, cell in cells.items() if "error" not in cell}
+    if not done:
+        return []
+    versions = sorted({f"{k} {v}" for cell in done.values() for k, v in cell["versions"].items()})
+    busiest = max(done, key=lambda name: done[name]["busy_elsewhere"])
+    kills = sum(cell.get("kills", 0) for cell in done.values())
+    return [
+        f"- engines: {', '.join(versions)}",
+        f"- other programs kept at most {done[busiest]['busy_elsewhere']:.2f} cores busy "
+        f"(beside {busiest.replace('|', ', ')})",
+        f"- processes that the kernel ended for want of memory: {kills}",
+    ]
+
+
+def _bars(cells: Cells) -> list[tuple[str, dict[str, float]]]:
+    """For each limit and workload, greedy and batch 1: rows of ours, and their speed over plain."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for name in map(Name.of, cells):
+        if name.question.endswith(" T=0 batch 1") and any(each.name == name.row for each in OURS):
+            over = ratio(name.limit, name.question, name.row, PLAIN, cells)
+            if over is not None and name.row != PLAIN:
+                found.setdefault((name.limit, name.question), {})[name.row] = over
+    return [(f"{limit}\n{question.split()[0]}", ratios) for (limit, question), ratios in found.items()]
+
+
+def _of(limit: str, question: str, row: str, cells: Cells) -> dict[str, Cell]:
+    """A row's cells that hold figures, by round."""
+    named = {Name.of(name): cell for name, cell in cells.items()}
+    return {
+        name.round: cell
+        for name, cell in named.items()
+        if name[:3] == (limit, question, row) and "error" not in cell
+    }
+
+
+def _median_speed(limit: str, question: str, row: str, cells: Cells) -> float | None:
+    found = [
+        value for cell in _of(limit, question, row, cells).values() if (value := speed(cell)) is not None
+    ]
+    return statistics.median(found) if found else None
+
+
+def _sum(cell: Cell, name: str) -> float:
+    return float(sum(group[name] for group in cell["groups"]))
+
+
+def _counted(cell: Cell, name: str) -> float | None:
+    """The sum of one of the engine's counts over all groups; None where it does not count that."""
+    values = [group["counted"].get(name) for group in cell["groups"]]
+    return None if None in values else float(sum(values))

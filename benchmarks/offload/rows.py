@@ -1,0 +1,87 @@
+"""What is run under every limit: specinfer with each way to guess, and the peers, each in its best mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+PLAIN: Final = "plain"
+DRAFT_TOKENS: Final = 16  # of a peer's chain: a pass takes seconds, so it may be long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One engine in one mode."""
+
+    name: str
+    peer: str | None = None  # run_<peer>.py in the environment of that name; None: specinfer
+    form: str = "folder"  # of the weights: the dithered folder, "bf16" or "q8_0" as a GGUF file
+    draft: str | None = None  # the small model as the GGUF "file" at hand, or as "safetensors"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    edits: bool | None = None  # only for edits, or never for them; None: for every workload
+    predicts: bool = False  # is given the old file as the prediction
+    kinds: tuple[str, ...] = ("none", "int8", "int4")  # quantizations of the target that it is run for
+
+
+# Plain has trees of one node: no draft, no twin of `offload="auto"`, nothing looked up.
+OURS: Final = (
+    Row(name=PLAIN, options={"lookup": False, "max_nodes": 1}),
+    Row(
+        name="twin",
+        options={"drafts": ["self"], "draft_quantization": "int4", "lookup": False},
+        kinds=("none", "int8"),
+    ),
+    Row(name="small", draft="file", options={"draft_quantization": "int4", "lookup": False}),
+    Row(name="auto"),
+    Row(name="prediction", options={"lookup": False, "max_nodes": "auto"}, edits=True, predicts=True),
+)
+_BEST_ASSISTANT: Final = {
+    "num_assistant_tokens": DRAFT_TOKENS,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.0,
+}
+PEERS: Final = (
+    Row(name="llama.cpp bf16", peer="llama_cpp", form="bf16", edits=False, kinds=("none",)),
+    Row(
+        name="llama.cpp bf16 + small",
+        peer="llama_cpp",
+        form="bf16",
+        draft="file",
+        options={"draft_tokens": DRAFT_TOKENS},
+        edits=False,
+        kinds=("none",),
+    ),
+    Row(name="llama.cpp q8_0", peer="llama_cpp", form="q8_0", edits=False, kinds=("none", "int8")),
+    Row(
+        name="llama.cpp q8_0 + small",
+        peer="llama_cpp",
+        form="q8_0",
+        draft="file",
+        options={"draft_tokens": DRAFT_TOKENS},
+        edits=False,
+        kinds=("none", "int8"),
+    ),
+    Row(name="accelerate", peer="transformers", edits=False, kinds=("none",)),
+    Row(
+        name="accelerate + small",
+        peer="transformers",
+        draft="safetensors",
+        options={"assistance": _BEST_ASSISTANT},
+        edits=False,
+        kinds=("none",),
+    ),
+    Row(name="airllm", peer="airllm", edits=False, kinds=("none",)),
+)
+ROWS: Final = (*OURS, *PEERS)
+
+
+def select(patterns: str) -> list[Row]:
+    """The rows whose names match one of some comma-separated patterns; raises ValueError where none does."""
+    wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
+    for pattern in wanted:
+        if not any(fnmatchcase(row.name, pattern) for row in ROWS):
+            names = ", ".join(row.name for row in ROWS)
+            raise ValueError(f"no row is called {pattern!r}; allowed, with * for any text: {names}")
+    return [row for row in ROWS if any(fnmatchcase(row.name, pattern) for pattern in wanted)]

@@ -1,0 +1,290 @@
+"""benchmarks/offload.py: what is run when, under which limit, by whom, and the page it writes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+Script = Callable[[str], ModuleType]
+
+
+@pytest.fixture(scope="module")
+def bench(script: Script) -> ModuleType:
+    return script("offload")
+
+
+@pytest.fixture(scope="module")
+def cells(bench: ModuleType) -> ModuleType:
+    return sys.modules["offload.cells"]
+
+
+@pytest.fixture(scope="module")
+def pages(bench: ModuleType) -> ModuleType:
+    return sys.modules["offload.page"]
+
+
+@pytest.fixture(scope="module")
+def groups(bench: ModuleType) -> ModuleType:
+    return sys.modules["offload.memory_group"]
+
+
+@pytest.fixture
+def group(groups: ModuleType) -> Iterator[Any]:
+    """A group of 64 MiB, where one can be made."""
+    try:
+        made = groups.MemoryGroup(64 << 20)
+    except groups.NoGroupError as error:
+        pytest.skip(str(error))
+    with made:
+        yield made
+
+
+def plan(bench: ModuleType, rows: str, **options: Any) -> list[str]:
+    """The names of all cells, in the order they run."""
+    given: dict[str, Any] = {
+        "limits": [0.5],
+        "kinds": ["none"],
+        "inflate": None,
+        "inflated_limits": [0.5],
+        "temperatures": [0.0],
+        "batches": [1],
+        "rounds": 1,
+        "only": "",
+    }
+    ours = SimpleNamespace(args=Namespace(**given | options), prompts={"chat": [], "edits": []})
+    return [name for name, _ in bench.cells_of(ours, bench.select(rows))]
+
+
+# What is run.
+
+
+def test_rows_of_a_question_run_in_turns_every_second_round_in_reverse(bench: ModuleType) -> None:
+    assert plan(bench, "plain,twin,prediction", rounds=2, only="") == [
+        "dithered none 100%|chat T=0 batch 1|resident|0",
+        "dithered none 50%|chat T=0 batch 1|plain|0",
+        "dithered none 50%|chat T=0 batch 1|twin|0",
+        "dithered none 50%|chat T=0 batch 1|twin|1",
+        "dithered none 50%|chat T=0 batch 1|plain|1",
+        "dithered none 100%|chat T=0 batch 1|resident|1",
+        "dithered none 100%|edits T=0 batch 1|resident|0",
+        "dithered none 50%|edits T=0 batch 1|plain|0",
+        "dithered none 50%|edits T=0 batch 1|twin|0",
+        "dithered none 50%|edits T=0 batch 1|prediction|0",
+        "dithered none 50%|edits T=0 batch 1|prediction|1",
+        "dithered none 50%|edits T=0 batch 1|twin|1",
+        "dithered none 50%|edits T=0 batch 1|plain|1",
+        "dithered none 100%|edits T=0 batch 1|resident|1",
+    ]
+
+
+def test_peers_are_asked_greedily_one_prompt_at_a_time_and_int4_has_no_twin(bench: ModuleType) -> None:
+    names = plan(bench, "*", kinds=["none", "int4"], temperatures=[0.0, 0.8], batches=[1, 4], inflate=9)
+    peers = [name for name in names if "llama.cpp" in name or "accelerate" in name or "airllm" in name]
+    assert {name.rpartition("|")[0].rpartition("|")[0] for name in peers} == {
+        "dithered none 50%|chat T=0 batch 1"
+    }
+    assert len(peers) == 7
+    assert not [name for name in names if " int4 " in name and "|twin|" in name]
+    assert any(name.startswith("inflated none 50%|chat T=0.8 batch 4|twin|") for name in names)
+    resident = [name for name in names if "|resident|" in name]
+    assert all(name.startswith("dithered") for name in resident), "whose text an inflated model's is"
+
+
+def test_what_failed_does_not_run_in_later_rounds(bench: ModuleType) -> None:
+    done = {"a|b|c|0": {"error": "was missing"}, "a|b|d|0": {"answers": []}}
+    assert bench.failed_before("a|b|c|1", done)
+    assert not bench.failed_before("a|b|c|0", done), "it is tried again"
+    assert not bench.failed_before("a|b|d|1", done)
+
+
+def test_an_unknown_row_is_refused(bench: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"no row is called 'twins'; allowed, .*: plain, twin, small"):
+        bench.select("plain, twins")
+
+
+def test_every_peer_has_a_script(bench: ModuleType, cells: ModuleType) -> None:
+    for row in bench.select("*"):
+        assert row.peer is None or (cells.PEERS / f"run_{row.peer}.py").exists()
+
+
+# A cell.
+
+
+def test_what_comes_behind_the_first_tokens_of_all_is_timed(cells: ModuleType) -> None:
+    one = {"arrivals": [[1.0, 1], [2.5, 3], [4.0, 2]]}
+    other = {"arrivals": [[2.0, 1], [3.0, 4], [5.0, 1]]}
+    assert cells.timed([one, other]) == {"first": 2.0, "tokens": 10, "seconds": 3.0, "passes": 2}
+    assert cells.timed([{"arrivals": [[3.0, 8]]}]) == {"first": 3.0, "tokens": 0, "seconds": 0.0, "passes": 0}
+
+
+def test_nobody_is_run_where_no_group_can_be_made(
+    bench: ModuleType,
+    cells: ModuleType,
+    groups: ModuleType,
+    tmp_path: Path,
+    pair: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(groups, "ROOT", tmp_path)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("somebody is run without a limit")
+
+    monkeypatch.setattr(cells, "Worker", refuse)
+    [row] = bench.select("plain")
+    question = cells.Question("chat", 0.0, 1)
+    cell = cells.run_cell(tiny(cells, pair), cells.Limit("dithered", "none", 0.5), question, row, 0)
+    assert cell == {"error": f"not run: no memory cgroups are mounted in {tmp_path}"}
+
+
+def test_the_resident_run_says_what_a_batch_says(
+    bench: ModuleType, cells: ModuleType, own_cache: Path, pair: tuple[str, str]
+) -> None:
+    row = bench.Row(name="resident", options={"lookup": False, "max_nodes": 1})
+    known = cells.Limit("dithered", "none", 1)
+    one, four = (
+        cells.run_cell(tiny(cells, pair), known, cells.Question("chat", 0.0, batch), row, 0)
+        for batch in (1, 2)
+    )
+    assert [answer["prompt"] for answer in one["answers"]] == [0, 1]
+    assert one["answers"] == four["answers"]
+    assert [group["tokens"] for group in one["groups"]] == [5, 5]
+    assert [group["passes"] for group in one["groups"]] == [5, 5]
+    assert one["groups"][0]["counted"]["steps"] == 6
+    assert len(four["groups"]) == 1
+    assert one["reference"] is None
+    assert one["peak"] > 1 << 20
+
+
+def tiny(cells: ModuleType, pair: tuple[str, str]) -> Any:
+    """A bench of two short prompts on a tiny pair."""
+    args = Namespace(rounds=1, max_tokens=6, threads=1, timeout=60, rate=None, batches=[2])
+    prompts = {"chat": [cells.Prompt([5, 3, 8]), cells.Prompt([1, 2, 3, 4])]}
+    target, draft = map(Path, pair)
+    return cells.Bench({"dithered": target}, target, draft, prompts, SimpleNamespace(), 1 << 20, args)
+
+
+def test_reading_goes_round_in_whole_pieces(bench: ModuleType, tmp_path: Path) -> None:
+    script = str(Path(str(bench.__file__)).parent / "offload" / "read_rate.py")
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * (9 << 20))
+    done = subprocess.run([sys.executable, script, str(file), "0.05"], capture_output=True, text=True)
+    if "Invalid argument" in done.stderr:
+        pytest.skip("this disk refuses O_DIRECT")
+    assert float(done.stdout) > 1e6
+    file.write_bytes(b"x")
+    done = subprocess.run([sys.executable, script, str(file), "0.05"], capture_output=True, text=True)
+    assert "is smaller than 4194304 bytes" in done.stderr
+
+
+# The group.
+
+
+def test_a_group_ends_who_takes_more(group: Any) -> None:
+    command = group.inside([sys.executable, "-c", "bytearray(200 << 20)"])
+    assert subprocess.run(command).returncode == -9
+    assert group.kills() == 1
+    assert 60 << 20 < group.peak() <= 64 << 20
+
+
+def test_a_group_ends_with_its_processes(groups: ModuleType, group: Any) -> None:
+    command = group.inside([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"])
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        group.close()
+        assert child.wait(10) == -9
+    assert (
+        not list(groups.ROOT.glob("*/specinfer-bench-*/cgroup.procs")) or group._folders[0].exists() is False
+    )
+
+
+def test_what_cannot_enter_a_group_does_not_run(groups: ModuleType, tmp_path: Path) -> None:
+    outside = groups.MemoryGroup.__new__(groups.MemoryGroup)
+    outside._folders = [tmp_path / "gone"]
+    mark = tmp_path / "mark"
+    assert subprocess.run(outside.inside(["touch", str(mark)]), capture_output=True).returncode != 0
+    assert not mark.exists()
+
+
+# The page.
+
+
+def cell(
+    tokens: float, seconds: float, *, passes: int = 10, texts: str = "ab", streamed: float | None = None
+) -> dict[str, Any]:
+    counted = (
+        {} if streamed is None else {"streamed_bytes": streamed, "steps": 11, "stream_wait_seconds": 1.0}
+    )
+    group = {"first": 1.0, "tokens": tokens, "seconds": seconds, "passes": passes, "whole": seconds + 1}
+    return {
+        "answers": [{"prompt": i, "text": text} for i, text in enumerate(texts)],
+        "groups": [{**group, "counted": counted}],
+        "versions": {"fake": "1.0"},
+        "busy_elsewhere": 0.1,
+        "peak": 900,
+        "own": 500,
+        "room": 500,
+        "reference": 2e9,
+        "kills": 0,
+    }
+
+
+@pytest.fixture
+def measured() -> dict[str, Any]:
+    start, known = "dithered none 50%|chat T=0 batch 1", "dithered none 100%|chat T=0 batch 1"
+    return {
+        f"{known}|resident|0": cell(10, 1),
+        f"{start}|plain|0": cell(10, 10, streamed=11e9),
+        f"{start}|plain|1": cell(10, 20),
+        f"{start}|twin|0": cell(50, 10),
+        f"{start}|twin|1": cell(50, 10, texts="ax"),
+        f"{start}|small|0": {"error": "ended | badly"},
+        f"{start}|auto|0": cell(45, 10),
+        f"{start}|llama.cpp bf16|0": cell(1, 10),
+        f"{start}|llama.cpp bf16 + small|0": cell(4, 10),
+    }
+
+
+def test_the_page_holds_rows_of_one_round_against_each_other(
+    pages: ModuleType, measured: dict[str, Any]
+) -> None:
+    settings = {"model": "m", "max_tokens": 64, "prompts": 2, "threads": 2, "draft": ["s"], "rate": None}
+    lines = pages.page(measured, settings)
+    assert lines[lines.index("## dithered none 50% of its bytes") + 2].startswith(
+        "| asked | row | tokens/s |"
+    )
+    asked = "chat T=0 batch 1"
+    assert f"| {asked} | plain | 0.75 |  | 1.00 | 1.50 | 1000 | 2000 | 0.50 | 9% | 0.90 | 4/4 |" in lines
+    assert f"| {asked} | twin | 5.00 | 7.50 | 5.00 | 1.00 |  | 2000 |  |  | 0.90 | 3/4 |" in lines
+    assert f"| {asked} | small | ended / badly |{'  |' * 9}" in lines
+    assert f"| {asked} | llama.cpp bf16 | 0.10 | 0.10 | 0.10 | 1.00 |  | 2000 |  |  | 0.90 | 2/2 |" in lines
+    best = "0.90 (twin) | llama.cpp bf16 10.0 | 12.5 (twin, llama.cpp bf16 + small)"
+    assert f"| dithered none 50% | {asked} | {best} |" in lines
+    assert "- processes that the kernel ended for want of memory: 0" in lines
+    assert any(line.startswith("| SubSpec") for line in lines)
+
+
+def test_the_page_says_what_was_not_run(pages: ModuleType) -> None:
+    settings = {"model": "m", "max_tokens": 64, "prompts": 2, "threads": 2, "draft": ["s"], "rate": 500}
+    cells = {"dithered none 50%|chat T=0 batch 1|airllm|0": {"error": "not run: no cgroups"}}
+    lines = pages.page(cells, settings)
+    assert f"| chat T=0 batch 1 | airllm | not run: no cgroups |{'  |' * 9}" in lines
+    assert any("at most 500 MB/s" in line for line in lines)
+
+
+def test_a_picture_has_a_bar_for_each_way_to_guess(
+    pages: ModuleType, measured: dict[str, Any], tmp_path: Path
+) -> None:
+    assert pages._bars(measured) == [("dithered none 50%\nchat", {"twin": 7.5, "auto": 4.5})]
+    pytest.importorskip("matplotlib")
+    assert pages.draw(measured, tmp_path / "page.png")
+    assert (tmp_path / "page.png").stat().st_size > 1000
+    assert not pages.draw({}, tmp_path / "none.png")
