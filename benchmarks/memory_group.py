@@ -89,12 +89,12 @@ class MemoryGroup:
         """
         with suppress(OSError):  # the peak of the command before; version 2 resets it by any text
             (self.folder / self._names.peak).write_text("0")
-        kills = self._count(self._names.events, "oom_kill")
+        kills = self.oom_kills()
         ended = threading.Event()
         seen = [0, 0]  # usage, resident
         watch = threading.Thread(target=self._watch, args=(seen, ended), daemon=True)
         with subprocess.Popen(
-            ["/bin/sh", "-c", _JOIN, str(self.folder / "cgroup.procs"), *args],
+            self.inside(args),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -113,10 +113,22 @@ class MemoryGroup:
             process.returncode,
             stdout,
             stderr,
-            max(seen[0], self._number(self._names.peak)),
+            max(seen[0], self.peak_usage()),
             seen[1],
-            self._count(self._names.events, "oom_kill") - kills,
+            self.oom_kills() - kills,
         )
+
+    def inside(self, args: Sequence[str]) -> list[str]:
+        """The command that joins the group and becomes `args`; where it cannot join it runs nothing."""
+        return joining(self.folder, args)
+
+    def peak_usage(self) -> int:
+        """The most bytes that were charged so far, cached pages of files among them; 0 where nobody tells."""
+        return self._number(self._names.peak)
+
+    def oom_kills(self) -> int:
+        """How many of its processes the kernel killed for their memory."""
+        return self._count(self._names.events, "oom_kill")
 
     def kill(self) -> None:
         """End every process of the group."""
@@ -149,6 +161,11 @@ class MemoryGroup:
     def _count(self, name: str, key: str) -> int:
         found = [line.split()[1] for line in self._read(name).splitlines() if line.split()[0] == key]
         return int(found[0]) if found else 0
+
+
+def joining(folder: Path, args: Sequence[str]) -> list[str]:
+    """The command that joins the group at `folder`, of any kind, and becomes `args`."""
+    return ["/bin/sh", "-c", _JOIN, str(folder / "cgroup.procs"), *args]
 
 
 @contextmanager

@@ -11,18 +11,18 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import run as call
 from typing import Any
 
+from memory_group import NoGroupError, memory_group
 from peers.process import Worker, WorkerError
 from peers.weights import INSTALL, Home, WeightsError
 from study import digest
 
-from offload.memory_group import MemoryGroup, NoGroupError
 from offload.rows import Row
+from offload.slow_disk import Inside, slow_disk
 from specinfer.hub import resolve
 from specinfer.models.weights import open_model
 
@@ -33,7 +33,7 @@ RESIDENT = "resident"
 BYTES = {"none": 2.0, "int8": 1.0, "int4": 19 / 32}  # of a weight; int4 has a scale and a zero for 32 of them
 REFERENCE_SECONDS = 2.0
 WARM_UP_TOKENS = 2
-TREE_ROOM = 2048  # cache positions beyond prompt and answer, for what is guessed and not kept
+TREE_ROOM = 64  # cache positions beyond prompt and answer, for what is guessed and not kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,9 @@ class Bench:
         count = len(self.prompts[question.workload])
         return range(round_ * count // self.args.rounds, (round_ + 1) * count // self.args.rounds)
 
-    @property
-    def context(self) -> int:
-        """Cache positions that an answer may need."""
-        longest = max(len(prompt.tokens) for prompts in self.prompts.values() for prompt in prompts)
+    def context(self, question: Question) -> int:
+        """Cache positions that an answer needs."""
+        longest = max(len(prompt.tokens) for prompt in self.prompts[question.workload])
         return longest + int(self.args.max_tokens) + TREE_ROOM
 
 
@@ -100,32 +99,41 @@ def run_cell(bench: Bench, limit: Limit, question: Question, row: Row, round_: i
     if not python.exists():
         return {"error": f"not installed; {INSTALL}"}
     script = ENGINE if row.peer is None else PEERS / f"run_{row.peer}.py"
-    limited = row.name != RESIDENT
     room = bench.bytes(limit)
-    environment = {"OMP_NUM_THREADS": str(bench.args.threads), "HF_HUB_OFFLINE": "1"}
+    memory = {"own": bench.own, "room": room}
     try:
-        setup, files = setup_of(bench, limit, row, room if limited else None)
+        setup, files = setup_of(bench, limit, question, row, None if row.name == RESIDENT else room)
+        if row.name == RESIDENT:
+            command = [str(python), str(script)]
+            return {**run_child(bench, command, setup, question, row, round_), **memory, "reference": None}
         rate = bench.args.rate and bench.args.rate * 10**6
-        with MemoryGroup(bench.own + room, rate, files[0]) if limited else nullcontext() as group:
-            reference = None if group is None else read_reference(group, files[0])
+        with memory_group(bench.own + room) as group, slow_disk(group, rate, files[0]) as inside:
+            reference = read_reference(inside, files[0])
             for file in files:
                 forget(file)
-            command = [str(python), str(script)]
-            with Worker(
-                command if group is None else group.inside(command), environment, bench.args.timeout
-            ) as worker:
-                cell = converse(bench, worker, setup, question, row, round_)
-                memory = {"peak": worker.peak_memory(), "own": bench.own, "room": room}
-                if group is not None:
-                    memory |= {"group_peak": group.peak(), "kills": group.kills()}
-                return {**cell, **memory, "reference": reference}
+            command = inside([str(python), str(script)])
+            cell = run_child(bench, command, setup, question, row, round_)
+            told = {"group_peak": group.peak_usage(), "kills": group.oom_kills(), "reference": reference}
+            return {**cell, **memory, **told}
     except NoGroupError as error:
         return {"error": f"not run: {error}"}
     except (WorkerError, WeightsError, ValueError, OSError) as error:
         return {"error": str(error)}
 
 
-def setup_of(bench: Bench, limit: Limit, row: Row, room: int | None) -> tuple[dict[str, Any], list[Path]]:
+def run_child(
+    bench: Bench, command: Sequence[str], setup: dict[str, Any], question: Question, row: Row, round_: int
+) -> dict[str, Any]:
+    """What a child answers, and the most it took; raises WorkerError, or ValueError for a wrong length."""
+    environment = {"OMP_NUM_THREADS": str(bench.args.threads), "HF_HUB_OFFLINE": "1"}
+    with Worker(command, environment, bench.args.timeout) as worker:
+        cell = converse(bench, worker, setup, question, row, round_)
+        return {**cell, "peak": worker.peak_memory()}
+
+
+def setup_of(
+    bench: Bench, limit: Limit, question: Question, row: Row, room: int | None
+) -> tuple[dict[str, Any], list[Path]]:
     """What the child is told first, and the files it reads; `room` is None for the resident run."""
     folder, options = bench.folders[limit.model], dict(row.options)
     model = {
@@ -138,8 +146,8 @@ def setup_of(bench: Bench, limit: Limit, row: Row, room: int | None) -> tuple[di
         options |= {
             "quantization": limit.kind,
             "dtype": "bfloat16",
-            "max_batch_size": max(bench.args.batches),
-            "max_context": bench.context,
+            "max_batch_size": question.batch,
+            "max_context": bench.context(question),
             "prefix_reuse": False,
         }
         if draft is not None:
@@ -154,7 +162,7 @@ def setup_of(bench: Bench, limit: Limit, row: Row, room: int | None) -> tuple[di
         "model": str(model),
         "draft": None if draft is None else str(draft),
         "threads": bench.args.threads,
-        "context": bench.context,
+        "context": bench.context(question),
         "options": options,
     }
     paths = [path for path in (model, draft) if path is not None]
@@ -233,10 +241,10 @@ def timed(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def read_reference(group: MemoryGroup, file: Path) -> float | None:
+def read_reference(inside: Inside, file: Path) -> float | None:
     """Bytes per second that one reader of 4 MiB at a time gets of a file now; None where refused."""
     command = [sys.executable, str(HERE / "read_rate.py"), str(file), str(REFERENCE_SECONDS)]
-    done = call(group.inside(command), capture_output=True, text=True, check=False)
+    done = call(inside(command), capture_output=True, text=True, check=False)
     return float(done.stdout) if done.returncode == 0 else None
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from specinfer import LLM, SamplingParams
+
 Script = Callable[[str], ModuleType]
+PROMPTS = [[5, 3, 8], [1, 2, 3, 4]]
 
 
 @pytest.fixture(scope="module")
@@ -28,22 +31,6 @@ def cells(bench: ModuleType) -> ModuleType:
 @pytest.fixture(scope="module")
 def pages(bench: ModuleType) -> ModuleType:
     return sys.modules["offload.page"]
-
-
-@pytest.fixture(scope="module")
-def groups(bench: ModuleType) -> ModuleType:
-    return sys.modules["offload.memory_group"]
-
-
-@pytest.fixture
-def group(groups: ModuleType) -> Iterator[Any]:
-    """A group of 64 MiB, where one can be made."""
-    try:
-        made = groups.MemoryGroup(64 << 20)
-    except groups.NoGroupError as error:
-        pytest.skip(str(error))
-    with made:
-        yield made
 
 
 def plan(bench: ModuleType, rows: str, **options: Any) -> list[str]:
@@ -127,12 +114,10 @@ def test_what_comes_behind_the_first_tokens_of_all_is_timed(cells: ModuleType) -
 def test_nobody_is_run_where_no_group_can_be_made(
     bench: ModuleType,
     cells: ModuleType,
-    groups: ModuleType,
-    tmp_path: Path,
     pair: tuple[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(groups, "ROOT", tmp_path)
+    monkeypatch.setattr(sys.modules["memory_group"], "_parents", list)
 
     def refuse(*_: Any) -> None:
         raise AssertionError("somebody is run without a limit")
@@ -141,32 +126,32 @@ def test_nobody_is_run_where_no_group_can_be_made(
     [row] = bench.select("plain")
     question = cells.Question("chat", 0.0, 1)
     cell = cells.run_cell(tiny(cells, pair), cells.Limit("dithered", "none", 0.5), question, row, 0)
-    assert cell == {"error": f"not run: no memory cgroups are mounted in {tmp_path}"}
+    assert cell == {"error": "not run: no memory cgroup is mounted"}
 
 
-def test_the_resident_run_says_what_a_batch_says(
+def test_the_resident_run_of_a_batch_says_what_a_prompt_alone_says(
     bench: ModuleType, cells: ModuleType, own_cache: Path, pair: tuple[str, str]
 ) -> None:
     row = bench.Row(name="resident", options={"lookup": False, "max_nodes": 1})
-    known = cells.Limit("dithered", "none", 1)
-    one, four = (
-        cells.run_cell(tiny(cells, pair), known, cells.Question("chat", 0.0, batch), row, 0)
-        for batch in (1, 2)
-    )
-    assert [answer["prompt"] for answer in one["answers"]] == [0, 1]
-    assert one["answers"] == four["answers"]
-    assert [group["tokens"] for group in one["groups"]] == [5, 5]
-    assert [group["passes"] for group in one["groups"]] == [5, 5]
-    assert one["groups"][0]["counted"]["steps"] == 6
-    assert len(four["groups"]) == 1
-    assert one["reference"] is None
-    assert one["peak"] > 1 << 20
+    known, question = cells.Limit("dithered", "none", 1), cells.Question("chat", 0.8, 2)
+    cell = cells.run_cell(tiny(cells, pair), known, question, row, 0)
+    assert "error" not in cell
+    with LLM(pair[0], dtype="bfloat16", kv_cache_memory=1 << 20) as llm:
+        for number, prompt in enumerate(PROMPTS):
+            params = SamplingParams(temperature=0.8, seed=number, max_tokens=6, ignore_eos=True)
+            [output] = llm.generate([prompt], params)
+            told = {"prompt": number, "text": sys.modules["study"].digest(output.token_ids)}
+            assert cell["answers"][number] == told
+    [group] = cell["groups"]
+    assert (group["tokens"], group["passes"], group["counted"]["steps"]) == (10, 5, 6)
+    assert cell["reference"] is None
+    assert cell["peak"] > 1 << 20
 
 
 def tiny(cells: ModuleType, pair: tuple[str, str]) -> Any:
     """A bench of two short prompts on a tiny pair."""
     args = Namespace(rounds=1, max_tokens=6, threads=1, timeout=60, rate=None, batches=[2])
-    prompts = {"chat": [cells.Prompt([5, 3, 8]), cells.Prompt([1, 2, 3, 4])]}
+    prompts = {"chat": [*map(cells.Prompt, PROMPTS)]}
     target, draft = map(Path, pair)
     return cells.Bench({"dithered": target}, target, draft, prompts, SimpleNamespace(), 1 << 20, args)
 
@@ -184,34 +169,23 @@ def test_reading_goes_round_in_whole_pieces(bench: ModuleType, tmp_path: Path) -
     assert "is smaller than 4194304 bytes" in done.stderr
 
 
-# The group.
-
-
-def test_a_group_ends_who_takes_more(group: Any) -> None:
-    command = group.inside([sys.executable, "-c", "bytearray(200 << 20)"])
-    assert subprocess.run(command).returncode == -9
-    assert group.kills() == 1
-    assert 60 << 20 < group.peak() <= 64 << 20
-
-
-def test_a_group_ends_with_its_processes(groups: ModuleType, group: Any) -> None:
-    command = group.inside([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"])
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        group.close()
-        assert child.wait(10) == -9
-    assert (
-        not list(groups.ROOT.glob("*/specinfer-bench-*/cgroup.procs")) or group._folders[0].exists() is False
-    )
-
-
-def test_what_cannot_enter_a_group_does_not_run(groups: ModuleType, tmp_path: Path) -> None:
-    outside = groups.MemoryGroup.__new__(groups.MemoryGroup)
-    outside._folders = [tmp_path / "gone"]
-    mark = tmp_path / "mark"
-    assert subprocess.run(outside.inside(["touch", str(mark)]), capture_output=True).returncode != 0
-    assert not mark.exists()
+def test_a_slowed_disk_is_as_slow_as_asked(bench: ModuleType, tmp_path: Path) -> None:
+    groups, slow = sys.modules["memory_group"], sys.modules["offload.slow_disk"]
+    reader = Path(str(bench.__file__)).parent / "offload" / "read_rate.py"
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * (8 << 20))
+    try:
+        with groups.memory_group(64 << 20) as group, slow.slow_disk(group, 80 << 20, file) as inside:
+            command = inside([sys.executable, str(reader), str(file), "0.4"])
+            done = subprocess.run(command, capture_output=True, text=True)
+            folder = slow.BLKIO / group.folder.name
+            assert folder.is_dir() or (group.folder / "io.max").read_text()
+    except groups.NoGroupError as error:
+        pytest.skip(str(error))
+    assert not folder.exists()
+    if "Invalid argument" in done.stderr:
+        pytest.skip("this disk refuses O_DIRECT")
+    assert 20 << 20 < float(done.stdout) < 130 << 20
 
 
 # The page.
