@@ -27,7 +27,7 @@ import psutil
 from offload.cells import BYTES, ENGINE, RESIDENT, Bench, Limit, Prompt, Question, run_cell
 from offload.models import dithered, inflated
 from offload.page import draw, page
-from offload.rows import Row, select
+from offload.rows import PLAIN, Row, select
 from peers.process import Worker
 from peers.weights import Home, default_home
 from prediction import read_edits
@@ -139,10 +139,22 @@ def cells_of(bench: Bench, rows: Sequence[Row]) -> Iterator[tuple[str, Callable[
             for round_ in range(args.rounds):
                 known = Limit("dithered", limit.kind, 1)
                 turns = [(known, resident), *((limit, row) for row in rows if asked(row, limit, question))]
+                if question == questions[0]:
+                    turns += [
+                        (other, row) for other in beside(limit, args) for row in rows if row.name == PLAIN
+                    ]
                 for at, row in turns if round_ % 2 == 0 else reversed(turns):
                     name = f"{at}|{question}|{row.name}|{round_}"
                     if args.only in name:
                         yield name, partial(run_cell, bench, at, question, row, round_)
+
+
+def beside(limit: Limit, args: argparse.Namespace) -> list[Limit]:
+    """Other quantizations in the memory that bfloat16 has, as far as they do not fit into it."""
+    if limit.kind != "none" or limit.model != "dithered":
+        return []
+    shares = {kind: limit.share * BYTES["none"] / BYTES[kind] for kind in BYTES if kind != "none"}
+    return [Limit(limit.model, kind, share) for kind, share in shares.items() if share < 1]
 
 
 def asked(row: Row, limit: Limit, question: Question) -> bool:

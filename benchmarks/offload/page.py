@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from study import row
 
-from offload.rows import OURS, PEERS, PLAIN, ROWS
+from offload.rows import KINDS, OURS, PEERS, PLAIN, ROWS
 from specinfer.report.files import dress, new_figure, save
 
 Cell = Mapping[str, Any]
@@ -103,6 +103,7 @@ def page(cells: Cells, settings: Mapping[str, Any]) -> list[str]:
         "Ratios are the median over rounds of the ratio within a round.",
         *(line for limit in limits for line in _table(limit, cells)),
         *_summary([*limits], cells),
+        *_kinds([*limits], cells),
         "",
         "## What others report",
         "",
@@ -170,12 +171,15 @@ def waited(cell: Cell) -> float | None:
     return None if seconds is None else seconds / _sum(cell, "whole")
 
 
-def ratio(limit: str, question: str, some: str, other: str, cells: Cells) -> float | None:
-    """The median over rounds of one row's speed over another's."""
+def ratio(
+    limit: str, question: str, some: str, other: str, cells: Cells, *, rivals: str | None = None
+) -> float | None:
+    """The median over rounds of one row's speed over another's, whose limit is `rivals` or the same."""
+    others = _of(rivals or limit, question, other, cells)
     pairs = [
-        (speed(cell), speed(rival))
-        for name, cell in _of(limit, question, some, cells).items()
-        if (rival := _of(limit, question, other, cells).get(name)) is not None
+        (speed(cell), speed(others[round_]))
+        for round_, cell in _of(limit, question, some, cells).items()
+        if round_ in others
     ]
     ratios = [a / b for a, b in pairs if a is not None and b]
     return statistics.median(ratios) if ratios else None
@@ -280,6 +284,23 @@ def _summary(limits: Sequence[str], cells: Cells) -> list[str]:
                 )
             )
     return ["", "## Side by side", "", row(*head), row(*["---"] * len(head)), *lines] if lines else []
+
+
+def _kinds(limits: Sequence[str], cells: Cells) -> list[str]:
+    """Plain in one quantization over plain in the next wider one, in the same bytes of memory."""
+    rooms = {Name.of(name).limit: cell["room"] for name, cell in cells.items() if "room" in cell}
+    lines = []
+    for narrow in limits:
+        for wide in limits:
+            (model, kind, _), (same, wider, _) = narrow.split(), wide.split()
+            apart = abs(rooms.get(narrow, 0) - rooms.get(wide, 1)) / rooms.get(wide, 1)
+            if model != same or KINDS.index(kind) != KINDS.index(wider) + 1 or apart > 0.02:
+                continue
+            for question in dict.fromkeys(n.question for n in map(Name.of, cells) if n.limit == wide):
+                over = ratio(narrow, question, PLAIN, PLAIN, cells, rivals=wide)
+                if over is not None:
+                    lines.append(f"- {narrow} over {wide}, the same memory, {question}, plain: {over:.2f}")
+    return ["", *lines] if lines else []
 
 
 def _conditions(cells: Cells) -> list[str]:

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 
 PLAIN: Final = "plain"
+KINDS: Final = ("none", "int8", "int4")  # quantizations of the target
 DRAFT_TOKENS: Final = 16  # of a peer's chain: a pass takes seconds, so it may be long
 
 
@@ -22,7 +23,7 @@ class Row:
     options: Mapping[str, Any] = field(default_factory=dict)
     edits: bool | None = None  # only for edits, or never for them; None: for every workload
     predicts: bool = False  # is given the old file as the prediction
-    kinds: tuple[str, ...] = ("none", "int8", "int4")  # quantizations of the target that it is run for
+    kinds: tuple[str, ...] = KINDS  # that it is run for
 
 
 # Plain has trees of one node: no draft, no twin of `offload="auto"`, nothing looked up.

@@ -84,6 +84,13 @@ def test_peers_are_asked_greedily_one_prompt_at_a_time_and_int4_has_no_twin(benc
     assert all(name.startswith("dithered") for name in resident), "whose text an inflated model's is"
 
 
+def test_other_quantizations_are_run_plain_in_the_same_memory(bench: ModuleType) -> None:
+    names = plan(bench, "plain,auto", limits=[0.25], temperatures=[0.0, 0.8])
+    others = [name for name in names if not name.startswith("dithered none")]
+    assert others == [f"dithered {kind}|chat T=0 batch 1|plain|0" for kind in ("int8 50%", "int4 84%")]
+    assert "int4" not in str(plan(bench, "plain", limits=[0.5]))
+
+
 def test_what_failed_does_not_run_in_later_rounds(bench: ModuleType) -> None:
     done = {"a|b|c|0": {"error": "was missing"}, "a|b|d|0": {"answers": []}}
     assert bench.failed_before("a|b|c|1", done)
@@ -244,6 +251,21 @@ def test_the_page_holds_rows_of_one_round_against_each_other(
     assert f"| dithered none 50% | {asked} | {best} |" in lines
     assert "- processes that the kernel ended for want of memory: 0" in lines
     assert any(line.startswith("| SubSpec") for line in lines)
+
+
+def test_the_page_compares_quantizations_in_the_same_memory(pages: ModuleType) -> None:
+    asked = "chat T=0 batch 1|plain|0"
+    cells = {
+        f"dithered none 25%|{asked}": cell(10, 10),
+        f"dithered int8 50%|{asked}": {**cell(19, 10), "room": 501},
+        f"dithered int8 25%|{asked}": {**cell(7, 10), "room": 250},
+        f"dithered int4 84%|{asked}": cell(38, 10),
+    }
+    settings = {"model": "m", "max_tokens": 64, "prompts": 2, "threads": 2, "draft": ["s"], "rate": None}
+    assert [line for line in pages.page(cells, settings) if ", the same memory, " in line] == [
+        "- dithered int8 50% over dithered none 25%, the same memory, chat T=0 batch 1, plain: 1.90",
+        "- dithered int4 84% over dithered int8 50%, the same memory, chat T=0 batch 1, plain: 2.00",
+    ]
 
 
 def test_the_page_says_what_was_not_run(pages: ModuleType) -> None:
