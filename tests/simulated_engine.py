@@ -52,6 +52,8 @@ class Guesser(LevelSpeculator):
     hits: Callable[[int], float]  # by the step
     depth: int = 4
     name: str = "draft"
+    confidence: float = 0.8
+    chance: int = 7  # the seed
     gone_at: int | None = None  # a step in which it raises
     step: int = 0
     passes: int = 0
@@ -59,7 +61,9 @@ class Guesser(LevelSpeculator):
     _plan: StepPlan = field(default_factory=lambda: StepPlan(()))
     _trees: list[TreeBuilder] = field(default_factory=list)
     _depths: list[int] = field(default_factory=list)
-    _random: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.chance)
 
     def begin(self, plan: StepPlan) -> list[int]:
         """All texts, as far as they were not read."""
@@ -81,7 +85,7 @@ class Guesser(LevelSpeculator):
                 continue
             right = self._random.random() < self.hits(self.step)
             token = word(entry.end + depth) if right else WRONG
-            self._trees[i].add(depth, token, self.name, DrawRule.POINT_MASS, confidence=0.8)
+            self._trees[i].add(depth, token, self.name, DrawRule.POINT_MASS, confidence=self.confidence)
             self._depths[i] += 1
             if self._depths[i] < self.depth and not self._trees[i].full:
                 going[i] = (self._depths[i],)
@@ -118,6 +122,7 @@ class Simulation:
     length: int = 10**9
     prompt: int = 1  # tokens; read in a step of their own where there are more
     chunk: int = 64  # rows of a prompt in a step
+    nodes: int = 16  # of a tree
     plain: float = 0.0  # seconds the same texts would have taken without guesses
     tokens: int = 0
     steps: int = 0
@@ -179,7 +184,7 @@ class Simulation:
             params=PARAMS,
             start=computed,
             end=end,
-            max_nodes=16 if whole else 0,
+            max_nodes=self.nodes if whole else 0,
             room=200,
         )
 

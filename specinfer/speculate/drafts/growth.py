@@ -20,8 +20,7 @@ _NODES: Final = 32  # of a tree whose shape is learned, below its root
 _WIDTH: Final = 4  # children of each of its nodes that is run
 _LEAST: Final = 0.02  # probability of those that are kept behind the first
 _LEAST_PATH: Final = 0.01  # of a path that may go on, all as the draft itself says
-_LEAST_STREAMED: Final = 0.005  # both, where a pass waits for its weights
-_LEAST_PATH_STREAMED: Final = 0.002
+_LEAST_PATH_STREAMED: Final = 1e-4  # the same where a pass waits for its weights
 LIKELY_NODES: Final = round(DEEPEST * _WIDTH / _LEAST_PATH)  # below a root: more cannot be wanted
 
 
@@ -52,12 +51,11 @@ class Shape(NamedTuple):
     def streamed(cls, speculation: SpeculationConfig) -> Shape:
         """The same for a target whose passes wait for its weights, beside which rows and levels are cheap.
 
-        Of a path as likely as `least_path` a node is worth its row while a pass has thousands for half as
-        much again (engine/build.py).
+        A draft is less sure of long paths than it should be, and the policy knows by how much. Children are
+        left out as usual: a tree that is full of them is not deep.
         """
         return cls.of(speculation)._replace(
             nodes=max(1, speculation.most_nodes - 1),
-            least=_LEAST_STREAMED,
             least_path=_LEAST_PATH_STREAMED,
             deepest=DEEPEST_STREAMED,
         )

@@ -29,6 +29,8 @@ _EDGES: Final = [1 / (1 + math.exp(-odds - 0.5)) for odds in range(-STEEPEST, ST
 _FIRST: Final = len(BELIEVED)  # where first choices lie in a table, behind the others
 PACE: Final = 0.03  # of an error, that a curve's offset moves by
 STEEPENING: Final = 0.01  # of an error, that its slope moves by for each unit of log-odds
+_QUICK: Final = 7.0  # times as fast a curve moves at first, where answers have few steps
+_SLOWING: Final = 0.97  # of what it is faster, at each outcome
 FARTHEST: Final = 6.0  # from 0 that an offset goes
 STEEPEST_SLOPE: Final = 3.0
 
@@ -146,11 +148,13 @@ class DraftLevels:
 class Curve:
     """How likely guesses become text, by the log-odds of their confidence: a logistic that learns in use.
 
-    Each outcome moves offset and slope against the gradient of its log-loss, always by the same measure.
+    Each outcome moves offset and slope against the gradient of its log-loss, always by the same measure;
+    the offset of one that is in a `hurry` so many times as fast at first.
     """
 
     offset: float = 0.0
     slope: float = 1.0
+    hurry: float = 1.0
 
     def rate(self, odds: float, less: float = 0.0) -> float:
         """The probability of a guess of this confidence; `less` is taken from its log-odds."""
@@ -159,14 +163,20 @@ class Curve:
     def learn(self, odds: float, became: bool) -> None:
         """Learn that a guess of this confidence became text, or did not."""
         error = became - self.rate(odds)
-        self.offset = min(FARTHEST, max(-FARTHEST, self.offset + PACE * error))
+        self.offset = min(FARTHEST, max(-FARTHEST, self.offset + self.hurry * PACE * error))
+        if self.hurry > 1.0:
+            self.hurry = max(1.0, self.hurry * _SLOWING)
         self.slope = min(STEEPEST_SLOPE, max(0.0, self.slope + STEEPENING * error * odds))
 
 
 class Chances:
-    """What is learned of all speculators; `depths` are the levels counted of each draft that has a price."""
+    """What is learned of all speculators; `depths` are the levels counted of each draft that has a price.
 
-    def __init__(self, depths: Mapping[str, int] | None = None) -> None:
+    With `quick` the first outcomes count for more: an answer has few steps where each takes seconds.
+    """
+
+    def __init__(self, depths: Mapping[str, int] | None = None, *, quick: bool = False) -> None:
+        self._hurry = _QUICK if quick else 1.0
         self.outcomes = 0  # of all guesses, that were counted
         self.levels = {name: DraftLevels(depth) for name, depth in (depths or {}).items()}
         # By speculator, of others than first choices and of these.
@@ -243,7 +253,7 @@ class Chances:
         """A speculator's curves, of others than first choices and of these."""
         if name not in self.curves:
             offset = math.log(_STATED) if self._beside_drafts(name) else 0.0
-            self.curves[name] = Curve(offset), Curve(offset)
+            self.curves[name] = Curve(offset, hurry=self._hurry), Curve(offset, hurry=self._hurry)
         return self.curves[name]
 
     def _of(self, name: str) -> list[float]:

@@ -31,7 +31,16 @@ from specinfer.speculate.policy.choose import (
     fastest,
     how_many,
 )
-from specinfer.speculate.policy.drafting import USUAL_UNREAD, DraftStarts, Growing, PricedDraft, Without
+from specinfer.speculate.policy.drafting import (
+    USUAL_UNREAD,
+    DraftStarts,
+    Growing,
+    PricedDraft,
+    Without,
+    best_of,
+    children_each,
+    useful_levels,
+)
 from specinfer.speculate.policy.guard import Guard
 from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport, has_own_size
 from specinfer.tree import TokenTree
@@ -54,9 +63,16 @@ class CostPolicy(SpeculationPolicy):
         drafts: Mapping[str, PricedDraft],
         chances: Chances,
         guard: Guard | None = None,
+        *,
+        shares_room: bool = False,
     ) -> None:
-        """`chances` counts the levels of the same drafts; None for a guard lets everybody guess always."""
+        """`chances` counts the levels of the same drafts; None for a guard lets everybody guess always.
+
+        With `shares_room` the levels of a draft's tree share its nodes: where they are cheap enough to be
+        drawn by dozens, the first ones would take them all.
+        """
         super().__init__()
+        self._shares_room = shares_room
         self.guard = guard
         self.chances = chances
         self._target = target
@@ -101,7 +117,9 @@ class CostPolicy(SpeculationPolicy):
         levels = max(speculation.deepest if deepest is None else deepest, shape.depth)
         models = {name: draft.costs for name, draft in priced.items()}
         guard = Guard(costs, models, measured=measured, known=known) if guarded else None
-        return cls(costs, priced, Chances(dict.fromkeys(priced, levels)), guard)
+        return cls(
+            costs, priced, Chances(dict.fromkeys(priced, levels), quick=known), guard, shares_room=known
+        )
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
         """Look up the target's passes; where the guard holds speculation back, the plan names no speculators.
@@ -207,16 +225,24 @@ class CostPolicy(SpeculationPolicy):
             growing.grow(tree)
         self._expect()
         price = self._costs.price(self._tokens, self._nodes)
+        level_price = self._tokens * draft.costs.expected(1) / self._costs.seconds(self._nodes)
         gains, bound, wide = list[float](), 0, 0
         for entry, growing, tree, of_tree, stays in zip(entries, grown, trees, ends, own, strict=True):
             if stays:
                 bound += len(of_tree)
                 continue
             rates, deepest = levels.rates(entry.request.params.temperature), levels.all.depth - 1
+            brought = list[float]()
+            level = 0
             for end in of_tree:
                 level = depth(tree.parents, end)
-                gains.append(growing.gain(end, rates[min(level, deepest)], price))
+                brought.append(growing.gain(end, rates[min(level, deepest)], price))
                 wide += draft.width(level) if growing.samples else 1
+            if self._shares_room and brought:
+                room, each = entry.max_nodes - tree.num_nodes, children_each(tree)
+                wanted = useful_levels(max(brought), rates[min(level, deepest)].first, level_price)
+                brought = best_of(brought, int(room / (each * min(wanted, levels.all.depth - level))))
+            gains += brought
         passes = draft.costs.table(bound + len(gains))[bound:]
         each = wide / len(gains) if gains else 1.0  # rows of the target's of every end
         costs, nodes = self._costs, self._nodes

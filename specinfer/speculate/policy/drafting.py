@@ -6,6 +6,7 @@ will have. So each step bears a part of that, as large as its part in all that t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -29,6 +30,7 @@ _LEFT: Final = {False: 1.0, True: 0.3}
 _MADE: Final = {False: 1.0, True: 8.0}  # tokens that a step makes with others' guesses, likewise
 _REFUSED: Final = 16  # steps in a row in which a draft did not seem worth it; then its counts and costs fade
 _REFUSED_MEMORY: Final = 0.8  # the part that stays then: a draft that guesses nothing shows nothing new
+_SUREST: Final = 0.99  # that a level is right; or its levels would be worth it for ever
 USUAL_UNREAD: Final = 2  # tokens a draft reads in every step: the root, and a last guess it has not run
 
 
@@ -130,6 +132,28 @@ class Growing:
 def gain(arrives: float, rate: LevelRate, price: float) -> float:
     """The tokens that a level brings behind a node that becomes text, and is left to it, so probably."""
     return arrives * rate.first + max(0.0, arrives * rate.other - price)
+
+
+def useful_levels(best: float, rate: float, price: float) -> float:
+    """The levels, one at least, that will be worth `price` tokens each.
+
+    The first of them brings `best` tokens, each further one `rate` times those of the one above.
+    """
+    if best <= price or rate <= 0:
+        return 1.0
+    return 1.0 + math.log(price / best) / math.log(min(rate, _SUREST))
+
+
+def best_of(gains: Sequence[float], most: int) -> list[float]:
+    """The gains with 0 in place of all but the `most` largest, one at least; of equal ones the earlier."""
+    order = sorted(range(len(gains)), key=gains.__getitem__, reverse=True)
+    kept = frozenset(order[: max(1, most)])
+    return [of if number in kept else 0.0 for number, of in enumerate(gains)]
+
+
+def children_each(tree: TokenTree) -> float:
+    """How many children the nodes of a tree have that have some, one at least."""
+    return max(1.0, (tree.num_nodes - 1) / max(1, len(set(tree.parents)) - 1))
 
 
 @dataclass(slots=True)

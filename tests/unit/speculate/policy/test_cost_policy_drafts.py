@@ -10,13 +10,15 @@ import pytest
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SpeculationParams
+from specinfer.speculate.policy.chances import Chances
 from specinfer.speculate.policy.cost_policy import CostPolicy
+from specinfer.speculate.policy.drafting import PricedDraft
 from specinfer.speculate.policy.policy import StepReport
-from specinfer.tree import DrawRule, TokenTree
+from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import single_node
 from tests.plans import outcome, plan
-from tests.unit.speculate.policy.priced import FREE, chain, entry, sized
+from tests.unit.speculate.policy.priced import FREE, chain, entry, sized, unlearning
 
 
 def go_on(policy: CostPolicy, entries: Sequence[PlanEntry], trees: Sequence[TokenTree]) -> list[bool]:
@@ -246,3 +248,20 @@ def test_counts_of_a_draft_that_may_not_guess_stay() -> None:
         policy.choose_nodes([single_node(7)])
         policy.observe(StepReport([outcome(99)], {"target_forward": 1.0}))
     assert policy.chances.levels["draft"].all.to_json() == known
+
+
+@pytest.mark.parametrize(("shares_room", "most", "ends"), [(False, 32, 4), (True, 32, 1), (True, 700, 4)])
+def test_the_levels_of_a_tree_that_may_be_deep_share_its_nodes(
+    shares_room: bool, most: int, ends: int
+) -> None:
+    """Rows are free, so all ends are worth theirs; 28 more nodes have to do for 20 levels or so."""
+    cheap = PricedDraft(unlearning("draft", CostCurve((1, 9), (0.01, 0.01))), Expansion((1,)))
+    target, chances = unlearning("target", FREE), Chances({"draft": 48})
+    policy = CostPolicy(target, {"draft": cheap}, chances, shares_room=shares_room)
+    one = replace(entry(), max_nodes=most)
+    assert started(policy, [one]) == [True]
+    builder = TreeBuilder(root=7)
+    for token, sure in enumerate((0.5, 0.2, 0.15, 0.1)):
+        builder.add(0, 10 + token, "draft", confidence=sure)
+    [chosen] = policy.worth_deepening("draft", [one], [builder.build()], [(1, 2, 3, 4)])
+    assert chosen == [*range(1, 1 + ends)]

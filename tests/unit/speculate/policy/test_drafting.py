@@ -12,7 +12,15 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.policy.chances import Chances
 from specinfer.speculate.policy.choose import StepCosts
-from specinfer.speculate.policy.drafting import DraftStarts, Growing, PricedDraft, Without
+from specinfer.speculate.policy.drafting import (
+    DraftStarts,
+    Growing,
+    PricedDraft,
+    Without,
+    best_of,
+    children_each,
+    useful_levels,
+)
 from specinfer.tree import TokenTree
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import single_node
@@ -204,3 +212,21 @@ def test_a_draft_that_starts_now_and_then_is_known_as_it_is() -> None:
     for _ in range(16):
         who.starts.refused()
     assert who.levels.all.to_json() != known
+
+
+@pytest.mark.parametrize(
+    ("best", "rate", "price", "levels"),
+    [(0.8, 0.5, 0.1, 4.0), (0.1, 0.5, 0.1, 1.0), (0.05, 0.9, 0.1, 1.0), (0.5, 0.0, 0.1, 1.0)],
+)
+def test_levels_are_useful_until_they_bring_less_than_they_cost(
+    best: float, rate: float, price: float, levels: float
+) -> None:
+    assert useful_levels(best, rate, price) == pytest.approx(levels)
+    assert useful_levels(best, 1.0, price) < 300
+
+
+def test_of_many_ends_the_best_go_on_where_room_is_short() -> None:
+    assert best_of([0.1, 0.5, 0.5, 0.4], 2) == [0.0, 0.5, 0.5, 0.0]
+    assert best_of([0.1, 0.5, 0.5], 0) == [0.0, 0.5, 0.0]
+    tree = TokenTree((7, 1, 2, 3, 4), (-1, 0, 0, 0, 1))
+    assert (children_each(tree), children_each(TokenTree((7,), (-1,)))) == (2.0, 1.0)
