@@ -179,17 +179,21 @@ def converse(
     told = worker.ask(setup)
     loaded = time.perf_counter()
     prompts, numbers = bench.prompts[question.workload], [*bench.dealt(question, round_)]
+    args, max_tokens = bench.args, int(bench.args.max_tokens)
+    if row.peer is not None:
+        numbers, max_tokens = numbers[: args.peer_prompts], min(max_tokens, args.peer_tokens)
     ask(worker, row, question, [(numbers[0], prompts[numbers[0]])], WARM_UP_TOKENS, salt="warm")
     answers, groups = [], []
     measured, busy = time.perf_counter(), worker.busy_elsewhere()
     for start in range(0, len(numbers), question.batch):
         batch = [(number, prompts[number]) for number in numbers[start : start + question.batch]]
         asked_at = time.perf_counter()
-        reply = ask(worker, row, question, batch, bench.args.max_tokens, salt=str(start))
+        reply = ask(worker, row, question, batch, max_tokens, salt=str(start))
         for number, answer in zip(numbers[start:], reply["answers"], strict=False):
-            if len(answer["tokens"]) != bench.args.max_tokens:
+            if len(answer["tokens"]) != max_tokens:
                 raise ValueError(f"made {len(answer['tokens'])} tokens for prompt {number}")
-            answers.append({"prompt": number, "text": digest(answer["tokens"])})
+            head = digest(answer["tokens"][: args.peer_tokens])
+            answers.append({"prompt": number, "text": digest(answer["tokens"]), "head": head})
         whole = time.perf_counter() - asked_at
         groups.append({**timed(reply["answers"]), "whole": whole, "counted": reply.get("counted", {})})
     busy = worker.busy_elsewhere() - busy

@@ -99,7 +99,9 @@ def page(cells: Cells, settings: Mapping[str, Any]) -> list[str]:
         f"ignored, {settings['threads']} threads; drafts are {', '.join(settings['draft'])} and the model's "
         "own twin in int4. Rows of a question run in turns, every second round in reverse. Speed is of what "
         "comes after the first token; the disk's rate is that of one reader of 4 MiB past the page cache, "
-        "just before. Pages of libraries that others read first are in the peak, and not in the limit. "
+        f"just before. Others answer {settings['peer_prompts']} prompts of each round with "
+        f"{settings['peer_tokens']} tokens, and may have rounded otherwise than the resident run. Pages of "
+        "libraries that others read first are in the peak, and not in the limit. "
         "Ratios are the median over rounds of the ratio within a round.",
         *(line for limit in limits for line in _table(limit, cells)),
         *_summary([*limits], cells),
@@ -225,19 +227,19 @@ def _row(limit: str, question: str, name: str, found: Cells, cells: Cells) -> st
         median(rate_reached, ".2f"),
         median(waited, ".0%"),
         median(lambda cell: cell["peak"] / (cell["own"] + cell["room"]), ".2f"),
-        _agreement(limit, question, done, cells),
+        _agreement(limit, question, "text" if _ours(name) else "head", done, cells),
     )
 
 
-def _agreement(limit: str, question: str, done: Sequence[Cell], cells: Cells) -> str:
-    """ "7/8": answers whose tokens are the resident run's, of how many that both gave."""
+def _agreement(limit: str, question: str, part: str, done: Sequence[Cell], cells: Cells) -> str:
+    """ "7/8": answers whose text, or head, is the resident run's, of how many that both gave."""
     kind = limit.split()[1]
     resident = [
         cell for name, cell in cells.items() if name.startswith(f"dithered {kind} 100%|{question}|resident|")
     ]
-    known = {a["prompt"]: a["text"] for cell in resident if "error" not in cell for a in cell["answers"]}
+    known = {a["prompt"]: a[part] for cell in resident if "error" not in cell for a in cell["answers"]}
     answers = [a for cell in done for a in cell["answers"] if a["prompt"] in known]
-    same = sum(a["text"] == known[a["prompt"]] for a in answers)
+    same = sum(a[part] == known[a["prompt"]] for a in answers)
     return f"{same}/{len(answers)}" if answers else ""
 
 
@@ -323,7 +325,7 @@ def _bars(cells: Cells) -> list[tuple[str, dict[str, float]]]:
     """For each limit and workload, greedy and batch 1: rows of ours, and their speed over plain."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for name in map(Name.of, cells):
-        if name.question.endswith(" T=0 batch 1") and any(each.name == name.row for each in OURS):
+        if name.question.endswith(" T=0 batch 1") and _ours(name.row):
             over = ratio(name.limit, name.question, name.row, PLAIN, cells)
             if over is not None and name.row != PLAIN:
                 found.setdefault((name.limit, name.question), {})[name.row] = over
@@ -345,6 +347,10 @@ def _median_speed(limit: str, question: str, row: str, cells: Cells) -> float | 
         value for cell in _of(limit, question, row, cells).values() if (value := speed(cell)) is not None
     ]
     return statistics.median(found) if found else None
+
+
+def _ours(row: str) -> bool:
+    return any(each.name == row for each in OURS)
 
 
 def _sum(cell: Cell, name: str) -> float:

@@ -15,6 +15,10 @@ import pytest
 from specinfer import LLM, SamplingParams
 
 Script = Callable[[str], ModuleType]
+SETTINGS = {
+    **{"model": "m", "max_tokens": 64, "prompts": 2, "threads": 2, "draft": ["s"], "rate": None},
+    **{"peer_prompts": 2, "peer_tokens": 24},
+}
 PROMPTS = [[5, 3, 8], [1, 2, 3, 4]]
 
 
@@ -147,8 +151,8 @@ def test_the_resident_run_of_a_batch_says_what_a_prompt_alone_says(
         for number, prompt in enumerate(PROMPTS):
             params = SamplingParams(temperature=0.8, seed=number, max_tokens=6, ignore_eos=True)
             [output] = llm.generate([prompt], params)
-            told = {"prompt": number, "text": sys.modules["study"].digest(output.token_ids)}
-            assert cell["answers"][number] == told
+            text, head = map(sys.modules["study"].digest, (output.token_ids, output.token_ids[:4]))
+            assert cell["answers"][number] == {"prompt": number, "text": text, "head": head}
     [group] = cell["groups"]
     assert (group["tokens"], group["passes"], group["counted"]["steps"]) == (10, 5, 6)
     assert cell["reference"] is None
@@ -157,7 +161,7 @@ def test_the_resident_run_of_a_batch_says_what_a_prompt_alone_says(
 
 def tiny(cells: ModuleType, pair: tuple[str, str]) -> Any:
     """A bench of two short prompts on a tiny pair."""
-    args = Namespace(rounds=1, max_tokens=6, threads=1, timeout=60, rate=None, batches=[2])
+    args = Namespace(rounds=1, max_tokens=6, peer_tokens=4, threads=1, timeout=60, rate=None, batches=[2])
     prompts = {"chat": [*map(cells.Prompt, PROMPTS)]}
     target, draft = map(Path, pair)
     return cells.Bench({"dithered": target}, target, draft, prompts, SimpleNamespace(), 1 << 20, args)
@@ -206,7 +210,7 @@ def cell(
     )
     group = {"first": 1.0, "tokens": tokens, "seconds": seconds, "passes": passes, "whole": seconds + 1}
     return {
-        "answers": [{"prompt": i, "text": text} for i, text in enumerate(texts)],
+        "answers": [{"prompt": i, "text": text, "head": "h"} for i, text in enumerate(texts)],
         "groups": [{**group, "counted": counted}],
         "versions": {"fake": "1.0"},
         "busy_elsewhere": 0.1,
@@ -237,8 +241,7 @@ def measured() -> dict[str, Any]:
 def test_the_page_holds_rows_of_one_round_against_each_other(
     pages: ModuleType, measured: dict[str, Any]
 ) -> None:
-    settings = {"model": "m", "max_tokens": 64, "prompts": 2, "threads": 2, "draft": ["s"], "rate": None}
-    lines = pages.page(measured, settings)
+    lines = pages.page(measured, SETTINGS)
     assert lines[lines.index("## dithered none 50% of its bytes") + 2].startswith(
         "| asked | row | tokens/s |"
     )
@@ -261,17 +264,15 @@ def test_the_page_compares_quantizations_in_the_same_memory(pages: ModuleType) -
         f"dithered int8 25%|{asked}": {**cell(7, 10), "room": 250},
         f"dithered int4 84%|{asked}": cell(38, 10),
     }
-    settings = {"model": "m", "max_tokens": 64, "prompts": 2, "threads": 2, "draft": ["s"], "rate": None}
-    assert [line for line in pages.page(cells, settings) if ", the same memory, " in line] == [
+    assert [line for line in pages.page(cells, SETTINGS) if ", the same memory, " in line] == [
         "- dithered int8 50% over dithered none 25%, the same memory, chat T=0 batch 1, plain: 1.90",
         "- dithered int4 84% over dithered int8 50%, the same memory, chat T=0 batch 1, plain: 2.00",
     ]
 
 
 def test_the_page_says_what_was_not_run(pages: ModuleType) -> None:
-    settings = {"model": "m", "max_tokens": 64, "prompts": 2, "threads": 2, "draft": ["s"], "rate": 500}
     cells = {"dithered none 50%|chat T=0 batch 1|airllm|0": {"error": "not run: no cgroups"}}
-    lines = pages.page(cells, settings)
+    lines = pages.page(cells, SETTINGS | {"rate": 500})
     assert f"| chat T=0 batch 1 | airllm | not run: no cgroups |{'  |' * 9}" in lines
     assert any("at most 500 MB/s" in line for line in lines)
 
