@@ -193,7 +193,7 @@ def test_data_sets_take_turns(study: ModuleType) -> None:
 
 def test_every_script_is_here(study: ModuleType) -> None:
     found = {path.stem for path in Path(study.__file__).parent.glob("*.py")}
-    assert found == {*SCRIPTS, "study"}
+    assert found == {*SCRIPTS, "study", "memory_group"}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
