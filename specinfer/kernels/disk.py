@@ -106,7 +106,7 @@ class StreamSource:
                 count = os.preadv(self._number, [view], offset)
                 self._forget(offset, count)
                 view, offset = view[count:], offset + count
-                if not count or (self.direct and count % PAGE):
+                if not count:
                     raise ModelFileError(
                         f"{self.path} ended at byte {offset} while it was read; load the model again"
                     )
