@@ -35,7 +35,11 @@ PLAIN = 5  # steps, before anybody may guess
 
 
 class MadeUpRunner:
-    """A draft's runner whose logits are a world's, by the text along each row's path."""
+    """A draft's runner whose logits are a world's, by the text along each row's path.
+
+    Its cache has one block. Instead of K and V each place holds the text that they would be made of, up to
+    its own token: rows write it and read it along their paths, and moves copy it.
+    """
 
     block_size = 64
 
@@ -45,30 +49,37 @@ class MadeUpRunner:
         kernels = kernels("torch")
 
     def __init__(self, world, name):
-        self.world, self.name, self.tokens = world, name, {}
+        self.world, self.name, self.texts = world, name, {}
+        self.stale = 0  # rows that have read a place which was made of another text than theirs
 
     def launch(self, rows):
         logits = []
         for part in rows:
-            self.tokens.update(enumerate(part.token_ids, part.start))
             end = part.start + len(part.token_ids)
-            asked = range(part.start + part.logits_from, end)
-            logits.extend(self.world.logits(self.name, self.text(part, position, end)) for position in asked)
+            for i, token in enumerate(part.token_ids):
+                seen = self.path(part, part.start + i, end)
+                text = (*(self.texts[place][-1] for place in seen), token)
+                self.stale += any(self.texts[place] != text[: n + 1] for n, place in enumerate(seen))
+                self.texts[part.start + i] = text
+                if i >= part.logits_from:
+                    logits.append(self.world.logits(self.name, text[len(PROMPT) :]))
         return flight_of(np.stack(logits))
 
-    def text(self, part, position, end):
-        path = list(range(position + 1))
-        if part.parents is not None:
-            root, node = end - len(part.parents), position - (end - len(part.parents))
-            path = []
-            while node > 0:
-                path.insert(0, root + node)
-                node = part.parents[node]
-            path = [*range(root + 1), *path]
-        return tuple(self.tokens[p] for p in path)[len(PROMPT) :]
+    def path(self, part, position, end):
+        """The places that the row at this one sees, without its own."""
+        if part.parents is None:
+            return [*range(position)]
+        root = end - len(part.parents)
+        path, node = [], part.parents[position - root]
+        while node > 0:
+            path.insert(0, root + node)
+            node = part.parents[node]
+        return [*range(root + 1), *path] if position > root else [*range(root)]
 
     def move(self, moves):
-        assert not moves, "trees are chains here, or no step is committed"
+        for move in moves:
+            moved = [self.texts[source] for source in move.sources]
+            self.texts.update(zip(move.targets, moved, strict=True))
 
 
 class Points(Speculator):

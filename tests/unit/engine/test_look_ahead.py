@@ -17,6 +17,7 @@ from specinfer.speculate.drafts.growth import Growth
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.speculator import Outcome
 from tests.engines import Tiny, assert_idle, engine_of, runner_of, slow_generate, write_tiny
+from tests.flights import Late
 
 PROMPTS = ["a text about", "another"]
 LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -26,21 +27,6 @@ LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """Models that are sure of what they say, so that it pays to follow one path for long."""
     return write_tiny(tmp_path_factory.mktemp("sure"), vocab_size=128, max_context=96, spread=0.6)
-
-
-class Late(Launch):
-    """A pass that seems to be on its way until it was asked so many times."""
-
-    __slots__ = ("_asks",)
-
-    def __init__(self, flight: Flight, asks: int) -> None:
-        super().__init__(flight)
-        self._asks = asks
-
-    @property
-    def done(self) -> bool:
-        self._asks -= 1
-        return self._asks < 0
 
 
 def late(llm: LLM, monkeypatch: pytest.MonkeyPatch, levels: int) -> LLM:
