@@ -6,6 +6,8 @@ accelerate has it. `assistance` changes how the draft is asked.
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -68,8 +70,9 @@ def load(folder: str, memory: int | None = None) -> Any:
         placed = {
             "device_map": "auto",
             "max_memory": {"cpu": stays},
-            "offload_folder": tempfile.mkdtemp(prefix="offload-", dir=Path(folder).parent),
+            "offload_folder": tempfile.mkdtemp(),  # which stays empty: weights are read from where they are
         }
+        atexit.register(shutil.rmtree, placed["offload_folder"], ignore_errors=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **placed).eval()
     # Where all of it is on the disk it says that it is nowhere, and an assistant's tokens are sent there.
     type(model).device = property(lambda self: torch.device("cpu"))
