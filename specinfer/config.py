@@ -9,7 +9,7 @@ from os import PathLike, fspath
 from typing import Any, Final, Literal
 
 from specinfer.errors import ConfigError
-from specinfer.option import Option, check_options, option, options_of
+from specinfer.option import Option, check_options, option, options_of, parse_size
 from specinfer.tree.draw import PAIRS, DraftDraw, DrawRule, Verifier, draw_rule
 from specinfer.tree.expansion import Expansion
 
@@ -22,11 +22,13 @@ TreeSize = Literal["cost", "fixed"]
 Clock = Literal["measured", "curve"]
 DraftTokens = Literal["auto", "shared", "text"]
 Lookup = bool | Literal["auto"]
+Offload = Literal["never", "auto"]
 
 USUAL_EXPANSION = Expansion((1, 1, 3, 1, 1))  # where there has to be one, and nobody says which
 DEEPEST = 8  # levels of a draft's tree whose shape is learned, in a model that is in memory
 DEEPEST_STREAMED = 48  # the same, where a pass waits for its weights
 MOST_ROWS = 2048  # of a pass, and nodes of a tree, where costs decide how many
+SELF = "self"  # the draft that is the target itself, in fewer bits
 LONGEST_MATCH = 32  # tokens that are compared; a longer match is no better a guess
 LEAST_LOOKUP_MEMORY = 1 << 20  # bytes; less is hardly a memory, and most likely meant as tokens
 
@@ -44,9 +46,10 @@ class SpeculationConfig:
 
     drafts: tuple[str, ...] = option(
         (),
-        "A draft model; repeatable.",
+        "A draft model, or self; repeatable.",
         more="Of any vocabulary, a [head](heads.md) that reads the target, or a [pool](boost-tuning.md) of "
-        "both; several are merged into one tree.",
+        "both; several are merged into one tree. `self`: the target's own twin in int4, or int8 if "
+        "`draft_quantization` says so ([offloading.md](offloading.md)); a folder of that name is `./self`.",
         flag="draft",
     )
     draft_quantization: Quantization = option("none", "As --quantization, of draft models.")
@@ -91,11 +94,12 @@ class SpeculationConfig:
         "`1,1,3,1,1` then.",
         shown='`learned`, and `1,1,3,1,1` with `tree_size="fixed"`',
     )
-    max_nodes: int | Literal["auto"] = option(
-        64,
+    max_nodes: int | Literal["auto"] | None = option(
+        None,
         "Of one request's tree in one step, the root included; or auto.",
         more="They are the likeliest of what [all have guessed](add_a_speculator.md#4-the-door). `auto`: as "
         "many rows as a pass has on this machine before it takes 1.5 times as long as with one, 64 to 2048.",
+        shown="64; auto where layers are streamed",
         least=1,
     )
     tree_size: TreeSize = option(
@@ -171,7 +175,8 @@ class SpeculationConfig:
     @property
     def most_nodes(self) -> int:
         """The nodes of a request's tree, at most."""
-        return MOST_ROWS if self.max_nodes == "auto" else self.max_nodes
+        nodes = 64 if self.max_nodes is None else self.max_nodes
+        return MOST_ROWS if nodes == "auto" else nodes
 
     @property
     def shape(self) -> str:
@@ -215,11 +220,12 @@ class SchedulerConfig:
     """The request scheduler."""
 
     max_batch_size: int = option(16, "Requests that run in one step.", least=1)
-    max_step_tokens: int | Literal["auto"] = option(
-        512,
-        "Rows of one pass, of prompts and trees together, or auto; for a server 128.",
+    max_step_tokens: int | Literal["auto"] | None = option(
+        None,
+        "Rows of one pass, of prompts and trees together, or auto.",
         more="`auto`: as many as a pass has before it takes twice as long as with one row, 128 to 2048: a "
         "prompt is read in as few passes as pay, and others do not wait longer than that.",
+        shown="512, of a server 128; auto where layers are streamed",
         least=1,
     )
     max_context: int | None = option(
@@ -228,16 +234,17 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.max_step_tokens != "auto" and self.max_step_tokens < self.max_batch_size:
+        if self.most_step_tokens < self.max_batch_size:
             raise ConfigError(
-                f"max_step_tokens is {self.max_step_tokens}, less than max_batch_size "
+                f"max_step_tokens is {self.most_step_tokens}, less than max_batch_size "
                 f"({self.max_batch_size}); every running request needs at least one row: raise it"
             )
 
     @property
     def most_step_tokens(self) -> int:
         """The rows of a pass, at most."""
-        return max(MOST_ROWS, self.max_batch_size) if self.max_step_tokens == "auto" else self.max_step_tokens
+        rows = 512 if self.max_step_tokens is None else self.max_step_tokens
+        return max(MOST_ROWS, self.max_batch_size) if rows == "auto" else rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,6 +296,27 @@ class EngineConfig:
         "`LLM` where no `SamplingParams` are given (`LLM.default_params`). `none`: "
         "[SamplingParams](sampling.md)' own.",
     )
+    memory: int | None = option(
+        None,
+        "That the engine may take, for everything, like 8GB.",
+        more="Bytes of the whole process: weights, KV caches, the interpreter.",
+        shown="what is free in the machine and its cgroup",
+        least=1,
+        size=True,
+    )
+    offload: Offload = option(
+        "never",
+        "auto: layers that do not fit into memory are streamed from the disk.",
+        more="Then the model's own twin in 4 bits guesses where it pays and no draft is named "
+        "([offloading.md](offloading.md)); native kernels on a CPU only. `never`: such a model is refused.",
+    )
+    offload_folder: str | None = option(
+        None,
+        "Where the prepared file of a streamed model lies; a fast disk pays.",
+        more="It is as large as the model's weights, and made once.",
+        shown="the user's cache",
+        allowed="the path of a folder, or None",
+    )
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -298,8 +326,9 @@ class EngineConfig:
             raise ConfigError(
                 f"model is {self.model!r}; allowed: a folder, a GGUF file, a hub id or a catalogue name"
             )
-        if isinstance(self.chat_template, PathLike):
-            object.__setattr__(self, "chat_template", fspath(self.chat_template))
+        for name in ("chat_template", "offload_folder"):
+            if isinstance(path := getattr(self, name), PathLike):
+                object.__setattr__(self, name, fspath(path))
         check_options(self)
         if self.chat_template == "":
             raise ConfigError("chat_template is ''; allowed: the path of a file, or None")
@@ -311,6 +340,16 @@ class EngineConfig:
         Raises ConfigError as `with_options` does.
         """
         return cls(model=model).with_options(options)
+
+    @property
+    def streamed(self) -> EngineConfig:
+        """The same where layers are streamed: trees and steps are as large as costs say, if nobody does."""
+        speculation, scheduler = self.speculation, self.scheduler
+        if speculation.max_nodes is None:
+            speculation = replace(speculation, max_nodes="auto")
+        if scheduler.max_step_tokens is None:
+            scheduler = replace(scheduler, max_step_tokens="auto")
+        return replace(self, speculation=speculation, scheduler=scheduler)
 
     def with_options(self, options: Mapping[str, Any]) -> EngineConfig:
         """The same but for these flat options: fields of this class and of its three parts.
@@ -327,6 +366,8 @@ class EngineConfig:
                 hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(ENGINE_OPTIONS))}"
                 raise ConfigError(f"unknown option {name!r}; {hint}")
             part, known = ENGINE_OPTIONS[name]
+            if known.about.size and isinstance(value, str):
+                value = parse_size(name, value)
             (top if part is None else of_parts[part])[known.attribute] = value
         changed = {part: replace(getattr(self, part), **values) for part, values in of_parts.items()}
         return replace(self, **top, **changed)

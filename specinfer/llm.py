@@ -73,7 +73,8 @@ class LLM:
         show = default_progress() if progress is None else progress
         # A pool's members are what is loaded, and what a variant's drafts are held against.
         config = with_members(config, show)
-        self._start(config, load_models(config, show), speculators, show)
+        models = load_models(config, show)
+        self._start(models.settled(config), models, speculators, show)
 
     @classmethod
     def from_models(

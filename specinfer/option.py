@@ -5,6 +5,7 @@ Validation, the flags of commands, the keys of YAML files and the tables of docs
 
 from __future__ import annotations
 
+import re
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from types import NoneType, UnionType
@@ -32,6 +33,9 @@ class About:
     switch: bool = False  # a flag switches it on and off, whatever else it may be
     old: tuple[str, ...] = ()  # names that it had, which are still understood
     of_batches: bool = True  # of the server: whether it concerns files of requests, too
+
+
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,14 @@ class Option:
         else:
             return None
         return f"is {value!r}; allowed: {about.allowed or allowed}" if wrong else None
+
+
+def parse_size(name: str, text: str) -> int:
+    """Bytes from '512MB', '2GiB', '1.5G' (powers of 1024) or a plain number; raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"{name} is {text!r}; allowed: a number of bytes, or like 512MB or 2GB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def option(default: Any, purpose: str, **more: Any) -> Any:

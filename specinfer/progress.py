@@ -28,6 +28,9 @@ class Progress:
     def finish(self) -> None:
         """The piece of work is over, done or failed."""
 
+    def say(self, line: str) -> None:
+        """Something that the user should know; it stays to be read."""
+
     @contextmanager
     def showing(self, total: int | None, label: str, unit: str = "B") -> Iterator[Self]:
         """The piece of work in the `with` block."""
@@ -92,6 +95,11 @@ class ProgressBar(Progress):
         elif self._lines and self._quarter < 4:
             print(f"{self._label}: {self._amount(self._done)}, finished", file=self._stream, flush=True)
         self._lines = 0
+
+    def say(self, line: str) -> None:
+        """Write it in a line of its own."""
+        self.finish()
+        print(line, file=self._stream, flush=True)
 
     def _open_bar(self) -> None:
         from rich.console import Console

@@ -6,7 +6,6 @@ A flag that is not given is None, and so leaves a file's key, or the default.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -23,11 +22,11 @@ if TYPE_CHECKING:
     from specinfer.sampling_params import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m"
-_UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 # Of the engine's options those that commands have which answer at a terminal; a server has all.
 _MODEL: Final = (
-    *("dtype", "quantization", "device", "threads", "chat_template", "kv_cache_memory", "max_context"),
+    *("dtype", "quantization", "device", "threads", "chat_template", "memory", "kv_cache_memory"),
+    *("offload", "offload_folder", "max_context"),
 )
 _OF_DRAFTS: Final = ("draft_quantization", "draft_vocabulary", "draft_tokens")
 _TREES: Final = ("max_nodes", "tree_size", "clock", "verifier")
@@ -68,14 +67,6 @@ _PLAIN = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words", "regex"),
     *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
 )
-
-
-def parse_size(text: str) -> int:
-    """Bytes from '512MB', '2GiB', '1.5G' (powers of 1024) or a plain number; raises ConfigError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise ConfigError(f"size is {text!r}; allowed: a number of bytes, or like 512MB or 2GB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 class _NumberOr(click.ParamType):  # type: ignore[type-arg]  # which older releases have not
@@ -139,8 +130,6 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     """
     given = {name: value for name, value in options.items() if value is not None}
     model = given.pop("model")
-    if isinstance(memory := given.get("kv_cache_memory"), str):
-        given["kv_cache_memory"] = parse_size(memory)
     named = given.get("drafts") or any(name in given for name in ("lookup", *OLD_NAMES))
     if not named:
         given["drafts"] = heads_of(model)

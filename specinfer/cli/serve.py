@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import click
 
-from specinfer.cli.options import DEFAULT_MODEL, engine_config, flags, parse_size
+from specinfer.cli.options import DEFAULT_MODEL, engine_config, flags
 from specinfer.config import ENGINE_OPTIONS, GONE_OPTIONS, OLD_OPTIONS, new_names
 from specinfer.errors import ConfigError
-from specinfer.option import options_of
+from specinfer.option import options_of, parse_size
 from specinfer.serve.config import ServeConfig
 
 _KEY_VARIABLE: Final = "SPECINFER_API_KEY"
@@ -135,12 +135,13 @@ def configs(given: Mapping[str, Any], file: Path | None) -> tuple[dict[str, Any]
     for name, value in list(options.items()):
         one = OPTIONS.get(name)
         if one is not None and one.about.size and isinstance(value, str):
-            options[name] = parse_size(value)
+            options[name] = parse_size(name, value)
         if one in _SERVER:
             of_server[name] = _several(options.pop(name)) if one.is_list else options.pop(name)
     options.setdefault("model", DEFAULT_MODEL)
     batch = options.get("max_batch_size")
-    options.setdefault("max_step_tokens", max(_STEP_TOKENS, batch if isinstance(batch, int) else 0))
+    least = max(_STEP_TOKENS, batch if isinstance(batch, int) else 0)
+    options.setdefault("max_step_tokens", "auto" if options.get("offload") == "auto" else least)
     return options, ServeConfig(**of_server)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 from specinfer.config import MOST_ROWS, EngineConfig
 from specinfer.engine.admission import Admission
 from specinfer.engine.drafts import (
+    draft_kind,
     draft_names,
     make_draft,
     what_is_timed,
@@ -52,8 +53,8 @@ class Curves:
     drafts: Mapping[str, CostCurve]
 
 
-def resolved(config: EngineConfig, target: CostCurve) -> EngineConfig:
-    """The config with numbers in place of "auto", by what passes of the target cost.
+def resolved(config: EngineConfig, target: CostCurve, most: int = MOST_ROWS) -> EngineConfig:
+    """The config with numbers in place of "auto", by what passes of the target cost, of `most` rows at most.
 
     A tree may have the rows of a pass that takes 1.5 times as long as one of one row. A larger tree would be
     worth it only if it brought half a step's tokens more, and doubling it brings a tenth (Sequoia, figure 1).
@@ -64,11 +65,11 @@ def resolved(config: EngineConfig, target: CostCurve) -> EngineConfig:
     passes = target.table(MOST_ROWS)
     nodes = config.speculation.max_nodes
     if nodes == "auto":
-        nodes = max(_LEAST_NODES, bisect_right(passes, _TREE_PRICE * passes[1]) - 1)
+        nodes = min(most, max(_LEAST_NODES, bisect_right(passes, _TREE_PRICE * passes[1]) - 1))
     rows = config.scheduler.max_step_tokens
     if rows == "auto":
         rows = bisect_right(passes, _STEP_PRICE * passes[1]) - 1
-        rows = max(_LEAST_ROWS, config.scheduler.max_batch_size, nodes, rows)
+        rows = max(min(rows, most), _LEAST_ROWS, config.scheduler.max_batch_size, nodes or _LEAST_NODES)
     return replace(
         config,
         speculation=replace(config.speculation, max_nodes=nodes),
@@ -76,15 +77,28 @@ def resolved(config: EngineConfig, target: CostCurve) -> EngineConfig:
     )
 
 
+def most_rows(config: EngineConfig, models: Models) -> int:
+    """The rows of a pass, at most: as many as memory was planned for, unless the caller says."""
+    most, plan = config.scheduler.most_step_tokens, models.plan
+    return most if plan is None or config.scheduler.max_step_tokens != "auto" else min(most, plan.room.rows)
+
+
 def target_curve(
     config: EngineConfig, executor: LocalExecutor, models: Models, progress: Progress | None = None
 ) -> CostCurve:
     """Measure passes of the target, or read what was measured before.
 
-    Writes into the cache's first slots, which nobody may use yet.
+    A pass that waits for its weights takes as long as the disk, or as computing takes. Writes into the
+    cache's first slots, which nobody may use yet.
     """
     variant = f"{config.quantization}, {models.target.config.vocab_size} logits"
-    return _curve(config, executor, progress)(variant)
+    curve = _curve(config, executor, models, progress)
+    plan, stream = models.plan, models.target.stream
+    if plan is None or stream is None:
+        return curve(variant)
+    with stream.still():
+        computing = curve(f"{variant}, layer by layer")
+    return computing.at_least(plan.placement.seconds(plan.disk.bytes_per_second))
 
 
 def draft_curves(
@@ -95,13 +109,13 @@ def draft_curves(
     progress: Progress | None = None,
 ) -> dict[str, CostCurve]:
     """The same of the drafts, by name."""
-    curve = _curve(config, executor, progress)
+    curve, named = _curve(config, executor, models, progress), draft_names(config.speculation.drafts)
     drafts: dict[str, CostCurve] = {}
     for name, runner in runners.items():
         model = models.drafts[name]
         timed = what_is_timed(model, models.named.get(name))
         drafts[name] = curve(
-            f"{config.speculation.draft_quantization}, {timed}",
+            f"{draft_kind(named.get(name, name), config.speculation, config.quantization)}, {timed}",
             draft=runner,
             behind_target=isinstance(model, HeadModel),
         )
@@ -109,11 +123,11 @@ def draft_curves(
 
 
 def _curve(
-    config: EngineConfig, executor: LocalExecutor, progress: Progress | None
+    config: EngineConfig, executor: LocalExecutor, models: Models, progress: Progress | None
 ) -> Callable[..., CostCurve]:
     return partial(
         executor.curve,
-        max_rows=config.scheduler.most_step_tokens,
+        max_rows=most_rows(config, models),
         keep=config.speculation.clock == "curve",  # which decides alone: the next run is to decide by it, too
         progress=progress,
     )
@@ -163,7 +177,8 @@ def build_engine(
         block_size=config.cache.block_size,
         wanted_positions=limits.max_batch_size * (max_context + speculation.most_nodes),
         needed_positions=min(max_context, 128),
-        limit=config.cache.memory,
+        limit=config.cache.memory if models.plan is None else models.plan.kv_cache,
+        memory=config.memory,
     )
     vocab = models.target.config.vocab_size
     threads = threads_of_torch(config, models)
@@ -171,14 +186,16 @@ def build_engine(
     if speculation.tree_size == "cost" or "auto" in (speculation.max_nodes, limits.max_step_tokens):
         with torch_threads(threads):
             curve = target_curve(config, executor, models, progress)
-        config = resolved(config, curve)
+        config = resolved(config, curve, most_rows(config, models))
         speculation, limits = config.speculation, config.scheduler
+    streamed = models.plan is not None
+    shape = Shape.streamed(speculation) if streamed else Shape.of(speculation)
     drafting = {
         name: make_draft(
             name,
             model,
             executor,
-            Shape.of(speculation),
+            shape,
             models.named.get(name),
             models.foreign.get(name),
             max_rows=limits.most_step_tokens,
@@ -193,7 +210,10 @@ def build_engine(
         with torch_threads(threads):
             costs = draft_curves(config, executor, models, runners, progress)
         measured = speculation.clock == "measured"
-        sized = CostPolicy.by_curves(curve, costs, speculation, measured=measured)
+        deepest = shape.deepest if streamed and speculation.learns_shape else None
+        sized = CostPolicy.by_curves(
+            *(curve, costs, speculation), measured=measured, known=streamed, deepest=deepest
+        )
         policy, guard = sized, sized.guard
         if measured and guard is not None:  # a run by the curve decides as the last one did
             kept = PolicyMemory(_learned_of(config, models, executor.device_name), sized.chances, guard)
@@ -236,7 +256,8 @@ def _learned_of(config: EngineConfig, models: Models, device: str) -> dict[str, 
     """What a policy learns of: target, drafts and device, without folders, which are nobody's business."""
     speculation, target = config.speculation, models.target
     drafts = [
-        f"{name}: {Path(model).name}, {speculation.draft_quantization}, by {speculation.draw_rule}"
+        f"{name}: {Path(model).name}, {draft_kind(model, speculation, config.quantization)}, "
+        f"by {speculation.draw_rule}"
         + (f", {models.foreign[name].way} tokens" if name in models.foreign else "")
         for name, model in draft_names(speculation.drafts).items()
     ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specinfer.config import Quantization, SpeculationConfig
+from specinfer.config import SELF, Quantization, SpeculationConfig
 from specinfer.errors import ConfigError, ModelError
 from specinfer.heads.checkpoint import HeadFolder, head_bytes, is_head, open_head
 from specinfer.heads.kinds import AnyHeadModel
@@ -79,6 +79,23 @@ def draft_names(drafts: tuple[str, ...]) -> dict[str, str]:
     return {f"draft{i}": model for i, model in enumerate(drafts, start=1)}
 
 
+def draft_kind(draft: str, speculation: SpeculationConfig, target: Quantization) -> Quantization:
+    """The quantization of a draft: a twin of the target in int4, or int8 if asked; others as they are asked.
+
+    Raises ConfigError for a twin that would be no smaller than its target.
+    """
+    asked = speculation.draft_quantization
+    if draft != SELF:
+        return asked
+    kind: Quantization = "int4" if asked == "none" else asked
+    if target in ("int4", kind):
+        raise ConfigError(
+            f"drafts names {SELF!r}, the target itself in {kind}, and the target is {target} already; name a "
+            "smaller model or a head, or leave it out: lookups guess by themselves"
+        )
+    return kind
+
+
 def find(name: str, progress: Progress) -> Found:
     """The model of that name, found and opened; raises as `resolve` and `open_model`."""
     files = resolve(name, progress=progress)
@@ -90,8 +107,8 @@ def find(name: str, progress: Progress) -> Found:
 def find_drafts(
     names: Iterable[str], target: Found, target_name: str, progress: Progress
 ) -> dict[str, Found | FoundHead]:
-    """Every draft by its name: found, and opened once however often it is named."""
-    found: dict[str, Found | FoundHead] = {target_name: target}
+    """Every draft by its name: found, and opened once however often it is named; "self" is the target."""
+    found: dict[str, Found | FoundHead] = {target_name: target, SELF: target}
     for name in names:
         if name not in found:
             files = resolve(name, progress=progress)

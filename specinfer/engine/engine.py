@@ -126,6 +126,8 @@ class Engine:
         """What was done so far, and who waits and runs now. May be called by any thread, in a step too."""
         scheduler, clock = self._scheduler, self.clock
         guard = None if self._guard is None else self._guard.state()
+        stream = self._executor.stream
+        ahead, kept = self._speculators.looked_ahead
         return Statistics(
             steps=clock.steps,
             stage_seconds=dict(clock.seconds),
@@ -139,6 +141,10 @@ class Engine:
             cost_factors={} if guard is None else guard.factors,
             speculation_on=guard is None or guard.guessing,
             guessed_tokens=self._speculators.guessed_tokens,
+            streamed_bytes=0 if stream is None else stream.read_bytes,
+            stream_wait_seconds=0.0 if stream is None else stream.waited,
+            levels_ahead=ahead,
+            levels_kept=kept,
         )
 
     def keep_learnt(self) -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from specinfer.attention.native import NativeAttention, unsupported
 from specinfer.attention.sdpa import SdpaAttention
-from specinfer.config import EngineConfig, Quantization
+from specinfer.config import SELF, EngineConfig, Quantization
 from specinfer.engine.drafts import (
     AnyDraft,
     Found,
     FoundHead,
     check_options,
+    draft_kind,
     draft_names,
     exchanges,
     find,
@@ -24,7 +26,8 @@ from specinfer.engine.drafts import (
     kept_logits,
     vocabularies,
 )
-from specinfer.errors import ConfigError, ModelError
+from specinfer.engine.memory import Guessers, MemoryPlan, Wanted, guessing_bytes, plan_memory
+from specinfer.errors import ConfigError, DamagedFileError, ModelError
 from specinfer.heads.checkpoint import load_head
 from specinfer.hub import resolve
 from specinfer.hub.model_files import sampling_defaults
@@ -33,9 +36,10 @@ from specinfer.kernels.choice import Kernels, choose_kernels, guessing, streamin
 from specinfer.kernels.machine import thread_count
 from specinfer.models.fingerprint import is_of
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.weights import estimate_bytes, load_model, open_model
+from specinfer.models.streamed import table_on_disk
+from specinfer.models.weight_memory import Shared
+from specinfer.models.weights import load_model, load_streamed, open_model, prepare
 from specinfer.progress import NoProgress, Progress
-from specinfer.runtime import kv_cache
 from specinfer.runtime.flight import torch_threads
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, draft_vocabulary
 from specinfer.tokenizer import Tokenizer
@@ -60,6 +64,14 @@ class Models:
     named: Mapping[str, DraftVocabulary] = field(default_factory=dict)
     foreign: Mapping[str, ForeignTokens] = field(default_factory=dict)
     sampling: Mapping[str, float] = field(default_factory=dict)  # parameters that the target recommends
+    plan: MemoryPlan | None = None  # of the memory of a target that is streamed
+
+    def settled(self, config: EngineConfig) -> EngineConfig:
+        """The config that these models were loaded for, with what was decided where it leaves that open."""
+        if self.plan is None:
+            return config
+        drafts = self.plan.guessers.names
+        return replace(config.streamed, speculation=replace(config.streamed.speculation, drafts=drafts))
 
 
 def load_models(config: EngineConfig, progress: Progress | None = None) -> Models:
@@ -97,27 +109,69 @@ def _load_models(
     kept = draft_vocabulary(config.speculation.draft_vocabulary, tokenizer, size)
     foreign = exchanges(target, drafts, tokenizer, config.speculation, kept)
     named = vocabularies(target, drafts, foreign, kept)
-    of_target, of_drafts = config.quantization, config.speculation.draft_quantization
+    of_target, speculation = config.quantization, config.speculation
+    kinds = {
+        name: draft_kind(model, speculation, of_target)
+        for name, model in draft_names(speculation.drafts).items()
+    }
     if lacking is not None:
         _LOG.warning("native kernels are not used, PyTorch runs instead, slowly: %s", lacking)
-    elif kernels.library is None and {of_target, of_drafts} != {"none"}:
+    elif kernels.library is None and {of_target, *kinds.values()} != {"none"}:
         _LOG.warning("quantized products run in PyTorch, without native kernels, and slowly")
-    whole = estimate_bytes(target.model, dtype, kernels, of_target)
-    sizes = {name: draft.weight_bytes(dtype, kernels, of_drafts) for name, draft in drafts.items()}
-    told = {f"{name} {draft.files.name}": sizes[name] for name, draft in drafts.items()}
-    kv_cache.check_weights_fit({target.files.name: whole, **told}, device)
+    sizes = {name: draft.weight_bytes(dtype, kernels, kinds[name]) for name, draft in drafts.items()}
+    wanted = _wanted(target, drafts, kinds, sizes, config, dtype, device, kernels)
+    plan = plan_memory(wanted, config, show)
+    if plan is not None and plan.guessers.names != speculation.drafts:  # the twin, which nobody has named
+        drafts = dict.fromkeys(draft_names(plan.guessers.names), target)
+        kinds = dict.fromkeys(drafts, "int4")
+        sizes = dict.fromkeys(drafts, plan.guessers.weights)
 
     def fitting(found: Found | FoundHead, weights: int) -> Kernels:
         own = streaming(kernels, weights)
         return _with_attention(own, found, dtype, must=config.kernels == "native")
 
-    loaded = _load(target, dtype, device, show, fitting(target, whole), of_target)
+    own = fitting(target, target.weight_bytes(dtype, kernels, of_target))
+    if plan is None:
+        loaded = _load(target, dtype, device, show, own, of_target)
+    else:
+        stream = partial(
+            load_streamed,
+            target.model,
+            dtype=dtype,
+            kernels=own,
+            quantization=of_target,
+            table_in_memory=wanted.reads_table,
+            progress=show,
+            name=target.files.name,
+        )
+        try:
+            loaded = stream(plan.prepared, plan.placement, plan.disk)
+        except DamagedFileError as error:
+            _LOG.warning("a prepared model is made anew: %s", error)
+            plan.prepared.path.unlink(missing_ok=True)
+            plan = plan_memory(wanted, config, show)
+            assert plan is not None, "it did not fit a moment ago"
+            loaded = stream(plan.prepared, plan.placement, plan.disk)
 
     def load_draft(name: str, draft: Found | FoundHead) -> AnyDraft:
         own = guessing(fitting(draft, sizes[name]))
         if isinstance(draft, Found):
             logits = kept_logits(draft, named.get(name), foreign.get(name))
-            return _load(draft, dtype, device, show, own, of_drafts, logits)
+            shared: Shared | None = None
+            if plan is not None:
+                prepared = prepare(
+                    draft.model,
+                    dtype=dtype,
+                    kernels=own,
+                    quantization=kinds[name],
+                    progress=show,
+                    name=draft.files.name,
+                )
+                shared = Shared(table_on_disk(prepared))
+            if draft is target:
+                shares_head = plan is not None and plan.guessers.shares_head and logits is None
+                shared = Shared(loaded.table, loaded.output if shares_head else None)
+            return _load(draft, dtype, device, show, own, kinds[name], logits, shared)
         return load_head(
             draft.head,
             target.model,
@@ -125,9 +179,12 @@ def _load_models(
             progress=show,
             name=draft.files.name,
             kernels=own,
-            quantization=of_drafts,
+            quantization=kinds[name],
         )
 
+    if plan is not None:
+        show.say(f"{target.files.name}: {plan}")
+        _LOG.info("%s: %s", target.files.name, plan)
     return Models(
         target=loaded,
         tokenizer=tokenizer,
@@ -135,7 +192,42 @@ def _load_models(
         named=named,
         foreign=foreign,
         sampling=sampling,
+        plan=plan,
     )
+
+
+def _wanted(
+    target: Found,
+    drafts: Mapping[str, Found | FoundHead],
+    kinds: Mapping[str, Quantization],
+    sizes: Mapping[str, int],
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+) -> Wanted:
+    """What memory is planned for: these models, or a twin where no draft is named."""
+    wanted = Wanted(
+        name=target.files.name,
+        target=target.model,
+        quantization=config.quantization,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        drafts={f"{name} {draft.files.name}": sizes[name] for name, draft in drafts.items()},
+        guessers=(),
+        reads_table=any(isinstance(draft, FoundHead) for draft in drafts.values()),
+    )
+    names = config.speculation.drafts
+    if names == (SELF,) and kinds["draft"] == "int4":
+        return replace(wanted, guessers=wanted.twins())
+    weights = sum(
+        guessing_bytes(draft.model, dtype, kernels, kinds[name]) if isinstance(draft, Found) else sizes[name]
+        for name, draft in drafts.items()
+    )
+    caches = [(draft.config, dtype) for draft in drafts.values() if draft.config is not None]
+    twins = [] if names or config.quantization == "int4" else wanted.twins()
+    return replace(wanted, guessers=[Guessers(names, weights, weights, caches), *twins])
 
 
 def with_members(config: EngineConfig, progress: Progress) -> EngineConfig:
@@ -274,6 +366,7 @@ def _load(
     kernels: Kernels,
     quantization: Quantization,
     logit_ids: Sequence[int] | None = None,
+    shared: Shared | None = None,
 ) -> LanguageModel:
     return load_model(
         found.model,
@@ -284,4 +377,5 @@ def _load(
         logit_ids=logit_ids,
         kernels=kernels,
         quantization=quantization,
+        shared=shared,
     )

@@ -66,6 +66,10 @@ class Statistics:
     cost_factors: Mapping[str, float] = field(default_factory=dict)  # what passes take, of what curves say
     speculation_on: bool = True  # the guard lets speculators guess, or there is none
     guessed_tokens: Mapping[str, int] = field(default_factory=dict)  # by speculator, verified or not
+    streamed_bytes: int = 0  # of weights that were read from the disk for passes
+    stream_wait_seconds: float = 0.0  # that passes waited for them
+    levels_ahead: int = 0  # of drafts' trees, drawn while a pass was on its way
+    levels_kept: int = 0  # of these, that later trees began with
 
     def since(self, earlier: Statistics) -> Statistics:
         """What was done after `earlier`; what does not only grow is that of now."""
@@ -85,6 +89,10 @@ class Statistics:
             prefix_hits=self.prefix_hits + sign * other.prefix_hits,
             speculation_off_steps=self.speculation_off_steps + sign * other.speculation_off_steps,
             guessed_tokens=_sums(self.guessed_tokens, other.guessed_tokens, sign),
+            streamed_bytes=self.streamed_bytes + sign * other.streamed_bytes,
+            stream_wait_seconds=self.stream_wait_seconds + sign * other.stream_wait_seconds,
+            levels_ahead=self.levels_ahead + sign * other.levels_ahead,
+            levels_kept=self.levels_kept + sign * other.levels_kept,
         )
 
 

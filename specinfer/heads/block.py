@@ -38,7 +38,7 @@ from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.layers import RMSNorm
 from specinfer.models.rope import RotaryEmbedding, rotations
-from specinfer.models.weight_memory import Weights
+from specinfer.models.weight_memory import EmbeddingTable, Weights
 from specinfer.runtime.batch import slots_of
 from specinfer.runtime.features import TappedRows, joined
 
@@ -223,7 +223,7 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         if head.markov_rank:
             before_VM = self._looked_up(weights.tensor("markov_head.markov_w1.weight"))
             named_UM = self._looked_up(weights.tensor("markov_head.markov_w2.weight"))
-            product = weights.linear("markov_head.markov_w2", loaded=named_UM)
+            product = weights.linear("markov_head.markov_w2", tied=EmbeddingTable(named_UM))
             self.markov = MarkovTerm(before_VM, named_UM, product)
 
     def _looked_up(self, table: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from threading import Lock
 from typing import Final
 
@@ -145,14 +144,15 @@ class NativeDecoder:
     def __init__(
         self,
         layers: NativeLayers,
-        embedding_VD: Tensor,
+        embedding_VD: Tensor | None,
         scale: float,
         norm_D: Tensor,
         *,
         output: Product,
         rotations: MakeRotations,
     ) -> None:
-        """`embedding_VD` is contiguous and of the dtype of `norm_D`, the last norm's weight.
+        """`embedding_VD` is contiguous and of the dtype of `norm_D`, the last norm's weight; None: each call
+        brings rows of it.
 
         `output` makes logits here if it is native. `rotations` makes those of global layers and those of
         sliding-window ones.
@@ -167,8 +167,8 @@ class NativeDecoder:
             gelu=layers.gelu,
             eps=layers.eps,
             scale=scale,
-            embedding=embedding_VD.data_ptr(),
-            tokens=len(embedding_VD),
+            embedding=None if embedding_VD is None else embedding_VD.data_ptr(),
+            tokens=0 if embedding_VD is None else len(embedding_VD),
             layers=layers.args,
             num_layers=len(layers.args),
             norm=norm_D.data_ptr(),
@@ -185,11 +185,13 @@ class NativeDecoder:
         attend: NativeAttend,
         taps: Sequence[int],
         most_logits: int,
+        embedding_ND: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """What the output layer reads of these rows (None: all), [R, D], taps, and perhaps logits, [R, V].
 
         Writes K and V of every row. `taps` are layers of the decoder or the number of all, and their inputs
-        [T, N, D]; there are logits if at most so many rows are chosen. Raises IndexError for a token the
+        [T, N, D]; there are logits if at most so many rows are chosen. With `embedding_ND` token ids are
+        places in that table. Raises IndexError for a token the
         embeddings lack and for a position below 0, ValueError for other caches and numbers.
         """
         self._layers.check(attend.cache, self._norm_D.dtype)
@@ -213,20 +215,28 @@ class NativeDecoder:
             None if rows_R is None else rows_R.data_ptr(),
             chosen,
         )
-        call = partial(
-            self._library.decode,
-            *(ctypes.byref(self._args), ctypes.byref(rows), ctypes.byref(attend.paths)),
-            *(attend.cache.key_addresses, attend.cache.value_addresses),
-            *(ctypes.byref(TapsArgs(ctypes.addressof(ids), len(taps), out)), read_RD.data_ptr()),
-            None if logits_RV is None else logits_RV.data_ptr(),
-        )
+        tapping = TapsArgs(ctypes.addressof(ids), len(taps), out)
+
+        def call() -> int:
+            args = self._args
+            if embedding_ND is not None:
+                args = DecoderArgs.from_buffer_copy(args)
+                args.embedding, args.tokens = embedding_ND.data_ptr(), len(embedding_ND)
+            fault: int = self._library.decode(
+                *(ctypes.byref(args), ctypes.byref(rows), ctypes.byref(attend.paths)),
+                *(attend.cache.key_addresses, attend.cache.value_addresses),
+                *(ctypes.byref(tapping), read_RD.data_ptr()),
+                None if logits_RV is None else logits_RV.data_ptr(),
+            )
+            return fault
+
         fault = call()
         if fault == _NO_POSITION and int(positions_T.min()) >= 0:
             self._rotations.reach(1 + int(positions_T.max()))
             fault = call()
         if fault:
             raise IndexError(
-                f"token ids must be 0 .. {len(self._embedding_VD) - 1}"
+                f"token ids must be 0 .. {self._args.tokens - 1}"
                 if fault == _NO_TOKEN
                 else f"positions must be 0 or more, got {int(positions_T.min())}"
             )

@@ -84,8 +84,15 @@ class Products:
 
         return product
 
-    def int4(self, weight: Int4Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
-        """The same with an int4 weight."""
+    def int4(
+        self,
+        weight: Int4Weight,
+        bias: Tensor | None,
+        inner: int,
+        channels: int,
+        largest: float | None = None,
+    ) -> Product:
+        """The same with an int4 weight, none of whose scales is above `largest`; None: it is looked up."""
         _check_inner(padded(inner), weight.scales.shape[1] * GROUP)
 
         def product(x: Tensor) -> Tensor:
@@ -141,7 +148,14 @@ class NativeProducts(Products):
             use=self.use,
         )
 
-    def int4(self, weight: Int4Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
+    def int4(
+        self,
+        weight: Int4Weight,
+        bias: Tensor | None,
+        inner: int,
+        channels: int,
+        largest: float | None = None,
+    ) -> Product:
         """As Products says."""
         return NativeProduct(
             *(self.library, "int4", weight.levels),
@@ -149,7 +163,7 @@ class NativeProducts(Products):
             inner=inner,
             scales=weight.scales,
             zeros=weight.zeros,
-            largest=float(weight.scales.max()),
+            largest=float(weight.scales.max()) if largest is None else largest,
             bias=bias,
             use=self.use,
         )

@@ -29,8 +29,8 @@ class Decoder(LanguageModel):
         assert config.rope is not None, f"{config.family} has no rope"
         super().__init__(config, weights)
         # The largest matrices come first: copies of them as they are read are gone before the layers come.
-        self._embedding_VD = weights.tensor("model.embed_tokens.weight")
-        self._head = output_layer(config, weights, "model.embed_tokens", self._embedding_VD)
+        self.table = weights.table("model.embed_tokens.weight")
+        self.output = output_layer(config, weights, "model.embed_tokens", self.table)
         # transformers rounds Gemma's scale to the model's dtype; so it was trained, so we do.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
         self._final_norm = RMSNorm(
@@ -48,7 +48,8 @@ class Decoder(LanguageModel):
             lambda i: DecoderLayer(i, config, weights, f"model.layers.{i}"), config.num_layers
         )
         native: NativeLayers | None = None
-        if config.activation is not Activation.RELU:  # of which there is no native gate
+        # Of ReLU there is no native gate, and a single call cannot wait for weights.
+        if config.activation is not Activation.RELU and self.stream is None:
             parts = [layer.parts() for layer in self._layers]
             gelu = config.activation is Activation.GELU_TANH
             native = NativeLayers.of(parts, weights.kernels.ops, gelu=gelu)
@@ -56,15 +57,16 @@ class Decoder(LanguageModel):
         self._native: NativeDecoder | None = None
         if native is not None:
             self._native = NativeDecoder(
-                *(native, *self.embedding, self._final_norm.weight_D),
-                output=self._head,
+                *(native, self.table.whole, self._embedding_scale, self._final_norm.weight_D),
+                output=self.output,
                 rotations=partial(rotations, [self._rope, local], config.max_context),
             )
 
     @property
     def embedding(self) -> tuple[Tensor, float]:
-        """What `embed` looks up, [V, D], and multiplies with."""
-        return self._embedding_VD, self._embedding_scale
+        """What `embed` looks up, [V, D], and multiplies with; the table must be in memory."""
+        assert self.table.whole is not None, "somebody reads the whole table"
+        return self.table.whole, self._embedding_scale
 
     def read(
         self, token_ids_T: Tensor, context: PassContext, rows: Tensor | None = None, *, most_logits: int = 0
@@ -76,11 +78,18 @@ class Decoder(LanguageModel):
         check_taps(context.taps, self.config.num_layers)
         if self.config.logit_softcap is not None:
             most_logits = 0  # the head's product is not all of them
-        return Read(*self._native(token_ids_T, context.positions_T, rows, attend, context.taps, most_logits))
+        embedding_ND = None
+        if self.table.whole is None:
+            embedding_ND, token_ids_T = self.table.rows(token_ids_T)
+        native = self._native(
+            *(token_ids_T, context.positions_T, rows, attend, context.taps, most_logits, embedding_ND)
+        )
+        return Read(*native)
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
         """What the first layer is given; see LanguageModel. Positions are a matter of its attention."""
-        return Residual(self.kernels.ops.embed(token_ids_T, self._embedding_VD, self._embedding_scale))
+        rows_ND, places_T = self.table.rows(token_ids_T)
+        return Residual(self.kernels.ops.embed(places_T, rows_ND, self._embedding_scale))
 
     def run_layers(self, residual: Residual, context: PassContext) -> tuple[Residual, Tensor | None]:
         """What the layers make of `residual`, and their tapped inputs; see LanguageModel."""
@@ -103,7 +112,7 @@ class Decoder(LanguageModel):
 
     def logits(self, h_RD: Tensor) -> Tensor:
         """The logits of rows of `final_norm`, [R, V]; see LanguageModel."""
-        logits_RV, cap = self._head(h_RD), self.config.logit_softcap
+        logits_RV, cap = self.output(h_RD), self.config.logit_softcap
         return logits_RV if cap is None else torch.tanh(logits_RV / cap) * cap
 
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from specinfer.attention.backend import Attend
+from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig
-from specinfer.models.weight_memory import Weights
+from specinfer.models.weight_memory import EmbeddingTable, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,17 @@ class LanguageModel(ABC):
     A pass is `read`, then `logits`; `embed`, `run_layers` and `final_norm` are what `read` is made of.
     """
 
+    table: EmbeddingTable  # of its tokens
+    output: Product  # that makes logits
+
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
         self.dtype = weights.dtype  # of weights, activations and logits
         self.device = weights.device
         self.kernels = weights.kernels  # whoever runs a model brings attention from here
+        self.stream = (
+            weights.stream
+        )  # brings the weights of some layers while a pass runs; None: all are there
 
     def read(
         self, token_ids_T: Tensor, context: PassContext, rows: Tensor | None = None, *, most_logits: int = 0

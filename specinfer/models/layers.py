@@ -15,7 +15,7 @@ from specinfer.attention.backend import Attend, AttentionSpec, Rotation
 from specinfer.kernels.ops import Ops
 from specinfer.kernels.product import Product
 from specinfer.models.config import Activation, ModelConfig
-from specinfer.models.weight_memory import Weights
+from specinfer.models.weight_memory import EmbeddingTable, Weights
 
 
 class RMSNorm:
@@ -120,10 +120,10 @@ class Attention:
         return self.o(attend(self.heads, self.qkv(x_TD), rotation))
 
 
-def output_layer(config: ModelConfig, weights: Weights, embeddings: str, table_VD: Tensor) -> Product:
-    """The product that makes logits, of a matrix of its own or of the embeddings, which are `table_VD`.
+def output_layer(config: ModelConfig, weights: Weights, embeddings: str, table: EmbeddingTable) -> Product:
+    """The product that makes logits, of a matrix of its own or of the embeddings, which are `table`.
 
     A copy of tied embeddings, laid out as products read them, costs V * D * 2 bytes, and pays: a product with
     the plain matrix takes nearly twice as long.
     """
-    return weights.linear(embeddings, loaded=table_VD) if config.tie_embeddings else weights.linear("lm_head")
+    return weights.linear(embeddings, tied=table) if config.tie_embeddings else weights.linear("lm_head")

@@ -24,8 +24,8 @@ class OPTDecoder(LanguageModel):
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
-        self._embedding_VE = weights.tensor("model.decoder.embed_tokens.weight")
-        self._head = output_layer(config, weights, "model.decoder.embed_tokens", self._embedding_VE)
+        self.table = weights.table("model.decoder.embed_tokens.weight")
+        self.output = output_layer(config, weights, "model.decoder.embed_tokens", self.table)
         self._positions_PD = weights.tensor("model.decoder.embed_positions.weight")
         self._project_in: Product | None = None
         self._project_out: Product | None = None
@@ -39,7 +39,8 @@ class OPTDecoder(LanguageModel):
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
         """What the first layer is given: tokens and their positions; see LanguageModel."""
-        x_TD = F.embedding(token_ids_T, self._embedding_VE)
+        rows_NE, places_T = self.table.rows(token_ids_T)
+        x_TD = F.embedding(places_T, rows_NE)
         if self._project_in is not None:
             x_TD = self._project_in(x_TD)
         return Residual(x_TD + F.embedding(positions_T + _POSITION_OFFSET, self._positions_PD))
@@ -63,7 +64,7 @@ class OPTDecoder(LanguageModel):
 
     def logits(self, h_RD: Tensor) -> Tensor:
         """The logits of rows of `final_norm`, [R, V]; see LanguageModel."""
-        return self._head(h_RD if self._project_out is None else self._project_out(h_RD))
+        return self.output(h_RD if self._project_out is None else self._project_out(h_RD))
 
 
 class _Layer:

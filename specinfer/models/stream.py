@@ -22,18 +22,19 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple, Self
 
-from specinfer.errors import ClosedError, ModelFileError, ensure
+from specinfer.errors import ClosedError, DamagedFileError, ensure
 from specinfer.kernels.disk import PAGE, DiskRate, Readable, aligned
 
 _PATIENCE: Final = 3.0  # seconds of waiting for one record before somebody is told, and at least
 _SLOW: Final = 10  # times as long as a record usually takes
 _BETWEEN: Final = 60.0  # seconds between two such warnings
+_POLL: Final = 0.1  # seconds after which a wait asks whether the pass was stopped
 _CLOSING: Final = 3.0  # seconds that readers have to end
 _IDLE: Final = (
     10.0  # seconds after which a reader looks by itself: garbage is collected between any two lines
@@ -42,12 +43,8 @@ _LATE: Final = 8  # records by which the rate of late is counted
 _LOG = logging.getLogger(__name__)
 
 
-class DamagedRecordError(ModelFileError):
-    """A record is not the one that was written; `name` says which."""
-
-    def __init__(self, source: Readable, name: str) -> None:
-        super().__init__(f"{source.path}: {name} has a wrong checksum; load the model again")
-        self.name = name
+class StoppedError(Exception):
+    """A pass was ended by whoever had begun it, before it was over."""
 
 
 class StreamRecord(NamedTuple):
@@ -91,7 +88,9 @@ class LayerStream:
         self._records = records
         self._disk = disk
         self._shelf = _Shelf(source, records, self.buffers, disk.piece)
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # of a thread that times passes, for all of them
+        self._stopped: Callable[[], bool] | None = None  # of the pass that runs
+        self._is_still = False  # nobody waits for records
         self._taken = -1  # the place that was taken last
         self._unchecked = {number for number, record in enumerate(records) if record.crc is not None}
         self._quiet_until = 0.0
@@ -123,18 +122,31 @@ class LayerStream:
         return self._shelf.rate() or self._disk.bytes_per_second
 
     @contextmanager
-    def passing(self) -> Iterator[Self]:
+    def passing(self, stopped: Callable[[], bool] | None = None) -> Iterator[Self]:
         """A pass, in which the caller takes records; one at a time, others wait for their turn.
 
-        The buffer taken last is handed back at its end.
+        The buffer taken last is handed back at its end. A pass that has `stopped`, as it is asked before each
+        record and ten times a second, ends with StoppedError.
         """
         self._shelf.check_open()  # before the lock, which a child by fork may have inherited locked
         with self._turn:
             self.passes += 1
+            self._stopped = stopped
             try:
                 yield self
             finally:
+                self._stopped = None
                 self._shelf.keep_from(max(self._shelf.first, self._taken + 1))
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """A block in which every record is taken to be there, whatever is in its buffer: to time a pass."""
+        with self._turn:
+            self._is_still = True
+            try:
+                yield
+            finally:
+                self._is_still = False
 
     def take(self, record: int) -> int:
         """Wait for a record and return the buffer that holds it until the next take.
@@ -143,11 +155,14 @@ class LayerStream:
         reached by giving up those before it; the one that is held is there at once. Interrupts end the wait.
 
         Raises whatever a reader has raised since, once: the next take begins anew there. Raises
-        DamagedRecordError for a record that is damaged when it is read for the first time, ClosedError when
-        the stream was closed.
+        DamagedFileError for a record that is damaged when it is read for the first time, ClosedError when
+        the stream was closed, StoppedError when the pass was.
         """
+        if self._is_still:
+            return record % len(self.buffers)
         shelf = self._shelf
         shelf.check_open()
+        self._check_wanted()
         shelf.raise_or_forget()
         place = shelf.first + (record - shelf.first) % len(self._records)
         shelf.keep_from(place)
@@ -177,7 +192,8 @@ class LayerStream:
             while not self._shelf.has(place, ring=True):
                 with contextlib.suppress(Empty):
                     # Not a Condition: an interrupt can leave that half done.
-                    self._shelf.bell.get(timeout=max(0.0, due - time.monotonic()))
+                    self._shelf.bell.get(timeout=max(0.0, min(_POLL, due - time.monotonic())))
+                self._check_wanted()
                 if (now := time.monotonic()) >= due:
                     _LOG.warning(
                         "waiting for the disk: %.0f of %.0f MB of %s of %s after %.1f s",
@@ -188,6 +204,10 @@ class LayerStream:
         finally:
             self.waited += time.monotonic() - began
 
+    def _check_wanted(self) -> None:
+        if self._stopped is not None and self._stopped():
+            raise StoppedError("the pass was stopped")
+
     def _check(self, record: int, place: int) -> None:
         if record not in self._unchecked:
             return
@@ -195,7 +215,9 @@ class LayerStream:
         kept = self._records[record]
         if zlib.crc32(self.buffers[place % len(self.buffers)][: kept.length]) != kept.crc:
             self._shelf.give_up(place)
-            raise DamagedRecordError(self._shelf.source, kept.name)
+            raise DamagedFileError(
+                f"{self._shelf.source.path}: {kept.name} has a wrong checksum; load the model again"
+            )
         self._unchecked.discard(record)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,13 +26,37 @@ from specinfer.kernels.layout import (
 )
 from specinfer.kernels.product import Product
 from specinfer.kernels.quantized import NativeProducts
+from specinfer.models.stream import LayerStream
 from specinfer.models.weight_reader import READERS, WeightReader, chosen_rows
 
 _Part = TypeVar("_Part")
 
 
+class EmbeddingTable:
+    """Embeddings of all tokens, [V, D]; `whole` is None where they are not in memory."""
+
+    __slots__ = ("whole",)
+
+    def __init__(self, whole: Tensor | None) -> None:
+        self.whole = whole
+
+    def rows(self, token_ids_T: Tensor) -> tuple[Tensor, Tensor]:
+        """A table [N, D] that has the embeddings of these tokens, and their places in it, [T]."""
+        assert self.whole is not None, "a table that is elsewhere reads its rows there"
+        return self.whole, token_ids_T
+
+
+class Shared(NamedTuple):
+    """Parts of a model that are another's, or lie elsewhere; None: it has its own."""
+
+    table: EmbeddingTable | None = None
+    output: Product | None = None  # that makes logits
+
+
 class Weights:
     """What a model under construction is built from, in its own dtype and on its own device."""
+
+    stream: LayerStream | None = None  # of layers that are not in memory
 
     def __init__(
         self,
@@ -40,6 +64,7 @@ class Weights:
         device: torch.device,
         kernels: Kernels,
         logit_ids: Sequence[int] | None = None,
+        shared: Shared | None = None,
     ) -> None:
         """With `logit_ids` the output layer has these rows alone, in their order."""
         self.dtype = reader.dtype
@@ -47,6 +72,7 @@ class Weights:
         self.kernels = kernels
         self._reader = reader
         self._logit_ids = logit_ids
+        self._shared = shared or Shared()
 
     def tensor(self, *names: str, plus: float = 0.0) -> Tensor:
         """The tensor of that name, with `plus` added to each element; several are stacked by rows.
@@ -57,21 +83,28 @@ class Weights:
         self._reader.read(names, FloatTable(tensor))
         return tensor.add_(plus) if plus else tensor
 
-    def linear(self, *names: str, bias: bool = False, loaded: Tensor | None = None) -> Product:
+    def table(self, name: str) -> EmbeddingTable:
+        """The embedding table of that name."""
+        return EmbeddingTable(self.tensor(name)) if self._shared.table is None else self._shared.table
+
+    def linear(self, *names: str, bias: bool = False, tied: EmbeddingTable | None = None) -> Product:
         """The product with the matrix `name`.weight, and `name`.bias if asked; several are stacked.
 
-        `loaded` is the same matrix, from `tensor`: tied embeddings.
+        `tied` is the same matrix, from `table`: the output layer's, where it embeds tokens, too.
         """
+        output_layer = tied is not None or names[0].startswith("lm_head")
+        if output_layer and self._shared.output is not None:
+            return self._shared.output
         matrices = [f"{name}.weight" for name in names]
         b = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
-        output_layer = loaded is not None or names[0].startswith("lm_head")
         channels, inner = self._reader.shape(matrices)
         rows = None
         if output_layer and self._logit_ids is not None:
             rows, channels = self._logit_ids, len(self._logit_ids)
         quantization, library = self._reader.quantization, self.kernels.products.library
         if quantization == "none" and (library is None or not self._reader.keeps):
-            whole = self.tensor(*matrices) if loaded is None else loaded
+            whole = None if tied is None else tied.whole
+            whole = self.tensor(*matrices) if whole is None else whole
             weight: Weight = FloatTable(whole if rows is None else chosen_rows(whole, rows))
             return self._product(weight, b, inner, channels)
         b = None if b is None else b.float()
@@ -82,8 +115,12 @@ class Weights:
             weight = empty_int4(channels, inner, library)
         else:
             weight = empty_int8(channels, inner, library)
+        return self._product(self._filled(matrices, weight, rows), b, inner, channels)
+
+    def _filled(self, matrices: Sequence[str], weight: Weight, rows: Sequence[int] | None) -> Weight:
+        """These matrices, stacked, or some rows of them; `weight` is memory of their kind and shapes."""
         self._reader.read(matrices, weight, rows)
-        return self._product(weight, b, inner, channels)
+        return weight
 
     def _product(self, weight: Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
         """The product with a weight that lies ready."""

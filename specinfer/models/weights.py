@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 
@@ -17,12 +18,14 @@ from specinfer.config import Quantization
 from specinfer.errors import DamagedFileError, ModelError, ModelFileError, ModelNotFoundError
 from specinfer.hub.model_files import ModelFiles, local_model
 from specinfer.kernels.choice import TORCH, Kernels
+from specinfer.kernels.disk import DiskRate
 from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder, decoder_shapes
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.opt import OPTDecoder, opt_shapes
+from specinfer.models.placement import Placement
 from specinfer.models.prepared import (
     NewPreparedFile,
     PreparedFile,
@@ -31,11 +34,13 @@ from specinfer.models.prepared import (
     prepared_path,
 )
 from specinfer.models.safetensors import SafetensorsFolder
-from specinfer.models.weight_memory import PassingWeights, Weights
+from specinfer.models.streamed import StreamedWeights
+from specinfer.models.weight_memory import PassingWeights, Shared, Weights
 from specinfer.models.weight_reader import TensorFile, WeightReader
 from specinfer.progress import NoProgress, Progress
 
 _LOG = logging.getLogger(__name__)
+_LAYER: Final = re.compile(r"\blayers\.(\d+)\.")
 _Part = TypeVar("_Part")
 
 
@@ -69,13 +74,14 @@ def load_model(
     kernels: Kernels = TORCH,
     quantization: Quantization = "none",
     cache: Path | None = None,
+    shared: Shared | None = None,
 ) -> LanguageModel:
     """A model, or that in a folder (config.json and safetensors) or a .gguf file, in `dtype` on `device`.
 
     With `logit_ids` its logits are those of these token ids alone, in their order. With `quantization`
     matrices are int8 or int4 (the output layer int8), kept in the folder `cache`, by default of the user's,
     and read from there the next time; activations stay in `dtype`. Others are read from there if they were
-    prepared.
+    prepared. `shared` are parts that lie elsewhere.
     `progress` sees the bytes of weights arrive, under `name`, by default that of the path. Raises as
     `open_model`, before any weight is read.
     """
@@ -94,7 +100,38 @@ def load_model(
         quantization=quantization,
         cache=cache,
         size=estimate_bytes(file, dtype, kernels, quantization),
+        shared=shared,
     )
+
+
+def load_streamed(
+    model: OpenModel,
+    prepared: PreparedFile,
+    placement: Placement,
+    disk: DiskRate,
+    *,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    quantization: Quantization = "none",
+    table_in_memory: bool = False,
+    progress: Progress | None = None,
+    name: str | None = None,
+) -> LanguageModel:
+    """A model some of whose layers are read from its prepared file in every pass; else as `load_model`.
+
+    Its readers begin at once, and end when the model is let go. With `table_in_memory` its embeddings are, as
+    heads read them. Reads all of the file once: raises DamagedFileError where it is not what was written.
+    """
+    show, shapes = progress or NoProgress(), _shapes(model.config)
+    elements = sum(math.prod(shape) for shape in shapes.values())
+    with (
+        show.showing(elements * dtype.itemsize, f"loading {name or model.path.name}"),
+        WeightReader(model, dtype, show, quantization, prepared) as reader,
+    ):
+        weights = StreamedWeights(reader, kernels, prepared, placement, disk, table_in_memory=table_in_memory)
+        built = _built(model.config, weights)
+        weights.check(show)
+        return built
 
 
 def load_parts(
@@ -112,6 +149,7 @@ def load_parts(
     cache: Path | None = None,
     borrowed: Path | None = None,
     size: int = 0,
+    shared: Shared | None = None,
 ) -> _Part:
     """What `make` makes of a file's weights, which are these `tensors`; else as `load_model`.
 
@@ -126,7 +164,7 @@ def load_parts(
             show.showing(elements * dtype.itemsize, f"loading {name or file.path.name}"),
             WeightReader(file, dtype, show, quantization, kept) as reader,
         ):
-            return make(Weights(reader, device, kernels, logit_ids))
+            return make(Weights(reader, device, kernels, logit_ids, shared))
 
     kind = _kind(kernels, quantization)
     if kind is None:
@@ -237,6 +275,19 @@ def estimate_bytes(
         else:
             size += (int4_bytes if quantization == "int4" else int8_bytes)(shape[0], shape[1])
     return size
+
+
+def layer_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization) -> list[int]:
+    """The bytes of each layer's matrices, about, as they lie in a prepared file."""
+    found = [0] * model.config.num_layers
+    for name, shape in _shapes(model.config).items():
+        if len(shape) > 1 and (layer := _LAYER.search(name)) is not None:
+            if quantization == "none":
+                size = math.prod(shape) * dtype.itemsize
+            else:
+                size = (int4_bytes if quantization == "int4" else int8_bytes)(shape[0], shape[1])
+            found[int(layer[1])] += size
+    return found
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

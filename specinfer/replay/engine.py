@@ -149,6 +149,11 @@ class TracedExecutor:
     def drop(self, launch: Launch) -> None:
         """As Executor says; a pass has ended when it was launched."""
 
+    @property
+    def stream(self) -> None:
+        """As Executor says: there are no weights."""
+        return None
+
     def move(self, moves: Sequence[Move]) -> None:
         """As Executor says; here a step's stages behind its pass take their time."""
         if self._states is not None:

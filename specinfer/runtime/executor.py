@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.models.language_model import LanguageModel, PassContext, Read
+from specinfer.models.stream import LayerStream
 from specinfer.plan import StepPlan
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, build_batch, chain_rows, likelihoods, slots_of, step_rows
@@ -42,6 +43,11 @@ class Executor(Protocol):
         """End a pass whose flight nobody will ask: it is over when this returns."""
         ...
 
+    @property
+    def stream(self) -> LayerStream | None:
+        """What brings the target's weights while its passes run; None: they are there."""
+        ...
+
     def move(self, moves: Sequence[Move]) -> None:
         """Make accepted nodes part of their texts, behind every pass launched before and before the next."""
         ...
@@ -50,14 +56,13 @@ class Executor(Protocol):
 class LocalExecutor:
     """The Executor of one process: models, their caches and what their passes cost, on one device."""
 
-    def __init__(
-        self, target: LanguageModel, *, num_blocks: int, block_size: int, apart: bool = False
-    ) -> None:
+    def __init__(self, target: LanguageModel, *, num_blocks: int, block_size: int) -> None:
         """Make the target's cache; every draft's has as many blocks.
 
-        With `apart` the target's passes run in a thread of their own: there they wait for weights.
+        Passes of a target whose weights are streamed run in a thread of their own, where they wait for them.
         """
-        self._apart = ThreadPoolExecutor(1, thread_name_prefix="pass") if apart else None
+        streams = target.stream is not None
+        self._apart = ThreadPoolExecutor(1, thread_name_prefix="pass") if streams else None
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.target = self.runner(target)
@@ -72,6 +77,7 @@ class LocalExecutor:
         wanted_positions: int,
         needed_positions: int,
         limit: int | None,
+        memory: int | None = None,
     ) -> LocalExecutor:
         """One whose caches, of the target and of these drafts, fit into memory (`kv_cache.num_blocks`).
 
@@ -84,6 +90,7 @@ class LocalExecutor:
             needed_positions=needed_positions,
             limit=limit,
             device=target.device,
+            memory=memory,
         )
         return cls(target, num_blocks=blocks, block_size=block_size)
 
@@ -108,12 +115,19 @@ class LocalExecutor:
         return Launch(run() if self._apart is None else self._apart.submit(run))
 
     def drop(self, launch: Launch) -> None:
-        """As Executor says."""
+        """As Executor says; a layer that computes is waited for, one that is read is not."""
+        self.target.stopping = True
         launch.wait()
+        self.target.stopping = False
 
     def move(self, moves: Sequence[Move]) -> None:
         """As Executor says."""
         self.target.move(moves)
+
+    @property
+    def stream(self) -> LayerStream | None:
+        """As Executor says."""
+        return self.target.model.stream
 
     def runner(self, model: LanguageModel) -> ModelRunner:
         """A model over a cache of its own, whose blocks are the target's."""
@@ -170,6 +184,7 @@ class ModelRunner:
         self.block_size = block_size
         self.cache = KvCache.of(model.config, num_blocks * block_size, model.dtype, model.device)
         self._attention = model.kernels.attention.over(self.cache.keys, self.cache.values)
+        self.stopping = False  # a pass that waits for weights is to end with StoppedError
 
     @property
     def max_context(self) -> int:
@@ -220,7 +235,11 @@ class ModelRunner:
         model = self.model
         batch = build_batch(rows, block_size=self.block_size, device=model.device)
         context = PassContext(batch.positions_T, self._attention.bind(batch.paths), taps)
-        return model.read(batch.token_ids_T, context, batch.logit_rows, most_logits=most_logits)
+        read = partial(model.read, batch.token_ids_T, context, batch.logit_rows, most_logits=most_logits)
+        if model.stream is None:
+            return read()
+        with model.stream.passing(lambda: self.stopping):
+            return read()
 
     @inference
     def move(self, moves: Sequence[Move]) -> None:

@@ -88,23 +88,21 @@ SHARE_OF_FREE = 0.5  # of the free memory goes to the KV cache at most; activati
 GIB = 1 << 30
 
 
-def free_bytes(device: torch.device) -> int:
-    """The memory of `device` nobody uses, on a CPU within what the process's container may take."""
+def free_bytes(device: torch.device, memory: int | None = None) -> int:
+    """The memory of `device` nobody uses, on a CPU within what the process's container may take.
+
+    Nor is it more than is left of `memory`, where the process may have so many bytes of a CPU's in all.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free, allowed = int(psutil.virtual_memory().available), cgroup_free_memory()
-    return free if allowed is None else min(free, allowed)
+    free = free if allowed is None else min(free, allowed)
+    return free if memory is None else max(0, min(free, memory - process_bytes()))
 
 
-def check_weights_fit(weights: dict[str, int], device: torch.device) -> None:
-    """Raise CapacityError when models of these sizes in bytes do not fit into the free memory of `device`."""
-    total, free = sum(weights.values()), free_bytes(device)
-    if total > free:
-        parts = " + ".join(f"{name} {_gib(size)}" for name, size in weights.items())
-        raise CapacityError(
-            f"the weights need {parts} = {_gib(total)}, but {_gib(free)} of memory are free on {device}; "
-            "choose a smaller model, fewer drafts, or free some memory"
-        )
+def process_bytes() -> int:
+    """The memory that this process takes."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def num_blocks(
@@ -115,19 +113,20 @@ def num_blocks(
     needed_positions: int,
     limit: int | None,
     device: torch.device,
+    memory: int | None = None,
 ) -> int:
     """How many blocks the caches of all models get: enough for `wanted_positions`, if the memory allows.
 
-    `limit` is the caller's bytes for all KV caches; None takes a share of what is free. Raises
-    CapacityError when not even `needed_positions` fit.
+    `limit` is the caller's bytes for all KV caches; None takes a share of what is free, where the process may
+    have `memory` bytes in all. Raises CapacityError when not even `needed_positions` fit.
     """
+    free = free_bytes(device, memory)
     per_block = block_size * sum(
         KvCache.bytes_per_slot(c.num_layers, c.num_kv_heads, c.head_dim, dtype) for c, dtype in configs
     )
-    free = free_bytes(device)
     if limit is not None and limit > free:
         raise CapacityError(
-            f"kv_cache_memory is {_gib(limit)}, but {_gib(free)} are free on {device} after loading the "
+            f"kv_cache_memory is {gib(limit)}, but {gib(free)} are free on {device} after loading the "
             "weights; lower it"
         )
     budget = limit if limit is not None else int(free * SHARE_OF_FREE)
@@ -138,11 +137,12 @@ def num_blocks(
     if blocks < needed:
         raise CapacityError(
             f"the KV cache needs at least {needed} blocks x {block_size} positions x "
-            f"{per_block // block_size} bytes = {_gib(needed * per_block)}, but may take {_gib(budget)}; "
+            f"{per_block // block_size} bytes = {gib(needed * per_block)}, but may take {gib(budget)}; "
             "raise kv_cache_memory, free some memory, or choose a smaller tree"
         )
     return blocks
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """Bytes of memory in words."""
     return f"{size / GIB:.2f} GiB" if size >= GIB // 100 else f"{size / (1 << 20):.2f} MiB"

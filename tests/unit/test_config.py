@@ -127,7 +127,6 @@ def test_a_config_is_frozen() -> None:
         ("max_batch", "did you mean max_batch_size?"),
         ("draft", "did you mean drafts?"),
         ("kv_cache_mem", "did you mean kv_cache_memory?"),
-        ("memory", "known: block_size, chat_template, "),  # its option is kv_cache_memory
         ("model", "known: block_size, chat_template, "),  # given by position
         ("speculation", "known: block_size, chat_template, "),  # groups are flat here
         ("zzz", "known: block_size, chat_template, "),
@@ -188,7 +187,6 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
         ),
         ({"max_nodes": 0}, "max_nodes is 0; allowed: an integer >= 1, or auto"),
         ({"max_nodes": "all"}, "max_nodes is 'all'; allowed: an integer >= 1, or auto"),
-        ({"max_step_tokens": None}, "max_step_tokens is None; allowed: an integer >= 1, or auto"),
         ({"lookup_nodes": "auto"}, "lookup_nodes is 'auto'; allowed: an integer >= 2"),
         (
             {"expansion": 3},

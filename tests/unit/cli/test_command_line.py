@@ -57,7 +57,7 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["--draft-quantization", "int8", "hi"],
         "--draft-quantization is for draft models, and none is named; add --draft MODEL",
     ),
-    "memory": (["--kv-cache-memory", "much", "hi"], "size is 'much'"),
+    "memory": (["--kv-cache-memory", "much", "hi"], "kv_cache_memory is 'much'"),
     "too little memory": (["--kv-cache-memory", "1KB", "hi"], "the KV cache needs at least"),
     "context": (["--max-context", "9999", "hi"], "has a context of 64"),
     "no such option": (["--warp", "9", "hi"], "No such option '--warp'"),

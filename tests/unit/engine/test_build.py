@@ -11,12 +11,13 @@ import torch
 
 from specinfer.attention.sdpa import SdpaAttention
 from specinfer.config import EngineConfig
+from specinfer.engine import models as loading
 from specinfer.engine.build import build_engine, resolved
+from specinfer.engine.memory import Wanted
 from specinfer.engine.models import Models, load_models, threads_of_torch
 from specinfer.errors import ConfigError
 from specinfer.hub import gguf_header
 from specinfer.llm import LLM
-from specinfer.runtime import kv_cache
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.executor import ModelRunner
 from specinfer.sampling_params import SamplingParams
@@ -117,7 +118,11 @@ def test_a_model_that_drafts_for_itself_needs_its_memory_twice(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[dict[str, int]] = []
-    monkeypatch.setattr(kv_cache, "check_weights_fit", lambda sizes, device: checked.append(sizes))
+
+    def note(wanted: Wanted, *_: object) -> None:
+        checked.append({wanted.name: wanted.weights, **wanted.drafts})
+
+    monkeypatch.setattr(loading, "plan_memory", note)
     target = str(folder / "target")
     load_models(config(folder / "target", drafts=(target,)))
     load_models(config(folder / "target", drafts=(target,) * 2))

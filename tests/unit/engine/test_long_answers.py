@@ -88,6 +88,10 @@ class Recited:
     def drop(self, launch: Launch) -> None:
         pass
 
+    @property
+    def stream(self) -> None:
+        return None
+
     def move(self, moves: Sequence[Move]) -> None:
         pass
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -132,9 +133,8 @@ def test_an_interrupt_ends_a_pass_that_is_on_its_way(tiny: Tiny, monkeypatch: py
     whole = tiny.llm().generate(PROMPTS, LONG)
     llm = tiny.llm(["similar"], tree_size="cost", clock="curve")
     engine = engine_of(llm)
-    executor = LocalExecutor(
-        tiny.target, num_blocks=runner_of(llm).cache.num_slots // 16, block_size=16, apart=True
-    )
+    executor = LocalExecutor(tiny.target, num_blocks=runner_of(llm).cache.num_slots // 16, block_size=16)
+    executor._apart = ThreadPoolExecutor(1, "pass")  # as of a target that is streamed
     engine._executor = executor
     names: set[str] = set()
     run = executor.target.launch

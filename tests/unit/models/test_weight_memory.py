@@ -18,7 +18,7 @@ from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.opt import OPTDecoder
-from specinfer.models.weight_memory import Weights
+from specinfer.models.weight_memory import EmbeddingTable, Weights
 from specinfer.models.weight_reader import TensorFile, WeightReader
 from specinfer.models.weights import OpenModel, load_model, open_model
 from specinfer.progress import NoProgress
@@ -55,9 +55,10 @@ class LateWeights(Weights):
         self._fills.append(fill)
         return view
 
-    def linear(self, *names: str, bias: bool = False, loaded: Tensor | None = None) -> Product:
+    def linear(self, *names: str, bias: bool = False, tied: EmbeddingTable | None = None) -> Product:
         matrices = [f"{name}.weight" for name in names]
-        weight = self.tensor(*matrices) if loaded is None else loaded
+        whole = None if tied is None else tied.whole
+        weight = self.tensor(*matrices) if whole is None else whole
         b = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
         library = self.kernels.library
         if library is None:

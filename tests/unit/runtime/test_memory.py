@@ -15,7 +15,7 @@ CONFIG = SimpleNamespace(num_layers=2, num_kv_heads=2, head_dim=8)  # 2 * 2 * 2 
 
 
 def blocks(free: int, monkeypatch: pytest.MonkeyPatch, **changes: int | None) -> int:
-    monkeypatch.setattr(kv_cache, "free_bytes", lambda device: free)
+    monkeypatch.setattr(kv_cache, "free_bytes", lambda device, memory: free)
     options = {"block_size": 4, "wanted_positions": 100, "needed_positions": 10, "limit": None, **changes}
     return kv_cache.num_blocks([(CONFIG, torch.float32)], device=CPU, **options)  # type: ignore[arg-type, list-item]
 
@@ -41,13 +41,6 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(
         blocks(free, monkeypatch, limit=limit)
 
 
-def test_weights_that_do_not_fit_are_refused_with_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "free_bytes", lambda device: 3 << 30)
-    kv_cache.check_weights_fit({"target": 2 << 30, "draft": 1 << 30}, CPU)
-    with pytest.raises(CapacityError, match=r"target 3.00 GiB \+ draft 1.00 GiB = 4.00 GiB, but 3.00 GiB"):
-        kv_cache.check_weights_fit({"target": 3 << 30, "draft": 1 << 30}, CPU)
-
-
 @pytest.mark.parametrize(
     ("allowed", "free"), [(None, 8 << 30), (2 << 30, 2 << 30), (9 << 30, 8 << 30), (0, 0)]
 )
@@ -57,3 +50,12 @@ def test_what_a_container_may_take_bounds_what_is_free(
     monkeypatch.setattr(kv_cache.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 << 30))
     monkeypatch.setattr(kv_cache, "cgroup_free_memory", lambda: allowed)
     assert kv_cache.free_bytes(CPU) == free
+
+
+def test_what_the_process_may_take_bounds_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 << 30))
+    monkeypatch.setattr(kv_cache, "cgroup_free_memory", lambda: None)
+    monkeypatch.setattr(kv_cache, "process_bytes", lambda: 1 << 30)
+    assert kv_cache.free_bytes(CPU, 3 << 30) == 2 << 30
+    assert kv_cache.free_bytes(CPU, 20 << 30) == 8 << 30
+    assert kv_cache.free_bytes(CPU, 1 << 20) == 0

@@ -121,7 +121,7 @@ class Chain(Speculator):
 def test_who_wants_to_know_is_told_what_will_be_verified() -> None:
     speculator = Chain()
     ensemble = Ensemble([speculator], vocab=64, policy=Halving())
-    step = plans.plan(plans.entry([3, 1], max_nodes=SpeculationConfig().max_nodes))
+    step = plans.plan(plans.entry([3, 1], max_nodes=SpeculationConfig().most_nodes))
     assert [tree.num_nodes for tree in ensemble.propose(step)] == [5]
     assert speculator.seen == [(9, 5)]
     speculator.fails = True

@@ -1,0 +1,302 @@
+"""Where an engine's memory goes: which layers stay, which are streamed, which draft is worth its bytes.
+
+    a pass     the streamed layers' bytes over the disk's rate
+    a step     a pass, and the levels of the draft's tree
+    tokens     one a pass without guesses; with a draft as many as its tree makes
+
+The choice weighs expectations, as nothing was guessed yet: what a draft's guesses are worth is learned later,
+and costs at most what the guard lets it cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from specinfer.config import DEEPEST_STREAMED, SELF, EngineConfig, Quantization
+from specinfer.errors import CapacityError, ConfigError, ModelFileError
+from specinfer.kernels.bandwidth import Bandwidth
+from specinfer.kernels.choice import Kernels
+from specinfer.kernels.disk import DiskRate, StreamSource, gigabytes, measure
+from specinfer.kernels.layout import int8_bytes
+from specinfer.models.config import ModelConfig
+from specinfer.models.placement import Placement
+from specinfer.models.prepared import PreparedFile, prepared_path
+from specinfer.models.streamed import layer_records
+from specinfer.models.weights import OpenModel, estimate_bytes, layer_bytes, prepare
+from specinfer.progress import Progress
+from specinfer.runtime.flight import MOST_BYTES
+from specinfer.runtime.kv_cache import KvCache, free_bytes, gib, process_bytes
+
+_SAMPLE: Final = 1 << 27  # bytes that are read to learn how fast memory is
+_SLACK: Final = 1 << 26  # bytes that libraries take meanwhile
+_BUFFERS: Final = 2  # of layers
+_WORTH: Final = 0.9  # of the best speed, for which there may be more room
+# The acceptance probability of a level's first guess until something is known, as measured on Alpaca.
+_TWIN_RATE: Final = 0.9
+_OTHER_RATE: Final = 0.75
+
+
+class Room(NamedTuple):
+    """What a streamed engine has room for besides weights."""
+
+    positions: int  # of each KV cache
+    rows: int  # of a pass
+
+
+ROOMS: Final = (Room(8192, 512), Room(4096, 512), Room(2048, 256), Room(1024, 128))  # the more the better
+
+
+@dataclass(frozen=True, slots=True)
+class Guessers:
+    """The drafts of a streamed model, as far as memory and time are concerned."""
+
+    names: tuple[str, ...] = ()
+    weights: int = 0  # bytes in memory
+    reads: int = 0  # bytes that a level reads
+    caches: Sequence[tuple[ModelConfig, torch.dtype]] = ()  # of models with a KV cache
+    rate: float = _OTHER_RATE  # acceptance probability of a level's first guess
+    shares_head: bool = False  # a twin that makes logits by its target's output layer
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What stays in memory, what is streamed, and what that is expected to bring."""
+
+    placement: Placement
+    guessers: Guessers
+    room: Room
+    kv_cache: int  # bytes
+    disk: DiskRate
+    bandwidth: float  # bytes of memory that are read in a second
+    prepared: PreparedFile  # which is streamed
+
+    @property
+    def pass_seconds(self) -> float:
+        """A pass of one row: what is streamed comes while the rest is computed."""
+        placement = self.placement
+        return max(placement.seconds(self.disk.bytes_per_second), sum(placement.layers) / self.bandwidth)
+
+    @property
+    def plain_speed(self) -> float:
+        """Tokens per second that are expected without guesses."""
+        return 1 / self.pass_seconds
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second that are expected with the drafts: of trees that are chains, the best length."""
+        if not self.guessers.names:
+            return self.plain_speed
+        level, rate = self.guessers.reads / self.bandwidth, self.guessers.rate
+        tokens = [(1 - rate ** (depth + 1)) / (1 - rate) for depth in range(DEEPEST_STREAMED + 1)]
+        return max(made / (self.pass_seconds + depth * level) for depth, made in enumerate(tokens))
+
+    def __str__(self) -> str:
+        """What was decided and why, in a line."""
+        parts = [self.placement.told(self.disk, self.prepared.path.parent)]
+        speeds = f"about {self.plain_speed:.2g} tokens/s without guesses"
+        if names := self.guessers.names:
+            told = ["its own twin in fewer bits" if name == SELF else name for name in names]
+            parts.append(f"draft: {' and '.join(told)}, {gigabytes(self.guessers.weights)}")
+            speeds += f" and {self.speed:.2g} with, expected"
+        return "; ".join([*parts, speeds])
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The models that memory is planned for, as far as they are known before any weight is read."""
+
+    name: str  # of the target
+    target: OpenModel
+    quantization: Quantization
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Kernels
+    drafts: Mapping[str, int]  # bytes of the weights of those that are named, by what they are called
+    guessers: Sequence[Guessers]  # sets of drafts to choose from, where layers are streamed
+    reads_table: bool  # whether a draft reads the target's embedding table
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the target's weights."""
+        return estimate_bytes(self.target, self.dtype, self.kernels, self.quantization)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the target's output layer."""
+        config = self.target.config
+        if self.quantization == "none":
+            return config.vocab_size * config.embedding_size * self.dtype.itemsize
+        return int8_bytes(config.vocab_size, config.embedding_size)
+
+    def twins(self) -> list[Guessers]:
+        """The target itself in int4: with an output layer of its own, and with the target's."""
+        own = guessing_bytes(self.target, self.dtype, self.kernels, "int4")
+        config = self.target.config
+        layers = own - int8_bytes(config.vocab_size, config.embedding_size)
+        caches = [(config, self.dtype)]
+        return [
+            Guessers((SELF,), own, own, caches, _TWIN_RATE),
+            Guessers((SELF,), layers, layers + self.output_bytes, caches, _TWIN_RATE, shares_head=True),
+        ]
+
+    def fixed(self) -> dict[str, int]:
+        """Bytes by name of what a streamed target needs in memory whatever guesses for it."""
+        config = self.target.config
+        table = config.vocab_size * config.embedding_size * self.dtype.itemsize
+        vectors = sum(math.prod(shape) for shape in self.target.shapes.values() if len(shape) == 1)
+        return {
+            "this process": process_bytes(),
+            "output layer": self.output_bytes,
+            "embeddings": table if self.reads_table else 0,
+            "norms and biases": vectors * self.dtype.itemsize,
+        }
+
+    def ways(self, memory: int, layers: Sequence[int], config: EngineConfig) -> list[Way]:
+        """What fits into memory with layers of so many bytes; raises CapacityError where nothing does."""
+        fixed, ways = self.fixed(), list[Way]()
+        refused: CapacityError | None = None
+        for guessers in self.guessers:
+            for room in ROOMS:
+                models = [(self.target.config, self.dtype), *guessers.caches]
+                caches = config.cache.memory or cache_bytes(models, room.positions)
+                parts = {
+                    **fixed,
+                    "drafts": guessers.weights,
+                    "activations": activation_bytes(self.target.config, self.dtype, room.rows),
+                    "KV caches": caches,
+                }
+                try:
+                    placement = Placement.within(memory, parts, layers, buffers=_BUFFERS)
+                except CapacityError as error:
+                    refused = error  # the last needs least
+                    continue
+                ways.append(Way(guessers, room, caches, placement))
+        if refused is not None and not ways:
+            raise refused
+        return ways
+
+
+class Way(NamedTuple):
+    """A way to use memory."""
+
+    guessers: Guessers
+    room: Room
+    caches: int  # bytes of KV caches
+    placement: Placement
+
+
+def plan_memory(wanted: Wanted, config: EngineConfig, progress: Progress) -> MemoryPlan | None:
+    """The plan for a target some of whose layers are streamed; None where all of them stay.
+
+    Makes the prepared file where there is none. Raises CapacityError where memory does not suffice,
+    ConfigError where layers cannot be streamed, ModelError where the file cannot be made.
+    """
+    memory = allowed_bytes(config.memory, wanted.device)
+    free = memory - process_bytes()
+    total = wanted.weights + sum(wanted.drafts.values())
+    if config.offload == "never":
+        if total > free:
+            raise CapacityError(_refusal(wanted, config, memory, free))
+        return None
+    room = ROOMS[2]  # for one text or two
+    model = wanted.target.config, wanted.dtype
+    if total + cache_bytes([model], room.positions) + activation_bytes(*model, room.rows) <= free:
+        return None
+    if wanted.device.type != "cpu" or wanted.kernels.library is None:
+        raise ConfigError(
+            f"offload is 'auto' and {wanted.name} does not fit into memory; layers are streamed for native "
+            f"kernels on a CPU, and this is {wanted.device} with PyTorch's: choose a smaller model"
+        )
+    # Nothing is written where nothing fits.
+    wanted.ways(memory, layer_bytes(wanted.target, wanted.dtype, wanted.quantization), config)
+    prepared = prepare(
+        wanted.target,
+        dtype=wanted.dtype,
+        kernels=wanted.kernels,
+        quantization=wanted.quantization,
+        cache=offload_folder(config),
+        progress=progress,
+        name=wanted.name,
+    )
+    layers = [prepared.records[name].length for name in layer_records(prepared)]
+    disk = measure(StreamSource(prepared.path))
+    bandwidth = Bandwidth(wanted.kernels.library, _SAMPLE).usual()
+    plans = [
+        MemoryPlan(placement, guessers, room, caches, disk, bandwidth, prepared)
+        for guessers, room, caches, placement in wanted.ways(memory, layers, config)
+    ]
+    enough = _WORTH * max(plan.speed for plan in plans)
+    return max(plans, key=lambda plan: (plan.speed >= enough, plan.room, plan.speed))
+
+
+def offload_folder(config: EngineConfig) -> Path | None:
+    """Where prepared files of streamed models lie; None: in the user's cache."""
+    return None if config.offload_folder is None else Path(config.offload_folder).expanduser()
+
+
+def _refusal(wanted: Wanted, config: EngineConfig, memory: int, free: int) -> str:
+    """What is lacking, and what streaming would take in its place."""
+    parts = {wanted.name: wanted.weights, **wanted.drafts}
+    told = " + ".join(f"{name} {gib(size)}" for name, size in parts.items())
+    text = (
+        f"the weights need {told} = {gib(sum(parts.values()))}, but {gib(free)} of memory are free on "
+        f"{wanted.device}; choose a smaller model, fewer drafts, or free some memory"
+    )
+    if wanted.device.type != "cpu" or wanted.kernels.library is None:
+        return text
+    path = wanted.target.path
+    file = next(iter(sorted(path.glob("*.safetensors"))), path) if path.is_dir() else path
+    try:
+        layers = layer_bytes(wanted.target, wanted.dtype, wanted.quantization)
+        ways = wanted.ways(memory, layers, config)
+        disk = measure(StreamSource(file))
+    except (CapacityError, ModelFileError):
+        return text  # not even so
+    placement = min((way.placement for way in ways), key=lambda one: one.streamed_bytes)
+    folder = prepared_path(path, "", wanted.dtype, offload_folder(config)).parent
+    return f"{text}; or --offload auto: {placement.told(disk, folder)}"
+
+
+def allowed_bytes(memory: int | None, device: torch.device) -> int:
+    """The memory that the process may take, all in all; `memory` is what the caller allows it.
+
+    Raises CapacityError where the machine, or the process's cgroup, has less than that.
+    """
+    most = process_bytes() + free_bytes(device)
+    if memory is None or device.type != "cpu":
+        return most
+    if memory > most:
+        raise CapacityError(
+            f"memory is {gigabytes(memory)}, and this process can have {gigabytes(most)} here; lower it, or "
+            "free some"
+        )
+    return memory
+
+
+def activation_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
+    """What a pass of so many rows takes besides weights and KV caches, about."""
+    widest = config.hidden_size * 6 + config.intermediate_size * 4 + config.num_heads * config.head_dim * 4
+    return rows * widest * max(2, dtype.itemsize) + MOST_BYTES + _SLACK
+
+
+def cache_bytes(models: Sequence[tuple[ModelConfig, torch.dtype]], positions: int) -> int:
+    """What KV caches of these models take with so many positions, or four of their contexts."""
+    most = 4 * min(config.max_context for config, _ in models)
+    return min(positions, most) * sum(
+        KvCache.bytes_per_slot(one.num_layers, one.num_kv_heads, one.head_dim, dtype) for one, dtype in models
+    )
+
+
+def guessing_bytes(model: OpenModel, dtype: torch.dtype, kernels: Kernels, kind: Quantization) -> int:
+    """What a draft's weights take in memory where its embeddings are read from the disk."""
+    config = model.config
+    return (
+        estimate_bytes(model, dtype, kernels, kind)
+        - config.vocab_size * config.embedding_size * dtype.itemsize
+    )

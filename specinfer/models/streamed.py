@@ -1,0 +1,217 @@
+"""Weights of a model that is larger than memory: some layers stay, the others pass through a few buffers.
+
+    memory     vectors, the output layer, layers that are pinned
+    buffers    a layer each; its products are made once for every buffer that it may come to lie in
+    disk       the prepared file: a record for each layer, and the rows of the embedding table
+
+Products are made over addresses (docs/map.md), so a layer need not know where it lies. A pass goes through
+the layers in their order, and waits for those that are read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, TypeVar, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specinfer.errors import ModelFileError
+from specinfer.kernels.choice import Kernels
+from specinfer.kernels.disk import DiskRate, StreamSource
+from specinfer.kernels.layout import Int4Weight, Weight
+from specinfer.kernels.product import Product
+from specinfer.models.placement import Placement
+from specinfer.models.prepared import Place, PreparedFile, Record
+from specinfer.models.stream import LayerStream, StreamRecord
+from specinfer.models.weight_memory import EmbeddingTable, Weights
+from specinfer.models.weight_reader import WeightReader
+from specinfer.progress import Progress
+
+_Part = TypeVar("_Part")
+_LAYER: Final = re.compile(r".*\blayers\.\d+")
+
+
+def layer_records(file: PreparedFile) -> list[str]:
+    """The names of a prepared model's layers, in their order."""
+    names = [name for name in file.records if _LAYER.fullmatch(name)]
+    return sorted(names, key=lambda name: int(name.rpartition(".")[2]))
+
+
+def table_on_disk(file: PreparedFile) -> TableOnDisk:
+    """The embeddings of a prepared model; raises ModelFileError where it has none."""
+    for record in file.records.values():
+        for name, place in record.tensors.items():
+            if name.endswith("embed_tokens.weight.rows"):
+                return TableOnDisk(file, record.offset + place.offset, place)
+    raise ModelFileError(f"{file.path} has no embeddings; delete it, and it is made anew")
+
+
+class StreamedWeights(Weights):
+    """Weights of a prepared model, of whose layers some pass through buffers.
+
+    With `table_in_memory` the embeddings are whole, as heads read them; else each row is read when a token
+    asks for it.
+    """
+
+    stream: LayerStream
+
+    def __init__(
+        self,
+        reader: WeightReader,
+        kernels: Kernels,
+        file: PreparedFile,
+        placement: Placement,
+        disk: DiskRate,
+        *,
+        table_in_memory: bool,
+    ) -> None:
+        super().__init__(reader, torch.device("cpu"), kernels)
+        self._file = file
+        self._layers = layer_records(file)
+        self._streamed = {number: place for place, number in enumerate(placement.streamed)}
+        self._table_in_memory = table_in_memory
+        records = [
+            StreamRecord(record.offset, record.length, record.crc, name)
+            for name in (self._layers[number] for number in placement.streamed)
+            for record in (file.records[name],)
+        ]
+        self.stream = LayerStream(StreamSource(file.path), records, buffers=placement.buffers, disk=disk)
+        self._buffer: memoryview | None = None  # in which the layer that is built lies
+        self._record: Record | None = None  # of that layer
+        self._vectors: dict[tuple[object, ...], Tensor] = {}  # of that layer, which all of its products share
+        self._largest: float | None = None  # scale of the matrix that is about to be a product
+
+    def tensor(self, *names: str, plus: float = 0.0) -> Tensor:
+        """As Weights says; a layer that is made once more has the tensors that it had."""
+        if self._buffer is None:
+            return super().tensor(*names, plus=plus)
+        if (key := (names, plus)) not in self._vectors:
+            self._vectors[key] = super().tensor(*names, plus=plus)
+        return self._vectors[key]
+
+    def table(self, name: str) -> EmbeddingTable:
+        """As Weights says, or its rows on the disk."""
+        if self._table_in_memory:
+            return super().table(name)
+        return table_on_disk(self._file)
+
+    def each(self, make: Callable[[int], _Part], count: int) -> Sequence[_Part]:
+        """As Weights says; a layer that is streamed is there once its turn comes in an iteration."""
+        return _Layers([self._made(make, number) for number in range(count)], self._streamed, self.stream)
+
+    def check(self, progress: Progress) -> None:
+        """Read every layer that is streamed; raises DamagedFileError unless it is what was written."""
+        with self.stream.passing():
+            for number, place in self._streamed.items():
+                self.stream.take(place)
+                progress.advance(self._file.records[self._layers[number]].length)
+
+    def _made(self, make: Callable[[int], _Part], number: int) -> list[_Part]:
+        """A layer, as often as there are places for it."""
+        if number not in self._streamed:
+            return [make(number)]
+        self._record, self._vectors = self._file.records[self._layers[number]], {}
+        made: list[_Part] = []
+        for buffer in self.stream.buffers:
+            self._buffer = buffer
+            made.append(make(number))
+        self._buffer = self._record = None
+        return made
+
+    def _filled(self, matrices: Sequence[str], weight: Weight, rows: Sequence[int] | None) -> Weight:
+        if self._buffer is None or self._record is None:
+            return super()._filled(matrices, weight, rows)
+        name = "+".join(matrices)
+        self._largest = self._file.largest.get(name)
+        views = [_view(self._buffer, self._record.tensors[f"{name}.{field}"]) for field in weight._fields]
+        return type(weight)(*views)
+
+    def _product(self, weight: Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
+        if self._buffer is None or not isinstance(weight, Int4Weight):
+            return super()._product(weight, bias, inner, channels)
+        return self.kernels.products.int4(weight, bias, inner, channels, self._largest)
+
+
+def _view(memory: memoryview, place: Place) -> Tensor:
+    """A tensor in a record that lies in `memory`, whatever is there now."""
+    count = int(np.prod(place.shape))
+    return torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.offset).view(place.shape)
+
+
+class _Layers(Sequence[_Part]):
+    """Layers of a model, each with one place in memory or several; iterating waits for those that are read.
+
+    Iterating is a part of a pass (`LayerStream.passing`).
+    """
+
+    def __init__(
+        self, made: Sequence[Sequence[_Part]], streamed: dict[int, int], stream: LayerStream
+    ) -> None:
+        self._made = made
+        self._streamed = streamed
+        self._stream = stream
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    @overload
+    def __getitem__(self, number: int) -> _Part: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[_Part]: ...
+
+    def __getitem__(self, number: int | slice) -> _Part | Sequence[_Part]:
+        if isinstance(number, slice):
+            return [made[0] for made in self._made[number]]
+        return self._made[number][0]
+
+    def __iter__(self) -> Iterator[_Part]:
+        for number, made in enumerate(self._made):
+            place = self._streamed.get(number)
+            yield made[0] if place is None else made[self._stream.take(place)]
+
+
+class TableOnDisk(EmbeddingTable):
+    """Embeddings of all tokens, whose rows are read from a prepared file when a token asks for them.
+
+    Rows that are asked for often stay in the page cache, which gives way where memory is short.
+    """
+
+    __slots__ = ("__weakref__", "_dtype", "_number", "_offset", "_path", "_shape")
+
+    def __init__(self, file: PreparedFile, offset: int, place: Place) -> None:
+        """`place` is the table, [V, D], which begins at byte `offset` of the file."""
+        super().__init__(None)
+        self._path = file.path
+        self._offset = offset
+        self._shape = place.shape
+        self._dtype = place.dtype
+        self._number = os.open(file.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._number)
+
+    def rows(self, token_ids_T: Tensor) -> tuple[Tensor, Tensor]:
+        """As EmbeddingTable says.
+
+        Raises IndexError for a token the table lacks, ModelFileError where the file cannot be read.
+        """
+        ids, places = np.unique(token_ids_T.numpy(), return_inverse=True)
+        size, most = self._shape[1] * self._dtype.itemsize, self._shape[0]
+        if len(ids) and not 0 <= ids[0] <= ids[-1] < most:
+            raise IndexError(f"token ids must be 0 .. {most - 1}")
+        rows_ND = torch.empty(len(ids), self._shape[1], dtype=self._dtype)
+        into = rows_ND.view(torch.uint8).numpy()
+        for n, token in enumerate(ids.tolist()):
+            try:
+                count = os.preadv(self._number, [into[n].data], self._offset + token * size)
+            except OSError as error:
+                raise ModelFileError(
+                    f"{self._path} cannot be read ({error.strerror}); check the disk it is on"
+                ) from error
+            if count != size:
+                raise ModelFileError(f"{self._path} got shorter while it was read; load the model again")
+        return rows_ND, torch.from_numpy(places.reshape(-1).astype(np.int64, copy=False))

@@ -1,0 +1,60 @@
+"""Streamed layers compute what layers in memory do, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specinfer.config import Quantization
+from specinfer.kernels.disk import DiskRate
+from specinfer.models.placement import Placement
+from specinfer.models.streamed import layer_records
+from specinfer.models.weights import load_model, load_streamed, open_model, prepare
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.executor import ModelRunner
+from tests.kernels import kernels
+from tests.parity.families import save_random
+
+CPU = torch.device("cpu")
+DISK = DiskRate(readers=2, piece=4096, bytes_per_second=1e9, direct=True)
+TAPS = (0, 1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "llama-biases", "qwen3", "gemma3", "opt"])
+def test_every_placement_gives_the_same_bits(
+    family: str, kind: Quantization, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    save_random(family, tmp_path / "model", tied=family == "gemma3")
+    model, native = open_model(tmp_path / "model"), kernels("native")
+    options = {"dtype": dtype, "kernels": native, "quantization": kind}
+    rows = [Rows((3, 1, 4, 1, 5), 0, [0, 1], 0), Rows((2, 7), 0, [2], 1)]
+    whole = ModelRunner(
+        load_model(model, device=CPU, cache=tmp_path, **options),
+        num_blocks=3,
+        block_size=4,  # type: ignore[arg-type]
+    )
+    want, taps = whole.forward(rows), whole.launch(rows, taps=TAPS).tapped(TAPS)
+    prepared = prepare(model, cache=tmp_path, **options)  # type: ignore[arg-type]
+    layers = [prepared.records[name].length for name in layer_records(prepared)]
+    for streamed in ((0,), (len(layers) - 1,), tuple(range(len(layers)))):
+        for buffers in (1, 2, 3):
+            placement = Placement(1 << 30, {}, layers, buffers, streamed)
+            for in_memory in (False, True):
+                made = load_streamed(
+                    model,
+                    prepared,
+                    placement,
+                    DISK,
+                    table_in_memory=in_memory,
+                    **options,  # type: ignore[arg-type]
+                )
+                runner = ModelRunner(made, num_blocks=3, block_size=4)
+                for _ in range(3):
+                    assert torch.equal(runner.forward(rows), want)
+                    assert torch.equal(runner.launch(rows, taps=TAPS).tapped(TAPS), taps)
+                assert made.stream is not None
+                made.stream.close()
