@@ -29,7 +29,7 @@ from tests.tiny_models import write_tiny_llama
 MADE_FROM = {"made_by": "a test", "model": "m"}
 START = 1 << 20  # of the first record
 TABLE, QKV = "model.embed_tokens.weight", "layers.0.q.weight+layers.0.k.weight"
-NAMES = (TABLE, QKV, "layers.0.o.weight", "layers.1.q.weight")
+NAMES = (TABLE, QKV, "layers.0.g.weight", "layers.0.o.weight", "layers.1.q.weight")
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -48,6 +48,7 @@ def contents() -> list[tuple[str, Weight]]:
         (TABLE, FloatTable(random(5, 7).bfloat16())),
         (TABLE, quantize_int8(random(5, 7))),
         (QKV, quantize_int8(random(20, 40))),
+        ("layers.0.g.weight", quantize_int4(random(5, 7))),  # whose 16 zeros fill no line
         ("layers.0.o.weight", quantize_int4(random(20, 40))),
         ("layers.1.q.weight", floats()),
     ]
@@ -136,7 +137,7 @@ def test_a_layer_is_one_record_of_whole_pages(path: Path) -> None:
     assert [*records] == ["model.embed_tokens", "lm_head", "layers.0", "layers.1"]
     assert [*records["layers.0"].tensors] == [
         *(f"{QKV}.{field}" for field in ("values", "scales")),
-        *(f"layers.0.o.weight.{field}" for field in ("levels", "scales", "zeros")),
+        *(f"layers.0.{name}.weight.{field}" for name in "go" for field in ("levels", "scales", "zeros")),
     ]
     end = START
     for record in records.values():
@@ -153,7 +154,9 @@ def test_a_layer_is_one_record_of_whole_pages(path: Path) -> None:
 
 
 def test_the_largest_scale_of_int4_is_known_without_reading(path: Path) -> None:
-    assert opened(path).largest == {"layers.0.o.weight": float(quantize_int4(random(20, 40)).scales.max())}
+    shapes = {"layers.0.g.weight": (5, 7), "layers.0.o.weight": (20, 40)}
+    wanted = {name: float(quantize_int4(random(*shape)).scales.max()) for name, shape in shapes.items()}
+    assert opened(path).largest == wanted
 
 
 def test_a_record_is_one_layer_alone(tmp_path: Path) -> None:
