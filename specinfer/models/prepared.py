@@ -32,7 +32,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.errors import DamagedFileError
@@ -43,6 +45,7 @@ from specinfer.kernels.layout import Int4Weight, Weight
 _VERSION: Final = 3  # of what the numbers mean and how they lie; a file of another is made anew
 _PAGE: Final = 4096  # at which records begin and end, for readers that go past the system's cache
 _LINE: Final = 64  # at which tensors begin
+_PIECE: Final = 1 << 20  # bytes that are read at a time
 _HEADER: Final = 1 << 20  # bytes before the first record, at least
 _MOST_HEADER: Final = 1 << 28
 _UNKNOWN: Final = b'"header":"00000000"'  # a header before its own checksum is known
@@ -153,7 +156,7 @@ class PreparedFile:
             dtype, shape, offset = record.tensors[name]
             if (dtype, shape) != (into.dtype, tuple(into.shape)):
                 raise ValueError(f"it is {dtype} {list(shape)}")
-            read_exactly(self.path, record.offset + offset, _bytes(into))
+            _read_by_pieces(self.path, record.offset + offset, into.view(-1).view(torch.uint8).numpy())
         except (OSError, ValueError, KeyError) as error:
             raise DamagedFileError(f"{self.path}: {name} cannot be read ({error})") from error
         if _checksum(name, into) != self._checksums[name]:
@@ -356,6 +359,18 @@ def _with_tensors(
         name: Record(*numbers, tensors)
         for (name, numbers), tensors in zip(records.items(), found, strict=True)
     }
+
+
+def _read_by_pieces(path: Path, start: int, into: NDArray[np.uint8]) -> None:
+    """As read_exactly, by way of memory that stays in a CPU's cache.
+
+    Reading into large pages that nobody has touched took a virtual machine up to five times as long.
+    """
+    piece = np.empty(min(_PIECE, len(into)), np.uint8)
+    for at in range(0, len(into), _PIECE):
+        part = piece[: len(into) - at]
+        read_exactly(path, start + at, part.data)
+        into[at : at + len(part)] = part
 
 
 def _bytes(tensor: Tensor) -> memoryview:
