@@ -7,6 +7,7 @@ from typing import Any, Final, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from specinfer.config import OLD_NAMES
+from specinfer.engine.steps import Statistics
 from specinfer.request import Delta, SpeculationFigures
 from specinfer.serve.work import CompletionObserver, Health, Work
 
@@ -23,6 +24,7 @@ class Metrics:
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
         self.model = model  # its name
+        self._told = Statistics()  # of the engine, when it was asked last
 
         def made(kind: type[_Kind], name: str, purpose: str, *labels: str, **more: Any) -> _Kind:
             names = ["model_name", *labels]
@@ -58,6 +60,10 @@ class Metrics:
         self.guessed_by = made(Gauge, "guessed_tokens", guessed, "speculator")
         factor = "What a model's passes take now, of what its cost curve says."
         self.factors = made(Gauge, "pass_cost_factor", factor, "model")
+        self.streamed_bytes = counter("streamed_bytes", "Of weights that were read from the disk for passes.")
+        self.stream_waits = counter("stream_wait_seconds", "That passes waited for these bytes.")
+        self.levels_ahead = counter("levels_ahead", "Levels of trees that drafts drew while a pass ran.")
+        self.levels_kept = counter("levels_kept", "Of these levels those that later trees began with.")
         self.restarts = gauge("engine_restarts", "How often the engine process was started again.")
         self.running = gauge("num_requests_running", "Requests in the engine's batch.")
         self.waiting = gauge("num_requests_waiting", "Requests the engine has no room for yet.")
@@ -101,7 +107,16 @@ class Metrics:
                 self.factors.labels(self.model, model).set(factor)
             if state.prefix_queries:
                 self.hit_rate.set(state.prefix_hits / state.prefix_queries)
+            self._streamed(state.since(self._told))
+            self._told = state
         return generate_latest(self.registry)
+
+    def _streamed(self, done: Statistics) -> None:
+        """Count what the engine read, and drew ahead, since it was asked last."""
+        self.streamed_bytes.inc(done.streamed_bytes)
+        self.stream_waits.inc(done.stream_wait_seconds)
+        self.levels_ahead.inc(done.levels_ahead)
+        self.levels_kept.inc(done.levels_kept)
 
     def speculation(self, figures: SpeculationFigures) -> None:
         """Count what speculation did for an answer."""

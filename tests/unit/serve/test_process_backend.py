@@ -58,6 +58,10 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
         guessed_tokens={"lookup": 8, "draft": 4},
         speculation_on=False,
         cost_factors={"target": 1.5},
+        streamed_bytes=4000,
+        stream_wait_seconds=1.5,
+        levels_ahead=9,
+        levels_kept=6,
     )
     second = Statistics(
         running=1,
@@ -67,6 +71,10 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
         speculation_off_steps=2,
         guessed_tokens={"lookup": 0, "0-draft": 3},
         cost_factors={"target": 1.25, "0-draft": 2.0},
+        streamed_bytes=1000,
+        stream_wait_seconds=0.25,
+        levels_ahead=2,
+        levels_kept=1,
     )
     metrics = Metrics("m")
 
@@ -77,8 +85,9 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
                 name, _, number = line.rpartition(" ")
                 found[name.removeprefix("specinfer:").replace('model_name="m"', "")] = float(number)
         wanted = ("num_pre", "num_requests_running", "engine_s", "engine_restarts", "prefix_cache_hit_rate")
-        wanted += ("speculation_o", "guessed_tokens", "pass_cost_factor")
-        return {name: number for name, number in found.items() if name.startswith(wanted)}
+        wanted += ("speculation_o", "guessed_tokens", "pass_cost_factor", "stream", "levels")
+        told = {name: number for name, number in found.items() if name.startswith(wanted)}
+        return {name: number for name, number in told.items() if "_created" not in name}
 
     async def run() -> None:
         backend = ProcessBackend(EngineConfig(model="m"))
@@ -90,6 +99,7 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
         handles[0].state = replace(first, steps=4)
         found = await told()
         assert (found["engine_steps{}"], found["speculation_on{}"]) == (4, 0)
+        assert found["streamed_bytes_total{}"] == 4000
         handles[0].says("deltas", [Delta("w", "x", (7,))], first)  # nobody asks between this and its death
         asked = asyncio.ensure_future(told())  # in just that moment
         handles[0].state = first
@@ -114,6 +124,10 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
             'guessed_tokens{,speculator="0-draft"}': 3,
             'pass_cost_factor{model="target",}': 1.25,
             'pass_cost_factor{model="0-draft",}': 2.0,
+            "streamed_bytes_total{}": 5000,
+            "stream_wait_seconds_total{}": 1.75,
+            "levels_ahead_total{}": 11,
+            "levels_kept_total{}": 7,
         }
         await backend.close()
 
