@@ -29,7 +29,7 @@ class Progress:
         """The piece of work is over, done or failed."""
 
     def say(self, line: str) -> None:
-        """Something that the user should know; it stays to be read."""
+        """Something that the user should know; it stays to be read, as it does in the log."""
 
     @contextmanager
     def showing(self, total: int | None, label: str, unit: str = "B") -> Iterator[Self]:
@@ -53,10 +53,14 @@ class ProgressBar(Progress):
         stream: TextIO | None = None,
         show_after: float = SHOW_AFTER,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        says: bool = True,
     ) -> None:
+        """With `says` off it shows bars alone: the log is on the same screen."""
         self._stream = sys.stderr if stream is None else stream
         self._show_after = show_after
         self._clock = clock
+        self._says = says
         self._terminal = self._stream.isatty()
         self._bar: RichProgress | None = None
         self._task: TaskID | None = None
@@ -99,7 +103,8 @@ class ProgressBar(Progress):
     def say(self, line: str) -> None:
         """Write it in a line of its own."""
         self.finish()
-        print(line, file=self._stream, flush=True)
+        if self._says:
+            print(line, file=self._stream, flush=True)
 
     def _open_bar(self) -> None:
         from rich.console import Console
@@ -144,10 +149,10 @@ class ProgressBar(Progress):
         return format_bytes(units) if self._unit == "B" else f"{units} {self._unit}"
 
 
-def default_progress() -> Progress:
+def default_progress(*, says: bool = True) -> Progress:
     """What is shown unless the caller says otherwise: a bar where a person looks on, on a terminal."""
     watched = sys.stderr is not None and sys.stderr.isatty()  # None: a program without a console
-    return ProgressBar() if watched else NoProgress()
+    return ProgressBar(says=says) if watched else NoProgress()
 
 
 def format_bytes(n: int) -> str:

@@ -183,8 +183,9 @@ def _load_models(
         )
 
     if plan is not None:
-        show.say(f"{target.files.name}: {plan}")
-        _LOG.info("%s: %s", target.files.name, plan)
+        line = f"{Path(target.files.name).name or target.files.name}: {plan}"
+        show.say(line)
+        _LOG.info(line)
     return Models(
         target=loaded,
         tokenizer=tokenizer,

@@ -40,6 +40,7 @@ from specinfer.config import EngineConfig
 from specinfer.engine.admission import Admitted
 from specinfer.engine.trace import TreeEvent
 from specinfer.errors import ClosedError, RequestError, SpecInferError
+from specinfer.progress import default_progress
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.config import configure
 from specinfer.serve.work import EngineInfo, Work
@@ -248,7 +249,7 @@ def main() -> None:
     except (EOFError, OSError):  # the server ended before it had a config
         sys.exit(0)
     try:
-        llm = LLM(config)
+        llm = LLM(config, progress=default_progress(says=False))  # the log says it
     except SpecInferError as error:
         connection.send(("failed", str(error)))
         sys.exit(2)

@@ -126,3 +126,10 @@ def test_an_engine_that_starts_shows_it_on_a_terminal_unless_told_otherwise(monk
     with pytest.raises(Asked) as told:
         LLM("smollm2-135m", progress=silent)
     assert told.value.args == (silent,)
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_what_is_said_is_not_shown_where_the_log_is(says: bool) -> None:
+    stream = io.StringIO()
+    ProgressBar(stream, says=says).say("half of it")
+    assert stream.getvalue() == ("half of it\n" if says else "")
