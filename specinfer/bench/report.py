@@ -14,6 +14,7 @@ import numpy as np
 from specinfer.bench.run import Comparison, EngineRun, Key, Load
 from specinfer.check.difference import TargetAlone, TextPromise, find_difference, text_promise
 from specinfer.engine.steps import Stage
+from specinfer.kernels.disk import gigabytes
 from specinfer.llm import LLM
 from specinfer.report.dataset import Dataset
 from specinfer.report.files import COLOURS, INK, REST, check_plot, dress, new_figure, save
@@ -75,6 +76,8 @@ def options_of(llm: LLM, load: Load) -> dict[str, Any]:
         },
         "scheduler": asdict(llm.config.scheduler),
         "cache": asdict(llm.config.cache),
+        "memory": llm.config.memory,
+        "memory_plan": None if (plan := llm.models.plan) is None else str(plan),
     }
 
 
@@ -98,7 +101,7 @@ def acceptance_per_depth(accepted: Sequence[int], drafted: Sequence[int]) -> lis
 
 def _run(run: EngineRun) -> dict[str, Any]:
     figures = run.figures
-    stages = {stage.value: run.stage_seconds[stage] for stage in STAGES}
+    stages = {stage.value: run.done.stage_seconds[stage] for stage in STAGES}
     stages[OTHER] = max(run.seconds - sum(stages.values()), 0.0)
     outputs = list(run.outputs.values())
     return {
@@ -125,8 +128,14 @@ def _run(run: EngineRun) -> dict[str, Any]:
         "stages": {
             name: {"seconds": seconds, "share": seconds / run.seconds} for name, seconds in stages.items()
         },
-        "preemptions": run.preemptions,
+        "preemptions": run.done.preemptions,
         "peak_memory_bytes": run.peak_memory,
+        "passes": run.done.steps,
+        "tokens_per_pass": run.tokens_per_pass,
+        "streamed_bytes": run.done.streamed_bytes,
+        "stream_wait_seconds": run.done.stream_wait_seconds,
+        "levels_ahead": run.done.levels_ahead,
+        "levels_kept": run.done.levels_kept,
     }
 
 
@@ -234,7 +243,7 @@ def table(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     def share(stage: str) -> Any:
         return lambda run: f"{100 * run['stages'][stage]['share']:.0f}%"
 
-    return [
+    rows = [
         row("output tokens/s", lambda run: f"{run['output_throughput']:.1f}"),
         row("requests/s", lambda run: f"{run['request_throughput']:.2f}"),
         row("tokens per step", lambda run: f"{run['tokens_per_step']:.2f}"),
@@ -249,6 +258,14 @@ def table(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         row("preemptions", lambda run: str(run["preemptions"])),
         row("peak memory (all models are loaded in both runs)", lambda run: _gib(run["peak_memory_bytes"])),
     ]
+    if any(run["streamed_bytes"] for run in runs):
+        rows += [
+            row("tokens per pass", lambda run: f"{run['tokens_per_pass']:.2f}"),
+            row("streamed from the disk", lambda run: gigabytes(run["streamed_bytes"])),
+            row("waited for the disk, s", lambda run: f"{run['stream_wait_seconds']:.1f}"),
+            row("levels drawn ahead / kept", lambda run: f"{run['levels_ahead']} / {run['levels_kept']}"),
+        ]
+    return rows
 
 
 def _gib(size: int) -> str:

@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from specinfer.engine.admission import Admitted
-from specinfer.engine.steps import Stage, Statistics
+from specinfer.engine.steps import Statistics
 from specinfer.errors import RequestError
 from specinfer.llm import LLM
 from specinfer.report.dataset import Conversation, Dataset
@@ -53,8 +53,7 @@ class EngineRun:
     outputs: dict[Key, RequestOutput] = field(default_factory=dict)
     failures: dict[Key, str] = field(default_factory=dict)
     seconds: float = 0.0  # requests in flight, all groups together
-    stage_seconds: dict[Stage, float] = field(default_factory=dict)
-    preemptions: int = 0
+    done: Statistics = field(default_factory=Statistics)  # meanwhile, by the engine
     peak_memory: int = 0  # bytes: of the GPU allocator, or of the whole process on a CPU
     group_rates: list[float] = field(default_factory=list)  # output tokens per second, group by group
 
@@ -72,6 +71,11 @@ class EngineRun:
     def output_throughput(self) -> float:
         """Output tokens per second, prefills included."""
         return self.total_output / self.seconds
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens of all answers by the target's passes, those that read prompts included."""
+        return self.total_output / self.done.steps
 
     @property
     def figures(self) -> SpeculationFigures:
@@ -177,7 +181,6 @@ class _Bench:
             turns.append(turns[-1] + len(conversation.turns))
         self._request_number = turns  # of a conversation's first turn
         self._run = EngineRun()
-        self._begun: Statistics = llm.statistics()  # behind the warm-up
         self._process = psutil.Process()
         self._gpu = llm.models.target.device.type == "cuda"
 
@@ -192,7 +195,6 @@ class _Bench:
         )
         with suppress(RequestError):  # a question too long is counted as failed when it is asked
             self._llm.generate([self._prompt(talk, self._conversations[0].turns[0])], params)
-        self._begun = self._llm.statistics()
 
     def hold(self, indices: Sequence[int], on_request: Callable[[], None]) -> None:
         """Hold these conversations, `batch_size` at a time."""
@@ -208,6 +210,8 @@ class _Bench:
 
         if self._gpu:
             torch.cuda.reset_peak_memory_stats(self._llm.models.target.device)
+        # The other engine has its turns between: weights that are streamed are one stream, for both.
+        before = self._llm.statistics()
         began = time.perf_counter()
         tokens = 0
         try:
@@ -233,13 +237,12 @@ class _Bench:
             loop.cancel([asked for _, asked in talking.values()])
         seconds = time.perf_counter() - began
         run.seconds += seconds
+        run.done = self._llm.statistics().since(before).after(run.done)
         run.group_rates.append(tokens / seconds)
 
     def finish(self) -> EngineRun:
         """The run as a whole."""
         run = self._run
-        done = self._llm.statistics().since(self._begun)
-        run.stage_seconds, run.preemptions = done.stage_seconds, done.preemptions
         if not run.outputs:
             raise RequestError(f"no request could be served; the first: {next(iter(run.failures.values()))}")
         return run

@@ -16,8 +16,10 @@ import click
 
 from specinfer.cli.tree_view import draw_tree
 from specinfer.errors import ConfigError
+from specinfer.kernels.disk import gigabytes
 
 if TYPE_CHECKING:
+    from specinfer.engine.steps import Statistics
     from specinfer.engine.trace import TreeEvent
     from specinfer.llm import LLM
     from specinfer.request import RequestOutput
@@ -94,6 +96,20 @@ def summary(output: RequestOutput, params: SamplingParams) -> str:
         parts.append(f"seed {output.seed}")
     if output.finish_reason is not None:
         parts.append(f"ended by {output.finish_reason.value}")
+    return " | ".join(parts)
+
+
+def streamed(done: Statistics, tokens: int) -> str:
+    """One line of figures about weights that were streamed for so many tokens; "" where none were."""
+    if not done.streamed_bytes:
+        return ""
+    parts = [
+        f"{done.steps} passes, {tokens / max(done.steps, 1):.2f} tokens per pass",
+        f"{gigabytes(done.streamed_bytes)} streamed",
+        f"{done.stream_wait_seconds:.1f} s waited for the disk",
+    ]
+    if done.levels_ahead:
+        parts.append(f"{done.levels_kept} of {done.levels_ahead} levels drawn ahead were kept")
     return " | ".join(parts)
 
 

@@ -59,6 +59,7 @@ class ChatSession:
         self._start = [{"role": "system", "content": system}] if system is not None else []
         self._messages = list(self._start)
         self._last: RequestOutput | None = None
+        self._before = llm.statistics()  # the last answer
 
     def run(self) -> None:
         """Read lines and answer them until the end of input."""
@@ -79,13 +80,17 @@ class ChatSession:
                 self._answer(line)
 
     def _command(self, line: str) -> str:
-        from specinfer.cli.answering import summary
+        from specinfer.cli.answering import streamed, summary
 
         if line == "/reset":
             self._messages = list(self._start)
             return "the conversation is forgotten"
         if line == "/stats":
-            return summary(self._last, self._params) if self._last is not None else "no answer yet"
+            if self._last is None:
+                return "no answer yet"
+            done = self._llm.statistics().since(self._before)
+            told = summary(self._last, self._params), streamed(done, len(self._last.token_ids))
+            return "\n".join(filter(None, told))
         if line in ("/trees on", "/trees off"):
             self._listener.show = line.endswith("on")
             return f"trees are {line.split()[1]}"
@@ -94,6 +99,7 @@ class ChatSession:
     def _answer(self, question: str) -> None:
         self._messages.append({"role": "user", "content": question})
         text = ""
+        self._before = self._llm.statistics()
         try:
             for output in self._llm.stream_chat(self._messages, self._params):
                 self._last, text = output, output.text

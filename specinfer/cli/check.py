@@ -100,6 +100,7 @@ def check(
                 "suite": suite,
                 "model": llm.config.model,
                 "drafts": list(llm.config.speculation.drafts),
+                "memory_plan": None if (plan := llm.models.plan) is None else str(plan),
                 "passed": not failed and not undecided,
                 "verdicts": [verdict.to_json() for verdict in verdicts],
             },

@@ -60,7 +60,7 @@ def generate(
     text = _prompt(prompt, file)
     params = sampling_params(options, n=n, logprobs=logprobs)
     llm = build_llm(options)
-    from specinfer.cli.answering import Listener, as_json, stream, summary
+    from specinfer.cli.answering import Listener, as_json, stream, streamed, summary
     from specinfer.cli.tree_view import print_steps, steps_as_json
 
     chat = llm.tokenizer.has_chat_template if templated is None else templated
@@ -69,6 +69,7 @@ def generate(
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": text})
     listener = Listener(llm, show=show_trees, trace=trace, explain=explain)
+    before = llm.statistics()
     try:
         outputs = llm.stream_chat(messages, params) if chat else llm.stream(text, params)
         echo = n == 1 and not json_output and not show_trees
@@ -89,6 +90,9 @@ def generate(
             if explain:
                 print_steps(listener.events, answer.request_id)
             click.echo(f"[{summary(answer, params)}]", err=True)
+        tokens = sum(len(answer.token_ids) for answer in answers)
+        if figures := streamed(llm.statistics().since(before), tokens):
+            click.echo(f"[{figures}]", err=True)
     failed = next((answer.error for answer in answers if answer.error is not None), None)
     if failed is not None:
         raise RequestError(failed)

@@ -1,0 +1,48 @@
+"""A tiny model that is larger than the memory it may take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specinfer.engine import memory
+from specinfer.kernels.disk import DiskRate
+from specinfer.runtime import kv_cache
+from tests.kernels import library_or_skip
+from tests.tiny_models import write_tiny_llama
+
+LAYERS = 8
+# Of `write_large`'s model in bfloat16, with its twin and KV caches, half of the layers do not fit.
+OPTIONS = {"memory": 7_100_000, "kv_cache_memory": 3 << 20, "offload": "auto"}
+FLAGS = ("--memory", "7100000", "--kv-cache-memory", "3MB", "--offload", "auto")
+DISK = DiskRate(readers=1, piece=1 << 20, bytes_per_second=1e7, direct=True)  # a slow one: a twin pays
+
+
+def count_models_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nothing but models counted as memory that is taken: Python is larger than any tiny model.
+
+    The disk and memory are as fast in each test. Skips the test where there are no native kernels.
+    """
+    library_or_skip()
+    for module in (memory, kv_cache):
+        monkeypatch.setattr(module, "process_bytes", lambda: 0)
+    for name in ("_SLACK", "MOST_BYTES"):
+        monkeypatch.setattr(memory, name, 0)
+    monkeypatch.setattr(memory, "_SAMPLE", 1 << 20)
+    monkeypatch.setattr(memory, "measure", lambda source: DISK)
+
+
+def write_large(folder: Path) -> Path:
+    """Write a tiny model whose layers are large beside the rest of it, and return the folder."""
+    return write_tiny_llama(
+        folder,
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=512,
+        num_layers=LAYERS,
+        num_kv_heads=1,
+        max_context=900,
+        spread=0.1,
+        tokenizer=True,
+    )

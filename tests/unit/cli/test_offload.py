@@ -1,0 +1,73 @@
+"""Commands on a model that is larger than the memory it may take."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.offloading import FLAGS, count_models_alone, write_large
+from tests.unit.cli.conftest import Run
+from tests.unit.cli.test_chat import write_template
+
+FIGURES = r"\d+ passes, \d+\.\d\d tokens per pass \| [\d.]+ MB streamed \| \d+\.\d s waited for the disk"
+
+
+@pytest.fixture
+def large(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Options: a model, half of whose layers are streamed."""
+    count_models_alone(monkeypatch)
+    return ["--model", str(write_large(tmp_path / "large")), *FLAGS]
+
+
+def test_generate_says_what_was_decided_and_what_was_streamed(large: list[str], run: Run) -> None:
+    status, _, err = run("generate", *large, "--max-tokens", 12, "ab")
+    assert status == 0, err
+    [decided] = [line for line in err.splitlines() if "layers streamed" in line]
+    assert decided.startswith("large: 6 of 8 layers streamed, 2.9 MB a pass at 10 MB/s from ")
+    assert "draft: its own twin in fewer bits" in decided
+    assert re.fullmatch(rf"\[{FIGURES}.*\]", err.splitlines()[-1])
+
+
+def test_the_figures_of_chat_have_the_last_answers_stream(
+    large: list[str], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_template(Path(large[1]))
+    lines = iter(["ab", "/stats", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    status, _, err = run("chat", *large, "--max-tokens", 6, "--ignore-eos")
+    assert status == 0, err
+    assert re.search(rf"6 tokens .*\n{FIGURES}", err)
+
+
+def test_bench_gives_each_side_what_was_streamed_in_its_turns(large: list[str], run: Run) -> None:
+    limits = ("--limit", 3, "--max-tokens", 12)
+    status, out, err = run("bench", *large, *limits, "--json", "-")
+    assert status == 0, err
+    result = json.loads(out)
+    assert result["identical"] == 3
+    assert "6 of 8 layers streamed" in result["options"]["memory_plan"]
+    assert result["options"]["memory"] == 7_100_000
+    layer = 475136
+    plain, guessed = result["baseline"], result["speculative"]
+    for side in (plain, guessed):
+        assert side["tokens_per_pass"] == side["total_output"] / side["passes"]
+        # Up to two layers a turn were read, or are left, in the other side's turns.
+        assert abs(side["streamed_bytes"] - 6 * layer * side["passes"]) <= 3 * 2 * layer
+        assert side["stream_wait_seconds"] > 0
+    assert guessed["passes"] < plain["passes"]
+    assert plain["levels_ahead"] == plain["levels_kept"] == 0
+    assert guessed["levels_kept"] <= guessed["levels_ahead"]
+
+
+def test_check_holds_the_streamed_engine_to_its_promise(large: list[str], run: Run, tmp_path: Path) -> None:
+    verdicts = tmp_path / "verdicts.json"
+    small = ("--prompts", 2, "--max-tokens", 8, "--samples", 16, "--json", verdicts)
+    status, out, err = run("check", *large, *small)
+    assert status == 0, out + err
+    found = json.loads(verdicts.read_text())
+    assert found["drafts"] == ["self"]
+    assert "6 of 8 layers streamed" in found["memory_plan"]
+    assert [verdict["accepted_tokens"] > 0 for verdict in found["verdicts"][:6]] == [True] * 6
