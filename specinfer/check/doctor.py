@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import shutil
 import statistics
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +20,12 @@ import torch
 from specinfer.attention.native import NativeAttention
 from specinfer.config import EngineConfig, Quantization
 from specinfer.engine.models import load_models
-from specinfer.errors import ConfigError
+from specinfer.errors import ConfigError, ModelFileError
+from specinfer.files import cache_dir
 from specinfer.hub import resolve
 from specinfer.kernels.bandwidth import Bandwidth, seconds
 from specinfer.kernels.build import packaged_library
+from specinfer.kernels.disk import DiskRate, StreamSource, gigabytes, measure
 from specinfer.kernels.library import Library
 from specinfer.kernels.machine import (
     LEVELS,
@@ -47,6 +52,8 @@ from specinfer.version import VERSION
 TEXT: Final = 200  # tokens of text behind which a pass is timed
 PASSES: Final = 9  # of which the median is told
 BLOCK: Final = 16  # cache positions
+TRIAL: Final = 256_000_000  # bytes of a file by which a disk is timed, at least
+_WRITE: Final = 1 << 24  # bytes at once
 VARIABLES: Final = (VARIABLE, "OMP_NUM_THREADS", "CXX")  # they decide which kernels run, on how many threads
 
 Standing = Literal["used", "not needed", "refused", "not wanted", "not on this CPU"]
@@ -92,6 +99,16 @@ class MachineFacts:
     allowed_cpus: int  # logical, by the process's affinity
     cgroup_cpus: float | None  # the quota; None: no limit
     memory_bytes_per_second: float | None  # when streamed; None: the twins have nothing to measure it with
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFacts:
+    """How fast layers would stream from a folder."""
+
+    folder: str
+    file: str | None  # that was read; None: one that was made for it
+    rate: DiskRate | None
+    fault: str | None  # why there is no rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +168,45 @@ def machine_facts(found: FoundKernels, bandwidth: Bandwidth | None) -> MachineFa
         cgroup_cpus=cgroup_cpus(),
         memory_bytes_per_second=None if bandwidth is None else bandwidth.usual(),
     )
+
+
+def disk_facts(folder: Path) -> DiskFacts:
+    """How fast a file in `folder` streams; raises nothing, as with kernels.
+
+    A large file that is there is read, else one is made, which takes TRIAL bytes for a second or two.
+    """
+    file: str | None = None
+    try:
+        if (found := _large_file(folder)) is not None:
+            file = found.name
+            return DiskFacts(str(folder), file, measure(StreamSource(found)), None)
+        place = next(path for path in (folder, *folder.parents) if path.exists())
+        if (free := shutil.disk_usage(place).free) < TRIAL:
+            fault = f"a trial takes {gigabytes(TRIAL)}, and {gigabytes(free)} are free"
+            return DiskFacts(str(folder), None, None, fault)
+        with tempfile.NamedTemporaryFile(dir=place, prefix="doctor.", suffix=".partial") as trial:
+            written = os.urandom(min(_WRITE, TRIAL))  # some disks make nothing of zeros
+            for _ in range(-(-TRIAL // len(written))):
+                trial.write(written)
+            trial.flush()
+            os.fsync(trial.fileno())
+            return DiskFacts(str(folder), None, measure(StreamSource(Path(trial.name))), None)
+    except OSError as error:
+        return DiskFacts(str(folder), file, None, f"no file can be made there: {error.strerror}")
+    except ModelFileError as error:
+        return DiskFacts(str(folder), file, None, str(error))
+
+
+def _large_file(folder: Path) -> Path | None:
+    """The largest file of a model in a folder, or in our cache on its disk; None where none is large."""
+    sizes: dict[Path, int] = {}
+    with contextlib.suppress(OSError):
+        device = folder.stat().st_dev
+        for path in (*folder.glob("*.safetensors"), *cache_dir().glob("models/*/*.gguf")):
+            with contextlib.suppress(OSError):  # it went away, or is somebody else's
+                if (found := path.stat()).st_dev == device and os.access(path, os.R_OK):
+                    sizes[path] = found.st_size
+    return max((path for path in sizes if sizes[path] >= TRIAL), key=sizes.__getitem__, default=None)
 
 
 def level_facts(used: Level | None, refused: Sequence[Refused]) -> list[LevelFact]:

@@ -13,7 +13,7 @@ import click
 from specinfer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from specinfer.check.doctor import MachineFacts, PassCost
+    from specinfer.check.doctor import DiskFacts, MachineFacts, PassCost
 
 
 @click.command()
@@ -21,12 +21,21 @@ if TYPE_CHECKING:
 @click.option(
     "--quantization", "quantizations", multiple=True, help="none, int8 or int4, of models; repeatable."
 )
+@click.option(
+    "--offload-folder",
+    type=Path,
+    metavar="FOLDER",
+    help="Time the disk of this folder, not the one of the cache.",
+)
 @click.option("--json", "json_output", is_flag=True, help="Print one JSON object instead of the text.")
-def doctor(models: tuple[str, ...], quantizations: tuple[str, ...], json_output: bool) -> None:
-    """Print what to paste into a bug report: versions, CPU, kernels and why these, threads, memory's speed.
+def doctor(
+    models: tuple[str, ...], quantizations: tuple[str, ...], offload_folder: Path | None, json_output: bool
+) -> None:
+    """Print what to paste into a bug report: versions, CPU, kernels and why these, threads, speeds.
 
-    With --model also what a pass of it costs on the CPU, against reading its bytes. Kernels that were never
-    compiled here are compiled now.
+    Speeds are memory's, and the disk's from which layers would stream; the latter writes a file of 256 MB and
+    removes it, where no model lies there. With --model also what a pass of it costs on the CPU, against
+    reading its bytes. Kernels that were never compiled here are compiled now.
     """
     if quantizations and not models:
         raise ConfigError("--quantization is for models, and none is named; add --model NAME")
@@ -43,15 +52,17 @@ def doctor(models: tuple[str, ...], quantizations: tuple[str, ...], json_output:
     progress = ProgressBar()
     for model in models:  # a slip is answered before anything is compiled or measured
         resolve(model, progress=progress)
-    from specinfer.check.doctor import find_kernels, machine_facts, pass_cost
+    from specinfer.check.doctor import disk_facts, find_kernels, machine_facts, pass_cost
+    from specinfer.files import cache_dir
     from specinfer.kernels.bandwidth import Bandwidth
     from specinfer.report.provenance import commit
 
     found = find_kernels(progress)
     bandwidth = None if found.library is None else Bandwidth(found.library)
     facts, sha = machine_facts(found, bandwidth), commit()
+    disk = disk_facts((offload_folder or cache_dir() / "prepared").expanduser().absolute())
     if not json_output:
-        click.echo("\n".join([*_machine_lines(facts, sha), *_level_lines(facts)]))
+        click.echo("\n".join([*_machine_lines(facts, disk, sha), *_level_lines(facts)]))
     passes: list[dict[str, Any]] = []
     for number, config in enumerate(configs):
         cost = pass_cost(config, bandwidth, progress)
@@ -59,10 +70,10 @@ def doctor(models: tuple[str, ...], quantizations: tuple[str, ...], json_output:
         if not json_output:
             click.echo(("" if number else "\n") + _pass_line(cost))
     if json_output:
-        click.echo(json.dumps({"commit": sha, **asdict(facts), "passes": passes}))
+        click.echo(json.dumps({"commit": sha, **asdict(facts), "disk": asdict(disk), "passes": passes}))
 
 
-def _machine_lines(facts: MachineFacts, commit: str | None) -> list[str]:
+def _machine_lines(facts: MachineFacts, disk: DiskFacts, commit: str | None) -> list[str]:
     versions = [f"{name} {version}" for name, version in facts.versions.items()]
     versions[0] += f" (commit {commit})" if commit else ""
     quota = "no cgroup quota" if facts.cgroup_cpus is None else f"a cgroup quota of {facts.cgroup_cpus:g}"
@@ -83,6 +94,7 @@ def _machine_lines(facts: MachineFacts, commit: str | None) -> list[str]:
             if facts.memory_bytes_per_second is None
             else f"streams at {facts.memory_bytes_per_second / 1e9:.1f} GB/s",
         ),
+        ("disk", _disk(disk)),
     ]
     return _aligned(rows)
 
@@ -95,6 +107,13 @@ def _kernels(facts: MachineFacts) -> str:
     used = next(level for level in facts.levels if level.standing == "used")
     where = "from the wheel" if facts.library_from == "wheel" else "compiled into the cache"
     return f"native, {used.words}, {where}: {_short(facts.library or '')}"
+
+
+def _disk(disk: DiskFacts) -> str:
+    if disk.rate is None:
+        return f"not measured in {_short(disk.folder)}: {disk.fault}"
+    file = "a file made for it" if disk.file is None else disk.file
+    return f"streams {_short(disk.folder)} at {disk.rate} ({file})"
 
 
 def _level_lines(facts: MachineFacts) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from specinfer.check import doctor as facts
 from specinfer.cli.doctor import doctor
 from specinfer.errors import ConfigError, ModelNotFoundError
 from specinfer.kernels.bandwidth import Bandwidth
+from specinfer.kernels.disk import measure
 from specinfer.kernels.machine import VARIABLE
 from specinfer.version import VERSION
 from tests.kernels import kernels
@@ -22,8 +25,10 @@ from tests.tiny_models import write_tiny_llama
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less memory to stream, and no wishes of the user who runs the tests."""
+    """Less memory and disk to stream, and no wishes of the user who runs the tests."""
     monkeypatch.setattr("specinfer.kernels.bandwidth.Bandwidth", partial(Bandwidth, size=1 << 20))
+    monkeypatch.setattr(facts, "TRIAL", 1 << 20)
+    monkeypatch.setattr(facts, "measure", partial(measure, seconds=0.01))
     for name in facts.VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
@@ -61,6 +66,9 @@ def test_the_text_says_what_runs_and_how_fast(model: str) -> None:
     assert "usable cores: " in said["threads"]
     assert said["variables"].endswith("none that matter")
     assert said["memory"].endswith(" GB/s")
+    assert re.search(
+        r"streams \S+ at [\d.]+ .B/s by \d readers? of \d+ MiB, \w+ the page cache", said["disk"]
+    )
     assert sum(line.endswith("  used") for line in lines) == 1
     assert lines[-2].startswith("tiny (bfloat16): ")
     assert lines[-1].startswith("tiny (int8, bfloat16): ")
@@ -79,6 +87,37 @@ def test_the_json_has_the_same_facts(model: str) -> None:
     (cost,) = values["passes"]
     assert (cost["model"], cost["quantization"], cost["text"]) == (model, "none", 200)
     assert cost["times_floor"] > 0
+
+
+def test_the_disk_of_a_folder_is_timed_and_nothing_is_left_there(tmp_path: Path, own_cache: Path) -> None:
+    folder = tmp_path / "fast" / "disk"
+    disk = found("--offload-folder", str(folder))["disk"]
+    assert (disk["folder"], disk["file"], disk["fault"]) == (str(folder), None, None)
+    assert disk["rate"]["bytes_per_second"] > 1e6
+    assert list(tmp_path.iterdir()) == [own_cache]
+    folder.mkdir(parents=True)
+    for name, size in (("small", 1 << 19), ("large", 1 << 21)):
+        (folder / f"{name}.safetensors").write_bytes(bytes(size))
+    said = run("--offload-folder", str(folder))
+    assert f"streams {folder} at " in said
+    assert said.splitlines()[7].endswith(" (large.safetensors)")
+
+
+def test_a_disk_that_cannot_be_timed_is_a_finding(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts, "TRIAL", 1 << 60)
+    assert f"disk       not measured in {tmp_path}: a trial takes 1152921504.6 GB, and " in run(
+        "--offload-folder", str(tmp_path)
+    )
+    monkeypatch.setattr(facts, "TRIAL", 1 << 20)
+
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(facts.tempfile, "NamedTemporaryFile", full)
+    disk = found("--offload-folder", str(tmp_path))["disk"]
+    assert (disk["rate"], disk["fault"]) == (None, "no file can be made there: Read-only file system")
 
 
 def test_without_a_compiler_it_says_so_and_times_the_twins(no_compiler: None, model: str) -> None:
