@@ -71,3 +71,41 @@ def test_check_holds_the_streamed_engine_to_its_promise(large: list[str], run: R
     assert found["drafts"] == ["self"]
     assert "6 of 8 layers streamed" in found["memory_plan"]
     assert [verdict["accepted_tokens"] > 0 for verdict in found["verdicts"][:6]] == [True] * 6
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_streaming_would_take(
+    large: list[str], run: Run
+) -> None:
+    few = ("--memory", 3_000_000, "--kv-cache-memory", "256KB")
+    status, _, err = run("generate", *large, *few, "--offload", "never", "ab")
+    assert status == 2
+    [line] = err.splitlines()
+    assert line.startswith("specinfer: error: the weights need ")
+    assert re.search(
+        r"free some memory; or --offload auto: 7 of 8 layers streamed, 3\.3 MB a pass at 10 MB/s from \S+, "
+        r"about 0\.3 s a pass$",
+        line,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ("--quantization", "int4"),
+            r"drafts names 'self', the target itself in int4, and the target is int4",
+        ),
+        (("--memory", "4MB"), r"the model needs at least .* \+ drafts 1\.08 MiB \+ .*raise --memory"),
+        (("--memory", "1KB"), r"the model needs at least .* = 5\.\d\d MiB, but may take 0\.00 MiB; raise"),
+        (("--memory", "0"), r"memory is 0; allowed: an integer >= 1"),
+        (("--memory", "8QB"), r"memory is '8QB'; allowed: a number of bytes, or like 512MB or 2GB"),
+        (("--memory", "900TB"), r"memory is 989560\.5 GB, and this process can have .* here; lower it"),
+    ],
+)
+def test_a_twin_or_a_limit_that_cannot_be_is_refused_in_one_line(
+    large: list[str], run: Run, options: tuple[str, ...], said: str
+) -> None:
+    status, _, err = run("generate", *large, *options, "--draft", "self", "ab")
+    assert status == 2
+    [line] = err.splitlines()
+    assert re.search(said, line), line

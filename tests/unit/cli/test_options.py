@@ -124,6 +124,18 @@ def test_a_number_may_be_a_word_where_there_is_one(tmp_path: Path) -> None:
     assert engine_config(configs({}, file)[0]).scheduler.max_step_tokens == "auto"
 
 
+def test_the_files_keys_of_memory(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("memory: 1.5GB\noffload: auto\noffload-folder: ~/fast\n")
+    config = engine_config(configs({}, file)[0])
+    assert (config.memory, config.offload, config.offload_folder) == (3 << 29, "auto", "~/fast")
+    assert config.scheduler.max_step_tokens == "auto", "a pass reads the weights: the more rows the better"
+    assert engine_config(configs({"memory": "8GB"}, file)[0]).memory == 8 << 30
+    file.write_text("memory: 8QB\n")
+    with pytest.raises(ConfigError, match="memory is '8QB'; allowed: a number of bytes, or like 512MB or"):
+        configs({}, file)
+
+
 def test_a_text_in_the_file_is_one_key_and_not_its_letters(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
     file.write_text(
