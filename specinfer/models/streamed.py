@@ -52,13 +52,11 @@ def table_on_disk(file: PreparedFile) -> TableOnDisk:
 
 
 class StreamedWeights(Weights):
-    """Weights of a prepared model, of whose layers some pass through buffers.
+    """Weights of a prepared model, of whose layers some pass through buffers, or none do.
 
     With `table_in_memory` the embeddings are whole, as heads read them; else each row is read when a token
     asks for it.
     """
-
-    stream: LayerStream
 
     def __init__(
         self,
@@ -80,7 +78,9 @@ class StreamedWeights(Weights):
             for name in (self._layers[number] for number in placement.streamed)
             for record in (file.records[name],)
         ]
-        self.stream = LayerStream(StreamSource(file.path), records, buffers=placement.buffers, disk=disk)
+        if records:
+            source = StreamSource(file.path)
+            self.stream = LayerStream(source, records, buffers=placement.buffers, disk=disk)
         self._buffer: memoryview | None = None  # in which the layer that is built lies
         self._record: Record | None = None  # of that layer
         self._vectors: dict[tuple[object, ...], Tensor] = {}  # of that layer, which all of its products share
@@ -102,10 +102,13 @@ class StreamedWeights(Weights):
 
     def each(self, make: Callable[[int], _Part], count: int) -> Sequence[_Part]:
         """As Weights says; a layer that is streamed is there once its turn comes in an iteration."""
-        return _Layers([self._made(make, number) for number in range(count)], self._streamed, self.stream)
+        made = [self._made(make, number) for number in range(count)]
+        return [one for [one] in made] if self.stream is None else _Layers(made, self._streamed, self.stream)
 
     def check(self, progress: Progress) -> None:
         """Read every layer that is streamed; raises DamagedFileError unless it is what was written."""
+        if self.stream is None:
+            return
         with self.stream.passing():
             for number, place in self._streamed.items():
                 self.stream.take(place)
@@ -113,7 +116,7 @@ class StreamedWeights(Weights):
 
     def _made(self, make: Callable[[int], _Part], number: int) -> list[_Part]:
         """A layer, as often as there are places for it."""
-        if number not in self._streamed:
+        if self.stream is None or number not in self._streamed:
             return [make(number)]
         self._record, self._vectors = self._file.records[self._layers[number]], {}
         made: list[_Part] = []

@@ -109,3 +109,11 @@ def test_a_twin_or_a_limit_that_cannot_be_is_refused_in_one_line(
     assert status == 2
     [line] = err.splitlines()
     assert re.search(said, line), line
+
+
+def test_where_every_layer_fits_without_the_rest_none_is_streamed(large: list[str], run: Run) -> None:
+    few = ("--memory", "5200000", "--kv-cache-memory", "256KB", "--max-tokens", 4)
+    status, _, err = run("generate", *large, *few, "ab")
+    assert status == 0, err
+    assert "large: all 8 layers kept in memory; " in err
+    assert " passes, " not in err
