@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -84,3 +86,11 @@ def test_the_program_of_requests_runs(capsys: pytest.CaptureFixture[str]) -> Non
     [program] = blocks(ROOT / "docs/options.md", "python")
     exec(compile(program, "options.md", "exec"), {})
     assert re.match(r"\d+\.\d\d tokens per step where", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_the_example_of_a_model_that_does_not_fit_runs() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "offload.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert re.search(r"^smollm2-135m: \d+ of 30 layers streamed, .*tokens/s", done.stderr, re.M)
+    assert re.search(r"^[1-9]\d* MB streamed, \d+\.\d s waited for them$", done.stdout, re.M)
