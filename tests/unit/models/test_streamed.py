@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,15 +31,15 @@ def test_every_placement_gives_the_same_bits(
 ) -> None:
     save_random(family, tmp_path / "model", tied=family == "gemma3")
     model, native = open_model(tmp_path / "model"), kernels("native")
-    options = {"dtype": dtype, "kernels": native, "quantization": kind}
+    options: dict[str, Any] = {"dtype": dtype, "kernels": native, "quantization": kind}
     rows = [Rows((3, 1, 4, 1, 5), 0, [0, 1], 0), Rows((2, 7), 0, [2], 1)]
     whole = ModelRunner(
         load_model(model, device=CPU, cache=tmp_path, **options),
         num_blocks=3,
-        block_size=4,  # type: ignore[arg-type]
+        block_size=4,
     )
     want, taps = whole.forward(rows), whole.launch(rows, taps=TAPS).tapped(TAPS)
-    prepared = prepare(model, cache=tmp_path, **options)  # type: ignore[arg-type]
+    prepared = prepare(model, cache=tmp_path, **options)
     layers = [prepared.records[name].length for name in layer_records(prepared)]
     for streamed in ((0,), (len(layers) - 1,), tuple(range(len(layers)))):
         for buffers in (1, 2, 3):
@@ -50,7 +51,7 @@ def test_every_placement_gives_the_same_bits(
                     placement,
                     DISK,
                     table_in_memory=in_memory,
-                    **options,  # type: ignore[arg-type]
+                    **options,
                 )
                 runner = ModelRunner(made, num_blocks=3, block_size=4)
                 for _ in range(3):
