@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -121,12 +122,17 @@ class LLM:
     def close(self) -> None:
         """Free the KV cache and let go of the weights; once more does nothing.
 
-        Waits for the step that is running. Whoever waits for an answer in another thread gets a ClosedError.
+        Waits for the step that is running, unless that waits for weights. Whoever waits for an answer in
+        another thread gets a ClosedError. Weights that are streamed are read no more once no variant, and
+        nobody else, has the models.
         """
         if (parts := self._parts) is not None:
             parts.loop.close()
             parts.engine.keep_learnt()
-            self._parts = None
+            streamed = parts.models.target.stream is not None
+            self._parts = parts = None
+            if streamed:  # what is in circles would keep reading
+                gc.collect()
 
     def __enter__(self) -> LLM:
         return self

@@ -45,6 +45,9 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return bool(self.requests or self._deltas)
 
+    def close(self) -> None:
+        """A step does not wait for anything that this could end."""
+
     def add(self, admitted: Admitted) -> None:
         with self._alone():
             if admitted.request.request_id in self.refuses:

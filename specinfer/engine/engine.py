@@ -19,7 +19,8 @@ from specinfer.engine.steps import Stage, StageClock, Statistics, Suspects
 from specinfer.engine.target_laws import TargetLaws, verify_trees
 from specinfer.engine.trace import TreeEvent
 from specinfer.engine.transcript import Transcript
-from specinfer.errors import RequestError, UserError, ensure
+from specinfer.errors import ModelFileError, RequestError, UserError, ensure
+from specinfer.models.stream import StoppedError
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Delta, Logprobs, Request
 from specinfer.runtime.batch import LogitRows, logit_rows
@@ -147,6 +148,13 @@ class Engine:
             levels_kept=kept,
         )
 
+    def close(self) -> None:
+        """Let the step that runs end soon, with nothing said, where it waits for weights; it is the last one.
+
+        Any thread may call it.
+        """
+        self._executor.close()
+
     def keep_learnt(self) -> None:
         """Keep on disk what the policy has learnt; no step may run meanwhile."""
         if self._memory is not None:
@@ -175,7 +183,8 @@ class Engine:
 
         An interrupt comes out, and the requests go on from what they have said so far. So does what `on_tree`
         raises, when the step is done: its deltas come with the next one's. Anything else that raises is
-        logged and tried again; what fails again and again ends the requests concerned.
+        logged and tried again; what fails again and again ends the requests concerned. Weights that cannot
+        be read end those of the step at once, as nobody knows how long the next try would wait for the disk.
         """
         with torch_threads(self._threads):
             self._step()
@@ -195,6 +204,8 @@ class Engine:
                 self._announce(plan)
                 self._land(self._launch(plan))
             self._suspects.succeeded(plan, self._requests.keys())
+        except StoppedError:  # by `close`
+            self._recover()
         except Exception as error:
             self._recover()
             self._failed(plan, error)
@@ -369,19 +380,23 @@ class Engine:
 
     def _failed(self, plan: StepPlan | None, error: Exception) -> None:
         """Count a failure, and end the request whose fault it is, once that is known."""
-        failures = self._suspects.failures + 1
-        _LOG.error("a step failed (%d); requests go on from what they said", failures, exc_info=error)
-        for name in self._suspects.failed(plan, self._requests.keys()):
-            running = self._requests[name]
+        if plan is not None and isinstance(error, ModelFileError):
+            _LOG.error("the requests of a step end, as the model cannot be read: %s", error)
+            ended = [entry.request.request_id for entry in plan.entries]
+            reason = f"the model cannot be read: {error}"
+        else:
+            failures = self._suspects.failures + 1
+            _LOG.error("a step failed (%d); requests go on from what they said", failures, exc_info=error)
+            ended = self._suspects.failed(plan, self._requests.keys())
             reason = f"its steps failed again and again: {error!r}"
-            running.transcript.fail(reason, self.clock.now(), internal=True)
-            self._speculators.observe(StepReport([self._told(running, ())]))
+        for name in ended:
+            if (running := self._requests.get(name)) is not None:
+                running.transcript.fail(reason, self.clock.now(), internal=True)
+                self._speculators.observe(StepReport([self._told(running, ())]))
 
     def _recover(self) -> None:
         """After a step that was cut short: texts are what was said, and nothing in a cache is trusted."""
-        for launched in self._launched:  # nobody will ask these passes any more
-            self._executor.drop(launched.launch)
-        self._launched.clear()
+        launched, self._launched = self._launched, []
         self._scheduler.restart()  # before all else: what `computed` says may not be so
         for running in list(self._requests.values()):
             transcript = running.transcript
@@ -391,6 +406,8 @@ class Engine:
             else:
                 running.sequence.processors = self._admission.processors(request)
                 running.sequence.processors.commit(transcript.token_ids)
+        for one in launched:  # last: another interrupt may end the wait for passes nobody will ask any more
+            self._executor.drop(one.launch)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError when scheduler, blocks and requests disagree."""

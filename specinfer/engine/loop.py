@@ -171,6 +171,8 @@ class EngineLoop:
             self._closed = True
             self._refusing = "the LLM was closed; make a new one"
             self._changed.notify_all()
+        if (engine := self._engine) is not None:
+            engine.close()
         if self._thread is not None:
             self._thread.join()
             atexit.unregister(self.close)

@@ -23,7 +23,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple, Self
@@ -129,7 +129,11 @@ class LayerStream:
         record and ten times a second, ends with StoppedError.
         """
         self._shelf.check_open()  # before the lock, which a child by fork may have inherited locked
-        with self._turn:
+        if stopped is None:
+            turn: AbstractContextManager[object] = self._turn
+        else:
+            turn = self._turn_unless(stopped)
+        with turn:
             self.passes += 1
             self._stopped = stopped
             try:
@@ -137,6 +141,17 @@ class LayerStream:
             finally:
                 self._stopped = None
                 self._shelf.keep_from(max(self._shelf.first, self._taken + 1))
+
+    @contextmanager
+    def _turn_unless(self, stopped: Callable[[], bool]) -> Iterator[None]:
+        """The turn, for which a pass that is stopped does not wait."""
+        while not self._turn.acquire(timeout=_POLL):
+            if stopped():
+                raise StoppedError("the pass was stopped")
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     @contextmanager
     def still(self) -> Iterator[None]:

@@ -146,6 +146,9 @@ class TracedExecutor:
             choices |= {root + node: token for node, token in zip(path, text[entry.end :], strict=False)}
         return Launch(TracedFlight(self._vocab, choices, tapped_TND, taps))
 
+    def close(self) -> None:
+        """Does nothing: passes are over at once."""
+
     def drop(self, launch: Launch) -> None:
         """As Executor says; a pass has ended when it was launched."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import Event
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.models.language_model import LanguageModel, PassContext, Read
-from specinfer.models.stream import LayerStream
+from specinfer.models.stream import LayerStream, StoppedError
 from specinfer.plan import StepPlan
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, build_batch, chain_rows, likelihoods, slots_of, step_rows
@@ -43,6 +44,13 @@ class Executor(Protocol):
         """End a pass whose flight nobody will ask: it is over when this returns."""
         ...
 
+    def close(self) -> None:
+        """Launch nothing any more: a pass that waits for weights, and each later one, raises StoppedError.
+
+        Any thread may call it, during a pass too.
+        """
+        ...
+
     @property
     def stream(self) -> LayerStream | None:
         """What brings the target's weights while its passes run; None: they are there."""
@@ -63,6 +71,7 @@ class LocalExecutor:
         """
         streams = target.stream is not None
         self._apart = ThreadPoolExecutor(1, thread_name_prefix="pass") if streams else None
+        self._closed = False
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.target = self.runner(target)
@@ -112,13 +121,26 @@ class LocalExecutor:
             likelihoods=partial(likelihoods, plan, trees),
             taps=taps,
         )
-        return Launch(run() if self._apart is None else self._apart.submit(run))
+        if self._apart is None:
+            return Launch(run())
+        stopped = Event()
+        try:
+            flight = self._apart.submit(run, stopped=lambda: self._closed or stopped.is_set())
+        except RuntimeError:  # another thread has closed it
+            if self._closed:
+                raise StoppedError("the model was closed") from None
+            raise
+        return Launch(flight, stopped)
 
     def drop(self, launch: Launch) -> None:
         """As Executor says; a layer that computes is waited for, one that is read is not."""
-        self.target.stopping = True
-        launch.wait()
-        self.target.stopping = False
+        launch.stop()
+
+    def close(self) -> None:
+        """As Executor says; a pass whose weights are there ends as ever."""
+        self._closed = True
+        if self._apart is not None:
+            self._apart.shutdown(wait=False)
 
     def move(self, moves: Sequence[Move]) -> None:
         """As Executor says."""
@@ -184,7 +206,6 @@ class ModelRunner:
         self.block_size = block_size
         self.cache = KvCache.of(model.config, num_blocks * block_size, model.dtype, model.device)
         self._attention = model.kernels.attention.over(self.cache.keys, self.cache.values)
-        self.stopping = False  # a pass that waits for weights is to end with StoppedError
 
     @property
     def max_context(self) -> int:
@@ -198,15 +219,17 @@ class ModelRunner:
         *,
         likelihoods: Callable[[], Sequence[float]] | None = None,
         taps: Sequence[int] = (),
+        stopped: Callable[[], bool] | None = None,
     ) -> Flight:
         """Write K and V of `rows`; the flight is asked about those that want logits, in order.
 
         `likelihoods` says of each of these how likely it is asked for (None: all will be), and `taps` names
-        the layers whose inputs the flight keeps (`LanguageModel.read`).
+        the layers whose inputs the flight keeps (`LanguageModel.read`). A pass whose weights are streamed
+        asks `stopped` before each layer it reads, and raises StoppedError where that holds.
         """
         model = self.model
         vocab = model.config.vocab_size
-        read = self._run(rows, taps, most_logits=rows_at_once(vocab, model.dtype))
+        read = self._run(rows, taps, most_logits=rows_at_once(vocab, model.dtype), stopped=stopped)
         return HostFlight(
             read.hidden_RD,
             model.logits,
@@ -230,7 +253,14 @@ class ModelRunner:
         """Write K and V of `rows` and return all logits of those that want them, [R, vocab]."""
         return self.model.logits(self._run(rows).hidden_RD)
 
-    def _run(self, rows: Sequence[Rows], taps: Sequence[int] = (), *, most_logits: int = 0) -> Read:
+    def _run(
+        self,
+        rows: Sequence[Rows],
+        taps: Sequence[int] = (),
+        *,
+        most_logits: int = 0,
+        stopped: Callable[[], bool] | None = None,
+    ) -> Read:
         """A pass over these rows, of which those that want logits are read; see LanguageModel."""
         model = self.model
         batch = build_batch(rows, block_size=self.block_size, device=model.device)
@@ -238,7 +268,7 @@ class ModelRunner:
         read = partial(model.read, batch.token_ids_T, context, batch.logit_rows, most_logits=most_logits)
         if model.stream is None:
             return read()
-        with model.stream.passing(lambda: self.stopping):
+        with model.stream.passing(stopped):
             return read()
 
     @inference

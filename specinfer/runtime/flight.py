@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import wraps
+from threading import Event
 from typing import Final, ParamSpec, Protocol, TypeVar
 
 import numpy as np
@@ -139,10 +140,12 @@ class Flight(Protocol):
 class Launch:
     """A pass that was started: a flight, or one that a thread will bring."""
 
-    __slots__ = ("_flight",)
+    __slots__ = ("_flight", "stopped")
 
-    def __init__(self, flight: Flight | Future[Flight]) -> None:
+    def __init__(self, flight: Flight | Future[Flight], stopped: Event | None = None) -> None:
+        """`stopped` is what a pass asks that may be told to end; see `stop`."""
         self._flight = flight
+        self.stopped = stopped or Event()
 
     @property
     def done(self) -> bool:
@@ -153,8 +156,12 @@ class Launch:
         """The pass's answers; waits for its end, and raises what the pass raised."""
         return self._flight.result() if isinstance(self._flight, Future) else self._flight
 
-    def wait(self) -> None:
-        """Wait for the end of the pass, however it ends."""
+    def stop(self) -> None:
+        """Have the pass end behind the layer that computes, and wait for its end, however it ends.
+
+        An interrupt ends the wait; the pass ends all the same.
+        """
+        self.stopped.set()
         if isinstance(self._flight, Future):
             wait([self._flight])
 
