@@ -145,21 +145,24 @@ class Wanted:
             Guessers((SELF,), layers, layers + self.output_bytes, caches, _TWIN_RATE, shares_head=True),
         ]
 
-    def fixed(self) -> dict[str, int]:
-        """Bytes by name of what a streamed target needs in memory whatever guesses for it."""
+    def fixed(self, process: int) -> dict[str, int]:
+        """Bytes by name of what a streamed target needs in memory whatever guesses for it.
+
+        `process` is what this process took before.
+        """
         config = self.target.config
         table = config.vocab_size * config.embedding_size * self.dtype.itemsize
         vectors = sum(math.prod(shape) for shape in self.target.shapes.values() if len(shape) == 1)
         return {
-            "this process": process_bytes(),
+            "this process": process,
             "output layer": self.output_bytes,
             "embeddings": table if self.reads_table else 0,
             "norms and biases": vectors * self.dtype.itemsize,
         }
 
-    def ways(self, memory: int, layers: Sequence[int], config: EngineConfig) -> list[Way]:
+    def ways(self, memory: int, process: int, layers: Sequence[int], config: EngineConfig) -> list[Way]:
         """What fits into memory with layers of so many bytes; raises CapacityError where nothing does."""
-        fixed, ways = self.fixed(), list[Way]()
+        fixed, ways = self.fixed(process), list[Way]()
         refused: CapacityError | None = None
         for guessers in self.guessers:
             for room in ROOMS:
@@ -198,7 +201,8 @@ def plan_memory(wanted: Wanted, config: EngineConfig, progress: Progress) -> Mem
     ConfigError where layers cannot be streamed, ModelError where the file cannot be made.
     """
     memory = allowed_bytes(config.memory, wanted.device)
-    free = memory - process_bytes()
+    process = process_bytes()  # now: a start that makes the file comes to the plan of later ones
+    free = memory - process
     total = wanted.weights + sum(wanted.drafts.values())
     if config.offload == "never":
         if total > free:
@@ -214,7 +218,7 @@ def plan_memory(wanted: Wanted, config: EngineConfig, progress: Progress) -> Mem
             f"kernels on a CPU, and this is {wanted.device} with PyTorch's: choose a smaller model"
         )
     # Nothing is written where nothing fits.
-    wanted.ways(memory, layer_bytes(wanted.target, wanted.dtype, wanted.quantization), config)
+    wanted.ways(memory, process, layer_bytes(wanted.target, wanted.dtype, wanted.quantization), config)
     prepared = prepare(
         wanted.target,
         dtype=wanted.dtype,
@@ -229,7 +233,7 @@ def plan_memory(wanted: Wanted, config: EngineConfig, progress: Progress) -> Mem
     bandwidth = Bandwidth(wanted.kernels.library, _SAMPLE).usual()
     plans = [
         MemoryPlan(placement, guessers, room, caches, disk, bandwidth, prepared)
-        for guessers, room, caches, placement in wanted.ways(memory, layers, config)
+        for guessers, room, caches, placement in wanted.ways(memory, process, layers, config)
     ]
     enough = _WORTH * max(plan.speed for plan in plans)
     return max(plans, key=lambda plan: (plan.speed >= enough, plan.room, plan.speed))
@@ -254,7 +258,7 @@ def _refusal(wanted: Wanted, config: EngineConfig, memory: int, free: int) -> st
     file = next(iter(sorted(path.glob("*.safetensors"))), path) if path.is_dir() else path
     try:
         layers = layer_bytes(wanted.target, wanted.dtype, wanted.quantization)
-        ways = wanted.ways(memory, layers, config)
+        ways = wanted.ways(memory, memory - free, layers, config)
         disk = measure(StreamSource(file))
     except (CapacityError, ModelFileError):
         return text  # not even so

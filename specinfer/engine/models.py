@@ -26,8 +26,15 @@ from specinfer.engine.drafts import (
     kept_logits,
     vocabularies,
 )
-from specinfer.engine.memory import Guessers, MemoryPlan, Wanted, guessing_bytes, plan_memory
-from specinfer.errors import ConfigError, DamagedFileError, ModelError
+from specinfer.engine.memory import (
+    Guessers,
+    MemoryPlan,
+    Wanted,
+    guessing_bytes,
+    offload_folder,
+    plan_memory,
+)
+from specinfer.errors import ConfigError, DamagedFileError, ModelError, ModelFileError
 from specinfer.heads.checkpoint import load_head
 from specinfer.hub import resolve
 from specinfer.hub.model_files import sampling_defaults
@@ -36,7 +43,7 @@ from specinfer.kernels.choice import Kernels, choose_kernels, guessing, streamin
 from specinfer.kernels.machine import thread_count
 from specinfer.models.fingerprint import is_of
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.streamed import table_on_disk
+from specinfer.models.streamed import TableOnDisk, table_on_disk
 from specinfer.models.weight_memory import Shared
 from specinfer.models.weights import load_model, load_streamed, open_model, prepare
 from specinfer.progress import NoProgress, Progress
@@ -147,31 +154,44 @@ def _load_models(
         try:
             loaded = stream(plan.prepared, plan.placement, plan.disk)
         except DamagedFileError as error:
-            _LOG.warning("a prepared model is made anew: %s", error)
-            plan.prepared.path.unlink(missing_ok=True)
+            _remove(plan.prepared.path, error)
+            plan = None
+        if plan is None:  # not above, where the error keeps what was loaded
             plan = plan_memory(wanted, config, show)
             assert plan is not None, "it did not fit a moment ago"
             loaded = stream(plan.prepared, plan.placement, plan.disk)
+
+    folder = None if plan is None else offload_folder(config)
+
+    def table_of(name: str, draft: Found, own: Kernels) -> TableOnDisk:
+        make = partial(
+            prepare,
+            draft.model,
+            dtype=dtype,
+            kernels=own,
+            quantization=kinds[name],
+            cache=folder,
+            progress=show,
+            name=draft.files.name,
+        )
+        prepared = make()
+        try:
+            return table_on_disk(prepared)
+        except DamagedFileError as error:
+            _remove(prepared.path, error)
+            return table_on_disk(make())
 
     def load_draft(name: str, draft: Found | FoundHead) -> AnyDraft:
         own = guessing(fitting(draft, sizes[name]))
         if isinstance(draft, Found):
             logits = kept_logits(draft, named.get(name), foreign.get(name))
             shared: Shared | None = None
-            if plan is not None:
-                prepared = prepare(
-                    draft.model,
-                    dtype=dtype,
-                    kernels=own,
-                    quantization=kinds[name],
-                    progress=show,
-                    name=draft.files.name,
-                )
-                shared = Shared(table_on_disk(prepared))
             if draft is target:
                 shares_head = plan is not None and plan.guessers.shares_head and logits is None
                 shared = Shared(loaded.table, loaded.output if shares_head else None)
-            return _load(draft, dtype, device, show, own, kinds[name], logits, shared)
+            elif plan is not None:
+                shared = Shared(table_of(name, draft, own))
+            return _load(draft, dtype, device, show, own, kinds[name], logits, shared, folder)
         return load_head(
             draft.head,
             target.model,
@@ -359,6 +379,18 @@ def _with_attention(kernels: Kernels, found: Found | FoundHead, dtype: torch.dty
     return replace(kernels, attention=SdpaAttention())
 
 
+def _remove(path: Path, error: DamagedFileError) -> None:
+    """Remove a prepared file, which is then made anew; raises ModelFileError where it stays."""
+    _LOG.warning("a prepared model is made anew: %s", error)
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as failed:
+        raise ModelFileError(
+            f"{error}; and it cannot be removed ({failed.strerror}): remove it, or name another folder with "
+            "--offload-folder"
+        ) from failed
+
+
 def _load(
     found: Found,
     dtype: torch.dtype,
@@ -368,6 +400,7 @@ def _load(
     quantization: Quantization,
     logit_ids: Sequence[int] | None = None,
     shared: Shared | None = None,
+    cache: Path | None = None,
 ) -> LanguageModel:
     return load_model(
         found.model,
@@ -379,4 +412,5 @@ def _load(
         kernels=kernels,
         quantization=quantization,
         shared=shared,
+        cache=cache,
     )

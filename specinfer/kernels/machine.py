@@ -18,6 +18,7 @@ damaged or another system's is no limit.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import os
@@ -71,6 +72,16 @@ def cgroup_free_memory() -> int | None:
     """
     rooms = (_free_memory(folder) for folder in _folders("memory"))
     return min((room for room in rooms if room is not None), default=None)
+
+
+def give_back_memory() -> None:
+    """Let the C library give freed memory back to the system, where it can.
+
+    What threads have freed it keeps for them: after a model was prepared that may be hundreds of megabytes.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # glibc
+        trim(ctypes.c_size_t(0))
 
 
 def _folders(controller: str) -> list[Path]:

@@ -37,9 +37,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.errors import DamagedFileError
+from specinfer.errors import DamagedFileError, ModelFileError
 from specinfer.files import NewFile, cache_dir, locked, read_exactly
 from specinfer.hub.gguf_header import part_files
+from specinfer.kernels.disk import StreamSource, aligned
 from specinfer.kernels.layout import Int4Weight, Weight
 
 _VERSION: Final = 3  # of what the numbers mean and how they lie; a file of another is made anew
@@ -149,6 +150,20 @@ class PreparedFile:
         """Fill `into` with that matrix; raises DamagedFileError unless it is what was written."""
         for field, tensor in zip(into._fields, into, strict=True):
             self._read(f"{name}.{field}", tensor)
+
+    def check(self, record: Record) -> None:
+        """Read a record, which stays out of the page cache; raises DamagedFileError as `read`."""
+        piece, crc = aligned(min(_PIECE, record.length)), 0
+        try:
+            source = StreamSource(self.path)
+            for begin in range(0, record.length, _PIECE):
+                part = memoryview(piece)[: record.length - begin]
+                source.read_into(part, record.offset + begin)
+                crc = zlib.crc32(part, crc)
+        except ModelFileError as error:
+            raise DamagedFileError(f"{self.path}: it cannot be read ({error})") from error
+        if crc != record.crc:
+            raise DamagedFileError(f"{self.path}: a record has a wrong checksum; the disk may be failing")
 
     def _read(self, name: str, into: Tensor) -> None:
         try:

@@ -43,10 +43,14 @@ def layer_records(file: PreparedFile) -> list[str]:
 
 
 def table_on_disk(file: PreparedFile) -> TableOnDisk:
-    """The embeddings of a prepared model; raises ModelFileError where it has none."""
+    """The embeddings of a prepared model, all of which are read once.
+
+    Raises ModelFileError where it has none, DamagedFileError where they are not what was written.
+    """
     for record in file.records.values():
         for name, place in record.tensors.items():
             if name.endswith("embed_tokens.weight.rows"):
+                file.check(record)
                 return TableOnDisk(file, record.offset + place.offset, place)
     raise ModelFileError(f"{file.path} has no embeddings; delete it, and it is made anew")
 

@@ -20,6 +20,7 @@ from specinfer.hub.model_files import ModelFiles, local_model
 from specinfer.kernels.choice import TORCH, Kernels
 from specinfer.kernels.disk import DiskRate
 from specinfer.kernels.layout import int4_bytes, int8_bytes
+from specinfer.kernels.machine import give_back_memory
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder, decoder_shapes
 from specinfer.models.gguf import GGUFFile
@@ -131,7 +132,8 @@ def load_streamed(
         weights = StreamedWeights(reader, kernels, prepared, placement, disk, table_in_memory=table_in_memory)
         built = _built(model.config, weights)
         weights.check(show)
-        return built
+    give_back_memory()
+    return built
 
 
 def load_parts(
@@ -228,7 +230,10 @@ def prepare(
             WeightReader(model, dtype, show, quantization, kept) as reader,
         ):
             _built(model.config, PassingWeights(reader, torch.device("cpu"), kernels))
+        if identity(model.path, kind, dtype) != made_from:
+            raise ModelFileError(f"{model.path} was changed while {title} was prepared; start again")
         kept.finish()
+    give_back_memory()
     if (prepared := PreparedFile.open(path, made_from)) is None:
         raise ModelFileError(f"{path} was changed while {title} was prepared; start again")
     return prepared
