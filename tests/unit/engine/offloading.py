@@ -1,0 +1,81 @@
+"""Tiny models whose layers are streamed from the disk, however much memory there is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer import LLM
+from specinfer.config import EngineConfig
+from specinfer.engine import models as loading
+from specinfer.engine.memory import ROOMS, MemoryPlan, Wanted, offload_folder
+from specinfer.kernels.disk import DiskRate
+from specinfer.models.placement import Placement
+from specinfer.models.streamed import layer_records
+from specinfer.models.weights import prepare
+from specinfer.progress import NoProgress, Progress
+from tests.engines import ENGINE
+
+DISK = DiskRate(readers=2, piece=4096, bytes_per_second=1e9, direct=True)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Stands for `plan_memory`: these layers are streamed, with the named drafts or a twin."""
+
+    layers: tuple[int, ...] | None = None  # None: all
+    buffers: int = 2
+    twin: bool = False
+
+    def __call__(self, wanted: Wanted, config: EngineConfig, progress: Progress) -> MemoryPlan:
+        prepared = prepare(
+            wanted.target,
+            dtype=wanted.dtype,
+            kernels=wanted.kernels,
+            quantization=wanted.quantization,
+            cache=offload_folder(config),
+            progress=progress,
+            name=wanted.name,
+        )
+        sizes = [prepared.records[name].length for name in layer_records(prepared)]
+        layers = self.layers if self.layers is not None else tuple(range(len(sizes)))
+        placement = Placement(1 << 40, {}, sizes, self.buffers, layers)
+        guessers = wanted.guessers[-1 if self.twin else 0]
+        return MemoryPlan(placement, guessers, ROOMS[-1], 1 << 22, DISK, 1e10, prepared)
+
+
+def streamed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, plan: Planned | None = None, **options: Any
+) -> LLM:
+    """An LLM over a folder, whose layers are streamed as `plan` says."""
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "plan_memory", plan or Planned())
+        config = {**ENGINE, "kernels": "native", "offload": "auto", "max_nodes": 16, "max_step_tokens": 64}
+        llm = LLM(model, progress=NoProgress(), **{**config, **options})
+    assert llm.models.target.stream is not None
+    return llm
+
+
+def resident(model: Path, **options: Any) -> LLM:
+    """The same with all layers in memory."""
+    return LLM(model, progress=NoProgress(), **{**ENGINE, "kernels": "native", **options})
+
+
+def threads() -> list[str]:
+    """Names of the threads that read weights or run passes."""
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith(("specinfer-reader", "pass"))]
+
+
+def until(holds: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait until something holds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.005)

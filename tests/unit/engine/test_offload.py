@@ -1,0 +1,231 @@
+"""Texts of models whose layers are streamed: those of the same models in memory, whoever guesses."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer import LLM, SamplingParams
+from specinfer.engine import models as loading
+from specinfer.engine.steps import Statistics
+from specinfer.errors import CapacityError, ClosedError, ConfigError
+from specinfer.hub.pool import Member, Pool, write_pool
+from specinfer.models.fingerprint import fingerprint
+from specinfer.models.weights import open_model
+from specinfer.request import RequestOutput
+from tests.engines import assert_idle
+from tests.heads import write_any
+from tests.kernels import kernels
+from tests.tiny_models import write_similar_llama, write_tiny_llama
+from tests.unit.engine.heads.head_engines import HEADS
+from tests.unit.engine.offloading import Planned, resident, streamed, threads, until
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+PROMPTS = [[9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [3] * 37, [50, 2, 61, 7], [1], [5, 6, 5, 6, 5]]
+GREEDY = SamplingParams(max_tokens=10, temperature=0)
+# 20 texts, four of them at a time.
+PARAMS = [GREEDY, *(SamplingParams(max_tokens=10, temperature=0.8, seed=seed) for seed in (1, 2, 3))]
+DRAFTS = {"similar": ("similar",), "pool": ("pool",), **{name: (name,) for name in HEADS}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of three layers, and drafts of every kind for it."""
+    kernels("native")
+    folder = tmp_path_factory.mktemp("offload")
+    target = write_tiny_llama(folder / "target", num_layers=3, tokenizer=True, eos_token_id=63)
+    write_similar_llama(target, folder / "similar", noise=0.1)
+    for number in (1, 2):
+        write_similar_llama(target, folder / "pool" / f"member{number}", noise=0.3, seed=number)
+    members = (Member("member1", "ssm"), Member("member2", "ssm"))
+    write_pool(folder / "pool", Pool("target", fingerprint(open_model(target)), members))
+    for number, (name, config) in enumerate(HEADS.items()):
+        write_any(config, folder / name, seed=number)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    until(lambda: not threads())
+
+
+def answers(llm: LLM, params: list[SamplingParams] | None = None) -> list[RequestOutput]:
+    """Twenty answers, behind which the bookkeeping is right."""
+    each = [(prompt, one) for one in params or PARAMS for prompt in PROMPTS]
+    outputs = llm.generate([prompt for prompt, _ in each], [one for _, one in each])
+    assert [output.error for output in outputs if output.error] == []
+    assert_idle(llm)
+    return outputs
+
+
+def texts(llm: LLM, params: list[SamplingParams] | None = None) -> list[tuple[int, ...]]:
+    with llm:
+        return [output.token_ids for output in answers(llm, params)]
+
+
+@pytest.mark.parametrize("plan", [Planned(), Planned((1,), 3), Planned(twin=True)], ids=str)
+@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_texts_of_every_kind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, kind: str, plan: Planned
+) -> None:
+    options = {"dtype": dtype, "quantization": kind, "max_batch_size": 4}
+    want = texts(resident(folder / "target", **options))
+    llm = streamed(folder / "target", monkeypatch, plan, **options, lookup=True)
+    assert llm.config.speculation.drafts == (("self",) if plan.twin and kind != "int4" else ())
+    assert texts(llm) == want
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_texts_with_every_draft(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    drafts = tuple(str(folder / one) for one in DRAFTS[name])
+    want = texts(resident(folder / "target"))
+    llm = streamed(folder / "target", monkeypatch, drafts=drafts, max_batch_size=4)
+    guessed = Statistics()
+    with llm:
+        assert [output.token_ids for output in answers(llm)] == want
+        guessed = llm.statistics()
+    assert sum(guessed.guessed_tokens.values()) > 100
+
+
+@pytest.mark.parametrize("drafts", [("similar",), ("self",)])
+def test_texts_of_trees_that_grow_ahead(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, drafts: tuple[str, ...]
+) -> None:
+    names = tuple(one if one == "self" else str(folder / one) for one in drafts)
+    want = texts(resident(folder / "target"))
+    options: dict[str, Any] = {"tree_size": "cost", "clock": "curve", "drafts": names, "max_batch_size": 4}
+    assert texts(streamed(folder / "target", monkeypatch, **options)) == want
+
+
+def test_samples_of_mss_are_those_of_the_resident_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"verifier": "mss", "expansion": "2,2,1", "drafts": (str(folder / "similar"),)}
+    options |= {"max_nodes": 16, "max_step_tokens": 64}
+    want = texts(resident(folder / "target", **options))
+    assert texts(streamed(folder / "target", monkeypatch, **options)) == want
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"regex": "[0-9]{4}( [0-9]{2})+"},
+        {"prediction": (7, 8, 9, 10)},
+        {"logprobs": 3},
+        {"prompt_logprobs": 2, "logprobs": 1},
+        {"presence_penalty": 0.5, "stop": ("1",)},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_answers_with_everything_a_request_may_ask_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    params = [replace(one, **more) for one in PARAMS]
+    options: dict[str, Any] = {"drafts": (str(folder / "similar"),), "max_batch_size": 4}
+    with resident(folder / "target", **options) as llm:
+        want = answers(llm, params)
+    with streamed(folder / "target", monkeypatch, **options) as llm:
+        found = answers(llm, params)
+    for ours, theirs in zip(found, want, strict=True):
+        assert (ours.token_ids, ours.text, ours.finish_reason) == (
+            *(theirs.token_ids, theirs.text),
+            theirs.finish_reason,
+        )
+        assert (ours.logprobs, ours.prompt_logprobs) == (theirs.logprobs, theirs.prompt_logprobs)
+
+
+def test_a_twin_of_a_resident_model(folder: Path) -> None:
+    want = texts(resident(folder / "target", dtype="bfloat16"))
+    llm = resident(folder / "target", dtype="bfloat16", drafts=("self",))
+    with llm:
+        assert [output.token_ids for output in answers(llm)] == want
+        assert llm.statistics().guessed_tokens["draft"] > 100
+        assert llm.models.drafts["draft"] is not llm.models.target
+
+
+@pytest.mark.parametrize("options", [{"quantization": "int4"}, {"draft_quantization": "int8"}])
+def test_a_twin_no_smaller_than_its_target_is_refused_with_what_would_work(
+    folder: Path, options: dict[str, str]
+) -> None:
+    with pytest.raises(ConfigError, match="name a smaller model or a head, or leave it out"):
+        resident(folder / "target", **{"quantization": "int8", **options}, drafts=("self",), offload="auto")
+
+
+def test_a_twin_refuses_options_it_does_not_heed(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="all drafts have the target's vocabulary"):
+        resident(folder / "target", drafts=("self",), draft_tokens="text")
+
+
+def test_a_folder_called_self(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(folder / "similar", tmp_path / "self")
+    monkeypatch.chdir(tmp_path)
+    with resident(folder / "target", drafts=("./self",), quantization="int4") as llm:
+        assert texts(llm.variant()) == texts(resident(folder / "target", quantization="int4"))
+
+
+def test_what_fits_is_not_streamed(folder: Path) -> None:
+    with resident(folder / "target", offload="auto", kernels="torch") as llm:
+        assert llm.models.target.stream is None
+        assert llm.models.plan is None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"), [({"kernels": "torch"}, "native"), ({"device": "cuda"}, "cuda")]
+)
+def test_layers_are_streamed_for_native_kernels_on_a_cpu_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], says: str
+) -> None:
+    from specinfer.engine import memory
+
+    monkeypatch.setattr(memory, "process_bytes", lambda: 1 << 30)
+    with pytest.raises((ConfigError, CapacityError), match=says):
+        resident(folder / "target", memory=1 << 30, offload="auto", **options)
+
+
+def test_an_llm_that_is_closed_reads_no_more_and_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = streamed(folder / "target", monkeypatch)
+    other = llm.variant(lookup=True)
+    begun = llm.stream(PROMPTS[0], GREEDY)
+    next(begun)
+    assert threads().count("pass_0") == 1
+    llm.close()
+    for use in (lambda: next(begun), lambda: llm.generate(PROMPTS, GREEDY), llm.check_integrity):
+        with pytest.raises(ClosedError):
+            use()
+    assert "pass_0" not in threads()
+    assert len(threads()) == 2, "the variant needs the readers"
+    answers(other)
+    other.close()
+    until(lambda: not threads())
+
+
+def test_an_llm_that_is_let_go_reads_no_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = streamed(folder / "target", monkeypatch, Planned(twin=True))
+    answers(llm)
+    del llm
+    gc.collect()
+    until(lambda: not threads())
+
+
+def test_statistics_of_streams_go_to_another_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with streamed(folder / "target", monkeypatch, Planned(twin=True)) as llm:
+        before = llm.statistics()
+        answers(llm)
+        after: Statistics = pickle.loads(pickle.dumps(llm.statistics()))
+        done = after.since(before)
+        plan = llm.models.plan
+        assert plan is not None
+        assert done.streamed_bytes >= done.steps * plan.placement.streamed_bytes / 2
+        assert done.stream_wait_seconds >= 0
+        assert loading.Models.settled(llm.models, llm.config) == llm.config
