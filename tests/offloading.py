@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.tiny_models import write_tiny_llama
 
 LAYERS = 8
 # Of `write_large`'s model in bfloat16, with its twin and KV caches, half of the layers do not fit.
-OPTIONS = {"memory": 7_100_000, "kv_cache_memory": 3 << 20, "offload": "auto"}
+OPTIONS: dict[str, Any] = {"memory": 7_100_000, "kv_cache_memory": 3 << 20, "offload": "auto"}
 FLAGS = ("--memory", "7100000", "--kv-cache-memory", "3MB", "--offload", "auto")
 DISK = DiskRate(readers=1, piece=1 << 20, bytes_per_second=1e7, direct=True)  # a slow one: a twin pays
 

@@ -28,6 +28,7 @@ from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve, Timed
 from specinfer.runtime.executor import LocalExecutor
 from specinfer.runtime.flight import torch_threads
+from specinfer.runtime.kv_cache import free_bytes
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
@@ -177,8 +178,8 @@ def build_engine(
         block_size=config.cache.block_size,
         wanted_positions=limits.max_batch_size * (max_context + speculation.most_nodes),
         needed_positions=min(max_context, 128),
-        limit=config.cache.memory if models.plan is None else models.plan.kv_cache,
-        memory=config.memory,
+        limit=_cache_limit(config, models),
+        memory=config.memory if models.plan is None else None,
     )
     vocab = models.target.config.vocab_size
     threads = threads_of_torch(config, models)
@@ -250,6 +251,13 @@ def build_engine(
         memory=kept,
     )
     return config, engine
+
+
+def _cache_limit(config: EngineConfig, models: Models) -> int | None:
+    """Bytes of the KV caches, as planned where memory was planned; None: a share of what is free."""
+    if models.plan is None:
+        return config.cache.memory
+    return min(models.plan.kv_cache, free_bytes(models.target.device))
 
 
 def _learned_of(config: EngineConfig, models: Models, device: str) -> dict[str, Any]:

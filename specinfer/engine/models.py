@@ -53,7 +53,11 @@ from specinfer.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
 # What decides which weights are loaded and what runs them; `drafts` may name fewer.
-_LOADED = ("model", "dtype", "device", "quantization", "kernels", "threads", "chat_template")
+_LOADED = (
+    *("model", "dtype", "device", "quantization", "kernels", "threads", "chat_template"),
+    *("memory", "offload", "offload_folder"),
+)
+_BESIDE = 4  # variants have room for KV together, where memory was planned for one engine
 _OF_DRAFTS = ("draft_quantization", "draft_vocabulary", "draft_tokens")
 
 
@@ -280,7 +284,8 @@ def with_members(config: EngineConfig, progress: Progress) -> EngineConfig:
 def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Models:
     """Of `models`, which were loaded for `config`, those that `wanted` names.
 
-    Raises ConfigError when `wanted` needs other weights.
+    Where memory was planned a variant's KV caches get a part of what those of the LLM got. Raises
+    ConfigError when `wanted` needs other weights.
     """
     pairs = [(name, getattr(wanted, name), getattr(config, name)) for name in _LOADED]
     if wanted.generation_config == "auto":  # it was read with the weights, or not at all
@@ -311,7 +316,10 @@ def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Mo
         drafts[name] = model
     named = {name: tokens for name, tokens in models.named.items() if name in drafts}
     foreign = {name: tokens for name, tokens in models.foreign.items() if name in drafts}
-    return replace(models, drafts=drafts, named=named, foreign=foreign)
+    plan = models.plan
+    if plan is not None:
+        plan = replace(plan, kv_cache=plan.kv_cache // _BESIDE)
+    return replace(models, drafts=drafts, named=named, foreign=foreign, plan=plan)
 
 
 def pick_device(name: str) -> torch.device:

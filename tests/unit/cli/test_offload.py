@@ -64,7 +64,7 @@ def test_bench_gives_each_side_what_was_streamed_in_its_turns(large: list[str], 
 
 def test_check_holds_the_streamed_engine_to_its_promise(large: list[str], run: Run, tmp_path: Path) -> None:
     verdicts = tmp_path / "verdicts.json"
-    small = ("--prompts", 2, "--max-tokens", 8, "--samples", 16, "--json", verdicts)
+    small = ("--prompts", 1, "--max-tokens", 8, "--samples", 16, "--json", verdicts)
     status, out, err = run("check", *large, *small)
     assert status == 0, out + err
     found = json.loads(verdicts.read_text())
