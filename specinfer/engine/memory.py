@@ -34,8 +34,8 @@ from specinfer.runtime.flight import MOST_BYTES
 from specinfer.runtime.kv_cache import KvCache, free_bytes, gib, process_bytes
 
 _SAMPLE: Final = 1 << 27  # bytes that are read to learn how fast memory is
-_SLACK: Final = 1 << 26  # bytes that libraries take meanwhile
-_BUFFERS: Final = 2  # of layers
+_SLACK: Final = 3 << 25  # bytes that libraries take meanwhile
+_BUFFERS: Final = 2  # of layers, where nobody guesses beside a pass
 _WORTH: Final = 0.9  # of the best speed, for which there may be more room
 # The acceptance probability of a level's first guess until something is known, as measured on Alpaca.
 _TWIN_RATE: Final = 0.9
@@ -47,9 +47,11 @@ class Room(NamedTuple):
 
     positions: int  # of each KV cache
     rows: int  # of a pass
+    buffers: int  # of layers: while a draft works, two may be filled
 
 
-ROOMS: Final = (Room(8192, 512), Room(4096, 512), Room(2048, 256), Room(1024, 128))  # the more the better
+# The more the better.
+ROOMS: Final = (Room(8192, 512, 3), Room(4096, 512, 3), Room(2048, 256, 3), Room(1024, 128, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,8 @@ class Wanted:
                     "KV caches": caches,
                 }
                 try:
-                    placement = Placement.within(memory, parts, layers, buffers=_BUFFERS)
+                    buffers = room.buffers if guessers.names else _BUFFERS
+                    placement = Placement.within(memory, parts, layers, buffers=buffers)
                 except CapacityError as error:
                     refused = error  # the last needs least
                     continue

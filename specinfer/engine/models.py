@@ -251,7 +251,8 @@ def _wanted(
         for name, draft in drafts.items()
     )
     caches = [(draft.config, dtype) for draft in drafts.values() if draft.config is not None]
-    twins = [] if names or config.quantization == "int4" else wanted.twins()
+    alone = names or config.quantization == "int4" or config.speculation.most_nodes == 1
+    twins = [] if alone else wanted.twins()
     return replace(wanted, guessers=[Guessers(names, weights, weights, caches), *twins])
 
 

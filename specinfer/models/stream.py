@@ -85,6 +85,7 @@ class LayerStream:
         self.buffers = [memoryview(memory) for memory in memories]  # they stay where they are
         self.passes = 0  # begun
         self.waited = 0.0  # seconds that `take` waited for readers
+        self.waits = False  # the pass that runs waits for readers now
         self._records = records
         self._disk = disk
         self._shelf = _Shelf(source, records, self.buffers, disk.piece)
@@ -203,6 +204,7 @@ class LayerStream:
         name, length = (record := self._records[place % len(self._records)]).name, record.length
         began = time.monotonic()
         due = max(began + max(_PATIENCE, _SLOW * length / self.rate()), self._quiet_until)
+        self.waits = True
         try:
             while not self._shelf.has(place, ring=True):
                 with contextlib.suppress(Empty):
@@ -217,6 +219,7 @@ class LayerStream:
                     )
                     due = self._quiet_until = now + _BETWEEN
         finally:
+            self.waits = False
             self.waited += time.monotonic() - began
 
     def _check_wanted(self) -> None:

@@ -121,7 +121,8 @@ class LocalExecutor:
             likelihoods=partial(likelihoods, plan, trees),
             taps=taps,
         )
-        if self._apart is None:
+        stream = self.stream
+        if self._apart is None or stream is None:
             return Launch(run())
         stopped = Event()
         try:
@@ -130,7 +131,7 @@ class LocalExecutor:
             if self._closed:
                 raise StoppedError("the model was closed") from None
             raise
-        return Launch(flight, stopped)
+        return Launch(flight, stopped, lambda: stream.waits)
 
     def drop(self, launch: Launch) -> None:
         """As Executor says; a layer that computes is waited for, one that is read is not."""

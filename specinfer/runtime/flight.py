@@ -140,12 +140,26 @@ class Flight(Protocol):
 class Launch:
     """A pass that was started: a flight, or one that a thread will bring."""
 
-    __slots__ = ("_flight", "stopped")
+    __slots__ = ("_flight", "_rests", "stopped")
 
-    def __init__(self, flight: Flight | Future[Flight], stopped: Event | None = None) -> None:
-        """`stopped` is what a pass asks that may be told to end; see `stop`."""
+    def __init__(
+        self,
+        flight: Flight | Future[Flight],
+        stopped: Event | None = None,
+        rests: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`stopped` is what a pass asks that may be told to end; see `stop`.
+
+        `rests` says whether the pass leaves the cores to others now, as it waits for weights.
+        """
         self._flight = flight
+        self._rests = rests
         self.stopped = stopped or Event()
+
+    @property
+    def rests(self) -> bool:
+        """Whether the pass computes nothing at the moment."""
+        return self._rests()
 
     @property
     def done(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,6 +26,10 @@ from specinfer.tree.token_tree import single_node
 
 _LOG = logging.getLogger(__name__)
 _KEPT_FOR: Final = 8  # steps in a row without guesses, in which hidden states are still kept for heads
+_PAUSE: Final = 1e-3  # seconds, after which a pass that computes is looked at again
+# Seconds that a thread may keep the interpreter from another while a pass is on its way: at the usual 5 ms a
+# pass, which calls some ten operations a layer, took up to four times as long beside a draft.
+_SWITCH: Final = 2e-4
 
 
 class Ensemble:
@@ -113,10 +118,23 @@ class Ensemble:
         return self._proposed.decisions(self._names, failed, self._decided("appraise", self._proposed.chosen))
 
     def look_ahead(self, launch: Launch) -> None:
-        """Let those that grow trees by levels go on in turns until the target's pass ends."""
-        going_on = self._grew
-        while going_on and not launch.done:
-            going_on = [speculator for speculator in going_on if self._looks_ahead(speculator)]
+        """Let those that grow trees by levels go on in turns until the target's pass ends.
+
+        A level is drawn while the pass waits for weights: beside one that computes both would be slower.
+        """
+        if not self._grew:
+            return
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH)
+        try:
+            going_on = self._grew
+            while going_on and not launch.done:
+                if launch.rests:
+                    going_on = [speculator for speculator in going_on if self._looks_ahead(speculator)]
+                else:
+                    time.sleep(_PAUSE)
+        finally:
+            sys.setswitchinterval(usual)
 
     @property
     def looked_ahead(self) -> tuple[int, int]:
@@ -229,7 +247,8 @@ class Ensemble:
     def _looks_ahead(self, speculator: LevelSpeculator) -> bool:
         """Whether it has drawn another level."""
         drew: list[bool] = []
-        self._trying(speculator, lambda: drew.append(speculator.look_ahead()))
+        likelihoods = partial(self._decided, "likelihoods")
+        self._trying(speculator, lambda: drew.append(speculator.look_ahead(likelihoods)))
         return any(drew)
 
     def _count(self, name: str, trees: Sequence[TokenTree]) -> None:

@@ -319,7 +319,7 @@ class DraftModel(LevelDraft):
             moves += moves_along([*path, *run], growth, growth.entry.end - 1, growth.entry.block_table)
         self._runner.move(moves)
 
-    def look_ahead(self) -> bool:
+    def look_ahead(self, likelihoods: Callable[[TokenTree], Sequence[float]]) -> bool:
         """As LevelSpeculator says, below the likeliest nodes of all trees whose shape is learned.
 
         The text may go on where the tree that is verified ends, or leave it at any node: a node's path is as
@@ -334,8 +334,9 @@ class DraftModel(LevelDraft):
             if not growth.levels_ahead:
                 growth.look_ahead(min(entry.max_depth, self._runner.max_context - entry.end))
             room = len(entry.block_table) * self._runner.block_size - entry.end + 1 - len(growth.above)
-            likeliest = nlargest(min(room, _ROWS_AHEAD), growth.waiting, key=growth.likely.__getitem__)
-            ends += [(growth.likely[node], i, node) for node in likeliest]
+            likely = likelihoods(growth.tree())
+            likeliest = nlargest(min(room, _ROWS_AHEAD), growth.waiting, key=likely.__getitem__)
+            ends += [(likely[node], i, node) for node in likeliest]
         below: dict[int, list[int]] = {}
         for _, i, node in nlargest(_ROWS_AHEAD, ends):
             below.setdefault(i, []).append(node)

@@ -15,7 +15,7 @@ from specinfer.runtime.executor import Move
 from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.draws import Site
 from specinfer.speculate.drafts.growth import Growth, Shape
-from specinfer.tree import DrawRule
+from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
 from tests import plans
 
@@ -76,7 +76,7 @@ def step(random: Random, most: int) -> Step:
     growth = draft._growths[0]
     builder = growth.builder
     edge = builder.draws[-1].parent if builder.full else None
-    levels = sum([draft.look_ahead() for _ in range(random.randint(0, 6))])
+    levels = sum([draft.look_ahead(TokenTree.likelihoods) for _ in range(random.randint(0, 6))])
     node, committed = 0, list[int]()
     while not committed or random.random() < 0.6:
         children = [n for n, parent in enumerate(builder.parents) if parent == node]
