@@ -69,6 +69,12 @@ def test_the_tables_of_options_are_made_of_the_options() -> None:
     assert tool["written"](page) == page, "run python tools/options_page.py"
 
 
+def test_the_computed_table_of_offloading_is_the_plans() -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "offload_page.py"))
+    page = tool["PAGE"].read_text(encoding="utf-8")
+    assert tool["written"](page) == page, "run python tools/offload_page.py"
+
+
 @pytest.mark.slow
 def test_the_readmes_program_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     [program], [said] = blocks(README, "python"), blocks(README, "text")
