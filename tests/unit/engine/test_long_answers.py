@@ -88,6 +88,9 @@ class Recited:
     def drop(self, launch: Launch) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     @property
     def stream(self) -> None:
         return None
