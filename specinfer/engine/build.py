@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -112,14 +113,17 @@ def draft_curves(
     """The same of the drafts, by name."""
     curve, named = _curve(config, executor, models, progress), draft_names(config.speculation.drafts)
     drafts: dict[str, CostCurve] = {}
-    for name, runner in runners.items():
-        model = models.drafts[name]
-        timed = what_is_timed(model, models.named.get(name))
-        drafts[name] = curve(
-            f"{draft_kind(named.get(name, name), config.speculation, config.quantization)}, {timed}",
-            draft=runner,
-            behind_target=isinstance(model, HeadModel),
-        )
+    stream = models.target.stream
+    # A head is timed behind passes of the target, which need not wait for weights.
+    with nullcontext() if stream is None else stream.still():
+        for name, runner in runners.items():
+            model = models.drafts[name]
+            timed = what_is_timed(model, models.named.get(name))
+            drafts[name] = curve(
+                f"{draft_kind(named.get(name, name), config.speculation, config.quantization)}, {timed}",
+                draft=runner,
+                behind_target=isinstance(model, HeadModel),
+            )
     return drafts
 
 

@@ -23,7 +23,9 @@ from specinfer.runtime.executor import ModelRunner
 from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import gguf_vocabulary
 from tests.engines import ENGINE
+from tests.heads import medusa_config, tiny_medusa, write_medusa
 from tests.kernels import kernels
+from tests.offloading import LAYERS, OPTIONS, count_models_alone, write_large
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_models import write_pair, write_tiny_llama
 
@@ -274,3 +276,20 @@ def test_an_llm_takes_auto_and_tells_the_numbers(
     for llm in (auto, numbers):
         llm.check_integrity()
         llm.close()
+
+
+def test_a_head_is_timed_without_waiting_for_the_targets_weights(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count_models_alone(monkeypatch)
+    config = medusa_config(
+        taps=(LAYERS,), target_hidden_size=128, vocab_size=128, draft_vocab_size=128, depth=2
+    )
+    head = write_medusa(tiny_medusa(config, spread=0.1), tmp_path / "head")
+    target = str(write_large(tmp_path / "large"))
+    with LLM(target, drafts=[str(head)], lookup=False, **OPTIONS) as llm:
+        plan, done = llm.models.plan, llm.statistics()
+        assert plan is not None
+        assert plan.placement.streamed
+        # All of it was read once, to be checked, and the readers may be two layers ahead.
+        assert done.streamed_bytes <= plan.placement.streamed_bytes + 2 * max(plan.placement.layers)
