@@ -34,7 +34,7 @@ from specinfer.runtime.flight import MOST_BYTES
 from specinfer.runtime.kv_cache import KvCache, free_bytes, gib, process_bytes
 
 _SAMPLE: Final = 1 << 27  # bytes that are read to learn how fast memory is
-_SLACK: Final = 3 << 25  # bytes that libraries take meanwhile
+_SLACK: Final = 1 << 26  # bytes that libraries take meanwhile
 _BUFFERS: Final = 2  # of layers, where nobody guesses beside a pass
 _WORTH: Final = 0.9  # of the best speed, for which there may be more room
 # The acceptance probability of a level's first guess until something is known, as measured on Alpaca.
@@ -51,7 +51,7 @@ class Room(NamedTuple):
 
 
 # The more the better.
-ROOMS: Final = (Room(8192, 512, 3), Room(4096, 512, 3), Room(2048, 256, 3), Room(1024, 128, 2))
+ROOMS: Final = (Room(8192, 512, 3), Room(4096, 512, 3), Room(2048, 256, 3), Room(2048, 128, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +238,11 @@ def plan_memory(wanted: Wanted, config: EngineConfig, progress: Progress) -> Mem
         MemoryPlan(placement, guessers, room, caches, disk, bandwidth, prepared)
         for guessers, room, caches, placement in wanted.ways(memory, process, layers, config)
     ]
+    return chosen(plans)
+
+
+def chosen(plans: Sequence[MemoryPlan]) -> MemoryPlan:
+    """The plan with the most room, of those that are about as fast as the fastest."""
     enough = _WORTH * max(plan.speed for plan in plans)
     return max(plans, key=lambda plan: (plan.speed >= enough, plan.room, plan.speed))
 
