@@ -46,7 +46,7 @@ class SpeculationConfig:
 
     drafts: tuple[str, ...] = option(
         (),
-        "A draft model, or self; repeatable.",
+        "A draft model, or self: the target in 4 bits; repeatable.",
         more="Of any vocabulary, a [head](heads.md) that reads the target, or a [pool](boost-tuning.md) of "
         "both; several are merged into one tree. `self`: the target's own twin in int4, or int8 if "
         "`draft_quantization` says so ([offloading.md](offloading.md)); a folder of that name is `./self`.",
@@ -298,8 +298,8 @@ class EngineConfig:
     )
     memory: int | None = option(
         None,
-        "That the engine may take, for everything, like 8GB.",
-        more="Bytes of the whole process: weights, KV caches, the interpreter.",
+        "Of the whole process at most, like 8GB; what is free otherwise.",
+        more="Weights, KV caches, the interpreter.",
         shown="what is free in the machine and its cgroup",
         least=1,
         size=True,
@@ -312,8 +312,8 @@ class EngineConfig:
     )
     offload_folder: str | None = option(
         None,
-        "Where the prepared file of a streamed model lies; a fast disk pays.",
-        more="It is as large as the model's weights, and made once.",
+        "Folder from which layers are streamed; a fast disk pays.",
+        more="The prepared file lies there, as large as the model's weights, and made once.",
         shown="the user's cache",
         allowed="the path of a folder, or None",
     )

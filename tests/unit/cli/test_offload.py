@@ -35,11 +35,12 @@ def test_the_figures_of_chat_have_the_last_answers_stream(
     large: list[str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_template(Path(large[1]))
-    lines = iter(["ab", "/stats", "/exit"])
+    lines = iter(["ab", "ab", "/stats", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    status, _, err = run("chat", *large, "--max-tokens", 6, "--ignore-eos")
+    status, _, err = run("chat", *large, "--max-tokens", 6, "--ignore-eos", "--speculation", "false")
     assert status == 0, err
     assert re.search(rf"6 tokens .*\n{FIGURES}", err)
+    assert "\n6 passes, 1.00 tokens per pass | " in err
 
 
 def test_bench_gives_each_side_what_was_streamed_in_its_turns(large: list[str], run: Run) -> None:
