@@ -7,7 +7,7 @@ question = [{"role": "user", "content": "Name three rivers, and say where each o
 params = SamplingParams(temperature=0, max_tokens=48)
 
 # The whole process may take so much, and not all layers fit. A line says what is decided about them.
-with LLM("smollm2-135m", memory="600MB", offload="auto", progress=ProgressBar()) as llm:
+with LLM("smollm2-135m", memory="640MB", offload="auto", progress=ProgressBar()) as llm:
     [output] = llm.chat(question, params)
     done = llm.statistics()
 print(output.text)

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from specinfer.config import SELF
 from specinfer.engine.memory import _TWIN_RATE, ROOMS, Guessers, MemoryPlan
 from specinfer.errors import CapacityError
-from specinfer.kernels.disk import DiskRate
+from specinfer.kernels.disk import DiskRate, about
 from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.models.placement import Placement
 
@@ -69,7 +69,12 @@ def speed(share: float, rate: float, drafts: list[Guessers]) -> float | None:
     found = []
     for one in drafts:
         try:
-            placement = Placement.within(int(share * sum(layers)), {"drafts": one.weights}, layers)
+            placement = Placement.within(
+                int(share * sum(layers)),
+                {"drafts": one.weights},
+                layers,
+                buffers=ROOMS[0].buffers if one.names else 2,
+            )
         except CapacityError:
             continue
         disk = DiskRate(1, 1 << 24, rate * 1e9, True)
@@ -89,7 +94,7 @@ def table() -> str:
             speeds = [speed(share, rate, drafts) for drafts in names.values()]
             best = max(one for one in speeds if one is not None)
             for one in speeds:
-                text = "-" if one is None else f"{one:.2g}"
+                text = "-" if one is None else about(one)
                 cells.append(f"**{text}**" if one == best else text)
         rows.append(f"| {rate:g} GB/s | {' | '.join(cells)} |")
     return "\n".join(rows)

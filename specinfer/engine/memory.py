@@ -22,7 +22,7 @@ from specinfer.config import DEEPEST_STREAMED, SELF, EngineConfig, Quantization
 from specinfer.errors import CapacityError, ConfigError, ModelFileError
 from specinfer.kernels.bandwidth import Bandwidth
 from specinfer.kernels.choice import Kernels
-from specinfer.kernels.disk import DiskRate, StreamSource, gigabytes, measure
+from specinfer.kernels.disk import DiskRate, StreamSource, about, gigabytes, measure
 from specinfer.kernels.layout import int8_bytes
 from specinfer.models.config import ModelConfig
 from specinfer.models.placement import Placement
@@ -101,11 +101,11 @@ class MemoryPlan:
     def __str__(self) -> str:
         """What was decided and why, in a line."""
         parts = [self.placement.told(self.disk, self.prepared.path.parent)]
-        speeds = f"about {self.plain_speed:.2g} tokens/s without guesses"
+        speeds = f"about {about(self.plain_speed)} tokens/s without guesses"
         if names := self.guessers.names:
             told = ["its own twin in fewer bits" if name == SELF else name for name in names]
             parts.append(f"draft: {' and '.join(told)}, {gigabytes(self.guessers.weights)}")
-            speeds += f" and {self.speed:.2g} with, expected"
+            speeds += f" and {about(self.speed)} with, expected"
         return "; ".join([*parts, speeds])
 
 

@@ -196,6 +196,11 @@ def gigabytes(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.{count < 1e7:d}f} MB"
 
 
+def about(figure: float) -> str:
+    """A figure of which two digits are known, in words: 0.057, 1.3, 27, 412."""
+    return f"{figure:.2g}" if figure < 1 else f"{figure:.{figure < 10:d}f}"
+
+
 # (source, memory, readers, piece, where in the file from 0 to 1, seconds) -> bytes read, seconds taken
 Trial = Callable[[Readable, memoryview, int, int, float, float], tuple[int, float]]
 

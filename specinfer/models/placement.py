@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from specinfer.errors import CapacityError
-from specinfer.kernels.disk import DiskRate, gigabytes
+from specinfer.kernels.disk import DiskRate, about, gigabytes
 
 _MIB: Final = 1 << 20
 
@@ -80,7 +80,7 @@ class Placement:
         return (
             f"{len(self.streamed)} of {count} layers streamed, {gigabytes(self.streamed_bytes)} a pass at "
             f"{gigabytes(disk.bytes_per_second)}/s from {place}, about "
-            f"{self.seconds(disk.bytes_per_second):.1f} s a pass"
+            f"{about(self.seconds(disk.bytes_per_second))} s a pass"
         )
 
     def _refusal(self) -> str:

@@ -84,7 +84,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_streaming_would_take(
     assert line.startswith("specinfer: error: the weights need ")
     assert re.search(
         r"free some memory; or --offload auto: 7 of 8 layers streamed, 3\.3 MB a pass at 10 MB/s from \S+, "
-        r"about 0\.3 s a pass$",
+        r"about 0\.33 s a pass$",
         line,
     )
 

@@ -341,3 +341,11 @@ def test_a_real_file_is_measured(file: Path) -> None:
 )
 def test_sizes_on_a_disk_in_words(count: float, words: str) -> None:
     assert disk.gigabytes(count) == words
+
+
+@pytest.mark.parametrize(
+    ("figure", "words"),
+    [(0.0573, "0.057"), (0.4, "0.4"), (1.34, "1.3"), (4.0, "4.0"), (27.4, "27"), (412.3, "412")],
+)
+def test_a_figure_in_words(figure: float, words: str) -> None:
+    assert disk.about(figure) == words
