@@ -14,11 +14,11 @@ from specinfer.models.placement import Placement
 
 GB = 10**9
 LAYERS = [GB] * 10
-NOBODY = Guessers()
+NONE = Guessers()
 TWIN = Guessers(("self",), weights=3 * GB, reads=3 * GB, rate=0.9)
 
 
-def plan(memory: int, rate: float, guessers: Guessers = NOBODY, room: Room = ROOMS[0]) -> MemoryPlan:
+def plan(memory: int, rate: float, guessers: Guessers = NONE, room: Room = ROOMS[0]) -> MemoryPlan:
     parts = {"this process": GB, "drafts": guessers.weights}
     placement = Placement.within(memory, parts, LAYERS, buffers=2)
     disk = DiskRate(readers=1, piece=1 << 22, bytes_per_second=rate, direct=True)
