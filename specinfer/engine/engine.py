@@ -381,7 +381,7 @@ class Engine:
     def _failed(self, plan: StepPlan | None, error: Exception) -> None:
         """Count a failure, and end the request whose fault it is, once that is known."""
         if plan is not None and isinstance(error, ModelFileError):
-            _LOG.error("the requests of a step end, as the model cannot be read: %s", error)
+            _LOG.error("the requests of a step end, as the model cannot be read: %s", str(error))
             ended = [entry.request.request_id for entry in plan.entries]
             reason = f"the model cannot be read: {error}"
         else:

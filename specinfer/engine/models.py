@@ -390,7 +390,7 @@ def _with_attention(kernels: Kernels, found: Found | FoundHead, dtype: torch.dty
 
 def _remove(path: Path, error: DamagedFileError) -> None:
     """Remove a prepared file, which is then made anew; raises ModelFileError where it stays."""
-    _LOG.warning("a prepared model is made anew: %s", error)
+    _LOG.warning("a prepared model is made anew: %s", str(error))
     try:
         path.unlink(missing_ok=True)
     except OSError as failed:

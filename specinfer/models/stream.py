@@ -126,7 +126,8 @@ class LayerStream:
     def passing(self, stopped: Callable[[], bool] | None = None) -> Iterator[Self]:
         """A pass, in which the caller takes records; one at a time, others wait for their turn.
 
-        The buffer taken last is handed back at its end. A pass that has `stopped`, as it is asked before each
+        The buffer taken last is handed back at its end. What readers met before it began, when nobody
+        waited, is tried once more. A pass that has `stopped`, as it is asked before each
         record and ten times a second, ends with StoppedError.
         """
         self._shelf.check_open()  # before the lock, which a child by fork may have inherited locked
@@ -138,6 +139,7 @@ class LayerStream:
             self.passes += 1
             self._stopped = stopped
             try:
+                self._shelf.forget()
                 yield self
             finally:
                 self._stopped = None
@@ -277,7 +279,7 @@ class _Shelf:
         self._buffers = [_Buffer(memory) for memory in memories]
         self._wanted = False
         self._error: BaseException | None = None
-        self._told = False  # the error was raised
+        self._told = False  # an error was raised, and readers wait until somebody wants to go on
         self._closed = False
         self._process = os.getpid()
         # Reentrant: a thread that holds it may collect the stream as garbage, which closes this. Taken by
@@ -301,10 +303,24 @@ class _Shelf:
     def raise_or_forget(self) -> None:
         """Raise the readers' error; once it was raised, let them begin anew."""
         with self._lock:
-            if self._error is not None and not self._told:
-                self._told = True
-                raise self._error
-            self._error, self._told = None, False
+            self._raise_error()
+            self.forget()
+
+    def forget(self) -> None:
+        """Let readers that have met an error begin anew."""
+        with self._lock:
+            if self._error is not None or self._told:
+                self._error, self._told = None, False
+                self._news.notify_all()
+
+    def _raise_error(self) -> None:
+        """Raise the readers' error, once: what was raised leads to whoever heard it, the stream itself."""
+        if (error := self._error) is not None:
+            self._error, self._told = None, True
+            try:
+                raise error
+            finally:
+                del error
 
     def keep_from(self, place: int) -> None:
         """Give up all records before a place; the readers get their buffers."""
@@ -320,9 +336,7 @@ class _Shelf:
         with self._lock:
             if self._closed:
                 self.check_open()
-            if self._error is not None:
-                self._told = True
-                raise self._error
+            self._raise_error()
             buffer = self._buffer(place)
             found = buffer.place == place and buffer.whole
             self._wanted = ring and not found
@@ -371,7 +385,7 @@ class _Shelf:
         """The next piece to be read, as soon as there is one; None: the stream was closed."""
         with self._lock:
             while not self._closed:
-                if self._error is None and (piece := self._next()) is not None:
+                if self._error is None and not self._told and (piece := self._next()) is not None:
                     if not self._reading:
                         self._reading_since = time.monotonic()
                     self._reading += 1
@@ -414,7 +428,8 @@ class _Shelf:
 
     def _fail(self, piece: _Piece, error: BaseException) -> None:
         with self._lock:
-            self._error = self._error or error
+            if not self._told:
+                self._error = self._error or error
             piece.buffer.place = -1
             self._leave(piece)
             self._ring()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -16,6 +18,8 @@ from tests.engines import Tiny, write_tiny
 from tests.scripted_engine import ScriptedEngine, admitted
 from tests.tiny_models import write_tiny_llama
 from tests.unit.engine.byte_oracle import EOS, SPECULATION, VOCAB, Oracle
+from tests.unit.engine.offloading import threads as streaming_threads
+from tests.unit.engine.offloading import until
 
 T = TypeVar("T")
 Make = Callable[..., Admitted]
@@ -62,3 +66,12 @@ def oracle(tiny: Tiny) -> Oracle:
 @pytest.fixture(scope="session")
 def llms(tiny: Tiny) -> dict[str, LLM]:
     return {name: tiny.llm(**options) for name, options in SPECULATION.items()}
+
+
+@pytest.fixture
+def no_thread_is_left() -> Iterator[None]:
+    """Whatever reads weights or runs passes ends with the test."""
+    before = threading.enumerate()
+    yield
+    gc.collect()
+    until(lambda: not streaming_threads(before))

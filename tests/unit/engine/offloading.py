@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,9 @@ def resident(model: Path, **options: Any) -> LLM:
     return LLM(model, progress=NoProgress(), **{**ENGINE, "kernels": "native", **options})
 
 
-def threads() -> list[str]:
-    """Names of the threads that read weights or run passes."""
-    names = [thread.name for thread in threading.enumerate()]
+def threads(but: Collection[threading.Thread] = ()) -> list[str]:
+    """Names of the threads that read weights or run passes, but for some."""
+    names = [thread.name for thread in threading.enumerate() if thread not in but]
     return [name for name in names if name.startswith(("specinfer-reader", "pass"))]
 
 

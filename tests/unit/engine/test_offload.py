@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import pickle
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from tests.tiny_models import write_similar_llama, write_tiny_llama
 from tests.unit.engine.heads.head_engines import HEADS
 from tests.unit.engine.offloading import Planned, resident, streamed, threads, until
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("own_cache", "no_thread_is_left")
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [3] * 37, [50, 2, 61, 7], [1], [5, 6, 5, 6, 5]]
 GREEDY = SamplingParams(max_tokens=10, temperature=0)
@@ -50,13 +49,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, (name, config) in enumerate(HEADS.items()):
         write_any(config, folder / name, seed=number)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
-    yield
-    gc.collect()
-    until(lambda: not threads())
 
 
 def answers(llm: LLM, params: list[SamplingParams] | None = None) -> list[RequestOutput]:
