@@ -190,8 +190,10 @@ class CostPolicy(SpeculationPolicy):
                 starts[i] = start
         late = list[tuple[int, int]]()
         for i in free:
-            if starts[i] and unread[i] > entries[i].end - entries[i].start + USUAL_UNREAD:
-                late.append((unread[i], i))
+            entry = entries[i]
+            reads = unread[i] - (len(entry.token_ids) - entry.end)  # of a prompt what this step computes
+            if starts[i] and reads > entry.end - entry.start + USUAL_UNREAD:
+                late.append((reads, i))
         if late and self.guard is not None:
             affordable = self.guard.allowance
             for left, i in sorted(late):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from specinfer.config import SpeculationConfig
 from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SpeculationParams
@@ -17,6 +18,7 @@ from specinfer.speculate.policy.policy import StepReport
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import single_node
+from tests import plans
 from tests.plans import outcome, plan
 from tests.unit.speculate.policy.priced import FREE, chain, entry, sized, unlearning
 
@@ -265,3 +267,21 @@ def test_the_levels_of_a_tree_that_may_be_deep_share_its_nodes(
         builder.add(0, 10 + token, "draft", confidence=sure)
     [chosen] = policy.worth_deepening("draft", [one], [builder.build()], [(1, 2, 3, 4)])
     assert chosen == [*range(1, 1 + ends)]
+
+
+@pytest.mark.parametrize(("cached", "starts"), [(20, True), (0, False)])
+def test_a_part_of_a_prompt_is_read_beside_its_target_whatever_the_guard_can_afford(
+    cached: int, starts: bool
+) -> None:
+    """Tokens 20 to 79 of 100 are computed; who lacks those before them is late, and has no allowance."""
+    policy = CostPolicy.by_curves(
+        CostCurve((1, 100), (1.0, 1.5)),
+        {"draft": CostCurve((1, 100), (0.05, 5.0))},  # to read so many takes more than two plain steps
+        SpeculationConfig(),
+        measured=True,
+        known=True,
+    )
+    text = [*range(100)]
+    part = plans.entry(text, start=20, end=80, max_nodes=0, room=100)
+    policy.begin_step(plans.plan(part))
+    assert policy.worth_starting("draft", [part], [len(text) - cached], []) == [starts]
