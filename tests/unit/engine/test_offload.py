@@ -12,16 +12,19 @@ from typing import Any
 import pytest
 
 from specinfer import LLM, SamplingParams
+from specinfer.engine import memory
 from specinfer.engine import models as loading
 from specinfer.engine.steps import Statistics
 from specinfer.errors import CapacityError, ClosedError, ConfigError
 from specinfer.hub.pool import Member, Pool, write_pool
 from specinfer.models.fingerprint import fingerprint
-from specinfer.models.weights import open_model
+from specinfer.models.weights import open_model, prepare
+from specinfer.progress import NoProgress
 from specinfer.request import RequestOutput
 from tests.engines import assert_idle
 from tests.heads import write_any
 from tests.kernels import kernels
+from tests.offloading import OPTIONS, count_models_alone, write_large
 from tests.tiny_models import write_similar_llama, write_tiny_llama
 from tests.unit.engine.heads.head_engines import HEADS
 from tests.unit.engine.offloading import Planned, resident, streamed, threads, until
@@ -176,7 +179,6 @@ def test_what_fits_is_not_streamed(folder: Path) -> None:
 def test_layers_are_streamed_for_native_kernels_on_a_cpu_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], says: str
 ) -> None:
-    from specinfer.engine import memory
 
     monkeypatch.setattr(memory, "process_bytes", lambda: 1 << 30)
     with pytest.raises((ConfigError, CapacityError), match=says):
@@ -221,3 +223,48 @@ def test_statistics_of_streams_go_to_another_process(folder: Path, monkeypatch: 
         assert done.streamed_bytes >= done.steps * plan.placement.streamed_bytes / 2
         assert done.stream_wait_seconds >= 0
         assert loading.Models.settled(llm.models, llm.config) == llm.config
+
+
+def test_what_is_larger_than_the_memory_is_refused_with_the_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count_models_alone(monkeypatch)
+    model = write_large(tmp_path / "large")
+    for options, part in (
+        ({"drafts": (str(model),), "memory": 4 << 20}, r"drafts \d\.\d\d MiB"),
+        ({"kv_cache_memory": 1 << 30}, r"KV caches 1\.00 GiB"),
+    ):
+        with pytest.raises(
+            CapacityError, match=rf"at least .*{part}.* = .*, but may take .*; raise --memory"
+        ):
+            LLM(model, progress=NoProgress(), **{**OPTIONS, **options})
+
+
+def test_the_first_start_comes_to_the_plan_of_the_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is left of preparing: it was weighed before."""
+    count_models_alone(monkeypatch)
+    taken = [0]
+    monkeypatch.setattr(memory, "process_bytes", lambda: taken[0])
+
+    def heavy(*args: Any, **options: Any) -> Any:
+        taken[0] = 1 << 20
+        return prepare(*args, **options)
+
+    model, plans = write_large(tmp_path / "large"), list[str]()
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "prepare", heavy)
+            taken[0] = 0
+            with LLM(model, progress=NoProgress(), **OPTIONS) as llm:
+                plan = llm.models.plan
+                assert plan is not None
+                plans.append(f"{plan.placement} {plan.guessers.names} {plan.room}")
+    assert plans[0] == plans[1]
+    assert "streamed=(" in plans[0]
+    taken[0] = 1 << 20
+    with LLM(model, progress=NoProgress(), **OPTIONS) as llm:
+        plan = llm.models.plan
+        assert plan is not None
+        assert f"{plan.placement} {plan.guessers.names} {plan.room}" != plans[0]

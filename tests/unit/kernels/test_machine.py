@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from specinfer.kernels import machine
@@ -14,6 +17,7 @@ from specinfer.kernels.machine import (
     cache_bytes,
     cpu_features,
     cpu_name,
+    give_back_memory,
     is_quick_in_bfloat16,
     thread_count,
 )
@@ -231,3 +235,19 @@ def test_an_apple_cpu_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_architecture_has_one_name(monkeypatch: pytest.MonkeyPatch, said: str, name: str) -> None:
     monkeypatch.setattr(machine.platform, "machine", lambda: said)
     assert architecture() == name
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="its malloc")
+def test_freed_memory_is_given_back() -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    size, blocks = 64 << 10, [libc.malloc(64 << 10) for _ in range(1024)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    taken = psutil.Process().memory_info().rss
+    for block in blocks[:-1]:  # the last one is above them: the heap does not shrink by itself
+        libc.free(block)
+    give_back_memory()
+    assert psutil.Process().memory_info().rss < taken - (32 << 20)
+    libc.free(blocks[-1])

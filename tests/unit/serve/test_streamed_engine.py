@@ -53,7 +53,9 @@ def test_an_engine_process_answers_stops_and_ends_in_mid_pass(
             hear(server, lambda message: message[0] == "deltas" and any(one.token_ids for one in message[1]))
             server.send(("abort", ["b"]))
             server.send(("add", [Work("c", (65, 66), LONG)]))
-            last = [one for message in hear(server, ends("c")) if message[0] == "deltas" for one in message[1]]
+            last = [
+                one for message in hear(server, ends("c")) if message[0] == "deltas" for one in message[1]
+            ]
             assert [one.finish_reason for one in last if one.finish_reason] == [FinishReason.LENGTH]
             assert tuple(token for one in last if one.id == "c" for token in one.token_ids) == want.token_ids
             server.send(("add", [Work("d", (69, 70), LONG)]))
