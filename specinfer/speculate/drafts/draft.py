@@ -33,7 +33,8 @@ from specinfer.speculate.drafts.growth import Growth, Shape, trees_first
 from specinfer.speculate.speculator import LevelSpeculator, Outcome
 from specinfer.tree import TokenTree
 
-_ROWS_AHEAD: Final = 8  # of a pass that is made while the target's is on its way
+_ROWS_AHEAD: Final = 8  # of a pass that is made while the target's is on its way, at most
+_LIKELY_AHEAD: Final = 0.1  # probability of nodes that are worth a row there: it takes a tenth of a pass
 
 
 @dataclass(slots=True)
@@ -338,8 +339,9 @@ class DraftModel(LevelDraft):
             likeliest = nlargest(min(room, _ROWS_AHEAD), growth.waiting, key=likely.__getitem__)
             ends += [(likely[node], i, node) for node in likeliest]
         below: dict[int, list[int]] = {}
-        for _, i, node in nlargest(_ROWS_AHEAD, ends):
-            below.setdefault(i, []).append(node)
+        for likely_to_be, i, node in nlargest(_ROWS_AHEAD, ends):
+            if not below or likely_to_be >= _LIKELY_AHEAD:
+                below.setdefault(i, []).append(node)
         for i in below:
             self._growths[i].levels_ahead += 1
             self._growths[i].planted = False
