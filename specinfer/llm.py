@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -129,10 +128,7 @@ class LLM:
         if (parts := self._parts) is not None:
             parts.loop.close()
             parts.engine.keep_learnt()
-            streamed = parts.models.target.stream is not None
-            self._parts = parts = None
-            if streamed:  # what is in circles would keep reading
-                gc.collect()
+            self._parts = None
 
     def __enter__(self) -> LLM:
         return self

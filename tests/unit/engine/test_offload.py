@@ -21,7 +21,7 @@ from specinfer.models.fingerprint import fingerprint
 from specinfer.models.weights import open_model, prepare
 from specinfer.progress import NoProgress
 from specinfer.request import RequestOutput
-from tests.engines import assert_idle
+from tests.engines import assert_idle, engine_of
 from tests.heads import write_any
 from tests.kernels import kernels
 from tests.offloading import OPTIONS, count_models_alone, write_large
@@ -193,15 +193,35 @@ def test_an_llm_that_is_closed_reads_no_more_and_says_so(
     begun = llm.stream(PROMPTS[0], GREEDY)
     next(begun)
     assert threads().count("pass_0") == 1
+    engine = engine_of(llm)
     llm.close()
+    until(lambda: "pass_0" not in threads())
+    assert not engine.has_work
+    del engine
     for use in (lambda: next(begun), lambda: llm.generate(PROMPTS, GREEDY), llm.check_integrity):
         with pytest.raises(ClosedError):
             use()
-    assert "pass_0" not in threads()
     assert len(threads()) == 2, "the variant needs the readers"
     answers(other)
     other.close()
     until(lambda: not threads())
+
+
+@pytest.mark.parametrize("name", ["similar", "eagle", "block", "medusa", "self"])
+def test_an_llm_that_is_closed_waits_for_no_collector(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    draft = name if name == "self" else str(folder / name)
+    llm = streamed(folder / "target", monkeypatch, drafts=(draft,), lookup=True)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        llm.generate(PROMPTS, GREEDY)
+        llm.close()
+        until(lambda: not threads())
+    finally:
+        if collects:
+            gc.enable()
 
 
 def test_an_llm_that_is_let_go_reads_no_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
