@@ -14,6 +14,7 @@ from specinfer import LLM, SamplingParams
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.executor import LocalExecutor, ModelRunner, as_rows
 from specinfer.runtime.flight import Flight, Launch
+from specinfer.speculate.drafts import draft as draft_module
 from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.growth import Growth
 from specinfer.speculate.policy.policy import SpeculationPolicy
@@ -32,7 +33,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def late(llm: LLM, monkeypatch: pytest.MonkeyPatch, levels: int) -> LLM:
-    """The same, with time for so many levels in each pass, and trees of always the same shape."""
+    """The same, with time for so many levels in each pass, and trees of always the same shape.
+
+    Nodes are run however unlikely they are: of texts that mean nothing most are.
+    """
+    monkeypatch.setattr(draft_module, "_LIKELY_AHEAD", 0.0)
     engine = engine_of(llm)
     launch = engine._executor.launch
     monkeypatch.setattr(

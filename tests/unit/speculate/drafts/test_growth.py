@@ -12,6 +12,7 @@ import pytest
 from specinfer.plan import PlanEntry
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import Move
+from specinfer.speculate.drafts import draft
 from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.draws import Site
 from specinfer.speculate.drafts.growth import Growth, Shape
@@ -141,7 +142,8 @@ def anew(done: Step, most: int) -> Anew | None:
     return made
 
 
-def test_trees_begin_as_if_they_were_drawn_anew() -> None:
+def test_trees_begin_as_if_they_were_drawn_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft, "_LIKELY_AHEAD", 0.0)  # nodes are run however unlikely they are
     cases = [(seed, before, most) for before in (4, 8, 12, 16) for most in (3, 16) for seed in range(150)]
     found = [nodes for case in cases if (nodes := begins_as_drawn_anew(*case))]
     assert len(found) > len(cases) // 8
@@ -208,3 +210,15 @@ def test_else_it_is_kept() -> None:
     assert draft.begin(plans.plan(entry(text))) == [0]
     assert draft.tree(0).num_nodes > 1
     assert draft.looked_ahead[1] > 0
+
+
+@pytest.mark.parametrize(("likely", "rows"), [(0.5, 3), (0.05, 1)])
+def test_a_row_is_worth_a_tenth_of_a_pass(likely: float, rows: int) -> None:
+    one = new_draft()
+    one.begin(plans.plan(entry(TEXT, max_nodes=16)))
+    one.deepen({0: (0,)})
+    growth = one._growths[0]
+    assert len(growth.waiting) >= 3
+    growth.waiting = growth.waiting[:3]
+    assert one.look_ahead(lambda tree: [likely] * tree.num_nodes)
+    assert len(growth.order) - 1 == rows
