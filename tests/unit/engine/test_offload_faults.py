@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -150,7 +151,8 @@ def test_a_disk_that_stalls_is_waited_for_with_a_word(
         assert answer.result(30) == want
         [line] = caplog.messages
         assert line.startswith("waiting for the disk: ")
-        assert f" MB of model.layers.0 of {prepared_file(llm)} after " in line
+        # Two layers may have been read ahead.
+        assert re.search(rf" MB of model\.layers\.[0-2] of {re.escape(str(prepared_file(llm)))} after ", line)
 
 
 def test_a_disk_a_thousand_times_slower_than_computing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
