@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from specinfer.config import MOST_ROWS, EngineConfig
+from specinfer.config import MOST_ROWS, SELF, EngineConfig
 from specinfer.engine.admission import Admission
 from specinfer.engine.drafts import (
     draft_kind,
@@ -219,6 +219,9 @@ def build_engine(
         sized = CostPolicy.by_curves(
             *(curve, costs, speculation), measured=measured, known=streamed, deepest=deepest
         )
+        for name, model in draft_names(speculation.drafts).items():
+            if model == SELF and name in costs:
+                sized.chances.expect_twin(name)
         policy, guard = sized, sized.guard
         if measured and guard is not None:  # a run by the curve decides as the last one did
             kept = PolicyMemory(_learned_of(config, models, executor.device_name), sized.chances, guard)

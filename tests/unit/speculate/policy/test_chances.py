@@ -139,3 +139,11 @@ def test_a_request_is_known_by_the_results_of_others_at_its_temperature() -> Non
     of_all = levels.all.rates()[0].first
     assert levels.rates(1.2)[0].first < of_all - 0.2 < of_all + 0.2 < levels.rates(0.0)[0].first
     assert levels.rates(0.7)[0].first == of_all, "nothing was seen there"
+
+
+def test_a_twin_is_thought_to_be_right_more_often_than_it_says() -> None:
+    chances = Chances({"draft": 4, "other": 4})
+    chances.expect_twin("draft")
+    tree = {name: chain(0.5, 0.9, speculator=name) for name in ("draft", "other")}
+    assert chances.node_rates(tree["other"]) == pytest.approx([1.0, 0.5, 0.88], abs=0.01)
+    assert chances.node_rates(tree["draft"]) == pytest.approx([1.0, 0.69, 0.94], abs=0.01)
