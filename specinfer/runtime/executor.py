@@ -131,7 +131,7 @@ class LocalExecutor:
             if self._closed:
                 raise StoppedError("the model was closed") from None
             raise
-        return Launch(flight, stopped, lambda: stream.waits)
+        return Launch(flight, stopped, stream.rest)
 
     def drop(self, launch: Launch) -> None:
         """As Executor says; a layer that computes is waited for, one that is read is not."""

@@ -16,6 +16,7 @@ A row's logits do not depend on the block it is in (models/language_model.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -140,26 +141,22 @@ class Flight(Protocol):
 class Launch:
     """A pass that was started: a flight, or one that a thread will bring."""
 
-    __slots__ = ("_flight", "_rests", "stopped")
+    __slots__ = ("_flight", "rest", "stopped")
 
     def __init__(
         self,
         flight: Flight | Future[Flight],
         stopped: Event | None = None,
-        rests: Callable[[], bool] = lambda: True,
+        rest: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """`stopped` is what a pass asks that may be told to end; see `stop`.
 
-        `rests` says whether the pass leaves the cores to others now, as it waits for weights.
+        `rest` tells for how many seconds the pass leaves the cores to others from now on, as it waits for
+        weights.
         """
         self._flight = flight
-        self._rests = rests
+        self.rest = rest
         self.stopped = stopped or Event()
-
-    @property
-    def rests(self) -> bool:
-        """Whether the pass computes nothing at the moment."""
-        return self._rests()
 
     @property
     def done(self) -> bool:

@@ -77,6 +77,7 @@ class Ensemble:
         self._odd: set[str] = set()  # those that gave a confidence outside of 0 to 1, which was logged
         self._passes: list[LevelPass] = []  # of the step
         self._grew: list[LevelSpeculator] = []  # that have grown trees in it
+        self._level = 0.0  # seconds that it took of late to look ahead by one
         self._proposed = Proposed(StepPlan(()), StepPlan(()))  # the same, for `explain`
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
@@ -120,7 +121,8 @@ class Ensemble:
     def look_ahead(self, launch: Launch) -> None:
         """Let those that grow trees by levels go on in turns until the target's pass ends.
 
-        A level is drawn while the pass waits for weights: beside one that computes both would be slower.
+        A level is drawn while the pass waits for weights at least as long as the last level took: beside one
+        that computes both would be slower.
         """
         if not self._grew:
             return
@@ -129,10 +131,12 @@ class Ensemble:
         try:
             going_on = self._grew
             while going_on and not launch.done:
-                if launch.rests:
-                    going_on = [speculator for speculator in going_on if self._looks_ahead(speculator)]
-                else:
+                if launch.rest() < self._level:
                     time.sleep(_PAUSE)
+                    continue
+                began = self._clock()
+                going_on = [speculator for speculator in going_on if self._looks_ahead(speculator)]
+                self._level = self._clock() - began
         finally:
             sys.setswitchinterval(usual)
 

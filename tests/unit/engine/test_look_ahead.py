@@ -141,7 +141,7 @@ def test_an_interrupt_ends_a_pass_that_is_on_its_way(tiny: Tiny, monkeypatch: py
     engine = engine_of(llm)
     executor = LocalExecutor(tiny.target, num_blocks=runner_of(llm).cache.num_slots // 16, block_size=16)
     executor._apart = ThreadPoolExecutor(1, "pass")  # as of a target that is streamed
-    monkeypatch.setattr(LocalExecutor, "stream", SimpleNamespace(waits=True, read_bytes=0, waited=0.0))
+    monkeypatch.setattr(LocalExecutor, "stream", SimpleNamespace(rest=lambda: 1.0, read_bytes=0, waited=0.0))
     engine._executor = executor
     names: set[str] = set()
     run = executor.target.launch
