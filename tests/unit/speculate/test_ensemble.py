@@ -57,7 +57,8 @@ def test_the_earlier_of_equally_likely_guesses_stays() -> None:
 
 def test_of_each_speculator_its_guesses_are_counted_verified_or_not() -> None:
     draft = Levels("draft", [10, 11], [0.9, 0.9])
-    speculators: list[AnySpeculator] = [Fan("fan", [10, 12, 13]), Fan("suffix", [20, 21, 22]), draft, Fan("mute", [])]
+    fans = Fan("fan", [10, 12, 13]), Fan("suffix", [20, 21, 22]), Fan("mute", [])
+    speculators: list[AnySpeculator] = [*fans[:2], draft, fans[2]]
     ensemble = Ensemble(speculators, vocab=99, policy=SpeculationPolicy())
     assert ensemble.guessed_tokens == {"fan": 0, "suffix": 0, "draft": 0, "mute": 0}
     trees = ensemble.propose(plans.plan(entry(4), entry(4)))
