@@ -262,7 +262,7 @@ def build_engine(
 
 def _cache_limit(config: EngineConfig, models: Models) -> int | None:
     """Bytes of the KV caches, as planned where memory was planned; None: a share of what is free."""
-    if models.plan is None:
+    if models.plan is None or config.cache.memory is not None:
         return config.cache.memory
     return min(models.plan.kv_cache, free_bytes(models.target.device))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -165,9 +166,12 @@ class Wanted:
     def ways(self, memory: int, process: int, layers: Sequence[int], config: EngineConfig) -> list[Way]:
         """What fits into memory with layers of so many bytes; raises CapacityError where nothing does."""
         fixed, ways = self.fixed(process), list[Way]()
-        refused: CapacityError | None = None
+        refused: list[tuple[int, CapacityError]] = []  # with the bytes of what there is in any case
+        asked = config.scheduler.max_step_tokens, config.speculation.max_nodes
+        rows = max([number for number in asked if isinstance(number, int)], default=0)
         for guessers in self.guessers:
             for room in ROOMS:
+                room = room._replace(rows=max(rows, room.rows))
                 models = [(self.target.config, self.dtype), *guessers.caches]
                 caches = config.cache.memory or cache_bytes(models, room.positions)
                 parts = {
@@ -180,11 +184,11 @@ class Wanted:
                     buffers = room.buffers if guessers.names else _BUFFERS
                     placement = Placement.within(memory, parts, layers, buffers=buffers)
                 except CapacityError as error:
-                    refused = error  # the last needs least
+                    refused.append((sum(parts.values()), error))
                     continue
                 ways.append(Way(guessers, room, caches, placement))
-        if refused is not None and not ways:
-            raise refused
+        if not ways:
+            raise min(refused, key=itemgetter(0))[1]
         return ways
 
 
@@ -203,7 +207,7 @@ def plan_memory(wanted: Wanted, config: EngineConfig, progress: Progress) -> Mem
     Makes the prepared file where there is none. Raises CapacityError where memory does not suffice,
     ConfigError where layers cannot be streamed, ModelError where the file cannot be made.
     """
-    memory = allowed_bytes(config.memory, wanted.device)
+    memory, speculation = allowed_bytes(config.memory, wanted.device), config.speculation
     process = process_bytes()  # now: a start that makes the file comes to the plan of later ones
     free = memory - process
     total = wanted.weights + sum(wanted.drafts.values())
@@ -213,7 +217,9 @@ def plan_memory(wanted: Wanted, config: EngineConfig, progress: Progress) -> Mem
         return None
     room = ROOMS[2]  # for one text or two
     model = wanted.target.config, wanted.dtype
-    if total + cache_bytes([model], room.positions) + activation_bytes(*model, room.rows) <= free:
+    models = [model, *(wanted.guessers[0].caches if speculation.drafts else ())]
+    caches = config.cache.memory or cache_bytes(models, room.positions)
+    if total + caches + activation_bytes(*model, room.rows) <= free:
         return None
     if wanted.device.type != "cpu" or wanted.kernels.library is None:
         raise ConfigError(
@@ -278,15 +284,16 @@ def _refusal(wanted: Wanted, config: EngineConfig, memory: int, free: int) -> st
 def allowed_bytes(memory: int | None, device: torch.device) -> int:
     """The memory that the process may take, all in all; `memory` is what the caller allows it.
 
-    Raises CapacityError where the machine, or the process's cgroup, has less than that.
+    Raises CapacityError where the machine, or the process's cgroup, has less, ConfigError for a GPU.
     """
     most = process_bytes() + free_bytes(device)
-    if memory is None or device.type != "cpu":
+    if memory is None:
         return most
+    if device.type != "cpu":
+        raise ConfigError(f"memory bounds what a CPU's engine takes, and this is {device}; leave it out")
     if memory > most:
         raise CapacityError(
-            f"memory is {gigabytes(memory)}, and this process can have {gigabytes(most)} here; lower it, or "
-            "free some"
+            f"memory is {gib(memory)}, and this process can have {gib(most)} here; lower it, or free some"
         )
     return memory
 

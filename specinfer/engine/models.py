@@ -162,8 +162,10 @@ def _load_models(
             plan = None
         if plan is None:  # not above, where the error keeps what was loaded
             plan = plan_memory(wanted, config, show)
-            assert plan is not None, "it did not fit a moment ago"
-            loaded = stream(plan.prepared, plan.placement, plan.disk)
+            if plan is None:  # somebody has given memory back meanwhile
+                loaded = _load(target, dtype, device, show, own, of_target)
+            else:
+                loaded = stream(plan.prepared, plan.placement, plan.disk)
 
     folder = None if plan is None else offload_folder(config)
 

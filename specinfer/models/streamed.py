@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.errors import ModelFileError
+from specinfer.errors import DamagedFileError, ModelFileError
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.disk import DiskRate, StreamSource
 from specinfer.kernels.layout import Int4Weight, Weight
@@ -52,7 +52,7 @@ def table_on_disk(file: PreparedFile) -> TableOnDisk:
             if name.endswith("embed_tokens.weight.rows"):
                 file.check(record)
                 return TableOnDisk(file, record.offset + place.offset, place)
-    raise ModelFileError(f"{file.path} has no embeddings; delete it, and it is made anew")
+    raise DamagedFileError(f"{file.path} has no embeddings; delete it, and it is made anew")
 
 
 class StreamedWeights(Weights):

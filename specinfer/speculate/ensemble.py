@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,9 +26,6 @@ from specinfer.tree.token_tree import single_node
 _LOG = logging.getLogger(__name__)
 _KEPT_FOR: Final = 8  # steps in a row without guesses, in which hidden states are still kept for heads
 _PAUSE: Final = 1e-3  # seconds, after which a pass that computes is looked at again
-# Seconds that a thread may keep the interpreter from another while a pass is on its way: at the usual 5 ms a
-# pass, which calls some ten operations a layer, took up to four times as long beside a draft.
-_SWITCH: Final = 2e-4
 
 
 class Ensemble:
@@ -124,21 +120,15 @@ class Ensemble:
         A level is drawn while the pass waits for weights at least as long as the last level took: beside one
         that computes both would be slower.
         """
-        if not self._grew:
-            return
-        usual = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH)
-        try:
-            going_on = self._grew
-            while going_on and not launch.done:
-                if launch.rest() < self._level:
-                    time.sleep(_PAUSE)
-                    continue
-                began = self._clock()
-                going_on = [speculator for speculator in going_on if self._looks_ahead(speculator)]
+        going_on = self._grew
+        while going_on and not launch.done:
+            if (rest := launch.rest()) <= 0 or rest < self._level:
+                time.sleep(_PAUSE)
+                continue
+            began = self._clock()
+            going_on = [speculator for speculator in going_on if self._looks_ahead(speculator)]
+            if going_on:
                 self._level = self._clock() - began
-        finally:
-            sys.setswitchinterval(usual)
 
     @property
     def looked_ahead(self) -> tuple[int, int]:
