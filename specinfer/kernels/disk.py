@@ -82,7 +82,7 @@ class StreamSource:
             number = _open_direct(path)
             self.direct = number is not None
             self._number = os.open(path, os.O_RDONLY) if number is None else number
-            weakref.finalize(self, os.close, self._number)
+            weakref.finalize(self, os.close, self._number).atexit = False
             self._state = _state(os.fstat(self._number))
         except OSError as error:
             raise ModelFileError(

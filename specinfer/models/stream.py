@@ -96,6 +96,7 @@ class LayerStream:
         self._unchecked = {number for number, record in enumerate(records) if record.crc is not None}
         self._quiet_until = 0.0
         self._end = weakref.finalize(self, self._shelf.close)
+        self._end.atexit = False  # readers are daemons, and none ends amid other exits
         self._threads = [
             threading.Thread(target=self._shelf.read, name=f"specinfer-reader-{number}", daemon=True)
             for number in range(disk.readers)

@@ -199,7 +199,7 @@ class TableOnDisk(EmbeddingTable):
         self._shape = place.shape
         self._dtype = place.dtype
         self._number = os.open(file.path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._number)
+        weakref.finalize(self, os.close, self._number).atexit = False
 
     def rows(self, token_ids_T: Tensor) -> tuple[Tensor, Tensor]:
         """As EmbeddingTable says.
