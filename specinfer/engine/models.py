@@ -43,6 +43,7 @@ from specinfer.kernels.choice import Kernels, choose_kernels, guessing, streamin
 from specinfer.kernels.machine import thread_count
 from specinfer.models.fingerprint import is_of
 from specinfer.models.language_model import LanguageModel
+from specinfer.models.prepared import PreparedFile
 from specinfer.models.streamed import TableOnDisk, table_on_disk
 from specinfer.models.weight_memory import Shared
 from specinfer.models.weights import load_model, load_streamed, open_model, prepare
@@ -169,9 +170,8 @@ def _load_models(
 
     folder = None if plan is None else offload_folder(config)
 
-    def table_of(name: str, draft: Found, own: Kernels) -> TableOnDisk:
-        make = partial(
-            prepare,
+    def prepared_draft(name: str, draft: Found, own: Kernels) -> PreparedFile:
+        return prepare(
             draft.model,
             dtype=dtype,
             kernels=own,
@@ -180,12 +180,14 @@ def _load_models(
             progress=show,
             name=draft.files.name,
         )
-        prepared = make()
+
+    def table_of(name: str, draft: Found, own: Kernels) -> TableOnDisk:
+        prepared = prepared_draft(name, draft, own)
         try:
             return table_on_disk(prepared)
         except DamagedFileError as error:
             _remove(prepared.path, error)
-            return table_on_disk(make())
+            return table_on_disk(prepared_draft(name, draft, own))
 
     def load_draft(name: str, draft: Found | FoundHead) -> AnyDraft:
         own = guessing(fitting(draft, sizes[name]))
@@ -193,6 +195,8 @@ def _load_models(
             logits = kept_logits(draft, named.get(name), foreign.get(name))
             shared: Shared | None = None
             if draft is target:
+                if plan is not None:  # a matrix at a time, and with embeddings: others may need the file
+                    prepared_draft(name, draft, own)
                 shares_head = plan is not None and plan.guessers.shares_head and logits is None
                 shared = Shared(loaded.table, loaded.output if shares_head else None)
             elif plan is not None:
