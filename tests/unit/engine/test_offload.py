@@ -288,3 +288,16 @@ def test_the_first_start_comes_to_the_plan_of_the_second(
         plan = llm.models.plan
         assert plan is not None
         assert f"{plan.placement} {plan.guessers.names} {plan.room}" != plans[0]
+
+
+def test_the_file_of_a_twin_serves_others_too(
+    folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has the embeddings that the twin reads from its target's file."""
+    streamed(folder / "target", monkeypatch, Planned(twin=True), dtype="float32").close()
+    [made] = own_cache.rglob("*int4*.safetensors")
+    state = made.stat().st_mtime_ns
+    llm = streamed(folder / "target", monkeypatch, Planned(), dtype="float32", quantization="int4")
+    llm.close()
+    assert made.stat().st_mtime_ns == state
+    assert "made anew" not in caplog.text
