@@ -22,11 +22,12 @@ TreeSize = Literal["cost", "fixed"]
 Clock = Literal["measured", "curve"]
 DraftTokens = Literal["auto", "shared", "text"]
 Lookup = bool | Literal["auto"]
-Offload = Literal["never", "auto"]
+Offload = Literal["never", "layers", "auto"]
 
 USUAL_EXPANSION = Expansion((1, 1, 3, 1, 1))  # where there has to be one, and nobody says which
 DEEPEST = 8  # levels of a draft's tree whose shape is learned, in a model that is in memory
 DEEPEST_STREAMED = 48  # the same, where a pass waits for its weights
+_STREAMED: Final = f"{DEEPEST_STREAMED} where layers are streamed"
 MOST_ROWS = 2048  # of a pass, and nodes of a tree, where costs decide how many
 SELF = "self"  # the draft that is the target itself, in fewer bits
 LONGEST_MATCH = 32  # tokens that are compared; a longer match is no better a guess
@@ -73,8 +74,16 @@ class SpeculationConfig:
         old=tuple(OLD_NAMES),
     )
     lookup_min: int = option(1, "Tokens that must match, at least.", least=1, old=("ngram_min",))
-    lookup_depth: int = option(16, "Tokens of a guess.", least=1, old=("ngram_depth", "suffix_depth"))
-    lookup_nodes: int = option(32, "Of a guessed tree, the root included.", least=2, old=("suffix_nodes",))
+    lookup_depth: int | None = option(
+        None, "Tokens of a guess.", shown=f"16; {_STREAMED}", least=1, old=("ngram_depth", "suffix_depth")
+    )
+    lookup_nodes: int | None = option(
+        None,
+        "Of a guessed tree, the root included.",
+        shown="32; 128 where layers are streamed",
+        least=2,
+        old=("suffix_nodes",),
+    )
     lookup_memory: int = option(
         16 << 20,
         "For earlier answers; 0 keeps none.",
@@ -82,9 +91,13 @@ class SpeculationConfig:
         size=True,
         old=("suffix_memory",),
     )
-    prediction_depth: int = option(15, "Tokens guessed at once from a request's prediction.", least=1)
+    prediction_depth: int | None = option(
+        None, "Tokens guessed at once from a request's prediction.", shown=f"15; {_STREAMED}", least=1
+    )
     prediction_branches: int = option(4, "Ways to go on that are guessed after a difference.", least=1)
-    forced_depth: int = option(16, "Tokens guessed at once where a grammar leaves no choice.", least=1)
+    forced_depth: int | None = option(
+        None, "Tokens guessed at once where a grammar leaves no choice.", shown=f"16; {_STREAMED}", least=1
+    )
     expansion: Expansion | Literal["learned"] | None = option(
         None,
         "Children of each frontier node of a draft's tree, level by level: K1,K2,...; or learned: where "
@@ -308,7 +321,8 @@ class EngineConfig:
         "never",
         "auto: layers that do not fit into memory are streamed from the disk.",
         more="Then the model's own twin in 4 bits guesses where it pays and no draft is named "
-        "([offloading.md](offloading.md)); native kernels on a CPU only. `never`: such a model is refused.",
+        "([offloading.md](offloading.md)); `layers`: the same without a twin. Native kernels on a CPU only. "
+        "`never`: such a model is refused.",
     )
     offload_folder: str | None = option(
         None,
@@ -343,10 +357,21 @@ class EngineConfig:
 
     @property
     def streamed(self) -> EngineConfig:
-        """The same where layers are streamed: trees and steps are as large as costs say, if nobody does."""
+        """The same where layers are streamed: unless told otherwise, guesses are deeper, and costs say how
+        large trees and steps are.
+        """
         speculation, scheduler = self.speculation, self.scheduler
-        if speculation.max_nodes is None:
-            speculation = replace(speculation, max_nodes="auto")
+        usual: dict[str, Any] = {
+            "max_nodes": "auto",
+            "lookup_depth": DEEPEST_STREAMED,
+            "lookup_nodes": 128,
+            "prediction_depth": DEEPEST_STREAMED,
+            "forced_depth": DEEPEST_STREAMED,
+        }
+        asked = {name for name in usual if getattr(speculation, name) is not None}
+        speculation = replace(
+            speculation, **{name: value for name, value in usual.items() if name not in asked}
+        )
         if scheduler.max_step_tokens is None:
             scheduler = replace(scheduler, max_step_tokens="auto")
         return replace(self, speculation=speculation, scheduler=scheduler)

@@ -153,7 +153,7 @@ def setup_of(
         if draft is not None:
             options["drafts"] = [str(draft)]
         if room is not None:
-            options |= {"offload": "auto", "memory": bench.own + room}
+            options = {"offload": "auto", "memory": bench.own + room, **options}
     elif row.peer == "transformers":
         options["memory"] = bench.own + (room or 0)
     elif row.peer == "airllm":

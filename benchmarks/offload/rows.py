@@ -36,7 +36,7 @@ OURS: Final = (
     ),
     Row(name="small", draft="file", options={"draft_quantization": "int4", "lookup": False}),
     Row(name="auto"),
-    Row(name="prediction", options={"lookup": False, "max_nodes": "auto"}, edits=True, predicts=True),
+    Row(name="prediction", options={"lookup": False, "offload": "layers"}, edits=True, predicts=True),
 )
 _BEST_ASSISTANT: Final = {
     "num_assistant_tokens": DRAFT_TOKENS,

@@ -141,7 +141,7 @@ def configs(given: Mapping[str, Any], file: Path | None) -> tuple[dict[str, Any]
     options.setdefault("model", DEFAULT_MODEL)
     batch = options.get("max_batch_size")
     least = max(_STEP_TOKENS, batch if isinstance(batch, int) else 0)
-    options.setdefault("max_step_tokens", "auto" if options.get("offload") == "auto" else least)
+    options.setdefault("max_step_tokens", "auto" if options.get("offload", "never") != "never" else least)
     return options, ServeConfig(**of_server)
 
 

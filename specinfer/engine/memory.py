@@ -223,8 +223,8 @@ def plan_memory(wanted: Wanted, config: EngineConfig, progress: Progress) -> Mem
         return None
     if wanted.device.type != "cpu" or wanted.kernels.library is None:
         raise ConfigError(
-            f"offload is 'auto' and {wanted.name} does not fit into memory; layers are streamed for native "
-            f"kernels on a CPU, and this is {wanted.device} with PyTorch's: choose a smaller model"
+            f"offload is {config.offload!r} and {wanted.name} does not fit into memory; layers are streamed "
+            f"for native kernels on a CPU, and this is {wanted.device} with PyTorch's: choose a smaller model"
         )
     # Nothing is written where nothing fits.
     wanted.ways(memory, process, layer_bytes(wanted.target, wanted.dtype, wanted.quantization), config)

@@ -257,7 +257,8 @@ def _wanted(
         for name, draft in drafts.items()
     )
     caches = [(draft.config, dtype) for draft in drafts.values() if draft.config is not None]
-    alone = names or config.quantization == "int4" or config.speculation.most_nodes == 1
+    may = config.offload == "auto" and config.quantization != "int4" and config.speculation.most_nodes > 1
+    alone = names or not may
     twins = [] if alone else wanted.twins()
     return replace(wanted, guessers=[Guessers(names, weights, weights, caches), *twins])
 

@@ -32,16 +32,16 @@ def build_speculators(
     asked for and none can be had; lookups that are "auto" are left off then, with a warning.
     """
     speculators: list[Speculator] = [
-        GrammarSpeculator(depth=config.forced_depth),
-        PredictionSpeculator(depth=config.prediction_depth, branches=config.prediction_branches),
+        GrammarSpeculator(depth=config.forced_depth or 16),
+        PredictionSpeculator(depth=config.prediction_depth or 15, branches=config.prediction_branches),
     ]
     if config.lookup:
         library = library or _library_for_lookups(config, progress)
     if config.lookup and library is not None:
         options = LookupOptions(
             min_match=config.lookup_min,
-            max_depth=config.lookup_depth,
-            max_nodes=config.lookup_nodes,
+            max_depth=config.lookup_depth or 16,
+            max_nodes=config.lookup_nodes or 32,
             memory=config.lookup_memory,
         )
         speculators.append(LookupSpeculator(library, options, verifier=config.verifier))

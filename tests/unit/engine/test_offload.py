@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 
 from specinfer import LLM, SamplingParams
+from specinfer.config import EngineConfig
 from specinfer.engine import memory
 from specinfer.engine import models as loading
+from specinfer.engine.memory import MemoryPlan, Wanted
 from specinfer.engine.steps import Statistics
 from specinfer.errors import CapacityError, ClosedError, ConfigError
 from specinfer.hub.pool import Member, Pool, write_pool
 from specinfer.models.fingerprint import fingerprint
 from specinfer.models.weights import open_model, prepare
-from specinfer.progress import NoProgress
+from specinfer.progress import NoProgress, Progress
 from specinfer.request import RequestOutput
 from tests.engines import assert_idle, engine_of
 from tests.heads import write_any
@@ -171,6 +173,29 @@ def test_what_fits_is_not_streamed(folder: Path) -> None:
     with resident(folder / "target", offload="auto", kernels="torch") as llm:
         assert llm.models.target.stream is None
         assert llm.models.plan is None
+
+
+@pytest.mark.parametrize(
+    ("options", "guessing"),
+    [
+        ({}, [(), ("self",), ("self",)]),
+        ({"offload": "layers"}, [()]),
+        ({"max_nodes": 1}, [()]),
+        ({"quantization": "int4"}, [()]),
+    ],
+)
+def test_who_may_guess_where_no_draft_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], guessing: list[tuple[str, ...]]
+) -> None:
+    found: list[tuple[str, ...]] = []
+
+    class Recording(Planned):
+        def __call__(self, wanted: Wanted, config: EngineConfig, progress: Progress) -> MemoryPlan:
+            found.extend(guessers.names for guessers in wanted.guessers)
+            return super().__call__(wanted, config, progress)
+
+    with streamed(folder / "target", monkeypatch, Recording(), **options):
+        assert found == guessing
 
 
 @pytest.mark.parametrize(

@@ -317,8 +317,8 @@ def test_a_wait_is_counted_and_told_once(
         StreamRecord(1 << 20, 1 << 20, None, "model.layers.8"),
     ]
     source = source_of(records)
+    source.open.clear()  # before there are readers
     with LayerStream(source, records, buffers=2, disk=disk(1, 1 << 19)) as stream:
-        source.open.clear()
         threading.Timer(0.1, source.open.set).start()
         with caplog.at_level(logging.WARNING):
             stream.take(0)
