@@ -163,6 +163,18 @@ class Wanted:
             "norms and biases": vectors * self.dtype.itemsize,
         }
 
+    def prepare(self, folder: Path | None, progress: Progress) -> PreparedFile:
+        """The target's prepared file, in `folder` or the user's cache, made where there is none."""
+        return prepare(
+            self.target,
+            dtype=self.dtype,
+            kernels=self.kernels,
+            quantization=self.quantization,
+            cache=folder,
+            progress=progress,
+            name=self.name,
+        )
+
     def ways(self, memory: int, process: int, layers: Sequence[int], config: EngineConfig) -> list[Way]:
         """What fits into memory with layers of so many bytes; raises CapacityError where nothing does."""
         fixed, ways = self.fixed(process), list[Way]()
@@ -228,15 +240,7 @@ def plan_memory(wanted: Wanted, config: EngineConfig, progress: Progress) -> Mem
         )
     # Nothing is written where nothing fits.
     wanted.ways(memory, process, layer_bytes(wanted.target, wanted.dtype, wanted.quantization), config)
-    prepared = prepare(
-        wanted.target,
-        dtype=wanted.dtype,
-        kernels=wanted.kernels,
-        quantization=wanted.quantization,
-        cache=offload_folder(config),
-        progress=progress,
-        name=wanted.name,
-    )
+    prepared = wanted.prepare(offload_folder(config), progress)
     layers = [prepared.records[name].length for name in layer_records(prepared)]
     disk = measure(StreamSource(prepared.path))
     bandwidth = Bandwidth(wanted.kernels.library, _SAMPLE).usual()

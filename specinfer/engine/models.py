@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from specinfer.attention.native import NativeAttention, unsupported
-from specinfer.attention.sdpa import SdpaAttention
+from specinfer.attention.native import NativeAttention
 from specinfer.config import SELF, EngineConfig, Quantization
 from specinfer.engine.drafts import (
     AnyDraft,
@@ -26,29 +24,28 @@ from specinfer.engine.drafts import (
     kept_logits,
     vocabularies,
 )
+from specinfer.engine.loader import Loader
 from specinfer.engine.memory import (
     Guessers,
     MemoryPlan,
     Wanted,
+    allowed_bytes,
     guessing_bytes,
     offload_folder,
     plan_memory,
 )
-from specinfer.errors import ConfigError, DamagedFileError, ModelError, ModelFileError
-from specinfer.heads.checkpoint import load_head
+from specinfer.errors import ConfigError, ModelError
 from specinfer.hub import resolve
 from specinfer.hub.model_files import sampling_defaults
 from specinfer.hub.pool import is_pool, member_folders, read_pool
-from specinfer.kernels.choice import Kernels, choose_kernels, guessing, streaming
+from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.machine import thread_count
 from specinfer.models.fingerprint import is_of
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.prepared import PreparedFile
-from specinfer.models.streamed import TableOnDisk, table_on_disk
-from specinfer.models.weight_memory import Shared
-from specinfer.models.weights import load_model, load_streamed, open_model, prepare
+from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress, Progress
 from specinfer.runtime.flight import torch_threads
+from specinfer.runtime.kv_cache import process_bytes
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, draft_vocabulary
 from specinfer.tokenizer import Tokenizer
 
@@ -130,96 +127,39 @@ def _load_models(
         _LOG.warning("native kernels are not used, PyTorch runs instead, slowly: %s", lacking)
     elif kernels.library is None and {of_target, *kinds.values()} != {"none"}:
         _LOG.warning("quantized products run in PyTorch, without native kernels, and slowly")
-    sizes = {name: draft.weight_bytes(dtype, kernels, kinds[name]) for name, draft in drafts.items()}
-    wanted = _wanted(target, drafts, kinds, sizes, config, dtype, device, kernels)
+    wanted = _wanted(target, drafts, kinds, config, dtype, device, kernels)
     plan = plan_memory(wanted, config, show)
     if plan is not None and plan.guessers.names != speculation.drafts:  # the twin, which nobody has named
         drafts = dict.fromkeys(draft_names(plan.guessers.names), target)
         kinds = dict.fromkeys(drafts, "int4")
-        sizes = dict.fromkeys(drafts, plan.guessers.weights)
-
-    def fitting(found: Found | FoundHead, weights: int) -> Kernels:
-        own = streaming(kernels, weights)
-        return _with_attention(own, found, dtype, must=config.kernels == "native")
-
-    own = fitting(target, target.weight_bytes(dtype, kernels, of_target))
-    if plan is None:
-        loaded = _load(target, dtype, device, show, own, of_target)
-    else:
-        stream = partial(
-            load_streamed,
-            target.model,
-            dtype=dtype,
-            kernels=own,
-            quantization=of_target,
-            table_in_memory=wanted.reads_table,
-            progress=show,
-            name=target.files.name,
-        )
-        try:
-            loaded = stream(plan.prepared, plan.placement, plan.disk)
-        except DamagedFileError as error:
-            _remove(plan.prepared.path, error)
-            plan = None
-        if plan is None:  # not above, where the error keeps what was loaded
-            plan = plan_memory(wanted, config, show)
-            if plan is None:  # somebody has given memory back meanwhile
-                loaded = _load(target, dtype, device, show, own, of_target)
-            else:
-                loaded = stream(plan.prepared, plan.placement, plan.disk)
-
-    folder = None if plan is None else offload_folder(config)
-
-    def prepared_draft(name: str, draft: Found, own: Kernels) -> PreparedFile:
-        return prepare(
-            draft.model,
-            dtype=dtype,
-            kernels=own,
-            quantization=kinds[name],
-            cache=folder,
-            progress=show,
-            name=draft.files.name,
-        )
-
-    def table_of(name: str, draft: Found, own: Kernels) -> TableOnDisk:
-        prepared = prepared_draft(name, draft, own)
-        try:
-            return table_on_disk(prepared)
-        except DamagedFileError as error:
-            _remove(prepared.path, error)
-            return table_on_disk(prepared_draft(name, draft, own))
-
-    def load_draft(name: str, draft: Found | FoundHead) -> AnyDraft:
-        own = guessing(fitting(draft, sizes[name]))
-        if isinstance(draft, Found):
-            logits = kept_logits(draft, named.get(name), foreign.get(name))
-            shared: Shared | None = None
-            if draft is target:
-                if plan is not None:  # a matrix at a time, and with embeddings: others may need the file
-                    prepared_draft(name, draft, own)
-                shares_head = plan is not None and plan.guessers.shares_head and logits is None
-                shared = Shared(loaded.table, loaded.output if shares_head else None)
-            elif plan is not None:
-                shared = Shared(table_of(name, draft, own))
-            return _load(draft, dtype, device, show, own, kinds[name], logits, shared, folder)
-        return load_head(
-            draft.head,
-            target.model,
-            loaded,
-            progress=show,
-            name=draft.files.name,
-            kernels=own,
-            quantization=kinds[name],
-        )
-
+    loader = Loader(
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        native=config.kernels == "native",
+        plan=plan,
+        folder=None if plan is None else offload_folder(config),
+        progress=show,
+    )
+    loaded = loader.target(target, of_target, reads_table=wanted.reads_table)
     if plan is not None:
         line = f"{Path(target.files.name).name or target.files.name}: {plan}"
         show.say(line)
         _LOG.info(line)
+    loaded_drafts: dict[str, AnyDraft] = {}
+    for name, draft in drafts.items():
+        if isinstance(draft, FoundHead):
+            loaded_drafts[name] = loader.head(draft, target, loaded, kinds[name])
+            continue
+        ids = kept_logits(draft, named.get(name), foreign.get(name))
+        if draft is target:
+            loaded_drafts[name] = loader.twin(draft, loaded, kinds[name], ids)
+        else:
+            loaded_drafts[name] = loader.draft(draft, kinds[name], ids)
     return Models(
         target=loaded,
         tokenizer=tokenizer,
-        drafts={name: load_draft(name, draft) for name, draft in drafts.items()},
+        drafts=loaded_drafts,
         named=named,
         foreign=foreign,
         sampling=sampling,
@@ -231,13 +171,13 @@ def _wanted(
     target: Found,
     drafts: Mapping[str, Found | FoundHead],
     kinds: Mapping[str, Quantization],
-    sizes: Mapping[str, int],
     config: EngineConfig,
     dtype: torch.dtype,
     device: torch.device,
     kernels: Kernels,
 ) -> Wanted:
     """What memory is planned for: these models, or a twin where no draft is named."""
+    sizes = {name: draft.weight_bytes(dtype, kernels, kinds[name]) for name, draft in drafts.items()}
     wanted = Wanted(
         name=target.files.name,
         target=target.model,
@@ -292,7 +232,8 @@ def with_members(config: EngineConfig, progress: Progress) -> EngineConfig:
 def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Models:
     """Of `models`, which were loaded for `config`, those that `wanted` names.
 
-    Where memory was planned a variant's KV caches get a part of what those of the LLM got. Raises
+    Where memory was planned a variant's KV caches get a part of what those of the LLM got, and no more than
+    is left. Raises
     ConfigError when `wanted` needs other weights.
     """
     pairs = [(name, getattr(wanted, name), getattr(config, name)) for name in _LOADED]
@@ -326,7 +267,8 @@ def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Mo
     foreign = {name: tokens for name, tokens in models.foreign.items() if name in drafts}
     plan = models.plan
     if plan is not None:
-        plan = replace(plan, kv_cache=plan.kv_cache // _BESIDE)
+        left = allowed_bytes(config.memory, models.target.device) - process_bytes()
+        plan = replace(plan, kv_cache=max(0, min(plan.kv_cache // _BESIDE, left)))
     return replace(models, drafts=drafts, named=named, foreign=foreign, plan=plan)
 
 
@@ -379,54 +321,3 @@ def _check_quantization(option: str, value: Quantization, device: torch.device) 
             f"{option} is {value!r} on device {device}; quantized products run on the CPU only: "
             f"use device cpu, or {option} none"
         )
-
-
-def _with_attention(kernels: Kernels, found: Found | FoundHead, dtype: torch.dtype, *, must: bool) -> Kernels:
-    """`kernels`, with PyTorch's attention where the native one cannot serve a model's heads."""
-    name, heads = found.files.name, found.config
-    if heads is None:
-        return kernels
-    reason = unsupported(heads.head_dim, heads.num_heads // heads.num_kv_heads, dtype)
-    if reason is None or not isinstance(kernels.attention, NativeAttention):
-        return kernels
-    if must:
-        raise ConfigError(f"kernels is 'native', whose attention cannot run {name}: {reason}; use auto")
-    _LOG.warning("native attention is not used for %s, PyTorch runs instead: %s", name, reason)
-    return replace(kernels, attention=SdpaAttention())
-
-
-def _remove(path: Path, error: DamagedFileError) -> None:
-    """Remove a prepared file, which is then made anew; raises ModelFileError where it stays."""
-    _LOG.warning("a prepared model is made anew: %s", str(error))
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as failed:
-        raise ModelFileError(
-            f"{error}; and it cannot be removed ({failed.strerror}): remove it, or name another folder with "
-            "--offload-folder"
-        ) from failed
-
-
-def _load(
-    found: Found,
-    dtype: torch.dtype,
-    device: torch.device,
-    show: Progress,
-    kernels: Kernels,
-    quantization: Quantization,
-    logit_ids: Sequence[int] | None = None,
-    shared: Shared | None = None,
-    cache: Path | None = None,
-) -> LanguageModel:
-    return load_model(
-        found.model,
-        dtype=dtype,
-        device=device,
-        progress=show,
-        name=found.files.name,
-        logit_ids=logit_ids,
-        kernels=kernels,
-        quantization=quantization,
-        shared=shared,
-        cache=cache,
-    )

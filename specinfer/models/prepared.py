@@ -82,7 +82,7 @@ class Record(NamedTuple):
 def prepared_path(model: Path, kind: str, dtype: torch.dtype, folder: Path | None = None) -> Path:
     """Where the file of a model lies: in `folder`, by default of the user's cache."""
     place = hashlib.sha256(str(model.resolve()).encode()).hexdigest()[:12]
-    name = f"{model.stem}-{kind}-{_NAMES[dtype].lower()}-{place}.safetensors"
+    name = f"{model.name.removesuffix('.gguf')}-{kind}-{_NAMES[dtype].lower()}-{place}.safetensors"
     return (folder or cache_dir() / "prepared") / name
 
 
@@ -379,7 +379,7 @@ def _with_tensors(
 def _read_by_pieces(path: Path, start: int, into: NDArray[np.uint8]) -> None:
     """As read_exactly, by way of memory that stays in a CPU's cache.
 
-    Reading into large pages that nobody has touched took a virtual machine up to five times as long.
+    Reading into large pages that nobody has touched took longer in a virtual machine.
     """
     piece = np.empty(min(_PIECE, len(into)), np.uint8)
     for at in range(0, len(into), _PIECE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -11,17 +12,18 @@ from typing import Any
 
 import pytest
 
-from specinfer import LLM
+from specinfer import LLM, SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.engine import models as loading
 from specinfer.engine.memory import ROOMS, MemoryPlan, Wanted, offload_folder
 from specinfer.kernels.disk import DiskRate
 from specinfer.models.placement import Placement
 from specinfer.models.streamed import layer_records
-from specinfer.models.weights import prepare
 from specinfer.progress import NoProgress, Progress
-from tests.engines import ENGINE
+from tests.engines import ENGINE, assert_idle
 
+PROMPTS = [[9, 8, 7, 6], [3] * 20, [50, 2]]
+PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=4)
 DISK = DiskRate(readers=2, piece=4096, bytes_per_second=1e9, direct=True)
 
 
@@ -34,15 +36,7 @@ class Planned:
     twin: bool = False
 
     def __call__(self, wanted: Wanted, config: EngineConfig, progress: Progress) -> MemoryPlan:
-        prepared = prepare(
-            wanted.target,
-            dtype=wanted.dtype,
-            kernels=wanted.kernels,
-            quantization=wanted.quantization,
-            cache=offload_folder(config),
-            progress=progress,
-            name=wanted.name,
-        )
+        prepared = wanted.prepare(offload_folder(config), progress)
         sizes = [prepared.records[name].length for name in layer_records(prepared)]
         layers = self.layers if self.layers is not None else tuple(range(len(sizes)))
         placement = Placement(1 << 40, {}, sizes, self.buffers, layers)
@@ -79,3 +73,28 @@ def until(holds: Callable[[], bool], seconds: float = 5.0) -> None:
     while not holds():
         assert time.monotonic() < end, "it did not come to that"
         time.sleep(0.005)
+
+
+def texts(llm: LLM) -> list[tuple[int, ...]]:
+    outputs = llm.generate(PROMPTS, PARAMS)
+    assert [output.error for output in outputs if output.error] == []
+    assert_idle(llm)
+    return [output.token_ids for output in outputs]
+
+
+def wanted(model: Path) -> list[tuple[int, ...]]:
+    with resident(model) as llm:
+        return texts(llm)
+
+
+def prepared_file(llm: LLM) -> Path:
+    plan = llm.models.plan
+    assert plan is not None
+    return plan.prepared.path
+
+
+def fails(number: int) -> Callable[..., Any]:
+    def fail(*args: object, **more: object) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return fail

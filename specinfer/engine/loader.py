@@ -1,0 +1,181 @@
+"""A loader: models that were found get their weights, in memory or streamed from prepared files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from specinfer.attention.native import NativeAttention, unsupported
+from specinfer.attention.sdpa import SdpaAttention
+from specinfer.config import Quantization
+from specinfer.engine.drafts import Found, FoundHead
+from specinfer.engine.memory import MemoryPlan
+from specinfer.errors import ConfigError, DamagedFileError, ModelFileError
+from specinfer.heads.checkpoint import load_head
+from specinfer.heads.runner import HeadModel
+from specinfer.kernels.choice import Kernels, guessing, streaming
+from specinfer.models.language_model import LanguageModel
+from specinfer.models.prepared import PreparedFile
+from specinfer.models.streamed import table_on_disk
+from specinfer.models.weight_memory import Shared
+from specinfer.models.weights import load_model, load_streamed, prepare
+from specinfer.progress import Progress
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loader:
+    """Loads the models of one engine, some of whose layers are streamed where memory was planned.
+
+    A prepared file that turns out to be damaged is removed and made anew, once: if that is damaged as well,
+    DamagedFileError is raised.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Kernels  # of the machine
+    native: bool  # whether a model that native attention cannot serve is refused
+    plan: MemoryPlan | None  # None: all weights stay in memory
+    folder: Path | None  # of prepared files; None: in the user's cache
+    progress: Progress
+
+    def target(self, found: Found, quantization: Quantization, *, reads_table: bool) -> LanguageModel:
+        """The target; if it is streamed and a head reads its embeddings, these stay in memory."""
+        kernels, plan = self._fitting(found, quantization), self.plan
+        if plan is None:
+            return self._load(found, kernels, quantization)
+
+        def stream(prepared: PreparedFile) -> LanguageModel:
+            return load_streamed(
+                found.model,
+                prepared,
+                plan.placement,
+                plan.disk,
+                dtype=self.dtype,
+                kernels=kernels,
+                quantization=quantization,
+                table_in_memory=reads_table,
+                progress=self.progress,
+                name=found.files.name,
+            )
+
+        return _used(plan.prepared, stream, partial(self._prepare, found, kernels, quantization))
+
+    def draft(
+        self, found: Found, quantization: Quantization, logit_ids: Sequence[int] | None
+    ) -> LanguageModel:
+        """A draft model with logits of `logit_ids`, or all; beside a streamed target its embeddings are on
+        the disk.
+        """
+        kernels = guessing(self._fitting(found, quantization))
+        shared: Shared | None = None
+        if self.plan is not None:
+            make = partial(self._prepare, found, kernels, quantization)
+            shared = Shared(_used(make(), table_on_disk, make))
+        return self._load(found, kernels, quantization, logit_ids, shared)
+
+    def twin(
+        self,
+        found: Found,
+        target: LanguageModel,
+        quantization: Quantization,
+        logit_ids: Sequence[int] | None,
+    ) -> LanguageModel:
+        """The target in fewer bits, with its embeddings, and with its output layer where that was planned."""
+        kernels = guessing(self._fitting(found, quantization))
+        shares_head = False
+        if self.plan is not None:  # made a matrix at a time, and with embeddings: others may need the file
+            self._prepare(found, kernels, quantization)
+            shares_head = self.plan.guessers.shares_head and logit_ids is None
+        shared = Shared(target.table, target.output if shares_head else None)
+        return self._load(found, kernels, quantization, logit_ids, shared)
+
+    def head(
+        self, found: FoundHead, target: Found, model: LanguageModel, quantization: Quantization
+    ) -> HeadModel:
+        """A head, which reads the target `model`."""
+        return load_head(
+            found.head,
+            target.model,
+            model,
+            progress=self.progress,
+            name=found.files.name,
+            kernels=guessing(self._fitting(found, quantization)),
+            quantization=quantization,
+        )
+
+    def _fitting(self, found: Found | FoundHead, quantization: Quantization) -> Kernels:
+        """The kernels for a model: by its size, and with PyTorch's attention where its heads need that."""
+        weights = found.weight_bytes(self.dtype, self.kernels, quantization)
+        kernels = streaming(self.kernels, weights)
+        name, heads = found.files.name, found.config
+        if heads is None:
+            return kernels
+        reason = unsupported(heads.head_dim, heads.num_heads // heads.num_kv_heads, self.dtype)
+        if reason is None or not isinstance(kernels.attention, NativeAttention):
+            return kernels
+        if self.native:
+            raise ConfigError(f"kernels is 'native', whose attention cannot run {name}: {reason}; use auto")
+        _LOG.warning("native attention is not used for %s, PyTorch runs instead: %s", name, reason)
+        return replace(kernels, attention=SdpaAttention())
+
+    def _prepare(self, found: Found, kernels: Kernels, quantization: Quantization) -> PreparedFile:
+        return prepare(
+            found.model,
+            dtype=self.dtype,
+            kernels=kernels,
+            quantization=quantization,
+            cache=self.folder,
+            progress=self.progress,
+            name=found.files.name,
+        )
+
+    def _load(
+        self,
+        found: Found,
+        kernels: Kernels,
+        quantization: Quantization,
+        logit_ids: Sequence[int] | None = None,
+        shared: Shared | None = None,
+    ) -> LanguageModel:
+        return load_model(
+            found.model,
+            dtype=self.dtype,
+            device=self.device,
+            progress=self.progress,
+            name=found.files.name,
+            logit_ids=logit_ids,
+            kernels=kernels,
+            quantization=quantization,
+            cache=self.folder,
+            shared=shared,
+        )
+
+
+def _used(prepared: PreparedFile, use: Callable[[PreparedFile], _T], make: Callable[[], PreparedFile]) -> _T:
+    """What `use` makes of a prepared file, or of a new one where it is damaged."""
+    try:
+        return use(prepared)
+    except DamagedFileError as error:
+        _remove(prepared.path, error)
+    return use(make())  # not above, where the error keeps what was loaded
+
+
+def _remove(path: Path, error: DamagedFileError) -> None:
+    """Remove a prepared file, which is then made anew; raises ModelFileError where it stays."""
+    _LOG.warning("a prepared model is made anew: %s", str(error))
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as failed:
+        raise ModelFileError(
+            f"{error}; and it cannot be removed ({failed.strerror}): remove it, or name another folder with "
+            "--offload-folder"
+        ) from failed
