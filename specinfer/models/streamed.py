@@ -27,7 +27,8 @@ from specinfer.kernels.layout import Int4Weight, Weight
 from specinfer.kernels.product import Product
 from specinfer.models.placement import Placement
 from specinfer.models.prepared import Place, PreparedFile, Record
-from specinfer.models.stream import LayerStream, StreamRecord
+from specinfer.models.stream import LayerStream
+from specinfer.models.stream_buffers import StreamRecord
 from specinfer.models.weight_memory import EmbeddingTable, Weights
 from specinfer.models.weight_reader import WeightReader
 from specinfer.progress import Progress

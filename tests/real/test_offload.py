@@ -51,35 +51,30 @@ def test_memory_never_passes_the_limit_and_the_first_start_plans_as_the_second(t
     whole = subprocess.run(command(), cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     try:
         with memory_group(LIMIT) as group:
+            kill_while_it_prepares(group, tmp_path)
             first = run(group, *streamed(tmp_path))
             second = run(group, *streamed(tmp_path))
-            plain = run(group, *streamed(tmp_path), "--speculation", "false")
             refused = group.run(command("--memory", str(MEMORY)), timeout=120, cwd=ROOT)
     except NoGroupError as error:
         pytest.skip(f"no memory group can be made: {error}")
-    assert [ran.stdout for ran in (first, second, plain)] == [whole.stdout] * 3
+    assert [first.stdout, second.stdout] == [whole.stdout] * 2
     found = [int(layers(ran).split()[0]) for ran in (first, second)]
     assert abs(found[0] - found[1]) <= 1, "a process is never twice the same to the megabyte"
     assert refused.returncode == 2
     assert re.search(r"or --offload auto: \d+ of 30 layers streamed, .* a pass at ", refused.stderr)
-
-
-def test_a_start_that_is_killed_while_it_prepares_leaves_no_file_of_that_name(tmp_path: Path) -> None:
-    library_or_skip()
-    try:
-        with memory_group(LIMIT) as group:
-            args = group.inside(command(*streamed(tmp_path)))
-            process = subprocess.Popen(args, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-            end = time.monotonic() + 60
-            while not [*tmp_path.glob("*.partial")]:
-                assert time.monotonic() < end
-                assert process.poll() is None
-                time.sleep(0.005)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            assert not [*tmp_path.glob("*.safetensors")]
-            run(group, *streamed(tmp_path))
-    except NoGroupError as error:
-        pytest.skip(f"no memory group can be made: {error}")
     assert len([*tmp_path.glob("*.safetensors")]) >= 1
     assert not [*tmp_path.glob("*.partial")]
+
+
+def kill_while_it_prepares(group: MemoryGroup, folder: Path) -> None:
+    """Kill a start in the middle of its file, which is not left under its name."""
+    args = group.inside(command(*streamed(folder)))
+    process = subprocess.Popen(args, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while not [*folder.glob("*.partial")]:
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not [*folder.glob("*.safetensors")]

@@ -1,0 +1,207 @@
+"""Files that are damaged, change or cannot be written while layers are streamed: no text is wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer.errors import ModelError, ModelFileError
+from specinfer.files import NewFile
+from specinfer.kernels import disk
+from specinfer.kernels.layout import Weight
+from specinfer.models import prepared as preparing
+from specinfer.models.prepared import NewPreparedFile
+from tests.engines import assert_idle
+from tests.kernels import kernels
+from tests.tiny_models import write_similar_llama, write_tiny_llama
+from tests.unit.engine.offloading import (
+    PARAMS,
+    PROMPTS,
+    Planned,
+    fails,
+    prepared_file,
+    streamed,
+    texts,
+    wanted,
+)
+
+pytestmark = pytest.mark.usefixtures("own_cache", "no_thread_is_left")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    kernels("native")
+    return write_tiny_llama(tmp_path / "model", num_layers=4, tokenizer=True)
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (
+        lambda path: os.truncate(path, path.stat().st_size // 2 // 4096 * 4096),
+        "got shorter|ended at|went from",
+    ),
+    "replaced": (lambda path: os.replace(shutil.copy(path, f"{path}.new"), path), "was replaced"),
+    "grown": (lambda path: os.truncate(path, path.stat().st_size + 1), "went from"),
+    "removed": (lambda path: path.unlink(), "went away"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_prepared_file_that_changes_while_it_is_read(
+    change: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want, (do, says) = wanted(model), CHANGES[change]
+    with streamed(model, monkeypatch) as llm:
+        begun = llm.stream(PROMPTS[0], PARAMS)
+        next(begun)
+        do(prepared_file(llm))
+        end = [*begun][-1]
+        assert end.finish_reason == "error"
+        assert any(word in str(end.error) for word in says.split("|"))
+        assert "load the model again" in str(end.error)
+        assert_idle(llm)
+    with streamed(model, monkeypatch) as llm:
+        assert texts(llm) == want
+
+
+@pytest.mark.parametrize("change", ["truncated", "replaced", "grown"])
+def test_a_model_that_changes_while_it_is_prepared(
+    change: str, model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, source, do = NewPreparedFile.write, model / "model.safetensors", CHANGES[change][0]
+    changed: list[str] = []
+
+    def changing(self: NewPreparedFile, name: str, weight: Weight) -> None:
+        write(self, name, weight)
+        if not changed:
+            changed.append(name)
+            do(source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NewPreparedFile, "write", changing)
+        with pytest.raises(ModelFileError, match=r"shorter while it was read|was changed while"):
+            streamed(model, monkeypatch)
+    assert [*(own_cache / "prepared").glob("*.safetensors")] == []
+
+
+def flip(path: Path, record: str) -> None:
+    """Change a byte in the middle of a record."""
+    with path.open("r+b") as file:
+        begin, length, _ = records_of(path)[record]
+        file.seek(begin + length // 3)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 16]))
+
+
+def records_of(path: Path) -> dict[str, tuple[int, int, int]]:
+    import json
+
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    found: dict[str, tuple[int, int, int]] = json.loads(header["__metadata__"]["records"])
+    return found
+
+
+@pytest.mark.parametrize("record", ["model.layers.1", "model.layers.2", "model.embed_tokens", "lm_head"])
+def test_a_flipped_byte_is_found_at_the_start_and_made_anew(
+    record: str, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    want, plan = wanted(model), Planned((1, 3))
+    with streamed(model, monkeypatch, plan) as llm:
+        path = prepared_file(llm)
+        assert texts(llm) == want
+    flip(path, record)
+    with streamed(model, monkeypatch, plan) as llm:
+        assert texts(llm) == want
+    [line] = caplog.messages
+    assert line.startswith(f"a prepared model is made anew: {path}: ")
+
+
+def test_a_flipped_byte_of_a_drafts_embeddings(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    draft, folder = write_similar_llama(model, tmp_path / "draft"), tmp_path / "disk"
+    options: dict[str, Any] = {"drafts": (str(draft),), "offload_folder": str(folder)}
+    with streamed(model, monkeypatch, **options) as llm:
+        want = texts(llm)
+    assert len([*folder.glob("*.safetensors")]) == 2
+    flip(next(folder.glob("draft-*.safetensors")), "model.embed_tokens")
+    with streamed(model, monkeypatch, **options) as llm:
+        assert texts(llm) == want
+    assert len(caplog.messages) == 1
+
+
+def test_damage_that_comes_again_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep, kept = NewFile.keep, list[Path]()
+
+    def damage(self: NewFile, **options: bool) -> None:
+        keep(self, **options)
+        kept.append(self._path)
+        flip(self._path, "model.layers.1")
+
+    monkeypatch.setattr(NewFile, "keep", damage)
+    with pytest.raises(ModelFileError, match=r"model\.layers\.1 has a wrong checksum"):
+        streamed(model, monkeypatch)
+    assert len(kept) == 2
+
+
+def test_a_damaged_file_that_cannot_be_removed_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with streamed(model, monkeypatch) as llm:
+        path = prepared_file(llm)
+    flip(path, "model.layers.0")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", fails(errno.EROFS))
+        with pytest.raises(
+            ModelFileError, match=r"Read-only file system.*name another folder with --offload"
+        ):
+            streamed(model, monkeypatch)
+
+
+@pytest.mark.parametrize("how", ["before", "while it is written", "read-only"])
+def test_a_folder_that_takes_no_file(
+    how: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "disk"
+    options: dict[str, Any] = {"offload_folder": str(folder)}
+    with monkeypatch.context() as patch:
+        if how == "before":
+            patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
+        elif how == "while it is written":
+            patch.setattr(NewFile, "write", fails(errno.ENOSPC))
+        else:
+            patch.setattr(preparing, "locked", fails(errno.EROFS))
+        with pytest.raises(ModelError, match=r"cannot be prepared in .*disk: .*--offload-folder"):
+            streamed(model, monkeypatch, **options)
+    assert [*folder.glob("*.safetensors*")] in ([], [*folder.glob("*.lock")])
+    with streamed(model, monkeypatch, **options) as llm:
+        want = texts(llm)
+    with monkeypatch.context() as patch:  # what is there is read
+        patch.setattr(preparing, "locked", fails(errno.EROFS))
+        with streamed(model, monkeypatch, **options) as llm:
+            assert texts(llm) == want
+
+
+@pytest.mark.parametrize("lacks", ["tmpfs", "O_DIRECT", "locks"])
+def test_odd_file_systems(lacks: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    want, folder = wanted(model), tmp_path / "disk"
+    if lacks == "tmpfs":
+        shm = Path("/dev/shm")
+        if not os.access(shm, os.W_OK):
+            pytest.skip("no /dev/shm")
+        folder = shm / f"specinfer-{os.getpid()}"
+    elif lacks == "O_DIRECT":
+        monkeypatch.setattr(disk, "_open_direct", lambda path: None)
+    else:
+        monkeypatch.setattr("filelock.FileLock.acquire", fails(errno.ENOLCK))
+    try:
+        with streamed(model, monkeypatch, offload_folder=str(folder)) as llm:
+            assert texts(llm) == want
+            assert prepared_file(llm).parent == folder
+    finally:
+        shutil.rmtree(folder)
