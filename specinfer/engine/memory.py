@@ -51,8 +51,14 @@ class Room(NamedTuple):
     buffers: int  # of layers: while a draft works, two may be filled
 
 
-# The more the better.
-ROOMS: Final = (Room(8192, 512, 3), Room(4096, 512, 3), Room(2048, 256, 3), Room(2048, 128, 2))
+# The more the better; the last one is for what fits with no other.
+ROOMS: Final = (
+    Room(8192, 512, 3),
+    Room(4096, 512, 3),
+    Room(2048, 256, 3),
+    Room(2048, 128, 2),
+    Room(1024, 128, 2),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +188,10 @@ class Wanted:
         asked = config.scheduler.max_step_tokens, config.speculation.max_nodes
         rows = max([number for number in asked if isinstance(number, int)], default=0)
         for guessers in self.guessers:
+            fits = False
             for room in ROOMS:
+                if fits and room is ROOMS[-1]:
+                    break
                 room = room._replace(rows=max(rows, room.rows))
                 models = [(self.target.config, self.dtype), *guessers.caches]
                 caches = config.cache.memory or cache_bytes(models, room.positions)
@@ -199,6 +208,7 @@ class Wanted:
                     refused.append((sum(parts.values()), error))
                     continue
                 ways.append(Way(guessers, room, caches, placement))
+                fits = True
         if not ways:
             raise min(refused, key=itemgetter(0))[1]
         return ways

@@ -29,7 +29,6 @@ from specinfer.engine.memory import (
     Guessers,
     MemoryPlan,
     Wanted,
-    allowed_bytes,
     guessing_bytes,
     offload_folder,
     plan_memory,
@@ -45,7 +44,6 @@ from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress, Progress
 from specinfer.runtime.flight import torch_threads
-from specinfer.runtime.kv_cache import process_bytes
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, draft_vocabulary
 from specinfer.tokenizer import Tokenizer
 
@@ -232,8 +230,7 @@ def with_members(config: EngineConfig, progress: Progress) -> EngineConfig:
 def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Models:
     """Of `models`, which were loaded for `config`, those that `wanted` names.
 
-    Where memory was planned a variant's KV caches get a part of what those of the LLM got, and no more than
-    is left. Raises
+    Where memory was planned a variant's KV caches get a part of what those of the LLM got, beside it. Raises
     ConfigError when `wanted` needs other weights.
     """
     pairs = [(name, getattr(wanted, name), getattr(config, name)) for name in _LOADED]
@@ -267,8 +264,7 @@ def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Mo
     foreign = {name: tokens for name, tokens in models.foreign.items() if name in drafts}
     plan = models.plan
     if plan is not None:
-        left = allowed_bytes(config.memory, models.target.device) - process_bytes()
-        plan = replace(plan, kv_cache=max(0, min(plan.kv_cache // _BESIDE, left)))
+        plan = replace(plan, kv_cache=plan.kv_cache // _BESIDE)
     return replace(models, drafts=drafts, named=named, foreign=foreign, plan=plan)
 
 
