@@ -70,7 +70,11 @@ class _Trial:
         groups = (blocks, size // GROUP, BLOCK)
         self._floats = torch.randn(channels, inner, generator=chance)
         scales = torch.empty(channels).uniform_(0.01, 0.1, generator=chance)
-        self._int8 = lay_out_int8(_integers(-127, 128, channels, size, chance=chance).to(torch.int8), scales)
+        self._values, self._scales = (
+            _integers(-127, 128, channels, size, chance=chance).to(torch.int8),
+            scales,
+        )
+        self._int8 = lay_out_int8(self._values, scales)
         self._int4 = Int4Weight(
             pack_levels(_integers(0, 16, blocks * BLOCK, size, chance=chance).to(torch.uint8)),
             torch.empty(groups).uniform_(0.01, 0.1, generator=chance).half(),
@@ -87,6 +91,8 @@ class _Trial:
                 yield f"{rows} rows are not what they are among {len(x)}"
             elif not torch.equal(past_caches(x[:rows]), whole[:rows]):
                 yield f"{rows} rows differ where weights are read past the caches"
+        if self._kind == "int8":
+            yield from self._faults_of_parts(x, want)
         if self._exact:
             if not torch.equal(product(x.bfloat16()), plain(x.bfloat16())):
                 yield "results of bfloat16 rows differ"
@@ -101,6 +107,19 @@ class _Trial:
             loose = self._by(NativeProducts(self._library, Use(loose=True)))
             if not torch.equal(loose(x[:_FEW]), want[:_FEW]):
                 yield f"{_FEW} loose rows differ"
+
+    def _faults_of_parts(self, x: Tensor, want: Tensor) -> Iterator[str]:
+        """What is wrong where two products have some of the inner elements each."""
+        cut, products = self._inner // (2 * GROUP) * GROUP, NativeProducts(self._library)
+        parts = []
+        for begin, end in ((0, cut), (cut, self._inner)):
+            weight = lay_out_int8(self._values[:, begin:end], self._scales)
+            product = products.int8(weight, self._bias, end - begin, self._channels)
+            parts.append((product, x[:, begin:end].contiguous()))
+        maxima = torch.stack([product.maxima(part) for product, part in parts]).amax(0)
+        sums = torch.stack([product.partials(part, maxima) for product, part in parts]).sum(0).int()
+        if not torch.equal(parts[0][0].finished(sums, maxima, x.dtype), want):
+            yield "two parts do not add up to the whole"
 
     def _by(self, products: Products) -> Product:
         if self._kind == "int8":

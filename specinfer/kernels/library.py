@@ -226,12 +226,19 @@ class Library:
                 f"{path} cannot be loaded ({error}); delete it, or set SPECINFER_CACHE to a folder from "
                 "which libraries may be loaded"
             ) from error
-        address, count, flag = c_void_p, c_int64, c_int32
+        address, count, flag, product = c_void_p, c_int64, c_int32, POINTER(ProductArgs)
         self.set_threads = _function(library.specinfer_set_threads, None, c_int32)
         self.threads = _function(library.specinfer_threads, c_int32)
         self.want_huge_pages = _function(library.specinfer_want_huge_pages, None, address, count)
-        self.multiply = _function(
-            library.specinfer_multiply, None, POINTER(ProductArgs), flag, address, count, address
+        self.multiply = _function(library.specinfer_multiply, None, product, flag, address, count, address)
+        self.find_maxima = _function(
+            library.specinfer_find_maxima, None, product, flag, address, count, address
+        )
+        self.add_up = _function(
+            library.specinfer_add_up, None, product, flag, address, count, address, address
+        )
+        self.finish = _function(
+            library.specinfer_finish, None, product, flag, address, count, address, address
         )
         self.add_rms_norm = _function(
             library.specinfer_add_rms_norm, None, flag, *[address] * 5, count, count, c_float, flag

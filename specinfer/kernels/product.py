@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,6 +24,35 @@ from specinfer.kernels.library import (
 
 Product = Callable[[Tensor], Tensor]  # x [rows, inner] -> [rows, channels] in x's dtype
 
+
+@runtime_checkable
+class SplitProduct(Protocol):
+    """A Product over some of the inner elements, whose parts in several processes add up to the whole one.
+
+    Each part has a range of the inner elements that begins at a group of 32 (`GROUP`), the scales of whole
+    channels and the bias. With the largest `maxima` of all parts, and the sum of all `partials`, `finished`
+    has the bits of the product with all elements, however these are shared out.
+    """
+
+    channels: int
+    inner: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """As a Product: x [rows, inner] -> [rows, channels], as if there were no other part."""
+
+    def maxima(self, x: Tensor) -> Tensor:
+        """The largest values of rows as they are quantized, float32 [rows], none below 0.
+
+        To compare them by their bits, as int32, is to compare them by size, with a NaN above all else.
+        """
+
+    def partials(self, x: Tensor, maxima: Tensor) -> Tensor:
+        """Exact sums over these inner elements, int32 [rows, channels]; `maxima` are those of whole rows."""
+
+    def finished(self, sums: Tensor, maxima: Tensor, dtype: torch.dtype) -> Tensor:
+        """The results [rows, channels] in `dtype` that sums of whole rows give."""
+
+
 FLOATS: Final[dict[torch.dtype, FloatType]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -32,6 +61,18 @@ def float_code(x: Tensor) -> int:
     if x.dtype not in FLOATS:
         raise TypeError(f"got a tensor of {x.dtype}; native kernels take bfloat16 or float32")
     return TYPES[FLOATS[x.dtype]]
+
+
+def check_agreed(maxima: Tensor, rows: int) -> None:
+    """Raise ValueError unless these are contiguous maxima of so many rows."""
+    if maxima.dtype is not torch.float32 or maxima.shape != (rows,) or not maxima.is_contiguous():
+        raise ValueError(f"maxima must be float32 [{rows}], got {maxima.dtype} {list(maxima.shape)}")
+
+
+def check_sums(sums: Tensor, channels: int) -> None:
+    """Raise ValueError unless these are contiguous sums of so many channels."""
+    if sums.dtype is not torch.int32 or sums.shape[1:] != (channels,) or not sums.is_contiguous():
+        raise ValueError(f"sums must be int32 [rows, {channels}], got {sums.dtype} {list(sums.shape)}")
 
 
 def check_rows(x: Tensor, columns: int) -> int:
@@ -134,3 +175,39 @@ class NativeProduct:
         out = x.new_empty(len(x), self.channels)
         self._library.multiply(ctypes.byref(self.args), code, x.data_ptr(), len(x), out.data_ptr())
         return out
+
+    def maxima(self, x: Tensor) -> Tensor:
+        """As SplitProduct says; raises TypeError unless the weight is int8."""
+        self._check_exact()
+        code, maxima = check_rows(x, self.inner), torch.empty(len(x))
+        self._library.find_maxima(ctypes.byref(self.args), code, x.data_ptr(), len(x), maxima.data_ptr())
+        return maxima
+
+    def partials(self, x: Tensor, maxima: Tensor) -> Tensor:
+        """As SplitProduct says; raises TypeError unless the weight is int8."""
+        self._check_exact()
+        code, sums = check_rows(x, self.inner), torch.empty(len(x), self.channels, dtype=torch.int32)
+        check_agreed(maxima, len(x))
+        self._library.add_up(
+            *(ctypes.byref(self.args), code, x.data_ptr(), len(x)),
+            *(maxima.data_ptr(), sums.data_ptr()),
+        )
+        return sums
+
+    def finished(self, sums: Tensor, maxima: Tensor, dtype: torch.dtype) -> Tensor:
+        """As SplitProduct says; raises TypeError unless the weight is int8."""
+        self._check_exact()
+        check_sums(sums, self.channels)
+        check_agreed(maxima, len(sums))
+        out = torch.empty(len(sums), self.channels, dtype=dtype)
+        self._library.finish(
+            *(ctypes.byref(self.args), float_code(out), sums.data_ptr(), len(sums)),
+            *(maxima.data_ptr(), out.data_ptr()),
+        )
+        return out
+
+    def _check_exact(self) -> None:
+        if self.kind != "int8":
+            raise TypeError(
+                f"a product with {self.kind} weights has no exact sums that parts could add up; int8 has"
+            )

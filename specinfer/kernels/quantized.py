@@ -34,7 +34,16 @@ from specinfer.kernels.layout import (
     padded,
 )
 from specinfer.kernels.library import BLOCK, Library, padded_inner
-from specinfer.kernels.product import FLOATS, USUAL, NativeProduct, Product, Use
+from specinfer.kernels.product import (
+    FLOATS,
+    USUAL,
+    NativeProduct,
+    Product,
+    SplitProduct,
+    Use,
+    check_agreed,
+    check_sums,
+)
 
 LEVELS: Final = 16  # of an int4 weight
 _ROWS: Final = 16  # of a float product
@@ -70,19 +79,14 @@ class Products:
 
         return product
 
-    def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
+    def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int, channels: int) -> SplitProduct:
         """The product of rows of `inner` elements with the first `channels` of an int8 weight.
 
         `bias` is float32 [channels].
         """
         _check_inner(padded_inner("int8", inner), weight.values.shape[1] * 4)
         matrix, scales = int8_matrix(weight, channels, padded(inner))
-
-        def product(x: Tensor) -> Tensor:
-            values, row_scales = int8_rows(x)
-            return int8_outputs(exact_sums(values, matrix), row_scales, scales, bias, x.dtype)
-
-        return product
+        return Int8Product(matrix, scales, bias, inner)
 
     def int4(
         self,
@@ -137,7 +141,7 @@ class NativeProducts(Products):
             use=self.use,
         )
 
-    def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
+    def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int, channels: int) -> SplitProduct:
         """As Products says."""
         return NativeProduct(
             *(self.library, "int8", weight.values),
@@ -188,19 +192,44 @@ def rotate(groups: Tensor) -> Tensor:
     return columns.T.reshape(groups.shape)
 
 
-def int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, inner] rotated by H, as int8 values [rows, padded inner] and float32 scales [rows, 1]."""
-    rotated = rotate(grouped(x)).flatten(1)
-    most = rotated.abs().amax(1, keepdim=True)
-    return (rotated * _inverse(most)).round().to(torch.int8), most / 127.0
+class Int8Product:
+    """The twin of a native product with int8 weights: a Product, and a SplitProduct."""
 
+    __slots__ = ("_bias", "_matrix", "_scales", "channels", "inner")
 
-def int8_outputs(
-    sums: Tensor, row_scales: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Exact sums [rows, channels] in float32 -> the outputs in `dtype`."""
-    out = sums * scales * row_scales
-    return (out if bias is None else out + bias).to(dtype)
+    def __init__(self, matrix: Tensor, scales: Tensor, bias: Tensor | None, inner: int) -> None:
+        """`matrix` is int8 [channels, padded inner]; scales and bias are float32 [channels]."""
+        self._matrix, self._scales, self._bias = matrix, scales, bias
+        self.channels, self.inner = len(matrix), inner
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, inner] -> [rows, channels] in x's dtype."""
+        rotated = self._rotated(x)
+        maxima = rotated.abs().amax(1)
+        return self.finished(self._sums(rotated, maxima), maxima, x.dtype)
+
+    def maxima(self, x: Tensor) -> Tensor:
+        """As SplitProduct says."""
+        return self._rotated(x).abs().amax(1)
+
+    def partials(self, x: Tensor, maxima: Tensor) -> Tensor:
+        """As SplitProduct says."""
+        check_agreed(maxima, len(x))
+        return self._sums(self._rotated(x), maxima)
+
+    def finished(self, sums: Tensor, maxima: Tensor, dtype: torch.dtype) -> Tensor:
+        """As SplitProduct says."""
+        check_sums(sums, self.channels)
+        check_agreed(maxima, len(sums))
+        out = sums.float() * self._scales * (maxima / 127.0)[:, None]
+        return (out if self._bias is None else out + self._bias).to(dtype)
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        return rotate(grouped(x)).flatten(1)
+
+    def _sums(self, rotated: Tensor, maxima: Tensor) -> Tensor:
+        values = (rotated * _inverse(maxima)[:, None]).round().to(torch.int8)
+        return exact_sums(values, self._matrix)
 
 
 def int4_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,12 +243,12 @@ def int4_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def exact_sums(values: Tensor, weight: Tensor) -> Tensor:
-    """values [rows, inner] times weight [channels, inner], both int8, rounded to float32 once, at the end."""
+    """values [rows, inner] times weight [channels, inner], both int8, as int32."""
     total = torch.zeros(len(values), len(weight), dtype=torch.float64)
     for start in range(0, values.shape[1], _EXACT):
         part = slice(start, start + _EXACT)
         total += F.linear(values[:, part].float(), weight[:, part].float())
-    return total.float()
+    return total.int()
 
 
 def pack_levels(levels: Tensor) -> Tensor:

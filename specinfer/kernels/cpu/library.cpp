@@ -48,6 +48,26 @@ void specinfer_multiply(const Product* product, int32_t type, const void* x, int
   multiply(*product, {x, static_cast<Type>(type), rows}, out);
 }
 
+void specinfer_find_maxima(const Product* product, int32_t type, const void* x, int64_t rows, float* maxima) {
+  const Claim claim;
+  const Timed timed(Stage::kProduct);
+  find_maxima(*product, {x, static_cast<Type>(type), rows}, maxima);
+}
+
+void specinfer_add_up(const Product* product, int32_t type, const void* x, int64_t rows, const float* maxima,
+                      int32_t* sums) {
+  const Claim claim;
+  const Timed timed(Stage::kProduct);
+  multiply(*product, {x, static_cast<Type>(type), rows, maxima}, sums);
+}
+
+void specinfer_finish(const Product* product, int32_t type, const int32_t* sums, int64_t rows, const float* maxima,
+                      void* out) {
+  const Claim claim;
+  const Timed timed(Stage::kProduct);
+  finish(*product, {nullptr, static_cast<Type>(type), rows, maxima}, sums, out);
+}
+
 void specinfer_add_rms_norm(int32_t type, void* x, const void* y, const void* weight, void* out,
                             const int64_t* chosen, int64_t rows, int64_t size, float eps, int32_t in_place) {
   const Claim claim;

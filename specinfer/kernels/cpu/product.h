@@ -51,9 +51,23 @@ struct Rows {
   const void* data;
   Type type;
   int64_t count;
+  // Of a product with int8 weights, where these are parts of rows: the largest values of the whole ones, as find_maxima
+  // gives them; null: they are whole.
+  const float* maxima = nullptr;
 };
 
+// Parts of rows give sums instead of results, int32 [count, channels].
 void multiply(const Product& product, const Rows& rows, void* out);
+
+// ---- a product with int8 weights, in parts of its inner elements ----
+//
+// Each part begins at a group of 32. Maxima of the parts' rows, of which the largest count, are those of whole rows;
+// sums of all parts, added up, are the product's own, as integers add exactly; what finish makes of these has its bits.
+
+// The largest absolute value of each row, turned (quantized_rows.h), by its bits: a NaN is larger than all else.
+void find_maxima(const Product& product, const Rows& rows, float* maxima);
+// Sums of whole rows [count, channels] -> results; `rows` needs no data.
+void finish(const Product& product, const Rows& rows, const int32_t* sums, void* out);
 
 // ---- for those that implement it ----
 
@@ -75,7 +89,12 @@ inline int64_t blocks_of(int64_t channels) { return (channels + kBlock - 1) / kB
 class Output {
  public:
   Output(const Product& product, const Rows& rows, void* out)
-      : bias_(product.bias), channels_(product.channels), halves_(rows.type == Type::kBFloat16), data_(out) {}
+      : scales_(static_cast<const float*>(product.scales)),
+        bias_(product.bias),
+        channels_(product.channels),
+        halves_(rows.type == Type::kBFloat16),
+        partial_(rows.maxima != nullptr),
+        data_(out) {}
 
   // The channels from 16 * block on.
   void store(int64_t row, int64_t block, Floats y) const {
@@ -89,10 +108,21 @@ class Output {
     }
   }
 
+  // The same from exact sums of int8, of a row with that scale. Sums of parts of rows stay as they are.
+  void store(int64_t row, int64_t block, Ints sums, float row_scale) const {
+    const int64_t first = block * kBlock;
+    if (partial_) {
+      auto* const to = static_cast<float*>(data_) + row * channels_ + first;
+      return specinfer::store(to, bits_as<float>(sums), std::min(kBlock, channels_ - first));
+    }
+    store(row, block, to_floats(sums) * load(scales_ + first) * row_scale);
+  }
+
  private:
+  const float* scales_;  // of int8 channels
   const float* bias_;
   int64_t channels_;
-  bool halves_;
+  bool halves_, partial_;
   void* data_;
 };
 

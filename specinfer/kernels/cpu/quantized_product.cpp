@@ -198,7 +198,6 @@ struct StraightRows {
 template <bool Nontemporal>
 struct Int8Weight {
   const uint8_t* weights;
-  const float* scales;
   const int8_t* values;  // [rows, inner]
   const float* row_scales;
   const int32_t* offsets;
@@ -226,14 +225,9 @@ struct Int8Weight {
         each<B>([&](auto b) { sums[r][b] = add_products(sums[r][b], four[b], a + r * inner + k); });
       });
     }
-    TileResults<R, B> results;
-    each<R>([&](auto r) {
-      each<B>([&](auto b) {
-        const Floats of_channels = load(scales + (block + b) * kBlock);
-        results.of[r][b] = to_floats(sums[r][b]) * of_channels * row_scales[row + r];
-      });
-    });
-    results.store(out, row, block);
+    TileResults<R, B, Ints> results;
+    each<R>([&](auto r) { each<B>([&](auto b) { results.of[r][b] = sums[r][b]; }); });
+    results.store(out, row, block, row_scales);
   }
 };
 
@@ -298,9 +292,9 @@ void multiply_int8(const Product& product, const Rows& rows, const Output& out) 
   auto* const offsets = scratch.take<int32_t>(rows.count);
   quantize<Kind::kInt8>(product, rows, groups, place, scales, offsets);
   by_temporality(product, [&](auto nontemporal) {
-    multiply_in_registers(Int8Weight<nontemporal>{static_cast<const uint8_t*>(product.weight),
-                                                  static_cast<const float*>(product.scales), place.to, scales, offsets,
-                                                  rows.count, blocks_of(product.channels), inner, inner * kBlock, out});
+    multiply_in_registers(Int8Weight<nontemporal>{static_cast<const uint8_t*>(product.weight), place.to, scales,
+                                                  offsets, rows.count, blocks_of(product.channels), inner,
+                                                  inner * kBlock, out});
   });
 }
 #endif

@@ -46,6 +46,7 @@ inline float largest(Ints most) {
 }
 
 inline float inverse_of(float most) { return most < 1e-30f ? 0.0f : 127.0f / most; }
+inline float int8_scale(float most) { return most / 127.0f; }
 
 // The lanes, of which each fits, as bytes.
 inline void store_bytes(int8_t* to, Ints v) {
@@ -77,25 +78,34 @@ inline Ints store_group(GroupOf32 x, float inverse, int8_t* values) {
   return low + high;
 }
 
-// One scale for the row, and -128 times the sum of its values, which makes up for the weights' offset. `rotated`
-// has room for a row.
-template <typename T, typename Place>
-void quantize_int8(const T* x, int64_t n, int64_t groups, int64_t row, const Place& place, float* rotated,
-                   float* scales, int32_t* offsets) {
-  const auto to = place(row);
+// f(group, its elements) for all groups of a row, rotated; returns the largest absolute value.
+template <typename T, typename F>
+inline float rotate_row(const T* x, int64_t n, int64_t groups, const F& f) {
   Ints bits = 0;
   for (int64_t g = 0; g < groups; ++g) {
     const GroupOf32 group = rotate(load_group(x + g * kGroup, n - g * kGroup));
     bits = larger(larger(bits, group.low), group.high);
+    f(g, group);
+  }
+  return largest(bits);
+}
+
+// One scale for the row, and -128 times the sum of its values, which makes up for the weights' offset. `rotated`
+// has room for a row; `whole` is the largest value of the row that x is a part of, null where x is all of it.
+template <typename T, typename Place>
+void quantize_int8(const T* x, int64_t n, int64_t groups, int64_t row, const Place& place, const float* whole,
+                   float* rotated, float* scales, int32_t* offsets) {
+  const auto to = place(row);
+  const float own = rotate_row(x, n, groups, [&](int64_t g, const GroupOf32& group) {
     store(rotated + g * kGroup, group.low);
     store(rotated + g * kGroup + kLanes, group.high);
-  }
-  const float most = largest(bits), inverse = inverse_of(most);
+  });
+  const float most = whole == nullptr ? own : *whole, inverse = inverse_of(most);
   Ints total = 0;
   for (int64_t g = 0; g < groups; ++g) {
     total = total + store_group(load_group(rotated + g * kGroup, kGroup), inverse, to.values(g));
   }
-  scales[row] = most / 127.0f;
+  scales[row] = int8_scale(most);
   offsets[row] = -128 * sum(total);
 }
 
@@ -126,7 +136,8 @@ void quantize(const Product& product, const Rows& rows, int64_t groups, const Pl
       for (int64_t r = first; r < last; ++r) {
         const auto* const from = x + r * product.inner;
         if constexpr (kind == Kind::kInt8) {
-          quantize_int8(from, product.inner, groups, r, place, rotated.get(), scales, sums);
+          const float* const whole = rows.maxima == nullptr ? nullptr : rows.maxima + r;
+          quantize_int8(from, product.inner, groups, r, place, whole, rotated.get(), scales, sums);
         } else {
           quantize_int4(from, product.inner, groups, r, place, scales, sums);
         }

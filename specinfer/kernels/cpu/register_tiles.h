@@ -34,13 +34,20 @@ void by_temporality(const Product& product, const F& f) {
 }
 
 // Results of a tile, to be stored by a loop: unrolled, it would take the compiler longer than all sums.
-template <int R, int B>
+template <int R, int B, typename Numbers = Floats>
 struct TileResults {
-  Floats of[R][B];
+  Numbers of[R][B];
 
   void store(const Output& out, int64_t row, int64_t block) const {
     for (int r = 0; r < R; ++r) {
       for (int b = 0; b < B; ++b) out.store(row + r, block + b, of[r][b]);
+    }
+  }
+
+  // Exact sums, of rows with these scales.
+  void store(const Output& out, int64_t row, int64_t block, const float* row_scales) const {
+    for (int r = 0; r < R; ++r) {
+      for (int b = 0; b < B; ++b) out.store(row + r, block + b, of[r][b], row_scales[row + r]);
     }
   }
 };

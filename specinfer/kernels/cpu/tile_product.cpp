@@ -176,10 +176,8 @@ void multiply_int8_tiles(const Product& product, const Rows& given, const Output
   auto* const scales = Scratch::get().take<float>(given.count);
   auto* const offsets = Scratch::get().take<int32_t>(given.count);
   quantize<Kind::kInt8>(product, given, 2 * steps, Int8Place{rows}, scales, offsets);
-  const auto* const of_channels = static_cast<const float*>(product.scales);
   multiply_on_tiles<OfInt8>(product, rows, [&](int64_t row, int64_t block, const uint8_t* sums) {
-    const Ints exact = load_vector<int32_t>(sums) + offsets[row];
-    out.store(row, block, to_floats(exact) * load(of_channels + block * kBlock) * scales[row]);
+    out.store(row, block, load_vector<int32_t>(sums) + offsets[row], scales[row]);
   });
 }
 

@@ -379,6 +379,20 @@ def test_a_row_that_depends_on_the_others_is_named(real: Library) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["find_maxima", "add_up", "finish"])
+def test_parts_that_do_not_add_up_are_named(real: Library, name: str) -> None:
+    other, honest = copy.copy(real), getattr(real, name)
+
+    def wrong(*args: Any) -> None:
+        honest(*args)
+        ctypes.c_uint8.from_address(args[-1]).value ^= 1
+
+    setattr(other, name, wrong)
+    assert list(faults(other)) == [
+        f"int8 {shape}: two parts do not add up to the whole" for shape in ("33 x 96", "80 x 800")
+    ]
+
+
 def test_a_single_wrong_bit_of_exact_products_is_named(real: Library) -> None:
     """Products of floats may round as they like, as may int4 where it is one of them, but always alike."""
     exact = ["results of bfloat16 rows differ", "1 of {} results differ"]

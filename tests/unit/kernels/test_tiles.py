@@ -26,6 +26,7 @@ from specinfer.kernels.quantized import (
     quantize_int8,
     unpack_levels,
 )
+from tests.unit.kernels import test_partials
 
 pytestmark = pytest.mark.slow  # a library is compiled
 
@@ -115,6 +116,24 @@ def test_int8_on_tiles_has_the_bits_of_the_twins(
         got = ours(x)
         assert got.dtype is dtype
         assert torch.equal(got, twin(x)), f"{rows} rows"
+
+
+@pytest.mark.parametrize(("channels", "inner"), test_partials.SHAPES)
+@EACH_DTYPE
+def test_parts_on_tiles_are_the_twins_and_add_up(
+    plain: Library, dtype: torch.dtype, channels: int, inner: int
+) -> None:
+    for starts in test_partials.SHAPES[channels, inner]:
+        ours, twins = (
+            test_partials.Parts(products, channels, inner, starts)
+            for products in (native_kernels(plain).products, Products())
+        )
+        x = activations(max(ROWS), inner, dtype)
+        maxima, whole = ours.maxima(x), twins.whole(x)
+        for rows in ROWS:
+            sums = ours.sums(x[:rows], maxima[:rows])
+            assert torch.equal(sums, twins.sums(x[:rows], maxima[:rows])), f"{rows} rows"
+            assert torch.equal(ours.products[-1].finished(sums, maxima[:rows], dtype), whole[:rows])
 
 
 @EACH_SHAPE

@@ -1,0 +1,39 @@
+// Products with int8 weights whose inner elements several processes share.
+
+#include "quantized_rows.h"
+
+namespace specinfer {
+
+void find_maxima(const Product& product, const Rows& rows, float* maxima) {
+  constexpr int64_t kPieceElements = 1 << 10;  // worth being shared out
+  const int64_t groups = padded_inner(product.kind, product.inner) / kGroup;
+  const auto all = [&](const auto* x) {
+    Pool::get().split(rows.count, kPieceElements / (groups * kGroup) + 1, [&](int64_t first, int64_t last) {
+      for (int64_t r = first; r < last; ++r) {
+        maxima[r] = rotate_row(x + r * product.inner, product.inner, groups, [](int64_t, const GroupOf32&) {});
+      }
+    });
+  };
+  if (rows.type == Type::kBFloat16) {
+    all(static_cast<const BFloat16*>(rows.data));
+  } else {
+    all(static_cast<const float*>(rows.data));
+  }
+}
+
+void finish(const Product& product, const Rows& rows, const int32_t* sums, void* out) {
+  const Output output(product, {nullptr, rows.type, rows.count}, out);
+  const int64_t channels = product.channels, blocks = blocks_of(channels);
+  if (channels == 0) return;
+  Pool::get().split(rows.count, kPieceBytes / (channels * sizeof *sums) + 1, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+      const float scale = int8_scale(rows.maxima[r]);
+      for (int64_t block = 0; block < blocks; ++block) {
+        const auto* const from = reinterpret_cast<const float*>(sums + r * channels + block * kBlock);
+        output.store(r, block, bits_as<int32_t>(load(from, channels - block * kBlock)), scale);
+      }
+    }
+  });
+}
+
+}  // namespace specinfer

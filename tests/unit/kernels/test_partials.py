@@ -1,0 +1,164 @@
+"""int8 products whose inner elements several processes share: parts add up to the whole, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from specinfer.kernels.layout import GROUP, int8_matrix, lay_out_int8, padded
+from specinfer.kernels.product import SplitProduct
+from specinfer.kernels.quantized import Products, quantize_int4, quantize_int8
+from tests.kernels import NAMES, kernels
+
+DTYPES: Final = (torch.float32, torch.bfloat16)
+ROWS: Final = (0, 1, 2, 9, 16, 17, 40, 65, 130)
+SHAPES: Final = {  # channels, inner: where the parts begin, in groups of 32
+    (16, 64): ([0, 1],),
+    (33, 576): ([0, 12], [0, 6, 11], [0, 1, 9, 17]),
+    (49, 1100): ([0, 17], [0, 3, 20], [0, 11, 12, 34]),
+    (1, 200): ([0, 6],),
+}
+EACH_SHAPE: Final = pytest.mark.parametrize(("channels", "inner"), SHAPES)
+EACH_KERNELS: Final = pytest.mark.parametrize("name", NAMES)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def activations(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
+    """Rows of very different sizes; one value of the first is large, the second is zero."""
+    x = random(rows, inner, seed=1) * torch.logspace(-3, 3, max(rows, 1))[:rows, None]
+    x[:1, inner // 2] *= 100
+    x[1:2] = 0
+    return x.to(dtype)
+
+
+class Parts:
+    """A matrix as one product has it, and as the products of several processes do."""
+
+    def __init__(self, products: Products, channels: int, inner: int, starts: Sequence[int]) -> None:
+        self._bias = random(channels, seed=2) if inner != 64 else None
+        self._weight = quantize_int8(random(channels, inner))
+        self.whole = products.int8(self._weight, self._bias, inner, channels)
+        values, scales = int8_matrix(self._weight, channels, padded(inner))
+        self._ranges = list(pairwise([*(GROUP * start for start in starts), inner]))
+        self.products: list[SplitProduct] = []
+        for begin, end in self._ranges:
+            part = lay_out_int8(values[:, begin : max(end, padded(end))], scales)
+            self.products.append(products.int8(part, self._bias, end - begin, channels))
+
+    def of(self, x: Tensor) -> list[tuple[SplitProduct, Tensor]]:
+        """Each product, and the elements of rows that it multiplies."""
+        parts = [x[:, begin:end].contiguous() for begin, end in self._ranges]
+        return list(zip(self.products, parts, strict=True))
+
+    def maxima(self, x: Tensor) -> Tensor:
+        """The largest values of whole rows, by their bits."""
+        bits = [product.maxima(part).view(torch.int32) for product, part in self.of(x)]
+        return torch.stack(bits).amax(0).view(torch.float32)
+
+    def sums(self, x: Tensor, maxima: Tensor) -> Tensor:
+        total = torch.zeros(len(x), self.whole.channels, dtype=torch.int32)
+        for product, part in self.of(x):
+            total += product.partials(part, maxima)
+        return total
+
+
+def same(got: Tensor, want: Tensor) -> bool:
+    """Whether bits are the same, with one NaN for all."""
+    assert got.dtype is want.dtype
+    return torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(), want.nan_to_num())
+
+
+@EACH_KERNELS
+@EACH_SHAPE
+def test_parts_add_up_to_the_whole(name: Literal["torch", "native"], channels: int, inner: int) -> None:
+    products = kernels(name).products
+    for starts in SHAPES[channels, inner]:
+        parts = Parts(products, channels, inner, starts)
+        for dtype in DTYPES:
+            x = activations(max(ROWS), inner, dtype)
+            whole, maxima = parts.whole(x), parts.maxima(x)
+            for rows in ROWS:
+                sums = parts.sums(x[:rows], maxima[:rows])
+                for product in parts.products:
+                    assert same(product.finished(sums, maxima[:rows], dtype), whole[:rows]), (starts, rows)
+
+
+@EACH_SHAPE
+def test_a_part_has_the_bits_of_its_twin(channels: int, inner: int) -> None:
+    starts = SHAPES[channels, inner][-1]
+    native, twin = (Parts(kernels(name).products, channels, inner, starts) for name in ("native", "torch"))
+    for dtype in DTYPES:
+        x = activations(max(ROWS), inner, dtype)
+        maxima = native.maxima(x)
+        for (ours, part), theirs in zip(native.of(x), twin.products, strict=True):
+            assert torch.equal(ours.maxima(part), theirs.maxima(part))
+            sums = ours.partials(part, maxima)
+            assert torch.equal(sums, theirs.partials(part, maxima))
+            assert same(ours.finished(sums, maxima, dtype), theirs.finished(sums, maxima, dtype))
+
+
+@EACH_KERNELS
+def test_a_part_alone_is_a_whole(name: Literal["torch", "native"]) -> None:
+    whole = Parts(kernels(name).products, 33, 576, [0]).whole
+    for dtype in DTYPES:
+        for rows in ROWS:
+            x = activations(rows, 576, dtype)
+            maxima = whole.maxima(x)
+            assert same(whole.finished(whole.partials(x, maxima), maxima, dtype), whole(x)), rows
+
+
+@EACH_KERNELS
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_ends_its_own_row_alone(name: Literal["torch", "native"], value: float) -> None:
+    parts = Parts(kernels(name).products, 33, 576, [0, 6, 11])
+    for rows, broken in ((1, 0), (17, 3), (40, 39)):
+        x = activations(rows, 576, torch.float32)
+        x[broken, 400] = value  # which the last part alone has
+        maxima = parts.maxima(x)
+        got = parts.products[0].finished(parts.sums(x, maxima), maxima, torch.float32)
+        others = [row for row in range(rows) if row != broken]
+        assert not got[broken].isfinite().any()
+        assert torch.equal(got[others], parts.whole(x)[others])
+
+
+def test_the_larger_of_a_number_and_a_nan_is_the_nan() -> None:
+    parts = Parts(kernels("native").products, 16, 64, [0, 1])
+    x = activations(3, 64, torch.float32)
+    x[2, 5], x[2, 40] = float("nan"), float("inf")
+    assert parts.maxima(x).isnan().tolist() == [False, False, True]
+
+
+def test_other_kinds_have_no_exact_sums() -> None:
+    products, weight, x = kernels("native").products, random(16, 64), random(1, 64)
+    int4 = products.int4(quantize_int4(weight), None, 64, 16)
+    floats = products.floats(weight, None)
+    for kind, product in (("int4", int4), ("float32", floats)):
+        assert isinstance(product, SplitProduct)
+        with pytest.raises(TypeError, match=rf"^a product with {kind} weights has no exact sums"):
+            product.maxima(x)
+        with pytest.raises(TypeError, match=rf"^a product with {kind} weights has no exact sums"):
+            product.partials(x, torch.ones(1))
+        with pytest.raises(TypeError, match=rf"^a product with {kind} weights has no exact sums"):
+            product.finished(torch.ones(1, 16).int(), torch.ones(1), x.dtype)
+
+
+@EACH_KERNELS
+def test_other_maxima_and_sums_are_refused(name: Literal["torch", "native"]) -> None:
+    product, x = Parts(kernels(name).products, 33, 576, [0]).whole, random(2, 576)
+    maxima, sums = torch.ones(2), torch.ones(2, 33).int()
+    for wrong in (torch.ones(3), torch.ones(2, 1), torch.ones(2).double(), torch.ones(4)[::2]):
+        with pytest.raises(ValueError, match=r"^maxima must be float32 \[2\], got "):
+            product.partials(x, wrong)
+        with pytest.raises(ValueError, match=r"^maxima must be float32 \[2\], got "):
+            product.finished(sums, wrong, torch.float32)
+    for wrong in (torch.ones(2, 32).int(), torch.ones(2, 33), torch.ones(33, 2).int().T):
+        with pytest.raises(ValueError, match=r"^sums must be int32 \[rows, 33\], got "):
+            product.finished(wrong, maxima, torch.float32)
