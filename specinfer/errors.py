@@ -107,6 +107,14 @@ class ClosedError(UserError):
     """An LLM, or the loop that drives its engine, was closed and takes no more requests."""
 
 
+class PeerLostError(UserError):
+    """A rank of this process's group ended, was stopped or fell out of step; the group must start anew."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class CapacityError(UserError):
     """Weights or KV cache do not fit in the memory there is."""
 

@@ -49,7 +49,7 @@ WITHOUT_TORCH = (
     *("serve.page_server", "cli.small"),
     *("engine.admission", "engine.intake", "engine.loop", "engine.steps"),
     *("serve.reader", "serve.dialect", "serve.tools", "serve.engine_child"),
-    *("kernels.machine", "kernels.build", "kernels.library", "kernels.native"),
+    *("kernels.machine", "kernels.build", "kernels.library", "kernels.native", "kernels.exchange"),
     *("kernels.disk", "models.placement", "models.stream"),
     *("bench.exchange", "bench.exchange", "bench.openai_client", "bench.load", "bench.load"),
     *("bench.load_figures", "cli.bench", "cli.bench"),

@@ -6,6 +6,7 @@
 #include "best_first.h"
 #include "block_head.h"
 #include "decoder.h"
+#include "exchange.h"
 #include "lookups.h"
 #include "memory.h"
 #include "sampling.h"
@@ -210,6 +211,53 @@ int64_t specinfer_index_places(const void* index, const int32_t* tail, int64_t s
 int32_t specinfer_lookup_trees(const LookupRules* rules, const LookupAsk* asks, int64_t count, const int32_t* tokens,
                                int64_t num_tokens, const LookedUp* to) {
   return lookup_trees(*rules, asks, count, tokens, num_tokens, *to) ? 1 : 0;
+}
+
+// A rank's end of the memory that ranks share, as exchange.h says.
+int64_t specinfer_exchange_bytes(int32_t ranks, int64_t slot) { return Exchange::bytes(ranks, slot); }
+
+void* specinfer_exchange_new(void* memory, int32_t ranks, int32_t rank, int64_t slot) {
+  return new Exchange(memory, ranks, rank, slot);
+}
+
+void specinfer_exchange_free(void* exchange) { delete static_cast<Exchange*>(exchange); }
+
+void specinfer_exchange_set_limit(void* exchange, double seconds) {
+  static_cast<Exchange*>(exchange)->set_limit(seconds);
+}
+
+int32_t specinfer_exchange_largest(void* exchange, float* numbers, int64_t count) {
+  return static_cast<Exchange*>(exchange)->largest(numbers, count) ? 1 : 0;
+}
+
+int32_t specinfer_exchange_add(void* exchange, int32_t* numbers, int64_t count) {
+  return static_cast<Exchange*>(exchange)->add(numbers, count) ? 1 : 0;
+}
+
+int32_t specinfer_exchange_gather(void* exchange, const void* own, const int64_t* bytes, void* into) {
+  return static_cast<Exchange*>(exchange)->gather(own, bytes, into) ? 1 : 0;
+}
+
+int32_t specinfer_exchange_send(void* exchange, const void* from, int64_t bytes, int64_t rest) {
+  return static_cast<Exchange*>(exchange)->send(from, bytes, rest) ? 1 : 0;
+}
+
+// Sizes: of what came, and of what follows.
+int32_t specinfer_exchange_receive(void* exchange, void* into, int64_t sizes[2]) {
+  return static_cast<Exchange*>(exchange)->receive(into, &sizes[0], &sizes[1]) ? 1 : 0;
+}
+
+// Why a rank is lost, 0 where none is, and which one.
+int32_t specinfer_exchange_loss(const void* exchange, int32_t* rank) {
+  const auto& one = *static_cast<const Exchange*>(exchange);
+  *rank = one.lost();
+  return static_cast<int32_t>(one.loss());
+}
+
+void specinfer_exchange_leave(void* exchange, int32_t rank) { static_cast<Exchange*>(exchange)->leave(rank); }
+
+void specinfer_exchange_figures(const void* exchange, Exchange::Figures* out) {
+  *out = static_cast<const Exchange*>(exchange)->figures;
 }
 
 // Bytes per second at which `bytes` of memory are read once by all threads.

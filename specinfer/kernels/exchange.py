@@ -1,0 +1,168 @@
+"""What the ranks of one host tell one another through memory they share (cpu/exchange.h).
+
+    rank 0                                     rank 1, which inherits the file
+    file = shared_file(library, ranks=2)
+    exchange = Exchange(library, file, 2, 0)   exchange = Exchange(library, file, 2, 1)
+    exchange.add(sums)                         exchange.add(sums)        both have the sum of both
+
+All ranks call the same operations in the same order, with numbers of the same sizes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specinfer.errors import PeerLostError
+from specinfer.kernels.library import Library
+
+SLOT: Final = (
+    1 << 18
+)  # bytes that move in a turn: 42 rows of 1,536 sums; two of every rank fit its own caches
+_WHY: Final = ("", "has ended", "did not come within {limit:g} s", "is at another operation")
+
+
+def shared_file(library: Library, ranks: int, slot: int = SLOT) -> int:
+    """A file without a name, of the memory that so many ranks share; the caller closes it."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("specinfer-ranks", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as kept:
+            file = os.dup(kept.fileno())
+    os.ftruncate(file, library.exchange_bytes(ranks, slot))
+    return file
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What an exchange has done so far."""
+
+    seconds: float  # within operations
+    waited: float  # of these, for other ranks
+    turns: int
+    bytes: int  # that this rank wrote
+
+
+class Exchange:
+    """A rank's end of the shared memory; `address` is how the library knows it.
+
+    A rank that is lost stays lost: every operation raises PeerLostError from then on.
+    """
+
+    __slots__ = ("_inbox", "_library", "_limit", "_memory", "address", "rank", "ranks", "slot")
+
+    def __init__(
+        self, library: Library, file: int, ranks: int, rank: int, *, slot: int = SLOT, limit: float = 10.0
+    ) -> None:
+        """`file` is of `shared_file` for as many ranks and as large a slot, and may be closed afterwards.
+
+        `limit` is how many seconds a turn waits for another rank.
+        """
+        self._memory: mmap.mmap | None = mmap.mmap(file, library.exchange_bytes(ranks, slot))
+        self._library = library
+        self.ranks, self.rank, self.slot = ranks, rank, slot
+        place = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.address: int = library.exchange_new(place, ranks, rank, slot)
+        self._inbox = ctypes.create_string_buffer(slot)
+        self.limit = limit
+
+    @property
+    def limit(self) -> float:
+        """Seconds that a turn waits for another rank."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, seconds: float) -> None:
+        self._limit = seconds
+        self._library.exchange_set_limit(self.address, seconds)
+
+    def largest(self, numbers: NDArray[np.float32]) -> None:
+        """Put the largest of all ranks' numbers in place; a NaN is larger than all, none is below 0."""
+        where = _in_place(numbers, np.float32)
+        self._told(self._library.exchange_largest(self.address, where, numbers.size))
+
+    def add(self, numbers: NDArray[np.int32]) -> None:
+        """Put the sums of all ranks' numbers in place."""
+        where = _in_place(numbers, np.int32)
+        self._told(self._library.exchange_add(self.address, where, numbers.size))
+
+    def gather(self, own: NDArray[Any], sizes: Sequence[int], *, reads: bool = True) -> list[memoryview]:
+        """Every rank's bytes, `sizes` of them, which all ranks know; nothing unless this one reads them.
+
+        Raises ValueError where `own` has another size.
+        """
+        if own.nbytes != sizes[self.rank] or not own.flags.c_contiguous:
+            raise ValueError(f"rank {self.rank} has {sizes[self.rank]} contiguous bytes, got {own.nbytes}")
+        counts = (ctypes.c_int64 * self.ranks)(*sizes)
+        into = np.empty(sum(sizes) if reads else 0, dtype=np.uint8)
+        self._told(
+            self._library.exchange_gather(
+                *(self.address, own.ctypes.data, ctypes.addressof(counts)),
+                into.ctypes.data if reads else None,
+            )
+        )
+        ends = np.cumsum(sizes)
+        return [into.data[end - size : end] for end, size in zip(ends, sizes, strict=True)] if reads else []
+
+    def send(self, message: bytes) -> None:
+        """Tell the other ranks, which receive it; for rank 0 alone."""
+        for begin in range(0, max(len(message), 1), self.slot):
+            part = message[begin : begin + self.slot]
+            rest = len(message) - begin - len(part)
+            self._told(self._library.exchange_send(self.address, part, len(part), rest))
+
+    def receive(self) -> bytes:
+        """What rank 0 sends; for the others."""
+        parts, sizes = [], (ctypes.c_int64 * 2)(0, 1)
+        while sizes[1] > 0:
+            where = ctypes.addressof(self._inbox), ctypes.addressof(sizes)
+            self._told(self._library.exchange_receive(self.address, *where))
+            parts.append(ctypes.string_at(self._inbox, sizes[0]))
+        return b"".join(parts)
+
+    def leave(self, rank: int) -> None:
+        """Tell all ranks that this one has ended: they know sooner than by themselves."""
+        self._library.exchange_leave(self.address, rank)
+
+    def check(self) -> None:
+        """Raise PeerLostError where a rank is lost."""
+        rank = ctypes.c_int32()
+        why = self._library.exchange_loss(self.address, ctypes.addressof(rank))
+        if why:
+            words = _WHY[why].format(limit=self._limit)
+            raise PeerLostError(
+                f"rank {rank.value} of {self.ranks} {words}, as rank {self.rank} finds; "
+                "all ranks of this group must be started anew",
+                rank.value,
+            )
+
+    def figures(self) -> Figures:
+        """What it has done so far."""
+        found = (ctypes.c_int64 * 4)()
+        self._library.exchange_figures(self.address, ctypes.addressof(found))
+        return Figures(found[0] * 1e-9, found[1] * 1e-9, found[2], found[3])
+
+    def close(self) -> None:
+        """Leave, and give the memory back; nothing may use it afterwards."""
+        if self._memory is None:
+            return
+        self._library.exchange_free(self.address)
+        self._memory = None  # what is told of the memory was of the exchange that is gone
+
+    def _told(self, done: int) -> None:
+        if not done:
+            self.check()
+
+
+def _in_place(numbers: NDArray[Any], dtype: type[np.generic]) -> int:
+    if numbers.dtype != dtype or not numbers.flags.c_contiguous or not numbers.flags.writeable:
+        raise ValueError(f"numbers must be contiguous {np.dtype(dtype)} to be changed, got {numbers.dtype}")
+    return int(numbers.ctypes.data)

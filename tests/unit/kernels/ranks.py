@@ -1,0 +1,78 @@
+"""Ranks for tests: processes that share an exchange, forked from the test's own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from specinfer.errors import PeerLostError
+from specinfer.kernels.exchange import SLOT, Exchange, shared_file
+from specinfer.kernels.library import Library
+
+_FORK = multiprocessing.get_context("fork")
+GONE = "gone"  # what is heard of a rank that ends without a word
+
+
+def run_ranks(
+    library: Library,
+    count: int,
+    work: Callable[[Exchange], Any],
+    *,
+    slot: int = SLOT,
+    limit: float = 20.0,
+    silent: tuple[int, ...] = (),
+    prepare: Callable[[int], None] | None = None,
+) -> list[Any]:
+    """What `work` returns in each of so many ranks, or the PeerLostError it raises.
+
+    Nobody waits for those that are `silent`; they are killed in the end. `prepare` is given the shared file.
+    """
+    file = shared_file(library, count, slot)
+    if prepare is not None:
+        prepare(file)
+    ranks = []
+    try:
+        for rank in range(count):
+            ours, theirs = _FORK.Pipe(duplex=False)
+            process = _FORK.Process(
+                target=_run, args=(library, file, count, rank, slot, limit, work, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            ranks.append((process, ours))
+        return [GONE if rank in silent else _heard(ours) for rank, (_, ours) in enumerate(ranks)]
+    finally:
+        os.close(file)
+        for process, ours in ranks:
+            process.kill()
+            process.join()
+            ours.close()
+
+
+def _run(
+    library: Library,
+    file: int,
+    count: int,
+    rank: int,
+    slot: int,
+    limit: float,
+    work: Callable[[Exchange], Any],
+    answer: Connection,
+) -> None:
+    exchange = Exchange(library, file, count, rank, slot=slot, limit=limit)
+    try:
+        answer.send(work(exchange))
+    except PeerLostError as error:
+        answer.send(error)
+    finally:
+        exchange.close()
+
+
+def _heard(answer: Connection) -> Any:
+    try:
+        return answer.recv()
+    except EOFError:
+        return GONE

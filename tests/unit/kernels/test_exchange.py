@@ -1,0 +1,311 @@
+"""Ranks that share memory: the same numbers on each, and a rank that is lost is named in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from specinfer.errors import PeerLostError
+from specinfer.kernels.exchange import Exchange, shared_file
+from specinfer.kernels.library import Library
+from tests.kernels import library_or_skip
+from tests.unit.kernels.ranks import GONE, run_ranks
+
+SLOT: Final = 256  # bytes; 64 numbers
+COUNTS: Final = (0, 1, 63, 64, 65, 128, 1000)
+PLACE: Final = 256  # bytes of what the others see of a rank, as exchange.h has it
+Operation = Callable[[Exchange], Any]
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    return library_or_skip()
+
+
+def numbers(rank: int, count: int, turn: int = 0) -> NDArray[np.int32]:
+    """Of all sizes, so that sums wrap round."""
+    chance = np.random.default_rng([rank, count, turn])
+    return chance.integers(-(2**31), 2**31, count, dtype=np.int32)
+
+
+def floats(rank: int, count: int, turn: int = 0) -> NDArray[np.float32]:
+    """None below 0, and a few that are no numbers, or without end."""
+    chance = np.random.default_rng([rank, count, turn])
+    values = chance.standard_exponential(count, dtype=np.float32)
+    values[chance.integers(0, 9, count) == 0] = np.inf
+    values[chance.integers(0, 9, count) == 0] = np.nan
+    return values
+
+
+def sum_of(ranks: int, count: int, turn: int = 0) -> NDArray[np.int32]:
+    total = sum(numbers(rank, count, turn).astype(np.int64) for rank in range(ranks))
+    return np.asarray(total, dtype=np.int64).astype(np.int32)
+
+
+def largest_of(ranks: int, count: int, turn: int = 0) -> NDArray[np.float32]:
+    largest: NDArray[np.float32] = np.stack([floats(rank, count, turn) for rank in range(ranks)]).max(0)
+    return largest
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_rank_has_the_sums_and_the_largest_numbers(library: Library, ranks: int) -> None:
+    def work(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+        found = []
+        for count in COUNTS:
+            sums, largest = numbers(exchange.rank, count), floats(exchange.rank, count)
+            exchange.largest(largest)
+            exchange.add(sums)
+            found.append((sums.tobytes(), np.nan_to_num(largest, nan=-1.0).tobytes()))
+        return found
+
+    wanted = [
+        (sum_of(ranks, count).tobytes(), np.nan_to_num(largest_of(ranks, count), nan=-1.0).tobytes())
+        for count in COUNTS
+    ]
+    assert run_ranks(library, ranks, work, slot=SLOT) == [wanted] * ranks
+
+
+@pytest.mark.parametrize("sizes", [(5,), (0, 1), (700, 256), (1, 0, 257), (0, 0, 0), (3, 512, 1, 90)])
+def test_bytes_are_gathered_by_those_that_read_them(library: Library, sizes: tuple[int, ...]) -> None:
+    def work(exchange: Exchange) -> list[list[bytes]]:
+        own = np.full(sizes[exchange.rank], exchange.rank + 1, dtype=np.uint8)
+        own[-1:] = 77
+        of_all = exchange.gather(own, sizes)
+        of_first = exchange.gather(own, sizes, reads=exchange.rank == 0)
+        return [[bytes(part) for part in found] for found in (of_all, of_first, exchange.gather(own, sizes))]
+
+    parts = [bytes([rank + 1] * (size - 1) + [77] * (size > 0)) for rank, size in enumerate(sizes)]
+    for rank, found in enumerate(run_ranks(library, len(sizes), work, slot=SLOT)):
+        assert found == [parts, parts if rank == 0 else [], parts]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_rank_receives_what_rank_0_sends(library: Library, ranks: int) -> None:
+    messages = [bytes(np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)) for size in COUNTS]
+
+    def work(exchange: Exchange) -> list[bytes]:
+        heard = []
+        for message in messages:
+            if exchange.rank == 0:
+                exchange.send(message)
+            heard.append(message if exchange.rank == 0 else exchange.receive())
+            sums = numbers(exchange.rank, 70)
+            exchange.add(sums)
+            assert (sums == sum_of(ranks, 70)).all()
+        for message in messages:  # nothing between them
+            if exchange.rank == 0:
+                exchange.send(message)
+            else:
+                assert exchange.receive() == message
+        return heard
+
+    assert run_ranks(library, ranks, work, slot=SLOT) == [messages] * ranks
+
+
+@pytest.mark.parametrize(("ranks", "turns"), [(2, 10_000), (3, 1_000), (4, 1_000)])
+def test_ranks_that_take_uneven_times_stay_in_step(library: Library, ranks: int, turns: int) -> None:
+    def work(exchange: Exchange) -> int:
+        chance, wrong = np.random.default_rng(exchange.rank), 0
+        late = chance.integers(0, 50, turns)
+        for turn in range(turns):
+            if late[turn] == 0:
+                time.sleep(1e-4)
+            sums = np.full(3 + turn % 90, exchange.rank + turn, dtype=np.int32)
+            exchange.add(sums)
+            wrong += int((sums != ranks * turn + ranks * (ranks - 1) // 2).any())
+        assert exchange.figures().turns >= turns
+        return wrong
+
+    assert run_ranks(library, ranks, work, slot=SLOT) == [0] * ranks
+
+
+def test_turns_are_counted_round_and_round(library: Library) -> None:
+    def begin_late(file: int) -> None:
+        for rank in range(2):
+            os.pwrite(file, struct.pack("I", 2**32 - 3), rank * PLACE)
+
+    def work(exchange: Exchange) -> list[int]:
+        found = []
+        for turn in range(8):
+            sums = np.array([turn], dtype=np.int32)
+            exchange.add(sums)
+            found.append(int(sums[0]))
+        return found
+
+    wanted = [2 * turn for turn in range(8)]
+    assert run_ranks(library, 2, work, slot=SLOT, prepare=begin_late) == [wanted] * 2
+
+
+def test_a_rank_that_waits_for_long_sleeps(library: Library) -> None:
+    def work(exchange: Exchange) -> tuple[float, float]:
+        if exchange.rank == 1:
+            time.sleep(0.3)
+        used = time.process_time()
+        exchange.add(np.zeros(1, dtype=np.int32))
+        return time.process_time() - used, exchange.figures().waited
+
+    (used, waited), _ = run_ranks(library, 2, work, slot=SLOT)
+    assert waited > 0.2
+    assert used < 0.05
+
+
+# ---- ranks that are lost ----
+
+
+def add(exchange: Exchange) -> None:
+    exchange.add(np.ones(3, dtype=np.int32))
+
+
+def add_much(exchange: Exchange) -> None:
+    exchange.add(np.ones(500, dtype=np.int32))
+
+
+def largest(exchange: Exchange) -> None:
+    exchange.largest(np.ones(3, dtype=np.float32))
+
+
+def gather(exchange: Exchange) -> None:
+    exchange.gather(np.ones(3, dtype=np.uint8), [3] * exchange.ranks)
+
+
+def tell(exchange: Exchange) -> None:
+    """Twice, as the sender knows of the first turn only when it begins the second."""
+    for _ in range(2):
+        if exchange.rank == 0:
+            exchange.send(b"x")
+        else:
+            exchange.receive()
+
+
+OPERATIONS: Final = (add, add_much, largest, gather, tell)
+
+
+def ended_by(signal_: signal.Signals, at: int, lost: int) -> Operation:
+    """All operations, before one of which a rank gets a signal; the seconds that others then needed."""
+
+    def work(exchange: Exchange) -> Any:
+        for number, operation in enumerate(OPERATIONS):
+            if number == at and exchange.rank == lost:
+                os.kill(os.getpid(), signal_)
+            began = time.monotonic()
+            try:
+                operation(exchange)
+            except PeerLostError as error:
+                with pytest.raises(PeerLostError):  # it stays lost
+                    add(exchange)
+                return time.monotonic() - began, error.rank, str(error)
+        return None
+
+    return work
+
+
+@pytest.mark.parametrize("at", range(len(OPERATIONS)))
+def test_a_rank_that_is_stopped_is_named_when_the_limit_is_over(library: Library, at: int) -> None:
+    work = ended_by(signal.SIGSTOP, at, lost=1)
+    answers = run_ranks(library, 3, work, slot=SLOT, limit=0.2, silent=(1,))
+    for rank in (0, 2):
+        seconds, lost, message = answers[rank]
+        assert lost == 1
+        assert seconds <= 1.5
+        assert message in (
+            f"rank 1 of 3 {why}, as rank {rank} finds; all ranks of this group must be started anew"
+            for why in ("did not come within 0.2 s", "has ended")  # as whoever was the first to know tells it
+        )
+    assert max(answers[0][0], answers[2][0]) >= 0.2
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("at", range(len(OPERATIONS)))
+def test_a_rank_that_is_killed_is_named_at_once(library: Library, at: int, lost: int) -> None:
+    answers = run_ranks(library, 3, ended_by(signal.SIGKILL, at, lost), slot=SLOT, limit=60.0, silent=(lost,))
+    for rank in {0, 1, 2} - {lost}:
+        seconds, named, message = answers[rank]
+        assert named == lost
+        assert seconds <= 1.0
+        assert message == (
+            f"rank {lost} of 3 has ended, as rank {rank} finds; all ranks of this group must be started anew"
+        )
+
+
+def test_what_a_rank_said_before_it_left_is_read(library: Library) -> None:
+    def work(exchange: Exchange) -> int:
+        sums = np.array([exchange.rank + 1], dtype=np.int32)
+        if exchange.rank == 0:
+            time.sleep(0.1)  # the other one has left by then
+        exchange.add(sums)
+        return int(sums[0])
+
+    assert run_ranks(library, 2, work, slot=SLOT) == [3, 3]
+
+
+def test_a_rank_is_known_to_have_ended_where_somebody_tells(library: Library) -> None:
+    def work(exchange: Exchange) -> float:
+        if exchange.rank == 2:
+            time.sleep(0.1)
+            exchange.leave(1)  # as one would that had started it
+        elif exchange.rank == 1:
+            time.sleep(60)
+        began = time.monotonic()
+        with pytest.raises(PeerLostError, match=r"^rank 1 of 3 has ended, as rank "):
+            add(exchange)
+        return time.monotonic() - began
+
+    first, _, last = run_ranks(library, 3, work, slot=SLOT, limit=60.0, silent=(1,))
+    assert max(first, last) < 1.0
+
+
+@pytest.mark.parametrize("other", [largest, gather, tell, add_much])
+def test_ranks_at_other_operations_are_lost_to_each_other(library: Library, other: Operation) -> None:
+    def work(exchange: Exchange) -> None:
+        (add if exchange.rank == 0 else other)(exchange)
+
+    answers = run_ranks(library, 2, work, slot=SLOT)
+    assert all(isinstance(answer, PeerLostError) for answer in answers)
+    assert any("is at another operation" in str(answer) for answer in answers)
+
+
+def test_a_rank_that_never_comes_is_late(library: Library) -> None:
+    file = shared_file(library, 2, SLOT)
+    exchange = Exchange(library, file, 2, 0, slot=SLOT, limit=0.1)
+    os.close(file)
+    with pytest.raises(
+        PeerLostError, match=r"^rank 1 of 2 did not come within 0.1 s, as rank 0 finds; "
+    ) as lost:
+        add(exchange)
+    assert lost.value.rank == 1
+    exchange.close()
+    exchange.close()
+
+
+def test_other_numbers_are_refused(library: Library) -> None:
+    file = shared_file(library, 1, SLOT)
+    exchange = Exchange(library, file, 1, 0, slot=SLOT)
+    os.close(file)
+    read_only = np.ones(3, dtype=np.int32)
+    read_only.flags.writeable = False
+    others: list[NDArray[Any]] = [np.ones(3), np.ones(6, dtype=np.int32)[::2], read_only]
+    for wrong in others:
+        with pytest.raises(ValueError, match=r"^numbers must be contiguous int32 to be changed, got "):
+            exchange.add(wrong)
+    with pytest.raises(ValueError, match=r"^numbers must be contiguous float32 to be changed, got int32"):
+        exchange.largest(np.ones(3, dtype=np.int32))
+    with pytest.raises(ValueError, match=r"^rank 0 has 2 contiguous bytes, got 3"):
+        exchange.gather(np.ones(3, dtype=np.uint8), [2])
+    exchange.close()
+
+
+def test_nothing_is_left_of_ranks_that_are_done(library: Library) -> None:
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = open_files()
+    assert GONE not in run_ranks(library, 2, add)
+    assert open_files() == before
