@@ -34,6 +34,7 @@ from specinfer.kernels.product import FLOATS, NativeProduct, Product
 MakeRotations = Callable[[int], Sequence[Rotation]]
 _NO_TOKEN: Final = 1  # as in cpu/decoder.h
 _NO_POSITION: Final = 2
+_LOST: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,13 @@ class NativeLayers:
         if not isinstance(ops, NativeOps) or not all(isinstance(p, NativeProduct) for p in products):
             return None
         return cls(layers, ops.library, gelu=gelu)
+
+    def check_ranks(self) -> None:
+        """Raise PeerLostError where a rank that shares these layers is lost."""
+        for layer in self._kept:
+            for product in layer.products:
+                if isinstance(product, NativeProduct) and product.exchange is not None:
+                    product.exchange.check()
 
     def check(self, cache: NativeCache, dtype: torch.dtype) -> None:
         """Raise ValueError where a cache is not one of these layers', of rows of that dtype."""
@@ -191,8 +199,8 @@ class NativeDecoder:
 
         Writes K and V of every row. `taps` are layers of the decoder or the number of all, and their inputs
         [T, N, D]; there are logits if at most so many rows are chosen. With `embedding_ND` token ids are
-        places in that table. Raises IndexError for a token the
-        embeddings lack and for a position below 0, ValueError for other caches and numbers.
+        places in that table. Raises IndexError for a token the embeddings lack and for a position below 0,
+        ValueError for other caches and numbers, PeerLostError where a rank that shares the layers is lost.
         """
         self._layers.check(attend.cache, self._norm_D.dtype)
         count, size = attend.paths.rows, self._norm_D.numel()
@@ -234,6 +242,8 @@ class NativeDecoder:
         if fault == _NO_POSITION and int(positions_T.min()) >= 0:
             self._rotations.reach(1 + int(positions_T.max()))
             fault = call()
+        if fault == _LOST:
+            self._layers.check_ranks()
         if fault:
             raise IndexError(
                 f"token ids must be 0 .. {self._args.tokens - 1}"

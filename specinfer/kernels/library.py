@@ -34,6 +34,7 @@ class ProductArgs(ctypes.Structure):
         ("largest", c_float),
         ("loose", c_int32),
         ("nontemporal", c_int32),
+        ("exchange", c_void_p),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from specinfer.kernels.exchange import Exchange
 from specinfer.kernels.layout import empty_floats, lay_out_floats
 from specinfer.kernels.library import (
     BLOCK,
@@ -99,7 +100,7 @@ class NativeProduct:
     they are, laid out as cpu/product.h has them.
     """
 
-    __slots__ = ("_kept", "_library", "args", "channels", "inner", "kind")
+    __slots__ = ("_kept", "_library", "args", "channels", "exchange", "inner", "kind")
 
     def __init__(
         self,
@@ -140,6 +141,7 @@ class NativeProduct:
             )
         if bias is not None and (bias.dtype is not torch.float32 or bias.numel() != channels):
             raise ValueError(f"bias must be float32 [{channels}], got {bias.dtype} {list(bias.shape)}")
+        self.exchange: Exchange | None = None  # with the ranks that have the other inner elements
         self.kind = kind
         self.channels = channels
         self.inner = inner
@@ -174,7 +176,19 @@ class NativeProduct:
             raise TypeError(f"x is {FLOATS[x.dtype]}, the weight {self.kind}; they must be the same")
         out = x.new_empty(len(x), self.channels)
         self._library.multiply(ctypes.byref(self.args), code, x.data_ptr(), len(x), out.data_ptr())
+        if self.exchange is not None:
+            self.exchange.check()
         return out
+
+    def join(self, exchange: Exchange) -> None:
+        """From now on multiply together with the other ranks, each of which has some of the inner elements.
+
+        All ranks multiply the same rows at once; layers are made afterwards. A product then raises
+        PeerLostError. Raises TypeError unless the weight is int8.
+        """
+        self._check_exact()
+        self.exchange = exchange
+        self.args.exchange = exchange.address
 
     def maxima(self, x: Tensor) -> Tensor:
         """As SplitProduct says; raises TypeError unless the weight is int8."""

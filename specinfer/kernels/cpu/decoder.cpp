@@ -31,8 +31,10 @@ Fault run_decoder(const Decoder& decoder, const DecoderRows& rows, const Paths& 
   if (decoder.rotations[1].cos != decoder.rotations[0].cos) {
     ropes[1] = decoder.rotations[1].of(rows.positions, count, half);
   }
-  run_layers(decoder.layers, decoder.num_layers, decoder.type, decoder.gelu != 0, decoder.eps, paths, ropes, keys,
-             values, x, y, taps);
+  if (!run_layers(decoder.layers, decoder.num_layers, decoder.type, decoder.gelu != 0, decoder.eps, paths, ropes, keys,
+                  values, x, y, taps)) {
+    return Fault::kLost;
+  }
   {
     const Timed timed(Stage::kNorm);
     add_rms_norm(decoder.type, x, y, decoder.norm, read, rows.chosen, rows.num_chosen, size, decoder.eps, false);

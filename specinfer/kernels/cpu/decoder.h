@@ -31,11 +31,11 @@ struct DecoderRows {
   int64_t num_chosen;
 };
 
-enum class Fault : int32_t { kNone, kToken, kPosition };
+enum class Fault : int32_t { kNone, kToken, kPosition, kLost };
 
 // Writes K and V of all rows, what the output layer reads of those that are chosen to `read`, [R, D], and their logits
 // to `logits`, [R, V], if that is not null. Nothing is done where the table lacks a token or a position has no
-// rotation, which the fault says.
+// rotation, and no more where a rank is lost, which the fault says.
 Fault run_decoder(const Decoder& decoder, const DecoderRows& rows, const Paths& paths, const void* const* keys,
                   const void* const* values, const Taps& taps, void* read, void* logits);
 

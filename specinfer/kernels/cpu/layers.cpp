@@ -14,7 +14,7 @@ Rope Rotations::of(const int64_t* at, int64_t rows, int64_t half) const {
   return {own_cos, own_sin};
 }
 
-void run_layers(const Layer* layers, int64_t count, Type type, bool gelu, float eps, const Paths& paths,
+bool run_layers(const Layer* layers, int64_t count, Type type, bool gelu, float eps, const Paths& paths,
                 const Rope rope[2], const void* const* keys, const void* const* values, void* x, void* y,
                 const Taps& taps) {
   const Scratch::Mark mark;
@@ -78,10 +78,12 @@ void run_layers(const Layer* layers, int64_t count, Type type, bool gelu, float 
       gate(type, gelu, product, inner, rows, layer.down.inner);
     }
     times(layer.down, inner, y);
+    if (lost(layer.down)) return false;
     if (layer.after_mlp != nullptr) norm_alone(y, layer.after_mlp);
     added = y;
   }
   tap(count, added);
+  return true;
 }
 
 }  // namespace specinfer

@@ -38,8 +38,9 @@ struct Taps {
 };
 
 // All `count` layers. rope: of global layers, then of sliding-window ones; keys, values: caches [P, K, H] of each
-// layer. x [T, D] is the residual stream; what the last MLP adds to it is left in y [T, D].
-void run_layers(const Layer* layers, int64_t count, Type type, bool gelu, float eps, const Paths& paths,
+// layer. x [T, D] is the residual stream; what the last MLP adds to it is left in y [T, D]. False: a rank was lost, and
+// nothing that was written is of use.
+bool run_layers(const Layer* layers, int64_t count, Type type, bool gelu, float eps, const Paths& paths,
                 const Rope rope[2], const void* const* keys, const void* const* values, void* x, void* y,
                 const Taps& taps);
 

@@ -1,6 +1,8 @@
 // Products with int8 weights whose inner elements several processes share.
 
+#include "exchange.h"
 #include "quantized_rows.h"
+#include "scratch.h"
 
 namespace specinfer {
 
@@ -34,6 +36,22 @@ void finish(const Product& product, const Rows& rows, const int32_t* sums, void*
       }
     }
   });
+}
+
+void multiply_with_others(const Product& product, const Rows& rows, void* out) {
+  Exchange& exchange = *product.exchange;
+  const int64_t count = rows.count * product.channels;
+  auto* const maxima = Scratch::get().take<float>(rows.count);
+  auto* const sums = Scratch::get().take<int32_t>(count);
+  find_maxima(product, rows, maxima);
+  if (!exchange.largest(maxima, rows.count)) return;
+  const Rows parts{rows.data, rows.type, rows.count, maxima};
+  multiply(product, parts, sums);
+  if (exchange.add(sums, count)) finish(product, parts, sums, out);
+}
+
+bool lost(const Product& product) {
+  return product.exchange != nullptr && product.exchange->loss() != Loss::kNone;
 }
 
 }  // namespace specinfer

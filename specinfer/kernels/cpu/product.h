@@ -28,6 +28,8 @@
 
 namespace specinfer {
 
+class Exchange;
+
 enum class Kind : int32_t { kFloat32, kBFloat16, kInt8, kInt4 };
 enum class Type : int32_t { kFloat32, kBFloat16 };
 
@@ -44,6 +46,8 @@ struct Product {
   // Whether caches would not hold the weights until they are read again. Register tiles of x86-64 read these past the
   // caches; tiles of the matrix unit and other CPUs ask for them as for others, as nobody has measured it there.
   int32_t nontemporal;
+  // Of the ranks that have the other inner elements, where int8 weights have some of them; null: these are all.
+  Exchange* exchange;
 };
 
 // Rows as they come: contiguous, [count, inner of the product].
@@ -68,6 +72,9 @@ void multiply(const Product& product, const Rows& rows, void* out);
 void find_maxima(const Product& product, const Rows& rows, float* maxima);
 // Sums of whole rows [count, channels] -> results; `rows` needs no data.
 void finish(const Product& product, const Rows& rows, const int32_t* sums, void* out);
+// All of that, where the product has an exchange; where a rank is lost, there are no results.
+void multiply_with_others(const Product& product, const Rows& rows, void* out);
+bool lost(const Product& product);
 
 // ---- for those that implement it ----
 

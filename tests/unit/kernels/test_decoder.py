@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,23 +11,29 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.native import NativeCache
+from specinfer.config import Quantization
+from specinfer.errors import PeerLostError
+from specinfer.kernels.exchange import Exchange, shared_file
+from specinfer.kernels.product import NativeProduct
 from specinfer.models.decoder import Decoder
 from specinfer.models.language_model import LanguageModel, PassContext, Read
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, build_batch, chain_rows
 from specinfer.runtime.kv_cache import KvCache
-from tests.kernels import kernels
+from tests.kernels import kernels, library_or_skip
 from tests.parity.families import save_random
 
 BLOCK = 16
 TREE = Rows([54, 7, 20, 8, 8], 3, [4, 0], 0, [-1, 0, 0, 1, 2])
 
 
-def load(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> LanguageModel:
+def load(
+    name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, quantization: Quantization = "none"
+) -> LanguageModel:
     save_random(name, folder, tied=True)
-    cpu = torch.device("cpu")
+    cpu, native, cache = torch.device("cpu"), kernels("native"), folder / "q"
     model = load_model(
-        folder, dtype=dtype, device=cpu, kernels=kernels("native"), quantization="none", cache=folder / "q"
+        folder, dtype=dtype, device=cpu, kernels=native, quantization=quantization, cache=cache
     )
     assert isinstance(model, Decoder)
     return model
@@ -157,3 +164,34 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=fault):
                 model.read(batch.token_ids_T, context, batch.logit_rows)
             read(model, good, rows)
+
+
+def test_a_pass_ends_at_the_layer_where_a_rank_is_lost(tmp_path: Path) -> None:
+    """With an exchange of one rank alone its bits are those without."""
+    model, library = load("llama", tmp_path, quantization="int8"), library_or_skip()
+    wanted, _, _ = read(model, cache_of(model), [TREE])
+    for ranks in (1, 2):
+        file = shared_file(library, ranks)
+        exchange = Exchange(library, file, ranks, 0, limit=0.1)
+        os.close(file)
+        join(model, exchange)
+        if ranks == 1:
+            assert torch.equal(read(model, cache_of(model), [TREE])[0], wanted)
+            assert exchange.figures().turns == 2 * 2 * model.config.num_layers
+        else:
+            with pytest.raises(PeerLostError, match=r"^rank 1 of 2 did not come within 0.1 s"):
+                read(model, cache_of(model), [TREE])
+            assert exchange.figures().turns == 1
+        exchange.close()
+
+
+def join(model: LanguageModel, exchange: Exchange) -> None:
+    """Let the products join that add up over heads and over the inside of an MLP."""
+    assert isinstance(model, Decoder)
+    assert model._native is not None
+    layers = model._native._layers
+    for parts, args in zip(layers._kept, layers.args, strict=True):
+        for product, its in ((parts.products[1], args.o), (parts.products[3], args.down)):
+            assert isinstance(product, NativeProduct)
+            product.join(exchange)
+            its.exchange = exchange.address

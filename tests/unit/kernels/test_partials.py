@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final, Literal
@@ -10,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from specinfer.errors import PeerLostError
+from specinfer.kernels.exchange import Exchange, shared_file
 from specinfer.kernels.layout import GROUP, int8_matrix, lay_out_int8, padded
-from specinfer.kernels.product import SplitProduct
+from specinfer.kernels.product import NativeProduct, SplitProduct
 from specinfer.kernels.quantized import Products, quantize_int4, quantize_int8
-from tests.kernels import NAMES, kernels
+from tests.kernels import NAMES, kernels, library_or_skip
+from tests.unit.kernels.ranks import run_ranks
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
 ROWS: Final = (0, 1, 2, 9, 16, 17, 40, 65, 130)
@@ -162,3 +166,55 @@ def test_other_maxima_and_sums_are_refused(name: Literal["torch", "native"]) -> 
     for wrong in (torch.ones(2, 32).int(), torch.ones(2, 33), torch.ones(33, 2).int().T):
         with pytest.raises(ValueError, match=r"^sums must be int32 \[rows, 33\], got "):
             product.finished(wrong, maxima, torch.float32)
+
+
+# ---- several processes, in one call each ----
+
+
+@pytest.mark.parametrize("starts", [[0], [0, 12], [0, 6, 11], [0, 1, 9, 17]], ids=len)
+def test_products_of_several_ranks_are_the_whole_one(starts: list[int]) -> None:
+    parts = Parts(kernels("native").products, 33, 576, starts)
+    given = [activations(rows, 576, dtype) for dtype in DTYPES for rows in ROWS]
+    given[4][3, 400] = float("nan")
+    shares = [[part for _, part in parts.of(x)] for x in given]
+    library = library_or_skip()
+
+    def work(exchange: Exchange) -> list[bytes]:
+        product = parts.products[exchange.rank]
+        assert isinstance(product, NativeProduct)
+        product.join(exchange)
+        return [bytes(product(share[exchange.rank]).view(torch.uint8).numpy()) for share in shares]
+
+    wanted = [bytes(parts.whole(x).view(torch.uint8).numpy()) for x in given]
+    for found in run_ranks(library, len(starts), work, slot=4096):  # so that sums take several turns
+        assert [len(one) for one in found] == [len(one) for one in wanted]
+        for x, *both in zip(given, found, wanted, strict=True):
+            if len(x):
+                got, want = (torch.frombuffer(bytearray(one), dtype=x.dtype) for one in both)
+                assert same(got, want), (x.dtype, len(x))
+
+
+def test_a_product_of_floats_joins_nobody() -> None:
+    library = library_or_skip()
+    file = shared_file(library, 1)
+    exchange = Exchange(library, file, 1, 0)
+    os.close(file)
+    product = kernels("native").products.floats(random(16, 64), None)
+    assert isinstance(product, NativeProduct)
+    with pytest.raises(TypeError, match=r"^a product with float32 weights has no exact sums"):
+        product.join(exchange)
+    exchange.close()
+
+
+def test_a_product_that_lost_a_rank_says_so() -> None:
+    library = library_or_skip()
+    file = shared_file(library, 2)
+    exchange = Exchange(library, file, 2, 0, limit=0.1)
+    os.close(file)
+    product = Parts(kernels("native").products, 33, 576, [0]).whole
+    assert isinstance(product, NativeProduct)
+    product.join(exchange)
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match=r"^rank 1 of 2 did not come within 0.1 s"):
+            product(random(2, 576))
+    exchange.close()
