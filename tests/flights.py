@@ -1,4 +1,4 @@
-"""Flights without a model: made-up logits, asked as a pass is; and launches that take their time."""
+"""Flights without a model: made-up logits, asked as a pass is."""
 
 from __future__ import annotations
 
@@ -10,28 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.engine.target_laws import TargetLaws
-from specinfer.runtime.flight import Flight, HostFlight, Launch
+from specinfer.runtime.flight import Flight, HostFlight
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import Verifier
 from specinfer.verify.coupled import Acceptance, coupled_choice
 from specinfer.verify.scan import NUMPY, Scan
 
 Mutant = Callable[[TokenTree, TargetLaws, Verifier], Acceptance]
-
-
-class Late(Launch):
-    """A pass that seems to be on its way until it was asked so many times."""
-
-    __slots__ = ("_asks",)
-
-    def __init__(self, flight: Flight, asks: int) -> None:
-        super().__init__(flight)
-        self._asks = asks
-
-    @property
-    def done(self) -> bool:
-        self._asks -= 1
-        return self._asks < 0
 
 
 def flight_of(logits_RV: NDArray[np.float32]) -> Flight:

@@ -134,8 +134,6 @@ def _run(run: EngineRun) -> dict[str, Any]:
         "tokens_per_pass": run.tokens_per_pass,
         "streamed_bytes": run.done.streamed_bytes,
         "stream_wait_seconds": run.done.stream_wait_seconds,
-        "levels_ahead": run.done.levels_ahead,
-        "levels_kept": run.done.levels_kept,
     }
 
 
@@ -263,7 +261,6 @@ def table(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             row("tokens per pass", lambda run: f"{run['tokens_per_pass']:.2f}"),
             row("streamed from the disk", lambda run: gigabytes(run["streamed_bytes"])),
             row("waited for the disk, s", lambda run: f"{run['stream_wait_seconds']:.1f}"),
-            row("levels drawn ahead / kept", lambda run: f"{run['levels_ahead']} / {run['levels_kept']}"),
         ]
     return rows
 

@@ -108,8 +108,6 @@ def streamed(done: Statistics, tokens: int) -> str:
         f"{gigabytes(done.streamed_bytes)} streamed",
         f"{done.stream_wait_seconds:.1f} s waited for the disk",
     ]
-    if done.levels_ahead:
-        parts.append(f"{done.levels_kept} of {done.levels_ahead} levels drawn ahead were kept")
     return " | ".join(parts)
 
 

@@ -128,7 +128,6 @@ class Engine:
         scheduler, clock = self._scheduler, self.clock
         guard = None if self._guard is None else self._guard.state()
         stream = self._executor.stream
-        ahead, kept = self._speculators.looked_ahead
         return Statistics(
             steps=clock.steps,
             stage_seconds=dict(clock.seconds),
@@ -144,8 +143,6 @@ class Engine:
             guessed_tokens=self._speculators.guessed_tokens,
             streamed_bytes=0 if stream is None else stream.read_bytes,
             stream_wait_seconds=0.0 if stream is None else stream.waited,
-            levels_ahead=ahead,
-            levels_kept=kept,
         )
 
     def close(self) -> None:
@@ -245,8 +242,7 @@ class Engine:
         return launched
 
     def _land(self, launched: _Launched) -> None:
-        """Ask the pass when it has ended, and make what it says text; meanwhile drafts look ahead."""
-        self._speculators.look_ahead(launched.launch)
+        """Ask the pass when it has ended, and make what it says text."""
         flight = launched.launch.flight()
         self.clock.lap(Stage.FORWARD)
         answers = self._ask(launched, flight)

@@ -18,7 +18,7 @@ from specinfer.engine.drafts import Found, FoundHead
 from specinfer.engine.memory import MemoryPlan
 from specinfer.errors import ConfigError, DamagedFileError, ModelFileError
 from specinfer.heads.checkpoint import load_head
-from specinfer.heads.runner import HeadModel
+from specinfer.heads.kinds import AnyHeadModel
 from specinfer.kernels.choice import Kernels, guessing, streaming
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.prepared import PreparedFile
@@ -100,7 +100,7 @@ class Loader:
 
     def head(
         self, found: FoundHead, target: Found, model: LanguageModel, quantization: Quantization
-    ) -> HeadModel:
+    ) -> AnyHeadModel:
         """A head, which reads the target `model`."""
         return load_head(
             found.head,

@@ -68,8 +68,6 @@ class Statistics:
     guessed_tokens: Mapping[str, int] = field(default_factory=dict)  # by speculator, verified or not
     streamed_bytes: int = 0  # of weights that were read from the disk for passes
     stream_wait_seconds: float = 0.0  # that passes waited for them
-    levels_ahead: int = 0  # of drafts' trees, drawn while a pass was on its way
-    levels_kept: int = 0  # of these, that later trees began with
 
     def since(self, earlier: Statistics) -> Statistics:
         """What was done after `earlier`; what does not only grow is that of now."""
@@ -91,8 +89,6 @@ class Statistics:
             guessed_tokens=_sums(self.guessed_tokens, other.guessed_tokens, sign),
             streamed_bytes=self.streamed_bytes + sign * other.streamed_bytes,
             stream_wait_seconds=self.stream_wait_seconds + sign * other.stream_wait_seconds,
-            levels_ahead=self.levels_ahead + sign * other.levels_ahead,
-            levels_kept=self.levels_kept + sign * other.levels_kept,
         )
 
 

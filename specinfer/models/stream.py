@@ -70,7 +70,6 @@ class LayerStream:
         self.buffers = [memoryview(memory) for memory in memories]  # they stay where they are
         self.passes = 0  # begun
         self.waited = 0.0  # seconds that `take` waited for readers
-        self._waits_until = 0.0  # when the pass that runs will have what it waits for, by the disk's rate
         self._records = records
         self._disk = disk
         self._shared = StreamBuffers(source, records, self.buffers, disk.piece)
@@ -107,10 +106,6 @@ class LayerStream:
     def rate(self) -> float:
         """Bytes per second of late, while somebody read; the measured rate before the first record."""
         return self._shared.rate() or self._disk.bytes_per_second
-
-    def rest(self) -> float:
-        """Seconds that the pass will go on waiting for readers, as far as is known; 0 where it computes."""
-        return max(0.0, self._waits_until - time.monotonic())
 
     @contextmanager
     def passing(self, stopped: Callable[[], bool] | None = None) -> Iterator[Self]:
@@ -196,7 +191,6 @@ class LayerStream:
         name, length = (record := self._records[place % len(self._records)]).name, record.length
         began = time.monotonic()
         due = max(began + max(_PATIENCE, _SLOW * length / self.rate()), self._quiet_until)
-        self._waits_until = began + (length - self._shared.arrived(place)) / self.rate()
         try:
             while not self._shared.has(place, ring=True):
                 with contextlib.suppress(Empty):
@@ -211,7 +205,6 @@ class LayerStream:
                     )
                     due = self._quiet_until = now + _BETWEEN
         finally:
-            self._waits_until = 0.0
             self.waited += time.monotonic() - began
 
     def _check_wanted(self) -> None:

@@ -7,13 +7,12 @@ docs/map.md says what an implementation owes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event
-from typing import Final, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +27,6 @@ from specinfer.runtime.cost_curve import CostCurve, Timed, TimedModel, cost_curv
 from specinfer.runtime.flight import Flight, HostFlight, Launch, inference, rows_at_once
 from specinfer.runtime.kv_cache import KvCache, num_blocks
 from specinfer.tree import TokenTree
-
-# Seconds that a thread may keep the interpreter from another one where passes run in a thread of their own:
-# at the usual 5 ms a pass, which calls some ten operations a layer, took four times as long beside a draft.
-_SWITCH: Final = 2e-4
 
 
 class Executor(Protocol):
@@ -72,11 +67,10 @@ class LocalExecutor:
     def __init__(self, target: LanguageModel, *, num_blocks: int, block_size: int) -> None:
         """Make the target's cache; every draft's has as many blocks.
 
-        Passes of a target whose weights are streamed run in a thread of their own, where they wait for them.
+        Passes of a target whose weights are streamed run in a thread of their own: an interrupt does not wait
+        for the disk.
         """
         streams = target.stream is not None
-        if streams:  # for good: several engines may want it, and end in any order
-            sys.setswitchinterval(min(_SWITCH, sys.getswitchinterval()))
         self._apart = ThreadPoolExecutor(1, thread_name_prefix="pass") if streams else None
         self._closed = False
         self.num_blocks = num_blocks
@@ -128,8 +122,7 @@ class LocalExecutor:
             likelihoods=partial(likelihoods, plan, trees),
             taps=taps,
         )
-        stream = self.stream
-        if self._apart is None or stream is None:
+        if self._apart is None:
             return Launch(run())
         stopped = Event()
         try:
@@ -138,7 +131,7 @@ class LocalExecutor:
             if self._closed:
                 raise StoppedError("the model was closed") from None
             raise
-        return Launch(flight, stopped, stream.rest)
+        return Launch(flight, stopped)
 
     def drop(self, launch: Launch) -> None:
         """As Executor says; a layer that computes is waited for, one that is read is not."""

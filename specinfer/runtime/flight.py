@@ -16,7 +16,6 @@ A row's logits do not depend on the block it is in (models/language_model.py).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -141,27 +140,12 @@ class Flight(Protocol):
 class Launch:
     """A pass that was started: a flight, or one that a thread will bring."""
 
-    __slots__ = ("_flight", "rest", "stopped")
+    __slots__ = ("_flight", "stopped")
 
-    def __init__(
-        self,
-        flight: Flight | Future[Flight],
-        stopped: Event | None = None,
-        rest: Callable[[], float] = lambda: math.inf,
-    ) -> None:
-        """`stopped` is what a pass asks that may be told to end; see `stop`.
-
-        `rest` tells for how many seconds the pass leaves the cores to others from now on, as it waits for
-        weights.
-        """
+    def __init__(self, flight: Flight | Future[Flight], stopped: Event | None = None) -> None:
+        """`stopped` is what a pass asks that may be told to end; see `stop`."""
         self._flight = flight
-        self.rest = rest
         self.stopped = stopped or Event()
-
-    @property
-    def done(self) -> bool:
-        """Whether the pass has ended."""
-        return not isinstance(self._flight, Future) or self._flight.done()
 
     def flight(self) -> Flight:
         """The pass's answers; waits for its end, and raises what the pass raised."""

@@ -62,8 +62,6 @@ class Metrics:
         self.factors = made(Gauge, "pass_cost_factor", factor, "model")
         self.streamed_bytes = counter("streamed_bytes", "Of weights that were read from the disk for passes.")
         self.stream_waits = counter("stream_wait_seconds", "That passes waited for these bytes.")
-        self.levels_ahead = counter("levels_ahead", "Levels of trees that drafts drew while a pass ran.")
-        self.levels_kept = counter("levels_kept", "Of these levels those that later trees began with.")
         self.restarts = gauge("engine_restarts", "How often the engine process was started again.")
         self.running = gauge("num_requests_running", "Requests in the engine's batch.")
         self.waiting = gauge("num_requests_waiting", "Requests the engine has no room for yet.")
@@ -112,11 +110,9 @@ class Metrics:
         return generate_latest(self.registry)
 
     def _streamed(self, done: Statistics) -> None:
-        """Count what the engine read, and drew ahead, since it was asked last."""
+        """Count what the engine read since it was asked last."""
         self.streamed_bytes.inc(done.streamed_bytes)
         self.stream_waits.inc(done.stream_wait_seconds)
-        self.levels_ahead.inc(done.levels_ahead)
-        self.levels_kept.inc(done.levels_kept)
 
     def speculation(self, figures: SpeculationFigures) -> None:
         """Count what speculation did for an answer."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 from specinfer.errors import ConfigError, RequestError, SpeculatorError
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.features import TextRows
-from specinfer.runtime.flight import Flight, Launch
+from specinfer.runtime.flight import Flight
 from specinfer.speculate.decision import Decision, Proposed
 from specinfer.speculate.policy.policy import LevelPass, SpeculationPolicy, StepReport
 from specinfer.speculate.shared_tree import SharedTree
@@ -25,7 +25,6 @@ from specinfer.tree.token_tree import single_node
 
 _LOG = logging.getLogger(__name__)
 _KEPT_FOR: Final = 8  # steps in a row without guesses, in which hidden states are still kept for heads
-_PAUSE: Final = 1e-3  # seconds, after which a pass that computes is looked at again
 
 
 class Ensemble:
@@ -72,13 +71,11 @@ class Ensemble:
         self._guessed_tokens = dict.fromkeys(names, 0)
         self._odd: set[str] = set()  # those that gave a confidence outside of 0 to 1, which was logged
         self._passes: list[LevelPass] = []  # of the step
-        self._grew: list[LevelSpeculator] = []  # that have grown trees in it
-        self._level = 0.0  # seconds that it took of late to look ahead by one
         self._proposed = Proposed(StepPlan(()), StepPlan(()))  # the same, for `explain`
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
         """One merged tree per entry that has a tree, of at most `entry.max_nodes` nodes."""
-        self._passes, self._grew = [], []
+        self._passes = []
         asked_for, plan = plan, self._decided("begin_step", plan)
         self._proposed = Proposed(asked_for, plan)
         held = all(map(_lets_nobody_guess, plan.entries))
@@ -113,28 +110,6 @@ class Ensemble:
         """
         failed = frozenset(self._names) - {speculator.name for speculator in self._speculators}
         return self._proposed.decisions(self._names, failed, self._decided("appraise", self._proposed.chosen))
-
-    def look_ahead(self, launch: Launch) -> None:
-        """Let those that grow trees by levels go on in turns until the target's pass ends.
-
-        A level is drawn while the pass waits for weights at least as long as the last level took: beside one
-        that computes both would be slower.
-        """
-        going_on = self._grew
-        while going_on and not launch.done:
-            if (rest := launch.rest()) <= 0 or rest < self._level:
-                time.sleep(_PAUSE)
-                continue
-            began = self._clock()
-            going_on = [speculator for speculator in going_on if self._looks_ahead(speculator)]
-            if going_on:
-                self._level = self._clock() - began
-
-    @property
-    def looked_ahead(self) -> tuple[int, int]:
-        """Levels that drafts have drawn while a pass was on its way, and those of them that were kept."""
-        drawn = [s.looked_ahead for s in self._speculators if isinstance(s, LevelSpeculator)]
-        return sum([made for made, _ in drawn]), sum([kept for _, kept in drawn])
 
     @property
     def guessed_tokens(self) -> dict[str, int]:
@@ -214,7 +189,6 @@ class Ensemble:
         """
         entries = plan.entries
         began = self._clock()
-        self._grew.append(speculator)
         unread = speculator.begin(plan)
         worth = self._decided("worth_starting", speculator.name, entries, unread, guessed)
         below: dict[int, Sequence[int]] = {i: (0,) for i, starts in enumerate(worth) if starts}
@@ -237,13 +211,6 @@ class Ensemble:
             self._passes.append(LevelPass(speculator.name, level, ran, now - began))
             began, level = now, level + 1
         return [speculator.tree(i) for i, entry in enumerate(entries) if entry.has_tree]
-
-    def _looks_ahead(self, speculator: LevelSpeculator) -> bool:
-        """Whether it has drawn another level."""
-        drew: list[bool] = []
-        likelihoods = partial(self._decided, "likelihoods")
-        self._trying(speculator, lambda: drew.append(speculator.look_ahead(likelihoods)))
-        return any(drew)
 
     def _count(self, name: str, trees: Sequence[TokenTree]) -> None:
         """Count a speculator's guesses, without those that cannot become text."""

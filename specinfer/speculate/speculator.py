@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -96,20 +96,6 @@ class LevelSpeculator(SpeculatorBase, ABC):
     @abstractmethod
     def tree(self, entry: int) -> TokenTree:
         """The tree of the plan's entry of that number, as it has grown so far."""
-
-    def look_ahead(self, likelihoods: Callable[[TokenTree], Sequence[float]]) -> bool:
-        """Draw one more level of the step's trees, for the next step; False: there is nothing to draw.
-
-        Asked while the target's pass is on its way, until it ends. Their trees were taken before, and what
-        is drawn now is kept where the text goes that way. `likelihoods` tells how likely each node of a tree
-        is to become text.
-        """
-        return False
-
-    @property
-    def looked_ahead(self) -> tuple[int, int]:
-        """Levels that were drawn ahead so far, and levels of these that later trees began with."""
-        return 0, 0
 
 
 AnySpeculator = Speculator | LevelSpeculator

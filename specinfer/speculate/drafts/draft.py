@@ -17,8 +17,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import nlargest
-from typing import Final
 
 from torch import Tensor
 
@@ -33,9 +31,6 @@ from specinfer.speculate.drafts.growth import Growth, Shape, trees_first
 from specinfer.speculate.speculator import LevelSpeculator, Outcome
 from specinfer.tree import TokenTree
 
-_ROWS_AHEAD: Final = 8  # of a pass that is made while the target's is on its way, at most
-_LIKELY_AHEAD: Final = 0.1  # probability of nodes that are worth a row there: it takes a tenth of a pass
-
 
 @dataclass(slots=True)
 class CachedText:
@@ -47,8 +42,6 @@ class CachedText:
     unread: UnreadFeatures  # the target's hidden states of what a head has not read
     origin: int = 0  # the first position it sees, which begins a block
     growth: Growth | None = None  # the last tree, until its outcome is known, where a draft asks for that
-    # The last tree, and of it the nodes that the next one begins with, the first being its root.
-    ahead: tuple[Growth, list[int]] | None = None
     last_D: Tensor | None = None  # what a head made of the last row it read, where it needs that
 
 
@@ -206,10 +199,6 @@ class LevelDraft(Draft):
         left = self._max_rows
         for i in trees_first(self._growths, below):
             growth = self._growths[i]
-            if growth.planted:
-                growth.planted = False
-                drawing.append(i)
-                continue
             rows = self._chosen(i, below[i]) if growth.started else self._read(i, left)
             if rows is None:
                 continue
@@ -300,7 +289,6 @@ class DraftModel(LevelDraft):
         self._vocabulary = vocabulary
         self._last_id = None if reads is None else reads - 1
         self._stand_in = draw
-        self._levels_ahead, self._levels_kept = 0, 0
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the K and V of guessed nodes that were committed; forget requests that ended."""
@@ -313,58 +301,11 @@ class DraftModel(LevelDraft):
             growth, text.growth = text.growth, None
             path = growth.path(outcome.committed[:-1])  # the bonus token is the next root
             text.cached = growth.entry.end + len(path)
-            run = growth.run_ahead(path, outcome.committed)
-            if run:
-                text.ahead = growth, run
-                text.cached += 1
-            moves += moves_along([*path, *run], growth, growth.entry.end - 1, growth.entry.block_table)
+            moves += moves_along(path, growth, growth.entry.end - 1, growth.entry.block_table)
         self._runner.move(moves)
 
-    def look_ahead(self, likelihoods: Callable[[TokenTree], Sequence[float]]) -> bool:
-        """As LevelSpeculator says, below the likeliest nodes of all trees whose shape is learned.
-
-        The text may go on where the tree that is verified ends, or leave it at any node: a node's path is as
-        likely as the draft says, whether it was sent or not. Samples are not drawn ahead: which of them are
-        drawn may not depend on time. What was drawn ahead is what would be drawn in the next step.
-        """
-        ends: list[tuple[float, int, int]] = []
-        for i, growth in enumerate(self._growths):
-            entry = growth.entry
-            if not growth.started or not self._shape.is_learned(entry.request):
-                continue
-            if not growth.levels_ahead:
-                growth.look_ahead(min(entry.max_depth, self._runner.max_context - entry.end))
-            room = len(entry.block_table) * self._runner.block_size - entry.end + 1 - len(growth.above)
-            likely = likelihoods(growth.tree())
-            likeliest = nlargest(min(room, _ROWS_AHEAD), growth.waiting, key=likely.__getitem__)
-            ends += [(likely[node], i, node) for node in likeliest]
-        below: dict[int, list[int]] = {}
-        for likely_to_be, i, node in nlargest(_ROWS_AHEAD, ends):
-            if not below or likely_to_be >= _LIKELY_AHEAD:
-                below.setdefault(i, []).append(node)
-        for i in below:
-            self._growths[i].levels_ahead += 1
-            self._growths[i].planted = False
-        self.deepen(below)
-        self._levels_ahead += bool(below)
-        return bool(below)
-
-    @property
-    def looked_ahead(self) -> tuple[int, int]:
-        """As LevelSpeculator says."""
-        return self._levels_ahead, self._levels_kept
-
     def _growth(self, entry: PlanEntry) -> Growth:
-        growth = Growth.shaped(entry, self.name, self._shape, self._runner.max_context - entry.end)
-        text = self._texts.known(entry.request.request_id)
-        if text is not None and text.ahead is not None:
-            ahead, text.ahead = text.ahead, None
-            if growth.limit > 0 and (text.incarnation, text.cached) == (entry.incarnation, entry.end):
-                growth.begin_with(*ahead)
-                self._levels_kept += max(growth.depths)
-                self._texts.claim(text, entry)
-                text.growth = growth
-        return growth
+        return Growth.shaped(entry, self.name, self._shape, self._runner.max_context - entry.end)
 
     def _unread(self, entries: Sequence[PlanEntry]) -> list[int]:
         self._seen = [self._texts.of(entry, entry.end - 1) for entry in entries]

@@ -110,9 +110,6 @@ class Growth:
     order: dict[int, int] = field(default_factory=lambda: {0: 0})
     above: list[int] = field(default_factory=lambda: [-1])
     started: bool = False  # whether the root was run
-    planted: bool = False  # and that was in the step before, and nobody has asked for its children yet
-    levels_ahead: int = 0  # that were drawn while the target's pass was on its way
-    cut: frozenset[int] = frozenset()  # nodes that were run, and whose children may lack for want of room
     grown: TokenTree | None = None  # all of it, where it was not built node by node
 
     @classmethod
@@ -175,57 +172,6 @@ class Growth:
         self.seen = len(builder.draws)
         new = range(before, len(depths))
         self.waiting += [n for n in new if depths[n] < self.limit and likely[n] >= self.least]
-
-    def look_ahead(self, limit: int) -> None:
-        """Let it have so many levels, and any number of nodes: it grows for the next step."""
-        if self.builder.full:
-            last = self.order[self.builder.draws[-1].parent]
-            self.cut = frozenset([node for node, number in self.order.items() if number >= last])
-        self.limit, self.builder.max_nodes = limit, 1 << 30
-        self.waiting = [
-            node
-            for node in range(len(self.depths))
-            if node not in self.order and self.depths[node] < limit and self.likely[node] >= self.least
-        ]
-
-    def run_ahead(self, path: Sequence[int], committed: Sequence[int]) -> list[int]:
-        """The node of the next root, and those below it, that were run, in that order; none if it was not.
-
-        `committed` are the tokens that became text, and `path` the nodes of all but the last, or of the first
-        of these. What was drawn before the pass began is no part of the next tree unless more was drawn. Nor
-        are nodes below which the tree was full: the next one may have room for more children.
-        """
-        if not self.levels_ahead or len(path) + 1 != len(committed):
-            return []
-        root = self.builder.child(path[-1] if path else 0, committed[-1])
-        if root is None or root not in self.order or root in self.cut:
-            return []
-        run = [root]
-        found = {root}
-        for node in self.order:  # in the order in which they were run
-            if self.builder.parents[node] in found and node not in self.cut:
-                found.add(node)
-                run.append(node)
-        return run
-
-    def begin_with(self, earlier: Growth, run: Sequence[int]) -> None:
-        """Begin with what `earlier`, of the step before, has below run[0], which is the root of this one.
-
-        `run` are the nodes of it that were run, and lie in the cache in that order from the root on.
-        """
-        node_of = {run[0]: 0}
-        number = {node: i for i, node in enumerate(run)}
-        for parent, node, speculator, rule, law, confidence, evidence in earlier.builder.draws:
-            if parent in number and parent in node_of:
-                token = earlier.builder.token_ids[node]
-                new = self.builder.add(node_of[parent], token, speculator, rule, law, confidence, evidence)
-                if new is not None:
-                    node_of[node] = new
-        self.above = [-1, *(number[earlier.builder.parents[node]] for node in run[1:])]
-        self.order = {node_of[node]: i for i, node in enumerate(run) if node in node_of}
-        self.started = self.planted = True
-        self.descend()
-        self.waiting = [node for node in self.waiting if node not in self.order]
 
     def path(self, tokens: Iterable[int]) -> list[int]:
         """The nodes along these tokens below the root, as far as they lie in the cache."""

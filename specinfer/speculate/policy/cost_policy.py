@@ -285,10 +285,6 @@ class CostPolicy(SpeculationPolicy):
         besides = 0.0 if self.guard is None else self.guard.besides_pass
         return Appraisal(likely, seconds - without, seconds + besides, self._held)
 
-    def likelihoods(self, tree: TokenTree) -> Sequence[float]:
-        """By what was learned of guesses as sure as these."""
-        return along_paths(self.chances.node_rates(tree), tree.parents)
-
     def observe(self, report: StepReport) -> None:
         """Learn from every guess whose parent became text, verified or not; and from the step's seconds."""
         if self._trees:

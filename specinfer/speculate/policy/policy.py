@@ -116,10 +116,6 @@ class SpeculationPolicy:
         """
         return None
 
-    def likelihoods(self, tree: TokenTree) -> Sequence[float]:
-        """How likely every node of a speculator's tree is to become text, [num_nodes]."""
-        return tree.likelihoods()
-
     def observe(self, report: StepReport) -> None:
         """Learn the outcome of every guess, and the time the step took."""
 

@@ -59,8 +59,6 @@ def test_bench_gives_each_side_what_was_streamed_in_its_turns(large: list[str], 
         assert abs(side["streamed_bytes"] - 6 * layer * side["passes"]) <= 3 * 2 * layer
         assert side["stream_wait_seconds"] > 0
     assert guessed["passes"] < plain["passes"]
-    assert plain["levels_ahead"] == plain["levels_kept"] == 0
-    assert guessed["levels_kept"] <= guessed["levels_ahead"]
 
 
 def test_check_holds_the_streamed_engine_to_its_promise(large: list[str], run: Run, tmp_path: Path) -> None:

@@ -60,8 +60,6 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
         cost_factors={"target": 1.5},
         streamed_bytes=4000,
         stream_wait_seconds=1.5,
-        levels_ahead=9,
-        levels_kept=6,
     )
     second = Statistics(
         running=1,
@@ -73,8 +71,6 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
         cost_factors={"target": 1.25, "0-draft": 2.0},
         streamed_bytes=1000,
         stream_wait_seconds=0.25,
-        levels_ahead=2,
-        levels_kept=1,
     )
     metrics = Metrics("m")
 
@@ -126,8 +122,6 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
             'pass_cost_factor{model="0-draft",}': 2.0,
             "streamed_bytes_total{}": 5000,
             "stream_wait_seconds_total{}": 1.75,
-            "levels_ahead_total{}": 11,
-            "levels_kept_total{}": 7,
         }
         await backend.close()
 

@@ -15,12 +15,10 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport
-from specinfer.speculate.speculator import AnySpeculator, LevelSpeculator
+from specinfer.speculate.speculator import AnySpeculator
 from specinfer.tree import Draw, DrawRule, TokenTree
 from specinfer.tree.draw import Run, Runs
-from specinfer.tree.token_tree import single_node
 from tests import plans
-from tests.flights import Late, flight_of
 from tests.unit.speculate.guessers import Fan, Levels, entry
 from tests.unit.speculate.policy.priced import FREE
 
@@ -339,40 +337,3 @@ def test_a_policy_that_raises_is_logged_once_and_the_fixed_one_takes_its_place(
         ensemble.observe(StepReport([plans.outcome(10)], {"target_forward": 1.0}))
     (record,) = caplog.records
     assert record.getMessage().startswith("the speculation policy RaisingPolicy failed")
-
-
-class Ahead(LevelSpeculator):
-    """Draws levels ahead, each in two seconds."""
-
-    name = "ahead"
-
-    def __init__(self, clock: list[float]) -> None:
-        self._clock = clock
-        self.levels = 0
-
-    def begin(self, plan: StepPlan) -> list[int]:
-        return [0] * len(plan.entries)
-
-    def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
-        return {}
-
-    def tree(self, entry: int) -> TokenTree:
-        return single_node(7)
-
-    def look_ahead(self, likelihoods: object) -> bool:
-        self._clock[0] += 2
-        self.levels += 1
-        return True
-
-
-@pytest.mark.parametrize(("rest", "levels"), [(3.0, 5), (2.0, 5), (1.0, 1), (0.0, 0)])
-def test_levels_are_drawn_ahead_where_a_pass_waits_longer_than_one_takes(rest: float, levels: int) -> None:
-    """But for the first one, whose time nobody knows."""
-    now = [0.0]
-    ahead = Ahead(now)
-    ensemble = Ensemble([ahead], vocab=64, policy=SpeculationPolicy(), clock=lambda: now[0])
-    ensemble.propose(plans.plan(plans.entry([3, 7])))
-    launch = Late(flight_of(np.zeros((1, 64), np.float32)), 5)
-    launch.rest = lambda: rest
-    ensemble.look_ahead(launch)
-    assert ahead.levels == levels
