@@ -220,6 +220,20 @@ def allowed_cpus() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
+def cpu_share(number: int, count: int) -> frozenset[int]:
+    """The logical CPUs of process `number` of `count` that share this machine: whole cores, neighbours.
+
+    All of them have all CPUs where there are fewer cores than processes.
+    """
+    cores: dict[tuple[str, str], set[int]] = {}
+    for cpu in sorted(allowed_cpus()):
+        cores.setdefault(_core(cpu), set()).add(cpu)
+    if len(cores) < count:
+        return allowed_cpus()
+    first, end = (n * len(cores) // count for n in (number, number + 1))
+    return frozenset().union(*[*cores.values()][first:end])
+
+
 @functools.cache
 def cache_bytes() -> int:
     """What the last caches before memory hold, those of all CPUs of this process together.

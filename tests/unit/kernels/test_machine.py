@@ -17,6 +17,7 @@ from specinfer.kernels.machine import (
     cache_bytes,
     cpu_features,
     cpu_name,
+    cpu_share,
     give_back_memory,
     is_quick_in_bfloat16,
     thread_count,
@@ -155,6 +156,21 @@ def test_omp_num_threads_bounds_the_threads(
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     assert thread_count(wanted) == threads
+
+
+def test_processes_that_share_a_machine_have_whole_cores_and_all_of_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    set_cores(monkeypatch, tmp_path / "a", HYPERTHREADS)
+    assert [cpu_share(number, 2) for number in range(2)] == [{0, 2}, {1, 3}]
+    set_cores(monkeypatch, tmp_path / "b", SOCKETS)
+    everything = allowed_cpus()
+    for count in (1, 2, 3, 4):
+        shares = [cpu_share(number, count) for number in range(count)]
+        assert frozenset().union(*shares) == everything
+        assert sum(map(len, shares)) == len(everything)
+        assert min(map(len, shares)) == 4 // count
+    assert [cpu_share(number, 5) for number in range(5)] == [everything] * 5
 
 
 def test_only_cpus_of_the_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
