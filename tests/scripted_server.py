@@ -57,9 +57,11 @@ class ScriptedBackend:
     def __init__(self, *scripts: Script) -> None:
         self._scripts = list(scripts)
         self.works: list[Work] = []
+        self.sessions: list[str] = []  # of each request
         self.gone: list[str] = []  # works that were given up
 
-    async def generate(self, works: Sequence[Work]) -> AsyncGenerator[Delta]:
+    async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
+        self.sessions.append(session)
         left = {work.id for work in works}
         try:
             for work in works:

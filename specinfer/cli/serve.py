@@ -45,7 +45,7 @@ def serve(model: str | None, file: Path | None, **given: Any) -> None:
     options, config = configs({"model": model, **given}, file)
     engine = engine_config(options)
     # Its process loads torch while this one loads what serves.
-    with EngineChild((config.log_level, config.log_format)) as child:
+    with EngineChild((config.log_level, config.log_format), count=config.replicas) as child:
         with needs_serving():
             from specinfer.serve.server import serve as serve_forever
         serve_forever(config, engine, child, ProgressBar(), partial(_tell_ready, page=config.page))
@@ -104,7 +104,7 @@ def run_batch(
         earlier = len(answers)
         try:
             if any(True for _ in requests.left(answers)):
-                with EngineChild((config.log_level, config.log_format)) as child:
+                with EngineChild((config.log_level, config.log_format), count=config.replicas) as child:
                     run(config, engine, child, requests, answers, ProgressBar())
         finally:
             told = f"{len(answers)} answers, {answers.refused} of them errors; {earlier} were there before"

@@ -41,6 +41,7 @@ from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.machine import thread_count
 from specinfer.models.fingerprint import is_of
 from specinfer.models.language_model import LanguageModel
+from specinfer.models.prepared import identity
 from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress, Progress
 from specinfer.runtime.flight import torch_threads
@@ -72,6 +73,7 @@ class Models:
     foreign: Mapping[str, ForeignTokens] = field(default_factory=dict)
     sampling: Mapping[str, float] = field(default_factory=dict)  # parameters that the target recommends
     plan: MemoryPlan | None = None  # of the memory of a target that is streamed
+    origin: Mapping[str, str] = field(default_factory=dict)  # the target's files, and what is made of them
 
     def settled(self, config: EngineConfig) -> EngineConfig:
         """The config that these models were loaded for, with what was decided where it leaves that open."""
@@ -107,6 +109,7 @@ def _load_models(
     show: Progress,
 ) -> Models:
     target = find(config.model, show)
+    origin = identity(target.files.path, config.quantization, dtype)  # before they are read
     found = find_drafts(config.speculation.drafts, target, config.model, show)
     drafts = {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
     check_options(config.speculation, drafts)
@@ -162,6 +165,7 @@ def _load_models(
         foreign=foreign,
         sampling=sampling,
         plan=plan,
+        origin=origin,
     )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import reduce
+from itertools import chain
 from typing import Final, TypeVar
 
 from specinfer.plan import StepPlan
@@ -90,6 +92,25 @@ class Statistics:
             streamed_bytes=self.streamed_bytes + sign * other.streamed_bytes,
             stream_wait_seconds=self.stream_wait_seconds + sign * other.stream_wait_seconds,
         )
+
+
+def together(states: Sequence[Statistics]) -> Statistics:
+    """What several engines did, and how they are: sums, the mean use of caches, the largest cost factors.
+
+    Speculators may guess where they may in one of them.
+    """
+    total = reduce(Statistics.after, states)
+    factors: dict[str, float] = {}
+    for name, factor in chain.from_iterable(state.cost_factors.items() for state in states):
+        factors[name] = max(factor, factors.get(name, 0.0))
+    return replace(
+        total,
+        running=sum(state.running for state in states),
+        waiting=sum(state.waiting for state in states),
+        kv_cache_usage=sum(state.kv_cache_usage for state in states) / len(states),
+        cost_factors=factors,
+        speculation_on=any(state.speculation_on for state in states),
+    )
 
 
 def _sums(some: Mapping[_Name, _Number], others: Mapping[_Name, _Number], sign: int) -> dict[_Name, _Number]:

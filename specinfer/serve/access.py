@@ -64,6 +64,7 @@ class Access:
         idle_timeout: float,
         origins: Sequence[str] = (),
         hosts: Hosts | None = None,
+        session_header: str = "x-session-id",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
@@ -72,6 +73,7 @@ class Access:
         self._idle_timeout = idle_timeout
         self._origins = origins  # whose pages may call; "*": any
         self._hosts = hosts  # by whose names it is asked; None: by any
+        self._session_header = session_header.lower().encode()
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,7 +82,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         name, begun, status = f"req-{uuid.uuid4().hex}", self._clock(), 0
-        given = _caller(name, scope, self._keys)
+        given = _caller(name, scope, self._keys, self._session_header)
         caller = CALLER.set(given)
 
         async def tell(message: Message) -> None:
@@ -214,8 +216,8 @@ class Access:
         return ApiError(f"the body has more than {self._max_body} bytes; shorten it", status=413)
 
 
-def _caller(name: str, scope: Scope, keys: Keys) -> Caller:
+def _caller(name: str, scope: Scope, keys: Keys, session_header: bytes) -> Caller:
     headers = dict(scope["headers"])
     key = keys.number(headers.get(b"authorization", b""), headers.get(b"x-api-key", b""))
-    trace = [headers.get(one, b"").decode("latin-1") for one in (b"traceparent", b"tracestate")]
-    return Caller(name, scope["path"], key, *trace)
+    kept = (b"traceparent", b"tracestate", session_header)
+    return Caller(name, scope["path"], key, *(headers.get(one, b"").decode("latin-1") for one in kept))

@@ -61,6 +61,7 @@ class Caller:
     key: int = 0  # which of the API keys it was asked with, from 1; 0: none was asked for
     traceparent: str = ""  # the W3C header, as it came
     tracestate: str = ""
+    session: str = ""  # the header of `session_header`, as it came
 
 
 # Each request is answered in a context of its own, so endpoints need not hand this on.

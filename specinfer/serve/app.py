@@ -62,6 +62,7 @@ def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> FastA
         idle_timeout=config.idle_timeout,
         origins=config.cors_origin,
         hosts=hosts,
+        session_header=config.session_header,
     )
     if config.cors_origin:
         app.add_middleware(
@@ -251,12 +252,14 @@ def _add_server_paths(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Whether it takes work: 503 while the engine is started again, or while the server drains."""
+        """Whether it takes work: 503 while no engine does, or while the server drains."""
         health = await service.backend.health()
         trouble = "the server is shutting down" if service.draining else health.trouble
         if trouble:
             return ApiError(trouble, status=503, headers={"Retry-After": "5"}).response()
-        return JSONResponse({"status": "ready", "restarts": health.restarts})
+        serving = sum(not one.trouble for one in health.replicas)
+        told = {"replicas": len(health.replicas), "serving": serving, "restarts": health.restarts}
+        return JSONResponse({"status": "ready", **told})
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -253,7 +253,7 @@ def run_batch(
     UserError if the engine cannot start, and OSError if an answer cannot be written.
     """
     files = resolve(engine.model, progress=progress)
-    at_once = engine.scheduler.max_batch_size + _AHEAD
+    at_once = engine.scheduler.max_batch_size * config.replicas + _AHEAD
     # Each request may have max_n prompts of max_n completions, and none is to be refused for the others.
     config = replace(config, max_waiting=at_once * config.max_n**2, max_wait=0.0, page=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from specinfer.serve.hosts import ANY, is_host, is_network
 LogFormat = Literal["text", "json"]
 # What a record may carry beside its message, as `extra`.
 _FIELDS: Final = ("request_id", "client", "method", "path", "status", "seconds")
+
+_HEADER: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 UnknownFields = Literal["error", "ignore"]
@@ -84,9 +87,17 @@ class ServeConfig:
     )
     page: bool = option(True, "Show a page to chat on at /.", of_batches=False)
 
-    max_waiting: int = option(
-        128, "Completions that may wait for the engine; more get 429.", of_batches=False
+    replicas: int = option(
+        1,
+        "Engines, each in a process of its own with a share of the cores.",
+        more="Every option of an engine holds for each of them, `memory` and `kv_cache_memory` too.",
+        least=1,
     )
+    session_header: str = option(
+        "x-session-id", "Of requests: those with the same text there go to one replica.", of_batches=False
+    )
+
+    max_waiting: int = option(128, "Completions that may wait for an engine; more get 429.", of_batches=False)
     max_n: int = option(16, "Completions of one prompt, and prompts of one request.", least=1)
     max_prompt_tokens: int | None = option(
         None, "Of one prompt; default: what the context leaves.", shown="what the context leaves", least=1
@@ -151,6 +162,10 @@ class ServeConfig:
                 raise ConfigError(
                     f"trusted_proxy has {address!r}; allowed: an address, a network like 10.0.0.0/8, or *"
                 )
+        if not _HEADER.fullmatch(self.session_header):
+            raise ConfigError(
+                f"session_header is {self.session_header!r}; allowed: the name of a header, like x-session-id"
+            )
         path = self.root_path
         if path and (not path.startswith("/") or path.endswith("/") or not path.isascii()):
             raise ConfigError(f"root_path is {path!r}; allowed: an ASCII path like /that/path, or nothing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from specinfer.errors import UserError
+from specinfer.kernels.machine import cpu_share
 
 if TYPE_CHECKING:  # this module starts the process, so it loads nothing that takes time
     import asyncio
@@ -33,15 +35,20 @@ class EngineChild:
     started, threads read and write, so that the event loop waits neither for a socket nor for its end.
     """
 
-    def __init__(self, log: tuple[str, str]) -> None:
+    def __init__(self, log: tuple[str, str], number: int = 0, count: int = 1) -> None:
+        """Start process `number` of `count`, each of which has its share of the cores."""
+        name = "engine" if count == 1 else f"engine {number}"
         ours, its = socket.socketpair()
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "specinfer.serve.engine_process", str(its.fileno()), *log],
+                [sys.executable, "-m", "specinfer.serve.engine_process", str(its.fileno()), *log, name],
                 pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the server, which lets it finish
             )
+        if count > 1 and hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):  # it has ended, or the system does not let us
+                os.sched_setaffinity(self._process.pid, cpu_share(number, count))
         self._connection = Connection(ours.detach())
         self._closing = False
         self._outbox: SimpleQueue[Message | None] = SimpleQueue()

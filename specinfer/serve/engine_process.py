@@ -1,4 +1,4 @@
-"""The process that owns the engine: `python -m specinfer.serve.engine_process FD LEVEL FORMAT`.
+"""The process that owns the engine: `python -m specinfer.serve.engine_process FD LEVEL FORMAT NAME`.
 
 HTTP never waits for a step, nor a step for HTTP. Over the socket FD come an EngineConfig and then commands:
 
@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
+import json
 import logging
 import os
 import signal
@@ -33,10 +35,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
-from specinfer.config import EngineConfig
+from specinfer.config import ENGINE_OPTIONS, EngineConfig
 from specinfer.engine.admission import Admitted
 from specinfer.engine.trace import TreeEvent
 from specinfer.errors import ClosedError, RequestError, SpecInferError
@@ -44,6 +47,7 @@ from specinfer.progress import default_progress
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.config import configure
 from specinfer.serve.work import EngineInfo, Work
+from specinfer.version import VERSION
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
@@ -52,6 +56,9 @@ _LOG = logging.getLogger(__name__)
 _INTAKE_THREADS: Final = 2  # a grammar takes a second to compile, and others must not wait for it
 _STATE_SECONDS: Final = 0.2  # of what it counts, so much may go unheard when it dies
 _INTERNAL_ERROR: Final = 70  # the exit status of a process that cannot tell its answers: an internal error
+# Options, and parts of a config, on which no text depends.
+_MEMORY: Final = ("memory", "offload", "offload_folder")
+_WITHOUT_EFFECT: Final = {"speculation", "cache", "scheduler", "threads", *_MEMORY}
 Message = tuple[Any, ...]
 
 
@@ -90,6 +97,7 @@ class EngineProcess:
             llm.intake.longest,
             llm.intake.speculators,
             llm.config.speculation,
+            fingerprint(llm),
         )
         self._outbox.put(("ready", facts))
         commands: dict[str, Callable[[Any], None]] = {
@@ -234,15 +242,54 @@ class EngineProcess:
                         self._connection.send(message)
 
 
+def fingerprint(llm: LLM) -> str:
+    """A text that engines have in common which make the same text of the same work.
+
+    It depends on the target's files, on how they are computed and with which code, and on no draft.
+    """
+    import torch
+
+    target = llm.models.target
+    kernels, library = target.kernels, target.kernels.library
+    options = {
+        name: getattr(llm.config if part is None else getattr(llm.config, part), one.attribute)
+        for name, (part, one) in ENGINE_OPTIONS.items()
+        if not {name, part} & _WITHOUT_EFFECT
+    }
+    parts: list[object] = [
+        dict(llm.models.origin),
+        options,
+        [type(part).__name__ for part in (kernels.ops, kernels.attention, kernels.products)],
+        [str(target.device), torch.__version__, VERSION],
+        # PyTorch adds as its threads divide the work.
+        torch.get_num_threads() if library is None else library.level.name,
+    ]
+    found = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
+    if library is not None:
+        found.update(library.path.read_bytes())
+    root = Path(__file__).parents[1]
+    for file in sorted(root.rglob("*.py")):
+        found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()
+
+
+def _end_with(server: int) -> None:
+    """End this process within a second of its server, which it would not notice while it loads."""
+    while os.getppid() == server:
+        time.sleep(1.0)
+    os._exit(0)
+
+
 def main() -> None:
     """Load what the config names, say so, and serve until the server hangs up."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="server-watch", daemon=True).start()
     gc.disable()  # all that is loaded here stays: it is not gone through while it grows, nor ever again
     from specinfer.llm import LLM
 
     gc.freeze()
     gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which drains and hangs up
-    configure(sys.argv[3], sys.argv[2], "engine")
+    configure(sys.argv[3], sys.argv[2], sys.argv[4])
     connection = Connection(socket.socket(fileno=int(sys.argv[1])).detach())
     try:
         config: EngineConfig = connection.recv()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -9,13 +10,33 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from specinfer.config import OLD_NAMES
 from specinfer.engine.steps import Statistics
 from specinfer.request import Delta, SpeculationFigures
-from specinfer.serve.work import CompletionObserver, Health, Work
+from specinfer.serve.work import CompletionObserver, Health, ReplicaHealth, Work
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 # A doubling each: whatever the machine, the error of a quantile read from them is the same.
 _SHORT: Final = tuple(0.001 * 2.0**i for i in range(14))  # 1 ms to 8 s
 _LONG: Final = tuple(0.01 * 2.0**i for i in range(16))  # 10 ms to 5 minutes
 _TOKENS: Final = tuple(2.0**i for i in range(18))
+
+# Of each replica: the metric's name, what it is, and where it stands.
+_OF_REPLICA: Final[Sequence[tuple[str, str, Callable[[ReplicaHealth], float]]]] = (
+    ("up", "Whether a replica takes work, 1 or 0.", lambda one: not one.trouble),
+    ("requests_running", "Requests in its batch.", lambda one: one.state.running),
+    ("requests_waiting", "Requests it has no room for yet.", lambda one: one.state.waiting),
+    (
+        "kv_cache_usage_perc",
+        "Of its cache's blocks the part in use, 0 to 1.",
+        lambda one: one.state.kv_cache_usage,
+    ),
+    (
+        "prefix_queries",
+        "Prompt tokens that were looked up in its cache.",
+        lambda one: one.state.prefix_queries,
+    ),
+    ("prefix_hits", "Of these tokens those found.", lambda one: one.state.prefix_hits),
+    ("engine_steps", "Steps of its engines.", lambda one: one.state.steps),
+    ("restarts", "How often its engine was started again.", lambda one: one.restarts),
+)
 
 
 class Metrics:
@@ -62,7 +83,12 @@ class Metrics:
         self.factors = made(Gauge, "pass_cost_factor", factor, "model")
         self.streamed_bytes = counter("streamed_bytes", "Of weights that were read from the disk for passes.")
         self.stream_waits = counter("stream_wait_seconds", "That passes waited for these bytes.")
-        self.restarts = gauge("engine_restarts", "How often the engine process was started again.")
+        self.restarts = gauge("engine_restarts", "How often engine processes were started again.")
+        self.handed_on = gauge("num_handed_on", "How often an answer went on with another engine.")
+        self._of_replicas = [
+            (made(Gauge, f"replica_{name}", purpose, "replica"), value)
+            for name, purpose, value in _OF_REPLICA
+        ]
         self.running = gauge("num_requests_running", "Requests in the engine's batch.")
         self.waiting = gauge("num_requests_waiting", "Requests the engine has no room for yet.")
         self.cache = gauge("kv_cache_usage_perc", "Of the KV cache's blocks the part in use, 0 to 1.")
@@ -88,6 +114,10 @@ class Metrics:
         """All of it as Prometheus reads it, with the engine's state as it is."""
         state = health.state
         self.restarts.set(health.restarts)
+        self.handed_on.set(health.handed_on)
+        for number, replica in enumerate(health.replicas):
+            for one, value in self._of_replicas:
+                one.labels(self.model, str(number)).set(value(replica))
         if state is not None:
             self.running.set(state.running)
             self.waiting.set(state.waiting)

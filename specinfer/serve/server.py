@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_ROLLING: Final = signal.SIGUSR1  # has engines replaced
 _AT_ONCE: Final = 32  # connections that are accepted before the first of them is looked at
 _BACKLOG: Final = 2048  # connections that wait to be accepted
 # Beside connections: those that are accepted and not looked at yet, the engine's sockets, logs, files.
@@ -53,12 +54,13 @@ def serve(
     progress: Progress,
     ready: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT, with the engine in `child`; `ready` gets the URL when it listens.
+    """Serve until SIGTERM or SIGINT, with the first engine in `child`; `ready` gets the URL when it listens.
 
     Raises UserError, before the port opens, for a port that is taken, a model that is missing, and whatever
     else the engine cannot be started with.
     """
     configure(config.log_format, config.log_level, "server")
+    signal.signal(_ROLLING, signal.SIG_IGN)  # until there are engines to replace
     _give_large_blocks_back()
     config = fit_descriptors(config)
     keys = Keys(read_keys(config))
@@ -186,6 +188,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self.on_ready: Callable[[], None] = lambda: None
+        self._rolls = False  # it was told to replace engines, and has not begun to
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -197,11 +200,22 @@ class _Server(uvicorn.Server):
         """
         heard = [one for one in _ENDING if signal.getsignal(one) is not signal.SIG_IGN]
         earlier = {number: signal.signal(number, self.handle_exit) for number in heard}
+        earlier[_ROLLING] = signal.signal(_ROLLING, self._handle_roll)
         try:
             yield
         finally:
             for number, handler in earlier.items():
                 signal.signal(number, handler)
+
+    def _handle_roll(self, *_: object) -> None:
+        self._rolls = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn's, ten times a second: whether to end."""
+        if self._rolls:
+            self._rolls = False
+            self._service.backend.begin_roll()
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -24,13 +24,13 @@ from specinfer.errors import ConfigError, RequestError, UserError, naming
 from specinfer.hub.model_files import ModelFiles, sampling_defaults
 from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SamplingParams
-from specinfer.serve.api_error import ADMITTED, ApiError, cut
+from specinfer.serve.api_error import ADMITTED, CALLER, ApiError, cut
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect import Dialect
 from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.field_policy import FieldPolicy
 from specinfer.serve.metrics import Metrics
-from specinfer.serve.process_backend import ProcessBackend
+from specinfer.serve.replica_backend import ReplicaBackend
 from specinfer.serve.reports import SharedPrompts
 from specinfer.serve.work import BackendError, EngineInfo, Observe, UnavailableError, Work
 from specinfer.speculate.lookups.alignment import within_reach
@@ -49,7 +49,7 @@ class Service:
     def __init__(
         self,
         config: ServeConfig,
-        backend: ProcessBackend,
+        backend: ReplicaBackend,
         tokenizer: Tokenizer,
         facts: EngineInfo,
         dialect: Dialect,
@@ -217,7 +217,7 @@ class Service:
             unadmitted, failed = set(works), 0
             may_begin = not self.config.max_wait  # a stream that has begun can be refused no more
             try:
-                async with aclosing(self.backend.generate(all_works)) as deltas:
+                async with aclosing(self.backend.generate(all_works, CALLER.get().session)) as deltas:
                     async for delta in deltas:
                         number = works[delta.id]
                         now = time.monotonic()
@@ -314,14 +314,17 @@ def _check_reports(prompts: Sequence[tuple[int, ...]], params: Sequence[Sampling
 async def open_service(
     config: ServeConfig, engine: EngineConfig, child: EngineChild, files: ModelFiles
 ) -> AsyncIterator[Service]:
-    """A Service whose engine runs in `child` until the block ends; `files` are those of the engine's model.
+    """A Service whose engines run until the block ends, the first one in `child`.
 
-    Raises UserError if the engine cannot start.
+    `files` are those of the engines' model.
+
+    Raises UserError if the first engine cannot start.
     """
     names = list(dict.fromkeys(config.served_model_name or [engine.model]))  # the usual one first
     metrics = Metrics(names[0])
-    backend = ProcessBackend(
+    backend = ReplicaBackend(
         engine,
+        config.replicas,
         (config.log_level, config.log_format),
         child,
         max_wait=config.max_wait,
@@ -342,7 +345,7 @@ async def open_service(
                 await starting,
                 dialect,
                 models=names,
-                batch=engine.scheduler.max_batch_size,
+                batch=engine.scheduler.max_batch_size * config.replicas,
                 metrics=metrics,
                 observers=observing,
                 sampling=sampling_defaults(files) if engine.generation_config == "auto" else {},

@@ -34,6 +34,7 @@ class EngineInfo:
     longest: int  # the same, with the KV cache counted
     speculators: tuple[str, ...] = ()  # whom a request may name
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    fingerprint: str = ""  # of all that texts depend on but requests: equal ones make the same texts
 
 
 class BackendError(Exception):
@@ -45,12 +46,25 @@ class UnavailableError(BackendError):
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
-    """How the engine process is."""
+class ReplicaHealth:
+    """How one replica is."""
 
-    state: Statistics | None  # None where it does not answer
+    state: Statistics  # of its engines all in all; where none answers, as it was told last
     restarts: int = 0
     trouble: str = ""  # why it does not take work now
+    runs: bool = True  # an engine runs
+    answers: bool = True  # and says how it is
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How all replicas are together."""
+
+    state: Statistics | None  # None where engines run and none answers
+    restarts: int = 0
+    trouble: str = ""  # why no work is taken now
+    replicas: tuple[ReplicaHealth, ...] = ()
+    handed_on: int = 0  # how often a work that an engine had went to another engine
 
 
 class CompletionObserver:

@@ -48,7 +48,7 @@ WITHOUT_TORCH = (
     *("engine.scheduler", "engine.kv_blocks", "engine.transcript", "engine.trace"),
     *("serve.page_server", "cli.small"),
     *("engine.admission", "engine.intake", "engine.loop", "engine.steps"),
-    *("serve.reader", "serve.dialect", "serve.tools", "serve.engine_child"),
+    *("serve.reader", "serve.dialect", "serve.tools", "serve.engine_child", "serve.ledger", "serve.routing"),
     *("kernels.machine", "kernels.build", "kernels.library", "kernels.native", "kernels.exchange"),
     *("kernels.disk", "models.placement", "models.stream"),
     *("bench.exchange", "bench.exchange", "bench.openai_client", "bench.load", "bench.load"),

@@ -69,7 +69,7 @@ FLAGS = (
     *("--root-path", "--served-model-name", "--special-tokens-in-messages", "--speculative-config"),
     *("--stored-responses", "--suffix", "--suffix-depth", "--suffix-memory", "--suffix-nodes"),
     *("--threads", "--tree-size", "--trusted-proxy", "--unknown-fields", "--verifier"),
-    *("--memory", "--offload", "--offload-folder"),
+    *("--memory", "--offload", "--offload-folder", "--replicas", "--session-header"),
 )
 
 

@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer import SamplingParams
-from specinfer.config import EngineConfig
 from specinfer.plan import StepPlan
 from specinfer.processors.changes import RowChanges
 from specinfer.request import Delta
 from specinfer.runtime.batch import logit_rows
 from specinfer.runtime.executor import Move
 from specinfer.runtime.flight import Launch
-from specinfer.serve.process_backend import ProcessBackend, _OpenWork, _Reader
+from specinfer.serve.ledger import Ledger, OpenWork, Reader
 from specinfer.serve.work import Work
 from specinfer.tree import TokenTree
 from specinfer.verify.logprobs import Scores
@@ -124,11 +123,13 @@ def test_the_last_steps_of_a_long_answer_cost_what_its_first_do(tmp_path: Path) 
     with tiny.llm(**options) as llm:
         engine = engine_of(llm)
         engine._executor = Recited([*PROMPT, *text])
-        backend = ProcessBackend(EngineConfig.from_options("tiny", {}))
+        ledger = Ledger("coupled")
 
         async def answer() -> tuple[list[float], list[int], str, list[int]]:
-            reader = _Reader()
-            live = backend._live["a"] = _OpenWork(Work("a", tuple(PROMPT), params), reader)
+            reader = Reader()
+            live = OpenWork(Work("a", tuple(PROMPT), params), reader)
+            ledger.add(live)
+            ledger.assign(live, 0)
             seconds: list[float] = []
             taken: list[int] = []
             heard: list[str] = []
@@ -137,12 +138,12 @@ def test_the_last_steps_of_a_long_answer_cost_what_its_first_do(tmp_path: Path) 
             def told(delta: Delta) -> None:
                 """What becomes of a delta on its way to a stream, here or in a server."""
                 admitted.transcript.output(delta.text)
-                backend._hand_on([pickle.loads(pickle.dumps(delta))])
+                ledger.hear(0, "", [pickle.loads(pickle.dumps(delta))])
                 pending, reader.pending = reader.pending, {}
                 heard.append(Delta.joined(pending["a"]).text)
 
             llm.loop.submit([admitted], told)
-            while "a" in backend._live:
+            while "a" in ledger:
                 come, weighing = len(heard), len(live.said) > TOKENS - 10 * WEIGHED or len(heard) < WEIGHED
                 if weighing:
                     tracemalloc.start()

@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from specinfer.serve import process_backend
+from specinfer.serve import replica
 from tests.served import Served
 from tests.tiny_models import write_tiny_llama
 from tests.unit.serve.handles import Handle
@@ -65,6 +65,6 @@ def taken_port() -> Iterator[int]:
 @pytest.fixture
 def handles(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
     """The engines that were started, in order."""
-    monkeypatch.setattr(process_backend, "EngineChild", Handle)
+    monkeypatch.setattr(replica, "EngineChild", Handle)
     monkeypatch.setattr(Handle, "made", [])
     return Handle.made

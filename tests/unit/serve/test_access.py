@@ -13,6 +13,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from specinfer.serve.access import OVER_LIMIT, Access, Keys
+from specinfer.serve.api_error import CALLER
 from tests.virtual_time import run_virtual
 
 
@@ -303,3 +304,21 @@ def test_a_client_that_goes_away_within_its_body_is_no_bug(caplog: pytest.LogCap
     scope: Scope = {"type": "http", "method": "POST", "path": "/", "client": None, "headers": []}
     asyncio.run(failing(ClientDisconnect())(scope, nothing, never))
     assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+@pytest.mark.parametrize(
+    ("options", "header"), [({}, "x_session_id"), ({"session_header": "X-Talk"}, "x_talk")]
+)
+def test_the_session_of_a_request_stands_in_the_header_that_is_named(
+    options: dict[str, str], header: str
+) -> None:
+    found: list[str] = []
+
+    async def keep(scope: Scope, receive: Receive, send: Send) -> None:
+        found.append(CALLER.get().session)
+        await PlainTextResponse("")(scope, receive, send)
+
+    access = Access(keep, keys=Keys([]), max_body=10, idle_timeout=5.0, **options)  # type: ignore[arg-type]
+    for headers in ({header: "ann"}, {"x_other": "ben"}):
+        assert ask(access, **headers)[0] == 200
+    assert found == ["ann", ""]

@@ -172,7 +172,7 @@ def test_so_many_are_asked_at_once(tokenizer: Tokenizer, tmp_path: Path) -> None
     class Counting(ScriptedBackend):
         busy = 0
 
-        async def generate(self, works: Any) -> Any:
+        async def generate(self, works: Any, session: str = "") -> Any:
             nonlocal most
             self.busy += 1
             most = max(most, self.busy)

@@ -18,10 +18,10 @@ import pytest
 
 from specinfer import SamplingParams
 from specinfer.config import EngineConfig
-from specinfer.request import Delta, FinishReason
-from specinfer.serve import process_backend
+from specinfer.request import Delta
+from specinfer.serve import replica
 from specinfer.serve.engine_child import EngineChild
-from specinfer.serve.process_backend import ProcessBackend
+from specinfer.serve.replica_backend import ReplicaBackend
 from specinfer.serve.work import BackendError, Work
 from tests.unit.serve.handles import WORK, Handle, Hopeless
 from tests.virtual_time import run_virtual
@@ -30,9 +30,10 @@ from tests.virtual_time import run_virtual
 ENGINE = """#!{python}
 import pathlib, sys, time
 from multiprocessing.connection import Connection
+from specinfer.serve.work import EngineInfo
 connection = Connection(int(sys.argv[3]))
 connection.recv_bytes()
-connection.send(("ready", None))
+connection.send(("ready", EngineInfo(10, 10)))
 begun = pathlib.Path(__file__).with_suffix(".begun")
 if not begun.exists():
     begun.touch()
@@ -61,6 +62,10 @@ async def until(holds: Callable[[], bool]) -> None:
     raise AssertionError("it did not come to that")
 
 
+def restarts(backend: ReplicaBackend) -> int:
+    return sum(one.restarts for one in backend._replicas)
+
+
 def threads() -> list[str]:
     return sorted(one.name for one in threading.enumerate() if one.name.startswith("engine-"))
 
@@ -80,11 +85,11 @@ def test_an_engine_that_dies_as_soon_as_it_is_ready_is_started_again(
     monkeypatch.setattr(asyncio.BaseEventLoop, "run_in_executor", late)
 
     async def run() -> None:
-        backend = ProcessBackend(EngineConfig(model="m"))
+        backend = ReplicaBackend(EngineConfig(model="m"))
         await backend.start()
-        await until(lambda: backend.restarts == 1)
+        await until(lambda: restarts(backend) == 1)
         await until(lambda: threads() == ["engine-reader", "engine-writer"])  # none of the first one's
-        assert backend.pid is not None
+        assert backend.pids[0] is not None
         await backend.close()
         await until(lambda: not threads())
 
@@ -120,9 +125,9 @@ def test_the_loop_never_waits_for_a_process_that_hung_up_and_goes_on(
     monkeypatch.setattr(subprocess.Popen, "wait", waiting)
 
     async def run() -> None:
-        backend = ProcessBackend(EngineConfig(model="m"))
+        backend = ReplicaBackend(EngineConfig(model="m"))
         await backend.start()
-        await until(lambda: backend.restarts == 1)
+        await until(lambda: restarts(backend) == 1)
         waits.append("the second one")
         await backend.close()
 
@@ -159,49 +164,47 @@ DEATHS = {
 }
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("name", DEATHS)
-def test_of_an_engines_death_is_blamed(name: str, handles: list[Handle]) -> None:
+def test_of_an_engines_death_is_blamed(name: str, replicas: int, handles: list[Handle]) -> None:
     case = DEATHS[name]
     ended: dict[str, str] = {}
     said: dict[str, int] = {}
 
-    async def ask(backend: ProcessBackend, name: str) -> None:
+    async def ask(backend: ReplicaBackend, name: str) -> None:
         try:
             async for delta in backend.generate([replace(WORK, id=name)]):
                 said[name] = said.get(name, 0) + len(delta.token_ids)
         except BackendError as error:
             ended[name] = str(error)
 
-    def step(engine: Handle, tokens: dict[str, int], ends: list[str]) -> bool:
-        """One step of an engine; whether it has survived it."""
-        works = sorted((w for w in engine.given if w.id not in ends), key=lambda w: case.order.index(w.id))
-        batch = works[: case.room]
+    def step(engine: Handle) -> None:
+        """One step of an engine, which may be its last."""
+        left = [work for work in engine.given if work.id not in engine.gone]
+        batch = sorted(left, key=lambda work: case.order.index(work.id))[: case.room]
         if not case.mute:
             engine.says("busy", [work.id for work in batch])
-        kills = any(work.id in case.killers and tokens.get(work.id, 0) >= case.first for work in batch)
-        if kills or (case.mute and works):
+        kills = any(w.id in case.killers and engine.written.get(w.id, 0) >= case.first for w in batch)
+        if kills or (case.mute and left):
             engine.dies()
-            return False
+            return
         for work in batch:
-            tokens[work.id] = tokens.get(work.id, 0) + 1
-            last = len(work.said) + tokens[work.id] == 3
-            reason = FinishReason.LENGTH if last else None
-            engine.says("deltas", [Delta(work.id, "x", (7,), finish_reason=reason)], None)
-            ends += [work.id] * last
-        return True
+            last = len(work.said) + engine.written.get(work.id, 0) == 2
+            engine.gone += [work.id] * last
+            engine.writes(work.id, 7, last=last)
 
     async def run() -> None:
-        backend = ProcessBackend(EngineConfig(model="m").with_options({"max_batch_size": 2}))
+        config = EngineConfig(model="m").with_options({"max_batch_size": 2})
+        backend = ReplicaBackend(config, replicas)
         await backend.start()
+        await asyncio.sleep(1)
         asked = [asyncio.ensure_future(ask(backend, name)) for name in "abcd"]
         await asyncio.sleep(0)
         while not all(one.done() for one in asked):
             assert len(handles) < 40, "it would die for ever"
-            tokens: dict[str, int] = {}  # of this engine's
-            ends: list[str] = []
-            while step(handles[-1], tokens, ends) and not all(one.done() for one in asked):
-                await asyncio.sleep(1)
-            await asyncio.sleep(10)
+            for engine in [one for one in handles if one.status is None]:
+                step(engine)
+            await asyncio.sleep(1)
         await backend.close()
 
     run_virtual(run())
@@ -213,14 +216,14 @@ def test_of_an_engines_death_is_blamed(name: str, handles: list[Handle]) -> None
 def test_nobody_waits_for_an_engine_that_cannot_be_started(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_backend, "EngineChild", Hopeless)
+    monkeypatch.setattr(replica, "EngineChild", Hopeless)
 
-    async def ask(backend: ProcessBackend) -> None:
+    async def ask(backend: ReplicaBackend) -> None:
         async for _ in backend.generate([WORK]):
             raise AssertionError("nobody answers")
 
     async def test() -> None:
-        backend = ProcessBackend(EngineConfig(model="m"))
+        backend = ReplicaBackend(EngineConfig(model="m"))
         await backend.start()
         handles[0].dies()
         for _ in range(2):  # who was there before it was given up, and who came when it was
@@ -239,7 +242,7 @@ def test_nobody_waits_for_an_engine_that_cannot_be_started(
 
 def test_an_engine_that_gives_no_sign_of_life_is_started_again(handles: list[Handle]) -> None:
     async def run() -> None:
-        backend = ProcessBackend(EngineConfig(model="m"), timeout=120.0)
+        backend = ReplicaBackend(EngineConfig(model="m"), timeout=120.0)
         await backend.start()
         heard = asyncio.ensure_future(anext(backend.generate([WORK])))
         await asyncio.sleep(1000)
@@ -254,7 +257,7 @@ def test_an_engine_that_gives_no_sign_of_life_is_started_again(handles: list[Han
         assert not handles[0].killed
         await asyncio.sleep(20)
         assert handles[0].killed
-        assert backend.restarts == 1
+        assert restarts(backend) == 1
         assert [work.id for work in handles[1].given] == ["w"]
         handles[1].says("deltas", [Delta("w", "x", (7,))], None)
         assert (await heard).text == "x"
@@ -276,7 +279,7 @@ def test_the_books_of_a_real_engine_are_right_behind_kills_and_aborts(folder: Pa
         for i in range(6)
     ]
 
-    async def hear(backend: ProcessBackend, work: Work, until_tokens: int) -> list[int]:
+    async def hear(backend: ReplicaBackend, work: Work, until_tokens: int) -> list[int]:
         tokens: list[int] = []
         async with aclosing(backend.generate([work])) as deltas:
             async for delta in deltas:
@@ -286,7 +289,7 @@ def test_the_books_of_a_real_engine_are_right_behind_kills_and_aborts(folder: Pa
         return tokens
 
     async def run() -> None:
-        backend = ProcessBackend(config)
+        backend = ReplicaBackend(config)
         await backend.start()
         try:
             expected = [await hear(backend, work, 300) for work in works[:3]]
@@ -294,10 +297,10 @@ def test_the_books_of_a_real_engine_are_right_behind_kills_and_aborts(folder: Pa
             heard = [asyncio.ensure_future(hear(backend, work, 300)) for work in again]
             gone = [asyncio.ensure_future(hear(backend, work, 5)) for work in works[3:]]
             await asyncio.gather(*gone)
-            assert backend.pid is not None
-            os.kill(backend.pid, signal.SIGKILL)
+            assert backend.pids[0] is not None
+            os.kill(backend.pids[0], signal.SIGKILL)
             assert await asyncio.gather(*heard) == expected
-            await until(lambda: backend.restarts == 1)
+            await until(lambda: restarts(backend) == 1)
             await asyncio.sleep(0.5)  # the last step tells of its tokens before it lets go of their blocks
             health = await backend.health()
             assert health.state is not None

@@ -16,8 +16,10 @@ from specinfer import LLM, SamplingParams
 from specinfer.engine.trace import TreeEvent
 from specinfer.request import Delta, FinishReason
 from specinfer.serve import engine_process
-from specinfer.serve.engine_process import EngineProcess
+from specinfer.serve.engine_process import EngineProcess, fingerprint
 from specinfer.serve.work import Work
+from tests.kernels import kernels
+from tests.tiny_models import write_tiny_llama
 
 LONG = SamplingParams(seed=1, max_tokens=200, ignore_eos=True)
 
@@ -138,6 +140,23 @@ def test_a_step_is_told_of_while_one_of_its_requests_ends(llm: LLM) -> None:
     with process._checking(Work("c", (67,), LONG)):
         assert server.recv() == ("busy", ["c", "b"])
     assert server.recv() == ("busy", ["b"])
+
+
+def test_engines_have_one_fingerprint_where_their_texts_are_the_same(tmp_path: Path) -> None:
+    kernels("native")  # of which no text depends on the number of threads
+    folder = write_tiny_llama(tmp_path / "m", vocab_size=256, max_context=64, tokenizer=True)
+
+    def told(**options: Any) -> str:
+        given = {"dtype": "float32", "kv_cache_memory": 1 << 20, "lookup": False, **options}
+        with LLM(folder, **given) as llm:
+            return fingerprint(llm)
+
+    usual = told()
+    assert told(lookup=True, kv_cache_memory=1 << 21, max_batch_size=2, threads=1) == usual
+    others = [told(dtype="bfloat16"), told(quantization="int8"), told(kernels="torch")]
+    file = next(folder.glob("*.safetensors"))
+    os.utime(file, ns=(1, 1))  # another file of that name and size
+    assert len({usual, *others, told()}) == 5
 
 
 def test_an_answer_says_first_that_it_is_admitted_and_when_its_first_step_begins(folder: Path) -> None:

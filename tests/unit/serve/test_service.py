@@ -39,7 +39,7 @@ class Slow:
         self.more = asyncio.Event()
         self.trouble = ""
 
-    async def generate(self, works: Sequence[Work]) -> AsyncGenerator[Delta]:
+    async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
         self.works += works
         try:
             for work in works:
@@ -148,7 +148,7 @@ def test_whose_fault_an_error_is_shows_in_its_status(
     tokenizer: Tokenizer, internal: bool, parameter: str | None, status: int
 ) -> None:
     class Failing(Slow):
-        async def generate(self, works: Sequence[Work]) -> AsyncGenerator[Delta]:
+        async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
             error = FinishReason.ERROR
             yield Delta(
                 works[0].id,
@@ -173,7 +173,7 @@ class Told(Slow):
         super().__init__()
         self.said = said
 
-    async def generate(self, works: Sequence[Work]) -> AsyncGenerator[Delta]:
+    async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
         for one in self.said:
             if isinstance(one, BackendError):
                 raise one
@@ -222,7 +222,7 @@ def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_more(
     seen = []
 
     class Watched(Told):
-        async def generate(self, works: Sequence[Work]) -> AsyncGenerator[Delta]:
+        async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
             async with aclosing(super().generate(works)) as deltas:
                 async for delta in deltas:
                     seen.append(admitted.is_set())
@@ -273,7 +273,7 @@ REPORTS = (None, {2: Logprob(-0.5, 1, "b")})
 class Scored(Slow):
     """A backend whose deltas of completion 0 come last, with the log-probabilities of its prompt."""
 
-    async def generate(self, works: Sequence[Work]) -> AsyncGenerator[Delta]:
+    async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
         for work in reversed(works):
             asked = work.params.prompt_logprobs is not None and work.index == 0
             yield Delta(work.id, "a", (97,), prompt_logprobs=REPORTS if asked else None)

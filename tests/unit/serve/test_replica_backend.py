@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,9 +12,10 @@ from specinfer import SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.engine.steps import Statistics
 from specinfer.request import Delta, FinishReason
+from specinfer.serve import replica
 from specinfer.serve.metrics import Metrics
-from specinfer.serve.process_backend import ProcessBackend
-from specinfer.serve.work import UnavailableError
+from specinfer.serve.replica_backend import ReplicaBackend
+from specinfer.serve.work import EngineInfo, UnavailableError
 from tests.unit.serve.handles import WORK, Handle
 from tests.virtual_time import run_virtual
 
@@ -21,12 +23,12 @@ from tests.virtual_time import run_virtual
 def test_what_was_reported_of_a_prompt_is_not_computed_again(handles: list[Handle]) -> None:
     got: list[Delta] = []
 
-    async def ask(backend: ProcessBackend) -> None:
+    async def ask(backend: ReplicaBackend) -> None:
         params = SamplingParams(seed=1, prompt_logprobs=2)
         got.extend([delta async for delta in backend.generate([replace(WORK, params=params)])])
 
     async def run() -> None:
-        backend = ProcessBackend(EngineConfig(model="m"))
+        backend = ReplicaBackend(EngineConfig(model="m"))
         await backend.start()
         asked = asyncio.ensure_future(ask(backend))
         await asyncio.sleep(0)
@@ -86,7 +88,7 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
         return {name: number for name, number in told.items() if "_created" not in name}
 
     async def run() -> None:
-        backend = ProcessBackend(EngineConfig(model="m"))
+        backend = ReplicaBackend(EngineConfig(model="m"))
         await backend.start()
 
         async def told() -> dict[str, float]:
@@ -128,11 +130,14 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
     run_virtual(run())
 
 
-def test_while_no_engine_runs_all_requests_wait(handles: list[Handle]) -> None:
+def test_while_no_engine_runs_all_requests_wait(
+    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "EngineChild", Late)
     running = Statistics(running=2, steps=7, kv_cache_usage=0.5, cost_factors={"target": 1.5})
 
     async def run() -> None:
-        backend = ProcessBackend(EngineConfig(model="m"))
+        backend = ReplicaBackend(EngineConfig(model="m"))
         await backend.start()
         works = [replace(WORK, id=f"w{i}") for i in range(3)]
         heard = [asyncio.ensure_future(anext(backend.generate([one]))) for one in works]
@@ -151,11 +156,19 @@ def test_while_no_engine_runs_all_requests_wait(handles: list[Handle]) -> None:
     run_virtual(run())
 
 
+class Late(Handle):
+    """An engine that takes a second to start."""
+
+    async def start(self, *given: Any) -> EngineInfo:
+        await asyncio.sleep(1)
+        return await super().start(*given)
+
+
 REFUSED = "the request has waited for 5 seconds, --max-wait, and others are still before it; come again"
 
 
 def test_a_request_waits_no_longer_than_it_may_unless_its_first_step_has_begun(handles: list[Handle]) -> None:
-    async def ask(backend: ProcessBackend, *names: str) -> list[tuple[str, float]]:
+    async def ask(backend: ReplicaBackend, *names: str) -> list[tuple[str, float]]:
         """What came of them, and when."""
         heard: list[tuple[str, float]] = []
         loop, deltas = asyncio.get_running_loop(), backend.generate([replace(WORK, id=n) for n in names])
@@ -166,7 +179,7 @@ def test_a_request_waits_no_longer_than_it_may_unless_its_first_step_has_begun(h
         return heard
 
     async def run() -> None:
-        backend = ProcessBackend(EngineConfig(model="m"), max_wait=5.0)
+        backend = ReplicaBackend(EngineConfig(model="m"), max_wait=5.0)
         await backend.start()
         asked = [asyncio.ensure_future(ask(backend, *names)) for names in ("a", "b", "cd")]
         await asyncio.sleep(1)
@@ -190,13 +203,13 @@ def test_a_request_waits_no_longer_than_it_may_unless_its_first_step_has_begun(h
 
 
 def test_answers_can_be_cut_with_a_reason_and_are_counted(handles: list[Handle]) -> None:
-    async def ask(backend: ProcessBackend, name: str) -> str:
+    async def ask(backend: ReplicaBackend, name: str) -> str:
         async for _ in backend.generate([replace(WORK, id=name)]):
             pass
         return "whole"
 
     async def run() -> None:
-        backend = ProcessBackend(EngineConfig(model="m"))
+        backend = ReplicaBackend(EngineConfig(model="m"))
         await backend.start()
         asked = [asyncio.ensure_future(ask(backend, name)) for name in "abc"]
         await asyncio.sleep(1)

@@ -1,0 +1,404 @@
+"""Several replicas in virtual time: who goes on with a work, how engines are replaced, who is left out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.config import EngineConfig
+from specinfer.engine.steps import Statistics
+from specinfer.errors import UserError
+from specinfer.sampling_params import SpeculationParams
+from specinfer.serve import replica
+from specinfer.serve.metrics import Metrics
+from specinfer.serve.replica_backend import ReplicaBackend
+from specinfer.serve.work import BackendError, EngineInfo, Work
+from tests.unit.serve.handles import WORK, Handle
+from tests.virtual_time import run_virtual
+
+MSS = replace(WORK, params=SamplingParams(seed=1, speculation=SpeculationParams(verifier="mss")))
+
+
+class Asked:
+    """A work that is being answered, and the tokens that were read of it."""
+
+    def __init__(self, backend: ReplicaBackend, name: str, work: Work = WORK, session: str = "") -> None:
+        self.name = name
+        self.tokens: list[int] = []
+        self._deltas = backend.generate([replace(work, id=name)], session)
+        self.task = asyncio.ensure_future(self._read())
+
+    async def _read(self) -> list[int]:
+        async for delta in self._deltas:
+            self.tokens += delta.token_ids
+        return self.tokens
+
+
+@asynccontextmanager
+async def replicas(count: int, **options: Any) -> AsyncIterator[ReplicaBackend]:
+    backend = ReplicaBackend(EngineConfig(model="m"), count, **options)
+    await backend.start()
+    await asyncio.sleep(1)
+    yield backend
+    await backend.close()
+    await asyncio.sleep(1)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def given(handle: Handle) -> dict[str, tuple[int, ...]]:
+    """What a handle was given, with what was said, and has still."""
+    return {work.id: work.said for work in handle.given if work.id not in handle.gone}
+
+
+def test_works_of_a_session_go_to_one_replica_and_go_on_at_another_when_it_dies(
+    handles: list[Handle],
+) -> None:
+    async def run() -> None:
+        async with replicas(2) as backend:
+            assert [one.number for one in handles] == [0, 1]
+            asked = [Asked(backend, f"{who}{turn}", session=who) for turn in (1, 2) for who in "abcdef"]
+            await asyncio.sleep(0)
+            homes = {name: one.number for one in handles for name in given(one)}
+            assert len(homes) == len(asked)
+            assert set(homes.values()) == {0, 1}
+            assert all(homes[f"{who}1"] == homes[f"{who}2"] for who in "abcdef")
+            first, second = handles
+            mine, theirs = set(given(first)), set(given(second))
+            for one in asked:
+                handles[homes[one.name]].writes(one.name, 1, 2)
+            first.says("busy", sorted(mine))
+            first.dies()
+            assert given(second) == {name: (1, 2) if name in mine else () for name in mine | theirs}
+            first.writes(min(mine), 3)  # a message that came late
+            assert len(handles) == 2  # the next engine is not there yet
+            for one in asked:
+                second.writes(one.name, 3, last=True)
+            assert [await one.task for one in asked] == [[1, 2, 3]] * len(asked)
+            await asyncio.sleep(1)
+            again = [Asked(backend, f"{who}3", session=who) for who in "abcdef"]
+            await asyncio.sleep(0)
+            back = {name: one.number for one in handles[1:] for name in given(one) if name[1] == "3"}
+            assert all(back[f"{who}3"] == homes[f"{who}1"] for who in "abcdef")
+            assert (await backend.health()).handed_on == len(mine)
+            for task in again:
+                task.task.cancel()
+
+    run_virtual(run())
+
+
+def test_a_work_that_has_begun_goes_on_only_with_an_engine_of_its_fingerprint(
+    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with replicas(1) as backend:
+            monkeypatch.setattr(Handle, "fingerprint", "another")
+            begun, new = Asked(backend, "begun"), Asked(backend, "new")
+            await asyncio.sleep(0)
+            handles[0].writes("begun", 1)
+            handles[0].dies()
+            with pytest.raises(BackendError, match="have another model, kernels or code"):
+                await begun.task
+            assert begun.tokens == [1]
+            assert list(given(handles[1])) == ["new"]
+            handles[1].writes("new", 1, last=True)
+            assert await new.task == [1]
+
+    run_virtual(run())
+
+
+def test_a_suspect_waits_for_an_engine_without_others(
+    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(Handle):
+        async def start(self, *given: Any) -> EngineInfo:
+            await asyncio.sleep(10)
+            return await super().start(*given)
+
+    async def run() -> None:
+        async with replicas(3) as backend:
+            monkeypatch.setattr(replica, "EngineChild", Late)
+            asked = [Asked(backend, name, session=name) for name in "abcdefghi"]
+            await asyncio.sleep(0)
+            killer = "a"
+            for _ in range(2):
+                [where] = [one for one in handles if one.status is None and killer in given(one)]
+                for name in set(given(where)) - {killer}:
+                    where.writes(name, 1)
+                where.says("busy", list(given(where)))
+                where.dies()
+            last = next(one for one in handles if one.status is None)
+            assert sorted(given(last)) == list("bcdefghi")
+            await asyncio.sleep(11)
+            fresh = [one for one in handles[3:] if given(one)]
+            assert [list(given(one)) for one in fresh] == [[killer]]
+            new = Asked(backend, "new")
+            await asyncio.sleep(0)
+            assert "new" not in given(fresh[0])
+            fresh[0].says("busy", [killer])
+            fresh[0].dies()
+            with pytest.raises(BackendError, match="died 3 times in a row"):
+                await asked[0].task
+            for one in (*asked[1:], new):
+                one.task.cancel()
+
+    run_virtual(run())
+
+
+class OfItsOwnKind(Handle):
+    """An engine whose texts are those of its replica alone."""
+
+    def __init__(self, log: tuple[str, str], number: int = 0, count: int = 1) -> None:
+        super().__init__(log, number, count)
+        self.fingerprint = f"kind {number}"
+
+
+def test_where_no_engine_of_its_fingerprint_runs_a_work_waits_for_one_that_starts(
+    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "EngineChild", OfItsOwnKind)
+
+    async def run() -> None:
+        async with replicas(2) as backend:
+            asked = [Asked(backend, name, session=name) for name in "abcdef"]
+            await asyncio.sleep(0)
+            untouched, *begun = sorted(given(handles[0]))
+            for name in begun:
+                handles[0].writes(name, 1)
+            before = set(given(handles[1]))
+            handles[0].dies()
+            assert set(given(handles[1])) - before == {untouched}
+            assert begun
+            await asyncio.sleep(1)
+            assert handles[2].number == 0
+            assert given(handles[2]) == dict.fromkeys(begun, (1,))
+            for one in asked:
+                one.task.cancel()
+
+    run_virtual(run())
+
+
+def test_a_work_goes_where_the_cache_has_room_for_it(
+    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        monkeypatch.setattr(Handle, "longest", 100)
+        backend = ReplicaBackend(EngineConfig(model="m"), 2)
+        await backend.start()
+        monkeypatch.setattr(Handle, "longest", 1000)
+        await asyncio.sleep(1)
+        sizes = {"fits": 50, "is long": 500, "is too long": 5000}
+        asked = [
+            Asked(
+                backend, f"{what} {n}", replace(WORK, params=SamplingParams(seed=1, max_tokens=size)), f"{n}"
+            )
+            for what, size in sizes.items()
+            for n in range(4)
+        ]
+        await asyncio.sleep(0)
+        assert {name[:-2] for name in given(handles[0])} == {"fits"}
+        assert {"is long", "is too long"} <= {name[:-2] for name in given(handles[1])}
+        for one in asked:
+            one.task.cancel()
+        await backend.close()
+
+    run_virtual(run())
+
+
+def test_engines_are_replaced_one_after_another_and_their_works_go_on(handles: list[Handle]) -> None:
+    async def run() -> None:
+        async with replicas(2) as backend:
+            asked = [Asked(backend, name, session=name) for name in "abcdef"]
+            await asyncio.sleep(0)
+            mine, theirs = sorted(given(handles[0])), sorted(given(handles[1]))
+            bound = Asked(backend, "bound", MSS, session=mine[0])
+            await asyncio.sleep(0)
+            for name in (*mine, "bound"):
+                handles[0].writes(name, 1)
+            backend.begin_roll()
+            backend.begin_roll()  # once more is not twice
+            await asyncio.sleep(1)
+            assert sorted(handles[0].gone) == mine
+            assert given(handles[1]) == {**dict.fromkeys(theirs, ()), **dict.fromkeys(mine, (1,))}
+            assert not handles[0].closed  # it has a text that no other engine may go on with
+            new = Asked(backend, "new", session=mine[0])
+            await asyncio.sleep(0)
+            assert "new" in given(handles[1])
+            health = await backend.health()
+            assert (health.trouble, health.replicas[0].trouble) == ("", "replica 0 is about to be replaced")
+            handles[0].writes("bound", 2, last=True)
+            assert await bound.task == [1, 2]
+            await asyncio.sleep(5)
+            assert handles[0].closed
+            assert handles[1].closed
+            assert [one.number for one in handles] == [0, 1, 0, 1]
+            for one in (*asked, new):
+                [now] = [h for h in handles if not h.closed and one.name in given(h)]
+                assert given(now)[one.name] == ((1,) if one.name in mine else ())
+                now.writes(one.name, 5, last=True)
+                assert await one.task == [1, 5] if one.name in mine else [5]
+            health = await backend.health()
+            assert (health.trouble, health.restarts) == ("", 2)
+
+    run_virtual(run())
+
+
+def test_of_one_replica_texts_end_before_it_is_replaced_and_others_wait(handles: list[Handle]) -> None:
+    async def run() -> None:
+        async with replicas(1) as backend:
+            old = Asked(backend, "old")
+            await asyncio.sleep(0)
+            handles[0].writes("old", 1)
+            backend.begin_roll()
+            await asyncio.sleep(1)
+            new = Asked(backend, "new")
+            await asyncio.sleep(1)
+            assert (await backend.health()).trouble == "the engine is about to be replaced"
+            assert list(given(handles[0])) == ["old"]
+            handles[0].writes("old", 2, last=True)
+            await asyncio.sleep(1)
+            assert list(given(handles[1])) == ["new"]
+            handles[1].writes("new", 3, last=True)
+            assert (await old.task, await new.task) == ([1, 2], [3])
+
+    run_virtual(run())
+
+
+def test_an_engine_that_dies_while_it_is_about_to_be_replaced_is_replaced(handles: list[Handle]) -> None:
+    async def run() -> None:
+        async with replicas(2) as backend:
+            bound = Asked(backend, "bound", MSS, session="a")
+            await asyncio.sleep(0)
+            [mine] = [one for one in handles if given(one)]
+            mine.writes("bound", 1)
+            backend.begin_roll()
+            await asyncio.sleep(5)
+            assert not mine.closed
+            mine.dies()
+            with pytest.raises(BackendError, match="under mss"):
+                await bound.task
+            await asyncio.sleep(5)
+            assert sorted(one.number for one in handles) == [0, 0, 1, 1]
+            assert not (await backend.health()).trouble
+            assert all(one.serves for one in backend._replicas)
+
+    run_virtual(run())
+
+
+def cannot_start(number: int, times: int) -> type[Handle]:
+    """Handles of which those of one replica cannot be started so often."""
+
+    class Failing(Handle):
+        failed = 0
+
+        async def start(self, *given: Any) -> EngineInfo:
+            if self.number == number and type(self).failed < times:
+                type(self).failed += 1
+                raise UserError("no memory")
+            return await super().start(*given)
+
+    return Failing
+
+
+def test_a_replica_that_cannot_be_started_is_left_out_and_tried_now_and_then(
+    handles: list[Handle], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(replica, "EngineChild", cannot_start(1, 5))
+
+    async def run() -> None:
+        async with replicas(3) as backend:
+            await asyncio.sleep(8)
+            assert [one.runs for one in backend._replicas] == [True, False, True]
+            assert backend._replicas[1].is_left_out
+            health = await backend.health()
+            assert health.trouble == ""
+            assert [one.trouble for one in health.replicas] == [
+                *("", "replica 1 cannot be started: no memory", "")
+            ]
+            asked = [Asked(backend, name, session=name) for name in "abcdefgh"]
+            await asyncio.sleep(0)
+            assert sum(len(given(one)) for one in handles if one.number != 1) == 8
+            for one in asked:
+                one.task.cancel()
+            await asyncio.sleep(200)
+            assert all(one.runs for one in backend._replicas)
+
+    with caplog.at_level("ERROR"):
+        run_virtual(run())
+    assert [line for line in caplog.messages if "left out" in line] == ["replica 1 is left out for now"]
+
+
+def test_replacing_ends_where_an_engine_cannot_be_started(
+    handles: list[Handle], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with replicas(3) as backend:
+            monkeypatch.setattr(replica, "EngineChild", cannot_start(0, 1000))
+            await backend.roll()
+            assert [one.runs for one in backend._replicas] == [False, True, True]
+            assert [one.closed for one in handles[:3]] == [True, False, False]
+
+    with caplog.at_level("ERROR"):
+        run_virtual(run())
+    assert "no more engines are replaced: replica 0 cannot be started again: no memory" in caplog.messages
+
+
+def test_the_only_replica_that_serves_is_not_replaced_where_there_should_be_others(
+    handles: list[Handle], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(replica, "EngineChild", cannot_start(1, 1000))
+
+    async def run() -> None:
+        async with replicas(2) as backend:
+            await backend.roll()
+            assert not handles[0].closed
+
+    with caplog.at_level("ERROR"):
+        run_virtual(run())
+    assert "replica 0 is not replaced: no other replica serves meanwhile" in caplog.messages
+
+
+def test_all_replicas_together_are_counted_and_each_has_figures_of_its_own(handles: list[Handle]) -> None:
+    one = Statistics(running=2, waiting=1, steps=10, kv_cache_usage=0.5, cost_factors={"target": 1.5})
+    other = Statistics(running=1, steps=5, prefix_queries=8, prefix_hits=6, speculation_on=False)
+
+    async def run() -> None:
+        async with replicas(2) as backend:
+            for handle, state in zip(handles, (one, other), strict=True):
+                handle.state = state
+            health = await backend.health()
+            assert health.state == Statistics(
+                running=3,
+                waiting=1,
+                steps=15,
+                prefix_queries=8,
+                prefix_hits=6,
+                kv_cache_usage=0.25,
+                cost_factors={"target": 1.5},
+            )
+            text = Metrics("m").text(health).decode()
+            for line in (
+                *('num_requests_running{model_name="m"} 3.0', 'engine_steps{model_name="m"} 15.0'),
+                'replica_up{model_name="m",replica="1"} 1.0',
+                'replica_requests_running{model_name="m",replica="0"} 2.0',
+                'replica_prefix_hits{model_name="m",replica="1"} 6.0',
+            ):
+                assert f"specinfer:{line}\n" in text
+            handles[1].is_stopped = True  # what it told last counts on
+            health = await backend.health()
+            assert health.state is not None
+            assert (health.state.steps, health.trouble) == (15, "")
+            assert health.replicas[1].trouble == "replica 1 does not answer"
+            handles[0].is_stopped = True
+            health = await backend.health()
+            assert (health.state, health.trouble) == (
+                None,
+                "replica 0 does not answer; replica 1 does not answer",
+            )
+
+    run_virtual(run())
