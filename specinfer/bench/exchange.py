@@ -24,6 +24,7 @@ class Exchange:
     finish_reason: str | None = None
     prompt_tokens: int | None = None  # as the server counts them; None where it does not say
     completion_tokens: int | None = None
+    cached_tokens: int | None = None  # of the prompt
     speculation: Mapping[str, Any] | None = None  # metrics.speculative_decoding
     error: str = ""  # why there is no whole answer; empty where there is
 
@@ -84,6 +85,8 @@ class Exchange:
         if isinstance(usage := chunk.get("usage"), Mapping):
             self.prompt_tokens = _count(usage.get("prompt_tokens"))
             self.completion_tokens = _count(usage.get("completion_tokens"))
+            if isinstance(details := usage.get("prompt_tokens_details"), Mapping):
+                self.cached_tokens = _count(details.get("cached_tokens"))
         metrics = chunk.get("metrics")
         if isinstance(metrics, Mapping) and isinstance(metrics.get("speculative_decoding"), Mapping):
             self.speculation = metrics["speculative_decoding"]

@@ -39,6 +39,7 @@ SCRIPTS = (
         "peers",
         "perplexity",
         "prediction",
+        "replicas",
         "serving",
         "soak",
         "structured",
