@@ -137,14 +137,15 @@ def test_a_suspect_waits_for_an_engine_without_others(
             await asyncio.sleep(11)
             fresh = [one for one in handles[3:] if given(one)]
             assert [list(given(one)) for one in fresh] == [[killer]]
-            new = Asked(backend, "new")
+            new = [Asked(backend, name, session=name) for name in "uvwxyz"]
             await asyncio.sleep(0)
-            assert "new" not in given(fresh[0])
+            assert list(given(fresh[0])) == [killer]
+            assert sum(name in "uvwxyz" for one in handles if one.status is None for name in given(one)) == 6
             fresh[0].says("busy", [killer])
             fresh[0].dies()
             with pytest.raises(BackendError, match="died 3 times in a row"):
                 await asked[0].task
-            for one in (*asked[1:], new):
+            for one in (*asked[1:], *new):
                 one.task.cancel()
 
     run_virtual(run())
