@@ -20,6 +20,7 @@ def write_tiny_llama(
     num_layers: int = 2,
     num_heads: int = 4,
     num_kv_heads: int = 2,
+    head_dim: int | None = None,
     max_context: int = 256,
     tie_embeddings: bool = True,
     eos_token_id: int | None = None,
@@ -35,7 +36,7 @@ def write_tiny_llama(
     tokens are bytes (vocab_size <= 256: 0 .. vocab_size - 1, spelled as in byte-level BPE).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    head_dim = hidden_size // num_heads
+    head_dim = hidden_size // num_heads if head_dim is None else head_dim
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -45,6 +46,7 @@ def write_tiny_llama(
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,

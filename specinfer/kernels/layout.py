@@ -136,6 +136,32 @@ def choose_rows(weight: FloatWeight | Int8Weight, ids: Sequence[int], into: Weig
         rows_there[places // BLOCK, places % BLOCK] = by_rows[wanted // BLOCK, wanted % BLOCK]
 
 
+def cut_int8(weight: Int8Weight, rows: Sequence[range], columns: range, into: Int8Weight) -> None:
+    """Fill `into` with these ranges of rows of a matrix, one below the other, and a range of columns.
+
+    Columns begin at a group, and end at one or with the matrix, as groups are rotated. The numbers stay what
+    they are in the whole matrix, scales of whole rows among them.
+    """
+    if columns.start % GROUP:
+        raise ValueError(f"columns from {columns.start} on; allowed: multiples of {GROUP}")
+    begin, words = columns.start // 4, padded(len(columns)) // 4
+    part = Int8Weight(weight.values[:, begin : begin + words], weight.scales)
+    there = Int8Weight(into.values[:, :words], into.scales)
+    into.values[:, words:] = _ZERO
+    ends = [one.stop // BLOCK * BLOCK for one in rows]
+    ends[-1] = rows[-1].stop if num_blocks(rows[-1].stop) == len(weight.values) else ends[-1]
+    if all(one.start % BLOCK == 0 and one.stop == end for one, end in zip(rows, ends, strict=True)):
+        done = 0
+        for one in rows:
+            blocks = slice(one.start // BLOCK, num_blocks(one.stop))
+            count = blocks.stop - blocks.start
+            for source, target in zip(part, there, strict=True):
+                target[done : done + count] = source[blocks]
+            done += count
+    else:
+        choose_rows(part, [row for one in rows for row in one], there)
+
+
 def _lay_out(matrix: Tensor, into: Tensor) -> None:
     """Fill `into` [blocks, words, BLOCK, elements of a word] with a matrix [channels, inner]."""
     blocks, words, _, count = into.shape

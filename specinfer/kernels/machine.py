@@ -196,12 +196,12 @@ def cpu_name() -> str:
     return named or " ".join(part for part in parts if part) or platform.processor() or platform.machine()
 
 
-def thread_count(wanted: int | None = None) -> int:
+def thread_count(wanted: int | None = None, processes: int = 1) -> int:
     """How many threads compute: as many as wanted, by default the physical cores this process may use.
 
-    OMP_NUM_THREADS bounds it either way.
+    Of these it has its share where so many processes compute together. OMP_NUM_THREADS bounds it either way.
     """
-    count = usable_cores() if wanted is None else wanted
+    count = max(1, usable_cores() // processes) if wanted is None else wanted
     bound = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return min(count, int(bound)) if bound.isdecimal() and int(bound) >= 1 else count
 

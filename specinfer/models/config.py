@@ -5,7 +5,7 @@ A family is a set of values of these fields plus a name map (safetensors.py, ggu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from specinfer.errors import ModelError
@@ -84,9 +84,26 @@ class Rope:
     rotated: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """The rows and columns of a whole model's matrices that one of several ranks has; None: all.
+
+    parallel/share.py says which.
+    """
+
+    queries: range | None = None  # rows of q, and columns of o
+    keys: range | None = None  # rows of k, and of v
+    inner: range | None = None  # rows of an MLP's first matrices, and columns of its last
+    vocab: range | None = None  # rows of the output layer
+    table: range | None = None  # rows of the embeddings
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Everything the decoder needs to know besides the weights."""
+    """Everything the decoder needs to know besides the weights.
+
+    That of a rank's part has the heads and the MLP size of that part, and all else of the whole.
+    """
 
     family: Family
     vocab_size: int
@@ -116,6 +133,9 @@ class ModelConfig:
     embedding_size: int  # other than hidden_size only in OPT-350m
     norm_first: bool = True  # OPT-350m normalises after each block instead, and not at the end
     final_norm: bool = True
+    part: Ranges = field(
+        default=Ranges(), repr=False
+    )  # what is kept of whole models is found by what is shown
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):

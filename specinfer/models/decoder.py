@@ -29,7 +29,7 @@ class Decoder(LanguageModel):
         assert config.rope is not None, f"{config.family} has no rope"
         super().__init__(config, weights)
         # The largest matrices come first: copies of them as they are read are gone before the layers come.
-        self.table = weights.table("model.embed_tokens.weight")
+        self.table = weights.table("model.embed_tokens.weight", config.part.table)
         self.output = output_layer(config, weights, "model.embed_tokens", self.table)
         # transformers rounds Gemma's scale to the model's dtype; so it was trained, so we do.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
@@ -140,8 +140,11 @@ class DecoderLayer:
         def norm(name: str) -> RMSNorm:
             return RMSNorm(norm_weight(name), config.norm_eps, weights.kernels.ops)
 
-        def linear(bias: bool, *names: str) -> Product:
-            return weights.linear(*(f"{prefix}.{name}" for name in names), bias=bias)
+        def linear(
+            bias: bool, *names: str, rows: Sequence[range | None] = (), columns: range | None = None
+        ) -> Product:
+            full = [f"{prefix}.{name}" for name in names]
+            return weights.linear(*full, bias=bias, rows=rows, columns=columns)
 
         self._before_attention = norm("input_layernorm") if input_norm else None
         self._after_attention: RMSNorm | None = None
@@ -155,16 +158,18 @@ class DecoderLayer:
         qk_norm: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
         if config.qk_norm:
             qk_norm = norm_weight("self_attn.q_norm"), norm_weight("self_attn.k_norm")
+        part = config.part
+        heads = [part.queries, part.keys, part.keys]
         self._attention = Attention(
             layer,
             config,
-            linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            linear(config.o_bias, "self_attn.o_proj"),
+            linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", rows=heads),
+            linear(config.o_bias, "self_attn.o_proj", columns=part.queries),
             qk_norm,
         )
         self._mlp = GatedMLP(
-            linear(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
-            linear(config.mlp_bias, "mlp.down_proj"),
+            linear(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj", rows=[part.inner, part.inner]),
+            linear(config.mlp_bias, "mlp.down_proj", columns=part.inner),
             config.activation,
             weights.kernels.ops,
         )

@@ -64,6 +64,7 @@ class LanguageModel(ABC):
         self.dtype = weights.dtype  # of weights, activations and logits
         self.device = weights.device
         self.kernels = weights.kernels  # whoever runs a model brings attention from here
+        self.group = weights.group  # of ranks that have a part of it each; None: it is whole
         self.stream = (
             weights.stream
         )  # brings the weights of some layers while a pass runs; None: all are there
@@ -102,7 +103,7 @@ class LanguageModel(ABC):
 
     @abstractmethod
     def logits(self, h_RD: Tensor) -> Tensor:
-        """The logits of rows of `final_norm`, [R, V].
+        """The logits of rows of `final_norm`, [R, V]; a rank's those of its part of the vocabulary.
 
         On a CPU a row's depend on that row alone, but for a draft's products, which may be loose.
         """

@@ -123,7 +123,12 @@ class Attention:
 def output_layer(config: ModelConfig, weights: Weights, embeddings: str, table: EmbeddingTable) -> Product:
     """The product that makes logits, of a matrix of its own or of the embeddings, which are `table`.
 
+    A rank makes those of its part of the vocabulary.
+
     A copy of tied embeddings, laid out as products read them, costs V * D * 2 bytes, and pays: a product with
     the plain matrix takes nearly twice as long.
     """
-    return weights.linear(embeddings, tied=table) if config.tie_embeddings else weights.linear("lm_head")
+    rows = [config.part.vocab]
+    if config.tie_embeddings:
+        return weights.linear(embeddings, tied=table, rows=rows)
+    return weights.linear("lm_head", rows=rows)

@@ -5,6 +5,8 @@ Shapes: T rows of a step, R of them that are chosen, D hidden size, E embedding 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,7 +26,7 @@ class OPTDecoder(LanguageModel):
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
-        self.table = weights.table("model.decoder.embed_tokens.weight")
+        self.table = weights.table("model.decoder.embed_tokens.weight", config.part.table)
         self.output = output_layer(config, weights, "model.decoder.embed_tokens", self.table)
         self._positions_PD = weights.tensor("model.decoder.embed_positions.weight")
         self._project_in: Product | None = None
@@ -75,9 +77,14 @@ class _Layer:
     def __init__(self, layer: int, config: ModelConfig, weights: Weights) -> None:
         prefix = f"model.decoder.layers.{layer}"
 
-        def linear(bias: bool, *names: str) -> Product:
-            return weights.linear(*(f"{prefix}.{name}" for name in names), bias=bias)
+        def linear(
+            bias: bool, *names: str, rows: Sequence[range | None] = (), columns: range | None = None
+        ) -> Product:
+            full = [f"{prefix}.{name}" for name in names]
+            return weights.linear(*full, bias=bias, rows=rows, columns=columns)
 
+        part = config.part
+        heads = [part.queries, part.keys, part.keys]
         self._norm_first = config.norm_first
         self._activation = ACTIVATIONS[config.activation]
         self._attention_norm = _norm(f"{prefix}.self_attn_layer_norm", config, weights)
@@ -85,11 +92,11 @@ class _Layer:
         self._attention = Attention(
             layer,
             config,
-            linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            linear(config.o_bias, "self_attn.out_proj"),
+            linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", rows=heads),
+            linear(config.o_bias, "self_attn.out_proj", columns=part.queries),
         )
-        self._fc1 = linear(config.mlp_bias, "fc1")
-        self._fc2 = linear(config.mlp_bias, "fc2")
+        self._fc1 = linear(config.mlp_bias, "fc1", rows=[part.inner])
+        self._fc2 = linear(config.mlp_bias, "fc2", columns=part.inner)
 
     def __call__(self, x_TD: Tensor, attend: Attend) -> Tensor:
         if self._norm_first:

@@ -99,10 +99,10 @@ class StreamedWeights(Weights):
             self._vectors[key] = super().tensor(*names, plus=plus)
         return self._vectors[key]
 
-    def table(self, name: str) -> EmbeddingTable:
+    def table(self, name: str, rows: range | None = None) -> EmbeddingTable:
         """As Weights says, or its rows on the disk."""
         if self._table_in_memory:
-            return super().table(name)
+            return super().table(name, rows)
         return table_on_disk(self._file)
 
     def each(self, make: Callable[[int], _Part], count: int) -> Sequence[_Part]:

@@ -1,14 +1,15 @@
 """Where a model's weights end up: a layer is built from addresses, and never reads what is there.
 
-A layer asks for its tensors and products by name. Here they are whole tensors in ordinary memory, filled
-at once. docs/map.md says what another implementation owes: one whose memory is a view of a buffer, is
-filled after the layer was built, or holds a slice of each matrix.
+A layer asks for its tensors and products by name, and for ranges of their rows and columns where it is one of
+several ranks' part. Here they are tensors in ordinary memory, filled at once. docs/map.md says what another
+implementation owes: one whose memory is a view of a buffer, say, or is filled after the layer was built.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -20,14 +21,16 @@ from specinfer.kernels.layout import (
     FloatWeight,
     Int8Weight,
     Weight,
+    cut_int8,
     empty_floats,
     empty_int4,
     empty_int8,
 )
-from specinfer.kernels.product import Product
+from specinfer.kernels.product import NativeProduct, Product, SplitProduct
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.stream import LayerStream
 from specinfer.models.weight_reader import READERS, WeightReader, chosen_rows
+from specinfer.parallel.group import Group
 
 _Part = TypeVar("_Part")
 
@@ -44,6 +47,52 @@ class EmbeddingTable:
         """A table [N, D] that has the embeddings of these tokens, and their places in it, [T]."""
         assert self.whole is not None, "a table that is elsewhere reads its rows there"
         return self.whole, token_ids_T
+
+
+class SharedOutTable(EmbeddingTable):
+    """Embeddings of which each rank has those of some tokens; asking for rows is an exchange of all ranks."""
+
+    __slots__ = ("_count", "_first", "_group", "_own_VD")
+
+    def __init__(self, own_VD: Tensor, first: int, count: int, group: Group) -> None:
+        """`own_VD` are those of tokens `first`, first + 1, ... of `count` tokens."""
+        super().__init__(None)
+        self._own_VD = own_VD
+        self._first = first
+        self._count = count
+        self._group = group
+
+    def rows(self, token_ids_T: Tensor) -> tuple[Tensor, Tensor]:
+        """As EmbeddingTable says: the bits of a row come from the rank that has it, others add zeros.
+
+        Raises IndexError for a token that the table lacks.
+        """
+        if len(token_ids_T) and not 0 <= int(token_ids_T.min()) <= int(token_ids_T.max()) < self._count:
+            raise IndexError(f"token ids must be 0 .. {self._count - 1}")
+        places_T = token_ids_T - self._first
+        mine_T = (places_T >= 0) & (places_T < len(self._own_VD))
+        rows_TD = self._own_VD.new_zeros(len(token_ids_T), self._own_VD.shape[1])
+        rows_TD[mine_T] = self._own_VD[places_T[mine_T]]
+        whole_TD = self._group.total(rows_TD.view(torch.int32)).view(rows_TD.dtype)
+        return whole_TD, torch.arange(len(token_ids_T))
+
+
+class SummedProduct:
+    """A Product with a matrix of which each rank has some columns, and each gets all of the result.
+
+    Ranks agree on what a row is quantized by, and add integers: the bits are those of the whole matrix.
+    """
+
+    __slots__ = ("_group", "_own")
+
+    def __init__(self, own: SplitProduct, group: Group) -> None:
+        self._own = own
+        self._group = group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, columns of this rank] -> [rows, channels] in x's dtype."""
+        maxima = self._group.maximum(self._own.maxima(x))
+        return self._own.finished(self._group.total(self._own.partials(x, maxima)), maxima, x.dtype)
 
 
 class Shared(NamedTuple):
@@ -65,12 +114,17 @@ class Weights:
         kernels: Kernels,
         logit_ids: Sequence[int] | None = None,
         shared: Shared | None = None,
+        group: Group | None = None,
     ) -> None:
-        """With `logit_ids` the output layer has these rows alone, in their order."""
+        """With `logit_ids` the output layer has these rows alone, in their order.
+
+        `group` are the ranks with which products of some columns add up what they make.
+        """
         self.dtype = reader.dtype
         self.device = device
         self.kernels = kernels
         self._reader = reader
+        self.group = group
         self._logit_ids = logit_ids
         self._shared = shared or Shared()
 
@@ -83,14 +137,29 @@ class Weights:
         self._reader.read(names, FloatTable(tensor))
         return tensor.add_(plus) if plus else tensor
 
-    def table(self, name: str) -> EmbeddingTable:
-        """The embedding table of that name."""
-        return EmbeddingTable(self.tensor(name)) if self._shared.table is None else self._shared.table
+    def table(self, name: str, rows: range | None = None) -> EmbeddingTable:
+        """The embedding table of that name, of which this rank has these rows alone; None: all."""
+        if self._shared.table is not None:
+            return self._shared.table
+        whole = self.tensor(name)
+        if rows is None:
+            return EmbeddingTable(whole)
+        assert self.group is not None, "other ranks have the other rows"
+        return SharedOutTable(whole[rows.start : rows.stop].clone(), rows.start, len(whole), self.group)
 
-    def linear(self, *names: str, bias: bool = False, tied: EmbeddingTable | None = None) -> Product:
+    def linear(
+        self,
+        *names: str,
+        bias: bool = False,
+        tied: EmbeddingTable | None = None,
+        rows: Sequence[range | None] = (),
+        columns: range | None = None,
+    ) -> Product:
         """The product with the matrix `name`.weight, and `name`.bias if asked; several are stacked.
 
-        `tied` is the same matrix, from `table`: the output layer's, where it embeds tokens, too.
+        `tied` is the same matrix, from `table`: the output layer's, where it embeds tokens, too. Where a
+        rank has a part, `rows` are those of each of the matrices, or `columns` those of one: then the product
+        takes rows of so many, and gives what those of all ranks make together. None: all.
         """
         output_layer = tied is not None or names[0].startswith("lm_head")
         if output_layer and self._shared.output is not None:
@@ -98,14 +167,16 @@ class Weights:
         matrices = [f"{name}.weight" for name in names]
         b = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
         channels, inner = self._reader.shape(matrices)
-        rows = None
+        if columns is not None or any(one is not None for one in rows):
+            return self._part(matrices, b, rows, columns)
+        chosen = None
         if output_layer and self._logit_ids is not None:
-            rows, channels = self._logit_ids, len(self._logit_ids)
+            chosen, channels = self._logit_ids, len(self._logit_ids)
         quantization, library = self._reader.quantization, self.kernels.products.library
         if quantization == "none" and (library is None or not self._reader.keeps):
             whole = None if tied is None else tied.whole
             whole = self.tensor(*matrices) if whole is None else whole
-            weight: Weight = FloatTable(whole if rows is None else chosen_rows(whole, rows))
+            weight: Weight = FloatTable(whole if chosen is None else chosen_rows(whole, chosen))
             return self._product(weight, b, inner, channels)
         b = None if b is None else b.float()
         if quantization == "none":
@@ -115,7 +186,41 @@ class Weights:
             weight = empty_int4(channels, inner, library)
         else:
             weight = empty_int8(channels, inner, library)
-        return self._product(self._filled(matrices, weight, rows), b, inner, channels)
+        return self._product(self._filled(matrices, weight, chosen), b, inner, channels)
+
+    def _part(
+        self,
+        matrices: Sequence[str],
+        bias: Tensor | None,
+        rows: Sequence[range | None],
+        columns: range | None,
+    ) -> Product:
+        """The product with these ranges of int8 matrices, all of which are in memory meanwhile."""
+        assert self._reader.quantization == "int8", "other kinds are refused where a config is made"
+        channels, inner = self._reader.shape(matrices)
+        stacked, first = list[range](), 0
+        for name, part in zip_longest(matrices, rows):
+            count = self._reader.shape([name])[0]
+            own = range(count) if part is None else part
+            stacked.append(range(first + own.start, first + own.stop))
+            first += count
+        within = range(inner) if columns is None else columns
+        whole = self._filled(matrices, empty_int8(channels, inner), None)
+        assert isinstance(whole, Int8Weight)
+        channels = sum(map(len, stacked))
+        weight = empty_int8(channels, len(within), self.kernels.products.library)
+        cut_int8(whole, stacked, within, weight)
+        if bias is not None:
+            bias = torch.cat([bias[one.start : one.stop] for one in stacked]).float()
+        product = self._product(weight, bias, len(within), channels)
+        if columns is None:
+            return product
+        assert self.group is not None, "ranks add columns up"
+        if isinstance(product, NativeProduct) and self.group.exchange is not None:
+            product.join(self.group.exchange)
+            return product
+        assert isinstance(product, SplitProduct), "only int8 products have parts that add up"
+        return SummedProduct(product, self.group)
 
     def _filled(self, matrices: Sequence[str], weight: Weight, rows: Sequence[int] | None) -> Weight:
         """These matrices, stacked, or some rows of them; `weight` is memory of their kind and shapes."""

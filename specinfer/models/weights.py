@@ -38,6 +38,7 @@ from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.models.streamed import StreamedWeights
 from specinfer.models.weight_memory import PassingWeights, Shared, Weights
 from specinfer.models.weight_reader import TensorFile, WeightReader
+from specinfer.parallel.group import Group
 from specinfer.progress import NoProgress, Progress
 
 _LOG = logging.getLogger(__name__)
@@ -76,21 +77,24 @@ def load_model(
     quantization: Quantization = "none",
     cache: Path | None = None,
     shared: Shared | None = None,
+    part: ModelConfig | None = None,
+    group: Group | None = None,
 ) -> LanguageModel:
     """A model, or that in a folder (config.json and safetensors) or a .gguf file, in `dtype` on `device`.
 
     With `logit_ids` its logits are those of these token ids alone, in their order. With `quantization`
     matrices are int8 or int4 (the output layer int8), kept in the folder `cache`, by default of the user's,
     and read from there the next time; activations stay in `dtype`. Others are read from there if they were
-    prepared. `shared` are parts that lie elsewhere.
+    prepared. `shared` are parts that lie elsewhere. With `part` it is this rank's part (parallel/share.py),
+    which runs together with those of the other ranks of `group`.
     `progress` sees the bytes of weights arrive, under `name`, by default that of the path. Raises as
     `open_model`, before any weight is read.
     """
     file = open_model(model) if isinstance(model, Path) else model
     config = file.config
-    return load_parts(
+    loaded = load_parts(
         file,
-        lambda weights: _built(config, weights),
+        lambda weights: _built(part or config, weights),
         tensors=_shapes(config),
         dtype=dtype,
         device=device,
@@ -102,7 +106,11 @@ def load_model(
         cache=cache,
         size=estimate_bytes(file, dtype, kernels, quantization),
         shared=shared,
+        group=group,
     )
+    if part is not None:
+        give_back_memory()  # of the whole matrices that it was cut from
+    return loaded
 
 
 def load_streamed(
@@ -152,6 +160,7 @@ def load_parts(
     borrowed: Path | None = None,
     size: int = 0,
     shared: Shared | None = None,
+    group: Group | None = None,
 ) -> _Part:
     """What `make` makes of a file's weights, which are these `tensors`; else as `load_model`.
 
@@ -166,7 +175,7 @@ def load_parts(
             show.showing(elements * dtype.itemsize, f"loading {name or file.path.name}"),
             WeightReader(file, dtype, show, quantization, kept) as reader,
         ):
-            return make(Weights(reader, device, kernels, logit_ids, shared))
+            return make(Weights(reader, device, kernels, logit_ids, shared, group))
 
     kind = _kind(kernels, quantization)
     if kind is None:
@@ -265,7 +274,15 @@ def estimate_bytes(
     Counts the second copy of tied embeddings that native or quantized products read. Raises as `open_model`.
     """
     config = (open_model(model) if isinstance(model, Path) else model).config
-    output_layer = (config.vocab_size, config.embedding_size)
+    return weight_bytes(config, dtype, kernels, quantization)
+
+
+def weight_bytes(
+    config: ModelConfig, dtype: torch.dtype, kernels: Kernels, quantization: Quantization
+) -> int:
+    """The same of a model that is so, or of a rank's part of one."""
+    part, vocab = config.part, config.vocab_size
+    output_layer = (vocab if part.vocab is None else len(part.vocab), config.embedding_size)
     if quantization == "none":
         elements = sum(math.prod(shape) for shape in _shapes(config).values())
         if config.tie_embeddings and kernels.library is not None:
@@ -275,7 +292,9 @@ def estimate_bytes(
     for name, shape in _shapes(config).items():
         if name == "lm_head.weight":
             continue
-        if len(shape) < 2 or name.endswith(("embed_tokens.weight", "embed_positions.weight")):
+        if name.endswith("embed_tokens.weight") and part.table is not None:
+            size += len(part.table) * config.embedding_size * dtype.itemsize
+        elif len(shape) < 2 or name.endswith(("embed_tokens.weight", "embed_positions.weight")):
             size += math.prod(shape) * dtype.itemsize
         else:
             size += (int4_bytes if quantization == "int4" else int8_bytes)(shape[0], shape[1])

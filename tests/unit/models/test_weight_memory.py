@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,7 +55,14 @@ class LateWeights(Weights):
         self._fills.append(fill)
         return view
 
-    def linear(self, *names: str, bias: bool = False, tied: EmbeddingTable | None = None) -> Product:
+    def linear(
+        self,
+        *names: str,
+        bias: bool = False,
+        tied: EmbeddingTable | None = None,
+        rows: Sequence[range | None] = (),
+        columns: range | None = None,
+    ) -> Product:
         matrices = [f"{name}.weight" for name in names]
         whole = None if tied is None else tied.whole
         weight = self.tensor(*matrices) if whole is None else whole

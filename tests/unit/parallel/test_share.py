@@ -1,0 +1,115 @@
+"""Shares as tables of ranges: all of a model is somebody's, and nothing is two ranks'."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from specinfer.errors import ConfigError
+from specinfer.models.config import Family, ModelConfig, Ranges, Rope
+from specinfer.parallel.share import Share
+
+SMOL = ModelConfig(
+    family=Family.LLAMA,
+    vocab_size=49152,
+    hidden_size=576,
+    embedding_size=576,
+    intermediate_size=1536,
+    num_layers=2,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    norm_eps=1e-5,
+    rope=Rope(10000.0),
+    layer_windows=(None, None),
+    tie_embeddings=True,
+    attention_scale=0.125,
+    max_context=64,
+)
+QWEN = replace(SMOL, num_heads=12, num_kv_heads=2, head_dim=128, intermediate_size=8960, vocab_size=151936)
+
+
+def heads(config: ModelConfig, size: int) -> list[tuple[range, range] | None]:
+    sizes = config.num_heads, config.num_kv_heads, config.head_dim
+    return [Share(rank, size).heads(*sizes) for rank in range(size)]
+
+
+def test_the_shares_of_smollm2_are_six_heads_and_three() -> None:
+    assert heads(SMOL, 1) == [(range(9), range(3))]
+    assert heads(SMOL, 2) == [(range(6), range(2)), (range(6, 9), range(2, 3))]
+    assert heads(SMOL, 3) == [(range(3 * i, 3 * i + 3), range(i, i + 1)) for i in range(3)]
+    part = Share(1, 2).of(SMOL)
+    assert (part.num_heads, part.num_kv_heads, part.intermediate_size) == (3, 1, 768)
+    assert (part.vocab_size, part.hidden_size, part.num_layers) == (49152, 576, 2)
+    assert part.part == Ranges(
+        queries=range(384, 576),
+        keys=range(128, 192),
+        inner=range(768, 1536),
+        vocab=range(24576, 49152),
+        table=range(24576, 49152),
+    )
+    assert Share(1, 2).of(SMOL, whole_table=True).part.table is None
+
+
+def test_more_ranks_than_key_value_heads_have_copies_of_these() -> None:
+    assert heads(QWEN, 4) == [
+        (range(0, 3), range(1)),
+        (range(3, 6), range(1)),
+        (range(6, 9), range(1, 2)),
+        (range(9, 12), range(1, 2)),
+    ]
+    assert [None if one is None else len(one[0]) for one in heads(QWEN, 5)] == [3, 3, 2, 2, 2]
+
+
+def test_columns_that_are_quantized_together_stay_together() -> None:
+    narrow = replace(SMOL, num_heads=6, num_kv_heads=6, head_dim=80)  # two heads are five groups of 32
+    assert heads(narrow, 2) == [(range(4), range(4)), (range(4, 6), range(4, 6))]
+    odd = replace(SMOL, num_heads=5, num_kv_heads=5, head_dim=16)  # the last one has no neighbour
+    assert [one and len(one[0]) for one in heads(odd, 3)] == [2, 2, 1]
+    shared = replace(SMOL, num_heads=8, num_kv_heads=2, head_dim=16)
+    assert [one and len(one[0]) for one in heads(shared, 4)] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+def test_every_head_is_one_ranks(head_dim: int) -> None:
+    for count, size in product(range(1, 65), range(1, 9)):
+        for kv in (one for one in range(1, count + 1) if count % one == 0):
+            config = replace(SMOL, num_heads=count, num_kv_heads=kv, head_dim=head_dim)
+            found = heads(config, size)
+            if None in found:
+                continue
+            shares = [one for one in found if one is not None]
+            assert [head for queries, _ in shares for head in queries] == [*range(count)]
+            for queries, keys in shares:
+                assert queries.start * head_dim % 32 == 0
+                assert len(queries) % len(keys) == 0
+                group = len(queries) // len(keys)
+                whole = count // kv
+                read = [head // whole for head in queries]
+                assert read == [keys.start + i // group for i in range(len(queries))]
+            if size <= kv:
+                assert sorted(key for _, keys in shares for key in keys) == [*range(kv)]
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 31, 32, 33, 48, 100, 8960, 151936])
+@pytest.mark.parametrize("size", range(1, 9))
+def test_every_column_and_every_token_is_one_ranks(count: int, size: int) -> None:
+    for part, unit in ((Share.columns, 32), (Share.vocab, 16)):
+        ranges = [part(Share(rank, size), count) for rank in range(size)]
+        assert [i for one in ranges for i in one] == [*range(count)]
+        assert all(one.start % unit == 0 for one in ranges if one)
+        sizes = [-(-len(one) // unit) for one in ranges]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_sizes_that_leave_a_rank_without_a_head_are_refused_with_those_that_work() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Share(0, 10).of(SMOL)
+    assert str(caught.value) == (
+        "tensor_parallel is 10: of 9 heads in 3 groups, and an MLP of 1536, some rank would have none; "
+        "allowed for this model: 1, 2, 3, 4, 5, 6, 7, 8, 9"
+    )
+    with pytest.raises(ConfigError, match=r"allowed for this model: 1, 2$"):
+        Share(2, 3).of(replace(SMOL, intermediate_size=64))
