@@ -40,7 +40,14 @@ _FLAT: Final = 1.5  # times a pass of one row; a curve that ends below does not 
 _ROUNDS: Final = 5
 _WORTH_KEEPING: Final = 0.2  # seconds; what is measured quicker is measured at every start
 _FAR: Final = 1 << 20  # rows; beyond the last size the curve goes on as it ended
-_CODE: Final = ("attention", "heads", "kernels", "models", "runtime")  # the packages a pass runs through
+_CODE: Final = (
+    "attention",
+    "heads",
+    "kernels",
+    "models",
+    "parallel",
+    "runtime",
+)  # the packages a pass runs through
 
 Key = Mapping[str, str]
 
@@ -260,7 +267,7 @@ def _key(model: TimedModel, max_rows: int, variant: str, every_row: bool) -> dic
         "device": device_name(model.device),
         "threads": str(torch.get_num_threads() if kernels.library is None else kernels.library.threads()),
         "torch": torch.__version__,
-        "code": _code(),
+        "code": code_hash(),
     }
 
 
@@ -272,7 +279,7 @@ def device_name(device: torch.device) -> str:
 
 
 @cache
-def _code() -> str:
+def code_hash() -> str:
     """A hash of the code a pass runs through: a faster kernel has another curve."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()

@@ -18,14 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel, PassContext, Read
 from specinfer.models.stream import LayerStream, StoppedError
 from specinfer.plan import StepPlan
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, build_batch, chain_rows, likelihoods, slots_of, step_rows
 from specinfer.runtime.cost_curve import CostCurve, Timed, TimedModel, cost_curve, device_name
-from specinfer.runtime.flight import Flight, HostFlight, Launch, inference, rows_at_once
+from specinfer.runtime.flight import BLOCK_ROWS, Flight, HostFlight, Launch, inference, rows_at_once
 from specinfer.runtime.kv_cache import KvCache, num_blocks
+from specinfer.runtime.sharded import Leader
 from specinfer.tree import TokenTree
 
 
@@ -88,13 +90,18 @@ class LocalExecutor:
         needed_positions: int,
         limit: int | None,
         memory: int | None = None,
+        followers: Sequence[ModelConfig] = (),
     ) -> LocalExecutor:
         """One whose caches, of the target and of these drafts, fit into memory (`kv_cache.num_blocks`).
 
-        Raises CapacityError where not even `needed_positions` do.
+        `followers` are the parts of other ranks of this host, which have caches of the target, too. Raises
+        CapacityError where not even `needed_positions` do.
         """
         blocks = num_blocks(
-            [(model.config, model.dtype) for model in (target, *drafts)],
+            [
+                *((model.config, model.dtype) for model in (target, *drafts)),
+                *((part, target.dtype) for part in followers),
+            ],
             block_size=block_size,
             wanted_positions=wanted_positions,
             needed_positions=needed_positions,
@@ -200,13 +207,19 @@ class Move:
 
 
 class ModelRunner:
-    """Runs forward passes of one model over the slots of its own KV cache."""
+    """Runs forward passes of one model over the slots of its own KV cache.
+
+    Of a model that several ranks share rank 0's runner has the others run the same, over caches of theirs.
+    """
 
     def __init__(self, model: LanguageModel, *, num_blocks: int, block_size: int) -> None:
         self.model = model
         self.block_size = block_size
         self.cache = KvCache.of(model.config, num_blocks * block_size, model.dtype, model.device)
         self._attention = model.kernels.attention.over(self.cache.keys, self.cache.values)
+        self._leader: Leader | None = None
+        if model.group is not None and model.group.rank == 0:
+            self._leader = Leader(model.group, model, blocks=num_blocks, block_size=block_size)
 
     @property
     def max_context(self) -> int:
@@ -233,7 +246,7 @@ class ModelRunner:
         read = self._run(rows, taps, most_logits=rows_at_once(vocab, model.dtype), stopped=stopped)
         return HostFlight(
             read.hidden_RD,
-            model.logits,
+            self._head,
             vocab,
             model.kernels.scan,
             likelihoods=likelihoods,
@@ -252,7 +265,20 @@ class ModelRunner:
     @inference
     def forward(self, rows: Sequence[Rows]) -> Tensor:
         """Write K and V of `rows` and return all logits of those that want them, [R, vocab]."""
-        return self.model.logits(self._run(rows).hidden_RD)
+        return self._head(self._run(rows).hidden_RD)
+
+    @inference
+    def follow(self, rows: Sequence[Rows], *, logits: bool) -> Tensor | None:
+        """Write K and V of `rows`, as rank 0 does; with `logits` this rank's of those that want some."""
+        read = self._run(rows, most_logits=BLOCK_ROWS if logits else 0)
+        if not logits:
+            return None
+        return self.model.logits(read.hidden_RD) if read.logits_RV is None else read.logits_RV
+
+    @property
+    def _head(self) -> Callable[[Tensor], Tensor]:
+        """What makes all logits of rows, [R, D] -> [R, vocab]."""
+        return self.model.logits if self._leader is None else self._leader.logits
 
     def _run(
         self,
@@ -267,6 +293,9 @@ class ModelRunner:
         batch = build_batch(rows, block_size=self.block_size, device=model.device)
         context = PassContext(batch.positions_T, self._attention.bind(batch.paths), taps)
         read = partial(model.read, batch.token_ids_T, context, batch.logit_rows, most_logits=most_logits)
+        if self._leader is not None:
+            chosen = batch.token_ids_T if batch.logit_rows is None else batch.logit_rows
+            return self._leader.read(rows, read, logits=0 < len(chosen) <= most_logits)
         if model.stream is None:
             return read()
         with model.stream.passing(stopped):
@@ -280,6 +309,8 @@ class ModelRunner:
         for move in moves:
             sources.extend(slots_of(move.block_table, move.sources, self.block_size))
             targets.extend(slots_of(move.block_table, move.targets, self.block_size))
+        if self._leader is not None:
+            self._leader.move(sources, targets)
         self.cache.move(sources, targets)
 
 

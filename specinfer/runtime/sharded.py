@@ -1,0 +1,307 @@
+"""Passes of a model that several ranks share: rank 0 says what is run, and the others run it, too.
+
+A message is what rank 0 is about to do with a cache, in words of int32:
+
+    OPEN    cache, blocks, block size
+    CLOSE   cache
+    PASS    cache, whether logits come with it, requests, and of each of these
+            start, rows, logits from, blocks, nodes (-1: text alone), the tokens, the blocks, the parents
+    LOGITS  cache, rows, and what the output layer reads of them
+    MOVE    cache, positions, their slots, and the slots that theirs become
+
+Whom to run, what to guess, what to choose and when to end is decided by rank 0 alone: no rank can disagree.
+A follower believes nothing that it is told. A message that does not fit its cache, its vocabulary or its own
+length ends the follower, and nothing of it is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import threading
+import weakref
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specinfer.errors import PeerLostError
+from specinfer.models.config import ModelConfig
+from specinfer.models.language_model import LanguageModel, Read
+from specinfer.models.prepared import identity
+from specinfer.parallel.group import Group
+from specinfer.parallel.share import Share
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.cost_curve import code_hash
+from specinfer.version import VERSION
+
+_OPEN, _CLOSE, _PASS, _LOGITS, _MOVE = range(1, 6)
+_MOST_CACHES: Final = 64
+_MOST_SLOTS: Final = 1 << 31
+_MOST_ROWS: Final = 1 << 16
+
+
+class Open(NamedTuple):
+    """Make a cache."""
+
+    cache: int
+    blocks: int
+    block_size: int
+
+
+class Close(NamedTuple):
+    """Drop a cache."""
+
+    cache: int
+
+
+class Pass(NamedTuple):
+    """Run rows; make logits of those that want them at once, or when asked."""
+
+    cache: int
+    logits: bool
+    rows: list[Rows]
+
+
+class Logits(NamedTuple):
+    """Make logits of rows, whose bits these are."""
+
+    cache: int
+    rows: int
+    bits: NDArray[np.int32]
+
+
+class Moves(NamedTuple):
+    """Copy K and V of slots to others."""
+
+    cache: int
+    sources: list[int]
+    targets: list[int]
+
+
+Command = Open | Close | Pass | Logits | Moves
+
+
+class MessageWriter:
+    """Makes messages."""
+
+    @staticmethod
+    def opening(cache: int, blocks: int, block_size: int) -> bytes:
+        """As the module says."""
+        return array("i", [_OPEN, cache, blocks, block_size]).tobytes()
+
+    @staticmethod
+    def closing(cache: int) -> bytes:
+        """As the module says."""
+        return array("i", [_CLOSE, cache]).tobytes()
+
+    @staticmethod
+    def passing(cache: int, rows: Sequence[Rows], block_size: int, *, logits: bool) -> bytes:
+        """As the module says; of a table those blocks are told that the rows reach."""
+        words = array("i", [_PASS, cache, logits, len(rows)])
+        for part in rows:
+            n, parents = len(part.token_ids), part.parents
+            reached = -(-(part.start + n) // block_size)
+            table = part.block_table[:reached]
+            words.extend(
+                (part.start, n, part.logits_from, len(table), -1 if parents is None else len(parents))
+            )
+            words.extend(part.token_ids)
+            words.extend(table)
+            words.extend(parents or ())
+        return words.tobytes()
+
+    @staticmethod
+    def logits(cache: int, hidden_RD: Tensor) -> bytes:
+        """As the module says."""
+        bits = hidden_RD.contiguous().view(torch.int32).numpy().tobytes()
+        return array("i", [_LOGITS, cache, len(hidden_RD)]).tobytes() + bits
+
+    @staticmethod
+    def moving(cache: int, sources: Sequence[int], targets: Sequence[int]) -> bytes:
+        """As the module says."""
+        return array("i", [_MOVE, cache, len(sources), *sources, *targets]).tobytes()
+
+
+class MessageReader:
+    """Reads messages, and believes nothing."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._vocab = config.vocab_size
+        self._context = config.max_context
+        self._width = config.hidden_size * dtype.itemsize // 4  # words that the output layer reads of a row
+        self._words: NDArray[np.int32] = np.empty(0, np.int32)
+        self._at = 0
+
+    def read(self, message: bytes, caches: Mapping[int, Open]) -> Command:
+        """What a message asks for; raises ValueError where it is not one, or does not fit these caches."""
+        if len(message) % 4:
+            raise ValueError(f"a message has {len(message)} bytes; allowed: whole words of 4")
+        self._words, self._at = np.frombuffer(message, np.int32), 0
+        kind, cache = self._number(_OPEN, _MOVE), self._number(0, (1 << 31) - 1)
+        if kind == _OPEN:
+            if cache in caches or len(caches) >= _MOST_CACHES:
+                raise ValueError(f"cache {cache} is there, or too many are")
+            blocks = self._number(1, _MOST_SLOTS - 1)
+            found: Command = Open(cache, blocks, self._number(1, _MOST_SLOTS // blocks))
+        elif cache not in caches:
+            raise ValueError(f"there is no cache {cache}")
+        elif kind == _CLOSE:
+            found = Close(cache)
+        elif kind == _PASS:
+            logits = bool(self._number(0, 1))
+            requests = self._number(0, _MOST_ROWS)
+            found = Pass(cache, logits, [self._rows(caches[cache]) for _ in range(requests)])
+        elif kind == _LOGITS:
+            rows = self._number(0, _MOST_ROWS)
+            found = Logits(cache, rows, self._take(rows * self._width))
+        else:
+            slots = caches[cache].blocks * caches[cache].block_size
+            number = self._number(0, slots)
+            sources, targets = (self._list(number, 0, slots - 1) for _ in range(2))
+            found = Moves(cache, sources, targets)
+        if self._at != len(self._words):
+            raise ValueError(f"a message goes on behind its end, for {len(self._words) - self._at} words")
+        return found
+
+    def _rows(self, cache: Open) -> Rows:
+        start, n = self._number(0, self._context), self._number(0, _MOST_ROWS)
+        logits_from = self._number(0, n)
+        blocks, nodes = self._number(0, cache.blocks), self._number(-1, _MOST_ROWS)
+        if start + n > blocks * cache.block_size:
+            raise ValueError(f"{blocks} blocks of {cache.block_size} for {start + n} positions")
+        tokens = self._list(n, 0, self._vocab - 1)
+        table = self._list(blocks, 0, cache.blocks - 1)
+        if nodes < 0:
+            return Rows(tokens, start, table, logits_from)
+        parents = self._list(nodes, -1, nodes - 1)
+        if not parents or parents[0] != -1 or not all(0 <= one < i for i, one in enumerate(parents[1:], 1)):
+            raise ValueError("parents are no tree whose nodes come behind theirs")
+        if nodes > start + n:
+            raise ValueError(f"a tree of {nodes} nodes that ends at position {start + n - 1}")
+        return Rows(tokens, start, table, logits_from, parents)
+
+    def _number(self, least: int, most: int) -> int:
+        found = int(self._take(1)[0])
+        if not least <= found <= most:
+            raise ValueError(f"a message has {found} where {least} to {most} are allowed")
+        return found
+
+    def _list(self, number: int, least: int, most: int) -> list[int]:
+        found = self._take(number)
+        if number and not least <= int(found.min()) <= int(found.max()) <= most:
+            raise ValueError(f"a message has {found.min()} .. {found.max()}; allowed: {least} .. {most}")
+        numbers: list[int] = found.tolist()
+        return numbers
+
+    def _take(self, number: int) -> NDArray[np.int32]:
+        if self._at + number > len(self._words):
+            raise ValueError(f"a message of {len(self._words)} words ends before its {self._at + number}th")
+        self._at += number
+        return self._words[self._at - number : self._at]
+
+
+def widths_of(model: LanguageModel, size: int) -> list[int]:
+    """How many logits each of so many ranks makes."""
+    return [len(Share(rank, size).vocab(model.config.vocab_size)) for rank in range(size)]
+
+
+class Leader:
+    """Rank 0's side of one cache: whatever is done with it, the followers are told before."""
+
+    def __init__(self, group: Group, model: LanguageModel, *, blocks: int, block_size: int) -> None:
+        """The followers make a cache of as many blocks, and drop it some time after this is gone."""
+        self._group = group
+        self._model = model
+        self._block_size = block_size
+        self._widths = widths_of(model, group.size)
+        self._cache = next(group.numbers)
+        self._tell(MessageWriter.opening(self._cache, blocks, block_size))
+        # Only noted: this may happen in any thread, in the middle of a message.
+        weakref.finalize(self, group.left.append, self._cache).atexit = False
+
+    def read(self, rows: Sequence[Rows], read: Callable[[], Read], *, logits: bool) -> Read:
+        """A pass over these rows, which is `read` here; with `logits`, all of these come along."""
+        message = MessageWriter.passing(self._cache, rows, self._block_size, logits=logits)
+        with self._turn():
+            self._tell(message)
+            found = read()
+            return found._replace(logits_RV=self._whole(found)) if logits else found
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """The logits of rows that a pass has left, [R, V]."""
+        message = MessageWriter.logits(self._cache, hidden_RD)
+        with self._turn():
+            self._tell(message)
+            return self._whole(Read(hidden_RD))
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Have all ranks copy K and V of these slots; here the caller does it."""
+        if sources:
+            with self._turn():
+                self._tell(MessageWriter.moving(self._cache, sources, targets))
+
+    def _whole(self, read: Read) -> Tensor:
+        own = self._model.logits(read.hidden_RD) if read.logits_RV is None else read.logits_RV
+        return self._group.gather(own, self._widths)
+
+    def _tell(self, message: bytes) -> None:
+        group = self._group
+        with group.turn:
+            while group.left:
+                group.broadcast(MessageWriter.closing(group.left.popleft()))
+            group.broadcast(message)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """While ranks do something together: whatever cuts it short puts them out of step for good."""
+        with self._group.turn, interrupts_held():
+            try:
+                yield
+            except PeerLostError as error:
+                raise self._group.lose() from error
+            except BaseException as error:
+                self._group.lose(f"rank 0 has failed in the middle of a pass ({error!r})")
+                raise
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits meanwhile, where this is the thread that hears it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    came: list[Any] = []
+    if not callable(before):  # it is ignored, or ends the process
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *given: came.append(given))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[0])
+
+
+def identity_of(model: LanguageModel, path: Path, kind: str, size: int) -> dict[str, str]:
+    """What ranks of one group must have in common, by what it is called."""
+    library = model.kernels.library
+    return {
+        "version": VERSION,
+        "code": code_hash(),
+        "PyTorch": torch.__version__,
+        "kernels": "PyTorch's" if library is None else hashlib.sha256(library.path.read_bytes()).hexdigest(),
+        "kind of CPU": "" if library is None else library.level.name,
+        "attention": type(model.kernels.attention).__name__,
+        "model file": json.dumps(identity(path, kind, model.dtype), sort_keys=True),
+        "number of ranks": str(size),
+    }

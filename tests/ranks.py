@@ -1,0 +1,84 @@
+"""Ranks of one model in the threads of one process: they meet, exchange and follow as processes do."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specinfer.config import EngineConfig
+from specinfer.engine.models import Models
+from specinfer.errors import PeerLostError
+from specinfer.kernels.choice import Kernels
+from specinfer.llm import LLM
+from specinfer.models.language_model import LanguageModel
+from specinfer.models.weights import load_model, open_model
+from specinfer.parallel.follower import follow
+from specinfer.parallel.group import Group, Link
+from specinfer.parallel.share import Share
+from specinfer.tokenizer import Tokenizer
+from tests.engines import ENGINE
+
+CPU = torch.device("cpu")
+
+
+def whole_model(
+    path: Path, kernels: Kernels, cache: Path, dtype: torch.dtype = torch.float32
+) -> LanguageModel:
+    """The model of one process, in int8."""
+    return load_model(path, dtype=dtype, device=CPU, kernels=kernels, quantization="int8", cache=cache)
+
+
+@contextmanager
+def ranks_of(
+    path: Path,
+    size: int,
+    kernels: Kernels,
+    cache: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    whole_table: bool = False,
+) -> Iterator[LanguageModel]:
+    """Rank 0's part of a model in int8, whose followers run in threads until the block ends."""
+    pairs = [socket.socketpair() for _ in range(1, size)]
+    groups = [Group(0, size, [Link(ours) for ours, _ in pairs])]
+    groups += [Group(rank, size, [Link(its)]) for rank, (_, its) in enumerate(pairs, start=1)]
+    opened = open_model(path)
+    models = [
+        load_model(
+            opened,
+            dtype=dtype,
+            device=CPU,
+            kernels=kernels,
+            quantization="int8",
+            cache=cache,
+            part=Share(rank, size).of(opened.config, whole_table=whole_table),
+            group=group,
+        )
+        for rank, group in enumerate(groups)
+    ]
+    meeting = cache / f"meeting-{size}-{id(groups)}"
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(lambda group: group.connect(meeting), groups))
+        following = [
+            pool.submit(follow, group, model) for group, model in zip(groups[1:], models[1:], strict=True)
+        ]
+        try:
+            yield models[0]
+        finally:
+            groups[0].close()
+            for one in following:
+                with suppress(PeerLostError):  # as a test wants it
+                    one.result(30)
+
+
+def llm_of(target: LanguageModel, path: Path, drafts: dict[str, Any] | None = None, **options: Any) -> LLM:
+    """An engine over this target and these drafts."""
+    named = drafts or {}
+    config = EngineConfig.from_options(str(path), {**ENGINE, "drafts": tuple(named), **options})
+    return LLM.from_models(config, Models(target, Tokenizer.load(path), dict(named)))

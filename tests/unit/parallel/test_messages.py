@@ -1,0 +1,134 @@
+"""What a follower reads: whatever is not a message of ours, or does not fit, is refused whole."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from array import array
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specinfer.parallel.group import Link
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.sharded import Close, Logits, MessageReader, MessageWriter, Moves, Open, Pass
+from tests.unit.parallel.test_share import SMOL
+
+CACHES = {3: Open(3, blocks=4, block_size=8)}
+TEXT = Rows([5, 6, 7], 6, [2, 0], 2)
+TREE = Rows([1, 2, 3, 4], 0, [1, 3], 1, [-1, 0, 0])
+
+
+def reader() -> MessageReader:
+    return MessageReader(SMOL, torch.bfloat16)
+
+
+def words(*numbers: int) -> bytes:
+    return array("i", numbers).tobytes()
+
+
+def test_what_is_written_is_read() -> None:
+    read = reader().read
+    assert read(MessageWriter.opening(7, 2, 16), CACHES) == Open(7, 2, 16)
+    assert read(MessageWriter.closing(3), CACHES) == Close(3)
+    told = MessageWriter.passing(3, [TEXT, TREE], 8, logits=True)
+    assert read(told, CACHES) == Pass(3, True, [TEXT, Rows([1, 2, 3, 4], 0, [1], 1, [-1, 0, 0])])
+    assert read(MessageWriter.moving(3, [1, 2], [9, 10]), CACHES) == Moves(3, [1, 2], [9, 10])
+    hidden = torch.randn(2, 576).bfloat16()
+    found = read(MessageWriter.logits(3, hidden), CACHES)
+    assert isinstance(found, Logits)
+    assert torch.equal(torch.from_numpy(found.bits.copy()).view(2, -1).view(torch.bfloat16), hidden)
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        (b"", "ends before"),
+        (b"\1\0\0", "whole words"),
+        (words(9, 3), "9 where 1 to 5"),
+        (words(3, 4, 0, 0), "no cache 4"),
+        (MessageWriter.opening(3, 2, 2), "cache 3 is there"),
+        (MessageWriter.opening(4, 0, 2), "0 where 1 to"),
+        (MessageWriter.opening(4, 1 << 20, 1 << 20), "where 1 to 2048"),
+        (MessageWriter.closing(3) + words(0), "goes on behind its end"),
+        (MessageWriter.moving(3, [1, 32], [2, 3]), "0 .. 31"),
+        (MessageWriter.moving(3, [1], [-1]), "0 .. 31"),
+        (MessageWriter.passing(3, [Rows([5], 0, [4], 0)], 8, logits=False), "0 .. 3"),
+        (MessageWriter.passing(3, [Rows([49152], 0, [1], 0)], 8, logits=False), "0 .. 49151"),
+        (MessageWriter.passing(3, [Rows([-1], 0, [1], 0)], 8, logits=False), "0 .. 49151"),
+        (MessageWriter.passing(3, [Rows([5], 8, [1], 0)], 8, logits=False), "1 blocks of 8 for 9 positions"),
+        (MessageWriter.passing(3, [Rows([5], 0, [1], 2)], 8, logits=False), "2 where 0 to 1"),
+        (MessageWriter.passing(3, [Rows([5, 6], 0, [1], 0, [-1, 1])], 8, logits=False), "no tree"),
+        (MessageWriter.passing(3, [Rows([5, 6], 0, [1], 0, [0, 0])], 8, logits=False), "no tree"),
+        (MessageWriter.passing(3, [Rows([5], 0, [1], 0, [-1, 0])], 8, logits=False), "a tree of 2 nodes"),
+        (MessageWriter.passing(3, [TEXT], 8, logits=False)[:-4], "ends before"),
+        (MessageWriter.logits(3, torch.zeros(2, 576).bfloat16())[:-8], "ends before"),
+    ],
+)
+def test_what_does_not_fit_is_refused(message: bytes, line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        reader().read(message, CACHES)
+
+
+@settings(max_examples=2000, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_changed_message_is_refused_or_fits(data: st.DataObject) -> None:
+    kind = data.draw(st.integers(0, 3))
+    whole = [
+        MessageWriter.passing(3, [TEXT, TREE], 8, logits=True),
+        MessageWriter.moving(3, [1, 2], [9, 10]),
+        MessageWriter.opening(7, 2, 16),
+        data.draw(st.binary(max_size=64)),
+    ][kind]
+    message = bytearray(whole)
+    for _ in range(data.draw(st.integers(0, 3)) if message else 0):
+        at = data.draw(st.integers(0, len(message) - 1))
+        message[at] = data.draw(st.integers(0, 255))
+    message = message[: data.draw(st.integers(0, len(message)))] if data.draw(st.booleans()) else message
+    try:
+        found = reader().read(bytes(message), CACHES)
+    except ValueError:
+        return
+    if isinstance(found, Pass):
+        for rows in found.rows:
+            assert all(0 <= block < 4 for block in rows.block_table)
+            assert all(0 <= token < SMOL.vocab_size for token in rows.token_ids)
+            assert rows.start + len(rows.token_ids) <= 8 * len(rows.block_table)
+    elif isinstance(found, Moves):
+        assert all(0 <= slot < 32 for slot in (*found.sources, *found.targets))
+
+
+def linked() -> tuple[socket.socket, Link]:
+    ours, its = socket.socketpair()
+    return ours, Link(its)
+
+
+@pytest.mark.parametrize(
+    ("sent", "line"),
+    [
+        (struct.pack("<II", 0x53504330, 4) + b"abcd", "another version"),
+        (struct.pack("<II", 0x53504331, 1 << 30), "allowed"),
+        (struct.pack("<II", 0x53504331, 9) + b"abcd", "in its middle"),
+        (b"\1\2\3", "in its middle"),
+    ],
+)
+def test_a_stream_of_anything_else_is_refused(sent: bytes, line: str) -> None:
+    ours, link = linked()
+    with ours:
+        ours.sendall(sent)
+    with pytest.raises(ValueError, match=line):
+        link.receive()
+    link.close()
+
+
+def test_messages_come_whole_and_in_order_until_the_link_is_closed() -> None:
+    ours, link = linked()
+    other = Link(ours)
+    for message in (b"", b"x" * 9000, b"last"):
+        other.send(message)
+    other.close()
+    assert [link.receive() for _ in range(3)] == [b"", b"x" * 9000, b"last"]
+    with pytest.raises(EOFError):
+        link.receive()

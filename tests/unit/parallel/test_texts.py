@@ -1,0 +1,177 @@
+"""Models of every family on several ranks, which are threads here: the logits of one process, to the bit."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from specinfer import SamplingParams
+from specinfer.errors import PeerLostError
+from specinfer.heads.checkpoint import load_head, open_head
+from specinfer.kernels.choice import guessing
+from specinfer.models.language_model import LanguageModel, Residual
+from specinfer.models.weights import load_model, open_model
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.executor import ModelRunner, Move
+from tests.engines import runner_of
+from tests.heads import eagle_config, write_any
+from tests.kernels import NAMES, kernels
+from tests.parity.families import save_random
+from tests.ranks import CPU, llm_of, ranks_of, whole_model
+from tests.tiny_models import write_similar_llama, write_tiny_llama
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41]]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=10),
+    SamplingParams(temperature=0.9, seed=5, max_tokens=10),
+]
+SHAPE: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 32, "intermediate_size": 160}
+GROUPED = {
+    **{"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32},
+    **{"hidden_size": 96, "intermediate_size": 144, "vocab_size": 100},
+}
+FAMILIES: dict[str, dict[str, object]] = {
+    "llama-biases": GROUPED,
+    "mistral": GROUPED,
+    "qwen2": {**GROUPED, "hidden_size": 192},
+    "qwen3": GROUPED,
+    "gemma3": GROUPED,
+    "opt": {"hidden_size": 96, "num_attention_heads": 3, "ffn_dim": 144},
+    "opt-350m": {"hidden_size": 96, "num_attention_heads": 3, "ffn_dim": 144},
+}
+
+
+def said(model: LanguageModel) -> list[Tensor]:
+    """Logits of a text and a tree, of nodes behind the cache, and of a path that was moved; and a tap."""
+    runner = ModelRunner(model, num_blocks=6, block_size=4)
+    tree = Rows((3, 1, 4, 1, 5, 9), 0, [4, 0], 2, (-1, 0, 0, 2))
+    beside = Rows((2, 6, 5, 3, 5), 0, [2, 3], 4)
+    flight = runner.launch([tree, beside], taps=(1,))
+    first = [flight.row(row) for row in range(5)]
+    runner.move([Move([4, 0], [4, 5], [3, 4])])
+    after = runner.forward([Rows((8, 7), 5, [4, 0], 0), Rows((7,), 5, [2, 3], 0)])
+    return [*map(torch.from_numpy, first), flight.tapped((1,)), after]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_one_process(
+    family: str, name: Literal["torch", "native"], tmp_path: Path
+) -> None:
+    save_random(family, tmp_path / "model", tied=family in ("gemma3", "opt"), **FAMILIES[family])
+    path, chosen = tmp_path / "model", kernels(name)
+    dtype = torch.bfloat16 if name == "native" else torch.float32
+    want = said(whole_model(path, chosen, tmp_path, dtype))
+    for size in (2, 3):
+        with ranks_of(path, size, chosen, tmp_path, dtype=dtype) as model:
+            found = said(model)
+            assert all(map(torch.equal, found, want)), size
+
+
+def test_ranks_may_be_more_than_key_value_heads(tmp_path: Path) -> None:
+    path = write_tiny_llama(tmp_path / "model", **{**SHAPE, "num_kv_heads": 1})
+    want = said(whole_model(path, kernels("native"), tmp_path))
+    with ranks_of(path, 4, kernels("native"), tmp_path) as model:
+        assert model.config.num_heads == 1
+        assert all(map(torch.equal, said(model), want))
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return write_tiny_llama(tmp_path / "model", tokenizer=True, **SHAPE)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_texts_are_those_of_one_process_whoever_guesses(llama: Path, size: int, tmp_path: Path) -> None:
+    native = kernels("native")
+    similar = write_similar_llama(llama, tmp_path / "similar", noise=0.1)
+    draft = load_model(similar, dtype=torch.float32, device=CPU, kernels=guessing(native))
+    folder = write_any(eagle_config(own_head=False), tmp_path / "head")
+    opened = open_model(llama)
+    head_folder = open_head(folder, opened)
+
+    def texts(target: LanguageModel, who: str) -> list[tuple[int, ...]]:
+        head = None
+        if who == "head":
+            head = load_head(head_folder, opened, target, kernels=guessing(native))
+        drafts = {"draft": {"draft": draft}, "head": {"head": head}}.get(who)
+        llm = llm_of(target, llama, drafts, lookup=who == "lookups", tree_size="fixed")
+        found = [tuple(out.token_ids) for params in PARAMS for out in llm.generate(PROMPTS, params)]
+        llm.close()
+        return found
+
+    want = texts(whole_model(llama, native, tmp_path), "nobody")
+    with ranks_of(llama, size, native, tmp_path, whole_table=True) as target:
+        for who in ("nobody", "lookups", "draft", "head"):
+            assert texts(target, who) == want, who
+
+
+def test_logits_that_are_asked_for_later_are_made_by_all_ranks(llama: Path, tmp_path: Path) -> None:
+    def rows_of(model: LanguageModel) -> list[Tensor]:
+        runner = ModelRunner(model, num_blocks=3, block_size=32)
+        flight = runner.launch(
+            [Rows([*range(64)] + [7] * 9, 0, [0, 1, 2], 0)], likelihoods=lambda: [1.0] * 73
+        )
+        return [torch.from_numpy(flight.row(row)) for row in (72, 0, 40)]
+
+    want = rows_of(whole_model(llama, kernels("native"), tmp_path))
+    with ranks_of(llama, 2, kernels("native"), tmp_path) as model:
+        assert all(map(torch.equal, rows_of(model), want))
+
+
+def test_a_variant_has_caches_of_its_own_and_they_go_with_it(llama: Path, tmp_path: Path) -> None:
+    with ranks_of(llama, 2, kernels("native"), tmp_path) as target:
+        llm = llm_of(target, llama)
+        other = llm.variant(max_batch_size=1, max_context=64)
+        assert runner_of(other).cache is not runner_of(llm).cache
+        [one], [two] = (which.generate(PROMPTS[:1], PARAMS[1]) for which in (llm, other))
+        assert one.token_ids == two.token_ids
+        other.close()
+        del other
+        assert target.group is not None
+        assert len(target.group.left) == 1
+        llm.generate(PROMPTS[:1], PARAMS[0])
+        assert not target.group.left
+
+
+def test_an_interrupt_waits_for_the_pass_and_ranks_stay_in_step(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = ModelRunner(whole_model(llama, kernels("native"), tmp_path), num_blocks=1, block_size=8)
+    rows = [Rows((3, 1, 4), 0, [0], 0)]
+    with ranks_of(llama, 2, kernels("native"), tmp_path) as model:
+        runner, embed = ModelRunner(model, num_blocks=1, block_size=8), model.embed
+
+        def interrupted(*given: Tensor) -> Residual:
+            signal.raise_signal(signal.SIGINT)
+            return embed(*given)
+
+        monkeypatch.setattr(model, "embed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runner.forward(rows)
+        monkeypatch.undo()
+        assert torch.equal(runner.forward(rows), want.forward(rows))
+
+
+def test_a_pass_that_fails_at_rank_0_ends_the_group(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Tensor) -> Residual:
+        raise MemoryError("none is left")
+
+    with ranks_of(llama, 2, kernels("native"), tmp_path) as model:
+        runner = ModelRunner(model, num_blocks=1, block_size=8)
+        with pytest.raises(ValueError, match="block"):  # before anybody is told
+            runner.forward([Rows((3,), 0, [7], 0)])
+        assert runner.forward([Rows((3,), 0, [0], 0)]).shape == (1, 64)
+        monkeypatch.setattr(model, "embed", fail)
+        with pytest.raises(MemoryError):
+            runner.forward([Rows((3,), 0, [0], 0)])
+        with pytest.raises(PeerLostError, match="rank 0 has failed in the middle of a pass"):
+            runner.forward([Rows((3,), 0, [0], 0)])
