@@ -292,7 +292,14 @@ class EngineConfig:
         "That compute on the CPU; default: its cores.",
         more="Cgroup quotas count, `OMP_NUM_THREADS` bounds them. PyTorch computes with one in a step whose "
         "attention is all native, and as the program has set it elsewhere.",
-        shown="physical cores",
+        shown="physical cores, shared out among processes",
+        least=1,
+    )
+    tensor_parallel: int = option(
+        1,
+        "Processes of this host that share each layer of the target.",
+        more="The text is the same for every number of them. int8 models on a CPU; drafts, heads and lookups "
+        "stay in the first process ([distributed.md](distributed.md)).",
         least=1,
     )
     chat_template: str | None = option(
@@ -346,6 +353,25 @@ class EngineConfig:
         check_options(self)
         if self.chat_template == "":
             raise ConfigError("chat_template is ''; allowed: the path of a file, or None")
+        if self.tensor_parallel > 1:
+            self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """Raise ConfigError for what does not go with several ranks."""
+        told = f"with tensor_parallel {self.tensor_parallel}"
+        if self.quantization != "int8":
+            raise ConfigError(
+                f"quantization is {self.quantization!r} {told}; allowed there: int8, whose sums are exact "
+                "however many add them"
+            )
+        if self.offload != "never":
+            raise ConfigError(
+                f"offload is {self.offload!r} {told}; allowed there: never, as ranks keep their weights"
+            )
+        if self.memory is not None:
+            raise ConfigError(
+                f"memory is {self.memory} {told}; it bounds one process: leave it out, or set kv_cache_memory"
+            )
 
     @classmethod
     def from_options(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:

@@ -18,7 +18,7 @@ from specinfer.engine.loop import EngineLoop
 from specinfer.engine.models import Models, load_models, models_for, with_members
 from specinfer.engine.steps import Statistics
 from specinfer.engine.trace import TreeEvent
-from specinfer.errors import ClosedError
+from specinfer.errors import ClosedError, PeerLostError
 from specinfer.progress import NoProgress, Progress, default_progress
 from specinfer.request import RequestOutput
 from specinfer.sampling_params import SamplingParams
@@ -54,8 +54,9 @@ class LLM:
     CapacityError.
 
     Several threads may use one LLM at once: their requests share the engine's batches, and each gets its
-    own outputs. Leaving the `with` block, or `close`, frees the KV cache and the weights; after it every use
-    raises ClosedError.
+    own outputs. With `tensor_parallel` other processes compute with this one; where one of them is lost a
+    PeerLostError comes out, and the LLM is closed. Leaving the `with` block, or `close`, frees the KV cache
+    and the weights; after it every use raises ClosedError.
     """
 
     def __init__(
@@ -264,7 +265,7 @@ class LLM:
         closed cancels its request. Raises RequestError at once, before the first output is asked for.
         """
         [requests] = self.intake.prompts([prompt], params)
-        return self._open.loop.stream(requests)
+        return self._stream(requests)
 
     def stream_chat(
         self,
@@ -278,14 +279,22 @@ class LLM:
         [requests] = self.intake.conversations(
             [messages], params, tools=tools, special_tokens=special_tokens_in_messages
         )
-        return self._open.loop.stream(requests)
+        return self._stream(requests)
+
+    def _stream(self, requests: Sequence[Admitted], *, ended_only: bool = False) -> Generator[RequestOutput]:
+        """The outputs of requests as they come; one that a lost rank cuts short closes the LLM."""
+        try:
+            yield from self._open.loop.stream(requests, ended_only=ended_only)
+        except PeerLostError:
+            self.close()
+            raise
 
     def _answer(self, groups: list[list[Admitted]], on_output: OnOutput | None) -> list[RequestOutput]:
         """One output per prompt, its other completions within it."""
         done: dict[str, RequestOutput] = {}
         # Closed where `on_output` raises, or the requests would run on as long as somebody keeps the error.
         requests = [one for group in groups for one in group]
-        with closing(self._open.loop.stream(requests, ended_only=on_output is None)) as outputs:
+        with closing(self._stream(requests, ended_only=on_output is None)) as outputs:
             for output in outputs:
                 if on_output is not None:
                     on_output(output)

@@ -25,8 +25,8 @@ DEFAULT_MODEL = "smollm2-135m"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 # Of the engine's options those that commands have which answer at a terminal; a server has all.
 _MODEL: Final = (
-    *("dtype", "quantization", "device", "threads", "chat_template", "memory", "kv_cache_memory"),
-    *("offload", "offload_folder", "max_context"),
+    *("dtype", "quantization", "device", "threads", "tensor_parallel", "chat_template", "memory"),
+    *("kv_cache_memory", "offload", "offload_folder", "max_context"),
 )
 _OF_DRAFTS: Final = ("draft_quantization", "draft_vocabulary", "draft_tokens")
 _TREES: Final = ("max_nodes", "tree_size", "clock", "verifier")

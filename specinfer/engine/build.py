@@ -94,6 +94,8 @@ def target_curve(
     cache's first slots, which nobody may use yet.
     """
     variant = f"{config.quantization}, {models.target.config.vocab_size} logits"
+    if (group := models.target.group) is not None:
+        variant += f", {group.size} ranks over {group.transport}"
     curve = _curve(config, executor, models, progress)
     plan, stream = models.plan, models.target.stream
     if plan is None or stream is None:
@@ -184,6 +186,7 @@ def build_engine(
         needed_positions=min(max_context, 128),
         limit=_cache_limit(config, models),
         memory=config.memory if models.plan is None else None,
+        followers=models.followers,
     )
     vocab = models.target.config.vocab_size
     threads = threads_of_torch(config, models)

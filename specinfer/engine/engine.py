@@ -19,7 +19,7 @@ from specinfer.engine.steps import Stage, StageClock, Statistics, Suspects
 from specinfer.engine.target_laws import TargetLaws, verify_trees
 from specinfer.engine.trace import TreeEvent
 from specinfer.engine.transcript import Transcript
-from specinfer.errors import ModelFileError, RequestError, UserError, ensure
+from specinfer.errors import ModelFileError, PeerLostError, RequestError, UserError, ensure
 from specinfer.models.stream import StoppedError
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Delta, Logprobs, Request
@@ -182,6 +182,7 @@ class Engine:
         raises, when the step is done: its deltas come with the next one's. Anything else that raises is
         logged and tried again; what fails again and again ends the requests concerned. Weights that cannot
         be read end those of the step at once, as nobody knows how long the next try would wait for the disk.
+        PeerLostError comes out: this engine cannot go on, and what its requests have said is in their deltas.
         """
         with torch_threads(self._threads):
             self._step()
@@ -203,6 +204,9 @@ class Engine:
             self._suspects.succeeded(plan, self._requests.keys())
         except StoppedError:  # by `close`
             self._recover()
+        except PeerLostError:  # whatever is tried again fails again
+            self._recover()
+            raise
         except Exception as error:
             self._recover()
             self._failed(plan, error)

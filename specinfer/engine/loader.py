@@ -16,15 +16,19 @@ from specinfer.attention.sdpa import SdpaAttention
 from specinfer.config import Quantization
 from specinfer.engine.drafts import Found, FoundHead
 from specinfer.engine.memory import MemoryPlan
+from specinfer.engine.ranks import Ranks
 from specinfer.errors import ConfigError, DamagedFileError, ModelFileError
 from specinfer.heads.checkpoint import load_head
 from specinfer.heads.kinds import AnyHeadModel
 from specinfer.kernels.choice import Kernels, guessing, streaming
+from specinfer.kernels.quantized import NativeProducts
+from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.prepared import PreparedFile
 from specinfer.models.streamed import table_on_disk
 from specinfer.models.weight_memory import Shared
 from specinfer.models.weights import load_model, load_streamed, prepare
+from specinfer.parallel.group import Group
 from specinfer.progress import Progress
 
 _LOG = logging.getLogger(__name__)
@@ -69,6 +73,30 @@ class Loader:
 
         return _used(plan.prepared, stream, partial(self._prepare, found, kernels, quantization))
 
+    def shared_out(self, ranks: Ranks, quantization: Quantization, threads: int) -> LanguageModel:
+        """Rank 0's part of a target that several ranks run together, as soon as all of them have theirs.
+
+        Each computes with so many threads. Raises ModelError and PeerLostError where another rank cannot.
+        """
+        kernels = self._fitting(ranks.found, quantization, ranks.size)
+        products = kernels.products
+        ranks.start(
+            kernels.library,
+            quantization=quantization,
+            dtype=str(self.dtype).removeprefix("torch."),
+            native=kernels.library is not None,
+            native_attention=isinstance(kernels.attention, NativeAttention),
+            nontemporal=isinstance(products, NativeProducts) and products.use.nontemporal,
+            threads=threads,
+        )
+        try:
+            model = self._load(ranks.found, kernels, quantization, part=ranks.parts[0], group=ranks.group)
+            ranks.join(model, quantization)
+        except BaseException:
+            ranks.group.close()
+            raise
+        return model
+
     def draft(
         self, found: Found, quantization: Quantization, logit_ids: Sequence[int] | None
     ) -> LanguageModel:
@@ -112,9 +140,9 @@ class Loader:
             quantization=quantization,
         )
 
-    def _fitting(self, found: Found | FoundHead, quantization: Quantization) -> Kernels:
+    def _fitting(self, found: Found | FoundHead, quantization: Quantization, ranks: int = 1) -> Kernels:
         """The kernels for a model: by its size, and with PyTorch's attention where its heads need that."""
-        weights = found.weight_bytes(self.dtype, self.kernels, quantization)
+        weights = found.weight_bytes(self.dtype, self.kernels, quantization) // ranks
         kernels = streaming(self.kernels, weights)
         name, heads = found.files.name, found.config
         if heads is None:
@@ -145,6 +173,8 @@ class Loader:
         quantization: Quantization,
         logit_ids: Sequence[int] | None = None,
         shared: Shared | None = None,
+        part: ModelConfig | None = None,
+        group: Group | None = None,
     ) -> LanguageModel:
         return load_model(
             found.model,
@@ -157,6 +187,8 @@ class Loader:
             quantization=quantization,
             cache=self.folder,
             shared=shared,
+            part=part,
+            group=group,
         )
 
 

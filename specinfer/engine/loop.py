@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from specinfer.engine.admission import Admitted
-from specinfer.errors import ClosedError, IntegrityError, RequestError, UserError
+from specinfer.errors import ClosedError, IntegrityError, PeerLostError, RequestError, UserError
 from specinfer.request import Delta, FinishReason, RequestOutput
 
 if TYPE_CHECKING:  # who only waits for a loop loads no models
@@ -68,6 +68,7 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
         self._refusing = ""  # why no request is taken any more
         self._closed = False
+        self.on_lost: Callable[[PeerLostError], object] | None = None  # told before anybody else; see `start`
 
     def submit(self, requests: Sequence[Admitted], receive: Receiver) -> None:
         """Queue requests; `receive` gets each delta of theirs, the last one with a finish reason.
@@ -150,7 +151,8 @@ class EngineLoop:
         """Let a thread of the loop's own drive it from now on, until `close` or the interpreter's exit.
 
         A step that raises there is logged and tried again; after three in a row every request that has not
-        ended ends with finish reason "error". Raises ClosedError after `close`.
+        ended ends with finish reason "error". So they do at once where a rank of the model is lost, which
+        `on_lost` is told before. Raises ClosedError after `close`.
         """
         with self._changed:
             if self._closed:
@@ -291,10 +293,14 @@ class EngineLoop:
             except BaseException as error:  # whatever it is, others wait for this thread
                 failed += 1
                 _LOG.exception("step failed, %d in a row", failed)
-                if failed == PATIENCE:
+                lost = isinstance(error, PeerLostError)
+                if isinstance(error, PeerLostError) and self.on_lost is not None:
+                    self.on_lost(error)
+                if lost or failed == PATIENCE:
+                    reason = str(error) if lost else f"{PATIENCE} steps of the engine failed: {error!r}"
                     failed = 0
                     for live in list(self._live.values()):
-                        self._abort(live.admitted, f"{PATIENCE} steps of the engine failed: {error!r}")
+                        self._abort(live.admitted, reason)
             finally:
                 if self._turn is turn:
                     self._turn = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,12 +33,14 @@ from specinfer.engine.memory import (
     offload_folder,
     plan_memory,
 )
+from specinfer.engine.ranks import Ranks
 from specinfer.errors import ConfigError, ModelError
 from specinfer.hub import resolve
 from specinfer.hub.model_files import sampling_defaults
 from specinfer.hub.pool import is_pool, member_folders, read_pool
 from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.machine import thread_count
+from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import is_of
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.prepared import identity
@@ -51,8 +53,8 @@ from specinfer.tokenizer import Tokenizer
 _LOG = logging.getLogger(__name__)
 # What decides which weights are loaded and what runs them; `drafts` may name fewer.
 _LOADED = (
-    *("model", "dtype", "device", "quantization", "kernels", "threads", "chat_template"),
-    *("memory", "offload", "offload_folder"),
+    *("model", "dtype", "device", "quantization", "kernels", "threads", "tensor_parallel"),
+    *("chat_template", "memory", "offload", "offload_folder"),
 )
 _BESIDE = 4  # variants have room for KV together, where memory was planned for one engine
 _OF_DRAFTS = ("draft_quantization", "draft_vocabulary", "draft_tokens")
@@ -74,6 +76,7 @@ class Models:
     sampling: Mapping[str, float] = field(default_factory=dict)  # parameters that the target recommends
     plan: MemoryPlan | None = None  # of the memory of a target that is streamed
     origin: Mapping[str, str] = field(default_factory=dict)  # the target's files, and what is made of them
+    followers: Sequence[ModelConfig] = ()  # the parts that other ranks have of the target
 
     def settled(self, config: EngineConfig) -> EngineConfig:
         """The config that these models were loaded for, with what was decided where it leaves that open."""
@@ -96,7 +99,7 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     _check_quantization("draft_quantization", config.speculation.draft_quantization, device)
     kernels, lacking = choose_kernels(config.kernels, device, show)
     dtype = pick_dtype(config.dtype, device, kernels)
-    with torch_threads(use_threads(config.threads, kernels)):  # PyTorch's load models
+    with torch_threads(use_threads(config.threads, kernels, config.tensor_parallel)):  # PyTorch's load models
         return _load_models(config, device, dtype, kernels, lacking, show)
 
 
@@ -142,7 +145,17 @@ def _load_models(
         folder=None if plan is None else offload_folder(config),
         progress=show,
     )
-    loaded = loader.target(target, of_target, reads_table=wanted.reads_table)
+    reads_table = wanted.reads_table or SELF in speculation.drafts
+    followers: Sequence[ModelConfig] = ()
+    if config.tensor_parallel == 1:
+        loaded = loader.target(target, of_target, reads_table=reads_table)
+    else:
+        ranks = Ranks(target, config.tensor_parallel, whole_table=reads_table)
+        loaded = loader.shared_out(ranks, of_target, thread_count(config.threads, config.tensor_parallel))
+        followers = ranks.parts[1:]
+        line = f"{Path(target.files.name).name or target.files.name}: {ranks}"
+        show.say(line)
+        _LOG.info(line)
     if plan is not None:
         line = f"{Path(target.files.name).name or target.files.name}: {plan}"
         show.say(line)
@@ -166,6 +179,7 @@ def _load_models(
         sampling=sampling,
         plan=plan,
         origin=origin,
+        followers=followers,
     )
 
 
@@ -293,12 +307,12 @@ def pick_dtype(name: str, device: torch.device, kernels: Kernels) -> torch.dtype
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
-def use_threads(wanted: int | None, kernels: Kernels) -> int:
+def use_threads(wanted: int | None, kernels: Kernels, processes: int = 1) -> int:
     """Let so many threads compute in the native kernels of this process, and return their number.
 
-    Never more than OMP_NUM_THREADS says.
+    None: its share of the cores, where so many processes compute. Never more than OMP_NUM_THREADS says.
     """
-    count = thread_count(wanted)
+    count = thread_count(wanted, processes)
     if kernels.library is not None:
         kernels.library.set_threads(count)
     return count
@@ -312,7 +326,7 @@ def threads_of_torch(config: EngineConfig, models: Models) -> int:
     """
     loaded = (models.target, *models.drafts.values())
     native = all(isinstance(model.kernels.attention, NativeAttention) for model in loaded)
-    return 1 if native else thread_count(config.threads)
+    return 1 if native else thread_count(config.threads, config.tensor_parallel)
 
 
 def _check_quantization(option: str, value: Quantization, device: torch.device) -> None:

@@ -14,7 +14,14 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.errors import DrawRuleError, IntegrityError, LogitsError, RequestError, UserError
+from specinfer.errors import (
+    DrawRuleError,
+    IntegrityError,
+    LogitsError,
+    PeerLostError,
+    RequestError,
+    UserError,
+)
 from specinfer.plan import PlanEntry
 from specinfer.processors.changes import NOTHING, RowChanges
 from specinfer.request import Logprobs
@@ -227,6 +234,8 @@ def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int | U
             try:
                 walks[i].laws.write_logits(walks[i].node, block_RV[len(there)])
                 there.append(i)
+            except PeerLostError:
+                raise
             except UserError as error:  # the request's parameters leave no token
                 found.append((i, error))
         asks = np.array([walks[i].ask() for i in there], dtype=ASK)
@@ -240,6 +249,8 @@ def _verify(laws: TargetLaws) -> Acceptance | UserError:
     try:
         coin = seeded_coin(laws.request.seed, laws.position(0))
         return verify_multistep(laws.tree, lambda node: laws.law(node).distribution(), coin)
+    except PeerLostError:
+        raise
     except DrawRuleError as error:
         return error
     except UserError as error:  # the request's parameters leave no token, or the logits are no numbers

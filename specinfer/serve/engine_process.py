@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, Final
 from specinfer.config import ENGINE_OPTIONS, EngineConfig
 from specinfer.engine.admission import Admitted
 from specinfer.engine.trace import TreeEvent
-from specinfer.errors import ClosedError, RequestError, SpecInferError
+from specinfer.errors import ClosedError, PeerLostError, RequestError, SpecInferError
 from specinfer.progress import default_progress
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.config import configure
@@ -58,7 +58,8 @@ _STATE_SECONDS: Final = 0.2  # of what it counts, so much may go unheard when it
 _INTERNAL_ERROR: Final = 70  # the exit status of a process that cannot tell its answers: an internal error
 # Options, and parts of a config, on which no text depends.
 _MEMORY: Final = ("memory", "offload", "offload_folder")
-_WITHOUT_EFFECT: Final = {"speculation", "cache", "scheduler", "threads", *_MEMORY}
+_WITHOUT_EFFECT: Final = {"speculation", "cache", "scheduler", "threads", "tensor_parallel", *_MEMORY}
+_PEER_LOST: Final = 75  # that of one that has lost a rank of its model: a temporary failure
 Message = tuple[Any, ...]
 
 
@@ -90,6 +91,7 @@ class EngineProcess:
         """Carry out commands until the socket closes."""
         llm = self._llm
         llm.on_step = self._on_step
+        llm.loop.on_lost = self._on_lost
         llm.loop.start()
         threading.Thread(target=self._send, name="outbox", daemon=True).start()
         facts = EngineInfo(
@@ -185,6 +187,11 @@ class EngineProcess:
                 if answer is not None and not answer.begun:
                     answer.begun = True
                     self._outbox.put(Delta(name, begun=True))
+
+    def _on_lost(self, error: PeerLostError) -> None:
+        """End, before any work hears of it: the next process has all ranks, and goes on with every text."""
+        _LOG.error("the engine process ends: %s", str(error))
+        os._exit(_PEER_LOST)
 
     def _tell_busy(self) -> None:
         """Say at once, not by way of the outbox, which works the process is busy with."""

@@ -311,11 +311,12 @@ def _length(one: OpenWork, facts: EngineInfo) -> int:
 
 
 def _share_of(config: EngineConfig, number: int, count: int) -> EngineConfig:
-    """The config of one of several engines: its threads are its share of the cores."""
+    """The config of one of several engines: its threads are its share of the cores, a part for each rank."""
     if count == 1 or config.threads is not None:
         return config
     cores = usable_cores()
-    return replace(config, threads=max(1, (number + 1) * cores // count - number * cores // count))
+    share = (number + 1) * cores // count - number * cores // count
+    return replace(config, threads=max(1, share // config.tensor_parallel))
 
 
 async def _until(holds: Callable[[], bool]) -> None:

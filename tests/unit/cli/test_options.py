@@ -68,7 +68,7 @@ FLAGS = (
     *("--prediction-branches", "--prediction-depth", "--prefix-reuse", "--quantization"),
     *("--root-path", "--served-model-name", "--special-tokens-in-messages", "--speculative-config"),
     *("--stored-responses", "--suffix", "--suffix-depth", "--suffix-memory", "--suffix-nodes"),
-    *("--threads", "--tree-size", "--trusted-proxy", "--unknown-fields", "--verifier"),
+    *("--tensor-parallel", "--threads", "--tree-size", "--trusted-proxy", "--unknown-fields", "--verifier"),
     *("--memory", "--offload", "--offload-folder", "--replicas", "--session-header"),
 )
 

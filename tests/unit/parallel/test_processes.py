@@ -1,0 +1,207 @@
+"""Ranks that are processes: the text of one, and what happens when one of them is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from specinfer import LLM, SamplingParams
+from specinfer.config import EngineConfig
+from specinfer.engine import ranks
+from specinfer.errors import ClosedError, ConfigError, ModelError, PeerLostError
+from specinfer.parallel.launch import Followers
+from specinfer.serve.replica_backend import ReplicaBackend
+from specinfer.serve.work import Work
+from tests.engines import ENGINE
+from tests.tiny_models import write_similar_llama, write_tiny_llama
+
+PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41]]
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+SAMPLED = SamplingParams(temperature=0.9, seed=5, max_tokens=12)
+INT8 = {**ENGINE, "quantization": "int8"}
+
+
+def told(llm: LLM) -> list[list[int]]:
+    return [list(out.token_ids) for params in (GREEDY, SAMPLED) for out in llm.generate(PROMPTS, params)]
+
+
+def followers() -> list[psutil.Process]:
+    """Those of this process that are there, ended ones that nobody has waited for among them."""
+
+    def follows(one: psutil.Process) -> bool:
+        try:
+            return "specinfer.parallel.follower" in one.cmdline()
+        except psutil.NoSuchProcess as error:
+            return isinstance(error, psutil.ZombieProcess)
+
+    return [one for one in psutil.Process().children() if follows(one)]
+
+
+def soon(holds: Callable[[], object], seconds: float = 10.0) -> bool:
+    until = time.monotonic() + seconds
+    while not holds() and time.monotonic() < until:
+        time.sleep(0.01)
+    return bool(holds())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    shape = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 32, "intermediate_size": 160}
+    write_tiny_llama(folder / "target", tokenizer=True, **shape)
+    write_similar_llama(folder / "target", folder / "draft", noise=0.1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One for all of these, but for compiled kernels."""
+    from specinfer.files import cache_dir
+
+    kernels, own = cache_dir() / "kernels", tmp_path_factory.mktemp("cache")
+    kernels.mkdir(parents=True, exist_ok=True)
+    (own / "kernels").symlink_to(kernels)
+    before = os.environ.get("SPECINFER_CACHE")
+    os.environ["SPECINFER_CACHE"] = str(own)
+    yield
+    os.environ.pop("SPECINFER_CACHE")
+    if before is not None:
+        os.environ["SPECINFER_CACHE"] = before
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, cache: None) -> list[list[int]]:
+    with LLM(folder / "target", **INT8) as llm:
+        return told(llm)
+
+
+def test_two_processes_say_what_one_says_and_leave_nothing(
+    folder: Path, plain: list[list[int]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = {**INT8, "drafts": (str(folder / "draft"),), "lookup": True, "tree_size": "cost"}
+    llm = LLM(folder / "target", tensor_parallel=2, **options)
+    [follower] = followers()
+    assert told(llm) == plain
+    assert follower.is_running()
+    llm.close()
+    assert soon(lambda: not followers())
+    with pytest.raises(ClosedError):
+        llm.generate(PROMPTS, GREEDY)
+
+
+def test_a_killed_rank_ends_the_call_and_its_name_is_told(folder: Path, plain: list[list[int]]) -> None:
+    llm = LLM(folder / "target", tensor_parallel=3, **INT8)
+    assert told(llm) == plain
+    second = max(followers(), key=lambda one: (one.create_time(), one.pid))
+    llm.on_step = lambda _: os.kill(second.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(
+        PeerLostError, match=rf"rank 2 \(process {second.pid}\) has ended with status -9"
+    ) as caught:
+        llm.generate(PROMPTS, GREEDY)
+    assert time.monotonic() - began < 1.0
+    assert caught.value.rank == 2
+    with pytest.raises(ClosedError):
+        llm.generate(PROMPTS, GREEDY)
+    assert soon(lambda: not followers())
+
+
+def test_a_stopped_rank_is_found_when_its_time_is_over(
+    folder: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "LIMIT", 1.0)
+    llm = LLM(folder / "target", tensor_parallel=2, **INT8)
+    [follower] = followers()
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    follower.suspend()
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match=rf"rank 1 \(process {follower.pid}\) does not answer"):
+        list(stream)
+    assert time.monotonic() - began < 3.0
+    assert soon(lambda: not followers())
+
+
+def test_ranks_that_run_something_else_are_refused(
+    folder: Path, cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "identity_of", lambda *_: {"code": "mine", "kernels": "mine"})
+    with pytest.raises(ModelError) as caught:
+        LLM(folder / "target", tensor_parallel=2, **INT8)
+    assert str(caught.value) == (
+        "rank 1 has another code and kernels than rank 0; all ranks must run the same: start them from one "
+        "installation and one model"
+    )
+    assert soon(lambda: not followers())
+
+
+def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
+    settings = {
+        **{"rank": 1, "size": 2, "model": str(tmp_path / "none"), "quantization": "int8", "dtype": "float32"},
+        **{"native": False, "native_attention": False, "nontemporal": False, "threads": 1},
+        **{"whole_table": False, "limit": 1.0},
+    }
+    begun = Followers([settings])
+    with pytest.raises(ModelError, match=r"rank 1 cannot load the model: .* does not exist"):
+        begun.ready({})
+    with pytest.raises(PeerLostError, match=r"rank 1 .* has ended with status 2 before it was ready"):
+        begun.ready({})
+    begun.close()
+    begun.wait()
+    assert not followers()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"quantization": "int4"}, "quantization is 'int4' with tensor_parallel 2; allowed there: int8"),
+        ({"quantization": "none"}, "quantization is 'none' with tensor_parallel 2"),
+        ({"offload": "auto"}, "offload is 'auto' with tensor_parallel 2; allowed there: never"),
+        ({"memory": 1 << 30}, "memory is 1073741824 with tensor_parallel 2; it bounds one process"),
+        ({"tensor_parallel": 0}, "tensor_parallel is 0; allowed: an integer >= 1"),
+        ({"tensor_parallel": 7}, "tensor_parallel is 7: of 6 heads in 3 groups"),
+    ],
+)
+def test_what_does_not_go_with_ranks_is_refused(folder: Path, options: dict[str, object], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(folder / "target", **{**INT8, "tensor_parallel": 2, **options})
+    assert str(caught.value).startswith(line)
+    assert not followers()
+
+
+def test_a_servers_texts_go_on_with_new_ranks(folder: Path, cache: None) -> None:
+    params = SamplingParams(temperature=0.9, seed=5, max_tokens=160)
+    config = EngineConfig.from_options(str(folder / "target"), {**INT8, "tensor_parallel": 2})
+    work = Work("w", tuple(PROMPTS[0]), params)
+
+    async def answer() -> tuple[list[int], list[int]]:
+        backend = ReplicaBackend(config)
+        await backend.start()
+        said, engines = list[int](), processes(backend)
+        async for delta in backend.generate([work]):
+            if said := [*said, *delta.token_ids]:
+                with suppress(ProcessLookupError):
+                    os.kill(engines[1], signal.SIGKILL)
+        engines += processes(backend)
+        await backend.close()
+        return said, engines
+
+    def processes(backend: ReplicaBackend) -> list[int]:
+        [engine] = backend.pids
+        assert engine is not None
+        return [engine, *(one.pid for one in psutil.Process(engine).children())]
+
+    said, engines = asyncio.run(answer())
+    with LLM(folder / "target", **INT8) as llm:
+        [output] = llm.generate([PROMPTS[0]], params)
+    assert said == list(output.token_ids)
+    assert len(set(engines)) == 4
+    assert soon(lambda: not any(map(psutil.pid_exists, engines)))
