@@ -4,10 +4,10 @@
     python benchmarks/replicas.py ... --minutes 10 --kill-every 3 --users 16
 
 Every user holds talks of two turns, each talk a session of its own, each answer with a seed of its own: with
-one replica and with several in turns, then with several of which one gets SIGKILL every few seconds, then
-with several whose engines are replaced (SIGUSR1) again and again. A replica computes with `--threads` cores.
-When a server has ended, the same requests are answered offline, and every text is compared: a token that is
-lost or comes twice is a different text.
+one replica and with several in turns, then with several of which one gets SIGKILL, again and again, then with
+several whose engines are replaced (SIGUSR1) as often. A replica computes with `--threads` cores. When a
+server has ended, the same requests are answered offline, and every text is compared: a token that is lost or
+comes twice is a different text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,8 +120,7 @@ async def drive(load: Load, args: Any, count: int, kind: str) -> None:
     with start(args, count) as server:
         async with connect(server.url, None) as http:
             model = await first_model(http, 60)
-            while (await http.get("/ready", timeout=60)).json().get("serving") != count:
-                await asyncio.sleep(0.2)
+            await all_serve(http, count)
         numbers = iter(range(10**6))
         begun = time.monotonic()
         until = begun + 60 * args.minutes
@@ -133,7 +132,7 @@ async def drive(load: Load, args: Any, count: int, kind: str) -> None:
                     http.headers["X-Session-Id"] = f"user {who}, talk {time.monotonic()}"
                     await talk(http, load, model, chance.choice(load.questions), numbers)
 
-        async with trouble(server, load, kind, args.kill_every):
+        async with trouble(server, load, kind, args.kill_every, count):
             await asyncio.gather(*(user(who) for who in range(args.users)))
         load.seconds = time.monotonic() - begun
 
@@ -156,19 +155,30 @@ async def talk(http: Any, load: Load, model: str, question: str, numbers: Any) -
         ]
 
 
+async def all_serve(http: Any, count: int) -> None:
+    """Return when so many replicas take work."""
+    while (await http.get("/ready", timeout=60)).json().get("serving") != count:
+        await asyncio.sleep(0.1)
+
+
 @asynccontextmanager
-async def trouble(server: Server, load: Load, kind: str, every: float) -> AsyncIterator[None]:
-    """A block in which engines are killed, one by one, or the server is told to replace them."""
+async def trouble(server: Server, load: Load, kind: str, every: float, count: int) -> AsyncIterator[None]:
+    """A block in which engines are killed, one by one, or the server is told to replace them.
+
+    Each time `every` seconds after all replicas took work.
+    """
 
     async def make() -> None:
         chance = random.Random(0)
-        while True:
-            await asyncio.sleep(every)
-            if kind == "replacing":
-                os.kill(server.pid, signal.SIGUSR1)
-                continue
-            with suppress(psutil.Error, IndexError):
-                chance.choice(psutil.Process(server.pid).children()).kill()
+        async with connect(server.url, None) as http:
+            while True:
+                await all_serve(http, count)
+                await asyncio.sleep(every)
+                if kind == "replacing":
+                    os.kill(server.pid, signal.SIGUSR1)
+                    await asyncio.sleep(1)
+                else:
+                    chance.choice(psutil.Process(server.pid).children()).kill()
                 load.kills += 1
 
     making = asyncio.ensure_future(asyncio.sleep(0) if kind == "plain" else make())
@@ -236,13 +246,13 @@ def page(settings: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) ->
         f"{settings['users']} users hold talks of two turns for {settings['minutes']:g} minutes, each with a "
         f"session of its own; a replica has {settings['threads']} threads and batches of "
         f"{settings['batch_size']}; answers have {settings['max_tokens']} tokens at most, greedy and T = 0.8 "
-        f"in turn. A kill is SIGKILL for one engine every {settings['kill_every']:g} s; replacing is SIGUSR1 "
-        "as often.",
+        f"in turn. Trouble is SIGKILL for one engine, or SIGUSR1 for the server, each time "
+        f"{settings['kill_every']:g} s after all replicas took work.",
         "",
         f"Output tokens/s, {count} replicas over one, medians: {speed[count] / speed[1]:.2f}.",
         "",
         row(
-            *("load", "replicas", "requests; failed", "other texts than offline", "kills", "tokens/s"),
+            *("load", "replicas", "requests; failed", "other texts than offline", "troubles", "tokens/s"),
             *("gap p95, s", "longest", "second turns that found their prefix"),
         ),
         row(*["---"] * 9),
