@@ -116,6 +116,15 @@ bool Exchange::ended(int32_t rank) {
   return has_ended(watched);
 }
 
+// The rank that others have lost, or this one if it left; -1: none.
+int32_t Exchange::first_lost(int32_t rank) const {
+  for (int32_t r = 0; r < ranks_; ++r) {
+    const int32_t gone = places_[r].gone.load() - 1;
+    if (gone >= 0 && (gone != r || r == rank)) return gone;
+  }
+  return -1;
+}
+
 bool Exchange::wait(int32_t rank, uint32_t turn) {
   Place& peer = places_[rank];
   // Turns are counted round and round.
@@ -127,12 +136,12 @@ bool Exchange::wait(int32_t rank, uint32_t turn) {
   while (!came) {
     peer.sleepers.fetch_add(1);
     const uint32_t seen = peer.turn.load();  // behind the line above, or the call to wake might be missed
-    const int32_t gone = peer.gone.load();
-    if (static_cast<int32_t>(seen - turn) < 0 && gone == 0) sleep_on(peer.turn, seen);
+    const int32_t gone = first_lost(rank);
+    if (static_cast<int32_t>(seen - turn) < 0 && gone < 0) sleep_on(peer.turn, seen);
     peer.sleepers.fetch_sub(1);
     came = there();
     if (came) break;
-    if (gone != 0) return lose(gone - 1, Loss::kGone);
+    if (gone >= 0) return lose(gone, Loss::kGone);
     if (ended(rank)) return there() || lose(rank, Loss::kGone);
     if (waited() > limit_) return lose(rank, Loss::kLate);
   }

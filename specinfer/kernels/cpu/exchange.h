@@ -89,6 +89,7 @@ class Exchange {
   void say(Operation operation, int64_t bytes, int64_t rest);
   const uint8_t* wait_for(int32_t rank, Operation operation, int64_t bytes);
   bool wait(int32_t rank, uint32_t turn);
+  int32_t first_lost(int32_t rank) const;
   bool ended(int32_t rank);
   bool lose(int32_t rank, Loss loss);
   // f(number of the first one, how many, the slot of a rank) for all turns and other ranks.
