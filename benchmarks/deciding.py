@@ -27,7 +27,6 @@ from typing import Any
 from study import natural, provenance_lines, row, run
 
 from specinfer import SamplingParams
-from specinfer.config import SpeculationConfig
 from specinfer.files import write_whole
 from specinfer.kernels.library import Library
 from specinfer.kernels.native import load_library
@@ -46,6 +45,7 @@ from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.policy import StepReport
 from specinfer.speculate.speculator import LevelSpeculator, Outcome, Speculator
 from specinfer.speculate.table import build_speculators
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.draw import Runs, as_runs
 from specinfer.tree.expansion import Expansion

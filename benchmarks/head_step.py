@@ -22,7 +22,6 @@ from typing import Any
 from study import REQUIRED, Study, ask, in_turn, parser, row, run, settings_of, total_figures
 
 from specinfer import LLM, SamplingParams
-from specinfer.config import Quantization
 from specinfer.heads.block import BlockModel
 from specinfer.heads.kinds import head_shapes
 from specinfer.heads.runner import HeadRunner
@@ -33,6 +32,7 @@ from specinfer.report.dataset import read_dataset
 from specinfer.runtime.executor import ModelRunner
 from specinfer.speculate.drafts.head_drafts import BlockDraft
 from specinfer.speculate.ensemble import Ensemble
+from specinfer.speculation_config import Quantization
 
 KINDS: tuple[Quantization, ...] = ("int8", "none")
 SIZES = ("fixed", "cost")

@@ -20,8 +20,8 @@ from study import SPECULATING, Study, ask, parser, row, run, settings_of, total_
 
 from specinfer import LLM, RequestOutput, SamplingParams
 from specinfer.check.difference import TargetAlone, find_difference
-from specinfer.config import USUAL_EXPANSION
 from specinfer.report.dataset import read_dataset
+from specinfer.speculation_config import USUAL_EXPANSION
 
 
 def main() -> None:

@@ -27,11 +27,11 @@ from policy_traces import Question, build, questions_of, told
 from study import REQUIRED, Study, natural, parser, row, run, settings_of, without_speculation
 
 from specinfer import LLM, RequestOutput
-from specinfer.config import SpeculationConfig
 from specinfer.engine.intake import Prompt
 from specinfer.errors import UserError
 from specinfer.replay.replay import speedup
 from specinfer.report.dataset import read_dataset
+from specinfer.speculation_config import SpeculationConfig
 
 WAYS: Final = ("none", "lookup", "lookups", "draft", "all")
 

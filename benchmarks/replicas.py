@@ -34,7 +34,7 @@ from specinfer.bench.openai_client import Asking, ask, connect, first_model
 from specinfer.report.dataset import read_dataset
 
 _STARTING = 300.0  # seconds
-_LAWS: Sequence[Mapping[str, float]] = ({"temperature": 0.0}, {"temperature": 0.8})
+_TEMPERATURES = (0.0, 0.8)  # in turns
 _MORE = "Say more about the last part."  # the second turn
 _FOUND = 0.5  # of the first turn's prompt, in the cache, for a second turn to have found its prefix
 
@@ -65,7 +65,7 @@ class Load:
 
     def params(self, number: int) -> SamplingParams:
         """The parameters of a request; its seed is its number."""
-        return SamplingParams(**_LAWS[number % 2], seed=number, max_tokens=self.max_tokens)
+        return SamplingParams(temperature=_TEMPERATURES[number % 2], seed=number, max_tokens=self.max_tokens)
 
 
 def main() -> None:

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from specinfer import LLM, RequestOutput, SamplingParams, SpecInferError, SpeculationFigures
-from specinfer.config import NO_SPECULATION, USUAL_EXPANSION
 from specinfer.files import write_whole
 from specinfer.report.dataset import Conversation, Dataset
 from specinfer.report.provenance import commit, hardware, provenance
+from specinfer.speculation_config import NO_SPECULATION, USUAL_EXPANSION
 
 RESULTS = Path(__file__).parent / "results"
 REQUIRED: Any = object()  # stands for the default of an option that has none

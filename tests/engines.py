@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specinfer.config import EngineConfig, Quantization
+from specinfer.config import EngineConfig
 from specinfer.engine.engine import Engine
 from specinfer.engine.models import Models
 from specinfer.kernels.choice import Kernels, choose_kernels, guessing
@@ -20,6 +20,7 @@ from specinfer.models.weights import load_model
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.executor import LocalExecutor, ModelRunner, as_rows
 from specinfer.sampling_params import SamplingParams
+from specinfer.speculation_config import Quantization
 from specinfer.tokenizer import Tokenizer
 from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.target_law import target_law

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specinfer.config import SchedulerConfig, SpeculationConfig
+from specinfer.config import SchedulerConfig
 from specinfer.engine.admission import Admission
 from specinfer.engine.engine import Engine
 from specinfer.engine.kv_blocks import BlockPool
@@ -14,6 +14,7 @@ from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.speculator import Speculator
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree.draw import Verifier
 
 from .engines import Tiny, slow_generate

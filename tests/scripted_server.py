@@ -15,7 +15,6 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from specinfer.config import SpeculationConfig
 from specinfer.engine.steps import Statistics
 from specinfer.request import Delta, FinishReason, Logprob, SpeculationFigures
 from specinfer.serve.access import Keys
@@ -26,6 +25,7 @@ from specinfer.serve.metrics import Metrics
 from specinfer.serve.server import listen
 from specinfer.serve.service import Service
 from specinfer.serve.work import EngineInfo, Health, Observe, Work
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tokenizer import Tokenizer
 from tests.tiny_models import write_byte_tokenizer
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from specinfer.config import SELF
 from specinfer.engine.memory import _TWIN_RATE, ROOMS, Guessers, MemoryPlan
 from specinfer.errors import CapacityError
 from specinfer.kernels.disk import DiskRate, about
 from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.models.placement import Placement
+from specinfer.speculation_config import SELF
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "offloading.md"
 BANDWIDTH = 20e9  # bytes of memory that two cores of a desktop or a small server read in a second

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from specinfer.attention.native import NativeAttention
-from specinfer.config import EngineConfig, Quantization
+from specinfer.config import EngineConfig
 from specinfer.engine.models import load_models
 from specinfer.errors import ConfigError, ModelFileError
 from specinfer.files import cache_dir
@@ -47,6 +47,7 @@ from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.executor import ModelRunner
 from specinfer.runtime.kv_cache import KvCache
+from specinfer.speculation_config import Quantization
 from specinfer.version import VERSION
 
 TEXT: Final = 200  # tokens of text behind which a pass is timed

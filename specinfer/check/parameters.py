@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from specinfer.check.difference import TargetAlone, Verdict
 from specinfer.check.identity import compare_texts
 from specinfer.check.promise import Effort, engine_like, with_verifier
-from specinfer.config import NO_SPECULATION, SpeculationConfig
 from specinfer.engine.admission import Admission
 from specinfer.errors import RequestError
 from specinfer.llm import LLM
@@ -20,6 +19,7 @@ from specinfer.progress import NoProgress, Progress
 from specinfer.request import Request, RequestOutput
 from specinfer.sampling_params import SamplingParams, SpeculationParams
 from specinfer.speculate.limits import SpeculationLimits
+from specinfer.speculation_config import NO_SPECULATION, SpeculationConfig
 from specinfer.tokenizer import Tokenizer
 
 LEAST: Final = 40  # tokens of an answer in the setting min_tokens, so max_tokens is no less

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from specinfer.check import identity, law
 from specinfer.check.difference import Verdict
-from specinfer.config import NO_SPECULATION, SpeculationConfig
 from specinfer.errors import IntegrityError
 from specinfer.llm import LLM
 from specinfer.progress import NoProgress, Progress
+from specinfer.speculation_config import NO_SPECULATION, SpeculationConfig
 from specinfer.tree.draw import PAIRS, Verifier
 
 

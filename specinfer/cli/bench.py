@@ -13,8 +13,8 @@ import click
 from click.core import ParameterSource
 
 from specinfer.cli.options import build_llm, model_options, speculation_options
-from specinfer.config import NO_SPECULATION
 from specinfer.errors import ConfigError
+from specinfer.speculation_config import NO_SPECULATION
 
 if TYPE_CHECKING:
     from specinfer.report.dataset import Dataset

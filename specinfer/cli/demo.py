@@ -65,9 +65,9 @@ def demo() -> None:
 
     A small draft head that comes with specinfer proposes tokens, and lookups propose what the text repeats.
     """
-    from specinfer.config import NO_SPECULATION
     from specinfer.llm import LLM
     from specinfer.progress import ProgressBar
+    from specinfer.speculation_config import NO_SPECULATION
 
     with LLM(
         DEFAULT_MODEL,

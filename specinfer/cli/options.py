@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from specinfer.config import ENGINE_OPTIONS, OLD_NAMES, EngineConfig
+from specinfer.config import ENGINE_OPTIONS, EngineConfig
 from specinfer.errors import ConfigError, RequestError
 from specinfer.hub.catalogue import heads_of
 from specinfer.option import Option
+from specinfer.speculation_config import OLD_NAMES
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM

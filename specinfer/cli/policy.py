@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 if TYPE_CHECKING:
-    from specinfer.config import SpeculationConfig
     from specinfer.replay.replay import Phase, Played
     from specinfer.speculate.policy.memory import StoredPolicy
+    from specinfer.speculation_config import SpeculationConfig
 
 _NAMES: Final = ("off", "fixed", "cost", "best-fixed", "oracle")
 

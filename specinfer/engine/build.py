@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from specinfer.config import MOST_ROWS, SELF, EngineConfig
+from specinfer.config import EngineConfig
 from specinfer.engine.admission import Admission
 from specinfer.engine.drafts import (
     draft_kind,
@@ -39,6 +39,7 @@ from specinfer.speculate.policy.memory import PolicyMemory
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
 from specinfer.speculate.table import build_speculators
+from specinfer.speculation_config import MOST_ROWS, SELF
 
 # Of "auto": times a pass of one row, and rows that there are in any case.
 _TREE_PRICE: Final = 1.5

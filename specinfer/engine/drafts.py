@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from specinfer.config import SELF, Quantization, SpeculationConfig
 from specinfer.errors import ConfigError, ModelError
 from specinfer.heads.checkpoint import HeadFolder, head_bytes, is_head, open_head
 from specinfer.heads.kinds import AnyHeadModel
@@ -31,6 +30,7 @@ from specinfer.speculate.drafts.draft_tokens import (
 from specinfer.speculate.drafts.foreign_draft import ForeignDraft
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.drafts.head_drafts import head_draft
+from specinfer.speculation_config import SELF, Quantization, SpeculationConfig
 from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.vocabulary import Vocabulary
 

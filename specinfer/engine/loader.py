@@ -13,7 +13,6 @@ import torch
 
 from specinfer.attention.native import NativeAttention, unsupported
 from specinfer.attention.sdpa import SdpaAttention
-from specinfer.config import Quantization
 from specinfer.engine.drafts import Found, FoundHead
 from specinfer.engine.memory import MemoryPlan
 from specinfer.engine.ranks import Ranks
@@ -30,6 +29,7 @@ from specinfer.models.weight_memory import Shared
 from specinfer.models.weights import load_model, load_streamed, prepare
 from specinfer.parallel.group import Group
 from specinfer.progress import Progress
+from specinfer.speculation_config import Quantization
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from specinfer.config import DEEPEST_STREAMED, SELF, EngineConfig, Quantization
+from specinfer.config import EngineConfig
 from specinfer.errors import CapacityError, ConfigError, ModelFileError
 from specinfer.kernels.bandwidth import Bandwidth
 from specinfer.kernels.choice import Kernels
@@ -33,6 +33,7 @@ from specinfer.models.weights import OpenModel, estimate_bytes, layer_bytes, pre
 from specinfer.progress import Progress
 from specinfer.runtime.flight import MOST_BYTES
 from specinfer.runtime.kv_cache import KvCache, free_bytes, gib, process_bytes
+from specinfer.speculation_config import DEEPEST_STREAMED, SELF, Quantization
 
 _SAMPLE: Final = 1 << 27  # bytes that are read to learn how fast memory is
 _SLACK: Final = 1 << 26  # bytes that libraries take meanwhile

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from specinfer.attention.native import NativeAttention
-from specinfer.config import SELF, EngineConfig, Quantization
+from specinfer.config import EngineConfig
 from specinfer.engine.drafts import (
     AnyDraft,
     Found,
@@ -48,6 +48,7 @@ from specinfer.models.weights import open_model
 from specinfer.progress import NoProgress, Progress
 from specinfer.runtime.flight import torch_threads
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, draft_vocabulary
+from specinfer.speculation_config import SELF, Quantization
 from specinfer.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)

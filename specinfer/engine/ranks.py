@@ -6,7 +6,6 @@ import os
 import weakref
 from typing import Any
 
-from specinfer.config import Quantization
 from specinfer.engine.drafts import Found
 from specinfer.kernels.exchange import Exchange, shared_file
 from specinfer.kernels.library import Library
@@ -17,6 +16,7 @@ from specinfer.parallel.group import LIMIT, Group
 from specinfer.parallel.launch import Followers
 from specinfer.parallel.share import Share
 from specinfer.runtime.sharded import identity_of
+from specinfer.speculation_config import Quantization
 
 
 class Ranks:

@@ -17,7 +17,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from specinfer.config import Quantization
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.heads.config import check_target
 from specinfer.heads.kinds import DEFAULT_READER, KINDS, AnyHeadModel, HeadModule, head_shapes, reader_of
@@ -34,6 +33,7 @@ from specinfer.models.language_model import LanguageModel
 from specinfer.models.safetensors import FLOATS, UNUSED, TensorEntry, head_kind, read_entries, tensor_names
 from specinfer.models.weights import OpenModel, load_parts
 from specinfer.progress import Progress
+from specinfer.speculation_config import Quantization
 
 _DTYPES: Final = {
     **FLOATS,

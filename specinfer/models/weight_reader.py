@@ -20,7 +20,6 @@ from typing import Final, Protocol, Self
 import torch
 from torch import Tensor
 
-from specinfer.config import Quantization
 from specinfer.kernels.layout import (
     FloatTable,
     FloatWeight,
@@ -36,6 +35,7 @@ from specinfer.kernels.library import BLOCK
 from specinfer.kernels.quantized import quantize_int4, quantize_int8
 from specinfer.models.prepared import NewPreparedFile, PreparedFile
 from specinfer.progress import Progress
+from specinfer.speculation_config import Quantization
 
 # Elements dequantized at a time. They pass through arrays of 0.5 MB that stay in the CPU's cache even where
 # others use it: 10 ns an element on a busy machine, 16 with 1 MB; in quiet 1.3, 6.8 with 8 MB (Q4_K).

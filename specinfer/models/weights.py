@@ -14,7 +14,6 @@ from typing import Final, TypeVar
 
 import torch
 
-from specinfer.config import Quantization
 from specinfer.errors import DamagedFileError, ModelError, ModelFileError, ModelNotFoundError
 from specinfer.hub.model_files import ModelFiles, local_model
 from specinfer.kernels.choice import TORCH, Kernels
@@ -40,6 +39,7 @@ from specinfer.models.weight_memory import PassingWeights, Shared, Weights
 from specinfer.models.weight_reader import TensorFile, WeightReader
 from specinfer.parallel.group import Group
 from specinfer.progress import NoProgress, Progress
+from specinfer.speculation_config import Quantization
 
 _LOG = logging.getLogger(__name__)
 _LAYER: Final = re.compile(r"\blayers\.(\d+)\.")

@@ -24,7 +24,6 @@ import torch
 
 from specinfer.attention.native import NativeAttention
 from specinfer.attention.sdpa import SdpaAttention
-from specinfer.config import Quantization
 from specinfer.errors import PeerLostError, SpecInferError
 from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.exchange import Exchange
@@ -36,6 +35,7 @@ from specinfer.parallel.launch import PEER_LOST
 from specinfer.parallel.share import Share
 from specinfer.runtime.executor import ModelRunner
 from specinfer.runtime.sharded import Close, Logits, MessageReader, Open, Pass, identity_of, widths_of
+from specinfer.speculation_config import Quantization
 
 _LOG = logging.getLogger(__name__)
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Final
 
-from specinfer.config import SpeculationConfig
 from specinfer.errors import TraceTooSmallError
 from specinfer.plan import PlanEntry
 from specinfer.replay.replay import Phase, Played, play
 from specinfer.replay.trace import DEPTH
 from specinfer.speculate.policy.policy import SpeculationPolicy
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import TokenTree
 from specinfer.tree.merging import likeliest
 from specinfer.tree.token_tree import single_node

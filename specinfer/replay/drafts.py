@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specinfer.config import SpeculationConfig
 from specinfer.errors import IntegrityError
 from specinfer.heads.block import BlockText
 from specinfer.heads.config import BlockRows
@@ -35,6 +34,7 @@ from specinfer.speculate.drafts.growth import GuessedTree, Shape
 from specinfer.speculate.drafts.head_drafts import BlockDraft
 from specinfer.speculate.drafts.one_pass import MIN_PATH, MOST_NODES, WIDTH, GrowTrees, OnePassTrees
 from specinfer.speculate.speculator import LevelSpeculator
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.token_tree import draws_by_parent
 

@@ -16,7 +16,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from specinfer.config import SchedulerConfig, SpeculationConfig
+from specinfer.config import SchedulerConfig
 from specinfer.engine.admission import Admission
 from specinfer.engine.engine import Engine
 from specinfer.engine.kv_blocks import BlockPool
@@ -36,6 +36,7 @@ from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.speculator import AnySpeculator
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import TokenTree
 from specinfer.verify.scan import NUMPY, Ask, Scan

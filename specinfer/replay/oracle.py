@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from specinfer.config import SpeculationConfig
 from specinfer.engine.steps import Stage
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.replay.baselines import LookingOn
@@ -23,6 +22,7 @@ from specinfer.replay.engine import path_along
 from specinfer.replay.replay import Phase, Played, play, play_without
 from specinfer.replay.trace import Trace
 from specinfer.speculate.policy.policy import SpeculationPolicy
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import TokenTree
 from specinfer.tree.merging import firm_nodes, keep
 from specinfer.tree.token_tree import draws_by_parent

@@ -14,7 +14,6 @@ from typing import Final
 
 import numpy as np
 
-from specinfer.config import NO_SPECULATION, SpeculationConfig
 from specinfer.engine.build import measured_alone
 from specinfer.engine.drafts import ids_read
 from specinfer.engine.models import Models
@@ -38,6 +37,7 @@ from specinfer.speculate.drafts.growth import LIKELY_NODES, Shape
 from specinfer.speculate.drafts.head_drafts import BlockDraft
 from specinfer.speculate.drafts.one_pass import MOST_NODES, OnePassTrees, grow_best_first, level_drawer
 from specinfer.speculate.speculator import LevelSpeculator
+from specinfer.speculation_config import NO_SPECULATION, SpeculationConfig
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
 

@@ -9,7 +9,6 @@ from typing import Final
 
 import numpy as np
 
-from specinfer.config import NO_SPECULATION, SpeculationConfig
 from specinfer.errors import ConfigError
 from specinfer.replay.drafts import ReplayClock, ReplayedHead, replayed_drafts, speculator_of
 from specinfer.replay.engine import PlayedStep, ReplayEngine
@@ -17,6 +16,7 @@ from specinfer.replay.trace import Trace
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.table import build_speculators
+from specinfer.speculation_config import NO_SPECULATION, SpeculationConfig
 
 _RESAMPLES: Final = 4000  # of texts, for an interval
 _LEVEL: Final = (2.5, 97.5)  # percentiles

@@ -23,13 +23,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.config import SpeculationConfig, new_names
+from specinfer.config import new_names
 from specinfer.errors import ConfigError, UserError
 from specinfer.files import NewFile
 from specinfer.heads.config import BlockRows
 from specinfer.replay.guess_trie import GuessTrie
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SamplingParams
+from specinfer.speculation_config import SpeculationConfig
 
 DEPTH: Final = 8  # levels of drafts' trees that are recorded, at least
 VERSION: Final = 3

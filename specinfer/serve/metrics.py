@@ -7,10 +7,10 @@ from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from specinfer.config import OLD_NAMES
 from specinfer.engine.steps import Statistics
 from specinfer.request import Delta, SpeculationFigures
 from specinfer.serve.work import CompletionObserver, Health, ReplicaHealth, Work
+from specinfer.speculation_config import OLD_NAMES
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 # A doubling each: whatever the machine, the error of a quantile read from them is the same.

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from specinfer.config import SpeculationConfig
 from specinfer.engine.steps import Statistics
 from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SamplingParams
+from specinfer.speculation_config import SpeculationConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specinfer.config import OLD_NAMES, SpeculationConfig
 from specinfer.errors import RequestError, naming
 from specinfer.request import Request
 from specinfer.speculate.speculator import AnySpeculator, LevelSpeculator
+from specinfer.speculation_config import OLD_NAMES, SpeculationConfig
 
 
 class SpeculationLimits:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 
-from specinfer.config import SpeculationConfig
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.library import Library
 from specinfer.kernels.native import load_library
@@ -17,6 +16,7 @@ from specinfer.speculate.grammar import GrammarSpeculator
 from specinfer.speculate.lookups.lookup import LookupOptions, LookupSpeculator
 from specinfer.speculate.lookups.prediction import PredictionSpeculator
 from specinfer.speculate.speculator import Speculator
+from specinfer.speculation_config import SpeculationConfig
 
 _LOG = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from specinfer.config import NO_SPECULATION, EngineConfig
+from specinfer.config import EngineConfig
 from specinfer.engine.admission import Admitted
 from specinfer.errors import TuneError
 from specinfer.llm import LLM
@@ -29,6 +29,7 @@ from specinfer.runtime.features import TextFeatures
 from specinfer.runtime.flight import HostFlight
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.speculator import Speculator
+from specinfer.speculation_config import NO_SPECULATION
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import single_node
 from specinfer.tune.dataset import LABELS, Corpus, TunedText

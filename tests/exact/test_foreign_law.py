@@ -7,12 +7,12 @@ The target's tokens are A, B, C, D. The draft has AB, ABC and E besides, counts 
 import numpy as np
 import pytest
 
-from specinfer.config import SpeculationConfig
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts import draws
 from specinfer.speculate.drafts.draft_tokens import foreign_tokens
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.speculate.drafts.foreign_draft import RetokenizedTree
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.token_tree import TreeBuilder

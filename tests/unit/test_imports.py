@@ -15,6 +15,7 @@ PACKAGE = Path(specinfer.__file__).parent
 ORDER: list[set[str]] = [
     {"version", "errors", "progress"},
     {"files", "option", "structured_output", "tree"},
+    {"speculation_config"},
     {"config", "hub"},
     {"tokenizer"},
     {"sampling_params", "grammar"},
@@ -46,7 +47,7 @@ LAZY_TABLE = "specinfer"  # the package's own __init__ names what it loads on de
 
 # These start without torch; a name stands for a module or for a package with all its modules.
 WITHOUT_TORCH = (
-    *("errors", "files", "config", "structured_output", "sampling_params", "request"),
+    *("errors", "files", "speculation_config", "config", "structured_output", "sampling_params", "request"),
     *("tokenizer", "hub", "progress", "tree", "grammar", "processors", "plan", "verify", "speculate.limits"),
     *("engine.scheduler", "engine.kv_blocks", "engine.transcript", "engine.trace"),
     *("serve.page_server", "cli.small"),

@@ -28,8 +28,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.config import SpeculationConfig
 from specinfer.errors import ConfigError
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.respelling import Respelling, SharedTokens, shared_tokens
 from specinfer.tree import DrawRule

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
-from specinfer.config import DEEPEST, DEEPEST_STREAMED, SpeculationConfig
 from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.speculate.drafts.draws import Site
+from specinfer.speculation_config import DEEPEST, DEEPEST_STREAMED, SpeculationConfig
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.draw import draw_rule
 from specinfer.tree.expansion import Expansion

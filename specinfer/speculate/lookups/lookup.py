@@ -14,7 +14,6 @@ from ctypes import byref
 from dataclasses import dataclass, field
 from typing import Annotated, Final
 
-from specinfer.config import LONGEST_MATCH
 from specinfer.errors import ConfigError
 from specinfer.kernels.library import GrownArgs, Library, LookupRules
 from specinfer.plan import PlanEntry, StepPlan
@@ -22,6 +21,7 @@ from specinfer.request import Request
 from specinfer.speculate.lookups.answer_store import AnswerStore
 from specinfer.speculate.lookups.text_index import LENGTHS, TextIndex, refuse
 from specinfer.speculate.speculator import Outcome, Speculator
+from specinfer.speculation_config import LONGEST_MATCH
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.draw import Run, Runs
 

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from specinfer.config import SpeculationConfig
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
@@ -43,6 +42,7 @@ from specinfer.speculate.policy.drafting import (
 )
 from specinfer.speculate.policy.guard import Guard
 from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport, has_own_size
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import any_sampled
 from specinfer.tree.merging import firm_nodes, keep

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from specinfer.config import SpeculationConfig
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.speculate.decision import Appraisal
 from specinfer.speculate.speculator import Outcome
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import any_sampled
 from specinfer.tree.expansion import Expansion

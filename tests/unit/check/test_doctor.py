@@ -22,13 +22,14 @@ from specinfer.check.doctor import (
     pass_cost,
     tree_pass,
 )
-from specinfer.config import EngineConfig, Quantization
+from specinfer.config import EngineConfig
 from specinfer.kernels import machine
 from specinfer.kernels.bandwidth import Bandwidth
 from specinfer.kernels.layout import int8_bytes
 from specinfer.kernels.machine import LEVELS, VARIABLE
 from specinfer.kernels.native import Refused
 from specinfer.models.weights import load_model, open_model
+from specinfer.speculation_config import Quantization
 from tests.streaming import Streaming
 from tests.tiny_models import write_tiny_llama
 

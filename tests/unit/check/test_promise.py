@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from specinfer.check.promise import Effort, check_bookkeeping, check_promise, with_verifier
-from specinfer.config import SpeculationConfig
 from specinfer.engine import engine as engine_module
 from specinfer.speculate.drafts import draft as drafting
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import DrawRule
 from specinfer.verify.coupled import Acceptance
 from specinfer.verify.law import most_likely

@@ -13,10 +13,11 @@ from click.testing import CliRunner
 
 from specinfer.cli.options import engine_config, flags
 from specinfer.cli.serve import OPTIONS, _tell_ready, configs, read_options, serve, speculative_config
-from specinfer.config import CacheConfig, EngineConfig, Lookup, SchedulerConfig, SpeculationConfig
+from specinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from specinfer.errors import ConfigError
 from specinfer.option import options_of
 from specinfer.serve.config import ServeConfig
+from specinfer.speculation_config import Lookup, SpeculationConfig
 
 # What users type: a flag that goes or changes its name breaks their scripts, so it needs a line in CHANGELOG.
 FLAGS = (

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from specinfer import sampling_params, structured_output
-from specinfer.config import SpeculationConfig
 from specinfer.engine import admission, intake
 from specinfer.engine.admission import Admission
 from specinfer.engine.intake import Intake
@@ -31,6 +30,7 @@ from specinfer.speculate import limits
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.lookups.alignment import LEFT_OUT, IndexedPrediction
 from specinfer.speculate.table import build_speculators
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tokenizer import Tokenizer, chat_template, tokenizer
 from specinfer.verify.noise import completion_seed
 from tests.tiny_models import write_byte_tokenizer

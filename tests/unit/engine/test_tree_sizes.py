@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.config import USUAL_EXPANSION, SpeculationConfig
 from specinfer.engine.trace import TreeEvent
 from specinfer.llm import LLM
 from specinfer.request import RequestOutput
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.executor import ModelRunner
 from specinfer.speculate.policy.cost_policy import CostPolicy
+from specinfer.speculation_config import USUAL_EXPANSION, SpeculationConfig
 from tests.engines import Tiny, write_tiny
 
 PROMPTS = [list(range(i, i + 9)) * 2 for i in range(6)]

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from specinfer import EngineConfig, SamplingParams
-from specinfer.config import NO_SPECULATION
 from specinfer.engine.models import Models, models_for
 from specinfer.errors import ConfigError
 from specinfer.llm import LLM
 from specinfer.plan import StepPlan
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.speculator import Outcome, Speculator
+from specinfer.speculation_config import NO_SPECULATION
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import single_node
 from tests.engines import ENGINE, Tiny, runner_of, slow_generate, write_tiny

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.native import NativeCache
-from specinfer.config import Quantization
 from specinfer.errors import PeerLostError
 from specinfer.kernels.exchange import Exchange, shared_file
 from specinfer.kernels.product import NativeProduct
@@ -20,6 +19,7 @@ from specinfer.models.language_model import LanguageModel, PassContext, Read
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, build_batch, chain_rows
 from specinfer.runtime.kv_cache import KvCache
+from specinfer.speculation_config import Quantization
 from tests.kernels import kernels, library_or_skip
 from tests.parity.families import save_random
 

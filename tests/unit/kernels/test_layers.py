@@ -12,7 +12,6 @@ from torch import Tensor
 
 from specinfer.attention.backend import Attend, CacheAttention, Paths
 from specinfer.attention.native import NativeAttend, NativeAttention
-from specinfer.config import Quantization
 from specinfer.kernels.bandwidth import profiled
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.decoder import NativeDecoder
@@ -23,6 +22,7 @@ from specinfer.models.language_model import LanguageModel, PassContext, Read
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.executor import ModelRunner
+from specinfer.speculation_config import Quantization
 from tests.kernels import NAMES, kernels
 from tests.parity.families import save_random
 from tests.passes import Passes

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from specinfer.config import Quantization
 from specinfer.models.language_model import LanguageModel, Residual, Taps, check_taps
 from specinfer.models.weights import load_model
+from specinfer.speculation_config import Quantization
 from tests.kernels import kernels
 from tests.parity.families import save_random
 

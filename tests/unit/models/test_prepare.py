@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from specinfer.config import Quantization
 from specinfer.errors import DamagedFileError, ModelError, ModelFileError
 from specinfer.files import NewFile
 from specinfer.kernels.layout import Weight
@@ -28,6 +27,7 @@ from specinfer.models.weights import load_model, open_model, prepare
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import ModelRunner
+from specinfer.speculation_config import Quantization
 from tests.kernels import kernels
 from tests.parity.families import save_random
 from tests.shown import Shown

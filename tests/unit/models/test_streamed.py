@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from specinfer.config import Quantization
 from specinfer.kernels.disk import DiskRate
 from specinfer.models.placement import Placement
 from specinfer.models.streamed import layer_records
 from specinfer.models.weights import load_model, load_streamed, open_model, prepare
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import ModelRunner
+from specinfer.speculation_config import Quantization
 from tests.kernels import kernels
 from tests.parity.families import save_random
 

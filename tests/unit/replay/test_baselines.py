@@ -7,7 +7,6 @@ from itertools import product
 
 import pytest
 
-from specinfer.config import SpeculationConfig
 from specinfer.errors import TraceTooSmallError
 from specinfer.replay.baselines import CutPolicy, FixedChoice, best_fixed, fixed_choices, play_fixed
 from specinfer.replay.engine import PlayedStep
@@ -15,6 +14,7 @@ from specinfer.replay.oracle import OraclePolicy, PlannedGuess, oracle, play_ora
 from specinfer.replay.replay import POLICIES, Phase, mixed, play, play_without, whole
 from specinfer.replay.trace import Trace
 from specinfer.runtime.cost_curve import CostCurve
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from tests.engines import Tiny

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from specinfer.config import SpeculationConfig
 from specinfer.engine.steps import Stage
 from specinfer.errors import ConfigError, IntegrityError, RequestError, TraceTooSmallError
 from specinfer.plan import StepPlan
@@ -26,6 +25,7 @@ from specinfer.replay.trace import Trace
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.growth import LIKELY_NODES, Shape
 from specinfer.speculate.policy.policy import SpeculationPolicy
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import TokenTree
 from specinfer.tree.expansion import Expansion
 from tests import plans

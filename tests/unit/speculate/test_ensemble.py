@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specinfer.config import SpeculationConfig
 from specinfer.errors import ConfigError, SpeculatorError
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.cost_curve import CostCurve
@@ -16,6 +15,7 @@ from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport
 from specinfer.speculate.speculator import AnySpeculator
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import Draw, DrawRule, TokenTree
 from specinfer.tree.draw import Run, Runs
 from tests import plans

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.config import SpeculationConfig
 from specinfer.errors import RequestError
 from specinfer.plan import StepPlan
 from specinfer.request import Request
@@ -19,6 +18,7 @@ from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.lookups.alignment import SIDE_DEPTH
 from specinfer.speculate.speculator import Outcome, Speculator
 from specinfer.speculate.table import build_speculators
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import TokenTree
 
 CONFIG = SpeculationConfig(

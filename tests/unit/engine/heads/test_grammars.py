@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.config import NO_SPECULATION
 from specinfer.heads.kinds import AnyHeadModel
+from specinfer.speculation_config import NO_SPECULATION
 from specinfer.tokenizer import Tokenizer
 from tests.engines import Tiny, assert_idle
 from tests.unit.engine.heads.head_engines import HEADS, PROMPTS, SAMPLED, engine

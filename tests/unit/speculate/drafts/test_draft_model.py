@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.config import SpeculationConfig
 from specinfer.plan import PlanEntry
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import ModelRunner
@@ -17,6 +16,7 @@ from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.policy import SpeculationPolicy
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
 from tests import plans

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specinfer.config import SpeculationConfig
 from specinfer.engine.trace import TreeEvent
 from specinfer.errors import ConfigError
 from specinfer.llm import LLM
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, draft_vocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.distribution import Distribution

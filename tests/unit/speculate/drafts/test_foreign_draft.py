@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from specinfer import SamplingParams
-from specinfer.config import SpeculationConfig
 from specinfer.errors import ConfigError
 from specinfer.models.weights import load_model
 from specinfer.plan import PlanEntry
@@ -23,6 +22,7 @@ from specinfer.speculate.drafts.foreign_draft import ForeignDraft
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.policy import SpeculationPolicy
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from specinfer.config import Quantization
 from specinfer.heads.block import BlockModel
 from specinfer.heads.checkpoint import HeadFolder, load_head
 from specinfer.kernels.choice import choose_kernels, guessing
@@ -18,6 +17,7 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, named_tokens
 from specinfer.speculate.drafts.growth import Growth, GuessedTree, Shape
 from specinfer.speculate.drafts.one_pass import NativeTrees
+from specinfer.speculation_config import Quantization
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.expansion import Expansion
 from tests import plans

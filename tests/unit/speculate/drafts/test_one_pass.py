@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from specinfer.config import SpeculationConfig
 from specinfer.heads.kinds import AnyHeadModel
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
@@ -16,6 +15,7 @@ from specinfer.speculate.drafts.one_pass import OnePassTrees, level_drawer
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.speculator import Speculator
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from specinfer.tree.token_tree import single_node

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from specinfer.config import SpeculationConfig
 from specinfer.sampling_params import SpeculationParams
 from specinfer.speculate.policy.policy import SpeculationPolicy
+from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from tests.unit.speculate.policy.priced import entry

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from specinfer.config import DEEPEST_STREAMED, SpeculationConfig
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.policy.cost_policy import CostPolicy
+from specinfer.speculation_config import DEEPEST_STREAMED, SpeculationConfig
 from tests.simulated_engine import OVERHEAD, Guesser, Machine, Simulation
 
 STREAMED = CostCurve((1, 2), (0.005, 0.010)).at_least(1.2)
