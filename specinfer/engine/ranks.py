@@ -7,7 +7,7 @@ import weakref
 from typing import Any
 
 from specinfer.engine.drafts import Found
-from specinfer.kernels.exchange import Exchange, shared_file
+from specinfer.kernels.exchange import SharedExchange, shared_file
 from specinfer.kernels.library import Library
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import weight_bytes
@@ -56,7 +56,7 @@ class Ranks:
             self._followers = Followers([one.to_json() for one in settings], memory)
             exchange = None
             if library is not None and memory is not None:
-                exchange = Exchange(library, memory, self.size, 0, limit=LIMIT)
+                exchange = SharedExchange(library, memory, self.size, 0, limit=LIMIT)
         finally:
             if memory is not None:
                 os.close(memory)

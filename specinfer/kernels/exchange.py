@@ -2,7 +2,7 @@
 
     rank 0                                     rank 1, which inherits the file
     file = shared_file(library, ranks=2)
-    exchange = Exchange(library, file, 2, 0)   exchange = Exchange(library, file, 2, 1)
+    exchange = SharedExchange(library, file, 2, 0)   exchange = SharedExchange(library, file, 2, 1)
     exchange.add(sums)                         exchange.add(sums)        both have the sum of both
 
 All ranks call the same operations in the same order, with numbers of the same sizes.
@@ -42,7 +42,7 @@ def shared_file(library: Library, ranks: int, slot: int = SLOT) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ExchangeFigures:
     """What an exchange has done so far."""
 
     seconds: float  # within operations
@@ -51,7 +51,7 @@ class Figures:
     bytes: int  # that this rank wrote
 
 
-class Exchange:
+class SharedExchange:
     """A rank's end of the shared memory; `address` is how the library knows it.
 
     A rank that is lost stays lost: every operation raises PeerLostError from then on.
@@ -144,11 +144,11 @@ class Exchange:
                 rank.value,
             )
 
-    def figures(self) -> Figures:
+    def figures(self) -> ExchangeFigures:
         """What it has done so far."""
         found = (ctypes.c_int64 * 4)()
         self._library.exchange_figures(self.address, ctypes.addressof(found))
-        return Figures(found[0] * 1e-9, found[1] * 1e-9, found[2], found[3])
+        return ExchangeFigures(found[0] * 1e-9, found[1] * 1e-9, found[2], found[3])
 
     def close(self) -> None:
         """Leave, and give the memory back; nothing may use it afterwards."""

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from specinfer.kernels.exchange import Exchange
+from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.layout import empty_floats, lay_out_floats
 from specinfer.kernels.library import (
     BLOCK,
@@ -141,7 +141,7 @@ class NativeProduct:
             )
         if bias is not None and (bias.dtype is not torch.float32 or bias.numel() != channels):
             raise ValueError(f"bias must be float32 [{channels}], got {bias.dtype} {list(bias.shape)}")
-        self.exchange: Exchange | None = None  # with the ranks that have the other inner elements
+        self.exchange: SharedExchange | None = None  # with the ranks that have the other inner elements
         self.kind = kind
         self.channels = channels
         self.inner = inner
@@ -180,7 +180,7 @@ class NativeProduct:
             self.exchange.check()
         return out
 
-    def join(self, exchange: Exchange) -> None:
+    def join(self, exchange: SharedExchange) -> None:
         """From now on multiply together with the other ranks, each of which has some of the inner elements.
 
         All ranks multiply the same rows at once; layers are made afterwards. A product then raises

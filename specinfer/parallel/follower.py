@@ -26,7 +26,7 @@ from specinfer.attention.native import NativeAttention
 from specinfer.attention.sdpa import SdpaAttention
 from specinfer.errors import PeerLostError, SpecInferError
 from specinfer.kernels.choice import Kernels, choose_kernels
-from specinfer.kernels.exchange import Exchange
+from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import load_model, open_model
@@ -134,7 +134,7 @@ def main() -> None:
             kernels, exchange = settings.kernels(), None
             if memory and kernels.library is not None:
                 rank, size, limit = settings.rank, settings.size, settings.limit
-                exchange = Exchange(kernels.library, memory[0], size, rank, limit=limit)
+                exchange = SharedExchange(kernels.library, memory[0], size, rank, limit=limit)
             group = Group(settings.rank, settings.size, [link], limit=settings.limit, exchange=exchange)
             model = settings.load(kernels, group)
         except Exception as error:  # whatever it is, rank 0 says so

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from specinfer.errors import PeerLostError
-from specinfer.kernels.exchange import Exchange
+from specinfer.kernels.exchange import SharedExchange
 
 LIMIT: Final = 10.0  # seconds that an exchange may take
 _MAGIC: Final = 0x53504331  # of messages of this version
@@ -119,7 +119,7 @@ class Group:
         *,
         limit: float = LIMIT,
         peers: Peers | None = None,
-        exchange: Exchange | None = None,
+        exchange: SharedExchange | None = None,
     ) -> None:
         """`links` lead to the followers, or from rank 0. An exchange may take `limit` seconds.
 

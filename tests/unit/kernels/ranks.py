@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from specinfer.errors import PeerLostError
-from specinfer.kernels.exchange import SLOT, Exchange, shared_file
+from specinfer.kernels.exchange import SLOT, SharedExchange, shared_file
 from specinfer.kernels.library import Library
 
 _FORK = multiprocessing.get_context("fork")
@@ -19,7 +19,7 @@ GONE = "gone"  # what is heard of a rank that ends without a word
 def run_ranks(
     library: Library,
     count: int,
-    work: Callable[[Exchange], Any],
+    work: Callable[[SharedExchange], Any],
     *,
     slot: int = SLOT,
     limit: float = 20.0,
@@ -59,10 +59,10 @@ def _run(
     rank: int,
     slot: int,
     limit: float,
-    work: Callable[[Exchange], Any],
+    work: Callable[[SharedExchange], Any],
     answer: Connection,
 ) -> None:
-    exchange = Exchange(library, file, count, rank, slot=slot, limit=limit)
+    exchange = SharedExchange(library, file, count, rank, slot=slot, limit=limit)
     try:
         answer.send(work(exchange))
     except PeerLostError as error:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specinfer.attention.native import NativeCache
 from specinfer.errors import PeerLostError
-from specinfer.kernels.exchange import Exchange, shared_file
+from specinfer.kernels.exchange import SharedExchange, shared_file
 from specinfer.kernels.product import NativeProduct
 from specinfer.models.decoder import Decoder
 from specinfer.models.language_model import LanguageModel, PassContext, Read
@@ -172,7 +172,7 @@ def test_a_pass_ends_at_the_layer_where_a_rank_is_lost(tmp_path: Path) -> None:
     wanted, _, _ = read(model, cache_of(model), [TREE])
     for ranks in (1, 2):
         file = shared_file(library, ranks)
-        exchange = Exchange(library, file, ranks, 0, limit=0.1)
+        exchange = SharedExchange(library, file, ranks, 0, limit=0.1)
         os.close(file)
         join(model, exchange)
         if ranks == 1:
@@ -185,7 +185,7 @@ def test_a_pass_ends_at_the_layer_where_a_rank_is_lost(tmp_path: Path) -> None:
         exchange.close()
 
 
-def join(model: LanguageModel, exchange: Exchange) -> None:
+def join(model: LanguageModel, exchange: SharedExchange) -> None:
     """Let the products join that add up over heads and over the inside of an MLP."""
     assert isinstance(model, Decoder)
     assert model._native is not None

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from specinfer.errors import PeerLostError
-from specinfer.kernels.exchange import Exchange, shared_file
+from specinfer.kernels.exchange import SharedExchange, shared_file
 from specinfer.kernels.library import Library
 from tests.kernels import library_or_skip
 from tests.unit.kernels.ranks import GONE, run_ranks
@@ -22,7 +22,7 @@ from tests.unit.kernels.ranks import GONE, run_ranks
 SLOT: Final = 256  # bytes; 64 numbers
 COUNTS: Final = (0, 1, 63, 64, 65, 128, 1000)
 PLACE: Final = 256  # bytes of what the others see of a rank, as exchange.h has it
-Operation = Callable[[Exchange], Any]
+Operation = Callable[[SharedExchange], Any]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def largest_of(ranks: int, count: int, turn: int = 0) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_rank_has_the_sums_and_the_largest_numbers(library: Library, ranks: int) -> None:
-    def work(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    def work(exchange: SharedExchange) -> list[tuple[bytes, bytes]]:
         found = []
         for count in COUNTS:
             sums, largest = numbers(exchange.rank, count), floats(exchange.rank, count)
@@ -75,7 +75,7 @@ def test_every_rank_has_the_sums_and_the_largest_numbers(library: Library, ranks
 
 @pytest.mark.parametrize("sizes", [(5,), (0, 1), (700, 256), (1, 0, 257), (0, 0, 0), (3, 512, 1, 90)])
 def test_bytes_are_gathered_by_those_that_read_them(library: Library, sizes: tuple[int, ...]) -> None:
-    def work(exchange: Exchange) -> list[list[bytes]]:
+    def work(exchange: SharedExchange) -> list[list[bytes]]:
         own = np.full(sizes[exchange.rank], exchange.rank + 1, dtype=np.uint8)
         own[-1:] = 77
         of_all = exchange.gather(own, sizes)
@@ -91,7 +91,7 @@ def test_bytes_are_gathered_by_those_that_read_them(library: Library, sizes: tup
 def test_every_rank_receives_what_rank_0_sends(library: Library, ranks: int) -> None:
     messages = [bytes(np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)) for size in COUNTS]
 
-    def work(exchange: Exchange) -> list[bytes]:
+    def work(exchange: SharedExchange) -> list[bytes]:
         heard = []
         for message in messages:
             if exchange.rank == 0:
@@ -112,7 +112,7 @@ def test_every_rank_receives_what_rank_0_sends(library: Library, ranks: int) -> 
 
 @pytest.mark.parametrize(("ranks", "turns"), [(2, 10_000), (3, 1_000), (4, 1_000)])
 def test_ranks_that_take_uneven_times_stay_in_step(library: Library, ranks: int, turns: int) -> None:
-    def work(exchange: Exchange) -> int:
+    def work(exchange: SharedExchange) -> int:
         chance, wrong = np.random.default_rng(exchange.rank), 0
         late = chance.integers(0, 50, turns)
         for turn in range(turns):
@@ -132,7 +132,7 @@ def test_turns_are_counted_round_and_round(library: Library) -> None:
         for rank in range(2):
             os.pwrite(file, struct.pack("I", 2**32 - 3), rank * PLACE)
 
-    def work(exchange: Exchange) -> list[int]:
+    def work(exchange: SharedExchange) -> list[int]:
         found = []
         for turn in range(8):
             sums = np.array([turn], dtype=np.int32)
@@ -147,7 +147,7 @@ def test_turns_are_counted_round_and_round(library: Library) -> None:
 def test_a_rank_that_waits_for_long_sleeps(library: Library) -> None:
     """And is woken: by itself it would look again only after 50 ms."""
 
-    def work(exchange: Exchange) -> tuple[float, float]:
+    def work(exchange: SharedExchange) -> tuple[float, float]:
         add(exchange)
         used = time.process_time()
         for _ in range(10):
@@ -164,23 +164,23 @@ def test_a_rank_that_waits_for_long_sleeps(library: Library) -> None:
 # ---- ranks that are lost ----
 
 
-def add(exchange: Exchange) -> None:
+def add(exchange: SharedExchange) -> None:
     exchange.add(np.ones(3, dtype=np.int32))
 
 
-def add_much(exchange: Exchange) -> None:
+def add_much(exchange: SharedExchange) -> None:
     exchange.add(np.ones(500, dtype=np.int32))
 
 
-def largest(exchange: Exchange) -> None:
+def largest(exchange: SharedExchange) -> None:
     exchange.largest(np.ones(3, dtype=np.float32))
 
 
-def gather(exchange: Exchange) -> None:
+def gather(exchange: SharedExchange) -> None:
     exchange.gather(np.ones(3, dtype=np.uint8), [3] * exchange.ranks)
 
 
-def tell(exchange: Exchange) -> None:
+def tell(exchange: SharedExchange) -> None:
     """Twice, as the sender knows of the first turn only when it begins the second."""
     for _ in range(2):
         if exchange.rank == 0:
@@ -195,7 +195,7 @@ OPERATIONS: Final = (add, add_much, largest, gather, tell)
 def ended_by(signal_: signal.Signals, at: int, lost: int) -> Operation:
     """All operations, before one of which a rank gets a signal; the seconds that others then needed."""
 
-    def work(exchange: Exchange) -> Any:
+    def work(exchange: SharedExchange) -> Any:
         for number, operation in enumerate(OPERATIONS):
             if number == at and exchange.rank == lost:
                 os.kill(os.getpid(), signal_)
@@ -242,7 +242,7 @@ def test_a_rank_that_is_killed_is_named_at_once(library: Library, at: int, lost:
 
 
 def test_what_a_rank_said_before_it_left_is_read(library: Library) -> None:
-    def work(exchange: Exchange) -> int:
+    def work(exchange: SharedExchange) -> int:
         sums = np.array([exchange.rank + 1], dtype=np.int32)
         if exchange.rank == 0:
             time.sleep(0.1)  # the other one has left by then
@@ -253,7 +253,7 @@ def test_what_a_rank_said_before_it_left_is_read(library: Library) -> None:
 
 
 def test_a_rank_is_known_to_have_ended_where_somebody_tells(library: Library) -> None:
-    def work(exchange: Exchange) -> float:
+    def work(exchange: SharedExchange) -> float:
         if exchange.rank == 2:
             time.sleep(0.1)
             exchange.leave(1)  # as one would that had started it
@@ -269,7 +269,7 @@ def test_a_rank_is_known_to_have_ended_where_somebody_tells(library: Library) ->
 
 
 def test_what_one_rank_has_lost_the_others_know(library: Library) -> None:
-    def work(exchange: Exchange) -> float:
+    def work(exchange: SharedExchange) -> float:
         if exchange.rank == 1:
             time.sleep(60)
         exchange.limit = 60.0 if exchange.rank == 2 else 0.1
@@ -282,13 +282,13 @@ def test_what_one_rank_has_lost_the_others_know(library: Library) -> None:
     assert max(first, last) < 1.0
 
 
-def hear(exchange: Exchange) -> None:
+def hear(exchange: SharedExchange) -> None:
     exchange.receive()
 
 
 @pytest.mark.parametrize("other", [largest, gather, hear, add_much])
 def test_ranks_at_other_operations_are_lost_to_each_other(library: Library, other: Operation) -> None:
-    def work(exchange: Exchange) -> str:
+    def work(exchange: SharedExchange) -> str:
         with pytest.raises(PeerLostError) as lost:
             (add if exchange.rank == 0 else other)(exchange)
         with pytest.raises(PeerLostError):  # though they are in step again
@@ -302,7 +302,7 @@ def test_ranks_at_other_operations_are_lost_to_each_other(library: Library, othe
 
 def test_a_rank_that_never_comes_is_late(library: Library) -> None:
     file = shared_file(library, 2, SLOT)
-    exchange = Exchange(library, file, 2, 0, slot=SLOT, limit=0.1)
+    exchange = SharedExchange(library, file, 2, 0, slot=SLOT, limit=0.1)
     os.close(file)
     with pytest.raises(
         PeerLostError, match=r"^rank 1 of 2 did not come within 0.1 s, as rank 0 finds; "
@@ -315,7 +315,7 @@ def test_a_rank_that_never_comes_is_late(library: Library) -> None:
 
 def test_other_numbers_are_refused(library: Library) -> None:
     file = shared_file(library, 1, SLOT)
-    exchange = Exchange(library, file, 1, 0, slot=SLOT)
+    exchange = SharedExchange(library, file, 1, 0, slot=SLOT)
     os.close(file)
     read_only = np.ones(3, dtype=np.int32)
     read_only.flags.writeable = False

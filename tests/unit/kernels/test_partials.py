@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import PeerLostError
-from specinfer.kernels.exchange import Exchange, shared_file
+from specinfer.kernels.exchange import SharedExchange, shared_file
 from specinfer.kernels.layout import GROUP, int8_matrix, lay_out_int8, padded
 from specinfer.kernels.product import NativeProduct, SplitProduct
 from specinfer.kernels.quantized import Products, quantize_int4, quantize_int8
@@ -179,7 +179,7 @@ def test_products_of_several_ranks_are_the_whole_one(starts: list[int]) -> None:
     shares = [[part for _, part in parts.of(x)] for x in given]
     library = library_or_skip()
 
-    def work(exchange: Exchange) -> list[bytes]:
+    def work(exchange: SharedExchange) -> list[bytes]:
         product = parts.products[exchange.rank]
         assert isinstance(product, NativeProduct)
         product.join(exchange)
@@ -197,7 +197,7 @@ def test_products_of_several_ranks_are_the_whole_one(starts: list[int]) -> None:
 def test_a_product_of_floats_joins_nobody() -> None:
     library = library_or_skip()
     file = shared_file(library, 1)
-    exchange = Exchange(library, file, 1, 0)
+    exchange = SharedExchange(library, file, 1, 0)
     os.close(file)
     product = kernels("native").products.floats(random(16, 64), None)
     assert isinstance(product, NativeProduct)
@@ -209,7 +209,7 @@ def test_a_product_of_floats_joins_nobody() -> None:
 def test_a_product_that_lost_a_rank_says_so() -> None:
     library = library_or_skip()
     file = shared_file(library, 2)
-    exchange = Exchange(library, file, 2, 0, limit=0.1)
+    exchange = SharedExchange(library, file, 2, 0, limit=0.1)
     os.close(file)
     product = Parts(kernels("native").products, 33, 576, [0]).whole
     assert isinstance(product, NativeProduct)
