@@ -58,6 +58,28 @@ def check_identity(
     ]
 
 
+def check_ranks(
+    name: str,
+    params: SamplingParams,
+    prompts: Sequence[Sequence[int]],
+    one: LLM,
+    ranks: LLM,
+    *,
+    progress: Progress,
+) -> Verdict:
+    """Answer each of `prompts` in one process, plainly, and on several ranks, with what guesses there.
+
+    Request i has seed i; `ranks` verifies with the coupled verifier.
+    """
+    each = [replace(params, seed=seed) for seed in range(len(prompts))]
+    with progress.showing(2 * len(prompts), name, "texts"):
+        expected = one.generate(prompts, each)
+        progress.advance(len(prompts))
+        together = ranks.generate(prompts, each)
+        progress.advance(len(prompts))
+    return compare_texts(name, TargetAlone(one.models.target), params, expected, together)
+
+
 def check_repetition(
     name: str,
     params: SamplingParams,

@@ -28,7 +28,9 @@ def check_promise(
 ) -> Iterator[Verdict]:
     """Verdicts as they are reached; `llm` is the speculating engine, `prompts` its token ids.
 
-    Texts are compared with the coupled verifier, the one that keeps them; laws are counted with both.
+    Texts are compared with the coupled verifier, the one that keeps them; laws are counted with both. Where
+    several ranks share the target, they are compared with those of one process, too, which then has all of
+    the target.
     A verifier for which the configured draw rule is not lossless gets its own default rule. Trees have their
     full size, whether they pay here or not: what is tested is guesses.
     """
@@ -45,6 +47,19 @@ def check_promise(
         yield from identity.check_identity(
             name, params, prompts, plain, coupled, alone=effort.alone, progress=progress
         )
+    ranks = llm.config.tensor_parallel
+    if ranks > 1:
+        with LLM(replace(llm.config, tensor_parallel=1, speculation=NO_SPECULATION)) as one:
+            for name, sampling in identity.SAMPLING.items():
+                params = replace(sampling, max_tokens=effort.max_tokens)
+                yield identity.check_ranks(
+                    f"{name}, in one process and on {ranks} ranks",
+                    params,
+                    prompts,
+                    one,
+                    coupled,
+                    progress=progress,
+                )
     for name in identity.TWICE:
         params = replace(identity.SAMPLING[name], max_tokens=effort.max_tokens)
         yield identity.check_repetition(
