@@ -34,7 +34,6 @@ LIMIT: Final = 10.0  # seconds that an exchange may take
 _MAGIC: Final = 0x53504331  # of messages of this version
 _HEADER: Final = 8  # bytes: this number, and how many bytes follow
 _MOST: Final = 1 << 28  # bytes of a message
-_MAGNITUDE: Final = 0x7FFFFFFF  # bits of a float32 without its sign
 
 
 class Link:
@@ -173,9 +172,8 @@ class Group:
             self._moving(partial(self.exchange.largest, values.numpy()))
             return values
         # As integers they are in the same order, whatever a library makes of NaN.
-        bits = values.view(torch.int32) & _MAGNITUDE
-        self._all(bits, dist.ReduceOp.MAX)
-        return bits.view(torch.float32)
+        self._all(values.view(torch.int32), dist.ReduceOp.MAX)
+        return values
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over all ranks, element by element, of int32 numbers, which are used up."""

@@ -10,6 +10,7 @@ from specinfer.kernels.layout import (
     FloatWeight,
     Int8Weight,
     choose_rows,
+    cut_int8,
     empty_floats,
     empty_int8,
     int8_matrix,
@@ -83,3 +84,31 @@ def test_chosen_rows_are_those_rows_laid_out(ids: list[int]) -> None:
     choose_rows(laid_out, ids, chosen)
     lay_out_floats(matrix[ids], wanted)
     assert torch.equal(chosen.values, wanted.values)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        ([range(0, 16), range(32, 64)], range(64, 128)),  # whole blocks
+        ([range(16, 32), range(64, 70)], range(32, 128)),  # to the matrix's end
+        ([range(16, 24)], range(0, 96)),
+        ([range(3, 20), range(40, 41)], range(96, 128)),
+    ],
+)
+def test_ranges_of_a_matrix_are_a_matrix_of_their_own(rows: list[range], columns: range) -> None:
+    values, scales, whole = int8(70, 128)
+    chosen = torch.tensor([row for one in rows for row in one])
+    part = empty_int8(len(chosen), len(columns))
+    part.values.fill_(7)
+    cut_int8(whole, rows, columns, part)
+    wanted = values[chosen][:, columns.start : columns.stop]
+    found, found_scales = int8_matrix(part, len(chosen), len(columns))
+    assert torch.equal(found, wanted)
+    assert torch.equal(found_scales, scales[chosen])
+    behind = as_matrix(part.values)[:, len(columns) :]
+    assert behind.eq(128).all()
+
+
+def test_columns_are_cut_at_groups() -> None:
+    with pytest.raises(ValueError, match="columns from 16 on; allowed: multiples of 32"):
+        cut_int8(int8(16, 64)[2], [range(16)], range(16, 64), empty_int8(16, 48))

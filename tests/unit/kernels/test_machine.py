@@ -86,6 +86,8 @@ def test_as_many_threads_as_physical_cores_may_be_used(
     set_cores(monkeypatch, tmp_path, cores)
     monkeypatch.setattr(machine, "cgroup_cpus", lambda: quota)
     assert thread_count() == threads
+    assert [thread_count(None, processes) for processes in (2, 64)] == [max(1, threads // 2), 1]
+    assert thread_count(threads, 2) == threads  # as it is said
 
 
 def set_caches(folder: Path, caches: dict[int, list[tuple[int, str, str]]]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,10 +16,12 @@ import psutil
 import pytest
 
 from specinfer import LLM, SamplingParams
+from specinfer.check.identity import check_ranks
 from specinfer.config import EngineConfig
 from specinfer.engine import ranks
 from specinfer.errors import ClosedError, ConfigError, ModelError, PeerLostError
 from specinfer.parallel.launch import Followers
+from specinfer.progress import NoProgress
 from specinfer.serve.replica_backend import ReplicaBackend
 from specinfer.serve.work import Work
 from tests.engines import ENGINE
@@ -91,10 +95,29 @@ def test_two_processes_say_what_one_says_and_leave_nothing(
     [follower] = followers()
     assert told(llm) == plain
     assert follower.is_running()
+    with LLM(folder / "target", **INT8) as one:
+        verdict = check_ranks("ranks", SAMPLED, PROMPTS, one, llm, progress=NoProgress())
+    assert verdict.passed
     llm.close()
     assert soon(lambda: not followers())
     with pytest.raises(ClosedError):
         llm.generate(PROMPTS, GREEDY)
+
+
+def test_followers_end_with_rank_0_even_when_they_are_stopped(folder: Path, cache: None) -> None:
+    program = (
+        "import sys, time, psutil; from specinfer import LLM\n"
+        f"llm = LLM(sys.argv[1], tensor_parallel=3, quantization='int8', kv_cache_memory={1 << 24})\n"
+        "print(*(one.pid for one in psutil.Process().children()), flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", program, str(folder / "target")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank_0:
+        assert rank_0.stdout is not None
+        begun = [psutil.Process(int(word)) for word in rank_0.stdout.readline().split()]
+        begun[0].suspend()
+        rank_0.kill()
+    assert len(begun) == 2
+    assert soon(lambda: not any(one.is_running() for one in begun))
 
 
 def test_a_killed_rank_ends_the_call_and_its_name_is_told(folder: Path, plain: list[list[int]]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specinfer import SamplingParams
@@ -16,8 +17,9 @@ from specinfer.heads.checkpoint import load_head, open_head
 from specinfer.kernels.choice import guessing
 from specinfer.models.language_model import LanguageModel, Residual
 from specinfer.models.weights import load_model, open_model
+from specinfer.parallel.share import Share
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import ModelRunner, Move
+from specinfer.runtime.executor import LocalExecutor, ModelRunner, Move
 from tests.engines import runner_of
 from tests.heads import eagle_config, write_any
 from tests.kernels import NAMES, kernels
@@ -123,6 +125,33 @@ def test_logits_that_are_asked_for_later_are_made_by_all_ranks(llama: Path, tmp_
     want = rows_of(whole_model(llama, kernels("native"), tmp_path))
     with ranks_of(llama, 2, kernels("native"), tmp_path) as model:
         assert all(map(torch.equal, rows_of(model), want))
+
+
+def test_what_is_no_number_ends_its_own_request_alone(tmp_path: Path) -> None:
+    path = write_tiny_llama(tmp_path / "model", tokenizer=True, tie_embeddings=False, **SHAPE)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.embed_tokens.weight"][63] = float("nan")
+    save_file(tensors, path / "model.safetensors")
+    params = SamplingParams(temperature=0, max_tokens=6)
+
+    def told(target: LanguageModel) -> list[tuple[object, ...]]:
+        outputs = llm_of(target, path).generate([[5, 63], *PROMPTS], params)
+        return [(tuple(out.token_ids), out.finish_reason, out.error) for out in outputs]
+
+    want = told(whole_model(path, kernels("native"), tmp_path))
+    assert want[0][1] == "error"
+    with ranks_of(path, 3, kernels("native"), tmp_path) as target:
+        assert told(target) == want
+
+
+def test_memory_is_for_the_caches_of_all_ranks(llama: Path, tmp_path: Path) -> None:
+    wanted: dict[str, Any] = {"block_size": 16, "wanted_positions": 1 << 20, "needed_positions": 16}
+    whole = whole_model(llama, kernels("native"), tmp_path)
+    blocks = LocalExecutor.within_memory(whole, [], limit=1 << 20, **wanted).num_blocks
+    parts = [Share(rank, 2).of(whole.config) for rank in (0, 1)]
+    with ranks_of(llama, 2, kernels("native"), tmp_path) as target:
+        executor = LocalExecutor.within_memory(target, [], limit=1 << 20, followers=parts[1:], **wanted)
+    assert executor.num_blocks == blocks
 
 
 def test_a_variant_has_caches_of_its_own_and_they_go_with_it(llama: Path, tmp_path: Path) -> None:
