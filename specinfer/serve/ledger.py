@@ -104,6 +104,10 @@ class Ledger:
         """How many works a replica has."""
         return self._loads.get(replica, 0)
 
+    def suspects(self, replica: int) -> int:
+        """How many of them are suspects."""
+        return sum(one.is_suspect for one in self.of(replica))
+
     def of(self, replica: int | None) -> list[OpenWork]:
         """The works of a replica, or, of None, those that wait for one."""
         return [one for one in self._works.values() if one.replica == replica]
@@ -131,7 +135,7 @@ class Ledger:
             return []
         works = self.of(replica)
         due = held = [one for one in works if not one.sent]
-        if any(one.is_suspect for one in works):
+        if self.suspects(replica):
             # Nobody is beside a suspect who may be why its engine dies.
             due = [] if any(one.sent and one.silent for one in works) else held[:1]
         for one in due:

@@ -91,6 +91,11 @@ class Replica:
         """What the texts of the engine that runs, or ran last, belong to."""
         return "" if self.facts is None else self.facts.fingerprint
 
+    @property
+    def longest(self) -> int:
+        """The cache positions of that engine."""
+        return 0 if self.facts is None else self.facts.longest
+
     async def start(self) -> EngineInfo:
         """Start an engine; raises UserError with its own words where it cannot, BackendError if it dies."""
         engine, self._child = self._child or EngineChild(self._log, self.number, self._count), None

@@ -240,24 +240,29 @@ class ReplicaBackend:
         """The replica for a work; None where none may have it now."""
         may = [r for r in self._replicas if r.serves and one.maker in (None, r.fingerprint)]
         # Caches need not be equally large; the largest refuses what is too long for all.
-        most = max((r.facts.longest for r in self._replicas if r.facts is not None), default=0)
-        may = [r for r in may if r.facts is not None and r.facts.longest >= min(_length(one, r.facts), most)]
-        beside = {r.number: [other.is_suspect for other in self._ledger.of(r.number)] for r in may}
+        most = max((r.longest for r in self._replicas if not r.is_left_out), default=0)
+        may = [r for r in may if r.longest >= min(_length(one.work, r.facts), most)]
+        loads = {r.number: self._ledger.load(r.number) for r in may}
+        suspects = {r.number: self._ledger.suspects(r.number) for r in may}
         if one.is_suspect:
             # It waits for an engine without others, that they are safe from it, and it from them.
-            alone = {number: found for number, found in beside.items() if all(found)}
-            if not alone and any(not r.runs and not r.is_left_out for r in self._replicas):
+            alone = {number: load for number, load in loads.items() if load == suspects[number]}
+            if not alone and not self._are_settled:
                 return None
-            beside = alone or beside
-            number = min(beside, key=lambda number: len(beside[number]), default=None)
+            loads = alone or loads
+            number = min(loads, key=loads.__getitem__, default=None)
         else:
-            calm = {number: found for number, found in beside.items() if not any(found)}
-            loads = {number: len(found) for number, found in (calm or beside).items()}
+            loads = {number: load for number, load in loads.items() if not suspects[number]} or loads
             number = self._ring.choose(one.key, loads) if loads else None
         return None if number is None else self._replicas[number]
 
+    @property
+    def _are_settled(self) -> bool:
+        """Whether no engine is being started that would be waited for."""
+        return all(one.runs or one.is_left_out for one in self._replicas)
+
     def _place_waiting(self) -> None:
-        """Give works that wait to replicas, and end those for which none will come."""
+        """Give works that wait to replicas."""
         for one in sorted(self._ledger.of(None), key=lambda one: not one.is_suspect):
             replica = self._choose(one)
             if replica is not None:
@@ -291,23 +296,26 @@ class ReplicaBackend:
             waiting = len(self._ledger.of(None))
             _LOG.info("%s takes work; %d answers wait for an engine", replica.name, waiting)
         self._place_waiting()
-        if all(one.runs or one.is_left_out for one in self._replicas):
+        if self._are_settled and not any(one.draining for one in self._replicas):
             self._give_up_waiting()
 
     def _give_up_waiting(self) -> None:
-        """No engine will come soon: end what no engine that runs may go on with."""
-        running = [one for one in self._replicas if one.runs]
+        """End what no engine that runs may have; none will come soon."""
+        if any(one.runs for one in self._replicas):
+            reason = (
+                "the engine died, and those that run now have another model, kernels or code, or less "
+                "memory: a text that has begun cannot go on as it was"
+            )
+        else:
+            reason = "; ".join(one.trouble for one in self._replicas)
         for one in self._ledger.of(None):
-            if not running:
-                self._ledger.give_up(one, "; ".join(replica.trouble for replica in self._replicas))
-            elif one.maker not in {None, *(replica.fingerprint for replica in running)}:
-                reason = "the engine died, and those that run now have another model, kernels or code"
-                self._ledger.give_up(one, f"{reason}: a text that has begun cannot go on as it was")
+            self._ledger.give_up(one, reason)
 
 
-def _length(one: OpenWork, facts: EngineInfo) -> int:
+def _length(work: Work, facts: EngineInfo | None) -> int:
     """The cache positions that a work may need."""
-    return min(len(one.work.prompt_token_ids) + one.work.params.max_tokens, facts.max_context)
+    most = len(work.prompt_token_ids) + work.params.max_tokens
+    return most if facts is None else min(most, facts.max_context)
 
 
 def _share_of(config: EngineConfig, number: int, count: int) -> EngineConfig:

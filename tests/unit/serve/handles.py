@@ -1,9 +1,11 @@
-"""Handles of engines that do what a test says."""
+"""Handles of engines that do what a test says, and who asks a backend over them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from specinfer import SamplingParams
@@ -11,6 +13,8 @@ from specinfer.config import EngineConfig
 from specinfer.engine.steps import Statistics
 from specinfer.errors import UserError
 from specinfer.request import Delta, FinishReason
+from specinfer.sampling_params import SpeculationParams
+from specinfer.serve.replica_backend import ReplicaBackend
 from specinfer.serve.work import EngineInfo, Work
 
 WORK = Work("w", (1,), SamplingParams(seed=1))
@@ -40,6 +44,7 @@ class Handle:
         self, config: EngineConfig, loop: Any, deliver: Callable[..., None], died: Callable[..., None]
     ) -> EngineInfo:
         self._deliver, self._died = deliver, died
+        self.config = config
         return EngineInfo(10_000, self.longest, fingerprint=self.fingerprint)
 
     def kill(self) -> None:
@@ -79,3 +84,52 @@ class Hopeless(Handle):
         if len(self.made) > 1:
             raise UserError("the model is gone")
         return await super().start(*given)
+
+
+def cannot_start(number: int, times: int) -> type[Handle]:
+    """Handles of which those of one replica cannot be started so often."""
+
+    class Failing(Handle):
+        failed = 0
+
+        async def start(self, *given: Any) -> EngineInfo:
+            if self.number == number and type(self).failed < times:
+                type(self).failed += 1
+                raise UserError("no memory")
+            return await super().start(*given)
+
+    return Failing
+
+
+MSS = replace(WORK, params=SamplingParams(seed=1, speculation=SpeculationParams(verifier="mss")))
+
+
+class Asked:
+    """A work that is being answered, and the tokens that were read of it."""
+
+    def __init__(self, backend: ReplicaBackend, name: str, work: Work = WORK, session: str = "") -> None:
+        self.name = name
+        self.tokens: list[int] = []
+        self._deltas = backend.generate([replace(work, id=name)], session)
+        self.task = asyncio.ensure_future(self._read())
+
+    async def _read(self) -> list[int]:
+        async for delta in self._deltas:
+            self.tokens += delta.token_ids
+        return self.tokens
+
+
+@asynccontextmanager
+async def replicas(count: int, **options: Any) -> AsyncIterator[ReplicaBackend]:
+    backend = ReplicaBackend(EngineConfig(model="m"), count, **options)
+    await backend.start()
+    await asyncio.sleep(1)
+    yield backend
+    await backend.close()
+    await asyncio.sleep(1)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def given(handle: Handle) -> dict[str, tuple[int, ...]]:
+    """What a handle was given, with what was said, and has still."""
+    return {work.id: work.said for work in handle.given if work.id not in handle.gone}

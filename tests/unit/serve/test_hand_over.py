@@ -1,10 +1,8 @@
-"""Several replicas in virtual time: who goes on with a work, how engines are replaced, who is left out."""
+"""Several replicas in virtual time: who goes on with a work, who has room for it, who is left out."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,47 +11,12 @@ import pytest
 from specinfer import SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.engine.steps import Statistics
-from specinfer.errors import UserError
-from specinfer.sampling_params import SpeculationParams
-from specinfer.serve import replica
+from specinfer.serve import replica, replica_backend
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.replica_backend import ReplicaBackend
-from specinfer.serve.work import BackendError, EngineInfo, Work
-from tests.unit.serve.handles import WORK, Handle
+from specinfer.serve.work import BackendError, EngineInfo
+from tests.unit.serve.handles import WORK, Asked, Handle, cannot_start, given, replicas
 from tests.virtual_time import run_virtual
-
-MSS = replace(WORK, params=SamplingParams(seed=1, speculation=SpeculationParams(verifier="mss")))
-
-
-class Asked:
-    """A work that is being answered, and the tokens that were read of it."""
-
-    def __init__(self, backend: ReplicaBackend, name: str, work: Work = WORK, session: str = "") -> None:
-        self.name = name
-        self.tokens: list[int] = []
-        self._deltas = backend.generate([replace(work, id=name)], session)
-        self.task = asyncio.ensure_future(self._read())
-
-    async def _read(self) -> list[int]:
-        async for delta in self._deltas:
-            self.tokens += delta.token_ids
-        return self.tokens
-
-
-@asynccontextmanager
-async def replicas(count: int, **options: Any) -> AsyncIterator[ReplicaBackend]:
-    backend = ReplicaBackend(EngineConfig(model="m"), count, **options)
-    await backend.start()
-    await asyncio.sleep(1)
-    yield backend
-    await backend.close()
-    await asyncio.sleep(1)
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-def given(handle: Handle) -> dict[str, tuple[int, ...]]:
-    """What a handle was given, with what was said, and has still."""
-    return {work.id: work.said for work in handle.given if work.id not in handle.gone}
 
 
 def test_works_of_a_session_go_to_one_replica_and_go_on_at_another_when_it_dies(
@@ -184,6 +147,34 @@ def test_where_no_engine_of_its_fingerprint_runs_a_work_waits_for_one_that_start
     run_virtual(run())
 
 
+@pytest.mark.parametrize(
+    ("options", "count", "threads"),
+    [
+        ({}, 2, [2, 3]),
+        ({}, 8, [1] * 8),
+        ({"threads": 4}, 2, [4, 4]),
+        ({"tensor_parallel": 2, "quantization": "int8"}, 2, [1, 1]),
+    ],
+)
+def test_replicas_share_the_cores(
+    options: dict[str, Any],
+    count: int,
+    threads: list[int],
+    handles: list[Handle],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica_backend, "usable_cores", lambda: 5)
+
+    async def run() -> None:
+        backend = ReplicaBackend(EngineConfig(model="m").with_options(options), count)
+        await backend.start()
+        await asyncio.sleep(1)
+        assert [one.config.threads for one in handles] == threads
+        await backend.close()
+
+    run_virtual(run())
+
+
 def test_a_work_goes_where_the_cache_has_room_for_it(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,106 +195,16 @@ def test_a_work_goes_where_the_cache_has_room_for_it(
         await asyncio.sleep(0)
         assert {name[:-2] for name in given(handles[0])} == {"fits"}
         assert {"is long", "is too long"} <= {name[:-2] for name in given(handles[1])}
+        monkeypatch.setattr(replica, "EngineChild", cannot_start(1, 1000))
+        handles[1].dies()
+        assert {name[:-2] for name in given(handles[0])} == {"fits"}
+        await asyncio.sleep(20)  # who has room is left out by now, so others refuse what is long
+        assert {name[:-2] for name in given(handles[0])} == set(sizes)
         for one in asked:
             one.task.cancel()
         await backend.close()
 
     run_virtual(run())
-
-
-def test_engines_are_replaced_one_after_another_and_their_works_go_on(handles: list[Handle]) -> None:
-    async def run() -> None:
-        async with replicas(2) as backend:
-            asked = [Asked(backend, name, session=name) for name in "abcdef"]
-            await asyncio.sleep(0)
-            mine, theirs = sorted(given(handles[0])), sorted(given(handles[1]))
-            bound = Asked(backend, "bound", MSS, session=mine[0])
-            await asyncio.sleep(0)
-            for name in (*mine, "bound"):
-                handles[0].writes(name, 1)
-            backend.begin_roll()
-            backend.begin_roll()  # once more is not twice
-            await asyncio.sleep(1)
-            assert sorted(handles[0].gone) == mine
-            assert given(handles[1]) == {**dict.fromkeys(theirs, ()), **dict.fromkeys(mine, (1,))}
-            assert not handles[0].closed  # it has a text that no other engine may go on with
-            new = Asked(backend, "new", session=mine[0])
-            await asyncio.sleep(0)
-            assert "new" in given(handles[1])
-            health = await backend.health()
-            assert (health.trouble, health.replicas[0].trouble) == ("", "replica 0 is about to be replaced")
-            handles[0].writes("bound", 2, last=True)
-            assert await bound.task == [1, 2]
-            await asyncio.sleep(5)
-            assert handles[0].closed
-            assert handles[1].closed
-            assert [one.number for one in handles] == [0, 1, 0, 1]
-            for one in (*asked, new):
-                [now] = [h for h in handles if not h.closed and one.name in given(h)]
-                assert given(now)[one.name] == ((1,) if one.name in mine else ())
-                now.writes(one.name, 5, last=True)
-                assert await one.task == [1, 5] if one.name in mine else [5]
-            health = await backend.health()
-            assert (health.trouble, health.restarts) == ("", 2)
-
-    run_virtual(run())
-
-
-def test_of_one_replica_texts_end_before_it_is_replaced_and_others_wait(handles: list[Handle]) -> None:
-    async def run() -> None:
-        async with replicas(1) as backend:
-            old = Asked(backend, "old")
-            await asyncio.sleep(0)
-            handles[0].writes("old", 1)
-            backend.begin_roll()
-            await asyncio.sleep(1)
-            new = Asked(backend, "new")
-            await asyncio.sleep(1)
-            assert (await backend.health()).trouble == "the engine is about to be replaced"
-            assert list(given(handles[0])) == ["old"]
-            handles[0].writes("old", 2, last=True)
-            await asyncio.sleep(1)
-            assert list(given(handles[1])) == ["new"]
-            handles[1].writes("new", 3, last=True)
-            assert (await old.task, await new.task) == ([1, 2], [3])
-
-    run_virtual(run())
-
-
-def test_an_engine_that_dies_while_it_is_about_to_be_replaced_is_replaced(handles: list[Handle]) -> None:
-    async def run() -> None:
-        async with replicas(2) as backend:
-            bound = Asked(backend, "bound", MSS, session="a")
-            await asyncio.sleep(0)
-            [mine] = [one for one in handles if given(one)]
-            mine.writes("bound", 1)
-            backend.begin_roll()
-            await asyncio.sleep(5)
-            assert not mine.closed
-            mine.dies()
-            with pytest.raises(BackendError, match="under mss"):
-                await bound.task
-            await asyncio.sleep(5)
-            assert sorted(one.number for one in handles) == [0, 0, 1, 1]
-            assert not (await backend.health()).trouble
-            assert all(one.serves for one in backend._replicas)
-
-    run_virtual(run())
-
-
-def cannot_start(number: int, times: int) -> type[Handle]:
-    """Handles of which those of one replica cannot be started so often."""
-
-    class Failing(Handle):
-        failed = 0
-
-        async def start(self, *given: Any) -> EngineInfo:
-            if self.number == number and type(self).failed < times:
-                type(self).failed += 1
-                raise UserError("no memory")
-            return await super().start(*given)
-
-    return Failing
 
 
 def test_a_replica_that_cannot_be_started_is_left_out_and_tried_now_and_then(
@@ -332,36 +233,6 @@ def test_a_replica_that_cannot_be_started_is_left_out_and_tried_now_and_then(
     with caplog.at_level("ERROR"):
         run_virtual(run())
     assert [line for line in caplog.messages if "left out" in line] == ["replica 1 is left out for now"]
-
-
-def test_replacing_ends_where_an_engine_cannot_be_started(
-    handles: list[Handle], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def run() -> None:
-        async with replicas(3) as backend:
-            monkeypatch.setattr(replica, "EngineChild", cannot_start(0, 1000))
-            await backend.roll()
-            assert [one.runs for one in backend._replicas] == [False, True, True]
-            assert [one.closed for one in handles[:3]] == [True, False, False]
-
-    with caplog.at_level("ERROR"):
-        run_virtual(run())
-    assert "no more engines are replaced: replica 0 cannot be started again: no memory" in caplog.messages
-
-
-def test_the_only_replica_that_serves_is_not_replaced_where_there_should_be_others(
-    handles: list[Handle], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(replica, "EngineChild", cannot_start(1, 1000))
-
-    async def run() -> None:
-        async with replicas(2) as backend:
-            await backend.roll()
-            assert not handles[0].closed
-
-    with caplog.at_level("ERROR"):
-        run_virtual(run())
-    assert "replica 0 is not replaced: no other replica serves meanwhile" in caplog.messages
 
 
 def test_all_replicas_together_are_counted_and_each_has_figures_of_its_own(handles: list[Handle]) -> None:
