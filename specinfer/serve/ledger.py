@@ -120,10 +120,6 @@ class Ledger:
         self._loads[replica] = self.load(replica) + 1
         self._holding.add(replica)
 
-    def put_back(self, one: OpenWork) -> None:
-        """Take a work from its replica; it waits for one again."""
-        self._part(one)
-
     def _part(self, one: OpenWork) -> None:
         if one.replica is not None:
             self._loads[one.replica] -= 1

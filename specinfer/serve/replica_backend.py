@@ -225,12 +225,9 @@ class ReplicaBackend:
         for open_work in self._ledger.of(one.number):
             if not self._ledger.may_move(open_work):
                 continue
-            other = self._choose(open_work)
-            if other is not None:
+            if (other := self._choose(open_work)) is not None:
                 gone += [open_work.work.id] * open_work.sent
                 self._ledger.assign(open_work, other.number)
-            elif not open_work.sent:
-                self._ledger.put_back(open_work)
         if gone:
             one.abort(gone)
         for other in self._replicas:

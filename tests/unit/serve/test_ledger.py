@@ -132,6 +132,17 @@ def test_with_the_last_suspect_gone_all_that_is_held_is_sent() -> None:
     assert books.due(0) == "bc"
 
 
+def test_whoever_was_not_sent_is_not_blamed_even_where_nothing_is_known() -> None:
+    books = Books("abc")
+    for _ in range(2):
+        books.give(0, "a")
+        books.dies(0, None)
+    assert books.give(0, "abc") == "a"
+    books.dies(0, None)
+    assert list(books.failed) == ["a"]
+    assert [books.works[name].deaths for name in "bc"] == [0, 0]
+
+
 def test_whoever_has_a_token_between_is_not_blamed_and_who_waited_is_not_either() -> None:
     books = Books("ab")
     for replica in range(6):
