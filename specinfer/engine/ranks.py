@@ -77,7 +77,8 @@ class Ranks:
             for numbers in ([part.num_heads for part in self.parts], [round(size / 1e6) for size in sizes])
         )
         told = f"{self.size} ranks, heads {heads}, weights {weights} MB"
-        self._told = f"{told}, partial sums over {self.group.transport}"
+        micros = 1e6 * self.group.seconds(model.config.hidden_size)
+        self._told = f"{told}, partial sums over {self.group.transport}, {micros:.0f} us for 16 rows"
 
     def __str__(self) -> str:
         """Who has what, in a line."""

@@ -144,6 +144,7 @@ def main() -> None:
         identity = identity_of(model, Path(settings.model), settings.quantization, settings.size)
         link.send(json.dumps({"identity": identity}).encode())
         group.connect(Path(json.loads(link.receive())))
+        group.seconds(model.config.hidden_size)
         follow(group, model)
     except (EOFError, OSError):  # rank 0 has gone
         os._exit(0)

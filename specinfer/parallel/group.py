@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -33,6 +35,7 @@ from specinfer.kernels.exchange import SharedExchange
 LIMIT: Final = 10.0  # seconds that an exchange may take
 _MAGIC: Final = 0x53504331  # of messages of this version
 _HEADER: Final = 8  # bytes: this number, and how many bytes follow
+_TRIED, _ROWS = 50, 16  # exchanges that are timed, and their rows
 _MOST: Final = 1 << 28  # bytes of a message
 
 
@@ -102,6 +105,8 @@ class Peers(Protocol):
     def close(self) -> None:
         """See that they end."""
         ...
+
+    on_end: Callable[[], object] | None  # called once when one has ended before that
 
 
 class Group:
@@ -228,6 +233,21 @@ class Group:
             self.close()
         rank, words = self._lost
         return PeerLostError(f"{words}; the model cannot be run any more: start it again", rank)
+
+    def watch(self, tell: Callable[[PeerLostError], object]) -> None:
+        """Have `tell` hear, in a thread, when a rank ends while nobody exchanges anything with it."""
+        if self._peers is not None:
+            self._peers.on_end = lambda: tell(self.lose())
+
+    def seconds(self, width: int) -> float:
+        """What an exchange of 16 rows of so many sums takes, a median; all ranks call it at once."""
+        found: list[float] = []
+        for _ in range(_TRIED):
+            values = torch.zeros(_ROWS, width, dtype=torch.int32)
+            began = time.perf_counter()
+            self.total(values)
+            found.append(time.perf_counter() - began)
+        return median(found)
 
     def close(self) -> None:
         """Let go of the other ranks; followers end when rank 0 does it. Once more does nothing."""

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ from specinfer.parallel.group import LIMIT, Group, Link, Loss
 PEER_LOST: Final = 75  # the status with which a follower ends that has lost a rank itself
 _FOLLOWER: Final = (sys.executable, "-m", "specinfer.parallel.follower")
 _GRACE: Final = 1.0  # seconds for followers to end by themselves
+_LOOK: Final = 0.5  # seconds after which it is looked again whether all of them live
 _HEARD: Final = 0.5  # seconds within which those end that have noticed a loss
 _LOADING: Final = 600.0  # seconds that a follower may take to load after this rank has
 
@@ -47,6 +48,7 @@ class Followers:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._started, self._closing = threading.Event(), threading.Event()
         self._failure: OSError | None = None
+        self.on_end: Callable[[], object] | None = None  # called once when one has ended before `close`
         # Linux takes the end of the thread that has started a process for the end of its parent.
         self._keeper = threading.Thread(target=self._keep, args=(len(settings),), daemon=True)
         self._keeper.start()
@@ -137,7 +139,10 @@ class Followers:
         except OSError as error:
             self._failure = error
         self._started.set()
-        self._closing.wait()
+        while not self._closing.wait(_LOOK):
+            if self.on_end is not None and self._ended():
+                self.on_end()
+                self._closing.wait()
         until = time.monotonic() + _GRACE
         for process in self._processes:
             try:

@@ -92,6 +92,8 @@ class EngineProcess:
         llm = self._llm
         llm.on_step = self._on_step
         llm.loop.on_lost = self._on_lost
+        if (group := llm.models.target.group) is not None:
+            group.watch(self._on_lost)
         llm.loop.start()
         threading.Thread(target=self._send, name="outbox", daemon=True).start()
         facts = EngineInfo(

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -172,11 +173,13 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
         **{"native": False, "native_attention": False, "nontemporal": False, "threads": 1},
         **{"whole_table": False, "limit": 1.0},
     }
-    begun = Followers([settings])
+    begun, ended = Followers([settings]), threading.Event()
+    begun.on_end = ended.set
     with pytest.raises(ModelError, match=r"rank 1 cannot load the model: .* does not exist"):
         begun.ready({})
     with pytest.raises(PeerLostError, match=r"rank 1 .* has ended with status 2 before it was ready"):
         begun.ready({})
+    assert ended.wait(5)
     begun.close()
     begun.wait()
     assert not followers()
