@@ -25,7 +25,7 @@ _MOST_DEATHS: Final = 3  # while the engine was busy with a work, without a toke
 
 
 @dataclass(eq=False)
-class Reader:
+class Waiter:
     """Whoever waits for some works, and what they have not read yet."""
 
     pending: dict[str, list[Delta]] = field(default_factory=dict)  # by the work's id
@@ -50,7 +50,7 @@ class OpenWork:
     """A work that has not ended."""
 
     work: Work
-    reader: Reader
+    waiter: Waiter
     key: int = 0  # its place on the ring of replicas
     said: list[int] = field(default_factory=list)  # the output tokens so far
     maker: str | None = None  # the fingerprint of the engines that said them
@@ -154,7 +154,7 @@ class Ledger:
                 one.maker, one.deaths, one.silent = fingerprint, 0, False
                 if delta.prompt_logprobs is not None:  # another engine need not compute them again
                     one.work = replace(one.work, params=replace(one.work.params, prompt_logprobs=None))
-            one.reader.put(delta)
+            one.waiter.put(delta)
 
     def lost(self, replica: int, busy: frozenset[str] | None) -> None:
         """The engine of a replica died while it was `busy` with works; None: it had not said with which.
@@ -178,7 +178,7 @@ class Ledger:
     def give_up(self, one: OpenWork, reason: str) -> None:
         """End an answer with BackendError, which says why."""
         self.end([one.work.id])
-        one.reader.fail(BackendError(reason))
+        one.waiter.fail(BackendError(reason))
 
     def cut(self, reason: str) -> int:
         """End all answers with UnavailableError, which says why; returns how many there were.
@@ -186,5 +186,5 @@ class Ledger:
         They stay until whoever waits for them is gone.
         """
         for one in self._works.values():
-            one.reader.fail(UnavailableError(reason))
+            one.waiter.fail(UnavailableError(reason))
         return len(self._works)

@@ -19,7 +19,7 @@ from specinfer.engine.steps import together
 from specinfer.kernels.machine import usable_cores
 from specinfer.request import Delta
 from specinfer.serve.engine_child import EngineChild
-from specinfer.serve.ledger import Ledger, OpenWork, Reader
+from specinfer.serve.ledger import Ledger, OpenWork, Waiter
 from specinfer.serve.replica import Replica
 from specinfer.serve.routing import Ring, key_of
 from specinfer.serve.work import BackendError, EngineInfo, Health, UnavailableError, Work
@@ -114,28 +114,28 @@ class ReplicaBackend:
         """The deltas of these works as they come, each one's last with a finish reason.
 
         Works of one session go to one replica. Some deltas say nothing: the first, when the work is admitted,
-        and one when its first step begins. Of a reader that is slow, deltas of one work are put together. A
+        and one when its first step begins. Of a waiter that is slow, deltas of one work are put together. A
         generator that is closed aborts what is left. Raises BackendError when an answer cannot go on.
         """
         if self._closed:
             raise BackendError("the server is closing")
-        reader = Reader()
+        waiter = Waiter()
         left = {work.id for work in works}
         for work in works:
             key = key_of(session, work.prompt_token_ids, work.params.cache_salt)
-            self._ledger.add(OpenWork(work, reader, key))
+            self._ledger.add(OpenWork(work, waiter, key))
         self._place_waiting()
         timer = None
         if self._max_wait:
-            timer = asyncio.get_running_loop().call_later(self._max_wait, self._expire, reader)
+            timer = asyncio.get_running_loop().call_later(self._max_wait, self._expire, waiter)
         try:
             while left:
-                await reader.arrived.wait()
-                if reader.failure and not reader.pending:
-                    raise reader.failure
-                pending, reader.pending = reader.pending, {}
-                if not reader.failure:
-                    reader.arrived.clear()
+                await waiter.arrived.wait()
+                if waiter.failure and not waiter.pending:
+                    raise waiter.failure
+                pending, waiter.pending = waiter.pending, {}
+                if not waiter.failure:
+                    waiter.arrived.clear()
                 for deltas in pending.values():
                     delta = Delta.joined(deltas)
                     if delta.finish_reason is not None:
@@ -146,9 +146,9 @@ class ReplicaBackend:
                 timer.cancel()
             self.abort(left)
 
-    def _expire(self, reader: Reader) -> None:
-        if not reader.begun:
-            reader.fail(
+    def _expire(self, waiter: Waiter) -> None:
+        if not waiter.begun:
+            waiter.fail(
                 UnavailableError(
                     f"the request has waited for {self._max_wait:g} seconds, --max-wait, and others are "
                     "still before it; come again"

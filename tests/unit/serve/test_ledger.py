@@ -11,7 +11,7 @@ import pytest
 from specinfer import SamplingParams
 from specinfer.request import Delta, FinishReason
 from specinfer.sampling_params import SpeculationParams
-from specinfer.serve.ledger import Ledger, OpenWork, Reader
+from specinfer.serve.ledger import Ledger, OpenWork, Waiter
 from specinfer.serve.work import Work
 
 PARAMS = SamplingParams(seed=1, temperature=1.0)
@@ -23,7 +23,7 @@ class Books:
 
     def __init__(self, names: str, params: SamplingParams = PARAMS, verifier: str = "coupled") -> None:
         self.ledger = Ledger(verifier)
-        self.works = {name: OpenWork(Work(name, (1,), params), Reader()) for name in names}
+        self.works = {name: OpenWork(Work(name, (1,), params), Waiter()) for name in names}
         for one in self.works.values():
             self.ledger.add(one)
 
@@ -45,7 +45,7 @@ class Books:
 
     @property
     def failed(self) -> dict[str, str]:
-        return {name: str(one.reader.failure) for name, one in self.works.items() if one.reader.failure}
+        return {name: str(one.waiter.failure) for name, one in self.works.items() if one.waiter.failure}
 
 
 def test_another_replica_goes_on_behind_what_was_said() -> None:
@@ -62,7 +62,7 @@ def test_another_replica_goes_on_behind_what_was_said() -> None:
     assert (books.ledger.load(0), books.ledger.load(1), books.ledger.handed_on) == (0, 1, 1)
     books.says(0, "a", 7)  # from the replica that has it no more
     books.says(1, "a", 8, last=True)
-    assert [delta.token_ids for delta in books.works["a"].reader.pending["a"]] == [(5, 6), (8,)]
+    assert [delta.token_ids for delta in books.works["a"].waiter.pending["a"]] == [(5, 6), (8,)]
     assert ("a" in books.ledger, "b" in books.ledger, len(books.ledger)) == (False, True, 1)
     assert books.ledger.load(1) == 0
 
@@ -190,7 +190,7 @@ def test_no_token_is_lost_or_comes_twice_whichever_replicas_die(seed: int) -> No
                 books.says(stale, name, token)
     assert not len(books.ledger)
     for name in set(names) - set(books.failed):
-        said = [token for delta in books.works[name].reader.pending[name] for token in delta.token_ids]
+        said = [token for delta in books.works[name].waiter.pending[name] for token in delta.token_ids]
         assert said == list(range(50))
     assert len(books.failed) < len(names)
     assert all(books.ledger.load(replica) == 0 for replica in engines)
