@@ -70,6 +70,8 @@ class Statistics:
     guessed_tokens: Mapping[str, int] = field(default_factory=dict)  # by speculator, verified or not
     streamed_bytes: int = 0  # of weights that were read from the disk for passes
     stream_wait_seconds: float = 0.0  # that passes waited for them
+    exchange_seconds: float = 0.0  # that rank 0 exchanged with other ranks
+    rank_wait_seconds: float = 0.0  # of these, those in which it waited for one
 
     def since(self, earlier: Statistics) -> Statistics:
         """What was done after `earlier`; what does not only grow is that of now."""
@@ -91,6 +93,8 @@ class Statistics:
             guessed_tokens=_sums(self.guessed_tokens, other.guessed_tokens, sign),
             streamed_bytes=self.streamed_bytes + sign * other.streamed_bytes,
             stream_wait_seconds=self.stream_wait_seconds + sign * other.stream_wait_seconds,
+            exchange_seconds=self.exchange_seconds + sign * other.exchange_seconds,
+            rank_wait_seconds=self.rank_wait_seconds + sign * other.rank_wait_seconds,
         )
 
 

@@ -239,6 +239,14 @@ class Group:
         if self._peers is not None:
             self._peers.on_end = lambda: tell(self.lose())
 
+    @property
+    def spent(self) -> tuple[float, float]:
+        """Seconds within exchanges so far, and those of them spent waiting; of gloo's nobody knows."""
+        if self.exchange is None:
+            return 0.0, 0.0
+        figures = self.exchange.figures()
+        return figures.seconds, figures.waited
+
     def seconds(self, width: int) -> float:
         """What an exchange of 16 rows of so many sums takes, a median; all ranks call it at once."""
         found: list[float] = []

@@ -158,6 +158,11 @@ class TracedExecutor:
         """As Executor says: there are no weights."""
         return None
 
+    @property
+    def exchange_seconds(self) -> tuple[float, float]:
+        """As Executor says: there are no ranks."""
+        return 0.0, 0.0
+
     def move(self, moves: Sequence[Move]) -> None:
         """As Executor says; here a step's stages behind its pass take their time."""
         if self._states is not None:

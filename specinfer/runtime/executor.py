@@ -58,6 +58,11 @@ class Executor(Protocol):
         """What brings the target's weights while its passes run; None: they are there."""
         ...
 
+    @property
+    def exchange_seconds(self) -> tuple[float, float]:
+        """Those in which the target's ranks exchanged so far, and those of them that went into waiting."""
+        ...
+
     def move(self, moves: Sequence[Move]) -> None:
         """Make accepted nodes part of their texts, behind every pass launched before and before the next."""
         ...
@@ -158,6 +163,12 @@ class LocalExecutor:
     def stream(self) -> LayerStream | None:
         """As Executor says."""
         return self.target.model.stream
+
+    @property
+    def exchange_seconds(self) -> tuple[float, float]:
+        """As Executor says; these are the target's, which variants share."""
+        group = self.target.model.group
+        return (0.0, 0.0) if group is None else group.spent
 
     def runner(self, model: LanguageModel) -> ModelRunner:
         """A model over a cache of its own, whose blocks are the target's."""

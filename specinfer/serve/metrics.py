@@ -83,6 +83,8 @@ class Metrics:
         self.factors = made(Gauge, "pass_cost_factor", factor, "model")
         self.streamed_bytes = counter("streamed_bytes", "Of weights that were read from the disk for passes.")
         self.stream_waits = counter("stream_wait_seconds", "That passes waited for these bytes.")
+        self.exchanges = counter("exchange_seconds", "That ranks exchanged partial sums, as rank 0 has it.")
+        self.rank_waits = counter("rank_wait_seconds", "Of these, those in which it waited for a rank.")
         self.restarts = gauge("engine_restarts", "How often engine processes were started again.")
         self.handed_on = gauge("num_handed_on", "How often an answer went on with another engine.")
         self._of_replicas = [
@@ -135,14 +137,16 @@ class Metrics:
                 self.factors.labels(self.model, model).set(factor)
             if state.prefix_queries:
                 self.hit_rate.set(state.prefix_hits / state.prefix_queries)
-            self._streamed(state.since(self._told))
+            self._passed(state.since(self._told))
             self._told = state
         return generate_latest(self.registry)
 
-    def _streamed(self, done: Statistics) -> None:
-        """Count what the engine read since it was asked last."""
+    def _passed(self, done: Statistics) -> None:
+        """Count what passes have read and exchanged since the engine was asked last."""
         self.streamed_bytes.inc(done.streamed_bytes)
         self.stream_waits.inc(done.stream_wait_seconds)
+        self.exchanges.inc(done.exchange_seconds)
+        self.rank_waits.inc(done.rank_wait_seconds)
 
     def speculation(self, figures: SpeculationFigures) -> None:
         """Count what speculation did for an answer."""

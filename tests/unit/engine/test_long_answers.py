@@ -94,6 +94,10 @@ class Recited:
     def stream(self) -> None:
         return None
 
+    @property
+    def exchange_seconds(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
     def move(self, moves: Sequence[Move]) -> None:
         pass
 

@@ -96,6 +96,8 @@ def test_two_processes_say_what_one_says_and_leave_nothing(
     [follower] = followers()
     assert told(llm) == plain
     assert follower.is_running()
+    done = llm.statistics()
+    assert 0 < done.rank_wait_seconds < done.exchange_seconds < sum(done.stage_seconds.values()) + 1
     with LLM(folder / "target", **INT8) as one:
         verdict = check_ranks("ranks", SAMPLED, PROMPTS, one, llm, progress=NoProgress())
     assert verdict.passed
