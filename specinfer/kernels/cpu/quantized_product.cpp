@@ -242,6 +242,8 @@ struct Int4Weight {
   const float* row_scales;  // [rows, groups]
   const int32_t* row_sums;
   int64_t rows, blocks, groups, block_bytes;
+  int64_t begin, end;  // of the groups that are multiplied
+  const Division& division;
   const Output& out;
 
 #if defined(SPECINFER_TILED)
@@ -251,6 +253,14 @@ struct Int4Weight {
 #endif
   static constexpr int kPairRows = 0;
 
+  Int4Weight part(int64_t row, int64_t block, int64_t first, int64_t behind, const Output& to) const {
+    const int64_t weight = block * groups * kBlock, of_row = row * groups;
+    return {levels + block * block_bytes, scales + weight,     zeros + weight,      values + of_row * kGroup,
+            row_scales + of_row,          row_sums + of_row,   rows,                blocks,
+            groups,                       block_bytes,         first / kGroup,      behind / kGroup,
+            division,                     to};
+  }
+
   template <int R, int B>
   void tile(int64_t row, int64_t block) const {
     static_assert(B == 1);
@@ -259,7 +269,7 @@ struct Int4Weight {
     const int32_t* const a_sums = row_sums + row * groups;
     Floats total[R];
     each<R>([&](auto r) { total[r] = Floats(0.0f); });
-    for (int64_t g = 0; g < groups; ++g) {
+    for (int64_t g = begin; g < end; ++g) {
       const int64_t group = block * groups + g;
       GroupSum sums[R];
       each<4>([&](auto j) {
@@ -306,12 +316,13 @@ void multiply_int4(const Product& product, const Rows& rows, const Output& out) 
   auto* const scales = scratch.take<float>(rows.count * groups);
   auto* const sums = scratch.take<int32_t>(rows.count * groups);
   quantize<Kind::kInt4>(product, rows, groups, place, scales, sums);
+  const Division division(product, rows);
   by_temporality(product, [&](auto nontemporal) {
     multiply_in_registers(Int4Weight<nontemporal>{static_cast<const uint8_t*>(product.weight),
                                                   static_cast<const Half*>(product.scales),
                                                   static_cast<const uint8_t*>(product.zeros), place.to, scales, sums,
                                                   rows.count, blocks_of(product.channels), groups,
-                                                  groups * kGroupBytes, out});
+                                                  groups * kGroupBytes, 0, groups, division, out});
   });
 }
 

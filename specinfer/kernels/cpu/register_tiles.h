@@ -3,13 +3,17 @@
 //   tile<R, B>(row, block)    R rows from `row` on by B blocks from `block` on
 //   kRows, kPairRows          the most rows of a tile of one block, and of two; 0: there is none
 //   block_bytes, blocks, rows
+//
+// and where its inner elements may be divided into parts, `division` and
+//
+//   part(row, block, begin, end, out)   itself from there on, with these inner elements alone
 
 #pragma once
 
 #include <array>
 #include <type_traits>
 
-#include "product.h"
+#include "part_tree.h"
 
 namespace specinfer {
 
@@ -66,16 +70,54 @@ constexpr auto tiles_by_rows(std::index_sequence<R...>) {
   return std::array{register_tile<Weight, B, static_cast<int>(R) + 1>...};
 }
 
+// The sums of a tile of some rows by some blocks.
+struct PartSums {
+  static constexpr int kMost = 32;  // rows times blocks
+  alignas(64) float of[kMost * kBlock];
+  int64_t count;  // of floats
+
+  void operator+=(const PartSums& other) {
+    for (int64_t i = 0; i < count; i += kBlock) specinfer::store(of + i, load(of + i) + load(other.of + i));
+  }
+};
+
+// The rows from `row` on by the blocks from `block` to `last`, part by part.
+template <typename Weight, typename Tile>
+void divided_tile(const Weight& weight, Tile tile, int64_t row, int64_t rows, int64_t block, int64_t last) {
+  const int64_t blocks = last - block, channels = blocks * kBlock;
+  add_parts<PartSums>(
+      weight.division,
+      [&](PartSums& to, int64_t begin, int64_t end) {
+        to.count = rows * channels;
+        const Output out(to.of, channels);
+        tile(weight.part(row, block, begin, end, out), 0, 0, blocks);
+      },
+      [&](int branch, const PartSums& sums) {
+        for (int64_t i = 0; i < rows * blocks; ++i) {
+          weight.out.store_branch(branch, row + i / blocks, block + i % blocks, load(sums.of + i * kBlock));
+        }
+      });
+}
+
 // All rows by all blocks, B blocks and at most MaxRows rows at a time.
 template <int B, int MaxRows, typename Weight>
 void multiply_in_registers(const Weight& weight) {
+  static_assert(MaxRows * B <= PartSums::kMost);
   static constexpr auto tiles = tiles_by_rows<Weight, B>(std::make_index_sequence<MaxRows>{});
   const int64_t count = (weight.rows + MaxRows - 1) / MaxRows;
   const int64_t size = (weight.rows + count - 1) / count;  // tiles of nearly the same height
   share_blocks((weight.blocks + B - 1) / B, B * weight.block_bytes, [&](int64_t first, int64_t last) {
     for (int64_t block = first * B; block < std::min(last * B, weight.blocks); block += B) {
+      const int64_t end = std::min(block + B, weight.blocks);
       for (int64_t row = 0; row < weight.rows; row += size) {
-        tiles[std::min(size, weight.rows - row) - 1](weight, row, block, std::min(block + B, weight.blocks));
+        const int64_t rows = std::min(size, weight.rows - row);
+        if constexpr (requires { weight.division; }) {
+          if (weight.division.divided()) {
+            divided_tile(weight, tiles[rows - 1], row, rows, block, end);
+            continue;
+          }
+        }
+        tiles[rows - 1](weight, row, block, end);
       }
     }
   });
