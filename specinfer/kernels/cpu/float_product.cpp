@@ -39,25 +39,30 @@ struct OfBFloat16 {
   }
 };
 
-template <typename Of, bool Nontemporal>
+template <typename Of, bool Nontemporal, bool Divided>
 struct FloatWeight {
   const uint32_t* words;  // [blocks, steps, 16]
   const uint32_t* x;      // [rows, steps]
   int64_t rows, blocks, steps, block_bytes;
-  int64_t begin, end;     // of the steps that are multiplied
   const Division& division;
   const Output& out;
 
   static constexpr int kSums = 2;  // of a channel
   static constexpr int kRows = Of::kRows, kPairRows = Of::kPairRows;
 
-  FloatWeight part(int64_t row, int64_t block, int64_t first, int64_t behind, const Output& to) const {
-    return {words + block * steps * kBlock, x + row * steps,        rows,     blocks, steps, block_bytes,
-            first / Of::kElements,          behind / Of::kElements, division, to};
-  }
-
   template <int R, int B>
   void tile(int64_t row, int64_t block) const {
+    add_tile<R, B, Divided>(
+        division, out, row, block,
+        [&](TileResults<R, B>& to, int64_t begin, int64_t end) __attribute__((always_inline)) {
+          add_steps(row, block, begin / Of::kElements, end / Of::kElements, to);
+        });
+  }
+
+ private:
+  template <int R, int B>
+  [[gnu::always_inline]] void add_steps(int64_t row, int64_t block, int64_t s, int64_t end,
+                                        TileResults<R, B>& results) const {
     const uint32_t* const a = x + row * steps;
     const uint32_t* const from = words + block * steps * kBlock;
     Floats sums[R][B][kSums];
@@ -74,12 +79,9 @@ struct FloatWeight {
         each<B>([&](auto b) { sums[r][b][p] = Of::add(sums[r][b][p], weights[b], word); });
       });
     };
-    int64_t s = begin;
     for (; s + kSums <= end; s += kSums) each<kSums>([&](auto p) { step(s + p, p); });
     if (s < end) step(s, std::integral_constant<int, 0>{});
-    TileResults<R, B> results;
     each<R>([&](auto r) { each<B>([&](auto b) { results.of[r][b] = sums[r][b][0] + sums[r][b][1]; }); });
-    results.store(out, row, block);
   }
 };
 
@@ -101,11 +103,11 @@ void multiply_words(const Product& product, const Rows& rows, const Output& out)
   const void* x = padded_rows(rows, product.inner, inner, sizeof(uint32_t) / Of::kElements);
   const int64_t blocks = blocks_of(product.channels);
   const Division division(product, rows);
-  by_temporality(product, [&](auto nontemporal) {
-    multiply_in_registers(FloatWeight<Of, nontemporal>{static_cast<const uint32_t*>(product.weight),
-                                                       static_cast<const uint32_t*>(x), rows.count, blocks, steps,
-                                                       steps * kBlock * static_cast<int64_t>(sizeof(uint32_t)), 0,
-                                                       steps, division, out});
+  const int64_t block_bytes = steps * kBlock * static_cast<int64_t>(sizeof(uint32_t));
+  by_division(product, division, [&](auto nontemporal, auto divided) {
+    multiply_in_registers(FloatWeight<Of, nontemporal, divided>{static_cast<const uint32_t*>(product.weight),
+                                                                static_cast<const uint32_t*>(x), rows.count, blocks,
+                                                                steps, block_bytes, division, out});
   });
 }
 

@@ -122,10 +122,6 @@ class Output {
         rows_(rows.count),
         data_(out) {}
 
-  // Sums alone, float32 [rows, channels].
-  Output(float* sums, int64_t channels)
-      : scales_(nullptr), bias_(nullptr), channels_(channels), halves_(false), partial_(false), rows_(0), data_(sums) {}
-
   // The channels from 16 * block on.
   void store(int64_t row, int64_t block, Floats y) const {
     const int64_t first = block * kBlock, n = std::min(kBlock, channels_ - first);

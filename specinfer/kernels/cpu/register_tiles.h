@@ -3,10 +3,6 @@
 //   tile<R, B>(row, block)    R rows from `row` on by B blocks from `block` on
 //   kRows, kPairRows          the most rows of a tile of one block, and of two; 0: there is none
 //   block_bytes, blocks, rows
-//
-// and where its inner elements may be divided into parts, `division` and
-//
-//   part(row, block, begin, end, out)   itself from there on, with these inner elements alone
 
 #pragma once
 
@@ -37,14 +33,35 @@ void by_temporality(const Product& product, const F& f) {
   f(std::false_type{});
 }
 
+// The same with whether its inner elements are divided: a tile that is not spares itself the question.
+template <typename F>
+void by_division(const Product& product, const Division& division, const F& f) {
+  by_temporality(product, [&](auto nontemporal) {
+    if (division.divided()) return f(nontemporal, std::true_type{});
+    f(nontemporal, std::false_type{});
+  });
+}
+
 // Results of a tile, to be stored by a loop: unrolled, it would take the compiler longer than all sums.
 template <int R, int B, typename Numbers = Floats>
 struct TileResults {
   Numbers of[R][B];
 
+  void operator+=(const TileResults& other) {
+    for (int r = 0; r < R; ++r) {
+      for (int b = 0; b < B; ++b) of[r][b] = of[r][b] + other.of[r][b];
+    }
+  }
+
   void store(const Output& out, int64_t row, int64_t block) const {
     for (int r = 0; r < R; ++r) {
       for (int b = 0; b < B; ++b) out.store(row + r, block + b, of[r][b]);
+    }
+  }
+
+  void store_branch(const Output& out, int branch, int64_t row, int64_t block) const {
+    for (int r = 0; r < R; ++r) {
+      for (int b = 0; b < B; ++b) out.store_branch(branch, row + r, block + b, of[r][b]);
     }
   }
 
@@ -55,6 +72,23 @@ struct TileResults {
     }
   }
 };
+
+// A tile of R rows by B blocks of a product that is divided, or is not: sum(results, first inner element, the one behind
+// its last) is one sum of it.
+template <int R, int B, bool Divided, typename Sum>
+[[gnu::always_inline]] inline void add_tile(const Division& division, const Output& out, int64_t row, int64_t block,
+                                            const Sum& sum) {
+  using Results = TileResults<R, B>;
+  if constexpr (Divided) {
+    add_parts<Results>(division, sum, [&](int branch, const Results& sums) {
+      sums.store_branch(out, branch, row, block);
+    });
+  } else {
+    Results results;
+    sum(results, 0, division.inner);
+    results.store(out, row, block);
+  }
+}
 
 // R rows by the blocks from `block` to `last`, B at a time.
 template <typename Weight, int B, int R>
@@ -70,54 +104,16 @@ constexpr auto tiles_by_rows(std::index_sequence<R...>) {
   return std::array{register_tile<Weight, B, static_cast<int>(R) + 1>...};
 }
 
-// The sums of a tile of some rows by some blocks.
-struct PartSums {
-  static constexpr int kMost = 32;  // rows times blocks
-  alignas(64) float of[kMost * kBlock];
-  int64_t count;  // of floats
-
-  void operator+=(const PartSums& other) {
-    for (int64_t i = 0; i < count; i += kBlock) specinfer::store(of + i, load(of + i) + load(other.of + i));
-  }
-};
-
-// The rows from `row` on by the blocks from `block` to `last`, part by part.
-template <typename Weight, typename Tile>
-void divided_tile(const Weight& weight, Tile tile, int64_t row, int64_t rows, int64_t block, int64_t last) {
-  const int64_t blocks = last - block, channels = blocks * kBlock;
-  add_parts<PartSums>(
-      weight.division,
-      [&](PartSums& to, int64_t begin, int64_t end) {
-        to.count = rows * channels;
-        const Output out(to.of, channels);
-        tile(weight.part(row, block, begin, end, out), 0, 0, blocks);
-      },
-      [&](int branch, const PartSums& sums) {
-        for (int64_t i = 0; i < rows * blocks; ++i) {
-          weight.out.store_branch(branch, row + i / blocks, block + i % blocks, load(sums.of + i * kBlock));
-        }
-      });
-}
-
 // All rows by all blocks, B blocks and at most MaxRows rows at a time.
 template <int B, int MaxRows, typename Weight>
 void multiply_in_registers(const Weight& weight) {
-  static_assert(MaxRows * B <= PartSums::kMost);
   static constexpr auto tiles = tiles_by_rows<Weight, B>(std::make_index_sequence<MaxRows>{});
   const int64_t count = (weight.rows + MaxRows - 1) / MaxRows;
   const int64_t size = (weight.rows + count - 1) / count;  // tiles of nearly the same height
   share_blocks((weight.blocks + B - 1) / B, B * weight.block_bytes, [&](int64_t first, int64_t last) {
     for (int64_t block = first * B; block < std::min(last * B, weight.blocks); block += B) {
-      const int64_t end = std::min(block + B, weight.blocks);
       for (int64_t row = 0; row < weight.rows; row += size) {
-        const int64_t rows = std::min(size, weight.rows - row);
-        if constexpr (requires { weight.division; }) {
-          if (weight.division.divided()) {
-            divided_tile(weight, tiles[rows - 1], row, rows, block, end);
-            continue;
-          }
-        }
-        tiles[rows - 1](weight, row, block, end);
+        tiles[std::min(size, weight.rows - row) - 1](weight, row, block, std::min(block + B, weight.blocks));
       }
     }
   });
