@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,12 @@ from specinfer.files import cache_dir
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The same examples in every run, on every machine: a test that passed passes again."""
+    """The same examples in every run, on every machine: a test that passed passes again.
+
+    Ctrl-C is heard even where a shell has started the run in the background, and has it ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # this process only deals out tests, and the others wait for it to start
     import hypothesis
