@@ -114,8 +114,8 @@ class EngineConfig:
     )
     tensor_parallel: int = option(
         1,
-        "Processes of this host that share each layer of the target.",
-        more="The text is the same for every number of them. int8 models on a CPU; drafts, heads and lookups "
+        "Processes of this host that share each layer of the target, which is int8.",
+        more="The text is the same for every number of them. On a CPU; drafts, heads and lookups "
         "stay in the first process ([distributed.md](distributed.md)).",
         least=1,
     )
@@ -135,7 +135,7 @@ class EngineConfig:
     )
     memory: int | None = option(
         None,
-        "Of the whole process at most, like 8GB; what is free otherwise.",
+        "The most memory that the whole process may take, like 8GB.",
         more="Weights, KV caches, the interpreter.",
         shown="what is free in the machine and its cgroup",
         least=1,

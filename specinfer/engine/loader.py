@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from specinfer.attention.sdpa import SdpaAttention
 from specinfer.engine.drafts import Found, FoundHead
 from specinfer.engine.memory import MemoryPlan
 from specinfer.engine.ranks import Ranks
-from specinfer.errors import ConfigError, DamagedFileError, ModelFileError
+from specinfer.errors import ConfigError, DamagedFileError, ModelError, ModelFileError
 from specinfer.heads.checkpoint import load_head
 from specinfer.heads.kinds import AnyHeadModel
 from specinfer.kernels.choice import Kernels, guessing, streaming
@@ -123,6 +124,9 @@ class Loader:
         if self.plan is not None:  # made a matrix at a time, and with embeddings: others may need the file
             self._prepare(found, kernels, quantization)
             shares_head = self.plan.guessers.shares_head and logit_ids is None
+        else:
+            with contextlib.suppress(ModelError):  # else it is quantized at each start
+                self._prepare(found, kernels, quantization)
         shared = Shared(target.table, target.output if shares_head else None)
         return self._load(found, kernels, quantization, logit_ids, shared)
 

@@ -191,7 +191,7 @@ def load_parts(
             path.unlink(missing_ok=True)
         except OSError:
             return load(None)
-    if quantization == "none":
+    if quantization == "none" or shared is not None:  # a file of a part of the model would be no good
         return load(None)
     with made_once(path, made_from, tensors, size, _not_kept) as kept:
         loaded = load(kept)

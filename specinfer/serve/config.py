@@ -94,7 +94,7 @@ class ServeConfig:
         least=1,
     )
     session_header: str = option(
-        "x-session-id", "Of requests: those with the same text there go to one replica.", of_batches=False
+        "x-session-id", "Requests with the same text in this header go to one replica.", of_batches=False
     )
 
     max_waiting: int = option(128, "Completions that may wait for an engine; more get 429.", of_batches=False)

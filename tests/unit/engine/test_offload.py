@@ -149,6 +149,17 @@ def test_a_twin_of_a_resident_model(folder: Path) -> None:
         assert llm.models.drafts["draft"] is not llm.models.target
 
 
+def test_a_twin_in_memory_leaves_a_whole_prepared_file(
+    folder: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with resident(folder / "target", dtype="bfloat16", drafts=("self",)):
+        [made] = (own_cache / "prepared").glob("target-int4-*.safetensors")
+    bytes_ = made.read_bytes()
+    with resident(folder / "target", dtype="bfloat16", quantization="int4"):
+        assert made.read_bytes() == bytes_
+    assert "made anew" not in caplog.text
+
+
 @pytest.mark.parametrize("options", [{"quantization": "int4"}, {"draft_quantization": "int8"}])
 def test_a_twin_no_smaller_than_its_target_is_refused_with_what_would_work(
     folder: Path, options: dict[str, str]
