@@ -56,7 +56,11 @@ class Ranks:
             self._followers = Followers([one.to_json() for one in settings], memory)
             exchange = None
             if library is not None and memory is not None:
-                exchange = SharedExchange(library, memory, self.size, 0, limit=LIMIT)
+                try:
+                    exchange = SharedExchange(library, memory, self.size, 0, limit=LIMIT)
+                except BaseException:
+                    self._followers.close()
+                    raise
         finally:
             if memory is not None:
                 os.close(memory)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -23,7 +22,8 @@ def key_of(session: str, prompt: Sequence[int], salt: str | None) -> int:
     """The place on the ring of a session, or where there is none of a prompt's beginning under its salt."""
     if session:
         return _hash(b"session " + session.encode("utf-8", "surrogatepass"))
-    return _hash(f"prompt {salt or ''} ".encode() + array("q", prompt[:_BEGINNING]).tobytes())
+    beginning = " ".join(map(str, prompt[:_BEGINNING]))  # numbers of any size: they may be no tokens
+    return _hash(f"prompt {salt or ''} {beginning}".encode("utf-8", "surrogatepass"))
 
 
 class Ring:

@@ -24,7 +24,7 @@ from specinfer.request import Delta
 from specinfer.runtime.batch import logit_rows
 from specinfer.runtime.executor import Move
 from specinfer.runtime.flight import Launch
-from specinfer.serve.ledger import Ledger, OpenWork, Reader
+from specinfer.serve.ledger import Ledger, OpenWork, Waiter
 from specinfer.serve.work import Work
 from specinfer.tree import TokenTree
 from specinfer.verify.logprobs import Scores
@@ -130,8 +130,8 @@ def test_the_last_steps_of_a_long_answer_cost_what_its_first_do(tmp_path: Path) 
         ledger = Ledger("coupled")
 
         async def answer() -> tuple[list[float], list[int], str, list[int]]:
-            reader = Reader()
-            live = OpenWork(Work("a", tuple(PROMPT), params), reader)
+            waiter = Waiter()
+            live = OpenWork(Work("a", tuple(PROMPT), params), waiter)
             ledger.add(live)
             ledger.assign(live, 0)
             seconds: list[float] = []
@@ -143,7 +143,7 @@ def test_the_last_steps_of_a_long_answer_cost_what_its_first_do(tmp_path: Path) 
                 """What becomes of a delta on its way to a stream, here or in a server."""
                 admitted.transcript.output(delta.text)
                 ledger.hear(0, "", [pickle.loads(pickle.dumps(delta))])
-                pending, reader.pending = reader.pending, {}
+                pending, waiter.pending = waiter.pending, {}
                 heard.append(Delta.joined(pending["a"]).text)
 
             llm.loop.submit([admitted], told)

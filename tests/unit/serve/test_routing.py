@@ -23,6 +23,10 @@ def test_a_session_belongs_to_one_replica_whatever_it_asks() -> None:
     assert key_of("\udcff \N{SNOWMAN}", PROMPT, None) < 1 << 64
 
 
+def test_numbers_that_are_no_tokens_have_a_place_too() -> None:
+    assert key_of("", (-1, 10**24), "\udcff") != key_of("", (-1, 10**25), "\udcff")
+
+
 def test_without_a_session_a_prompts_beginning_and_its_salt_count() -> None:
     key = key_of("", PROMPT, None)
     assert key == key_of("", PROMPT[:64], None) == key_of("", (*PROMPT, 7, 8), None)
