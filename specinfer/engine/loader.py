@@ -124,7 +124,7 @@ class Loader:
         if self.plan is not None:  # made a matrix at a time, and with embeddings: others may need the file
             self._prepare(found, kernels, quantization)
             shares_head = self.plan.guessers.shares_head and logit_ids is None
-        else:
+        elif quantization != "none":
             with contextlib.suppress(ModelError):  # else it is quantized at each start
                 self._prepare(found, kernels, quantization)
         shared = Shared(target.table, target.output if shares_head else None)
