@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from specinfer.errors import PeerLostError
 from specinfer.kernels.library import Library
 
-SLOT: Final = (
-    1 << 18
-)  # bytes that move in a turn: 42 rows of 1,536 sums; two of every rank fit its own caches
+# Bytes that move in a turn: 42 rows of 1,536 sums; two of every rank fit its own caches.
+SLOT: Final = 1 << 18
 _WHY: Final = ("", "has ended", "did not come within {limit:g} s", "is at another operation")
 
 
@@ -57,7 +56,7 @@ class SharedExchange:
     A rank that is lost stays lost: every operation raises PeerLostError from then on.
     """
 
-    __slots__ = ("_inbox", "_library", "_limit", "_memory", "address", "rank", "ranks", "slot")
+    __slots__ = ("_library", "_limit", "_memory", "address", "rank", "ranks", "slot")
 
     def __init__(
         self, library: Library, file: int, ranks: int, rank: int, *, slot: int = SLOT, limit: float = 10.0
@@ -71,7 +70,6 @@ class SharedExchange:
         self.ranks, self.rank, self.slot = ranks, rank, slot
         place = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.address: int = library.exchange_new(place, ranks, rank, slot)
-        self._inbox = ctypes.create_string_buffer(slot)
         self.limit = limit
 
     @property
@@ -111,26 +109,6 @@ class SharedExchange:
         )
         ends = np.cumsum(sizes)
         return [into.data[end - size : end] for end, size in zip(ends, sizes, strict=True)] if reads else []
-
-    def send(self, message: bytes) -> None:
-        """Tell the other ranks, which receive it; for rank 0 alone."""
-        for begin in range(0, max(len(message), 1), self.slot):
-            part = message[begin : begin + self.slot]
-            rest = len(message) - begin - len(part)
-            self._told(self._library.exchange_send(self.address, part, len(part), rest))
-
-    def receive(self) -> bytes:
-        """What rank 0 sends; for the others."""
-        parts, sizes = [], (ctypes.c_int64 * 2)(0, 1)
-        while sizes[1] > 0:
-            where = ctypes.addressof(self._inbox), ctypes.addressof(sizes)
-            self._told(self._library.exchange_receive(self.address, *where))
-            parts.append(ctypes.string_at(self._inbox, sizes[0]))
-        return b"".join(parts)
-
-    def leave(self, rank: int) -> None:
-        """Tell all ranks that this one has ended: they know sooner than by themselves."""
-        self._library.exchange_leave(self.address, rank)
 
     def check(self) -> None:
         """Raise PeerLostError where a rank is lost."""

@@ -18,19 +18,6 @@ TYPES: Final[dict[FloatType, int]] = {"float32": 0, "bfloat16": 1}
 STAGES: Final = ("norms", "products", "rope and K, V", "attention", "gates", "embeddings")
 _PADDED: Final[dict[Kind, int]] = {"float32": 1, "bfloat16": 32, "int8": 64, "int4": 32}
 BLOCK: Final = 16  # output channels that lie side by side
-MOST_PARTS: Final = 256  # of a product's inner elements
-
-
-class PartsArgs(ctypes.Structure):
-    """The parts of a product's inner elements, as cpu/product.h has them."""
-
-    _fields_ = (
-        ("ends", c_void_p),
-        ("count", c_int64),
-        ("first", c_int64),
-        ("shares", c_void_p),
-        ("ranks", c_int64),
-    )
 
 
 class ProductArgs(ctypes.Structure):
@@ -48,7 +35,6 @@ class ProductArgs(ctypes.Structure):
         ("loose", c_int32),
         ("nontemporal", c_int32),
         ("exchange", c_void_p),
-        ("parts", PartsArgs),
     )
 
 
@@ -255,13 +241,6 @@ class Library:
         self.finish = _function(
             library.specinfer_finish, None, product, flag, address, count, address, address
         )
-        self.add_branches = _function(
-            library.specinfer_add_branches, None, product, flag, address, count, address
-        )
-        self.finish_branches = _function(
-            library.specinfer_finish_branches, None, product, flag, address, count, address
-        )
-        self.branches = _function(library.specinfer_branches, flag, count, count)
         self.add_rms_norm = _function(
             library.specinfer_add_rms_norm, None, flag, *[address] * 5, count, count, c_float, flag
         )
@@ -326,10 +305,7 @@ class Library:
         self.exchange_largest = _function(library.specinfer_exchange_largest, flag, address, address, count)
         self.exchange_add = _function(library.specinfer_exchange_add, flag, address, address, count)
         self.exchange_gather = _function(library.specinfer_exchange_gather, flag, *[address] * 4)
-        self.exchange_send = _function(library.specinfer_exchange_send, flag, address, c_char_p, count, count)
-        self.exchange_receive = _function(library.specinfer_exchange_receive, flag, *[address] * 3)
         self.exchange_loss = _function(library.specinfer_exchange_loss, flag, address, address)
-        self.exchange_leave = _function(library.specinfer_exchange_leave, None, address, flag)
         self.exchange_figures = _function(library.specinfer_exchange_figures, None, address, address)
         self.stream = _function(library.specinfer_stream, c_double, address, count)
         self.profile = _function(library.specinfer_profile, None, flag, address)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from ctypes import c_int64
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -16,12 +14,10 @@ from specinfer.kernels.layout import empty_floats, lay_out_floats
 from specinfer.kernels.library import (
     BLOCK,
     KINDS,
-    MOST_PARTS,
     TYPES,
     FloatType,
     Kind,
     Library,
-    PartsArgs,
     ProductArgs,
     num_blocks,
     padded_inner,
@@ -104,7 +100,7 @@ class NativeProduct:
     they are, laid out as cpu/product.h has them.
     """
 
-    __slots__ = ("_kept", "_kept_parts", "_library", "args", "channels", "exchange", "inner", "kind")
+    __slots__ = ("_kept", "_library", "args", "channels", "exchange", "inner", "kind")
 
     def __init__(
         self,
@@ -175,7 +171,9 @@ class NativeProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, inner] -> [rows, channels] in x's dtype."""
-        code = self._check_rows(x)
+        code = check_rows(x, self.inner)
+        if self.kind in TYPES and FLOATS[x.dtype] != self.kind:
+            raise TypeError(f"x is {FLOATS[x.dtype]}, the weight {self.kind}; they must be the same")
         out = x.new_empty(len(x), self.channels)
         self._library.multiply(ctypes.byref(self.args), code, x.data_ptr(), len(x), out.data_ptr())
         if self.exchange is not None:
@@ -186,84 +184,11 @@ class NativeProduct:
         """From now on multiply together with the other ranks, each of which has some of the inner elements.
 
         All ranks multiply the same rows at once; layers are made afterwards. A product then raises
-        PeerLostError. Raises TypeError unless the weight is int8, or divided among as many ranks.
+        PeerLostError. Raises TypeError unless the weight is int8.
         """
-        if self.kind != "int8" and self.args.parts.ranks != exchange.ranks:
-            raise TypeError(
-                f"a product with {self.kind} weights adds up in parts with other ranks; divide it first, "
-                f"among {exchange.ranks} ranks"
-            )
+        self._check_exact()
         self.exchange = exchange
         self.args.exchange = exchange.address
-
-    def divide(self, ends: Sequence[int], shares: Sequence[int] | None = None, rank: int = 0) -> None:
-        """From now on add sums of parts by a fixed tree: the same bits however ranks share the parts out.
-
-        `ends` are where this product's parts end, each behind whole groups of 32 inner elements, the last one
-        where these do. `shares` [ranks + 1] has the number of each rank's first part, and of all; None: there
-        is this one alone. Layers are made afterwards. An int4 weight's `largest` must be that of the whole
-        matrix. Raises TypeError for int8 weights, whose sums are exact, ValueError for other ends and shares.
-        """
-        if self.kind == "int8":
-            raise TypeError("a product with int8 weights is exact, and needs no parts")
-        shares = [0, len(ends)] if shares is None else shares
-        lengths = [behind - end for end, behind in pairwise([0, *ends])]
-        own = shares[rank + 1] - shares[rank] if 0 <= rank < len(shares) - 1 else None
-        if (
-            min(lengths, default=0) < 1
-            or any(end % 32 for end in ends[:-1])
-            or ends[-1] != self.inner
-            or own != len(ends)
-            or any(behind <= first for first, behind in pairwise(shares))
-            or not 0 == shares[0] < shares[-1] <= MOST_PARTS
-        ):
-            raise ValueError(
-                f"parts that end at {list(ends)}, of ranks that begin with parts {list(shares)}; rank {rank} "
-                f"has {self.inner} inner elements, cut at groups of 32 into at most {MOST_PARTS} parts in all"
-            )
-        numbers = (c_int64 * len(ends))(*ends), (c_int64 * len(shares))(*shares)
-        self._kept_parts = numbers
-        self.args.parts = PartsArgs(
-            ctypes.addressof(numbers[0]),
-            len(ends),
-            shares[rank],
-            ctypes.addressof(numbers[1]),
-            len(shares) - 1,
-        )
-
-    def branches(self, x: Tensor) -> Tensor:
-        """Sums over this rank's parts that other ranks need, float32 [branches, rows, channels].
-
-        x [rows, inner]. Raises ValueError unless the product is divided.
-        """
-        code = self._check_parts(x)
-        parts = self.args.parts
-        count = self._library.branches(parts.first, parts.count)
-        found = torch.empty(count, len(x), self.channels)
-        self._library.add_branches(
-            *(ctypes.byref(self.args), code, x.data_ptr(), len(x), found.data_ptr()),
-        )
-        return found
-
-    def joined(self, branches: Tensor, dtype: torch.dtype) -> Tensor:
-        """The results [rows, channels] in `dtype` of the branches of all ranks, in their order.
-
-        Raises ValueError unless the product is divided, and these are all branches.
-        """
-        self._check_parts()
-        shares = self._kept_parts[1]
-        count = sum(self._library.branches(first, behind - first) for first, behind in pairwise(shares))
-        wanted = (count, branches.shape[1], self.channels)
-        if branches.shape != wanted or branches.dtype is not torch.float32 or not branches.is_contiguous():
-            raise ValueError(
-                f"branches must be contiguous float32 {list(wanted)}, got {branches.dtype} "
-                f"{list(branches.shape)}"
-            )
-        out = torch.empty(branches.shape[1], self.channels, dtype=dtype)
-        self._library.finish_branches(
-            *(ctypes.byref(self.args), float_code(out), branches.data_ptr(), len(out), out.data_ptr()),
-        )
-        return out
 
     def maxima(self, x: Tensor) -> Tensor:
         """As SplitProduct says; raises TypeError unless the weight is int8."""
@@ -294,17 +219,6 @@ class NativeProduct:
             *(maxima.data_ptr(), out.data_ptr()),
         )
         return out
-
-    def _check_parts(self, x: Tensor | None = None) -> int:
-        if self.args.parts.count == 0:
-            raise ValueError("a product that is not divided has no parts")
-        return 0 if x is None else self._check_rows(x)
-
-    def _check_rows(self, x: Tensor) -> int:
-        code = check_rows(x, self.inner)
-        if self.kind in TYPES and FLOATS[x.dtype] != self.kind:
-            raise TypeError(f"x is {FLOATS[x.dtype]}, the weight {self.kind}; they must be the same")
-        return code
 
     def _check_exact(self) -> None:
         if self.kind != "int8":

@@ -159,9 +159,9 @@ uint8_t* Exchange::begin() {
   return slot_of(rank_);
 }
 
-void Exchange::say(Operation operation, int64_t bytes, int64_t rest) {
+void Exchange::say(Operation operation, int64_t bytes) {
   Place& own = places_[rank_];
-  own.notes[turn_ % kSlots] = {operation, bytes, rest};
+  own.notes[turn_ % kSlots] = {operation, bytes};
   own.turn.store(turn_);
   if (own.sleepers.load() > 0) wake(own.turn);
   ++figures.turns;
@@ -186,7 +186,7 @@ bool Exchange::all_turns(Operation operation, T* numbers, int64_t count, const F
     uint8_t* const own = begin();
     if (own == nullptr) return false;
     std::memcpy(own, numbers + first, bytes);
-    say(operation, bytes, 0);
+    say(operation, bytes);
     for (int32_t n = 1; n < ranks_; ++n) {
       const uint8_t* const slot = wait_for((rank_ + n) % ranks_, operation, bytes);
       if (slot == nullptr) return false;
@@ -223,7 +223,7 @@ bool Exchange::gather(const void* own, const int64_t* bytes, void* into) {
     uint8_t* const slot = begin();
     if (slot == nullptr) return false;
     if (here(rank_) > 0) std::memcpy(slot, static_cast<const uint8_t*>(own) + first, here(rank_));
-    say(Operation::kGather, here(rank_), 0);
+    say(Operation::kGather, here(rank_));
     if (into == nullptr) continue;
     auto* to = static_cast<uint8_t*>(into) + first;
     for (int32_t r = 0; r < ranks_; to += bytes[r], ++r) {
@@ -232,28 +232,6 @@ bool Exchange::gather(const void* own, const int64_t* bytes, void* into) {
       if (here(r) > 0) std::memcpy(to, from, here(r));
     }
   }
-  return true;
-}
-
-bool Exchange::send(const void* from, int64_t bytes, int64_t rest) {
-  const Running running(*this);
-  uint8_t* const slot = begin();
-  if (slot == nullptr) return false;
-  std::memcpy(slot, from, bytes);
-  say(Operation::kSend, bytes, rest);
-  return true;
-}
-
-bool Exchange::receive(void* into, int64_t* bytes, int64_t* rest) {
-  const Running running(*this);
-  if (begin() == nullptr) return false;
-  say(Operation::kReceive, 0, 0);
-  if (!wait(0, turn_)) return false;
-  const Note& note = places_[0].notes[turn_ % kSlots];
-  if (note.operation != Operation::kSend) return lose(0, Loss::kElsewhere);
-  *bytes = note.bytes;
-  *rest = note.rest;
-  std::memcpy(into, slot_of(0), note.bytes);
   return true;
 }
 

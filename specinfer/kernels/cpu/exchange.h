@@ -46,16 +46,11 @@ class Exchange {
   bool add(int32_t* numbers, int64_t count);
   // Every rank's bytes, so many of each, side by side; null: this rank does not read them.
   bool gather(const void* own, const int64_t* bytes, void* into);
-  // A turn in which rank 0 tells the others up to a slot's bytes, with how many follow in later turns.
-  bool send(const void* from, int64_t bytes, int64_t rest);
-  bool receive(void* into, int64_t* bytes, int64_t* rest);
 
   // ---- what became of it ----
 
   Loss loss() const { return loss_; }
   int32_t lost() const { return lost_; }  // the rank
-  // A rank that has ended, as this process knows.
-  void leave(int32_t rank);
 
   // Nanoseconds within operations, those of them in which others were waited for; turns; bytes written to slots.
   struct Figures {
@@ -67,10 +62,10 @@ class Exchange {
   static constexpr int64_t kLine = 128;  // bytes that caches move together
   static int64_t round_up_to_line(int64_t n) { return (n + kLine - 1) / kLine * kLine; }
 
-  enum class Operation : int32_t { kNone, kLargest, kAdd, kGather, kSend, kReceive };
+  enum class Operation : int32_t { kNone, kLargest, kAdd, kGather };
   struct Note {  // on a slot
     Operation operation;
-    int64_t bytes, rest;
+    int64_t bytes;
   };
   // What the others see of a rank; each has a cache line of its own for what changes at other times.
   struct Place {
@@ -85,8 +80,9 @@ class Exchange {
   uint8_t* slot_of(int32_t rank) const {
     return slots_ + (rank * kSlots + turn_ % kSlots) * round_up_to_line(slot_);
   }
+  void leave(int32_t rank);  // a rank that has ended, as this process knows
   uint8_t* begin();
-  void say(Operation operation, int64_t bytes, int64_t rest);
+  void say(Operation operation, int64_t bytes);
   const uint8_t* wait_for(int32_t rank, Operation operation, int64_t bytes);
   bool wait(int32_t rank, uint32_t turn);
   int32_t first_lost(int32_t rank) const;

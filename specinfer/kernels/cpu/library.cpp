@@ -9,7 +9,6 @@
 #include "exchange.h"
 #include "lookups.h"
 #include "memory.h"
-#include "part_tree.h"
 #include "sampling.h"
 #include "stream.h"
 #include "tiles.h"
@@ -60,31 +59,15 @@ void specinfer_add_up(const Product* product, int32_t type, const void* x, int64
                       int32_t* sums) {
   const Claim claim;
   const Timed timed(Stage::kProduct);
-  multiply(*product, {x, static_cast<Type>(type), rows, true, maxima}, sums);
+  multiply(*product, {x, static_cast<Type>(type), rows, maxima}, sums);
 }
 
 void specinfer_finish(const Product* product, int32_t type, const int32_t* sums, int64_t rows, const float* maxima,
                       void* out) {
   const Claim claim;
   const Timed timed(Stage::kProduct);
-  finish(*product, {nullptr, static_cast<Type>(type), rows, true, maxima}, sums, out);
+  finish(*product, {nullptr, static_cast<Type>(type), rows, maxima}, sums, out);
 }
-
-// Sums of parts of rows, with weights of floats or int4, in as many branches as its parts leave.
-void specinfer_add_branches(const Product* product, int32_t type, const void* x, int64_t rows, float* branches) {
-  const Claim claim;
-  const Timed timed(Stage::kProduct);
-  multiply(*product, {x, static_cast<Type>(type), rows, true}, branches);
-}
-
-void specinfer_finish_branches(const Product* product, int32_t type, const float* branches, int64_t rows, void* out) {
-  const Claim claim;
-  const Timed timed(Stage::kProduct);
-  finish(*product, {nullptr, static_cast<Type>(type), rows}, branches, out);
-}
-
-// How many branches parts leave, so many from that number on.
-int32_t specinfer_branches(int64_t first, int64_t parts) { return branches_of(first, parts).size(); }
 
 void specinfer_add_rms_norm(int32_t type, void* x, const void* y, const void* weight, void* out,
                             const int64_t* chosen, int64_t rows, int64_t size, float eps, int32_t in_place) {
@@ -255,23 +238,12 @@ int32_t specinfer_exchange_gather(void* exchange, const void* own, const int64_t
   return static_cast<Exchange*>(exchange)->gather(own, bytes, into) ? 1 : 0;
 }
 
-int32_t specinfer_exchange_send(void* exchange, const void* from, int64_t bytes, int64_t rest) {
-  return static_cast<Exchange*>(exchange)->send(from, bytes, rest) ? 1 : 0;
-}
-
-// Sizes: of what came, and of what follows.
-int32_t specinfer_exchange_receive(void* exchange, void* into, int64_t sizes[2]) {
-  return static_cast<Exchange*>(exchange)->receive(into, &sizes[0], &sizes[1]) ? 1 : 0;
-}
-
 // Why a rank is lost, 0 where none is, and which one.
 int32_t specinfer_exchange_loss(const void* exchange, int32_t* rank) {
   const auto& one = *static_cast<const Exchange*>(exchange);
   *rank = one.lost();
   return static_cast<int32_t>(one.loss());
 }
-
-void specinfer_exchange_leave(void* exchange, int32_t rank) { static_cast<Exchange*>(exchange)->leave(rank); }
 
 void specinfer_exchange_figures(const void* exchange, Exchange::Figures* out) {
   *out = static_cast<const Exchange*>(exchange)->figures;

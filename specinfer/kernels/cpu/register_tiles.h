@@ -9,7 +9,7 @@
 #include <array>
 #include <type_traits>
 
-#include "part_tree.h"
+#include "product.h"
 
 namespace specinfer {
 
@@ -33,35 +33,14 @@ void by_temporality(const Product& product, const F& f) {
   f(std::false_type{});
 }
 
-// The same with whether its inner elements are divided: a tile that is not spares itself the question.
-template <typename F>
-void by_division(const Product& product, const Division& division, const F& f) {
-  by_temporality(product, [&](auto nontemporal) {
-    if (division.divided()) return f(nontemporal, std::true_type{});
-    f(nontemporal, std::false_type{});
-  });
-}
-
 // Results of a tile, to be stored by a loop: unrolled, it would take the compiler longer than all sums.
 template <int R, int B, typename Numbers = Floats>
 struct TileResults {
   Numbers of[R][B];
 
-  void operator+=(const TileResults& other) {
-    for (int r = 0; r < R; ++r) {
-      for (int b = 0; b < B; ++b) of[r][b] = of[r][b] + other.of[r][b];
-    }
-  }
-
   void store(const Output& out, int64_t row, int64_t block) const {
     for (int r = 0; r < R; ++r) {
       for (int b = 0; b < B; ++b) out.store(row + r, block + b, of[r][b]);
-    }
-  }
-
-  void store_branch(const Output& out, int branch, int64_t row, int64_t block) const {
-    for (int r = 0; r < R; ++r) {
-      for (int b = 0; b < B; ++b) out.store_branch(branch, row + r, block + b, of[r][b]);
     }
   }
 
@@ -72,23 +51,6 @@ struct TileResults {
     }
   }
 };
-
-// A tile of R rows by B blocks of a product that is divided, or is not: sum(results, first inner element, the one behind
-// its last) is one sum of it.
-template <int R, int B, bool Divided, typename Sum>
-[[gnu::always_inline]] inline void add_tile(const Division& division, const Output& out, int64_t row, int64_t block,
-                                            const Sum& sum) {
-  using Results = TileResults<R, B>;
-  if constexpr (Divided) {
-    add_parts<Results>(division, sum, [&](int branch, const Results& sums) {
-      sums.store_branch(out, branch, row, block);
-    });
-  } else {
-    Results results;
-    sum(results, 0, division.inner);
-    results.store(out, row, block);
-  }
-}
 
 // R rows by the blocks from `block` to `last`, B at a time.
 template <typename Weight, int B, int R>

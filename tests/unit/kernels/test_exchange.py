@@ -87,29 +87,6 @@ def test_bytes_are_gathered_by_those_that_read_them(library: Library, sizes: tup
         assert found == [parts, parts if rank == 0 else [], parts]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_rank_receives_what_rank_0_sends(library: Library, ranks: int) -> None:
-    messages = [bytes(np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)) for size in COUNTS]
-
-    def work(exchange: SharedExchange) -> list[bytes]:
-        heard = []
-        for message in messages:
-            if exchange.rank == 0:
-                exchange.send(message)
-            heard.append(message if exchange.rank == 0 else exchange.receive())
-            sums = numbers(exchange.rank, 70)
-            exchange.add(sums)
-            assert (sums == sum_of(ranks, 70)).all()
-        for message in messages:  # nothing between them
-            if exchange.rank == 0:
-                exchange.send(message)
-            else:
-                assert exchange.receive() == message
-        return heard
-
-    assert run_ranks(library, ranks, work, slot=SLOT) == [messages] * ranks
-
-
 @pytest.mark.parametrize(("ranks", "turns"), [(2, 10_000), (3, 1_000), (4, 1_000)])
 def test_ranks_that_take_uneven_times_stay_in_step(library: Library, ranks: int, turns: int) -> None:
     def work(exchange: SharedExchange) -> int:
@@ -180,16 +157,7 @@ def gather(exchange: SharedExchange) -> None:
     exchange.gather(np.ones(3, dtype=np.uint8), [3] * exchange.ranks)
 
 
-def tell(exchange: SharedExchange) -> None:
-    """Twice, as the sender knows of the first turn only when it begins the second."""
-    for _ in range(2):
-        if exchange.rank == 0:
-            exchange.send(b"x")
-        else:
-            exchange.receive()
-
-
-OPERATIONS: Final = (add, add_much, largest, gather, tell)
+OPERATIONS: Final = (add, add_much, largest, gather)
 
 
 def ended_by(signal_: signal.Signals, at: int, lost: int) -> Operation:
@@ -252,22 +220,6 @@ def test_what_a_rank_said_before_it_left_is_read(library: Library) -> None:
     assert run_ranks(library, 2, work, slot=SLOT) == [3, 3]
 
 
-def test_a_rank_is_known_to_have_ended_where_somebody_tells(library: Library) -> None:
-    def work(exchange: SharedExchange) -> float:
-        if exchange.rank == 2:
-            time.sleep(0.1)
-            exchange.leave(1)  # as one would that had started it
-        elif exchange.rank == 1:
-            time.sleep(60)
-        began = time.monotonic()
-        with pytest.raises(PeerLostError, match=r"^rank 1 of 3 has ended, as rank "):
-            add(exchange)
-        return time.monotonic() - began
-
-    first, _, last = run_ranks(library, 3, work, slot=SLOT, limit=60.0, silent=(1,))
-    assert max(first, last) < 1.0
-
-
 def test_what_one_rank_has_lost_the_others_know(library: Library) -> None:
     def work(exchange: SharedExchange) -> float:
         if exchange.rank == 1:
@@ -282,11 +234,7 @@ def test_what_one_rank_has_lost_the_others_know(library: Library) -> None:
     assert max(first, last) < 1.0
 
 
-def hear(exchange: SharedExchange) -> None:
-    exchange.receive()
-
-
-@pytest.mark.parametrize("other", [largest, gather, hear, add_much])
+@pytest.mark.parametrize("other", [largest, gather, add_much])
 def test_ranks_at_other_operations_are_lost_to_each_other(library: Library, other: Operation) -> None:
     def work(exchange: SharedExchange) -> str:
         with pytest.raises(PeerLostError) as lost:

@@ -30,7 +30,6 @@ from tests.unit.attention import test_backends, test_independence
 from tests.unit.attention.paths import Layer
 from tests.unit.kernels import (
     test_changed_rows,
-    test_divided,
     test_floats,
     test_layers,
     test_ops,
@@ -87,10 +86,6 @@ def quantized_products(native: Kernels, folder: Path) -> None:
         for value in (NAN, INFINITY):
             test_quantized.test_what_is_not_finite_stays_so(products, kind, value)
         test_quantized.test_a_weight_that_is_no_number_gives_none(products, kind)
-    assert native.library is not None
-    for kind in test_divided.KINDS:
-        test_divided.check_order(native.library, kind)
-        test_divided.check_shares(native.library, kind)
     for channels, inner in test_partials.SHAPES:
         test_partials.test_parts_add_up_to_the_whole("native", channels, inner)
         test_partials.test_a_part_has_the_bits_of_its_twin(channels, inner)

@@ -26,7 +26,7 @@ from specinfer.kernels.quantized import (
     quantize_int8,
     unpack_levels,
 )
-from tests.unit.kernels import test_divided, test_partials
+from tests.unit.kernels import test_partials
 
 pytestmark = pytest.mark.slow  # a library is compiled
 
@@ -134,12 +134,6 @@ def test_parts_on_tiles_are_the_twins_and_add_up(
             sums = ours.sums(x[:rows], maxima[:rows])
             assert torch.equal(sums, twins.sums(x[:rows], maxima[:rows])), f"{rows} rows"
             assert torch.equal(ours.products[-1].finished(sums, maxima[:rows], dtype), whole[:rows])
-
-
-@pytest.mark.parametrize("kind", test_divided.KINDS)
-def test_divided_products_on_tiles_add_up_by_the_tree(plain: Library, kind: str) -> None:
-    test_divided.check_order(plain, kind, (1, 17))
-    test_divided.check_shares(plain, kind, (1, 65))
 
 
 @EACH_SHAPE
