@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -15,6 +16,7 @@ from specinfer.engine.admission import Admitted
 from specinfer.engine.loop import EngineLoop
 from specinfer.tokenizer import Tokenizer
 from tests.engines import Tiny, write_tiny
+from tests.kernels import kernels
 from tests.scripted_engine import ScriptedEngine, admitted
 from tests.tiny_models import write_tiny_llama
 from tests.unit.engine.byte_oracle import EOS, SPECULATION, VOCAB, Oracle
@@ -23,6 +25,13 @@ from tests.unit.engine.offloading import until
 
 T = TypeVar("T")
 Make = Callable[..., Admitted]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model of four layers, which can be streamed."""
+    kernels("native")
+    return write_tiny_llama(tmp_path / "model", num_layers=4, tokenizer=True)
 
 
 @pytest.fixture(scope="session")

@@ -26,8 +26,7 @@ from specinfer.models import streamed as streaming
 from specinfer.models.placement import Placement
 from specinfer.progress import NoProgress
 from tests.engines import ENGINE, assert_idle, engine_of
-from tests.kernels import kernels
-from tests.tiny_models import write_similar_llama, write_tiny_llama
+from tests.tiny_models import write_similar_llama
 from tests.unit.engine.offloading import (
     PARAMS,
     PROMPTS,
@@ -41,12 +40,6 @@ from tests.unit.engine.offloading import (
 )
 
 pytestmark = pytest.mark.usefixtures("own_cache", "no_thread_is_left")
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    kernels("native")
-    return write_tiny_llama(tmp_path / "model", num_layers=4, tokenizer=True)
 
 
 class Reads:

@@ -18,8 +18,7 @@ from specinfer.kernels.layout import Weight
 from specinfer.models import prepared as preparing
 from specinfer.models.prepared import NewPreparedFile
 from tests.engines import assert_idle
-from tests.kernels import kernels
-from tests.tiny_models import write_similar_llama, write_tiny_llama
+from tests.tiny_models import write_similar_llama
 from tests.unit.engine.offloading import (
     PARAMS,
     PROMPTS,
@@ -32,12 +31,6 @@ from tests.unit.engine.offloading import (
 )
 
 pytestmark = pytest.mark.usefixtures("own_cache", "no_thread_is_left")
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    kernels("native")
-    return write_tiny_llama(tmp_path / "model", num_layers=4, tokenizer=True)
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
