@@ -21,6 +21,10 @@ class ConfigError(UserError):
     """An engine option is unknown or out of range."""
 
 
+class KeyRefusedError(ConfigError):
+    """One of two processes on two hosts does not know the other's key."""
+
+
 class RequestError(UserError):
     """A prompt or a sampling parameter cannot be served.
 

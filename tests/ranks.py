@@ -19,7 +19,8 @@ from specinfer.llm import LLM
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import load_model, open_model
 from specinfer.parallel.follower import follow
-from specinfer.parallel.group import Group, Link
+from specinfer.parallel.group import Group
+from specinfer.parallel.link import Link
 from specinfer.parallel.share import Share
 from specinfer.tokenizer import Tokenizer
 from tests.engines import ENGINE
@@ -62,9 +63,8 @@ def ranks_of(
         )
         for rank, group in enumerate(groups)
     ]
-    meeting = cache / f"meeting-{size}-{id(groups)}"
     with ThreadPoolExecutor(size) as pool:
-        list(pool.map(lambda group: group.connect(meeting), groups))
+        list(pool.map(Group.connect, groups))
         following = [
             pool.submit(follow, group, model) for group, model in zip(groups[1:], models[1:], strict=True)
         ]

@@ -30,8 +30,9 @@ from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import load_model, open_model
-from specinfer.parallel.group import Group, Link
+from specinfer.parallel.group import Group
 from specinfer.parallel.launch import PEER_LOST
+from specinfer.parallel.link import Link
 from specinfer.parallel.share import Share
 from specinfer.runtime.executor import ModelRunner
 from specinfer.runtime.sharded import Close, Logits, MessageReader, Open, Pass, identity_of, widths_of
@@ -143,7 +144,7 @@ def main() -> None:
             os._exit(_CANNOT_LOAD)
         identity = identity_of(model, Path(settings.model), settings.quantization, settings.size)
         link.send(json.dumps({"identity": identity}).encode())
-        group.connect(Path(json.loads(link.receive())))
+        group.connect(json.loads(link.receive())["meet"])
         group.seconds(model.config.hidden_size)
         follow(group, model)
     except (EOFError, OSError):  # rank 0 has gone

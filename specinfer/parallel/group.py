@@ -13,7 +13,6 @@ it, and all that follow, raise PeerLostError.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections import deque
@@ -21,7 +20,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -31,61 +29,11 @@ from torch import Tensor
 
 from specinfer.errors import PeerLostError
 from specinfer.kernels.exchange import SharedExchange
+from specinfer.parallel.link import Link
+from specinfer.parallel.meeting import HERE, gloo_of, gloo_of_rank_0
 
 LIMIT: Final = 10.0  # seconds that an exchange may take
-_MAGIC: Final = 0x53504331  # of messages of this version
-_HEADER: Final = 8  # bytes: this number, and how many bytes follow
 _TRIED, _ROWS = 50, 16  # exchanges that are timed, and their rows
-_MOST: Final = 1 << 28  # bytes of a message
-
-
-class Link:
-    """A stream of messages between two processes of ours, each as long as its header says."""
-
-    def __init__(self, ours: socket.socket) -> None:
-        self._socket = ours
-
-    @property
-    def number(self) -> int:
-        """The number of the open socket."""
-        return self._socket.fileno()
-
-    def send(self, message: bytes) -> None:
-        """Send a message; raises OSError where the other end is gone, or does not take it in time."""
-        self._socket.sendall(_MAGIC.to_bytes(4, "little") + len(message).to_bytes(4, "little") + message)
-
-    def receive(self) -> bytes:
-        """Wait for the next message.
-
-        Raises EOFError where the other end has closed the link, TimeoutError where it says nothing in time,
-        ValueError for what is no message of ours.
-        """
-        header = self._exactly(_HEADER, begun=False)
-        magic, length = (int.from_bytes(header[at : at + 4], "little") for at in (0, 4))
-        if magic != _MAGIC:
-            raise ValueError(f"a message begins with {magic:#x}, not with {_MAGIC:#x}: another version's")
-        if length > _MOST:
-            raise ValueError(f"a message has {length} bytes; allowed: {_MOST}")
-        return self._exactly(length, begun=True)
-
-    def within(self, seconds: float | None) -> None:
-        """Give up what takes longer from now on; None: never."""
-        self._socket.settimeout(seconds)
-
-    def close(self) -> None:
-        """Close this end; the other one notices."""
-        self._socket.close()
-
-    def _exactly(self, count: int, *, begun: bool) -> bytes:
-        parts = bytearray()
-        while len(parts) < count:
-            part = self._socket.recv(min(count - len(parts), 1 << 20))
-            if not part:
-                if begun or parts:
-                    raise ValueError("a message ends in its middle")
-                raise EOFError
-            parts += part
-        return bytes(parts)
 
 
 class Loss(NamedTuple):
@@ -147,26 +95,21 @@ class Group:
         """How partial sums travel, for people."""
         return "gloo" if self.exchange is None else "shared memory"
 
-    def connect(self, meeting: Path) -> None:
-        """Meet the other ranks by way of a file that none of them has made, and that may be removed then.
+    def connect(self, host: str = HERE) -> None:
+        """Meet the other ranks, by way of rank 0; `host` is this host's address where they can reach it.
 
         Raises PeerLostError where one of them does not come in time.
         """
         if self.exchange is None:
-            self._meet(meeting)
+            try:
+                if self.rank == 0:
+                    self._gloo = gloo_of_rank_0(self.size, self._links, limit=self.limit, host=host)
+                else:
+                    link = self._links[0]
+                    self._gloo = gloo_of(self.rank, self.size, link, limit=self.limit, host=host)
+            except (RuntimeError, OSError, EOFError, ValueError) as error:
+                raise self.lose() from error
         self.maximum(torch.zeros(1))  # until all of them have met all
-
-    def _meet(self, meeting: Path) -> None:
-        library: Any = dist  # which says little of its types
-        kind = library.distributed_c10d.ProcessGroupGloo
-        options = kind._Options()
-        options._timeout = timedelta(seconds=self.limit)
-        options._devices = [kind.create_device(hostname="127.0.0.1")]
-        try:
-            store = library.FileStore(str(meeting), self.size)
-            self._gloo = kind(store, self.rank, self.size, options)
-        except RuntimeError as error:
-            raise self.lose() from error
 
     def maximum(self, values: Tensor) -> Tensor:
         """The largest of all ranks, element by element, of float32 numbers >= 0; NaN is larger than any.

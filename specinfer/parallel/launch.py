@@ -4,10 +4,10 @@
     starts it, a socket for its link             ends when the link or its parent does
     settings: the model, its kind, kernels  -->
                                             <--  what it has loaded and runs on, or why it cannot
-    the file where all of them meet         -->
+    let us meet (parallel/meeting.py)       -->
     messages of runtime/sharded.py          -->
 
-Nothing has a name or a port that is fixed: the socket is inherited, the file lies in a folder of its own.
+Nothing has a name or a port that is fixed: the socket is inherited.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import json
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from specinfer.errors import ModelError, PeerLostError
-from specinfer.parallel.group import LIMIT, Group, Link, Loss
+from specinfer.parallel.group import LIMIT, Group, Loss
+from specinfer.parallel.link import Link
+from specinfer.parallel.meeting import HERE
 
 PEER_LOST: Final = 75  # the status with which a follower ends that has lost a rank itself
 _FOLLOWER: Final = (sys.executable, "-m", "specinfer.parallel.follower")
@@ -84,13 +84,11 @@ class Followers:
 
     def meet(self, group: Group) -> None:
         """Have all ranks meet; raises PeerLostError as Group."""
-        with tempfile.TemporaryDirectory(prefix="specinfer-ranks-") as folder:
-            meeting = Path(folder) / "meeting"
-            for link in self.links:
-                link.within(LIMIT)
-                with contextlib.suppress(OSError):
-                    link.send(json.dumps(str(meeting)).encode())
-            group.connect(meeting)
+        for link in self.links:
+            link.within(LIMIT)
+            with contextlib.suppress(OSError):
+                link.send(json.dumps({"meet": HERE}).encode())
+        group.connect()
 
     def lost(self) -> Loss:
         """Which rank is lost, and how; waits a moment for those to end that have noticed it."""

@@ -1,0 +1,230 @@
+"""A meeting: ranks that have links to rank 0 alone get to know one another by way of it.
+
+    gloo        a rank says where its own gloo listens; rank 0 hands that on to all others
+    introduce   two ranks get a link to one another: a pair of sockets on one host, else one of them
+                listens on a port that is free, the other dials it, and both show the key
+
+So nothing is met by a fixed name or port, nor by a store that anybody may write to.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import select
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from threading import Condition
+from typing import Any, Final, NamedTuple
+
+import torch.distributed as dist
+
+from specinfer.errors import KeyRefusedError
+from specinfer.parallel.link import Link, dial, greet, listen
+
+HERE: Final = "127.0.0.1"  # where gloo listens if all ranks are on one host
+_END: Final = b'{"met": true}'
+_Store: Any = getattr(dist, "Store", object)  # builds without it cannot have several ranks without kernels
+
+
+class _Board(_Store):  # type: ignore[misc]  # of which the library says little
+    """Where ranks of one gloo pin up where they listen, and read where others do."""
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        """`links` lead to those who are told what is pinned up here."""
+        super().__init__()
+        self.links = links
+        self.pinned: dict[str, bytes] = {}
+        self.changed = Condition()
+        self.closed = False
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Pin a value up, and tell it."""
+        self.pin(key, value.encode() if isinstance(value, str) else bytes(value))
+        for link in self.links:
+            link.send(_pin(key, self.pinned[key]))
+
+    def pin(self, key: str, value: bytes) -> None:
+        """Pin up what somebody has told."""
+        with self.changed:
+            self.pinned[key] = value
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Let nobody wait any longer."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        """What is pinned up; waits for it."""
+        self.wait([key])
+        return self.pinned[key]
+
+    def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
+        """Wait until all of these are pinned up."""
+        with self.changed:
+            found = self.changed.wait_for(
+                lambda: self.closed or all(key in self.pinned for key in keys),
+                None if limit is None else limit.total_seconds(),
+            )
+        if self.closed or not found:
+            raise RuntimeError("a rank has not said where it listens")
+
+
+class _FollowersBoard(_Board):
+    """A follower's: it reads what rank 0 hands on."""
+
+    def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
+        """Wait until all of these are pinned up."""
+        [link] = self.links
+        while not all(key in self.pinned for key in keys):
+            said = json.loads(link.receive())
+            self.pin(said["pin"], bytes.fromhex(said["as"]))
+
+
+def gloo_of_rank_0(size: int, links: Sequence[Link], *, limit: float, host: str = HERE) -> Any:
+    """Rank 0's gloo, which listens at an address of this host; the followers must call `gloo_of`.
+
+    Raises RuntimeError, OSError, EOFError or ValueError where one of them does not come within `limit`.
+    """
+    board = _Board(links)
+    with ThreadPoolExecutor(1) as pool:
+        own = pool.submit(_gloo, board, 0, size, limit, host)
+        try:
+            _hand_on(board, limit)
+        except BaseException:
+            board.close()
+            raise
+        return own.result()
+
+
+def gloo_of(rank: int, size: int, link: Link, *, limit: float, host: str = HERE) -> Any:
+    """A follower's gloo, whose `link` leads to rank 0; as `gloo_of_rank_0`."""
+    found = _gloo(_FollowersBoard([link]), rank, size, limit, host)
+    link.send(_END)
+    while link.receive() != _END:  # what is pinned up by ranks that this one has met already
+        pass
+    return found
+
+
+def _pin(key: str, value: bytes) -> bytes:
+    return json.dumps({"pin": key, "as": value.hex()}).encode()
+
+
+def _gloo(board: _Board, rank: int, size: int, limit: float, host: str) -> Any:
+    library: Any = dist  # which says little of its types
+    kind = library.distributed_c10d.ProcessGroupGloo
+    options = kind._Options()
+    options._timeout = timedelta(seconds=limit)
+    options._devices = [kind.create_device(hostname=host)]
+    return kind(board, rank, size, options)
+
+
+def _hand_on(board: _Board, limit: float) -> None:
+    """Tell each follower what the others pin up, until all of them have met."""
+    poll, until = select.poll(), time.monotonic() + limit
+    waiting = {link.number: link for link in board.links}
+    for number in waiting:
+        poll.register(number, select.POLLIN)
+    while waiting:
+        ready = poll.poll(1000 * max(0.0, until - time.monotonic()))
+        if not ready:
+            raise TimeoutError("a rank has not met the others in time")
+        for number, _ in ready:
+            said = waiting[number].receive()
+            if said == _END:
+                poll.unregister(number)
+                del waiting[number]
+                continue
+            pinned = json.loads(said)
+            board.pin(pinned["pin"], bytes.fromhex(pinned["as"]))
+            for other in board.links:
+                if other.number != number:
+                    other.send(said)
+    for link in board.links:
+        link.send(_END)
+
+
+class Met(NamedTuple):
+    """A link to another rank than rank 0."""
+
+    rank: int
+    link: Link
+
+
+def introduce(
+    links: Mapping[int, Link], first: int, second: int, *, key: bytes | None, limit: float
+) -> Link | None:
+    """Give ranks `first` and `second` a link to one another; called by rank 0, whose links to all these are.
+
+    Each of the two that is a follower calls `introduced` at the same time. Where `first` is 0 the link is
+    returned, which is another one than that for messages. `key` is needed where one of the two is on another
+    host. Raises OSError, EOFError or ValueError where one of them is lost.
+    """
+    assert 0 <= first < second
+    ends = [links.get(first), links[second]]
+    far = [link is not None and link.hosts is not None for link in ends]
+    if not any(far):
+        pair = socket.socketpair()
+        for link, end, peer in zip(ends, pair, (second, first), strict=True):
+            if link is not None:
+                with end:
+                    link.send(json.dumps({"peer": peer}).encode())
+                    link.send_socket(end)
+        return Link(pair[0]) if first == 0 else None
+    assert key is not None, "a rank on another host has shown that it knows the key"
+    purpose = f"ranks {first} and {second}, {secrets.token_hex(16)}"
+    told = {"purpose": purpose, "limit": limit}
+    if first == 0:
+        hosts = links[second].hosts
+        assert hosts is not None
+        with listen(hosts[0], 0) as listening:
+            at = listening.getsockname()[:2]
+            links[second].send(json.dumps({"peer": first, "dial": at, **told}).encode())
+            return _accepted(listening, key, purpose, limit)
+    # Where the first one is seen: by rank 0 if it is elsewhere, else as rank 0 itself is seen by the second.
+    own, other = links[first], links[second]
+    host = own.hosts[1] if own.hosts is not None else other.hosts[0] if other.hosts is not None else HERE
+    own.send(json.dumps({"peer": second, "listen": host, **told, **_shown(own, key)}).encode())
+    port = json.loads(own.receive())["port"]
+    other.send(json.dumps({"peer": first, "dial": [host, port], **told, **_shown(other, key)}).encode())
+    return None
+
+
+def introduced(link: Link, key: bytes | None) -> Met:
+    """The rank to which rank 0 has made a link for this one; called by a follower, `link` leads to rank 0.
+
+    `key` may be missing at a follower of rank 0's own host, which is told. Raises as `introduce`.
+    """
+    told = json.loads(link.receive())
+    if "purpose" not in told:
+        return Met(told["peer"], Link(link.receive_socket()))
+    key = bytes.fromhex(told["key"]) if "key" in told else key
+    assert key is not None, "a rank on another host knows the key"
+    purpose, limit = told["purpose"], told["limit"]
+    if "dial" in told:
+        host, port = told["dial"]
+        return Met(told["peer"], dial(host, port, key, purpose, limit=limit))
+    with listen(told["listen"], 0) as listening:
+        link.send(json.dumps({"port": listening.getsockname()[1]}).encode())
+        return Met(told["peer"], _accepted(listening, key, purpose, limit))
+
+
+def _shown(link: Link, key: bytes) -> dict[str, str]:
+    """The key, for a rank of this host, to which a link is private."""
+    return {"key": key.hex()} if link.hosts is None else {}
+
+
+def _accepted(listening: socket.socket, key: bytes, purpose: str, limit: float) -> Link:
+    """The first that comes with the right key, whoever else comes."""
+    until = time.monotonic() + limit
+    while True:
+        listening.settimeout(max(0.001, until - time.monotonic()))
+        connection = listening.accept()[0]
+        with suppress(KeyRefusedError, OSError, ValueError):
+            return greet(connection, key, purpose)

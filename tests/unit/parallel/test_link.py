@@ -1,0 +1,233 @@
+"""Links over TCP: who does not know the key learns nothing, and nobody believes what comes over them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from specinfer.errors import ConfigError, KeyRefusedError
+from specinfer.parallel.link import Link, dial, greet, listen, parse_address, read_key
+from specinfer.parallel.meeting import introduce, introduced
+
+KEY, OTHER = b"k" * 32, b"o" * 32
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def met(pool: ThreadPoolExecutor, dials: Callable[[int], object]) -> tuple[Future[Link], Future[object]]:
+    """What becomes of a connection at the side that listens with KEY, and at the other."""
+    listening = listen("127.0.0.1", 0)
+
+    def greets() -> Link:
+        with listening:
+            return greet(listening.accept()[0], KEY, "tests", limit=0.3)
+
+    return pool.submit(greets), pool.submit(dials, listening.getsockname()[1])
+
+
+def tcp(pool: ThreadPoolExecutor) -> tuple[Link, Link]:
+    ours, its = met(pool, lambda port: dial("127.0.0.1", port, KEY, "tests"))
+    found = its.result(5)
+    assert isinstance(found, Link)
+    return ours.result(5), found
+
+
+def test_those_who_know_the_key_have_a_link(pool: ThreadPoolExecutor) -> None:
+    ours, its = tcp(pool)
+    assert ours.hosts == its.hosts == ("127.0.0.1", "127.0.0.1")
+    its.send(b"x" * 100_000)
+    assert ours.receive() == b"x" * 100_000
+    assert not ours.ended()
+    its.close()
+    assert ours.ended()
+    with pytest.raises(EOFError):
+        ours.receive()
+    ours.close()
+    assert ours.ended()
+
+
+@pytest.mark.parametrize(("key", "purpose"), [(OTHER, "tests"), (KEY, "another purpose")])
+def test_another_key_is_refused_on_both_sides(pool: ThreadPoolExecutor, key: bytes, purpose: str) -> None:
+    ours, its = met(pool, lambda port: dial("127.0.0.1", port, key, purpose))
+    with pytest.raises(KeyRefusedError, match="it does not know the key"):
+        ours.result(5)
+    with pytest.raises(KeyRefusedError, match=r"127.0.0.1:\d+ has another key"):
+        its.result(5)
+
+
+def message(said: bytes) -> bytes:
+    return struct.pack("<II", 0x53504331, len(said)) + said
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        message(b""),
+        message(b"x"),
+        message(b"\0" * 64),
+        message(b"\0" * 65),
+        struct.pack("<II", 0x53504331, 1 << 28),
+        struct.pack("<II", 0x53504330, 64) + b"\0" * 64,
+        message(b"\0" * 64)[:-1],
+    ],
+)
+def test_whoever_shows_no_key_hears_nothing_but_a_number(pool: ThreadPoolExecutor, said: bytes) -> None:
+    def stranger(port: int) -> bytes:
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(said)
+            heard = b""
+            try:
+                while part := connection.recv(100):
+                    heard += part
+            except ConnectionResetError:
+                pass
+            return heard
+
+    ours, heard = met(pool, stranger)
+    with pytest.raises((KeyRefusedError, OSError, ValueError)):
+        ours.result(5)
+    found = heard.result(5)
+    assert isinstance(found, bytes)
+    assert len(found[:40]) in (0, 40)  # a reset may take it away
+    assert found[40:] in (b"", message(b"another key"))
+
+
+def test_a_stranger_who_repeats_what_it_hears_is_found_out(pool: ThreadPoolExecutor) -> None:
+    """It has no key, and asks each side for the other's proof."""
+
+    def mirror(listening: socket.socket) -> None:
+        with listening, listening.accept()[0] as connection:
+            connection.sendall(message(b"n" * 32))
+            said = connection.recv(200)
+            connection.sendall(message(said[-32:]))
+
+    listening = listen("127.0.0.1", 0)
+    repeats = pool.submit(mirror, listening)
+    with pytest.raises(KeyRefusedError, match="does not know the key"):
+        dial("127.0.0.1", listening.getsockname()[1], KEY, "tests")
+    repeats.result(5)
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", message(b"short")])
+def test_what_listens_and_is_none_of_ours_is_left(pool: ThreadPoolExecutor, answer: bytes) -> None:
+    def other(listening: socket.socket) -> None:
+        with listening, listening.accept()[0] as connection:
+            connection.sendall(answer)
+
+    listening = listen("127.0.0.1", 0)
+    pool.submit(other, listening)
+    with pytest.raises((OSError, ValueError)):
+        dial("127.0.0.1", listening.getsockname()[1], KEY, "tests")
+
+
+@pytest.mark.parametrize(
+    ("sent", "line"),
+    [
+        (struct.pack("<II", 0x53504330, 4) + b"abcd", "another version"),
+        (struct.pack("<II", 0x53504331, 1 << 30), "allowed"),
+        (struct.pack("<II", 0x53504331, 9) + b"abcd", "in its middle"),
+        (b"\1\2\3", "in its middle"),
+    ],
+)
+def test_a_stream_of_anything_else_ends_over_tcp_too(
+    pool: ThreadPoolExecutor, sent: bytes, line: str
+) -> None:
+    ours, its = tcp(pool)
+    os.write(its.number, sent)
+    its.close()
+    with pytest.raises(ValueError, match=line):
+        ours.receive()
+    ours.close()
+
+
+def test_a_message_a_byte_at_a_time_is_not_waited_for_for_ever(pool: ThreadPoolExecutor) -> None:
+    ours, its = tcp(pool)
+    ended = threading.Event()
+
+    def drip() -> None:
+        for byte in struct.pack("<II", 0x53504331, 100):
+            os.write(its.number, bytes([byte]))
+        while not ended.wait(0.05):
+            os.write(its.number, b"x")
+
+    dripping = pool.submit(drip)
+    ours.within(0.3)
+    with pytest.raises(TimeoutError, match=r"nothing whole was said for 0\.3 s"):
+        ours.receive()
+    ended.set()
+    dripping.result(5)
+    ours.close()
+    its.close()
+
+
+def test_keys_are_read_from_files_that_others_cannot_read(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    for written, mode, line in [
+        (KEY, 0o644, r"others may read the key in .*key \(its mode is 644\): chmod 600 "),
+        (KEY, 0o640, "others may read"),
+        (b"short\n", 0o600, "has 5 bytes; allowed: 16 to 4096: make one with"),
+        (b"x" * 5000, 0o600, "allowed"),
+    ]:
+        file.write_bytes(written)
+        file.chmod(mode)
+        with pytest.raises(ConfigError, match=line):
+            read_key(file)
+    with pytest.raises(ConfigError, match=r"cannot read the key in .*none: No such file"):
+        read_key(tmp_path / "none")
+    file.write_bytes(KEY + b"\n")
+    assert read_key(file) == KEY
+
+
+def test_addresses() -> None:
+    assert parse_address("10.0.0.1:29500") == ("10.0.0.1", 29500)
+    assert parse_address("[fe80::1]:1") == ("fe80::1", 1)
+    for wrong in ("host", "host:", ":1", "host:0", "host:65536", "host:x", "::1:1", "host:1_0"):
+        with pytest.raises(ConfigError, match="allowed: HOST:PORT"):
+            parse_address(wrong)
+
+
+def private() -> tuple[Link, Link]:
+    ours, its = socket.socketpair()
+    return Link(ours), Link(its)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("far", [(), (1,), (2,), (1, 2)])
+def test_two_ranks_get_a_link_to_one_another(
+    pool: ThreadPoolExecutor, first: int, far: tuple[int, ...]
+) -> None:
+    pairs = {rank: tcp(pool) if rank in far else private() for rank in (1, 2)}
+    links = {rank: ours for rank, (ours, _) in pairs.items()}
+    followers = {
+        rank: pool.submit(introduced, pairs[rank][1], KEY if rank in far else None)
+        for rank in (first, 2)
+        if rank
+    }
+    own = introduce(links, first, 2, key=KEY, limit=2.0)
+    second = followers[2].result(5)
+    if first:
+        assert own is None
+        assert followers[1].result(5).rank == 2
+        own = followers[1].result(5).link
+    assert own is not None
+    assert second.rank == first
+    assert (own.hosts is not None) == bool(set(far) & {first, 2})
+    own.send(b"there")
+    assert second.link.receive() == b"there"
+    second.link.send(b"and back")
+    assert own.receive() == b"and back"
+    for link in (own, second.link, *(link for pair in pairs.values() for link in pair)):
+        link.close()
