@@ -119,6 +119,13 @@ class EngineConfig:
         "stay in the first process ([distributed.md](distributed.md)).",
         least=1,
     )
+    pipeline_parallel: int = option(
+        1,
+        "Stages of the target, in processes of this host: each has some of the layers.",
+        more="Each has as many processes as `tensor_parallel` says. The text is the same for every number of "
+        "them ([distributed.md](distributed.md)).",
+        least=1,
+    )
     chat_template: str | None = option(
         None,
         "A file with a chat template in place of the model's own.",
@@ -170,13 +177,19 @@ class EngineConfig:
         check_options(self)
         if self.chat_template == "":
             raise ConfigError("chat_template is ''; allowed: the path of a file, or None")
-        if self.tensor_parallel > 1:
+        if self.ranks > 1:
             self._check_ranks()
+
+    @property
+    def ranks(self) -> int:
+        """The processes that run the target."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     def _check_ranks(self) -> None:
         """Raise ConfigError for what does not go with several ranks."""
-        told = f"with tensor_parallel {self.tensor_parallel}"
-        if self.quantization != "int8":
+        sizes = {"tensor_parallel": self.tensor_parallel, "pipeline_parallel": self.pipeline_parallel}
+        told = "with " + " and ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        if self.quantization != "int8" and self.tensor_parallel > 1:
             raise ConfigError(
                 f"quantization is {self.quantization!r} {told}; allowed there: int8, whose sums are exact "
                 "however many add them"

@@ -21,7 +21,8 @@ from specinfer.models.weights import load_model, open_model
 from specinfer.parallel.follower import follow
 from specinfer.parallel.group import Group
 from specinfer.parallel.link import Link
-from specinfer.parallel.share import Share
+from specinfer.parallel.share import Layout
+from specinfer.speculation_config import Quantization
 from specinfer.tokenizer import Tokenizer
 from tests.engines import ENGINE
 
@@ -29,10 +30,14 @@ CPU = torch.device("cpu")
 
 
 def whole_model(
-    path: Path, kernels: Kernels, cache: Path, dtype: torch.dtype = torch.float32
+    path: Path,
+    kernels: Kernels,
+    cache: Path,
+    dtype: torch.dtype = torch.float32,
+    quantization: Quantization = "int8",
 ) -> LanguageModel:
-    """The model of one process, in int8."""
-    return load_model(path, dtype=dtype, device=CPU, kernels=kernels, quantization="int8", cache=cache)
+    """The model of one process."""
+    return load_model(path, dtype=dtype, device=CPU, kernels=kernels, quantization=quantization, cache=cache)
 
 
 @contextmanager
@@ -43,22 +48,25 @@ def ranks_of(
     cache: Path,
     *,
     dtype: torch.dtype = torch.float32,
+    quantization: Quantization = "int8",
     whole_table: bool = False,
+    stages: int = 1,
 ) -> Iterator[LanguageModel]:
-    """Rank 0's part of a model in int8, whose followers run in threads until the block ends."""
+    """Rank 0's part of a model, whose followers run in threads until the block ends."""
+    opened, width = open_model(path), size // stages
+    layout = Layout.of(width, stages, [1] * opened.config.num_layers, 0)
     pairs = [socket.socketpair() for _ in range(1, size)]
-    groups = [Group(0, size, [Link(ours) for ours, _ in pairs])]
-    groups += [Group(rank, size, [Link(its)]) for rank, (_, its) in enumerate(pairs, start=1)]
-    opened = open_model(path)
+    links = [[Link(ours) for ours, _ in pairs], *([Link(its)] for _, its in pairs)]
+    groups = [Group(rank, size, links[rank], bounds=layout.bounds) for rank in range(size)]
     models = [
         load_model(
             opened,
             dtype=dtype,
             device=CPU,
             kernels=kernels,
-            quantization="int8",
+            quantization=quantization,
             cache=cache,
-            part=Share(rank, size).of(opened.config, whole_table=whole_table),
+            part=layout.part(rank, opened.config, whole_table=whole_table),
             group=group,
         )
         for rank, group in enumerate(groups)

@@ -47,9 +47,10 @@ def check_promise(
         yield from identity.check_identity(
             name, params, prompts, plain, coupled, alone=effort.alone, progress=progress
         )
-    ranks = llm.config.tensor_parallel
+    ranks = llm.config.ranks
     if ranks > 1:
-        with LLM(replace(llm.config, tensor_parallel=1, speculation=NO_SPECULATION)) as one:
+        alone = replace(llm.config, tensor_parallel=1, pipeline_parallel=1, speculation=NO_SPECULATION)
+        with LLM(alone) as one:
             for name, sampling in identity.SAMPLING.items():
                 params = replace(sampling, max_tokens=effort.max_tokens)
                 yield identity.check_ranks(

@@ -97,6 +97,8 @@ def target_curve(
     variant = f"{config.quantization}, {models.target.config.vocab_size} logits"
     if (group := models.target.group) is not None:
         variant += f", {group.size} ranks over {group.transport}"
+        if group.stages > 1:
+            variant += f", stages from {group.bounds}"
     curve = _curve(config, executor, models, progress)
     plan, stream = models.plan, models.target.stream
     if plan is None or stream is None:

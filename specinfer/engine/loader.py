@@ -81,6 +81,9 @@ class Loader:
         """
         kernels = self._fitting(ranks.found, quantization, ranks.size)
         products = kernels.products
+        if ranks.layout.stages > 1 and quantization != "none":  # a stage's matrices alone are not kept
+            with contextlib.suppress(ModelError):  # else they are quantized at each start
+                self._prepare(ranks.found, kernels, quantization)
         ranks.start(
             kernels.library,
             quantization=quantization,

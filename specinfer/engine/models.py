@@ -44,7 +44,8 @@ from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import is_of
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.prepared import identity
-from specinfer.models.weights import open_model
+from specinfer.models.weights import layer_bytes, open_model, weight_bytes
+from specinfer.parallel.share import Layout
 from specinfer.progress import NoProgress, Progress
 from specinfer.runtime.flight import torch_threads
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, draft_vocabulary
@@ -54,7 +55,8 @@ from specinfer.tokenizer import Tokenizer
 _LOG = logging.getLogger(__name__)
 # What decides which weights are loaded and what runs them; `drafts` may name fewer.
 _LOADED = (
-    *("model", "dtype", "device", "quantization", "kernels", "threads", "tensor_parallel"),
+    *("model", "dtype", "device", "quantization", "kernels", "threads"),
+    *("tensor_parallel", "pipeline_parallel"),
     *("chat_template", "memory", "offload", "offload_folder"),
 )
 _BESIDE = 4  # variants have room for KV together, where memory was planned for one engine
@@ -100,7 +102,7 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     _check_quantization("draft_quantization", config.speculation.draft_quantization, device)
     kernels, lacking = choose_kernels(config.kernels, device, show)
     dtype = pick_dtype(config.dtype, device, kernels)
-    with torch_threads(use_threads(config.threads, kernels, config.tensor_parallel)):  # PyTorch's load models
+    with torch_threads(use_threads(config.threads, kernels, config.ranks)):  # PyTorch's load models
         return _load_models(config, device, dtype, kernels, lacking, show)
 
 
@@ -148,11 +150,14 @@ def _load_models(
     )
     reads_table = wanted.reads_table or SELF in speculation.drafts
     followers: Sequence[ModelConfig] = ()
-    if config.tensor_parallel == 1:
+    if config.ranks == 1:
         loaded = loader.target(target, of_target, reads_table=reads_table)
     else:
-        ranks = Ranks(target, config.tensor_parallel, whole_table=reads_table)
-        loaded = loader.shared_out(ranks, of_target, thread_count(config.threads, config.tensor_parallel))
+        layers = layer_bytes(target.model, dtype, of_target)
+        beside = weight_bytes(target.config, dtype, kernels, of_target) - sum(layers)
+        layout = Layout.of(config.tensor_parallel, config.pipeline_parallel, layers, beside)
+        ranks = Ranks(target, layout, whole_table=reads_table)
+        loaded = loader.shared_out(ranks, of_target, thread_count(config.threads, config.ranks))
         followers = ranks.parts[1:]
         line = f"{Path(target.files.name).name or target.files.name}: {ranks}"
         show.say(line)
@@ -327,7 +332,7 @@ def threads_of_torch(config: EngineConfig, models: Models) -> int:
     """
     loaded = (models.target, *models.drafts.values())
     native = all(isinstance(model.kernels.attention, NativeAttention) for model in loaded)
-    return 1 if native else thread_count(config.threads, config.tensor_parallel)
+    return 1 if native else thread_count(config.threads, config.ranks)
 
 
 def _check_quantization(option: str, value: Quantization, device: torch.device) -> None:

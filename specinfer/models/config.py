@@ -5,6 +5,7 @@ A family is a set of values of these fields plus a name map (safetensors.py, ggu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -85,8 +86,34 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineStage:
+    """Layers first .. behind - 1 of a model of `count`: those of one of several pipeline stages.
+
+    The first stage embeds tokens, too, and makes logits of what the last one hands back to it.
+    """
+
+    first: int
+    behind: int
+    count: int
+
+    @property
+    def begins(self) -> bool:
+        """Whether it is the first one."""
+        return self.first == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether it is the last one, which has the norm behind the layers."""
+        return self.behind == self.count
+
+    def taps(self, layers: Iterable[int]) -> list[int]:
+        """Those of these layers of the model whose inputs it sees; `count` stands for the output."""
+        return [i for i in layers if self.first <= i < self.behind or (self.ends and i == self.count)]
+
+
+@dataclass(frozen=True, slots=True)
 class Ranges:
-    """The rows and columns of a whole model's matrices that one of several ranks has; None: all.
+    """The parts of a whole model's matrices that one of several ranks has; None: all.
 
     parallel/share.py says which.
     """
@@ -96,13 +123,14 @@ class Ranges:
     inner: range | None = None  # rows of an MLP's first matrices, and columns of its last
     vocab: range | None = None  # rows of the output layer
     table: range | None = None  # rows of the embeddings
+    stage: PipelineStage | None = None  # layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Everything the decoder needs to know besides the weights.
 
-    That of a rank's part has the heads and the MLP size of that part, and all else of the whole.
+    That of a rank's part has the heads, the MLP size and the layers of that part, and all else of the whole.
     """
 
     family: Family
@@ -160,6 +188,11 @@ class ModelConfig:
                 f"sliding windows {sorted({w for w in self.layer_windows if w is not None})} differ between "
                 "layers; one window size per model is supported"
             )
+
+    @property
+    def stage(self) -> PipelineStage:
+        """Which layers of the whole model these are."""
+        return self.part.stage or PipelineStage(0, self.num_layers, self.num_layers)
 
     @property
     def window(self) -> int | None:

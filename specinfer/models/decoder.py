@@ -17,7 +17,7 @@ from specinfer.kernels.decoder import LayerParts, NativeDecoder, NativeLayers
 from specinfer.kernels.product import Product
 from specinfer.models.config import Activation, ModelConfig
 from specinfer.models.language_model import LanguageModel, PassContext, Read, Residual, Taps, check_taps
-from specinfer.models.layers import Attention, GatedMLP, RMSNorm, output_layer
+from specinfer.models.layers import Attention, GatedMLP, RMSNorm, embedding_and_output
 from specinfer.models.rope import RotaryEmbedding, rotations
 from specinfer.models.weight_memory import Weights
 
@@ -29,8 +29,7 @@ class Decoder(LanguageModel):
         assert config.rope is not None, f"{config.family} has no rope"
         super().__init__(config, weights)
         # The largest matrices come first: copies of them as they are read are gone before the layers come.
-        self.table = weights.table("model.embed_tokens.weight", config.part.table)
-        self.output = output_layer(config, weights, "model.embed_tokens", self.table)
+        self.table, self.output = embedding_and_output(config, weights, "model.embed_tokens")
         # transformers rounds Gemma's scale to the model's dtype; so it was trained, so we do.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
         self._final_norm = RMSNorm(
@@ -44,8 +43,9 @@ class Decoder(LanguageModel):
             if config.local_rope is None
             else RotaryEmbedding(config.local_rope, config.head_dim, self.device)
         )
+        stage = config.stage
         self._layers: Sequence[DecoderLayer] = weights.each(
-            lambda i: DecoderLayer(i, config, weights, f"model.layers.{i}"), config.num_layers
+            lambda i: DecoderLayer(i, config, weights, f"model.layers.{stage.first + i}"), config.num_layers
         )
         native: NativeLayers | None = None
         # Of ReLU there is no native gate, and a single call cannot wait for weights.
@@ -57,7 +57,8 @@ class Decoder(LanguageModel):
         self._native: NativeDecoder | None = None
         if native is not None:
             self._native = NativeDecoder(
-                *(native, self.table.whole, self._embedding_scale, self._final_norm.weight_D),
+                *(native, self.table.whole, self._embedding_scale if stage.begins else 1.0),
+                self._final_norm.weight_D,
                 output=self.output,
                 rotations=partial(rotations, [self._rope, local], config.max_context),
             )
@@ -69,22 +70,38 @@ class Decoder(LanguageModel):
         return self.table.whole, self._embedding_scale
 
     def read(
-        self, token_ids_T: Tensor, context: PassContext, rows: Tensor | None = None, *, most_logits: int = 0
+        self,
+        token_ids_T: Tensor,
+        context: PassContext,
+        rows: Tensor | None = None,
+        *,
+        most_logits: int = 0,
+        given_TD: Tensor | None = None,
     ) -> Read:
         """A whole pass up to the head; see LanguageModel."""
-        attend = context.attend
+        attend, stage = context.attend, self.config.stage
         if self._native is None or not isinstance(attend, NativeAttend) or not token_ids_T.numel():
-            return super().read(token_ids_T, context, rows)
-        check_taps(context.taps, self.config.num_layers)
+            return super().read(token_ids_T, context, rows, given_TD=given_TD)
+        check_taps(context.taps, stage)
         if self.config.logit_softcap is not None:
             most_logits = 0  # the head's product is not all of them
+        taps = [tap - stage.first for tap in context.taps]
+        if not stage.ends:  # what the last of these layers leaves is handed on
+            taps.append(self.config.num_layers)
+            rows, most_logits = token_ids_T[:0], 0
         embedding_ND = None
-        if self.table.whole is None:
+        if given_TD is not None:  # what lies there is looked up as embeddings are
+            embedding_ND, token_ids_T = given_TD, torch.arange(len(given_TD))
+        elif self.table.whole is None:
             embedding_ND, token_ids_T = self.table.rows(token_ids_T)
-        native = self._native(
-            *(token_ids_T, context.positions_T, rows, attend, context.taps, most_logits, embedding_ND)
+        hidden_RD, tapped_TND, logits_RV = self._native(
+            *(token_ids_T, context.positions_T, rows, attend, taps, most_logits, embedding_ND)
         )
-        return Read(*native)
+        if stage.ends or tapped_TND is None:
+            return Read(hidden_RD, tapped_TND, logits_RV)
+        handed_TD = tapped_TND[:, -1].contiguous()
+        tapped_TND = tapped_TND[:, :-1].contiguous() if context.taps else None
+        return Read(hidden_RD, tapped_TND, handed_TD=handed_TD)
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
         """What the first layer is given; see LanguageModel. Positions are a matter of its attention."""
@@ -93,17 +110,18 @@ class Decoder(LanguageModel):
 
     def run_layers(self, residual: Residual, context: PassContext) -> tuple[Residual, Tensor | None]:
         """What the layers make of `residual`, and their tapped inputs; see LanguageModel."""
-        check_taps(context.taps, self.config.num_layers)
+        stage = self.config.stage
+        check_taps(context.taps, stage)
         rope = local_rope = self._rope.at(context.positions_T)
         if self._local_rope is not None:
             local_rope = self._local_rope.at(context.positions_T)
         seen = Taps(context.taps, residual.x_TD)
-        for i, layer in enumerate(self._layers):
+        for i, layer in enumerate(self._layers, start=stage.first):
             seen.see(i, residual)
             own = local_rope if layer.local else rope
             y_TD = layer(residual.x_TD, residual.y_TD, own, context.attend)
             residual = Residual(residual.x_TD, y_TD)
-        seen.see(len(self._layers), residual)
+        seen.see(stage.behind, residual)
         return residual, seen.tapped_TND
 
     def final_norm(self, residual: Residual, rows: Tensor | None = None) -> Tensor:
@@ -211,10 +229,11 @@ def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors a Decoder of this config asks for, by name, with their shapes."""
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * head, config.num_kv_heads * head
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    shapes["model.norm.weight"] = (hidden,)
+    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,)}
+    if config.stage.begins:
+        shapes["model.embed_tokens.weight"] = (config.vocab_size, hidden)
+        if not config.tie_embeddings:
+            shapes["lm_head.weight"] = (config.vocab_size, hidden)
     norms = ["input_layernorm", "post_attention_layernorm"]
     if config.sandwich_norms:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
@@ -227,7 +246,7 @@ def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         ("mlp.up_proj", inner, hidden, config.mlp_bias),
         ("mlp.down_proj", hidden, inner, config.mlp_bias),
     ]
-    for i in range(config.num_layers):
+    for i in range(config.stage.first, config.stage.behind):
         prefix = f"model.layers.{i}"
         shapes |= {f"{prefix}.{name}.weight": (hidden,) for name in norms}
         if config.qk_norm:

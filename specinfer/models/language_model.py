@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specinfer.attention.backend import Attend
 from specinfer.kernels.product import Product
-from specinfer.models.config import ModelConfig
+from specinfer.models.config import ModelConfig, PipelineStage
 from specinfer.models.weight_memory import EmbeddingTable, Weights
 
 
@@ -48,6 +48,7 @@ class Read(NamedTuple):
     hidden_RD: Tensor  # what the head reads of each row that was chosen
     tapped_TND: Tensor | None = None  # the inputs of layers that have a tap
     logits_RV: Tensor | None = None  # what the head made of these rows, where they were few
+    handed_TD: Tensor | None = None  # what the next pipeline stage is given, where this is not the last
 
 
 class LanguageModel(ABC):
@@ -70,17 +71,27 @@ class LanguageModel(ABC):
         )  # brings the weights of some layers while a pass runs; None: all are there
 
     def read(
-        self, token_ids_T: Tensor, context: PassContext, rows: Tensor | None = None, *, most_logits: int = 0
+        self,
+        token_ids_T: Tensor,
+        context: PassContext,
+        rows: Tensor | None = None,
+        *,
+        most_logits: int = 0,
+        given_TD: Tensor | None = None,
     ) -> Read:
         """A whole pass up to the head, of which these rows (int64; None: all) are read.
 
         A model that makes it in one call gives the bits of these steps. Where no more than `most_logits` rows
-        are read, logits may come along, which are those that `logits` makes. Raises ValueError for taps of
-        layers the model lacks.
+        are read, logits may come along, which are those that `logits` makes. A later pipeline stage is given
+        what the one before has handed on, which is used up; one with others behind it reads no rows. Raises
+        ValueError for taps of layers the model lacks.
         """
-        residual = self.embed(token_ids_T, context.positions_T)
+        residual = self.embed(token_ids_T, context.positions_T) if given_TD is None else Residual(given_TD)
         residual, tapped_TND = self.run_layers(residual, context)
-        return Read(self.final_norm(residual, rows), tapped_TND)
+        if self.config.stage.ends:
+            return Read(self.final_norm(residual, rows), tapped_TND)
+        handed_TD = residual.summed()
+        return Read(handed_TD[:0], tapped_TND, handed_TD=handed_TD)
 
     @abstractmethod
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
@@ -94,7 +105,8 @@ class LanguageModel(ABC):
         """What the layers make of `residual`, and the inputs of those with a tap, [T, N, D].
 
         Tap i is hidden_states[i] in transformers' counting, before layer i's first norm; behind the last
-        layer i is that layer's output. `residual` is used up: its tensors may be written to.
+        layer i is that layer's output. Layers of a stage are counted as the whole model's. `residual` is used
+        up: its tensors may be written to.
         """
 
     @abstractmethod
@@ -127,8 +139,9 @@ class Taps:
                 self.tapped_TND[:, place] = residual.summed()
 
 
-def check_taps(taps: Sequence[int], num_layers: int) -> None:
-    """Raise ValueError for taps of layers that a model of so many lacks; the number itself is the output."""
-    wrong = [tap for tap in taps if not 0 <= tap <= num_layers]
+def check_taps(taps: Sequence[int], stage: PipelineStage) -> None:
+    """Raise ValueError for taps of layers that these lack; the number of all layers is their output."""
+    seen = stage.taps(taps)
+    wrong = [tap for tap in taps if tap not in seen]
     if wrong:
-        raise ValueError(f"got taps {wrong}; allowed: 0 .. {num_layers}")
+        raise ValueError(f"got taps {wrong}; allowed: {stage.first} .. {stage.behind - (not stage.ends)}")

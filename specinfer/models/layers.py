@@ -120,15 +120,23 @@ class Attention:
         return self.o(attend(self.heads, self.qkv(x_TD), rotation))
 
 
-def output_layer(config: ModelConfig, weights: Weights, embeddings: str, table: EmbeddingTable) -> Product:
-    """The product that makes logits, of a matrix of its own or of the embeddings, which are `table`.
+def embedding_and_output(
+    config: ModelConfig, weights: Weights, embeddings: str
+) -> tuple[EmbeddingTable, Product]:
+    """The embeddings, and the product that makes logits, of a matrix of its own or of these.
 
-    A rank makes those of its part of the vocabulary.
+    A rank has those of its part of the vocabulary, and of pipeline stages the first one has them.
 
     A copy of tied embeddings, laid out as products read them, costs V * D * 2 bytes, and pays: a product with
     the plain matrix takes nearly twice as long.
     """
-    rows = [config.part.vocab]
+    if not config.stage.begins:
+        return EmbeddingTable(None), _makes_none
+    table, rows = weights.table(f"{embeddings}.weight", config.part.table), [config.part.vocab]
     if config.tie_embeddings:
-        return weights.linear(embeddings, tied=table, rows=rows)
-    return weights.linear("lm_head", rows=rows)
+        return table, weights.linear(embeddings, tied=table, rows=rows)
+    return table, weights.linear("lm_head", rows=rows)
+
+
+def _makes_none(x: Tensor) -> Tensor:
+    raise AssertionError("the first stage makes logits")

@@ -14,7 +14,7 @@ from specinfer.attention.backend import Attend
 from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel, PassContext, Residual, Taps, check_taps
-from specinfer.models.layers import ACTIVATIONS, Attention, LayerNorm, output_layer
+from specinfer.models.layers import ACTIVATIONS, Attention, LayerNorm, embedding_and_output
 from specinfer.models.weight_memory import Weights
 
 # OPT's position table starts two rows in: fairseq kept those for padding.
@@ -26,21 +26,26 @@ class OPTDecoder(LanguageModel):
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
-        self.table = weights.table("model.decoder.embed_tokens.weight", config.part.table)
-        self.output = output_layer(config, weights, "model.decoder.embed_tokens", self.table)
-        self._positions_PD = weights.tensor("model.decoder.embed_positions.weight")
+        self.table, self.output = embedding_and_output(config, weights, "model.decoder.embed_tokens")
+        self._positions_PD: Tensor | None = None
         self._project_in: Product | None = None
         self._project_out: Product | None = None
-        if config.embedding_size != config.hidden_size:
+        if config.stage.begins:
+            self._positions_PD = weights.tensor("model.decoder.embed_positions.weight")
+        if config.stage.begins and config.embedding_size != config.hidden_size:
             self._project_in = weights.linear("model.decoder.project_in")
             self._project_out = weights.linear("model.decoder.project_out")
         self._final_norm: LayerNorm | None = None
         if config.final_norm:
             self._final_norm = _norm("model.decoder.final_layer_norm", config, weights)
-        self._layers = weights.each(lambda i: _Layer(i, config, weights), config.num_layers)
+        first = config.stage.first
+        self._layers = weights.each(
+            lambda i: _Layer(i, config, weights, f"model.decoder.layers.{first + i}"), config.num_layers
+        )
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
         """What the first layer is given: tokens and their positions; see LanguageModel."""
+        assert self._positions_PD is not None, "the first stage embeds"
         rows_NE, places_T = self.table.rows(token_ids_T)
         x_TD = F.embedding(places_T, rows_NE)
         if self._project_in is not None:
@@ -49,12 +54,13 @@ class OPTDecoder(LanguageModel):
 
     def run_layers(self, residual: Residual, context: PassContext) -> tuple[Residual, Tensor | None]:
         """What the layers make of `residual`, and their tapped inputs; see LanguageModel."""
-        check_taps(context.taps, self.config.num_layers)
+        stage = self.config.stage
+        check_taps(context.taps, stage)
         seen = Taps(context.taps, residual.x_TD)
-        for i, layer in enumerate(self._layers):
+        for i, layer in enumerate(self._layers, start=stage.first):
             seen.see(i, residual)
             residual = Residual(layer(residual.summed(), context.attend))
-        seen.see(len(self._layers), residual)
+        seen.see(stage.behind, residual)
         return residual, seen.tapped_TND
 
     def final_norm(self, residual: Residual, rows: Tensor | None = None) -> Tensor:
@@ -74,9 +80,7 @@ class _Layer:
 
     __slots__ = ("_activation", "_attention", "_attention_norm", "_fc1", "_fc2", "_mlp_norm", "_norm_first")
 
-    def __init__(self, layer: int, config: ModelConfig, weights: Weights) -> None:
-        prefix = f"model.decoder.layers.{layer}"
-
+    def __init__(self, layer: int, config: ModelConfig, weights: Weights, prefix: str) -> None:
         def linear(
             bias: bool, *names: str, rows: Sequence[range | None] = (), columns: range | None = None
         ) -> Product:
@@ -117,20 +121,20 @@ def opt_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors an OPTDecoder of this config asks for, by name, with their shapes."""
     hidden, inner, embedding = config.hidden_size, config.intermediate_size, config.embedding_size
     root = "model.decoder"
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{root}.embed_tokens.weight": (config.vocab_size, embedding),
-        f"{root}.embed_positions.weight": (config.max_context + _POSITION_OFFSET, hidden),
-    }
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, embedding)
-    if embedding != hidden:
-        shapes[f"{root}.project_in.weight"] = (hidden, embedding)
-        shapes[f"{root}.project_out.weight"] = (embedding, hidden)
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.stage.begins:
+        shapes[f"{root}.embed_tokens.weight"] = (config.vocab_size, embedding)
+        shapes[f"{root}.embed_positions.weight"] = (config.max_context + _POSITION_OFFSET, hidden)
+        if not config.tie_embeddings:
+            shapes["lm_head.weight"] = (config.vocab_size, embedding)
+        if embedding != hidden:
+            shapes[f"{root}.project_in.weight"] = (hidden, embedding)
+            shapes[f"{root}.project_out.weight"] = (embedding, hidden)
     norms = [f"{root}.final_layer_norm"] if config.final_norm else []
     matrices = [(f"self_attn.{x}_proj", hidden, hidden, config.qkv_bias) for x in "qkv"]
     matrices.append(("self_attn.out_proj", hidden, hidden, config.o_bias))
     matrices += [("fc1", inner, hidden, config.mlp_bias), ("fc2", hidden, inner, config.mlp_bias)]
-    for i in range(config.num_layers):
+    for i in range(config.stage.first, config.stage.behind):
         prefix = f"{root}.layers.{i}"
         norms += [f"{prefix}.self_attn_layer_norm", f"{prefix}.final_layer_norm"]
         for name, rows, columns, bias in matrices:

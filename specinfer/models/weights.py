@@ -95,7 +95,7 @@ def load_model(
     loaded = load_parts(
         file,
         lambda weights: _built(part or config, weights),
-        tensors=_shapes(config),
+        tensors=_shapes(part or config),
         dtype=dtype,
         device=device,
         progress=progress,
@@ -105,6 +105,7 @@ def load_model(
         quantization=quantization,
         cache=cache,
         size=estimate_bytes(file, dtype, kernels, quantization),
+        whole=shared is None and (part is None or part.part.stage is None),
         shared=shared,
         group=group,
     )
@@ -159,13 +160,14 @@ def load_parts(
     cache: Path | None = None,
     borrowed: Path | None = None,
     size: int = 0,
+    whole: bool = True,
     shared: Shared | None = None,
     group: Group | None = None,
 ) -> _Part:
     """What `make` makes of a file's weights, which are these `tensors`; else as `load_model`.
 
     `borrowed` is another model's path whose tensors are among them: matrices kept of both are of both. The
-    disk is asked for `size` bytes before matrices are kept.
+    disk is asked for `size` bytes before matrices are kept, which those of a `whole` model are.
     """
     show = progress or NoProgress()
 
@@ -191,7 +193,7 @@ def load_parts(
             path.unlink(missing_ok=True)
         except OSError:
             return load(None)
-    if quantization == "none" or shared is not None:  # a file of a part of the model would be no good
+    if quantization == "none" or not whole:  # a file of a part of the model would be no good
         return load(None)
     with made_once(path, made_from, tensors, size, _not_kept) as kept:
         loaded = load(kept)
@@ -283,12 +285,13 @@ def weight_bytes(
     """The same of a model that is so, or of a rank's part of one."""
     part, vocab = config.part, config.vocab_size
     output_layer = (vocab if part.vocab is None else len(part.vocab), config.embedding_size)
+    begins = config.stage.begins
     if quantization == "none":
         elements = sum(math.prod(shape) for shape in _shapes(config).values())
-        if config.tie_embeddings and kernels.library is not None:
+        if config.tie_embeddings and kernels.library is not None and begins:
             elements += math.prod(output_layer)
         return elements * dtype.itemsize
-    size = int8_bytes(*output_layer)
+    size = int8_bytes(*output_layer) if begins else 0
     for name, shape in _shapes(config).items():
         if name == "lm_head.weight":
             continue

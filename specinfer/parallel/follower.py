@@ -16,9 +16,10 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -33,7 +34,7 @@ from specinfer.models.weights import load_model, open_model
 from specinfer.parallel.group import Group
 from specinfer.parallel.launch import PEER_LOST
 from specinfer.parallel.link import Link
-from specinfer.parallel.share import Share
+from specinfer.parallel.share import Layout
 from specinfer.runtime.executor import ModelRunner
 from specinfer.runtime.sharded import Close, Logits, MessageReader, Open, Pass, identity_of, widths_of
 from specinfer.speculation_config import Quantization
@@ -50,6 +51,7 @@ class Settings:
 
     rank: int
     size: int
+    bounds: Sequence[int]  # of its stages, as Layout has them
     model: str  # its path
     quantization: Quantization
     dtype: str  # of activations: bfloat16 or float32
@@ -59,6 +61,20 @@ class Settings:
     threads: int
     whole_table: bool  # whether each rank has all embeddings
     limit: float  # seconds that an exchange may take
+
+    @property
+    def layout(self) -> Layout:
+        """Which layers are whose."""
+        return Layout(self.size // (len(self.bounds) - 1), tuple(self.bounds))
+
+    def group(self, link: Link, kernels: Kernels, memory: int | None = None) -> Group:
+        """Its place among the ranks: `link` leads to rank 0, `memory` is a file that its stage shares."""
+        layout, exchange = self.layout, None
+        if memory is not None and kernels.library is not None:
+            place = self.rank % layout.width
+            exchange = SharedExchange(kernels.library, memory, layout.width, place, limit=self.limit)
+        how: dict[str, Any] = {"limit": self.limit, "exchange": exchange, "bounds": layout.bounds}
+        return Group(self.rank, self.size, [link], **how)
 
     def kernels(self) -> Kernels:
         """The kernels that rank 0 has for its part."""
@@ -81,7 +97,7 @@ class Settings:
             device=torch.device("cpu"),
             kernels=kernels,
             quantization=self.quantization,
-            part=Share(self.rank, self.size).of(opened.config, whole_table=self.whole_table),
+            part=self.layout.part(self.rank, opened.config, whole_table=self.whole_table),
             group=group,
         )
 
@@ -90,12 +106,13 @@ class Settings:
         return asdict(self)
 
 
+@torch.inference_mode()
 def follow(group: Group, model: LanguageModel) -> None:
     """Run what rank 0 says until it closes the link.
 
     Raises ValueError for a message that is none or does not fit, PeerLostError where a rank is lost.
     """
-    reader, widths = MessageReader(model.config, model.dtype), widths_of(model, group.size)
+    reader, widths = MessageReader(model.config, model.dtype), widths_of(model, group)
     caches: dict[int, Open] = {}
     runners: dict[int, ModelRunner] = {}
     while True:
@@ -112,9 +129,11 @@ def follow(group: Group, model: LanguageModel) -> None:
         elif isinstance(command, Close):
             del caches[command.cache], runners[command.cache]
         elif isinstance(command, Pass):
-            logits_RV = runners[command.cache].follow(command.rows, logits=command.logits)
-            if logits_RV is not None:
-                group.gather(logits_RV, widths)
+            read = runners[command.cache].follow(command.rows, command.taps, logits=command.logits)
+            if read.tapped_TND is not None:
+                group.answer(read.tapped_TND)
+            if read.logits_RV is not None:
+                group.gather(read.logits_RV, widths)
         elif isinstance(command, Logits):
             bits = torch.from_numpy(command.bits.copy()).view(command.rows, -1)
             group.gather(model.logits(bits.view(model.dtype)), widths)
@@ -122,7 +141,6 @@ def follow(group: Group, model: LanguageModel) -> None:
             runners[command.cache].cache.move(command.sources, command.targets)
 
 
-@torch.inference_mode()
 def main() -> None:
     """Be the follower at the other end of an inherited socket, with memory that is inherited, too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -132,20 +150,18 @@ def main() -> None:
     try:
         settings = Settings(**json.loads(link.receive()))
         try:
-            kernels, exchange = settings.kernels(), None
-            if memory and kernels.library is not None:
-                rank, size, limit = settings.rank, settings.size, settings.limit
-                exchange = SharedExchange(kernels.library, memory[0], size, rank, limit=limit)
-            group = Group(settings.rank, settings.size, [link], limit=settings.limit, exchange=exchange)
+            kernels = settings.kernels()
+            group = settings.group(link, kernels, *memory)
             model = settings.load(kernels, group)
         except Exception as error:  # whatever it is, rank 0 says so
             told = str(error) if isinstance(error, SpecInferError) else repr(error)
             link.send(json.dumps({"failed": told}).encode())
             os._exit(_CANNOT_LOAD)
-        identity = identity_of(model, Path(settings.model), settings.quantization, settings.size)
+        identity = identity_of(model, Path(settings.model), settings.quantization, group)
         link.send(json.dumps({"identity": identity}).encode())
         group.connect(json.loads(link.receive())["meet"])
         group.seconds(model.config.hidden_size)
+        group.hop_seconds(model.config.hidden_size, model.dtype)
         follow(group, model)
     except (EOFError, OSError):  # rank 0 has gone
         os._exit(0)

@@ -38,19 +38,19 @@ _LOADING: Final = 600.0  # seconds that a follower may take to load after this r
 class Followers:
     """Processes of ranks 1 .. size - 1; each begins to load what its settings say."""
 
-    def __init__(self, settings: Sequence[Mapping[str, object]], memory: int | None = None) -> None:
+    def __init__(self, settings: Sequence[Mapping[str, object]], memory: Sequence[int] = ()) -> None:
         """`settings` are those of rank after rank, from rank 1 on (parallel/follower.py); JSON holds them.
 
-        `memory` is the number of a file of memory that all ranks share, which they inherit.
+        `memory` are the numbers of files of memory that each of them shares with others, and inherits.
         """
-        self._memory = [] if memory is None else [memory]
+        self._memory = [[file] for file in memory] or [[]] * len(settings)
         self.links: list[Link] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._started, self._closing = threading.Event(), threading.Event()
         self._failure: OSError | None = None
         self.on_end: Callable[[], object] | None = None  # called once when one has ended before `close`
         # Linux takes the end of the thread that has started a process for the end of its parent.
-        self._keeper = threading.Thread(target=self._keep, args=(len(settings),), daemon=True)
+        self._keeper = threading.Thread(target=self._keep, daemon=True)
         self._keeper.start()
         self._started.wait()
         if self._failure is not None:
@@ -120,16 +120,16 @@ class Followers:
         found = {rank: process.poll() for rank, process in enumerate(self._processes, start=1)}
         return {rank: status for rank, status in found.items() if status is not None}
 
-    def _keep(self, count: int) -> None:
+    def _keep(self) -> None:
         """The thread that starts them, and sees them end."""
         try:
-            for _ in range(count):
+            for memory in self._memory:
                 ours, its = socket.socketpair()
                 self.links.append(Link(ours))
                 with its:
                     process = subprocess.Popen(
-                        [*_FOLLOWER, *map(str, (its.fileno(), *self._memory))],
-                        pass_fds=[its.fileno(), *self._memory],
+                        [*_FOLLOWER, *map(str, (its.fileno(), *memory))],
+                        pass_fds=[its.fileno(), *memory],
                         stdin=subprocess.DEVNULL,
                         start_new_session=True,  # Ctrl-C is for rank 0, which ends its pass
                     )

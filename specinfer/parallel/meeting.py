@@ -34,16 +34,18 @@ _Store: Any = getattr(dist, "Store", object)  # builds without it cannot have se
 class _Board(_Store):  # type: ignore[misc]  # of which the library says little
     """Where ranks of one gloo pin up where they listen, and read where others do."""
 
-    def __init__(self, links: Sequence[Link]) -> None:
-        """`links` lead to those who are told what is pinned up here."""
+    def __init__(self, links: Sequence[Link], stage: int = 0) -> None:
+        """`links` lead to those who are told what is pinned up here; each pipeline stage has a gloo."""
         super().__init__()
         self.links = links
+        self._room = f"stage {stage}: "
         self.pinned: dict[str, bytes] = {}
         self.changed = Condition()
         self.closed = False
 
     def set(self, key: str, value: bytes | str) -> None:
         """Pin a value up, and tell it."""
+        key = self._room + key
         self.pin(key, value.encode() if isinstance(value, str) else bytes(value))
         for link in self.links:
             link.send(_pin(key, self.pinned[key]))
@@ -63,17 +65,20 @@ class _Board(_Store):  # type: ignore[misc]  # of which the library says little
     def get(self, key: str) -> bytes:
         """What is pinned up; waits for it."""
         self.wait([key])
-        return self.pinned[key]
+        return self.pinned[self._room + key]
 
     def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
         """Wait until all of these are pinned up."""
         with self.changed:
             found = self.changed.wait_for(
-                lambda: self.closed or all(key in self.pinned for key in keys),
+                lambda: self.closed or self._has(keys),
                 None if limit is None else limit.total_seconds(),
             )
         if self.closed or not found:
             raise RuntimeError("a rank has not said where it listens")
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        return all(self._room + key in self.pinned for key in keys)
 
 
 class _FollowersBoard(_Board):
@@ -82,15 +87,16 @@ class _FollowersBoard(_Board):
     def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
         """Wait until all of these are pinned up."""
         [link] = self.links
-        while not all(key in self.pinned for key in keys):
+        while not self._has(keys):
             said = json.loads(link.receive())
             self.pin(said["pin"], bytes.fromhex(said["as"]))
 
 
 def gloo_of_rank_0(size: int, links: Sequence[Link], *, limit: float, host: str = HERE) -> Any:
-    """Rank 0's gloo, which listens at an address of this host; the followers must call `gloo_of`.
+    """Rank 0's gloo, which listens at an address of this host; all followers must call `gloo_of`.
 
-    Raises RuntimeError, OSError, EOFError or ValueError where one of them does not come within `limit`.
+    It is of so many ranks; those of other stages meet in the same way. Raises RuntimeError, OSError, EOFError
+    or ValueError where one of them does not come within `limit`.
     """
     board = _Board(links)
     with ThreadPoolExecutor(1) as pool:
@@ -103,9 +109,9 @@ def gloo_of_rank_0(size: int, links: Sequence[Link], *, limit: float, host: str 
         return own.result()
 
 
-def gloo_of(rank: int, size: int, link: Link, *, limit: float, host: str = HERE) -> Any:
-    """A follower's gloo, whose `link` leads to rank 0; as `gloo_of_rank_0`."""
-    found = _gloo(_FollowersBoard([link]), rank, size, limit, host)
+def gloo_of(place: int, size: int, link: Link, *, stage: int = 0, limit: float, host: str = HERE) -> Any:
+    """The gloo of a follower at that place in its stage; `link` leads to rank 0. As `gloo_of_rank_0`."""
+    found = _gloo(_FollowersBoard([link], stage), place, size, limit, host)
     link.send(_END)
     while link.receive() != _END:  # what is pinned up by ranks that this one has met already
         pass

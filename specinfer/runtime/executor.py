@@ -27,7 +27,7 @@ from specinfer.runtime.batch import Rows, build_batch, chain_rows, likelihoods, 
 from specinfer.runtime.cost_curve import CostCurve, Timed, TimedModel, cost_curve, device_name
 from specinfer.runtime.flight import BLOCK_ROWS, Flight, HostFlight, Launch, inference, rows_at_once
 from specinfer.runtime.kv_cache import KvCache, num_blocks
-from specinfer.runtime.sharded import Leader
+from specinfer.runtime.sharded import Leader, in_stages
 from specinfer.tree import TokenTree
 
 
@@ -279,12 +279,19 @@ class ModelRunner:
         return self._head(self._run(rows).hidden_RD)
 
     @inference
-    def follow(self, rows: Sequence[Rows], *, logits: bool) -> Tensor | None:
-        """Write K and V of `rows`, as rank 0 does; with `logits` this rank's of those that want some."""
-        read = self._run(rows, most_logits=BLOCK_ROWS if logits else 0)
-        if not logits:
-            return None
-        return self.model.logits(read.hidden_RD) if read.logits_RV is None else read.logits_RV
+    def follow(self, rows: Sequence[Rows], taps: Sequence[int], *, logits: bool) -> Read:
+        """Write K and V of `rows`, as rank 0 does, and keep those of `taps` that are this rank's to answer.
+
+        With `logits` those of its part of the vocabulary come along, if it has one.
+        """
+        stage, group = self.model.config.stage, self.model.group
+        own = stage.taps(taps) if group is not None and group.place == 0 else ()
+        read = self._run(rows, own, most_logits=BLOCK_ROWS if logits else 0)
+        if not logits or not stage.begins:
+            return read._replace(logits_RV=None)
+        return (
+            read if read.logits_RV is not None else read._replace(logits_RV=self.model.logits(read.hidden_RD))
+        )
 
     @property
     def _head(self) -> Callable[[Tensor], Tensor]:
@@ -300,13 +307,20 @@ class ModelRunner:
         stopped: Callable[[], bool] | None = None,
     ) -> Read:
         """A pass over these rows, of which those that want logits are read; see LanguageModel."""
-        model = self.model
+        model, leader = self.model, self._leader
         batch = build_batch(rows, block_size=self.block_size, device=model.device)
-        context = PassContext(batch.positions_T, self._attention.bind(batch.paths), taps)
-        read = partial(model.read, batch.token_ids_T, context, batch.logit_rows, most_logits=most_logits)
-        if self._leader is not None:
-            chosen = batch.token_ids_T if batch.logit_rows is None else batch.logit_rows
-            return self._leader.read(rows, read, logits=0 < len(chosen) <= most_logits)
+        own = taps if leader is None else model.config.stage.taps(taps)
+        context = PassContext(batch.positions_T, self._attention.bind(batch.paths), own)
+        chosen = len(batch.token_ids_T if batch.logit_rows is None else batch.logit_rows)
+
+        def read(given_TD: Tensor | None = None) -> Read:
+            ids, rows = batch.token_ids_T, batch.logit_rows
+            return model.read(ids, context, rows, most_logits=most_logits, given_TD=given_TD)
+
+        if leader is not None:
+            return leader.read(rows, read, taps=taps, logits=0 < chosen <= most_logits)
+        if model.group is not None:
+            return in_stages(model.group, model, read, len(batch.token_ids_T), chosen)
         if model.stream is None:
             return read()
         with model.stream.passing(stopped):

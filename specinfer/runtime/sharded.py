@@ -4,10 +4,13 @@ A message is what rank 0 is about to do with a cache, in words of int32:
 
     OPEN    cache, blocks, block size
     CLOSE   cache
-    PASS    cache, whether logits come with it, requests, and of each of these
+    PASS    cache, whether logits come with it, taps, requests, the tapped layers, and of each request
             start, rows, logits from, blocks, nodes (-1: text alone), the tokens, the blocks, the parents
     LOGITS  cache, rows, and what the output layer reads of them
     MOVE    cache, positions, their slots, and the slots that theirs become
+
+Each pipeline stage runs its layers and hands its rows on. The last one hands those that somebody may ask for
+back to the first, which makes logits. What layers with a tap were given their stage tells rank 0.
 
 Whom to run, what to guess, what to choose and when to end is decided by rank 0 alone: no rank can disagree.
 A follower believes nothing that it is told. A message that does not fit its cache, its vocabulary or its own
@@ -20,10 +23,12 @@ import hashlib
 import json
 import signal
 import threading
+import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -33,8 +38,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.errors import PeerLostError
-from specinfer.models.config import ModelConfig
-from specinfer.models.language_model import LanguageModel, Read
+from specinfer.models.config import ModelConfig, PipelineStage
+from specinfer.models.language_model import LanguageModel, Read, check_taps
 from specinfer.models.prepared import identity
 from specinfer.parallel.group import Group
 from specinfer.parallel.share import Share
@@ -46,6 +51,7 @@ _OPEN, _CLOSE, _PASS, _LOGITS, _MOVE = range(1, 6)
 _MOST_CACHES: Final = 64
 _MOST_SLOTS: Final = 1 << 31
 _MOST_ROWS: Final = 1 << 16
+_SLOWER: Final = 10  # times that another stage's layer may take as long, beside the limit of an exchange
 
 
 class Open(NamedTuple):
@@ -67,6 +73,7 @@ class Pass(NamedTuple):
 
     cache: int
     logits: bool
+    taps: list[int]
     rows: list[Rows]
 
 
@@ -103,9 +110,11 @@ class MessageWriter:
         return array("i", [_CLOSE, cache]).tobytes()
 
     @staticmethod
-    def passing(cache: int, rows: Sequence[Rows], block_size: int, *, logits: bool) -> bytes:
+    def passing(
+        cache: int, rows: Sequence[Rows], block_size: int, *, logits: bool, taps: Sequence[int] = ()
+    ) -> bytes:
         """As the module says; of a table those blocks are told that the rows reach."""
-        words = array("i", [_PASS, cache, logits, len(rows)])
+        words = array("i", [_PASS, cache, logits, len(taps), len(rows), *taps])
         for part in rows:
             n, parents = len(part.token_ids), part.parents
             reached = -(-(part.start + n) // block_size)
@@ -136,6 +145,7 @@ class MessageReader:
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._vocab = config.vocab_size
         self._context = config.max_context
+        self._layers = config.stage.count
         self._width = config.hidden_size * dtype.itemsize // 4  # words that the output layer reads of a row
         self._words: NDArray[np.int32] = np.empty(0, np.int32)
         self._at = 0
@@ -156,9 +166,10 @@ class MessageReader:
         elif kind == _CLOSE:
             found = Close(cache)
         elif kind == _PASS:
-            logits = bool(self._number(0, 1))
+            logits, taps = bool(self._number(0, 1)), self._number(0, self._layers + 1)
             requests = self._number(0, _MOST_ROWS)
-            found = Pass(cache, logits, [self._rows(caches[cache]) for _ in range(requests)])
+            tapped = self._list(taps, 0, self._layers)
+            found = Pass(cache, logits, tapped, [self._rows(caches[cache]) for _ in range(requests)])
         elif kind == _LOGITS:
             rows = self._number(0, _MOST_ROWS)
             found = Logits(cache, rows, self._take(rows * self._width))
@@ -208,9 +219,38 @@ class MessageReader:
         return self._words[self._at - number : self._at]
 
 
-def widths_of(model: LanguageModel, size: int) -> list[int]:
-    """How many logits each of so many ranks makes."""
-    return [len(Share(rank, size).vocab(model.config.vocab_size)) for rank in range(size)]
+def widths_of(model: LanguageModel, group: Group) -> list[int]:
+    """How many logits each rank of the first stage makes."""
+    shares = [Share(place, group.width) for place in range(group.width)]
+    return [len(share.vocab(model.config.vocab_size)) for share in shares]
+
+
+def in_stages(
+    group: Group, model: LanguageModel, read: Callable[[Tensor | None], Read], rows: int, chosen: int
+) -> Read:
+    """This rank's part of a pass over so many rows: what is handed to its stage is `read`, and handed on.
+
+    Of these rows `chosen` are read behind the last layer. The first stage waits for them.
+    """
+    if group.stages == 1:
+        return read(None)
+    stage, size = model.config.stage, model.config.hidden_size
+    given: Tensor | None = None
+    if not stage.begins:
+        given = torch.empty(rows, size, dtype=model.dtype)
+        given = group.take(given) if rows else given
+    began = time.perf_counter()
+    found = read(given)
+    # Later stages take as long as this one for each of their layers, or at most so many times as long.
+    others = stage.count / (stage.behind - stage.first) - 1
+    patience = _SLOWER * others * (time.perf_counter() - began)
+    handed = found.hidden_RD if stage.ends else found.handed_TD
+    if handed is not None and len(handed):
+        group.hand_on(handed, patience if group.rank == 0 else None)
+    if not stage.begins or not chosen:
+        return found
+    hidden_RD = torch.empty(chosen, size, dtype=model.dtype)
+    return found._replace(hidden_RD=group.take(hidden_RD, patience if group.rank == 0 else None))
 
 
 class Leader:
@@ -221,25 +261,51 @@ class Leader:
         self._group = group
         self._model = model
         self._block_size = block_size
-        self._widths = widths_of(model, group.size)
+        self._widths = widths_of(model, group)
         self._cache = next(group.numbers)
         self._tell(MessageWriter.opening(self._cache, blocks, block_size))
         # Only noted: this may happen in any thread, in the middle of a message.
         weakref.finalize(self, group.left.append, self._cache).atexit = False
 
-    def read(self, rows: Sequence[Rows], read: Callable[[], Read], *, logits: bool) -> Read:
+    def read(
+        self,
+        rows: Sequence[Rows],
+        read: Callable[[Tensor | None], Read],
+        *,
+        logits: bool,
+        taps: Sequence[int] = (),
+    ) -> Read:
         """A pass over these rows, which is `read` here; with `logits`, all of these come along."""
-        message = MessageWriter.passing(self._cache, rows, self._block_size, logits=logits)
+        group, count = self._group, self._model.config.stage.count
+        check_taps(taps, PipelineStage(0, count, count))
+        elsewhere = taps if group.stages > 1 else ()  # for its own nobody is asked
+        message = MessageWriter.passing(self._cache, rows, self._block_size, logits=logits, taps=elsewhere)
+        count = sum(len(part.token_ids) for part in rows)
+        chosen = sum(len(part.token_ids) - part.logits_from for part in rows)
         with self._turn():
             self._tell(message)
-            found = read()
+            found = in_stages(group, self._model, read, count, chosen)
+            if elsewhere:
+                found = found._replace(tapped_TND=self._tapped(found.tapped_TND, taps, count))
             return found._replace(logits_RV=self._whole(found)) if logits else found
+
+    def _tapped(self, own_TND: Tensor | None, taps: Sequence[int], rows: int) -> Tensor:
+        """The taps of all stages, in the order of `taps`."""
+        group, size = self._group, self._model.config.hidden_size
+        parts = [] if own_TND is None else [own_TND]
+        order = self._model.config.stage.taps(taps)
+        for number, (first, behind) in enumerate(pairwise(group.bounds)):
+            if number and (own := PipelineStage(first, behind, group.bounds[-1]).taps(taps)):
+                like = torch.empty(rows, len(own), size, dtype=self._model.dtype)
+                parts.append(group.answered(number * group.width, like))
+                order += own
+        return torch.cat(parts, 1)[:, [order.index(tap) for tap in taps]].contiguous()
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """The logits of rows that a pass has left, [R, V]."""
         message = MessageWriter.logits(self._cache, hidden_RD)
         with self._turn():
-            self._tell(message)
+            self._tell(message, stages=1)
             return self._whole(Read(hidden_RD))
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -252,12 +318,12 @@ class Leader:
         own = self._model.logits(read.hidden_RD) if read.logits_RV is None else read.logits_RV
         return self._group.gather(own, self._widths)
 
-    def _tell(self, message: bytes) -> None:
+    def _tell(self, message: bytes, stages: int | None = None) -> None:
         group = self._group
         with group.turn:
             while group.left:
                 group.broadcast(MessageWriter.closing(group.left.popleft()))
-            group.broadcast(message)
+            group.broadcast(message, stages)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -292,7 +358,7 @@ def interrupts_held() -> Iterator[None]:
             before(*came[0])
 
 
-def identity_of(model: LanguageModel, path: Path, kind: str, size: int) -> dict[str, str]:
+def identity_of(model: LanguageModel, path: Path, kind: str, group: Group) -> dict[str, str]:
     """What ranks of one group must have in common, by what it is called."""
     library = model.kernels.library
     return {
@@ -303,5 +369,6 @@ def identity_of(model: LanguageModel, path: Path, kind: str, size: int) -> dict[
         "kind of CPU": "" if library is None else library.level.name,
         "attention": type(model.kernels.attention).__name__,
         "model file": json.dumps(identity(path, kind, model.dtype), sort_keys=True),
-        "number of ranks": str(size),
+        "number of ranks": str(group.size),
+        "layers of its stages": str(list(group.bounds)),
     }

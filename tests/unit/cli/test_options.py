@@ -70,7 +70,7 @@ FLAGS = (
     *("--root-path", "--served-model-name", "--special-tokens-in-messages", "--speculative-config"),
     *("--stored-responses", "--suffix", "--suffix-depth", "--suffix-memory", "--suffix-nodes"),
     *("--tensor-parallel", "--threads", "--tree-size", "--trusted-proxy", "--unknown-fields", "--verifier"),
-    *("--memory", "--offload", "--offload-folder", "--replicas", "--session-header"),
+    *("--memory", "--offload", "--offload-folder", "--pipeline-parallel", "--replicas", "--session-header"),
 )
 
 

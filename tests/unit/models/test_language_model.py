@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specinfer.models.config import PipelineStage
 from specinfer.models.language_model import LanguageModel, Residual, Taps, check_taps
 from specinfer.models.weights import load_model
 from specinfer.speculation_config import Quantization
@@ -85,6 +86,6 @@ def test_taps_are_copies_in_the_order_they_were_asked_for() -> None:
 
 
 def test_taps_of_layers_that_are_not_there_are_refused() -> None:
-    check_taps([0, 4], 4)
+    check_taps([0, 4], PipelineStage(0, 4, 4))
     with pytest.raises(ValueError, match=r"got taps \[5, -1\]; allowed: 0 .. 4"):
-        check_taps([5, 0, -1], 4)
+        check_taps([5, 0, -1], PipelineStage(0, 4, 4))

@@ -34,7 +34,10 @@ def test_what_is_written_is_read() -> None:
     assert read(MessageWriter.opening(7, 2, 16), CACHES) == Open(7, 2, 16)
     assert read(MessageWriter.closing(3), CACHES) == Close(3)
     told = MessageWriter.passing(3, [TEXT, TREE], 8, logits=True)
-    assert read(told, CACHES) == Pass(3, True, [TEXT, Rows([1, 2, 3, 4], 0, [1], 1, [-1, 0, 0])])
+    rows = [TEXT, Rows([1, 2, 3, 4], 0, [1], 1, [-1, 0, 0])]
+    assert read(told, CACHES) == Pass(3, True, [], rows)
+    told = MessageWriter.passing(3, [TEXT, TREE], 8, logits=False, taps=[2, 0])
+    assert read(told, CACHES) == Pass(3, False, [2, 0], rows)
     assert read(MessageWriter.moving(3, [1, 2], [9, 10]), CACHES) == Moves(3, [1, 2], [9, 10])
     hidden = torch.randn(2, 576).bfloat16()
     found = read(MessageWriter.logits(3, hidden), CACHES)
@@ -64,6 +67,8 @@ def test_what_is_written_is_read() -> None:
         (MessageWriter.passing(3, [Rows([5, 6], 0, [1], 0, [0, 0])], 8, logits=False), "no tree"),
         (MessageWriter.passing(3, [Rows([5], 0, [1], 0, [-1, 0])], 8, logits=False), "a tree of 2 nodes"),
         (MessageWriter.passing(3, [TEXT], 8, logits=False)[:-4], "ends before"),
+        (MessageWriter.passing(3, [TEXT], 8, logits=False, taps=[3]), "3 .. 3; allowed: 0 .. 2"),
+        (MessageWriter.passing(3, [], 8, logits=False, taps=[0] * 4), "4 where 0 to 3"),
         (MessageWriter.logits(3, torch.zeros(2, 576).bfloat16())[:-8], "ends before"),
     ],
 )
@@ -77,7 +82,7 @@ def test_what_does_not_fit_is_refused(message: bytes, line: str) -> None:
 def test_a_changed_message_is_refused_or_fits(data: st.DataObject) -> None:
     kind = data.draw(st.integers(0, 3))
     whole = [
-        MessageWriter.passing(3, [TEXT, TREE], 8, logits=True),
+        MessageWriter.passing(3, [TEXT, TREE], 8, logits=True, taps=[1, 2]),
         MessageWriter.moving(3, [1, 2], [9, 10]),
         MessageWriter.opening(7, 2, 16),
         data.draw(st.binary(max_size=64)),
@@ -92,6 +97,7 @@ def test_a_changed_message_is_refused_or_fits(data: st.DataObject) -> None:
     except ValueError:
         return
     if isinstance(found, Pass):
+        assert all(0 <= layer <= SMOL.num_layers for layer in found.taps)
         for rows in found.rows:
             assert all(0 <= block < 4 for block in rows.block_table)
             assert all(0 <= token < SMOL.vocab_size for token in rows.token_ids)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -107,6 +108,28 @@ def test_two_processes_say_what_one_says_and_leave_nothing(
         llm.generate(PROMPTS, GREEDY)
 
 
+@pytest.mark.parametrize(
+    ("options", "processes"),
+    [
+        ({"pipeline_parallel": 2, "quantization": "none"}, 2),
+        ({"pipeline_parallel": 2, "quantization": "int4"}, 2),
+        ({"pipeline_parallel": 2, "tensor_parallel": 2, "quantization": "int8"}, 4),
+    ],
+)
+def test_stages_say_what_one_process_says(
+    folder: Path, cache: None, options: dict[str, Any], processes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    common = {**ENGINE, "quantization": options["quantization"]}
+    with LLM(folder / "target", **common) as one:
+        want = told(one)
+    guessing = {"drafts": (str(folder / "draft"),), "lookup": True, "tree_size": "cost"}
+    with caplog.at_level("INFO"), LLM(folder / "target", **{**common, **options, **guessing}) as llm:
+        assert len(followers()) == processes - 1
+        assert told(llm) == want
+    assert f"target: {processes} ranks, 2 stages of 1 + 1 layers" in caplog.text
+    assert soon(lambda: not followers())
+
+
 def test_followers_end_with_rank_0_even_when_they_are_stopped(folder: Path, cache: None) -> None:
     program = (
         "import sys, time, psutil; from specinfer import LLM\n"
@@ -173,7 +196,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
     settings = {
         **{"rank": 1, "size": 2, "model": str(tmp_path / "none"), "quantization": "int8", "dtype": "float32"},
         **{"native": False, "native_attention": False, "nontemporal": False, "threads": 1},
-        **{"whole_table": False, "limit": 1.0},
+        **{"whole_table": False, "limit": 1.0, "bounds": [0, 2]},
     }
     begun, ended = Followers([settings]), threading.Event()
     begun.on_end = ended.set
@@ -196,6 +219,15 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
         ({"memory": 1 << 30}, "memory is 1073741824 with tensor_parallel 2; it bounds one process"),
         ({"tensor_parallel": 0}, "tensor_parallel is 0; allowed: an integer >= 1"),
         ({"tensor_parallel": 7}, "tensor_parallel is 7: of 6 heads in 3 groups"),
+        ({"tensor_parallel": 1, "pipeline_parallel": 3}, "pipeline_parallel is 3; the model has 2 layers"),
+        (
+            {"tensor_parallel": 1, "pipeline_parallel": 2, "offload": "auto"},
+            "offload is 'auto' with pipeline_parallel 2",
+        ),
+        (
+            {"pipeline_parallel": 2, "memory": 1 << 30},
+            "memory is 1073741824 with tensor_parallel 2 and pipeline_parallel 2; it bounds one process",
+        ),
     ],
 )
 def test_what_does_not_go_with_ranks_is_refused(folder: Path, options: dict[str, object], line: str) -> None:

@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 
 from specinfer.errors import ConfigError
-from specinfer.models.config import Family, ModelConfig, Ranges, Rope
-from specinfer.parallel.share import Share
+from specinfer.models.config import Family, ModelConfig, PipelineStage, Ranges, Rope
+from specinfer.parallel.share import Layout, Share
 
 SMOL = ModelConfig(
     family=Family.LLAMA,
@@ -110,7 +110,59 @@ def test_sizes_that_leave_a_rank_without_a_head_are_refused_with_those_that_work
         Share(0, 10).of(SMOL)
     assert str(caught.value) == (
         "tensor_parallel is 10: of 9 heads in 3 groups, and an MLP of 1536, some rank would have none; "
-        "allowed for this model: 1, 2, 3, 4, 5, 6, 7, 8, 9"
+        "allowed for this model: 1, 2, 3, 4, 5, 6, 7, 8, 9, and pipeline_parallel shares out whole layers"
     )
-    with pytest.raises(ConfigError, match=r"allowed for this model: 1, 2$"):
+    with pytest.raises(ConfigError, match=r"allowed for this model: 1, 2,"):
         Share(2, 3).of(replace(SMOL, intermediate_size=64))
+
+
+def bounds(stages: int, layers: list[int], beside: int = 0) -> tuple[int, ...]:
+    return Layout.of(1, stages, layers, beside).bounds
+
+
+def test_layers_are_shared_out_by_their_bytes() -> None:
+    assert bounds(1, [1] * 4) == (0, 4)
+    assert bounds(2, [1] * 4) == (0, 2, 4)
+    assert bounds(2, [1] * 5) in ((0, 2, 5), (0, 3, 5))
+    assert bounds(3, [10] * 9, beside=30) == (0, 1, 5, 9)
+    assert bounds(2, [10] * 9, beside=1000) == (0, 1, 9)
+    assert bounds(2, [50, 10, 10, 10, 10, 10]) == (0, 1, 6)
+    assert bounds(4, [3, 1, 1, 3]) == (0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 30])
+def test_every_layer_is_one_stages_and_none_is_without(count: int) -> None:
+    for stages in range(1, count + 1):
+        for beside in (0, 1, 5 * count):
+            found = Layout.of(2, stages, [1] * count, beside)
+            assert (found.bounds[0], found.bounds[-1]) == (0, count)
+            assert min(found.layers) >= 1
+            assert max(found.layers[1:], default=0) - min(found.layers[1:], default=0) <= 1
+            assert found.size == 2 * stages
+
+
+def test_a_rank_of_a_stage_has_its_share_of_the_stages_layers() -> None:
+    model = replace(SMOL, num_layers=3, layer_windows=(None, 8, None))
+    layout = Layout(2, (0, 1, 3))
+    parts = [layout.part(rank, model) for rank in range(4)]
+    assert [part.num_layers for part in parts] == [1, 1, 2, 2]
+    assert [part.layer_windows for part in parts] == 2 * [(None,)] + 2 * [(8, None)]
+    assert [part.stage for part in parts] == 2 * [PipelineStage(0, 1, 3)] + 2 * [PipelineStage(1, 3, 3)]
+    assert [part.num_heads for part in parts] == [6, 3, 6, 3]
+    alone = Layout(1, (0, 1, 3)).part(1, model)
+    assert (alone.num_heads, alone.part) == (9, Ranges(stage=PipelineStage(1, 3, 3)))
+
+
+def test_every_tap_is_one_stages() -> None:
+    stages = [PipelineStage(0, 2, 5), PipelineStage(2, 4, 5), PipelineStage(4, 5, 5)]
+    assert [stage.taps(range(6)) for stage in stages] == [[0, 1], [2, 3], [4, 5]]
+    assert [stage.taps([5, 0, 2]) for stage in stages] == [[0], [2], [5]]
+    assert [(stage.begins, stage.ends) for stage in stages] == [(True, False), (False, False), (False, True)]
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Layout.of(1, 5, [1] * 4, 0)
+    assert str(caught.value) == (
+        "pipeline_parallel is 5; the model has 4 layers, and a stage needs one: allowed: 1 to 4"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,16 +50,16 @@ FAMILIES: dict[str, dict[str, object]] = {
 }
 
 
-def said(model: LanguageModel) -> list[Tensor]:
-    """Logits of a text and a tree, of nodes behind the cache, and of a path that was moved; and a tap."""
+def said(model: LanguageModel, taps: Sequence[int] = (1,)) -> list[Tensor]:
+    """Logits of a text and a tree, of nodes behind the cache, and of a path that was moved; and taps."""
     runner = ModelRunner(model, num_blocks=6, block_size=4)
     tree = Rows((3, 1, 4, 1, 5, 9), 0, [4, 0], 2, (-1, 0, 0, 2))
     beside = Rows((2, 6, 5, 3, 5), 0, [2, 3], 4)
-    flight = runner.launch([tree, beside], taps=(1,))
+    flight = runner.launch([tree, beside], taps=taps)
     first = [flight.row(row) for row in range(5)]
     runner.move([Move([4, 0], [4, 5], [3, 4])])
     after = runner.forward([Rows((8, 7), 5, [4, 0], 0), Rows((7,), 5, [2, 3], 0)])
-    return [*map(torch.from_numpy, first), flight.tapped((1,)), after]
+    return [*map(torch.from_numpy, first), flight.tapped(taps), after]
 
 
 @pytest.mark.parametrize("name", NAMES)
