@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import psutil
+
 from specinfer.errors import ModelError, PeerLostError
 from specinfer.parallel.group import LIMIT, Group, Loss
 from specinfer.parallel.link import Link
@@ -101,6 +103,8 @@ class Followers:
         ended = self._ended()
         guilty = [rank for rank, status in ended.items() if status != PEER_LOST]
         silent = [rank for rank in range(1, len(self._processes) + 1) if rank not in ended]
+        # Those that wait for a rank that is stopped say nothing, either.
+        silent.sort(key=lambda rank: not _stopped(self._processes[rank - 1].pid))
         rank = [*guilty, *silent, *ended][0]
         how = f"has ended with status {ended[rank]}" if rank in ended else "does not answer"
         return Loss(rank, f"rank {rank} (process {self._processes[rank - 1].pid}) {how}")
@@ -148,3 +152,11 @@ class Followers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _stopped(number: int) -> bool:
+    """Whether a process is stopped, by a signal say."""
+    try:
+        return bool(psutil.Process(number).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False

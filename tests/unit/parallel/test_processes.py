@@ -179,6 +179,31 @@ def test_a_stopped_rank_is_found_when_its_time_is_over(
     assert soon(lambda: not followers())
 
 
+@pytest.mark.parametrize(
+    ("rank", "stopped"),
+    [
+        *((2, False), (3, True)),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((1, False), (3, False))),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((1, True), (2, True))),
+    ],
+)
+def test_a_lost_rank_of_a_stage_ends_the_call_and_its_name_is_told(
+    folder: Path, cache: None, rank: int, stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "LIMIT", 1.0)
+    llm = LLM(folder / "target", tensor_parallel=2, pipeline_parallel=2, **INT8)
+    lost = sorted(followers(), key=lambda one: (one.create_time(), one.pid))[rank - 1]
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    lost.send_signal(signal.SIGSTOP if stopped else signal.SIGKILL)
+    began = time.monotonic()
+    how = "does not answer" if stopped else "has ended with status -9"
+    with pytest.raises(PeerLostError, match=rf"rank {rank} \(process {lost.pid}\) {how}"):
+        list(stream)
+    assert time.monotonic() - began < (3.0 if stopped else 1.0)
+    assert soon(lambda: not followers())
+
+
 def test_ranks_that_run_something_else_are_refused(
     folder: Path, cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
