@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,3 +91,16 @@ def test_a_model_of_another_family_guesses_for_qwen(how: str) -> None:
         assert [output.text for output in outputs] == [output.text for output in expected]
         steps = sum(output.figures.steps for output in outputs)
         assert sum(len(output.token_ids) for output in outputs) / steps > 1.3
+
+
+@pytest.mark.parametrize(("kind", "layouts"), [("none", [(1, 2)]), ("int8", [(1, 2), (2, 2)])])
+def test_ranks_and_stages_say_what_one_process_says(kind: str, layouts: list[tuple[int, int]]) -> None:
+    options: dict[str, Any] = {"quantization": kind, "max_context": 1024, "kv_cache_memory": 1 << 28}
+    params = {name: replace(SAMPLING[name], max_tokens=12) for name in ("greedy", "T=1")}
+    with LLM(smollm2(), lookup=False, **options) as one:
+        expected = {name: texts(one, asked, together=True) for name, asked in params.items()}
+    for tensor, stages in layouts:
+        with LLM(smollm2(), tensor_parallel=tensor, pipeline_parallel=stages, **options) as llm:
+            for name, asked in params.items():
+                assert texts(llm, asked, together=True) == expected[name], (tensor, stages, name)
+                assert texts(llm, asked, together=False) == expected[name], (tensor, stages, name)
