@@ -148,7 +148,8 @@ def _load_models(
         folder=None if plan is None else offload_folder(config),
         progress=show,
     )
-    reads_table = wanted.reads_table or SELF in speculation.drafts
+    twins = {SELF, config.model} & set(speculation.drafts)
+    reads_table = wanted.reads_table or bool(twins)
     followers: Sequence[ModelConfig] = ()
     if config.ranks == 1:
         loaded = loader.target(target, of_target, reads_table=reads_table)

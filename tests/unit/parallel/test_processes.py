@@ -130,6 +130,14 @@ def test_stages_say_what_one_process_says(
     assert soon(lambda: not followers())
 
 
+def test_a_target_that_is_its_own_draft_has_all_embeddings(
+    folder: Path, plain: list[list[int]], cache: None
+) -> None:
+    drafts = (str(folder / "target"),)
+    with LLM(folder / "target", tensor_parallel=2, drafts=drafts, **INT8) as llm:
+        assert told(llm) == plain
+
+
 def test_followers_end_with_rank_0_even_when_they_are_stopped(folder: Path, cache: None) -> None:
     program = (
         "import sys, time, psutil; from specinfer import LLM\n"
