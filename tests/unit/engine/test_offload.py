@@ -23,6 +23,7 @@ from specinfer.engine.steps import Statistics
 from specinfer.errors import CapacityError, ClosedError, ConfigError
 from specinfer.hub.pool import Member, Pool, write_pool
 from specinfer.models.fingerprint import fingerprint
+from specinfer.models.language_model import LanguageModel
 from specinfer.models.lent_memory import LentMemory
 from specinfer.models.weights import open_model, prepare
 from specinfer.progress import NoProgress, Progress
@@ -131,6 +132,16 @@ def test_texts_while_layers_have_the_memory_of_the_twin(
     assert texts(llm) == want
     assert min(moves["lend"], moves["take_back"]) > 9
     assert next(steps) > 30
+
+
+def test_a_twin_that_is_named_leaves_embeddings_on_the_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with streamed(folder / "target", monkeypatch, drafts=("self",)) as llm:
+        twin = llm.models.drafts["draft"]
+        assert isinstance(twin, LanguageModel)
+        assert twin.table is llm.models.target.table
+        assert twin.table.whole is None
 
 
 def counted(calls: Counter[str], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
