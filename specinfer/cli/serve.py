@@ -15,7 +15,7 @@ from typing import Any, Final
 import click
 
 from specinfer.cli.options import DEFAULT_MODEL, engine_config, flags
-from specinfer.config import ENGINE_OPTIONS, GONE_OPTIONS, OLD_OPTIONS, new_names
+from specinfer.config import ENGINE_OPTIONS, GONE_OPTIONS, OLD_OPTIONS, EngineConfig, new_names
 from specinfer.errors import ConfigError
 from specinfer.option import options_of, parse_size
 from specinfer.serve.config import ServeConfig
@@ -43,7 +43,7 @@ def serve(model: str | None, file: Path | None, **given: Any) -> None:
             raise ConfigError(f"{_KEY_VARIABLE} is empty, which lets nobody in; give it a key, or unset it")
         given["api_key"] = (key,)
     options, config = configs({"model": model, **given}, file)
-    engine = engine_config(options)
+    engine = _engine(options, config)
     # Its process loads torch while this one loads what serves.
     with EngineChild((config.log_level, config.log_format), count=config.replicas) as child:
         with needs_serving():
@@ -92,7 +92,7 @@ def run_batch(
     options, config = configs({"model": model or named, **given}, file)
     if given["log_level"] is None and "log_level" not in (read_options(file) if file else {}):
         config = replace(config, log_level="warning")  # no log line for each request
-    engine = engine_config(options)
+    engine = _engine(options, config)
     with needs_serving():
         from specinfer.serve.batch_run import BatchAnswers, BatchInput
         from specinfer.serve.batch_run import run_batch as run
@@ -109,6 +109,17 @@ def run_batch(
         finally:
             told = f"{len(answers)} answers, {answers.refused} of them errors; {earlier} were there before"
             click.echo(f"{target} has {told}", err=True)
+
+
+def _engine(options: dict[str, Any], config: ServeConfig) -> EngineConfig:
+    """The config of each engine; raises ConfigError for what does not go with this server."""
+    engine = engine_config(options)
+    if engine.master is not None and config.replicas > 1:
+        raise ConfigError(
+            f"replicas is {config.replicas} with master; each replica's processes are of this host: leave "
+            "master out, or start a server for each"
+        )
+    return engine
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -24,9 +24,8 @@ from specinfer.kernels.choice import Kernels, guessing, streaming
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.lent_memory import LentMemory
 from specinfer.models.prepared import PreparedFile
-from specinfer.models.streamed import layer_records, table_on_disk
+from specinfer.models.streamed import table_on_disk
 from specinfer.models.weight_memory import Shared
 from specinfer.models.weights import load_model, load_streamed, prepare
 from specinfer.parallel.group import Group
@@ -35,7 +34,6 @@ from specinfer.speculation_config import Quantization
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_OUTPUT: Final = "lm_head"  # the record of an output layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,28 +52,8 @@ class Loader:
     folder: Path | None  # of prepared files; None: in the user's cache
     progress: Progress
 
-    def lent_memory(self, found: Found, twin: Quantization, *, output: bool) -> LentMemory | None:
-        """The memory of the target's twin, which layers of a streamed target may have; None: there is none.
-
-        `output` says whether the twin makes all logits.
-        """
-        if self.plan is None or not self.plan.placement.streamed:
-            return None
-        prepared, target = self._prepare(found, self.kernels, twin), self.plan.prepared
-        names = layer_records(prepared)
-        if output and not self.plan.guessers.shares_head and _OUTPUT in prepared.records:
-            names.append(_OUTPUT)
-        layers = layer_records(target)
-        streamed = [layers[number] for number in self.plan.placement.streamed]
-        return LentMemory(prepared, names, target, streamed, self.plan.disk)
-
-    def target(
-        self, found: Found, quantization: Quantization, *, reads_table: bool, lent: LentMemory | None = None
-    ) -> LanguageModel:
-        """The target; if it is streamed and a head reads its embeddings, these stay in memory.
-
-        Some of its layers may come to lie in memory that is `lent`.
-        """
+    def target(self, found: Found, quantization: Quantization, *, reads_table: bool) -> LanguageModel:
+        """The target; if it is streamed and a head reads its embeddings, these stay in memory."""
         kernels, plan = self._fitting(found, quantization), self.plan
         if plan is None:
             return self._load(found, kernels, quantization)
@@ -90,18 +68,18 @@ class Loader:
                 kernels=kernels,
                 quantization=quantization,
                 table_in_memory=reads_table,
-                lent=lent,
                 progress=self.progress,
                 name=found.files.name,
             )
 
         return _used(plan.prepared, stream, partial(self._prepare, found, kernels, quantization))
 
-    def shared_out(self, ranks: Ranks, quantization: Quantization, threads: int) -> LanguageModel:
+    def shared_out(self, ranks: Ranks) -> LanguageModel:
         """Rank 0's part of a target that several ranks run together, as soon as all of them have theirs.
 
-        Each computes with so many threads. Raises ModelError and PeerLostError where another rank cannot.
+        Raises as Ranks.start and Ranks.join.
         """
+        quantization = ranks.quantization
         kernels = self._fitting(ranks.found, quantization, ranks.size)
         products = kernels.products
         if ranks.layout.stages > 1 and quantization != "none":  # a stage's matrices alone are not kept
@@ -109,16 +87,14 @@ class Loader:
                 self._prepare(ranks.found, kernels, quantization)
         ranks.start(
             kernels.library,
-            quantization=quantization,
             dtype=str(self.dtype).removeprefix("torch."),
             native=kernels.library is not None,
             native_attention=isinstance(kernels.attention, NativeAttention),
             nontemporal=isinstance(products, NativeProducts) and products.use.nontemporal,
-            threads=threads,
         )
         try:
             model = self._load(ranks.found, kernels, quantization, part=ranks.parts[0], group=ranks.group)
-            ranks.join(model, quantization)
+            ranks.join(model)
         except BaseException:
             ranks.group.close()
             raise
@@ -143,12 +119,8 @@ class Loader:
         target: LanguageModel,
         quantization: Quantization,
         logit_ids: Sequence[int] | None,
-        lent: LentMemory | None = None,
     ) -> LanguageModel:
-        """The target in fewer bits, with its embeddings, and with its output layer where that was planned.
-
-        It lies in memory that is `lent`, as far as that has room for it.
-        """
+        """The target in fewer bits, with its embeddings, and with its output layer where that was planned."""
         kernels = guessing(self._fitting(found, quantization))
         shares_head = False
         if self.plan is not None:  # made a matrix at a time, and with embeddings: others may need the file
@@ -157,9 +129,7 @@ class Loader:
         elif quantization != "none":
             with contextlib.suppress(ModelError):  # else it is quantized at each start
                 self._prepare(found, kernels, quantization)
-        if lent is not None:
-            lent.load()
-        shared = Shared(target.table, target.output if shares_head else None, lent)
+        shared = Shared(target.table, target.output if shares_head else None)
         return self._load(found, kernels, quantization, logit_ids, shared)
 
     def head(

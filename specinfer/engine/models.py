@@ -22,7 +22,6 @@ from specinfer.engine.drafts import (
     find,
     find_drafts,
     kept_logits,
-    models_among,
     vocabularies,
 )
 from specinfer.engine.loader import Loader
@@ -44,7 +43,6 @@ from specinfer.kernels.machine import thread_count
 from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import is_of
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.lent_memory import LentMemory
 from specinfer.models.prepared import identity
 from specinfer.models.weights import layer_bytes, open_model, weight_bytes
 from specinfer.parallel.share import Layout
@@ -58,7 +56,7 @@ _LOG = logging.getLogger(__name__)
 # What decides which weights are loaded and what runs them; `drafts` may name fewer.
 _LOADED = (
     *("model", "dtype", "device", "quantization", "kernels", "threads"),
-    *("tensor_parallel", "pipeline_parallel"),
+    *("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks"),
     *("chat_template", "memory", "offload", "offload_folder"),
 )
 _BESIDE = 4  # variants have room for KV together, where memory was planned for one engine
@@ -82,7 +80,6 @@ class Models:
     plan: MemoryPlan | None = None  # of the memory of a target that is streamed
     origin: Mapping[str, str] = field(default_factory=dict)  # the target's files, and what is made of them
     followers: Sequence[ModelConfig] = ()  # the parts that other ranks have of the target
-    lent: LentMemory | None = None  # of a twin, which layers of the target may have while nobody guesses
 
     def settled(self, config: EngineConfig) -> EngineConfig:
         """The config that these models were loaded for, with what was decided where it leaves that open."""
@@ -105,7 +102,7 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     _check_quantization("draft_quantization", config.speculation.draft_quantization, device)
     kernels, lacking = choose_kernels(config.kernels, device, show)
     dtype = pick_dtype(config.dtype, device, kernels)
-    with torch_threads(use_threads(config.threads, kernels, config.ranks)):  # PyTorch's load models
+    with torch_threads(use_threads(config.threads, kernels, config.ranks_here)):  # PyTorch's load models
         return _load_models(config, device, dtype, kernels, lacking, show)
 
 
@@ -151,23 +148,17 @@ def _load_models(
         folder=None if plan is None else offload_folder(config),
         progress=show,
     )
-    twins = [name for name, draft in drafts.items() if draft is target]
-    ids = {
-        name: kept_logits(draft, named.get(name), foreign.get(name))
-        for name, draft in models_among(drafts).items()
-    }
-    lent: LentMemory | None = None
-    if len(twins) == 1 and config.ranks == 1:
-        lent = loader.lent_memory(target, kinds[twins[0]], output=ids[twins[0]] is None)
+    twins = {SELF, config.model} & set(speculation.drafts)
+    reads_table = wanted.reads_table or bool(twins)
     followers: Sequence[ModelConfig] = ()
     if config.ranks == 1:
-        loaded = loader.target(target, of_target, reads_table=wanted.reads_table, lent=lent)
+        loaded = loader.target(target, of_target, reads_table=reads_table)
     else:
         layers = layer_bytes(target.model, dtype, of_target)
         beside = weight_bytes(target.config, dtype, kernels, of_target) - sum(layers)
         layout = Layout.of(config.tensor_parallel, config.pipeline_parallel, layers, beside)
-        ranks = Ranks(target, layout, whole_table=wanted.reads_table or bool(twins))
-        loaded = loader.shared_out(ranks, of_target, thread_count(config.threads, config.ranks))
+        ranks = Ranks(target, config, layout, whole_table=reads_table)
+        loaded = loader.shared_out(ranks)
         followers = ranks.parts[1:]
         line = f"{Path(target.files.name).name or target.files.name}: {ranks}"
         show.say(line)
@@ -181,10 +172,11 @@ def _load_models(
         if isinstance(draft, FoundHead):
             loaded_drafts[name] = loader.head(draft, target, loaded, kinds[name])
             continue
+        ids = kept_logits(draft, named.get(name), foreign.get(name))
         if draft is target:
-            loaded_drafts[name] = loader.twin(draft, loaded, kinds[name], ids[name], lent)
+            loaded_drafts[name] = loader.twin(draft, loaded, kinds[name], ids)
         else:
-            loaded_drafts[name] = loader.draft(draft, kinds[name], ids[name])
+            loaded_drafts[name] = loader.draft(draft, kinds[name], ids)
     return Models(
         target=loaded,
         tokenizer=tokenizer,
@@ -195,7 +187,6 @@ def _load_models(
         plan=plan,
         origin=origin,
         followers=followers,
-        lent=lent,
     )
 
 
@@ -299,9 +290,7 @@ def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Mo
     plan = models.plan
     if plan is not None:
         plan = replace(plan, kv_cache=plan.kv_cache // _BESIDE)
-    if models.lent is not None and SELF in wanted.speculation.drafts:
-        models.lent.keep()
-    return replace(models, drafts=drafts, named=named, foreign=foreign, plan=plan, lent=None)
+    return replace(models, drafts=drafts, named=named, foreign=foreign, plan=plan)
 
 
 def pick_device(name: str) -> torch.device:
@@ -344,7 +333,7 @@ def threads_of_torch(config: EngineConfig, models: Models) -> int:
     """
     loaded = (models.target, *models.drafts.values())
     native = all(isinstance(model.kernels.attention, NativeAttention) for model in loaded)
-    return 1 if native else thread_count(config.threads, config.ranks)
+    return 1 if native else thread_count(config.threads, config.ranks_here)
 
 
 def _check_quantization(option: str, value: Quantization, device: torch.device) -> None:
