@@ -290,21 +290,25 @@ class EngineLoop:
                     self._turn = turn
                 self._drive(step=True)
                 failed = 0
+            except PeerLostError as error:
+                if self.on_lost is not None:
+                    self.on_lost(error)
+                _LOG.error("all requests end: %s", error)
+                self._abort_all(str(error))
             except BaseException as error:  # whatever it is, others wait for this thread
                 failed += 1
                 _LOG.exception("step failed, %d in a row", failed)
-                lost = isinstance(error, PeerLostError)
-                if isinstance(error, PeerLostError) and self.on_lost is not None:
-                    self.on_lost(error)
-                if lost or failed == PATIENCE:
-                    reason = str(error) if lost else f"{PATIENCE} steps of the engine failed: {error!r}"
+                if failed == PATIENCE:
                     failed = 0
-                    for live in list(self._live.values()):
-                        self._abort(live.admitted, reason)
+                    self._abort_all(f"{PATIENCE} steps of the engine failed: {error!r}")
             finally:
                 if self._turn is turn:
                     self._turn = None
                     self._left()
+
+    def _abort_all(self, reason: str) -> None:
+        for live in list(self._live.values()):
+            self._abort(live.admitted, reason)
 
     def _may_run(self) -> bool:
         return self._turn is None and bool(self._live or self._commands or self._made)

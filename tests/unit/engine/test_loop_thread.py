@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specinfer.engine.loop import PATIENCE, EngineLoop
-from specinfer.errors import ClosedError
+from specinfer.errors import ClosedError, PeerLostError
 from specinfer.request import Delta, FinishReason
 from tests.scripted_engine import Pause, ScriptedEngine, counted, said, waits
 from tests.unit.engine.conftest import Make
@@ -88,6 +88,26 @@ def test_a_failing_step_is_tried_again_and_then_costs_the_requests_not_the_threa
     assert last.internal_error
     assert caplog.text.count("step failed") == len(failing)
     assert said(running.stream([make("b")])) == counted("b")
+
+
+def test_a_lost_rank_ends_all_requests_at_once_and_is_one_line_of_the_log(
+    running: EngineLoop, engine: ScriptedEngine, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost = PeerLostError("rank 1 is lost", 1)
+
+    def lose(step: int) -> None:
+        raise lost from OSError("the link is closed")
+
+    heard: list[PeerLostError] = []
+    running.on_lost = heard.append
+    engine.script = lose
+    with caplog.at_level(logging.ERROR):
+        last = list(running.stream([make("a", 9)]))[-1]
+    assert (last.finish_reason, last.error) == (FinishReason.ERROR, "rank 1 is lost")
+    assert heard == [lost]
+    assert [(one.getMessage(), one.exc_info) for one in caplog.records] == [
+        ("all requests end: rank 1 is lost", None)
+    ]
 
 
 def test_the_thread_drains_and_closes(
