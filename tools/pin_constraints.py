@@ -17,7 +17,8 @@ from packaging.utils import canonicalize_name
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
 LEFT_OUT = {"specinfer", "torch", "triton"}
 LEFT_OUT_PREFIXES = ("nvidia-", "cuda-")  # the plain torch's own, pinned by it
-TOOLS = {"uv": "0.13.8"}  # used by tools/install_torch.py, installed only there
+# uv is used by tools/install_torch.py, installed only there; ray is an extra of which the tests need nothing.
+TOOLS = {"uv": "0.13.8", "ray": "2.60.0"}
 HEADER = "# Exact versions for `make demo` and `make test`; written by tools/pin_constraints.py.\n"
 
 

@@ -6,11 +6,11 @@ import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -19,6 +19,9 @@ from specinfer.config import ENGINE_OPTIONS, GONE_OPTIONS, OLD_OPTIONS, EngineCo
 from specinfer.errors import ConfigError
 from specinfer.option import options_of, parse_size
 from specinfer.serve.config import ServeConfig
+
+if TYPE_CHECKING:
+    from specinfer.serve.engine_child import EngineChild
 
 _KEY_VARIABLE: Final = "SPECINFER_API_KEY"
 # A step of more keeps whoever comes meanwhile waiting; of fewer reads prompts slowly.
@@ -36,16 +39,15 @@ OPTIONS: Final = {one.name: one for one in (*_ENGINE, *_SERVER)}
 def serve(model: str | None, file: Path | None, **given: Any) -> None:
     """Serve MODEL, the small default one when none is named, to any OpenAI client."""
     from specinfer.progress import ProgressBar
-    from specinfer.serve.engine_child import EngineChild
 
     if not given["api_key"] and (key := os.environ.get(_KEY_VARIABLE)) is not None:
         if not key:
             raise ConfigError(f"{_KEY_VARIABLE} is empty, which lets nobody in; give it a key, or unset it")
         given["api_key"] = (key,)
     options, config = configs({"model": model, **given}, file)
-    engine = _engine(options, config)
+    engine = engine_config(options)
     # Its process loads torch while this one loads what serves.
-    with EngineChild((config.log_level, config.log_format), count=config.replicas) as child:
+    with _first_engine(config, engine) as child:
         with needs_serving():
             from specinfer.serve.server import serve as serve_forever
         serve_forever(config, engine, child, ProgressBar(), partial(_tell_ready, page=config.page))
@@ -87,12 +89,11 @@ def run_batch(
     if source.resolve() == target.resolve():
         raise ConfigError(f"the requests and the answers are both {source}; give two files")
     from specinfer.progress import ProgressBar
-    from specinfer.serve.engine_child import EngineChild
 
     options, config = configs({"model": model or named, **given}, file)
     if given["log_level"] is None and "log_level" not in (read_options(file) if file else {}):
         config = replace(config, log_level="warning")  # no log line for each request
-    engine = _engine(options, config)
+    engine = engine_config(options)
     with needs_serving():
         from specinfer.serve.batch_run import BatchAnswers, BatchInput
         from specinfer.serve.batch_run import run_batch as run
@@ -104,22 +105,26 @@ def run_batch(
         earlier = len(answers)
         try:
             if any(True for _ in requests.left(answers)):
-                with EngineChild((config.log_level, config.log_format), count=config.replicas) as child:
+                with _first_engine(config, engine) as child:
                     run(config, engine, child, requests, answers, ProgressBar())
         finally:
             told = f"{len(answers)} answers, {answers.refused} of them errors; {earlier} were there before"
             click.echo(f"{target} has {told}", err=True)
 
 
-def _engine(options: dict[str, Any], config: ServeConfig) -> EngineConfig:
-    """The config of each engine; raises ConfigError for what does not go with this server."""
-    engine = engine_config(options)
-    if engine.master is not None and config.replicas > 1:
-        raise ConfigError(
-            f"replicas is {config.replicas} with master; each replica's processes are of this host: leave "
-            "master out, or start a server for each"
-        )
-    return engine
+@contextmanager
+def _first_engine(config: ServeConfig, engine: EngineConfig) -> Iterator[EngineChild]:
+    """The process of the first replica, which is to get the engine's config, and the cluster it may be on."""
+    from specinfer.serve.engine_child import EngineChild
+
+    with ExitStack() as stack:
+        cluster = None
+        if config.cluster == "ray":
+            from specinfer.serve.cluster import Cluster
+
+            cluster = stack.enter_context(Cluster(engine, config.replicas))
+        log = (config.log_level, config.log_format)
+        yield stack.enter_context(EngineChild(log, count=config.replicas, cluster=cluster))
 
 
 @contextmanager

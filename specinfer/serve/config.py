@@ -22,6 +22,7 @@ _FIELDS: Final = ("request_id", "client", "method", "path", "status", "seconds")
 _HEADER: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+ClusterKind = Literal["none", "ray"]
 UnknownFields = Literal["error", "ignore"]
 
 
@@ -92,6 +93,11 @@ class ServeConfig:
         "Engines, each in a process of its own with a share of the cores.",
         more="Every option of an engine holds for each of them, `memory` and `kv_cache_memory` too.",
         least=1,
+    )
+    cluster: ClusterKind = option(
+        "none",
+        "ray: replicas are actors of a Ray cluster, that of RAY_ADDRESS or `ray start`, or one of their own.",
+        more="It needs `specinfer[cluster]` ([serving.md](serving.md#several-machines-ray)).",
     )
     session_header: str = option(
         "x-session-id", "Requests with the same text in this header go to one replica.", of_batches=False

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # this module starts the process, so it loads nothing that ta
     import asyncio
 
     from specinfer.config import EngineConfig
+    from specinfer.serve.cluster import Cluster
     from specinfer.serve.work import EngineInfo
 
 _HUNG_UP: Final = 1.0  # seconds: a process's socket closes a moment before it ends
@@ -31,24 +32,30 @@ Message = tuple[Any, ...]
 class EngineChild:
     """A process that begins to load what every engine needs, and an engine once it is started with a config.
 
-    `log` is the level and the form of its log. As a context manager it ends with the block. Once it has
-    started, threads read and write, so that the event loop waits neither for a socket nor for its end.
+    With a cluster the engine is an actor on some node, and the process is its relay (ray_relay.py). `log` is
+    the level and the form of its log. As a context manager it ends with the block. Once it has started,
+    threads read and write, so that the event loop waits neither for a socket nor for its end.
     """
 
-    def __init__(self, log: tuple[str, str], number: int = 0, count: int = 1) -> None:
+    def __init__(
+        self, log: tuple[str, str], number: int = 0, count: int = 1, cluster: Cluster | None = None
+    ) -> None:
         """Start process `number` of `count`, each of which has its share of the cores."""
         name = "engine" if count == 1 else f"engine {number}"
+        module, *more = ("specinfer.serve.engine_process",) if cluster is None else cluster.relay
         ours, its = socket.socketpair()
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "specinfer.serve.engine_process", str(its.fileno()), *log, name],
+                [sys.executable, "-m", module, str(its.fileno()), *log, name, *more],
                 pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL,
+                env=None if cluster is None else cluster.env,
                 start_new_session=True,  # Ctrl-C is for the server, which lets it finish
             )
-        if count > 1 and hasattr(os, "sched_setaffinity"):
+        if count > 1 and cluster is None and hasattr(os, "sched_setaffinity"):
             with contextlib.suppress(OSError):  # it has ended, or the system does not let us
                 os.sched_setaffinity(self._process.pid, cpu_share(number, count))
+        self.cluster = cluster
         self._connection = Connection(ours.detach())
         self._closing = False
         self._outbox: SimpleQueue[Message | None] = SimpleQueue()

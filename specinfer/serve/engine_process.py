@@ -58,8 +58,8 @@ _STATE_SECONDS: Final = 0.2  # of what it counts, so much may go unheard when it
 _INTERNAL_ERROR: Final = 70  # the exit status of a process that cannot tell its answers: an internal error
 # Options, and parts of a config, on which no text depends.
 _MEMORY: Final = ("memory", "offload", "offload_folder")
-_RANKS: Final = ("threads", "tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks")
-_WITHOUT_EFFECT: Final = {"speculation", "cache", "scheduler", *_RANKS, *_MEMORY}
+_RANKS: Final = ("tensor_parallel", "pipeline_parallel")
+_WITHOUT_EFFECT: Final = {"speculation", "cache", "scheduler", "threads", *_RANKS, *_MEMORY}
 _PEER_LOST: Final = 75  # that of one that has lost a rank of its model: a temporary failure
 Message = tuple[Any, ...]
 
@@ -78,8 +78,9 @@ class _WorkInHand:
 class EngineProcess:
     """Carries out a server's commands on one LLM, whose loop runs in its own thread."""
 
-    def __init__(self, llm: LLM, connection: Connection) -> None:
+    def __init__(self, llm: LLM, connection: Connection, *, linger: float = 0.0) -> None:
         self._llm = llm
+        self._linger = linger
         self._connection = connection
         self._answers: dict[str, _WorkInHand] = {}  # by the work's id, which is that of its request, too
         self._sending = threading.Lock()  # guards the connection, and the two below
@@ -194,6 +195,7 @@ class EngineProcess:
     def _on_lost(self, error: PeerLostError) -> None:
         """End, before any work hears of it: the next process has all ranks, and goes on with every text."""
         _LOG.error("the engine process ends: %s", str(error))
+        time.sleep(self._linger)
         os._exit(_PEER_LOST)
 
     def _tell_busy(self) -> None:
@@ -283,21 +285,44 @@ def fingerprint(llm: LLM) -> str:
     return found.hexdigest()
 
 
-def _end_with(server: int) -> None:
+def end_with(server: int) -> None:
     """End this process within a second of its server, which it would not notice while it loads."""
     while os.getppid() == server:
         time.sleep(1.0)
     os._exit(0)
 
 
-def main() -> None:
-    """Load what the config names, say so, and serve until the server hangs up."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), name="server-watch", daemon=True).start()
-    gc.disable()  # all that is loaded here stays: it is not gone through while it grows, nor ever again
-    from specinfer.llm import LLM
+def load_code() -> None:
+    """Load what every engine needs, which stays: it is not gone through while it grows, nor ever again."""
+    gc.disable()
+    import specinfer.llm  # noqa: F401 - `run` takes it from there
 
     gc.freeze()
     gc.enable()
+
+
+def run(connection: Connection, config: EngineConfig, *, linger: float = 0.0) -> int:
+    """Load an engine with this config, say so, and serve until the other side hangs up.
+
+    Returns a status for the process: 0, or 2 where the config cannot be served, which was said. Where a rank
+    is lost the process ends, so many seconds behind its last line.
+    """
+    from specinfer.llm import LLM
+
+    try:
+        llm = LLM(config, progress=default_progress(says=False))  # the log says it
+    except SpecInferError as error:
+        connection.send(("failed", str(error)))
+        return 2
+    with llm:
+        EngineProcess(llm, connection, linger=linger).serve()
+    return 0
+
+
+def main() -> None:
+    """Load what the config names, say so, and serve until the server hangs up."""
+    threading.Thread(target=end_with, args=(os.getppid(),), name="server-watch", daemon=True).start()
+    load_code()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which drains and hangs up
     configure(sys.argv[3], sys.argv[2], sys.argv[4])
     connection = Connection(socket.socket(fileno=int(sys.argv[1])).detach())
@@ -305,13 +330,8 @@ def main() -> None:
         config: EngineConfig = connection.recv()
     except (EOFError, OSError):  # the server ended before it had a config
         sys.exit(0)
-    try:
-        llm = LLM(config, progress=default_progress(says=False))  # the log says it
-    except SpecInferError as error:
-        connection.send(("failed", str(error)))
-        sys.exit(2)
-    with llm:
-        EngineProcess(llm, connection).serve()
+    if status := run(connection, config):
+        sys.exit(status)
     os._exit(0)  # threads of the intake may still compile a grammar for nobody
 
 

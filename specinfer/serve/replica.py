@@ -12,6 +12,7 @@ from typing import Any, Final
 from specinfer.config import EngineConfig
 from specinfer.engine.steps import Statistics
 from specinfer.request import Delta
+from specinfer.serve.cluster import Cluster
 from specinfer.serve.engine_child import EngineChild
 from specinfer.serve.work import EngineInfo, ReplicaHealth, Work
 
@@ -27,7 +28,7 @@ class Replica:
     It tells of itself by what is called here: `on_deltas` with what the engine has said, `on_lost` when it
     died, with the works that it was busy with (None: it had not said), and `on_change` when an engine takes
     work, or could not be started. An engine that gives no sign of life for `timeout` seconds is killed; 0 is
-    never. The first engine is that of `child`, where one is given.
+    never. The first engine is that of `child`, where one is given. Engines run on `cluster`, or on this host.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Replica:
         on_lost: Callable[[Replica, frozenset[str] | None], None],
         on_change: Callable[[Replica], None],
         child: EngineChild | None = None,
+        cluster: Cluster | None = None,
         timeout: float = 0.0,
     ) -> None:
         self.number = number
@@ -53,6 +55,7 @@ class Replica:
         self._count = count
         self._log = log
         self._child = child
+        self._cluster = cluster
         self._timeout = timeout
         self._on_deltas, self._on_lost, self._on_change = on_deltas, on_lost, on_change
         self._engine: EngineChild | None = None  # None while one starts
@@ -98,8 +101,10 @@ class Replica:
 
     async def start(self) -> EngineInfo:
         """Start an engine; raises UserError with its own words where it cannot, BackendError if it dies."""
-        engine, self._child = self._child or EngineChild(self._log, self.number, self._count), None
         loop = asyncio.get_running_loop()
+        if (cluster := self._cluster) is not None and self._child is None:
+            await asyncio.to_thread(cluster.revive)
+        engine, self._child = self._child or EngineChild(self._log, self.number, self._count, cluster), None
         try:
             self.facts = await engine.start(self._config, loop, self._deliver, self._died)
         except BaseException:

@@ -29,7 +29,7 @@ _LOOK_SECONDS: Final = 0.05  # between two looks at whether a replica has come s
 
 
 class ReplicaBackend:
-    """Makes tokens with `count` processes `python -m specinfer.serve.engine_process`, each with this config.
+    """Makes tokens with `count` engines of this config, in processes of this host or on `child`'s cluster.
 
     All methods belong to one event loop. `start` returns when the first engine takes work, and the others are
     started one after another; `close` ends all. The first engine is that of `child`, where one is given;
@@ -48,6 +48,7 @@ class ReplicaBackend:
         max_wait: float = 0.0,
         timeout: float = 0.0,
     ) -> None:
+        cluster = None if child is None else child.cluster
         self._max_wait = max_wait
         self._ledger = Ledger(config.speculation.verifier)
         self._ring = Ring(count)
@@ -56,7 +57,7 @@ class ReplicaBackend:
         self._closed = False
         self._replicas = [
             Replica(
-                _share_of(config, number, count),
+                config if cluster is not None else _share_of(config, number, count),
                 number,
                 count,
                 log,
@@ -64,6 +65,7 @@ class ReplicaBackend:
                 on_lost=self._lost,
                 on_change=self._changed,
                 child=None if number else child,
+                cluster=cluster,
                 timeout=timeout,
             )
             for number in range(count)
@@ -321,7 +323,7 @@ def _share_of(config: EngineConfig, number: int, count: int) -> EngineConfig:
         return config
     cores = usable_cores()
     share = (number + 1) * cores // count - number * cores // count
-    return replace(config, threads=max(1, share // config.ranks_here))
+    return replace(config, threads=max(1, share // config.ranks))
 
 
 async def _until(holds: Callable[[], bool]) -> None:

@@ -29,6 +29,7 @@ FLAGS = (
         "--call-format",
         "--chat-template",
         "--clock",
+        "--cluster",
         "--config",
         "--cors-origin",
     ),
@@ -71,7 +72,6 @@ FLAGS = (
     *("--stored-responses", "--suffix", "--suffix-depth", "--suffix-memory", "--suffix-nodes"),
     *("--tensor-parallel", "--threads", "--tree-size", "--trusted-proxy", "--unknown-fields", "--verifier"),
     *("--memory", "--offload", "--offload-folder", "--pipeline-parallel", "--replicas", "--session-header"),
-    *("--key-file", "--local-ranks", "--master"),
 )
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import openai
 import pytest
 
+from specinfer import LLM, SamplingParams
 from specinfer.serve import replica
 from tests.served import Served
 from tests.tiny_models import write_tiny_llama
 from tests.unit.serve.handles import Handle
+from tests.unit.serve.listeners import SEEDS, TOKENS
 
 # It writes calls as Hermes does, and reasoning between marks.
 TEMPLATE = (
@@ -68,3 +70,11 @@ def handles(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
     monkeypatch.setattr(replica, "EngineChild", Handle)
     monkeypatch.setattr(Handle, "made", [])
     return Handle.made
+
+
+@pytest.fixture(scope="session")
+def expected(folder: Path) -> list[str]:
+    """The texts of all seeds, made offline."""
+    params = [SamplingParams(temperature=1, seed=s, max_tokens=TOKENS, ignore_eos=True) for s in SEEDS]
+    with LLM(folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24) as llm:
+        return [output.text for output in llm.generate([f"{s}abc" for s in SEEDS], params)]

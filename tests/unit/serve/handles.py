@@ -27,7 +27,7 @@ class Handle:
     longest = 10_000  # positions of its cache
     fingerprint = "one"
 
-    def __init__(self, log: tuple[str, str], number: int = 0, count: int = 1) -> None:
+    def __init__(self, log: tuple[str, str], number: int = 0, count: int = 1, cluster: Any = None) -> None:
         self.number = number
         self.given: list[Work] = []
         self.gone: list[str] = []  # works that were aborted

@@ -117,7 +117,7 @@ def test_a_suspect_waits_for_an_engine_without_others(
 class OfItsOwnKind(Handle):
     """An engine whose texts are those of its replica alone."""
 
-    def __init__(self, log: tuple[str, str], number: int = 0, count: int = 1) -> None:
+    def __init__(self, log: tuple[str, str], number: int = 0, count: int = 1, cluster: Any = None) -> None:
         super().__init__(log, number, count)
         self.fingerprint = f"kind {number}"
 
