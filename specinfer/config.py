@@ -9,7 +9,7 @@ from os import PathLike, fspath
 from typing import Any, Final, Literal
 
 from specinfer.errors import ConfigError
-from specinfer.option import Option, check_options, option, options_of, parse_size
+from specinfer.option import Option, check_options, option, options_of, parse_address, parse_size
 from specinfer.speculation_config import DEEPEST_STREAMED, MOST_ROWS, Quantization, SpeculationConfig
 
 Dtype = Literal["auto", "bfloat16", "float32"]
@@ -114,16 +114,36 @@ class EngineConfig:
     )
     tensor_parallel: int = option(
         1,
-        "Processes of this host that share each layer of the target, which is int8.",
+        "Processes that share each layer of the target, which is int8.",
         more="The text is the same for every number of them. On a CPU; drafts, heads and lookups "
         "stay in the first process ([distributed.md](distributed.md)).",
         least=1,
     )
     pipeline_parallel: int = option(
         1,
-        "Stages of the target, in processes of this host: each has some of the layers.",
+        "Stages of the target, in processes of their own: each has some of the layers.",
         more="Each has as many processes as `tensor_parallel` says. The text is the same for every number of "
         "them ([distributed.md](distributed.md)).",
+        least=1,
+    )
+    master: str | None = option(
+        None,
+        "HOST:PORT here, at which processes of other hosts come in.",
+        more="Each of them is `specinfer follow` ([distributed.md](distributed.md)).",
+        shown="all processes are of this host",
+        allowed="HOST:PORT, or None",
+    )
+    key_file: str | None = option(
+        None,
+        "A file with the key that they must know.",
+        more="16 bytes or more that nobody else can read.",
+        shown="none",
+        allowed="the path of a file, or None",
+    )
+    local_ranks: int | None = option(
+        None,
+        "With --master: how many of the processes this host starts.",
+        shown="one, or the first stage",
         least=1,
     )
     chat_template: str | None = option(
@@ -171,12 +191,13 @@ class EngineConfig:
             raise ConfigError(
                 f"model is {self.model!r}; allowed: a folder, a GGUF file, a hub id or a catalogue name"
             )
-        for name in ("chat_template", "offload_folder"):
+        for name in ("chat_template", "offload_folder", "key_file"):
             if isinstance(path := getattr(self, name), PathLike):
                 object.__setattr__(self, name, fspath(path))
         check_options(self)
         if self.chat_template == "":
             raise ConfigError("chat_template is ''; allowed: the path of a file, or None")
+        self._check_hosts()
         if self.ranks > 1:
             self._check_ranks()
 
@@ -184,6 +205,29 @@ class EngineConfig:
     def ranks(self) -> int:
         """The processes that run the target."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def ranks_here(self) -> int:
+        """Those of this host: all of them, or with a master the first stage, or one of a single stage."""
+        if self.master is None:
+            return self.ranks
+        return self.local_ranks or (self.tensor_parallel if self.pipeline_parallel > 1 else 1)
+
+    def _check_hosts(self) -> None:
+        """Raise ConfigError for what does not go with one host, or with several."""
+        if self.master is None:
+            for name, value in (("key_file", self.key_file), ("local_ranks", self.local_ranks)):
+                if value is not None:
+                    raise ConfigError(f"{name} is {value!r} without master; name it, or leave {name} out")
+            return
+        parse_address("master", self.master)
+        if self.key_file is None:
+            raise ConfigError(f"master is {self.master!r} without key_file; name the file with the key")
+        if self.ranks_here >= self.ranks:
+            raise ConfigError(
+                f"master is {self.master!r}, and this host has {self.ranks_here} of {self.ranks} "
+                "ranks; some must be of other hosts: name more ranks, or leave master out"
+            )
 
     def _check_ranks(self) -> None:
         """Raise ConfigError for what does not go with several ranks."""
@@ -231,6 +275,13 @@ class EngineConfig:
         if scheduler.max_step_tokens is None:
             scheduler = replace(scheduler, max_step_tokens="auto")
         return replace(self, speculation=speculation, scheduler=scheduler)
+
+    @property
+    def alone(self) -> EngineConfig:
+        """The same in one process."""
+        return replace(
+            self, tensor_parallel=1, pipeline_parallel=1, master=None, key_file=None, local_ranks=None
+        )
 
     def with_options(self, options: Mapping[str, Any]) -> EngineConfig:
         """The same but for these flat options: fields of this class and of its three parts.

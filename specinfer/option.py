@@ -116,6 +116,18 @@ def parse_size(name: str, text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def parse_address(name: str, text: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT` or `[IPv6]:PORT`; raises ConfigError."""
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        colon = ""
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise ConfigError(f"{name} is {text!r}; allowed: HOST:PORT, like 10.0.0.1:29500, or [IPv6]:PORT")
+    return host, int(port)
+
+
 def option(default: Any, purpose: str, **more: Any) -> Any:
     """A field of a config class that is an option; `more` is what else About holds."""
     return field(default=default, metadata={_KEY: About(purpose, **more)})

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
+from specinfer import SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.engine.models import Models
 from specinfer.errors import PeerLostError
@@ -27,6 +30,33 @@ from specinfer.tokenizer import Tokenizer
 from tests.engines import ENGINE
 
 CPU = torch.device("cpu")
+PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41]]
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+SAMPLED = SamplingParams(temperature=0.9, seed=5, max_tokens=12)
+INT8 = {**ENGINE, "quantization": "int8"}
+
+
+def told(llm: LLM) -> list[list[int]]:
+    return [list(out.token_ids) for params in (GREEDY, SAMPLED) for out in llm.generate(PROMPTS, params)]
+
+
+def followers() -> list[psutil.Process]:
+    """Those of this process that are there, ended ones that nobody has waited for among them."""
+
+    def follows(one: psutil.Process) -> bool:
+        try:
+            return "specinfer.parallel.follower" in one.cmdline()
+        except psutil.NoSuchProcess as error:
+            return isinstance(error, psutil.ZombieProcess)
+
+    return [one for one in psutil.Process().children() if follows(one)]
+
+
+def soon(holds: Callable[[], object], seconds: float = 10.0) -> bool:
+    until = time.monotonic() + seconds
+    while not holds() and time.monotonic() < until:
+        time.sleep(0.01)
+    return bool(holds())
 
 
 def whole_model(

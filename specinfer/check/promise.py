@@ -49,8 +49,7 @@ def check_promise(
         )
     ranks = llm.config.ranks
     if ranks > 1:
-        alone = replace(llm.config, tensor_parallel=1, pipeline_parallel=1, speculation=NO_SPECULATION)
-        with LLM(alone) as one:
+        with LLM(replace(llm.config.alone, speculation=NO_SPECULATION)) as one:
             for name, sampling in identity.SAMPLING.items():
                 params = replace(sampling, max_tokens=effort.max_tokens)
                 yield identity.check_ranks(

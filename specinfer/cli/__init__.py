@@ -20,6 +20,7 @@ from specinfer.version import VERSION
 COMMANDS: Final = {  # name -> what --help says, in its order; each a click command in a module of its name
     "serve": "Serve a model to OpenAI clients.",
     "run-batch": "Answer a file of requests, as a server would.",
+    "follow": "Compute a part of a model that is served on another host.",
     "generate": "Answer a prompt.",
     "chat": "Talk with a model.",
     "pull": "Fetch a model.",

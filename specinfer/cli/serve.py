@@ -45,7 +45,7 @@ def serve(model: str | None, file: Path | None, **given: Any) -> None:
             raise ConfigError(f"{_KEY_VARIABLE} is empty, which lets nobody in; give it a key, or unset it")
         given["api_key"] = (key,)
     options, config = configs({"model": model, **given}, file)
-    engine = engine_config(options)
+    engine = _engine(options, config)
     # Its process loads torch while this one loads what serves.
     with _first_engine(config, engine) as child:
         with needs_serving():
@@ -93,7 +93,7 @@ def run_batch(
     options, config = configs({"model": model or named, **given}, file)
     if given["log_level"] is None and "log_level" not in (read_options(file) if file else {}):
         config = replace(config, log_level="warning")  # no log line for each request
-    engine = engine_config(options)
+    engine = _engine(options, config)
     with needs_serving():
         from specinfer.serve.batch_run import BatchAnswers, BatchInput
         from specinfer.serve.batch_run import run_batch as run
@@ -110,6 +110,17 @@ def run_batch(
         finally:
             told = f"{len(answers)} answers, {answers.refused} of them errors; {earlier} were there before"
             click.echo(f"{target} has {told}", err=True)
+
+
+def _engine(options: dict[str, Any], config: ServeConfig) -> EngineConfig:
+    """The config of each engine; raises ConfigError for what does not go with this server."""
+    engine = engine_config(options)
+    if engine.master is not None and config.replicas > 1:
+        raise ConfigError(
+            f"replicas is {config.replicas} with master; each replica's processes are of this host: leave "
+            "master out, or start a server for each"
+        )
+    return engine
 
 
 @contextmanager

@@ -74,11 +74,12 @@ class Loader:
 
         return _used(plan.prepared, stream, partial(self._prepare, found, kernels, quantization))
 
-    def shared_out(self, ranks: Ranks, quantization: Quantization, threads: int) -> LanguageModel:
+    def shared_out(self, ranks: Ranks) -> LanguageModel:
         """Rank 0's part of a target that several ranks run together, as soon as all of them have theirs.
 
-        Each computes with so many threads. Raises ModelError and PeerLostError where another rank cannot.
+        Raises as Ranks.start and Ranks.join.
         """
+        quantization = ranks.quantization
         kernels = self._fitting(ranks.found, quantization, ranks.size)
         products = kernels.products
         if ranks.layout.stages > 1 and quantization != "none":  # a stage's matrices alone are not kept
@@ -86,16 +87,14 @@ class Loader:
                 self._prepare(ranks.found, kernels, quantization)
         ranks.start(
             kernels.library,
-            quantization=quantization,
             dtype=str(self.dtype).removeprefix("torch."),
             native=kernels.library is not None,
             native_attention=isinstance(kernels.attention, NativeAttention),
             nontemporal=isinstance(products, NativeProducts) and products.use.nontemporal,
-            threads=threads,
         )
         try:
             model = self._load(ranks.found, kernels, quantization, part=ranks.parts[0], group=ranks.group)
-            ranks.join(model, quantization)
+            ranks.join(model)
         except BaseException:
             ranks.group.close()
             raise

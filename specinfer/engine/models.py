@@ -56,7 +56,7 @@ _LOG = logging.getLogger(__name__)
 # What decides which weights are loaded and what runs them; `drafts` may name fewer.
 _LOADED = (
     *("model", "dtype", "device", "quantization", "kernels", "threads"),
-    *("tensor_parallel", "pipeline_parallel"),
+    *("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks"),
     *("chat_template", "memory", "offload", "offload_folder"),
 )
 _BESIDE = 4  # variants have room for KV together, where memory was planned for one engine
@@ -102,7 +102,7 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     _check_quantization("draft_quantization", config.speculation.draft_quantization, device)
     kernels, lacking = choose_kernels(config.kernels, device, show)
     dtype = pick_dtype(config.dtype, device, kernels)
-    with torch_threads(use_threads(config.threads, kernels, config.ranks)):  # PyTorch's load models
+    with torch_threads(use_threads(config.threads, kernels, config.ranks_here)):  # PyTorch's load models
         return _load_models(config, device, dtype, kernels, lacking, show)
 
 
@@ -157,8 +157,8 @@ def _load_models(
         layers = layer_bytes(target.model, dtype, of_target)
         beside = weight_bytes(target.config, dtype, kernels, of_target) - sum(layers)
         layout = Layout.of(config.tensor_parallel, config.pipeline_parallel, layers, beside)
-        ranks = Ranks(target, layout, whole_table=reads_table)
-        loaded = loader.shared_out(ranks, of_target, thread_count(config.threads, config.ranks))
+        ranks = Ranks(target, config, layout, whole_table=reads_table)
+        loaded = loader.shared_out(ranks)
         followers = ranks.parts[1:]
         line = f"{Path(target.files.name).name or target.files.name}: {ranks}"
         show.say(line)
@@ -333,7 +333,7 @@ def threads_of_torch(config: EngineConfig, models: Models) -> int:
     """
     loaded = (models.target, *models.drafts.values())
     native = all(isinstance(model.kernels.attention, NativeAttention) for model in loaded)
-    return 1 if native else thread_count(config.threads, config.ranks)
+    return 1 if native else thread_count(config.threads, config.ranks_here)
 
 
 def _check_quantization(option: str, value: Quantization, device: torch.device) -> None:

@@ -5,83 +5,113 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from specinfer.config import EngineConfig
 from specinfer.engine.drafts import Found
 from specinfer.kernels.exchange import SharedExchange, shared_file
 from specinfer.kernels.library import Library
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import weight_bytes
+from specinfer.option import parse_address
+from specinfer.parallel.door import Door
 from specinfer.parallel.follower import Settings
 from specinfer.parallel.group import LIMIT, Group
 from specinfer.parallel.launch import Followers
+from specinfer.parallel.link import read_key
 from specinfer.parallel.share import Layout
 from specinfer.runtime.sharded import identity_of
-from specinfer.speculation_config import Quantization
 
 
 class Ranks:
-    """The ranks of one target on this host, of which this process is rank 0."""
+    """The ranks of one target, of which this process is rank 0."""
 
     group: Group  # once they are started
 
-    def __init__(self, found: Found, layout: Layout, *, whole_table: bool) -> None:
+    def __init__(self, found: Found, config: EngineConfig, layout: Layout, *, whole_table: bool) -> None:
         """With `whole_table` each rank of the first stage has all embeddings, as a draft reads them.
 
-        Raises ConfigError where so many ranks cannot share the model.
+        Raises ConfigError where so many ranks cannot share the model, and for a key that cannot be used.
         """
         self.found = found
         self.layout = layout
         self.size = layout.size
+        self.quantization = config.quantization
         self.parts = [layout.part(rank, found.config, whole_table=whole_table) for rank in range(layout.size)]
+        self._config = config
+        self._key = None if config.key_file is None else read_key(config.key_file)
         self._whole_table = whole_table
         self._told = ""
 
     def start(self, library: Library | None, **how: Any) -> None:
         """Start the followers, which begin to load their parts; `how` are the rest of their Settings.
 
-        Ranks of a stage with a library exchange through memory that they share.
+        Ranks of a stage on one host exchange through memory that they share, if they have a library. Raises
+        ConfigError where ranks of other hosts cannot come in, PeerLostError where one does not.
         """
         layout, exchange = self.layout, None
-        settings = [
-            Settings(
-                rank=rank,
-                size=self.size,
-                bounds=layout.bounds,
-                model=str(self.found.model.path.resolve()),
-                whole_table=self._whole_table,
-                limit=LIMIT,
-                **how,
-            )
-            for rank in range(1, self.size)
-        ]
-        memory: list[int] = []  # of each stage
+        width, here, door = layout.width, self._config.ranks_here, self._door()
+        memory: dict[int, int] = {}  # of the stages of this host, by their first ranks
         try:
-            if library is not None and layout.width > 1:
-                memory += (shared_file(library, layout.width) for _ in layout.layers)
-            peers = self._followers = Followers(
-                [one.to_json() for one in settings],
-                [memory[rank // layout.width] for rank in range(1, self.size)] if memory else (),
-            )
-            if library is not None and memory:
+            if library is not None and width > 1:
+                memory |= {rank: shared_file() for rank in range(0, here - width + 1, width)}
+            path = self.found.model.path.resolve()
+            peers = self._followers = Followers(self.size - 1, path, memory, door)
+            if library is not None and 0 in memory:
                 try:
-                    exchange = SharedExchange(library, memory[0], layout.width, 0, limit=LIMIT)
+                    exchange = SharedExchange(library, memory[0], width, 0, limit=LIMIT)
                 except BaseException:
                     peers.close()
                     raise
         finally:
-            for file in memory:
+            for file in memory.values():
                 os.close(file)
-        how = {"limit": LIMIT, "exchange": exchange, "bounds": layout.bounds}
+        hosts, addresses = peers.hosts, peers.addresses
+        shared = [library is not None and len(set(hosts[one : one + width])) == 1 for one in self._stages()]
+        peers.tell(
+            [
+                asdict(
+                    Settings(
+                        rank=rank,
+                        size=self.size,
+                        bounds=layout.bounds,
+                        quantization=self.quantization,
+                        whole_table=self._whole_table,
+                        shared=shared[rank // width],
+                        threads=self._config.threads,
+                        same_host=addresses.count(addresses[rank]),
+                        limit=LIMIT,
+                        **how,
+                    )
+                )
+                for rank in range(1, self.size)
+            ]
+        )
+        over_gloo = [rank for rank in range(1, self.size) if width > 1 and not shared[rank // width]]
+        how = {"limit": LIMIT, "exchange": exchange, "bounds": layout.bounds, "over_gloo": over_gloo}
         self.group = Group(0, self.size, peers.links, peers=peers, **how)
 
-    def join(self, model: LanguageModel, quantization: Quantization) -> None:
+    def _stages(self) -> range:
+        """The first rank of each stage."""
+        return range(0, self.size, self.layout.width)
+
+    def _door(self) -> Door | None:
+        """Where ranks of other hosts come in, if there are any."""
+        config = self._config
+        if config.master is None:
+            return None
+        assert self._key is not None, "the config has been checked"
+        return Door(parse_address("master", config.master), self._key, range(config.ranks_here, self.size))
+
+    def join(self, model: LanguageModel) -> None:
         """Wait for the others, whose model must be this rank's, and meet them; they end when it is let go.
 
         Raises ModelError where one cannot load it or runs something else, PeerLostError where one ends.
         """
+        quantization = self.quantization
         self._followers.ready(identity_of(model, self.found.model.path, quantization, self.group))
-        self._followers.meet(self.group)
+        self._followers.meet(self.group, self._key)
         weakref.finalize(model, self.group.free)
         layout, group, size = self.layout, self.group, model.config.hidden_size
         bytes_of = [weight_bytes(part, model.dtype, model.kernels, quantization) for part in self.parts]

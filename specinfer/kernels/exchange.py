@@ -1,7 +1,7 @@
 """What the ranks of one host tell one another through memory they share (cpu/exchange.h).
 
     rank 0                                     rank 1, which inherits the file
-    file = shared_file(library, ranks=2)
+    file = shared_file()
     exchange = SharedExchange(library, file, 2, 0)   exchange = SharedExchange(library, file, 2, 1)
     exchange.add(sums)                         exchange.add(sums)        both have the sum of both
 
@@ -29,15 +29,12 @@ SLOT: Final = 1 << 18
 _WHY: Final = ("", "has ended", "did not come within {limit:g} s", "is at another operation")
 
 
-def shared_file(library: Library, ranks: int, slot: int = SLOT) -> int:
-    """A file without a name, of the memory that so many ranks share; the caller closes it."""
+def shared_file() -> int:
+    """A file without a name, for the memory that ranks share; the caller closes it."""
     if hasattr(os, "memfd_create"):
-        file = os.memfd_create("specinfer-ranks", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile() as kept:
-            file = os.dup(kept.fileno())
-    os.ftruncate(file, library.exchange_bytes(ranks, slot))
-    return file
+        return os.memfd_create("specinfer-ranks", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as kept:
+        return os.dup(kept.fileno())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +58,13 @@ class SharedExchange:
     def __init__(
         self, library: Library, file: int, ranks: int, rank: int, *, slot: int = SLOT, limit: float = 10.0
     ) -> None:
-        """`file` is of `shared_file` for as many ranks and as large a slot, and may be closed afterwards.
+        """`file` is of `shared_file`, the same for all ranks, and may be closed afterwards.
 
         `limit` is how many seconds a turn waits for another rank.
         """
-        self._memory: mmap.mmap | None = mmap.mmap(file, library.exchange_bytes(ranks, slot))
+        size = library.exchange_bytes(ranks, slot)
+        os.ftruncate(file, size)  # it grows with the first of them; what is there stays
+        self._memory: mmap.mmap | None = mmap.mmap(file, size)
         self._library = library
         self.ranks, self.rank, self.slot = ranks, rank, slot
         place = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))

@@ -1,4 +1,4 @@
-"""A follower: rank 1, 2, ... of a model: `python -m specinfer.parallel.follower SOCKET [MEMORY]`.
+"""A follower: rank 1, 2, ... of a model: `python -m specinfer.parallel.follower JSON` (parallel/launch.py).
 
 It loads its part of the model, and runs what rank 0 says until that closes the link or ends. What cannot be
 gone on with ends the process: rank 0 finds out, and starts all of them anew.
@@ -11,13 +11,11 @@ import ctypes
 import json
 import logging
 import os
-import select
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,24 +23,27 @@ import torch
 
 from specinfer.attention.native import NativeAttention
 from specinfer.attention.sdpa import SdpaAttention
-from specinfer.errors import PeerLostError, SpecInferError
+from specinfer.errors import ModelError, PeerLostError, SpecInferError
 from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.exchange import SharedExchange
+from specinfer.kernels.machine import thread_count
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import load_model, open_model
+from specinfer.parallel.door import SILENCE
 from specinfer.parallel.group import Group
-from specinfer.parallel.launch import PEER_LOST
-from specinfer.parallel.link import Link
+from specinfer.parallel.launch import LOST, PEER_LOST
+from specinfer.parallel.link import Link, read_key
 from specinfer.parallel.share import Layout
 from specinfer.runtime.executor import ModelRunner
 from specinfer.runtime.sharded import Close, Logits, MessageReader, Open, Pass, identity_of, widths_of
 from specinfer.speculation_config import Quantization
+from specinfer.version import VERSION
 
 _LOG = logging.getLogger(__name__)
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
 _FAILED: Final = 70  # the status with which it ends that finds a bug or a message that is none
-_CANNOT_LOAD: Final = 2  # and that of one that cannot load its part
+CANNOT_LOAD: Final = 2  # and that of one that cannot load its part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,27 +53,38 @@ class Settings:
     rank: int
     size: int
     bounds: Sequence[int]  # of its stages, as Layout has them
-    model: str  # its path
     quantization: Quantization
     dtype: str  # of activations: bfloat16 or float32
     native: bool  # whether kernels are native ones
     native_attention: bool
     nontemporal: bool  # whether products read weights past the caches
-    threads: int
+    threads: int | None  # None: its share of its host's cores
+    same_host: int  # ranks on its host
+    shared: bool  # whether its stage exchanges through memory
     whole_table: bool  # whether each rank has all embeddings
     limit: float  # seconds that an exchange may take
+
+    @classmethod
+    def told(cls, message: bytes) -> Settings:
+        """What rank 0 says; raises ModelError where it is another version's."""
+        told = json.loads(message)
+        if (version := told.pop("version", None)) != VERSION:
+            raise ModelError(f"it has version {VERSION}, and rank 0 has {version}; install the same one")
+        return cls(**told)
 
     @property
     def layout(self) -> Layout:
         """Which layers are whose."""
         return Layout(self.size // (len(self.bounds) - 1), tuple(self.bounds))
 
-    def group(self, link: Link, kernels: Kernels, memory: int | None = None) -> Group:
-        """Its place among the ranks: `link` leads to rank 0, `memory` is a file that its stage shares."""
+    def group(self, link: Link, kernels: Kernels, memory: Mapping[str, int]) -> Group:
+        """Its place among the ranks: `link` leads to rank 0, `memory` are files that stages may share."""
         layout, exchange = self.layout, None
-        if memory is not None and kernels.library is not None:
+        if self.shared and layout.width > 1:
+            assert kernels.library is not None, "it is shared by libraries"
             place = self.rank % layout.width
-            exchange = SharedExchange(kernels.library, memory, layout.width, place, limit=self.limit)
+            file = memory[str(self.rank - place)]
+            exchange = SharedExchange(kernels.library, file, layout.width, place, limit=self.limit)
         how: dict[str, Any] = {"limit": self.limit, "exchange": exchange, "bounds": layout.bounds}
         return Group(self.rank, self.size, [link], **how)
 
@@ -82,15 +94,20 @@ class Settings:
         if isinstance(kernels.products, NativeProducts):
             kernels = replace(kernels, products=kernels.products.but(nontemporal=self.nontemporal))
             assert kernels.library is not None
-            kernels.library.set_threads(self.threads)
+            kernels.library.set_threads(self.cores)
         if isinstance(kernels.attention, NativeAttention) and not self.native_attention:
             kernels = replace(kernels, attention=SdpaAttention())
-        torch.set_num_threads(1 if self.native_attention else self.threads)
+        torch.set_num_threads(1 if self.native_attention else self.cores)
         return kernels
 
-    def load(self, kernels: Kernels, group: Group) -> LanguageModel:
+    @property
+    def cores(self) -> int:
+        """The threads with which it computes."""
+        return thread_count(self.threads, self.same_host)
+
+    def load(self, model: Path, kernels: Kernels, group: Group) -> LanguageModel:
         """The part of the model that is this rank's."""
-        opened = open_model(Path(self.model))
+        opened = open_model(model)
         return load_model(
             opened,
             dtype=getattr(torch, self.dtype),
@@ -100,10 +117,6 @@ class Settings:
             part=self.layout.part(self.rank, opened.config, whole_table=self.whole_table),
             group=group,
         )
-
-    def to_json(self) -> dict[str, object]:
-        """As JSON has it."""
-        return asdict(self)
 
 
 @torch.inference_mode()
@@ -142,30 +155,40 @@ def follow(group: Group, model: LanguageModel) -> None:
 
 
 def main() -> None:
-    """Be the follower at the other end of an inherited socket, with memory that is inherited, too."""
+    """Be the follower at the other end of a link that is inherited, with memory that is inherited, too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    number, *memory = map(int, sys.argv[1:])
-    link = Link(socket.socket(fileno=number))
+    told = json.loads(sys.argv[1])
+    link, path = Link.of(told["link"]), Path(told["model"])
+    if link.hosts is not None:
+        link.within(SILENCE)
     _end_with(link)
     try:
-        settings = Settings(**json.loads(link.receive()))
+        said = link.receive()
         try:
+            settings = Settings.told(said)
             kernels = settings.kernels()
-            group = settings.group(link, kernels, *memory)
-            model = settings.load(kernels, group)
+            group = settings.group(link, kernels, told["memory"])
+            model = settings.load(path, kernels, group)
         except Exception as error:  # whatever it is, rank 0 says so
-            told = str(error) if isinstance(error, SpecInferError) else repr(error)
-            link.send(json.dumps({"failed": told}).encode())
-            os._exit(_CANNOT_LOAD)
-        identity = identity_of(model, Path(settings.model), settings.quantization, group)
+            why = str(error) if isinstance(error, SpecInferError) else repr(error)
+            link.send(json.dumps({"failed": why}).encode())
+            if link.hosts is not None:
+                _LOG.error("it cannot load the model: %s", why)
+            os._exit(CANNOT_LOAD)
+        identity = identity_of(model, path, settings.quantization, group)
         link.send(json.dumps({"identity": identity}).encode())
-        group.connect(json.loads(link.receive())["meet"])
+        host = json.loads(link.receive())["meet"]
+        key = None if told["key_file"] is None else read_key(told["key_file"])
+        group.connect(host if link.hosts is None else link.hosts[0], key)
         group.seconds(model.config.hidden_size)
         group.hop_seconds(model.config.hidden_size, model.dtype)
         follow(group, model)
     except (EOFError, OSError):  # rank 0 has gone
         os._exit(0)
     except PeerLostError:
+        if link.hosts is not None:
+            with contextlib.suppress(OSError):
+                link.send(LOST)
         os._exit(PEER_LOST)
     except BaseException:
         _LOG.exception("a rank ends")
@@ -178,13 +201,11 @@ def _end_with(link: Link) -> None:
     if sys.platform == "linux":  # a process that is stopped notices nothing by itself
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    threading.Thread(target=_watch, args=(link.number,), name="watch", daemon=True).start()
+    threading.Thread(target=_watch, args=(link,), name="watch", daemon=True).start()
 
 
-def _watch(number: int) -> None:
-    poll = select.poll()
-    poll.register(number, 0)  # what is always told: that the other end is closed
-    poll.poll()
+def _watch(link: Link) -> None:
+    link.wait_for_end()
     os._exit(0)
 
 

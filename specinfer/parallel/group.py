@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -34,7 +34,7 @@ from torch import Tensor
 from specinfer.errors import PeerLostError
 from specinfer.kernels.exchange import SharedExchange
 from specinfer.parallel.link import Link
-from specinfer.parallel.meeting import HERE, gloo_of, gloo_of_rank_0, introduce, introduced
+from specinfer.parallel.meeting import HERE, gloo_of, gloo_of_rank_0, hand_on, introduce, introduced
 
 LIMIT: Final = 10.0  # seconds that an exchange may take
 _TRIED, _ROWS = 50, 16  # exchanges that are timed, and their rows
@@ -78,11 +78,13 @@ class Group:
         peers: Peers | None = None,
         exchange: SharedExchange | None = None,
         bounds: Sequence[int] = (),
+        over_gloo: Collection[int] | None = None,
     ) -> None:
         """`links` lead to the followers, or from rank 0. An exchange may take `limit` seconds.
 
         `exchange` is by memory that all ranks of a stage share; None: by gloo, once they are connected.
-        Where there are several stages, the layers of stage i are bounds[i] .. bounds[i + 1] - 1.
+        Where there are several stages, the layers of stage i are bounds[i] .. bounds[i + 1] - 1. Rank 0 knows
+        which ranks are `over_gloo`, whatever it is itself; None: those that are as it is.
         """
         self.rank = rank
         self.size = size
@@ -96,6 +98,8 @@ class Group:
         self.left: deque[int] = deque()  # of caches that nobody at rank 0 uses any more
         self.exchange = exchange
         self._links = links
+        alike = range(1, size) if exchange is None else ()
+        self._over_gloo: Collection[int] = alike if over_gloo is None else over_gloo
         self._ring: tuple[Link, Link] | None = None  # from the stage before, and to the next
         self._peers = peers
         self._closed = False
@@ -115,15 +119,20 @@ class Group:
         `key` is needed where a neighbour in another stage is on another host. Raises PeerLostError where one
         of them does not come in time.
         """
-        if self.exchange is None and self.width > 1:
-            try:
-                if self.rank == 0:
-                    self._gloo = gloo_of_rank_0(self.width, self._links, limit=self.limit, host=host)
-                else:
+        own = self.exchange is None and self.width > 1
+        try:
+            if self.rank:
+                if own:
                     how: dict[str, Any] = {"stage": self.stage, "limit": self.limit, "host": host}
                     self._gloo = gloo_of(self.place, self.width, self._links[0], **how)
-            except (RuntimeError, OSError, EOFError, ValueError) as error:
-                raise self.lose() from error
+            else:
+                links = [self._links[rank - 1] for rank in self._over_gloo]
+                if own:
+                    self._gloo = gloo_of_rank_0(self.width, links, limit=self.limit, host=host)
+                elif self.width > 1 and links:
+                    hand_on(links, self.limit)
+        except (RuntimeError, OSError, EOFError, ValueError) as error:
+            raise self.lose() from error
         self.maximum(torch.zeros(1))  # until all of a stage have met all
         if self.stages > 1:
             try:

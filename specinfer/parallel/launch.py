@@ -1,13 +1,14 @@
-"""Followers of this host: the processes of ranks 1, 2, ..., from their start to their end.
+"""Followers: the processes of ranks 1, 2, ..., from their start to their end.
 
     rank 0                                       a follower (parallel/follower.py)
-    starts it, a socket for its link             ends when the link or its parent does
-    settings: the model, its kind, kernels  -->
+    starts it, a socket for its link,            ends when the link or its parent does
+    or lets it in at its door               <--  on another host (parallel/door.py)
+    settings: the kind, kernels             -->
                                             <--  what it has loaded and runs on, or why it cannot
     let us meet (parallel/meeting.py)       -->
     messages of runtime/sharded.py          -->
 
-Nothing has a name or a port that is fixed: the socket is inherited.
+On one host nothing has a name or a port that is fixed: the socket is inherited.
 """
 
 from __future__ import annotations
@@ -16,51 +17,136 @@ import contextlib
 import json
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
 from specinfer.errors import ModelError, PeerLostError
+from specinfer.parallel.door import Door, spawn
 from specinfer.parallel.group import LIMIT, Group, Loss
 from specinfer.parallel.link import Link
 from specinfer.parallel.meeting import HERE
+from specinfer.version import VERSION
 
 PEER_LOST: Final = 75  # the status with which a follower ends that has lost a rank itself
-_FOLLOWER: Final = (sys.executable, "-m", "specinfer.parallel.follower")
+LOST: Final = b'{"lost": true}'  # the last word of one on another host that has lost a rank itself
 _GRACE: Final = 1.0  # seconds for followers to end by themselves
 _LOOK: Final = 0.5  # seconds after which it is looked again whether all of them live
 _HEARD: Final = 0.5  # seconds within which those end that have noticed a loss
 _LOADING: Final = 600.0  # seconds that a follower may take to load after this rank has
+_COMING: Final = 600.0  # seconds that followers of other hosts are waited for
+
+
+class _Follower:
+    """One of them, as rank 0 knows it."""
+
+    def __init__(self, rank: int, link: Link, host: str, process: subprocess.Popen[bytes] | None) -> None:
+        self.rank = rank
+        self.link = link
+        self.host = host
+        self._process = process  # None: it is on another host
+        self._lost_another = False
+        hosts = link.hosts
+        self._where = f"process {process.pid}" if process else f"on {hosts[1]}" if hosts else "elsewhere"
+
+    def __str__(self) -> str:
+        """Which one it is."""
+        return f"rank {self.rank} ({self._where})"
+
+    def ended(self) -> str | None:
+        """How it has ended; None where it has not, as far as is known."""
+        if self._process is None:
+            return "has closed its link, or its host has gone" if self.link.ended() else None
+        status = self._process.poll()
+        return None if status is None else f"has ended with status {status}"
+
+    def lost_another(self) -> bool:
+        """Whether it has ended because it had lost another rank."""
+        if self._process is not None:
+            return self._process.poll() == PEER_LOST
+        if not self._lost_another and self.link.ended():
+            self.link.within(0)
+            with contextlib.suppress(EOFError, OSError, ValueError):
+                while not self._lost_another:
+                    self._lost_another = self.link.receive() == LOST
+        return self._lost_another
+
+    def stopped(self) -> bool:
+        """Whether it is known to be stopped, by a signal say."""
+        try:
+            found = None if self._process is None else psutil.Process(self._process.pid).status()
+        except psutil.Error:
+            return False
+        return bool(found == psutil.STATUS_STOPPED)
+
+    def end(self, until: float) -> None:
+        """See that a process of this host ends: it is killed when its time is over."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 class Followers:
-    """Processes of ranks 1 .. size - 1; each begins to load what its settings say."""
+    """Ranks 1 .. size - 1."""
 
-    def __init__(self, settings: Sequence[Mapping[str, object]], memory: Sequence[int] = ()) -> None:
-        """`settings` are those of rank after rank, from rank 1 on (parallel/follower.py); JSON holds them.
+    def __init__(self, count: int, model: Path, memory: Mapping[int, int], door: Door | None = None) -> None:
+        """Those that `door` lets in are waited for, the other ones of `count` are started, and load `model`.
 
-        `memory` are the numbers of files of memory that each of them shares with others, and inherits.
+        These inherit files of `memory`, by the first rank of the stage that shares each. Raises OSError where
+        one cannot be started, PeerLostError where one does not come in.
         """
-        self._memory = [[file] for file in memory] or [[]] * len(settings)
-        self.links: list[Link] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._model, self._memory, self._door = model, memory, door
+        self._all: list[_Follower] = []
         self._started, self._closing = threading.Event(), threading.Event()
         self._failure: OSError | None = None
         self.on_end: Callable[[], object] | None = None  # called once when one has ended before `close`
+        here = count if door is None else count - len(door.ranks)
         # Linux takes the end of the thread that has started a process for the end of its parent.
-        self._keeper = threading.Thread(target=self._keep, daemon=True)
+        self._keeper = threading.Thread(target=self._keep, args=(here,), daemon=True)
         self._keeper.start()
         self._started.wait()
-        if self._failure is not None:
+        try:
+            if self._failure is not None:
+                raise self._failure
+            guests = {} if door is None else door.wait(_COMING)
+        except BaseException:
             self.close()
-            raise self._failure
-        for link, one in zip(self.links, settings, strict=True):
+            raise
+        self._all += [_Follower(rank, guest.link, guest.host, None) for rank, guest in sorted(guests.items())]
+
+    @property
+    def hosts(self) -> list[str]:
+        """Where ranks 0, 1, ... are: those that share memory have the same text, "" those of this host."""
+        return ["", *(one.host for one in self._all)]
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses of the hosts of ranks 0, 1, ..., "" of this one."""
+        return ["", *(link.hosts[1] if link.hosts else "" for link in self.links)]
+
+    def tell(self, settings: Sequence[Mapping[str, object]]) -> None:
+        """Have each load what its settings say (parallel/follower.py); JSON holds them."""
+        for one, given in zip(self._all, settings, strict=True):
             with contextlib.suppress(OSError):  # it has ended, as `ready` will tell
-                link.send(json.dumps(one).encode())
+                one.link.send(json.dumps({**given, "version": VERSION}).encode())
+
+    @property
+    def links(self) -> list[Link]:
+        """Those to ranks 1, 2, ..."""
+        return [one.link for one in self._all]
+
+    @property
+    def address(self) -> str:
+        """This host's address, as ranks of other hosts see it."""
+        return next((link.hosts[0] for link in self.links if link.hosts is not None), HERE)
 
     def ready(self, identity: Mapping[str, str]) -> None:
         """Wait until all have loaded; they must run what this rank runs.
@@ -68,95 +154,72 @@ class Followers:
         Raises ModelError where one of them cannot, or is another (its code, its kernels, its file), and
         PeerLostError where one ends or takes too long.
         """
-        for rank, link in enumerate(self.links, start=1):
-            link.within(_LOADING)
+        for one in self._all:
+            one.link.within(_LOADING)
             try:
-                said: Any = json.loads(link.receive())
+                said: Any = json.loads(one.link.receive())
             except (EOFError, OSError, ValueError):
                 lost = self.lost()
                 raise PeerLostError(f"{lost.words} before it was ready; start it again", lost.rank) from None
             if "failed" in said:
-                raise ModelError(f"rank {rank} cannot load the model: {said['failed']}")
+                raise ModelError(f"rank {one.rank} cannot load the model: {said['failed']}")
             others = [name for name, value in identity.items() if said["identity"].get(name) != value]
             if others:
                 raise ModelError(
-                    f"rank {rank} has another {' and '.join(others)} than rank 0; all ranks must run the "
+                    f"rank {one.rank} has another {' and '.join(others)} than rank 0; all ranks must run the "
                     "same: start them from one installation and one model"
                 )
 
-    def meet(self, group: Group) -> None:
-        """Have all ranks meet; raises PeerLostError as Group."""
+    def meet(self, group: Group, key: bytes | None) -> None:
+        """Have all ranks meet, those of other hosts with this key; raises PeerLostError as Group."""
         for link in self.links:
             link.within(LIMIT)
             with contextlib.suppress(OSError):
-                link.send(json.dumps({"meet": HERE}).encode())
-        group.connect()
+                link.send(json.dumps({"meet": self.address}).encode())
+        group.connect(self.address, key)
 
     def lost(self) -> Loss:
         """Which rank is lost, and how; waits a moment for those to end that have noticed it."""
         until = time.monotonic() + _HEARD
         while time.monotonic() < until:
-            ended = self._ended()
-            if any(status != PEER_LOST for status in ended.values()):
+            if any(one.ended() and not one.lost_another() for one in self._all):
                 break
             time.sleep(0.01)
-        ended = self._ended()
-        guilty = [rank for rank, status in ended.items() if status != PEER_LOST]
-        silent = [rank for rank in range(1, len(self._processes) + 1) if rank not in ended]
+        ended = [one for one in self._all if one.ended()]
+        guilty = [one for one in ended if not one.lost_another()]
+        silent = [one for one in self._all if one not in ended]
         # Those that wait for a rank that is stopped say nothing, either.
-        silent.sort(key=lambda rank: not _stopped(self._processes[rank - 1].pid))
-        rank = [*guilty, *silent, *ended][0]
-        how = f"has ended with status {ended[rank]}" if rank in ended else "does not answer"
-        return Loss(rank, f"rank {rank} (process {self._processes[rank - 1].pid}) {how}")
+        silent.sort(key=lambda one: not one.stopped())
+        one = [*guilty, *silent, *ended][0]
+        return Loss(one.rank, f"{one} {one.ended() or 'does not answer'}")
 
     def close(self) -> None:
         """Close the links, whereupon followers end; one that does not is killed. Never waits."""
+        if self._door is not None:
+            self._door.close()
         for link in self.links:
             link.close()
         self._closing.set()
 
     def wait(self) -> None:
-        """Wait until all have ended, after `close`."""
+        """Wait until all of this host have ended, after `close`."""
         self._keeper.join()
 
-    def _ended(self) -> dict[int, int]:
-        """The status of each rank that has ended."""
-        found = {rank: process.poll() for rank, process in enumerate(self._processes, start=1)}
-        return {rank: status for rank, status in found.items() if status is not None}
-
-    def _keep(self) -> None:
-        """The thread that starts them, and sees them end."""
+    def _keep(self, count: int) -> None:
+        """The thread that starts those of this host, and sees all of them end."""
         try:
-            for memory in self._memory:
+            for rank in range(1, count + 1):
                 ours, its = socket.socketpair()
-                self.links.append(Link(ours))
                 with its:
-                    process = subprocess.Popen(
-                        [*_FOLLOWER, *map(str, (its.fileno(), *memory))],
-                        pass_fds=[its.fileno(), *memory],
-                        stdin=subprocess.DEVNULL,
-                        start_new_session=True,  # Ctrl-C is for rank 0, which ends its pass
-                    )
-                self._processes.append(process)
+                    process = spawn(its.fileno(), self._model, self._memory)
+                self._all.append(_Follower(rank, Link(ours), "", process))
         except OSError as error:
             self._failure = error
         self._started.set()
         while not self._closing.wait(_LOOK):
-            if self.on_end is not None and self._ended():
+            if self.on_end is not None and any(one.ended() for one in self._all):
                 self.on_end()
                 self._closing.wait()
         until = time.monotonic() + _GRACE
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _stopped(number: int) -> bool:
-    """Whether a process is stopped, by a signal say."""
-    try:
-        return bool(psutil.Process(number).status() == psutil.STATUS_STOPPED)
-    except psutil.Error:
-        return False
+        for one in self._all:
+            one.end(until)

@@ -23,7 +23,6 @@ import stat
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -35,7 +34,7 @@ _MOST: Final = 1 << 28  # bytes of a message
 _NONCE: Final = 32  # bytes of a number that is used once
 _PROOF: Final = 32  # bytes of an HMAC
 _OTHER_KEY: Final = b"another key"  # the answer to whoever shows none, or another one
-_GREET: Final = 5.0  # seconds that such a one has for all of it
+GREET: Final = 5.0  # seconds that such a one has for all of it
 _LEAST_KEY, _MOST_KEY = 16, 4096  # bytes
 _GONE: Final = 10  # seconds without an answer of the other host's system, after which a connection is lost
 # Closed from the other side; elsewhere than on Linux its end shows only when it is read.
@@ -51,6 +50,11 @@ class Link:
     def __init__(self, ours: socket.socket) -> None:
         self._socket = ours
         self._sending = threading.Lock()
+
+    @classmethod
+    def of(cls, number: int) -> Link:
+        """That over an open socket that was inherited."""
+        return cls(socket.socket(fileno=number))
 
     @property
     def number(self) -> int:
@@ -73,10 +77,15 @@ class Link:
         """Give a sign of life, if that is possible at once; never raises."""
         if not self._sending.acquire(blocking=False):
             return  # something is being sent, which is one
-        with suppress(OSError):
-            if select.select([], [self._socket], [], 0)[1]:
+        try:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLOUT)
+            if poll.poll(0):
                 self._socket.sendall(_MAGIC.to_bytes(4, "little") + bytes(4))
-        self._sending.release()
+        except (OSError, ValueError):  # the link is closed
+            pass
+        finally:
+            self._sending.release()
 
     def receive(self, most: int = _MOST) -> bytes:
         """Wait for the next message, of `most` bytes at most.
@@ -114,10 +123,14 @@ class Link:
 
     def ended(self) -> bool:
         """Whether the other end is known to be closed, or its host to be gone."""
+        return self.wait_for_end(0)
+
+    def wait_for_end(self, seconds: float | None = None) -> bool:
+        """Wait until it has ended, for so long at most; whether it has."""
         poll = select.poll()
         try:
             poll.register(self._socket, _CLOSED)
-            return any(found & (_CLOSED | select.POLLNVAL) for _, found in poll.poll(0))
+            return bool(poll.poll(None if seconds is None else 1000 * seconds))
         except (OSError, ValueError):  # this end is closed
             return True
 
@@ -166,18 +179,6 @@ def read_key(path: str | os.PathLike[str]) -> bytes:
     return key
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT` or `[IPv6]:PORT`; raises ConfigError."""
-    host, colon, port = text.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        colon = ""
-    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
-        raise ConfigError(f"master is {text!r}; allowed: HOST:PORT, like 10.0.0.1:29500, or [IPv6]:PORT")
-    return host, int(port)
-
-
 def listen(host: str, port: int, *, backlog: int = 64) -> socket.socket:
     """A socket that listens there, where port 0 is any that is free; raises OSError."""
     family, kind, protocol, _, address = socket.getaddrinfo(
@@ -195,7 +196,7 @@ def listen(host: str, port: int, *, backlog: int = 64) -> socket.socket:
     return listening
 
 
-def dial(host: str, port: int, key: bytes, purpose: str, *, limit: float = _GREET) -> Link:
+def dial(host: str, port: int, key: bytes, purpose: str, *, limit: float = GREET) -> Link:
     """A link to whoever listens there and has the same key, for the same purpose.
 
     Raises OSError where nobody listens, or is silent for `limit` seconds, KeyRefusedError where the key is
@@ -222,7 +223,7 @@ def dial(host: str, port: int, key: bytes, purpose: str, *, limit: float = _GREE
     return link
 
 
-def greet(connection: socket.socket, key: bytes, purpose: str, *, limit: float = _GREET) -> Link:
+def greet(connection: socket.socket, key: bytes, purpose: str, *, limit: float = GREET) -> Link:
     """The link that a connection becomes once its other end has shown that it knows the key.
 
     `connection` is closed otherwise. Raises KeyRefusedError, OSError and ValueError as `dial`.

@@ -102,7 +102,7 @@ def gloo_of_rank_0(size: int, links: Sequence[Link], *, limit: float, host: str 
     with ThreadPoolExecutor(1) as pool:
         own = pool.submit(_gloo, board, 0, size, limit, host)
         try:
-            _hand_on(board, limit)
+            hand_on(links, limit, board)
         except BaseException:
             board.close()
             raise
@@ -131,10 +131,13 @@ def _gloo(board: _Board, rank: int, size: int, limit: float, host: str) -> Any:
     return kind(board, rank, size, options)
 
 
-def _hand_on(board: _Board, limit: float) -> None:
-    """Tell each follower what the others pin up, until all of them have met."""
+def hand_on(links: Sequence[Link], limit: float, board: _Board | None = None) -> None:
+    """Tell each of these followers, which call `gloo_of`, what the others pin up, until all have met.
+
+    Rank 0 has a `board` if its own gloo is among them. Raises as `gloo_of_rank_0`.
+    """
     poll, until = select.poll(), time.monotonic() + limit
-    waiting = {link.number: link for link in board.links}
+    waiting = {link.number: link for link in links}
     for number in waiting:
         poll.register(number, select.POLLIN)
     while waiting:
@@ -147,12 +150,13 @@ def _hand_on(board: _Board, limit: float) -> None:
                 poll.unregister(number)
                 del waiting[number]
                 continue
-            pinned = json.loads(said)
-            board.pin(pinned["pin"], bytes.fromhex(pinned["as"]))
-            for other in board.links:
+            if board is not None:
+                pinned = json.loads(said)
+                board.pin(pinned["pin"], bytes.fromhex(pinned["as"]))
+            for other in links:
                 if other.number != number:
                     other.send(said)
-    for link in board.links:
+    for link in links:
         link.send(_END)
 
 

@@ -20,7 +20,6 @@ length ends the follower, and nothing of it is run.
 from __future__ import annotations
 
 import hashlib
-import json
 import signal
 import threading
 import time
@@ -40,7 +39,7 @@ from torch import Tensor
 from specinfer.errors import PeerLostError
 from specinfer.models.config import ModelConfig, PipelineStage
 from specinfer.models.language_model import LanguageModel, Read, check_taps
-from specinfer.models.prepared import identity
+from specinfer.models.prepared import sampled
 from specinfer.parallel.group import Group
 from specinfer.parallel.share import Share
 from specinfer.runtime.batch import Rows
@@ -368,7 +367,9 @@ def identity_of(model: LanguageModel, path: Path, kind: str, group: Group) -> di
         "kernels": "PyTorch's" if library is None else hashlib.sha256(library.path.read_bytes()).hexdigest(),
         "kind of CPU": "" if library is None else library.level.name,
         "attention": type(model.kernels.attention).__name__,
-        "model file": json.dumps(identity(path, kind, model.dtype), sort_keys=True),
+        "model file": sampled(path),
+        "quantization": kind,
+        "dtype": str(model.dtype),
         "number of ranks": str(group.size),
         "layers of its stages": str(list(group.bounds)),
     }

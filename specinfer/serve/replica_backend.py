@@ -323,7 +323,7 @@ def _share_of(config: EngineConfig, number: int, count: int) -> EngineConfig:
         return config
     cores = usable_cores()
     share = (number + 1) * cores // count - number * cores // count
-    return replace(config, threads=max(1, share // config.ranks))
+    return replace(config, threads=max(1, share // config.ranks_here))
 
 
 async def _until(holds: Callable[[], bool]) -> None:

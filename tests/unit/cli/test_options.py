@@ -72,6 +72,7 @@ FLAGS = (
     *("--stored-responses", "--suffix", "--suffix-depth", "--suffix-memory", "--suffix-nodes"),
     *("--tensor-parallel", "--threads", "--tree-size", "--trusted-proxy", "--unknown-fields", "--verifier"),
     *("--memory", "--offload", "--offload-folder", "--pipeline-parallel", "--replicas", "--session-header"),
+    *("--key-file", "--local-ranks", "--master"),
 )
 
 

@@ -30,7 +30,7 @@ def run_ranks(
 
     Nobody waits for those that are `silent`; they are killed in the end. `prepare` is given the shared file.
     """
-    file = shared_file(library, count, slot)
+    file = shared_file()
     if prepare is not None:
         prepare(file)
     ranks = []

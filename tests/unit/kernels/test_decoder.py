@@ -171,7 +171,7 @@ def test_a_pass_ends_at_the_layer_where_a_rank_is_lost(tmp_path: Path) -> None:
     model, library = load("llama", tmp_path, quantization="int8"), library_or_skip()
     wanted, _, _ = read(model, cache_of(model), [TREE])
     for ranks in (1, 2):
-        file = shared_file(library, ranks)
+        file = shared_file()
         exchange = SharedExchange(library, file, ranks, 0, limit=0.1)
         os.close(file)
         join(model, exchange)

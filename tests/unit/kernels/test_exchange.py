@@ -249,7 +249,7 @@ def test_ranks_at_other_operations_are_lost_to_each_other(library: Library, othe
 
 
 def test_a_rank_that_never_comes_is_late(library: Library) -> None:
-    file = shared_file(library, 2, SLOT)
+    file = shared_file()
     exchange = SharedExchange(library, file, 2, 0, slot=SLOT, limit=0.1)
     os.close(file)
     with pytest.raises(
@@ -262,7 +262,7 @@ def test_a_rank_that_never_comes_is_late(library: Library) -> None:
 
 
 def test_other_numbers_are_refused(library: Library) -> None:
-    file = shared_file(library, 1, SLOT)
+    file = shared_file()
     exchange = SharedExchange(library, file, 1, 0, slot=SLOT)
     os.close(file)
     read_only = np.ones(3, dtype=np.int32)

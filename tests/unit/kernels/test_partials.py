@@ -196,7 +196,7 @@ def test_products_of_several_ranks_are_the_whole_one(starts: list[int]) -> None:
 
 def test_a_product_of_floats_joins_nobody() -> None:
     library = library_or_skip()
-    file = shared_file(library, 1)
+    file = shared_file()
     exchange = SharedExchange(library, file, 1, 0)
     os.close(file)
     product = kernels("native").products.floats(random(16, 64), None)
@@ -208,7 +208,7 @@ def test_a_product_of_floats_joins_nobody() -> None:
 
 def test_a_product_that_lost_a_rank_says_so() -> None:
     library = library_or_skip()
-    file = shared_file(library, 2)
+    file = shared_file()
     exchange = SharedExchange(library, file, 2, 0, limit=0.1)
     os.close(file)
     product = Parts(kernels("native").products, 33, 576, [0]).whole

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from specinfer.errors import ConfigError, KeyRefusedError
-from specinfer.parallel.link import Link, dial, greet, listen, parse_address, read_key
+from specinfer.parallel.link import Link, dial, greet, listen, read_key
 from specinfer.parallel.meeting import introduce, introduced
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -189,14 +189,6 @@ def test_keys_are_read_from_files_that_others_cannot_read(tmp_path: Path) -> Non
         read_key(tmp_path / "none")
     file.write_bytes(KEY + b"\n")
     assert read_key(file) == KEY
-
-
-def test_addresses() -> None:
-    assert parse_address("10.0.0.1:29500") == ("10.0.0.1", 29500)
-    assert parse_address("[fe80::1]:1") == ("fe80::1", 1)
-    for wrong in ("host", "host:", ":1", "host:0", "host:65536", "host:x", "::1:1", "host:1_0"):
-        with pytest.raises(ConfigError, match="allowed: HOST:PORT"):
-            parse_address(wrong)
 
 
 def private() -> tuple[Link, Link]:

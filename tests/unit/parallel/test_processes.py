@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,66 +26,7 @@ from specinfer.progress import NoProgress
 from specinfer.serve.replica_backend import ReplicaBackend
 from specinfer.serve.work import Work
 from tests.engines import ENGINE
-from tests.tiny_models import write_similar_llama, write_tiny_llama
-
-PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41]]
-GREEDY = SamplingParams(temperature=0, max_tokens=12)
-SAMPLED = SamplingParams(temperature=0.9, seed=5, max_tokens=12)
-INT8 = {**ENGINE, "quantization": "int8"}
-
-
-def told(llm: LLM) -> list[list[int]]:
-    return [list(out.token_ids) for params in (GREEDY, SAMPLED) for out in llm.generate(PROMPTS, params)]
-
-
-def followers() -> list[psutil.Process]:
-    """Those of this process that are there, ended ones that nobody has waited for among them."""
-
-    def follows(one: psutil.Process) -> bool:
-        try:
-            return "specinfer.parallel.follower" in one.cmdline()
-        except psutil.NoSuchProcess as error:
-            return isinstance(error, psutil.ZombieProcess)
-
-    return [one for one in psutil.Process().children() if follows(one)]
-
-
-def soon(holds: Callable[[], object], seconds: float = 10.0) -> bool:
-    until = time.monotonic() + seconds
-    while not holds() and time.monotonic() < until:
-        time.sleep(0.01)
-    return bool(holds())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    shape = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 32, "intermediate_size": 160}
-    write_tiny_llama(folder / "target", tokenizer=True, **shape)
-    write_similar_llama(folder / "target", folder / "draft", noise=0.1)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One for all of these, but for compiled kernels."""
-    from specinfer.files import cache_dir
-
-    kernels, own = cache_dir() / "kernels", tmp_path_factory.mktemp("cache")
-    kernels.mkdir(parents=True, exist_ok=True)
-    (own / "kernels").symlink_to(kernels)
-    before = os.environ.get("SPECINFER_CACHE")
-    os.environ["SPECINFER_CACHE"] = str(own)
-    yield
-    os.environ.pop("SPECINFER_CACHE")
-    if before is not None:
-        os.environ["SPECINFER_CACHE"] = before
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path, cache: None) -> list[list[int]]:
-    with LLM(folder / "target", **INT8) as llm:
-        return told(llm)
+from tests.ranks import GREEDY, INT8, PROMPTS, SAMPLED, followers, soon, told
 
 
 def test_two_processes_say_what_one_says_and_leave_nothing(
@@ -227,12 +167,13 @@ def test_ranks_that_run_something_else_are_refused(
 
 def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
     settings = {
-        **{"rank": 1, "size": 2, "model": str(tmp_path / "none"), "quantization": "int8", "dtype": "float32"},
+        **{"rank": 1, "size": 2, "quantization": "int8", "dtype": "float32"},
         **{"native": False, "native_attention": False, "nontemporal": False, "threads": 1},
-        **{"whole_table": False, "limit": 1.0, "bounds": [0, 2]},
+        **{"whole_table": False, "limit": 1.0, "bounds": [0, 2], "same_host": 2, "shared": False},
     }
-    begun, ended = Followers([settings]), threading.Event()
+    begun, ended = Followers(1, tmp_path / "none", {}), threading.Event()
     begun.on_end = ended.set
+    begun.tell([settings])
     with pytest.raises(ModelError, match=r"rank 1 cannot load the model: .* does not exist"):
         begun.ready({})
     with pytest.raises(PeerLostError, match=r"rank 1 .* has ended with status 2 before it was ready"):

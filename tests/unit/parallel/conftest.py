@@ -1,0 +1,44 @@
+"""A small model, a cache of its own, and what one process says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specinfer import LLM
+from tests.ranks import INT8, told
+from tests.tiny_models import write_similar_llama, write_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    shape = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 32, "intermediate_size": 160}
+    write_tiny_llama(folder / "target", tokenizer=True, **shape)
+    write_similar_llama(folder / "target", folder / "draft", noise=0.1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One for all of these, but for compiled kernels."""
+    from specinfer.files import cache_dir
+
+    kernels, own = cache_dir() / "kernels", tmp_path_factory.mktemp("cache")
+    kernels.mkdir(parents=True, exist_ok=True)
+    (own / "kernels").symlink_to(kernels)
+    before = os.environ.get("SPECINFER_CACHE")
+    os.environ["SPECINFER_CACHE"] = str(own)
+    yield
+    os.environ.pop("SPECINFER_CACHE")
+    if before is not None:
+        os.environ["SPECINFER_CACHE"] = before
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, cache: None) -> list[list[int]]:
+    with LLM(folder / "target", **INT8) as llm:
+        return told(llm)

@@ -1,0 +1,386 @@
+"""Ranks of other hosts, which are processes of this one here that are reached over TCP alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file, save_file
+
+from specinfer import LLM, SamplingParams
+from specinfer.config import EngineConfig
+from specinfer.engine import ranks
+from specinfer.errors import ConfigError, KeyRefusedError, ModelError, PeerLostError
+from specinfer.parallel import launch
+from specinfer.parallel.door import Door, knock
+from specinfer.parallel.group import Group
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.sharded import MessageWriter
+from specinfer.serve.replica_backend import ReplicaBackend
+from specinfer.serve.work import Work
+from tests.ranks import GREEDY, INT8, PROMPTS, followers, soon, told
+
+
+class Hosts:
+    """Followers, each as if on a host of its own, and the options of their engine."""
+
+    def __init__(self, folder: Path, tmp_path: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.master = f"127.0.0.1:{self.port}"
+        self.key = tmp_path / "key"
+        self.key.touch(0o600)
+        self.key.write_text("a key that is long enough\n")
+        self.options: dict[str, Any] = {
+            **INT8,
+            "tensor_parallel": 2,
+            "master": self.master,
+            "key_file": str(self.key),
+        }
+        # The same files elsewhere, and newer.
+        self.model = Path(
+            shutil.copytree(folder / "target", tmp_path / "there", copy_function=shutil.copyfile)
+        )
+        self._log = tmp_path / "log"
+        self.begun: list[subprocess.Popen[bytes]] = []
+
+    def follow(self, rank: int = 1, count: int = 1, **more: Any) -> subprocess.Popen[bytes]:
+        """Begin a follower, or several that share memory."""
+        given = {"model": self.model, "key": self.key, **more}
+        command = [sys.executable, "-m", "specinfer", "follow", str(given["model"]), "--rank", str(rank)]
+        command += ["--master", self.master, "--key-file", str(given["key"]), "--local-ranks", str(count)]
+        with self._log.open("ab") as log:
+            self.begun.append(subprocess.Popen(command, stdout=log, stderr=log))
+        return self.begun[-1]
+
+    def says(self) -> str:
+        """What all of them have said so far."""
+        return self._log.read_text() if self._log.exists() else ""
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes that compute, in the order in which their followers were begun."""
+        found: list[psutil.Process] = []
+        for one in self.begun:
+            with suppress(psutil.NoSuchProcess):
+                found += psutil.Process(one.pid).children()
+        return [one for one in found if one.status() != psutil.STATUS_ZOMBIE]
+
+    def close(self) -> None:
+        """End them, and see that nothing is left."""
+        for one in self.begun:
+            one.terminate()
+        for one in self.begun:
+            one.wait(5)
+        with socket.create_server(("127.0.0.1", self.port)):
+            pass
+
+
+@pytest.fixture
+def hosts(folder: Path, cache: None, tmp_path: Path) -> Iterator[Hosts]:
+    hosts = Hosts(folder, tmp_path)
+    yield hosts
+    print(hosts.says())
+    hosts.close()
+
+
+def test_texts_are_the_same_and_the_follower_serves_the_next_engine(
+    folder: Path, plain: list[list[int]], hosts: Hosts, tmp_path: Path
+) -> None:
+    first = hosts.follow()
+    with LLM(folder / "target", **hosts.options) as llm:
+        assert told(llm) == plain
+        assert len(hosts.workers()) == 1
+    assert soon(lambda: not hosts.workers())
+    second, three = hosts.follow(2), {**hosts.options, "tensor_parallel": 3}
+    with LLM(folder / "target", **three) as llm:
+        assert told(llm) == plain
+        assert len(hosts.workers()) == 2
+    first.terminate()
+    assert first.wait(5) == 128 + signal.SIGTERM
+    with LLM(folder / "target", **three, local_ranks=2) as llm:
+        assert told(llm) == plain
+        assert len(hosts.workers()) == 1
+        second.send_signal(signal.SIGINT)
+        assert second.wait(5) == 130
+        with pytest.raises(PeerLostError, match=r"rank 2 \(on 127\.0\.0\.1\) has closed its link"):
+            told(llm)
+    assert hosts.says().count("follows the engine at 127.0.0.1") == 4
+    assert soon(lambda: not followers())
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_stage_on_another_host_shares_memory_if_all_of_it_is_there(
+    folder: Path, plain: list[list[int]], hosts: Hosts, together: bool
+) -> None:
+    hosts.follow(2, 2 if together else 1)
+    if not together:
+        hosts.follow(3)
+    with LLM(folder / "target", **hosts.options, pipeline_parallel=2) as llm:
+        assert told(llm) == plain
+        group = llm.models.target.group
+        assert group is not None
+        assert group.transport == "shared memory"
+        assert list(group._over_gloo) == ([] if together else [2, 3])
+        assert (len(followers()), len(hosts.workers())) == (1, 2)
+    assert soon(lambda: not hosts.workers())
+
+
+def test_a_port_that_is_taken_is_told(folder: Path, hosts: Hosts) -> None:
+    taken = rf"cannot listen at {hosts.master} \(Address already in use\); master is an address of this host"
+    with socket.create_server(("127.0.0.1", hosts.port)), pytest.raises(ConfigError, match=taken):
+        LLM(folder / "target", **hosts.options)
+    with pytest.raises(ConfigError, match=r"cannot listen at no\.such\.host\.invalid:29500"):
+        LLM(folder / "target", **{**hosts.options, "master": "no.such.host.invalid:29500"})
+
+
+def test_whoever_lacks_the_key_or_the_rank_is_refused_and_the_right_one_is_waited_for(
+    folder: Path,
+    plain: list[list[int]],
+    hosts: Hosts,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = tmp_path / "other"
+    other.touch(0o600)
+    other.write_text("another key, as long as this")
+    refused = [hosts.follow(key=other), hosts.follow(key=other), hosts.follow(2)]
+    found: list[object] = []
+
+    def run() -> None:
+        with LLM(folder / "target", **hosts.options) as llm:
+            found.extend(told(llm))
+
+    engine = threading.Thread(target=run)
+    engine.start()
+    assert [one.wait(10) for one in refused] == [2, 2, 2]
+    hosts.follow()
+    engine.join(20)
+    assert found == plain
+    assert hosts.says().count(f"specinfer: error: {hosts.master} has another key") == 2
+    assert "rank 2 is none of its followers on other hosts: 1" in hosts.says()
+    strangers = [line for line in caplog.messages if "from 127.0.0.1: it does not know the key" in line]
+    assert len(strangers) == 1
+
+
+def test_a_follower_that_does_not_come_is_named(
+    folder: Path, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_COMING", 2.0)
+    hosts.follow(2)
+    with pytest.raises(PeerLostError, match=rf"ranks? .*3 did not come to {hosts.master} within 2 s"):
+        LLM(folder / "target", **{**hosts.options, "tensor_parallel": 4, "local_ranks": 2})
+    assert soon(lambda: not psutil.Process().children(recursive=True) or not hosts.workers())
+
+
+def test_ctrl_c_ends_the_wait_and_gives_the_port_back(folder: Path, hosts: Hosts) -> None:
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        LLM(folder / "target", **hosts.options)
+
+
+def test_of_two_followers_of_one_rank_the_second_waits(
+    folder: Path, plain: list[list[int]], hosts: Hosts
+) -> None:
+    first = hosts.follow()
+    with LLM(folder / "target", **hosts.options) as llm:
+        second = hosts.follow()
+        assert soon(lambda: "rank 1 is there already from 127.0.0.1" in hosts.says())
+        assert told(llm) == plain
+        assert second.poll() is None
+        [worker] = hosts.workers()
+        assert worker.ppid() == first.pid
+    first.terminate()
+    with LLM(folder / "target", **hosts.options) as llm:
+        assert told(llm) == plain
+
+
+def test_a_follower_with_another_model_or_version_is_refused(
+    folder: Path, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = load_file(hosts.model / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] += 0.5
+    save_file(tensors, hosts.model / "model.safetensors")
+    hosts.follow()
+    with pytest.raises(ModelError, match="rank 1 has another model file than rank 0; all ranks must run the"):
+        LLM(folder / "target", **hosts.options)
+    monkeypatch.setattr(launch, "VERSION", "0.0.1")
+    with pytest.raises(
+        ModelError, match=r"rank 1 cannot load the model: it has version .*, and rank 0 has 0\.0\.1"
+    ):
+        LLM(folder / "target", **hosts.options)
+    assert soon(lambda: "it could not load the model" in hosts.says())
+
+
+def test_a_killed_follower_is_known_at_once_even_when_nothing_is_asked(
+    folder: Path, plain: list[list[int]], hosts: Hosts
+) -> None:
+    hosts.follow()
+    hosts.follow(2)
+    options = {**hosts.options, "tensor_parallel": 3}
+    with LLM(folder / "target", **options) as llm:
+        second = hosts.workers()[1]
+        llm.on_step = lambda _: os.kill(second.pid, signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(PeerLostError, match=r"rank 2 \(on 127.0.0.1\) has closed its link"):
+            llm.generate(PROMPTS, GREEDY)
+        assert time.monotonic() - began < 1.0
+    with LLM(folder / "target", **options) as llm:  # it is there again
+        assert told(llm) == plain
+        group, heard = llm.models.target.group, list[PeerLostError]()
+        assert group is not None
+        group.watch(heard.append)
+        hosts.workers()[0].kill()
+        assert soon(lambda: heard, 1.0)
+        assert heard[0].rank == 1
+
+
+def test_a_stopped_follower_is_found_when_its_time_is_over(
+    folder: Path, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "LIMIT", 1.0)
+    hosts.follow()
+    llm = LLM(folder / "target", **hosts.options)
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    [worker] = hosts.workers()
+    worker.suspend()
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match=r"rank 1 .* does not answer"):
+        list(stream)
+    assert time.monotonic() - began < 3.0
+    llm.close()
+    worker.resume()
+    assert soon(lambda: not hosts.workers())
+
+
+@pytest.mark.parametrize(
+    "say",
+    [
+        lambda link: link.send(MessageWriter.passing(0, [Rows([5], 0, [1 << 20], 0)], 16, logits=False)),
+        lambda link: link.send(array("i", [9, 9, 9]).tobytes()),
+        lambda link: os.write(link.number, b"GET / HTTP/1.1\r\n\r\n"),
+        lambda link: os.write(link.number, (0x53504331).to_bytes(4, "little") + b"\xff\xff\xff\xff"),
+    ],
+)
+def test_a_message_that_does_not_fit_ends_the_follower_and_nothing_is_run(
+    folder: Path, hosts: Hosts, say: Callable[[Any], object]
+) -> None:
+    hosts.follow()
+    with LLM(folder / "target", **hosts.options) as llm:
+        llm.generate(PROMPTS[:1], GREEDY)
+        group = llm.models.target.group
+        assert isinstance(group, Group)
+        say(group._links[0])
+        with pytest.raises(PeerLostError, match=r"rank 1 .* has closed its link"):
+            llm.generate(PROMPTS[:1], GREEDY)
+        assert soon(lambda: "its process has ended with status 70" in hosts.says())
+    assert "ValueError" in hosts.says()
+
+
+def test_a_door_lets_a_rank_in_again_whose_link_has_ended() -> None:
+    key = b"k" * 16
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+    door = Door(address, key, range(1, 3))
+    first, other = knock(address, key, 1, "there"), knock(address, key, 2, "there")
+    assert door.wait(1.0).keys() == {1, 2}
+    with pytest.raises(ConnectionRefusedError, match="rank 1 is there already"):
+        knock(address, key, 1, "there")
+    with pytest.raises(ConfigError, match="rank 3 is none of its followers on other hosts: 1, 2"):
+        knock(address, key, 3, "there")
+    with pytest.raises(KeyRefusedError):
+        knock(address, b"x" * 16, 1, "there")
+    first.close()
+    with pytest.raises(PeerLostError, match="rank 1 did not come"):
+        door.wait(0.0)
+    again = knock(address, key, 1, "there")
+    links = door.wait(1.0)
+    links[1].link.send(b"settings")
+    assert again.receive() == b"settings"
+    again.within(2.0)
+    threading.Timer(1.0, links[1].link.close).start()
+    with pytest.raises(EOFError):
+        again.receive()
+    door.close()
+    other.close()
+    with pytest.raises(ConnectionRefusedError):
+        knock(address, key, 1, "there")
+
+
+def test_a_link_without_a_sign_of_life_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+    door = Door(address, b"k" * 16, range(1, 2))
+    link = knock(address, b"k" * 16, 1, "there")
+    link.within(0.8)
+    closing = threading.Timer(1.5, door.close)
+    closing.start()
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        link.receive()
+    assert time.monotonic() - began > 1.5
+    link.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"key_file": None}, "master is '127.0.0.1:.*' without key_file; name the file with the key"),
+        ({"master": None}, "key_file is '.*' without master; name it, or leave key_file out"),
+        ({"master": None, "key_file": None, "local_ranks": 1}, "local_ranks is 1 without master"),
+        ({"master": "127.0.0.1"}, "master is '127.0.0.1'; allowed: HOST:PORT"),
+        ({"master": "::1:80"}, "master is '::1:80'; allowed: HOST:PORT"),
+        ({"master": "host:0"}, "master is 'host:0'; allowed: HOST:PORT"),
+        (
+            {"local_ranks": 2},
+            "master is '127.0.0.1:.*', and this host has 2 of 2 ranks; some must be of other",
+        ),
+        ({"tensor_parallel": 1}, "master is .*, and this host has 1 of 1 ranks"),
+        ({"key_file": "/no/such/file"}, "cannot read the key in /no/such/file: No such file or directory"),
+    ],
+)
+def test_what_does_not_go_with_hosts_is_refused(
+    folder: Path, hosts: Hosts, options: dict[str, object], line: str
+) -> None:
+    with pytest.raises(ConfigError, match=line):
+        LLM(folder / "target", **{**hosts.options, **options})
+
+
+def test_a_servers_texts_go_on_behind_a_follower_that_was_killed(folder: Path, hosts: Hosts) -> None:
+    params = SamplingParams(temperature=0.9, seed=5, max_tokens=120)
+    config = EngineConfig.from_options(str(folder / "target"), hosts.options)
+    work = Work("w", tuple(PROMPTS[0]), params)
+    hosts.follow()
+
+    async def answer() -> list[int]:
+        backend = ReplicaBackend(config)
+        await backend.start()
+        said, killed = list[int](), False
+        async for delta in backend.generate([work]):
+            said += delta.token_ids
+            if said and not killed:
+                hosts.workers()[0].kill()
+                killed = True
+        await backend.close()
+        return said
+
+    said = asyncio.run(answer())
+    with LLM(folder / "target", **INT8) as llm:
+        [output] = llm.generate([PROMPTS[0]], params)
+    assert said == list(output.token_ids)
+    assert hosts.says().count("follows the engine") == 2
