@@ -123,6 +123,7 @@ class Simulation:
     prompt: int = 1  # tokens; read in a step of their own where there are more
     chunk: int = 64  # rows of a prompt in a step
     nodes: int = 16  # of a tree
+    without: Seconds | None = None  # passes of the target without guesses; None: as with them
     plain: float = 0.0  # seconds the same texts would have taken without guesses
     tokens: int = 0
     steps: int = 0
@@ -205,11 +206,11 @@ class Simulation:
 
     def _count_plain(self, rows: int, committed: Sequence[int], slowness: float) -> None:
         """Add what its rows would have taken, and a step for each further token of a request."""
-        requests = len(committed)
-        self.plain += slowness * (self.machine.target(rows) + OVERHEAD)
+        requests, target = len(committed), self.without or self.machine.target
+        self.plain += slowness * (target(rows) + OVERHEAD)
         if requests:
             more = (sum(committed) - requests) / requests
-            self.plain += slowness * more * (self.machine.target(requests) + OVERHEAD)
+            self.plain += slowness * more * (target(requests) + OVERHEAD)
 
     def _end(self, name: str) -> None:
         self._texts.pop(name)

@@ -34,7 +34,7 @@ from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculate.policy.guard import Guard
+from specinfer.speculate.policy.guard import Guard, Lending
 from specinfer.speculate.policy.memory import PolicyMemory
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
@@ -94,6 +94,13 @@ def target_curve(
     A pass that waits for its weights takes as long as the disk, or as computing takes. Writes into the
     cache's first slots, which nobody may use yet.
     """
+    return _target_curves(config, executor, models, progress)[0]
+
+
+def _target_curves(
+    config: EngineConfig, executor: LocalExecutor, models: Models, progress: Progress | None
+) -> tuple[CostCurve, CostCurve]:
+    """The target's curve, and that of passes while its layers have a draft's memory."""
     variant = f"{config.quantization}, {models.target.config.vocab_size} logits"
     if (group := models.target.group) is not None:
         variant += f", {group.size} ranks over {group.transport}"
@@ -102,10 +109,13 @@ def target_curve(
     curve = _curve(config, executor, models, progress)
     plan, stream = models.plan, models.target.stream
     if plan is None or stream is None:
-        return curve(variant)
+        whole = curve(variant)
+        return whole, whole
     with stream.still():
         computing = curve(f"{variant}, layer by layer")
-    return computing.at_least(plan.placement.seconds(plan.disk.bytes_per_second))
+    rate, streamed = plan.disk.bytes_per_second, plan.placement.streamed_bytes
+    fewer = streamed if models.lent is None else models.lent.streamed_bytes
+    return computing.at_least(streamed / rate), computing.at_least(fewer / rate)
 
 
 def draft_curves(
@@ -194,9 +204,12 @@ def build_engine(
     vocab = models.target.config.vocab_size
     threads = threads_of_torch(config, models)
     curve: CostCurve | None = None
+    lending: Lending | None = None  # of a draft's memory to the target
     if speculation.tree_size == "cost" or "auto" in (speculation.max_nodes, limits.max_step_tokens):
         with torch_threads(threads):
-            curve = target_curve(config, executor, models, progress)
+            curve, lent = _target_curves(config, executor, models, progress)
+        if models.lent is not None and models.target.stream is not None:
+            lending = Lending(models.lent, curve, lent)
         config = resolved(config, curve, most_rows(config, models))
         speculation, limits = config.speculation, config.scheduler
     streamed = models.plan is not None
@@ -223,7 +236,11 @@ def build_engine(
         measured = speculation.clock == "measured"
         deepest = shape.deepest if streamed and speculation.learns_shape else None
         sized = CostPolicy.by_curves(
-            *(curve, costs, speculation), measured=measured, known=streamed, deepest=deepest
+            *(curve, costs, speculation),
+            measured=measured,
+            known=streamed,
+            deepest=deepest,
+            lending=lending,
         )
         for name, model in draft_names(speculation.drafts).items():
             if model == SELF and name in costs:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 
@@ -24,8 +24,9 @@ from specinfer.kernels.choice import Kernels, guessing, streaming
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel
+from specinfer.models.lent_memory import LentMemory
 from specinfer.models.prepared import PreparedFile
-from specinfer.models.streamed import table_on_disk
+from specinfer.models.streamed import layer_records, table_on_disk
 from specinfer.models.weight_memory import Shared
 from specinfer.models.weights import load_model, load_streamed, prepare
 from specinfer.parallel.group import Group
@@ -34,6 +35,7 @@ from specinfer.speculation_config import Quantization
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_OUTPUT: Final = "lm_head"  # the record of an output layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +54,28 @@ class Loader:
     folder: Path | None  # of prepared files; None: in the user's cache
     progress: Progress
 
-    def target(self, found: Found, quantization: Quantization, *, reads_table: bool) -> LanguageModel:
-        """The target; if it is streamed and a head reads its embeddings, these stay in memory."""
+    def lent_memory(self, found: Found, twin: Quantization, *, output: bool) -> LentMemory | None:
+        """The memory of the target's twin, which layers of a streamed target may have; None: there is none.
+
+        `output` says whether the twin makes all logits.
+        """
+        if self.plan is None or not self.plan.placement.streamed:
+            return None
+        prepared, target = self._prepare(found, self.kernels, twin), self.plan.prepared
+        names = layer_records(prepared)
+        if output and not self.plan.guessers.shares_head and _OUTPUT in prepared.records:
+            names.append(_OUTPUT)
+        layers = layer_records(target)
+        streamed = [layers[number] for number in self.plan.placement.streamed]
+        return LentMemory(prepared, names, target, streamed, self.plan.disk)
+
+    def target(
+        self, found: Found, quantization: Quantization, *, reads_table: bool, lent: LentMemory | None = None
+    ) -> LanguageModel:
+        """The target; if it is streamed and a head reads its embeddings, these stay in memory.
+
+        Some of its layers may come to lie in memory that is `lent`.
+        """
         kernels, plan = self._fitting(found, quantization), self.plan
         if plan is None:
             return self._load(found, kernels, quantization)
@@ -68,6 +90,7 @@ class Loader:
                 kernels=kernels,
                 quantization=quantization,
                 table_in_memory=reads_table,
+                lent=lent,
                 progress=self.progress,
                 name=found.files.name,
             )
@@ -119,8 +142,12 @@ class Loader:
         target: LanguageModel,
         quantization: Quantization,
         logit_ids: Sequence[int] | None,
+        lent: LentMemory | None = None,
     ) -> LanguageModel:
-        """The target in fewer bits, with its embeddings, and with its output layer where that was planned."""
+        """The target in fewer bits, with its embeddings, and with its output layer where that was planned.
+
+        It lies in memory that is `lent`, as far as that has room for it.
+        """
         kernels = guessing(self._fitting(found, quantization))
         shares_head = False
         if self.plan is not None:  # made a matrix at a time, and with embeddings: others may need the file
@@ -129,7 +156,9 @@ class Loader:
         elif quantization != "none":
             with contextlib.suppress(ModelError):  # else it is quantized at each start
                 self._prepare(found, kernels, quantization)
-        shared = Shared(target.table, target.output if shares_head else None)
+        if lent is not None:
+            lent.load()
+        shared = Shared(target.table, target.output if shares_head else None, lent)
         return self._load(found, kernels, quantization, logit_ids, shared)
 
     def head(

@@ -22,6 +22,7 @@ from specinfer.engine.drafts import (
     find,
     find_drafts,
     kept_logits,
+    models_among,
     vocabularies,
 )
 from specinfer.engine.loader import Loader
@@ -43,6 +44,7 @@ from specinfer.kernels.machine import thread_count
 from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import is_of
 from specinfer.models.language_model import LanguageModel
+from specinfer.models.lent_memory import LentMemory
 from specinfer.models.prepared import identity
 from specinfer.models.weights import layer_bytes, open_model, weight_bytes
 from specinfer.parallel.share import Layout
@@ -80,6 +82,7 @@ class Models:
     plan: MemoryPlan | None = None  # of the memory of a target that is streamed
     origin: Mapping[str, str] = field(default_factory=dict)  # the target's files, and what is made of them
     followers: Sequence[ModelConfig] = ()  # the parts that other ranks have of the target
+    lent: LentMemory | None = None  # of a twin, which layers of the target may have while nobody guesses
 
     def settled(self, config: EngineConfig) -> EngineConfig:
         """The config that these models were loaded for, with what was decided where it leaves that open."""
@@ -148,16 +151,22 @@ def _load_models(
         folder=None if plan is None else offload_folder(config),
         progress=show,
     )
-    twins = {SELF, config.model} & set(speculation.drafts)
-    reads_table = wanted.reads_table or bool(twins)
+    twins = [name for name, draft in drafts.items() if draft is target]
+    ids = {
+        name: kept_logits(draft, named.get(name), foreign.get(name))
+        for name, draft in models_among(drafts).items()
+    }
+    lent: LentMemory | None = None
+    if len(twins) == 1 and config.ranks == 1:
+        lent = loader.lent_memory(target, kinds[twins[0]], output=ids[twins[0]] is None)
     followers: Sequence[ModelConfig] = ()
     if config.ranks == 1:
-        loaded = loader.target(target, of_target, reads_table=reads_table)
+        loaded = loader.target(target, of_target, reads_table=wanted.reads_table, lent=lent)
     else:
         layers = layer_bytes(target.model, dtype, of_target)
         beside = weight_bytes(target.config, dtype, kernels, of_target) - sum(layers)
         layout = Layout.of(config.tensor_parallel, config.pipeline_parallel, layers, beside)
-        ranks = Ranks(target, config, layout, whole_table=reads_table)
+        ranks = Ranks(target, config, layout, whole_table=wanted.reads_table or bool(twins))
         loaded = loader.shared_out(ranks)
         followers = ranks.parts[1:]
         line = f"{Path(target.files.name).name or target.files.name}: {ranks}"
@@ -172,11 +181,10 @@ def _load_models(
         if isinstance(draft, FoundHead):
             loaded_drafts[name] = loader.head(draft, target, loaded, kinds[name])
             continue
-        ids = kept_logits(draft, named.get(name), foreign.get(name))
         if draft is target:
-            loaded_drafts[name] = loader.twin(draft, loaded, kinds[name], ids)
+            loaded_drafts[name] = loader.twin(draft, loaded, kinds[name], ids[name], lent)
         else:
-            loaded_drafts[name] = loader.draft(draft, kinds[name], ids)
+            loaded_drafts[name] = loader.draft(draft, kinds[name], ids[name])
     return Models(
         target=loaded,
         tokenizer=tokenizer,
@@ -187,6 +195,7 @@ def _load_models(
         plan=plan,
         origin=origin,
         followers=followers,
+        lent=lent,
     )
 
 
@@ -290,7 +299,9 @@ def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Mo
     plan = models.plan
     if plan is not None:
         plan = replace(plan, kv_cache=plan.kv_cache // _BESIDE)
-    return replace(models, drafts=drafts, named=named, foreign=foreign, plan=plan)
+    if models.lent is not None and SELF in wanted.speculation.drafts:
+        models.lent.keep()
+    return replace(models, drafts=drafts, named=named, foreign=foreign, plan=plan, lent=None)
 
 
 def pick_device(name: str) -> torch.device:

@@ -37,7 +37,7 @@ class Placement:
         streams more.
         """
         ways = [
-            cls(memory, fixed, layers, buffers if count else 0, _spread(count, len(layers)))
+            cls(memory, fixed, layers, buffers if count else 0, spread(count, len(layers)))
             for count in range(len(layers) + 1)
         ]
         fitting = [way for way in ways if way.resident_bytes <= memory]
@@ -96,7 +96,7 @@ class Placement:
         )
 
 
-def _spread(count: int, layers: int) -> tuple[int, ...]:
+def spread(count: int, layers: int) -> tuple[int, ...]:
     """So many numbers of layers, at distances as equal as they can be."""
     return tuple(n for n in range(layers) if (n + 1) * count // layers > n * count // layers)
 

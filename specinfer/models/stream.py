@@ -7,6 +7,8 @@ the last record comes the first again, so that the next pass finds its first lay
                                  ^  |-----|            `first`: the layer that computes, or is waited for;
                                                        readers fill the buffers behind it
 
+Some records may come to lie elsewhere in memory for a time (`pin`); then the cycle is of the others.
+
 The computing thread changes single numbers, above all `first`: an interrupt between any two of its
 instructions leaves nothing half done. Buffers belong to the readers.
 """
@@ -20,7 +22,8 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from queue import Empty
 from typing import Final, Self
@@ -71,6 +74,8 @@ class LayerStream:
         self.passes = 0  # begun
         self.waited = 0.0  # seconds that `take` waited for readers
         self._records = records
+        self._pinned: frozenset[int] = frozenset()  # records that lie elsewhere
+        self._cycle = list(range(len(records)))  # the others
         self._disk = disk
         self._shared = StreamBuffers(source, records, self.buffers, disk.piece)
         self._turn = threading.RLock()  # of a thread that times passes, for all of them
@@ -151,9 +156,28 @@ class LayerStream:
             finally:
                 self._is_still = False
 
+    def pin(self, records: Collection[int], fill: Callable[[], None]) -> None:
+        """Stream all but these records, which lie elsewhere once `fill` has put them there; between passes.
+
+        Those that were pinned, and are not among these, are streamed again before `fill` begins. Whatever it
+        raises comes out, and then no more records are pinned than before.
+        """
+        wanted = frozenset(records)
+        with self._turn:
+            self._stream_without(self._pinned & wanted)
+            fill()
+            self._stream_without(wanted)
+
+    def _stream_without(self, pinned: frozenset[int]) -> None:
+        if pinned != self._pinned:
+            self._pinned = pinned
+            self._cycle = [number for number in range(len(self._records)) if number not in pinned]
+            self._shared.begin_anew([self._records[number] for number in self._cycle])
+
     def take(self, record: int) -> int:
         """Wait for a record and return the buffer that holds it until the next take.
 
+        Of a record that is pinned that is one more than there are.
         The buffer taken before goes back to the readers. A record that is not the next one in the cycle is
         reached by giving up those before it; the one that is held is there at once. Interrupts end the wait.
 
@@ -166,8 +190,10 @@ class LayerStream:
         shared = self._shared
         shared.check_open()
         self._check_wanted()
+        if record in self._pinned:
+            return len(self.buffers)
         shared.raise_or_forget()
-        place = shared.first + (record - shared.first) % len(self._records)
+        place = shared.first + (bisect_left(self._cycle, record) - shared.first) % len(self._cycle)
         shared.keep_from(place)
         if not shared.has(place):
             self._wait(place)
@@ -188,7 +214,8 @@ class LayerStream:
 
     def _wait(self, place: int) -> None:
         """Wait until a record is there, for as long as that takes; say so when it takes long."""
-        name, length = (record := self._records[place % len(self._records)]).name, record.length
+        record = self._records[self._cycle[place % len(self._cycle)]]
+        name, length = record.name, record.length
         began = time.monotonic()
         due = max(began + max(_PATIENCE, _SLOW * length / self.rate()), self._quiet_until)
         try:

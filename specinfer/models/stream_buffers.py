@@ -136,6 +136,16 @@ class StreamBuffers:
         buffer = self._buffer(place)
         return buffer.arrived if buffer.place == place else 0
 
+    def begin_anew(self, records: Sequence[StreamRecord]) -> None:
+        """Have these records read from now on, over and over, and give up all that was read; no pass runs."""
+        with self._lock:
+            self._records = records
+            if records:
+                self.first = -(-self.first // len(records)) * len(records)  # the next first record
+            for buffer in self._buffers:
+                buffer.place = -1
+            self._news.notify_all()
+
     def give_up(self, place: int) -> None:
         """Have a record read again."""
         with self._lock:
@@ -184,6 +194,8 @@ class StreamBuffers:
             return None
 
     def _next(self) -> _Piece | None:
+        if not self._records:
+            return None
         for place in range(self.first, self.first + len(self._buffers)):
             buffer = self._buffer(place)
             record = self._records[place % len(self._records)]

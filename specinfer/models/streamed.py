@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, TypeVar, overload
 
 import numpy as np
@@ -25,6 +25,7 @@ from specinfer.kernels.choice import Kernels
 from specinfer.kernels.disk import DiskRate, StreamSource
 from specinfer.kernels.layout import Int4Weight, Weight
 from specinfer.kernels.product import Product
+from specinfer.models.lent_memory import LentMemory, tensor_in
 from specinfer.models.placement import Placement
 from specinfer.models.prepared import Place, PreparedFile, Record
 from specinfer.models.stream import LayerStream
@@ -72,9 +73,12 @@ class StreamedWeights(Weights):
         disk: DiskRate,
         *,
         table_in_memory: bool,
+        lent: LentMemory | None = None,
     ) -> None:
+        """Some of the layers may come to lie in memory that is `lent`."""
         super().__init__(reader, torch.device("cpu"), kernels)
         self._file = file
+        self._lent: Mapping[int, memoryview] = {} if lent is None else lent.layers
         self._layers = layer_records(file)
         self._streamed = {number: place for place, number in enumerate(placement.streamed)}
         self._table_in_memory = table_in_memory
@@ -86,6 +90,8 @@ class StreamedWeights(Weights):
         if records:
             source = StreamSource(file.path)
             self.stream = LayerStream(source, records, buffers=placement.buffers, disk=disk)
+            if lent is not None:
+                lent.serve(self.stream)
         self._buffer: memoryview | None = None  # in which the layer that is built lies
         self._record: Record | None = None  # of that layer
         self._vectors: dict[tuple[object, ...], Tensor] = {}  # of that layer, which all of its products share
@@ -125,7 +131,8 @@ class StreamedWeights(Weights):
             return [make(number)]
         self._record, self._vectors = self._file.records[self._layers[number]], {}
         made: list[_Part] = []
-        for buffer in self.stream.buffers:
+        lent = self._lent.get(self._streamed[number])
+        for buffer in [*self.stream.buffers, *([] if lent is None else [lent])]:
             self._buffer = buffer
             made.append(make(number))
         self._buffer = self._record = None
@@ -136,19 +143,13 @@ class StreamedWeights(Weights):
             return super()._filled(matrices, weight, rows)
         name = "+".join(matrices)
         self._largest = self._file.largest.get(name)
-        views = [_view(self._buffer, self._record.tensors[f"{name}.{field}"]) for field in weight._fields]
+        views = [tensor_in(self._buffer, self._record.tensors[f"{name}.{field}"]) for field in weight._fields]
         return type(weight)(*views)
 
     def _product(self, weight: Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
         if self._buffer is None or not isinstance(weight, Int4Weight):
             return super()._product(weight, bias, inner, channels)
         return self.kernels.products.int4(weight, bias, inner, channels, self._largest)
-
-
-def _view(memory: memoryview, place: Place) -> Tensor:
-    """A tensor in a record that lies in `memory`, whatever is there now."""
-    count = int(np.prod(place.shape))
-    return torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.offset).view(place.shape)
 
 
 class _Layers(Sequence[_Part]):

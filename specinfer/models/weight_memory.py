@@ -28,6 +28,7 @@ from specinfer.kernels.layout import (
 )
 from specinfer.kernels.product import NativeProduct, Product, SplitProduct
 from specinfer.kernels.quantized import NativeProducts
+from specinfer.models.lent_memory import LentMemory
 from specinfer.models.stream import LayerStream
 from specinfer.models.weight_reader import READERS, WeightReader, chosen_rows
 from specinfer.parallel.group import Group
@@ -100,6 +101,7 @@ class Shared(NamedTuple):
 
     table: EmbeddingTable | None = None
     output: Product | None = None  # that makes logits
+    memory: LentMemory | None = None  # in which its matrices lie, those that have a place there
 
 
 class Weights:
@@ -224,6 +226,10 @@ class Weights:
 
     def _filled(self, matrices: Sequence[str], weight: Weight, rows: Sequence[int] | None) -> Weight:
         """These matrices, stacked, or some rows of them; `weight` is memory of their kind and shapes."""
+        lent = self._shared.memory
+        if lent is not None and rows is None and (there := lent.weight("+".join(matrices), type(weight))):
+            self._reader.found(matrices)
+            return there
         self._reader.read(matrices, weight, rows)
         return weight
 

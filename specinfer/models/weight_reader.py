@@ -131,6 +131,13 @@ class WeightReader:
         if kept is not None:
             kept.write(key, into)
 
+    def found(self, names: Sequence[str]) -> None:
+        """Tell of tensors that are there already."""
+        key = "+".join(names)
+        fresh = key not in self._counted
+        self._counted.add(key)
+        self._count(math.prod(self.shape(names)), fresh)
+
     def _whole(self, names: Sequence[str], like: Weight) -> FloatWeight | Int8Weight:
         """Memory for all rows of these tensors."""
         channels, inner = self.shape(names)

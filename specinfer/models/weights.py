@@ -24,6 +24,7 @@ from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder, decoder_shapes
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.language_model import LanguageModel
+from specinfer.models.lent_memory import LentMemory
 from specinfer.models.opt import OPTDecoder, opt_shapes
 from specinfer.models.placement import Placement
 from specinfer.models.prepared import (
@@ -124,10 +125,13 @@ def load_streamed(
     kernels: Kernels,
     quantization: Quantization = "none",
     table_in_memory: bool = False,
+    lent: LentMemory | None = None,
     progress: Progress | None = None,
     name: str | None = None,
 ) -> LanguageModel:
     """A model some of whose layers are read from its prepared file in every pass; else as `load_model`.
+
+    Some of these may come to lie in memory that is `lent`.
 
     Its readers begin at once, and end when the model is let go. With `table_in_memory` its embeddings are, as
     heads read them. Reads all of the file once: raises DamagedFileError where it is not what was written.
@@ -138,7 +142,9 @@ def load_streamed(
         show.showing(elements * dtype.itemsize, f"loading {name or model.path.name}"),
         WeightReader(model, dtype, show, quantization, prepared) as reader,
     ):
-        weights = StreamedWeights(reader, kernels, prepared, placement, disk, table_in_memory=table_in_memory)
+        weights = StreamedWeights(
+            reader, kernels, prepared, placement, disk, table_in_memory=table_in_memory, lent=lent
+        )
         built = _built(model.config, weights)
         weights.check(show)
     give_back_memory()

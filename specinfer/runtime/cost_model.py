@@ -115,6 +115,16 @@ class CostModel:
         """How many times as long such a pass takes in this step as when the curve was measured."""
         return self.expected(rows) / self._between(self._curve, rows)
 
+    def expected_by(self, curve: CostCurve, rows: int) -> float:
+        """Those of a pass whose curve is another, with what was learnt by this one."""
+        m, a, b, c = self._terms
+        return m * curve.expected(rows) + ((a * self._context + c) * rows + b) * self._unit
+
+    def follow(self, curve: CostCurve) -> None:
+        """Passes have this curve from now on; what was learnt is true of them as well."""
+        self._rows, self._curve = curve.corners()
+        self._correct()
+
     def learn(self, rows: int, seconds: float) -> None:
         """Learn from a pass of this step; what cannot be the seconds of a pass is ignored."""
         if not self._learns or rows < 1 or not 0 < seconds < math.inf:

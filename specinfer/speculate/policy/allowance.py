@@ -22,7 +22,8 @@ batch has another size, if the allowance has the seconds. A trial may lose 4 pla
 
 Where plain steps take seconds and are known (guard.py), the tolerance is smaller: the allowance begins at 2
 plain steps and holds at most 8 of what guesses have won, and a step counts for at most 8. So from the start
-the loss is at most 1.5% of S and 10 plain steps, and in any steps 16 of them.
+the loss is at most 1.5% of S and 10 plain steps, and in any steps 16 of them. To give a draft's memory to
+layers of its target is charged to the allowance, too, so it may lose that time once more.
 """
 
 from __future__ import annotations
@@ -102,6 +103,10 @@ class Allowance:
         """Count a step in which nobody could guess, and that took so long."""
         self._left -= 1
         self.seconds += TRIALS * min(seconds, self._tolerance.most * self._plain)
+
+    def charge(self, seconds: float) -> None:
+        """Count seconds that went into an end of guessing."""
+        self.seconds -= seconds
 
     def guessed(self, seconds: float, plain: float, spent: float, saved: float, read: float = 0.0) -> None:
         """Count a step in which somebody could guess.

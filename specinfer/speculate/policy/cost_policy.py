@@ -40,7 +40,7 @@ from specinfer.speculate.policy.drafting import (
     children_each,
     useful_levels,
 )
-from specinfer.speculate.policy.guard import Guard
+from specinfer.speculate.policy.guard import Guard, Lending
 from specinfer.speculate.policy.policy import SpeculationPolicy, StepReport, has_own_size
 from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import TokenTree
@@ -101,12 +101,14 @@ class CostPolicy(SpeculationPolicy):
         guarded: bool = True,
         known: bool = False,
         deepest: int | None = None,
+        lending: Lending | None = None,
     ) -> CostPolicy:
         """The policy of an engine whose tree_size is "cost", which begins with nothing learnt.
 
         With `measured=False` the seconds of steps are those of the curves: no clock has a say. With `known`
         the target's curve tells the time of plain steps, as that of a pass which waits for its weights does.
-        `deepest` are the levels of trees whose shape is learned, where they are not the usual ones.
+        `deepest` are the levels of trees whose shape is learned, where they are not the usual ones. `lending`
+        is of a draft's memory that layers of a target with known costs may have.
         """
         costs = CostModel("target", target, learns=measured, **({"group": 1} if known else {}))
         shape = speculation.fixed_expansion
@@ -116,7 +118,7 @@ class CostPolicy(SpeculationPolicy):
         }
         levels = max(speculation.deepest if deepest is None else deepest, shape.depth)
         models = {name: draft.costs for name, draft in priced.items()}
-        guard = Guard(costs, models, measured=measured, known=known) if guarded else None
+        guard = Guard(costs, models, measured=measured, known=known, lending=lending) if guarded else None
         return cls(
             costs, priced, Chances(dict.fromkeys(priced, levels), quick=known), guard, shares_room=known
         )

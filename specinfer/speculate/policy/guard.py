@@ -11,6 +11,10 @@ model knows their time (`known`): the larger one of the weights' and the computa
 pass. Then no step is kept plain to be timed. A plain step takes the seconds of its pass, and those that steps
 spend besides passes and guesses. A disturbance of the disk is no loss of guesses: those cost what they took
 themselves, and what their rows add to the pass by the cost model.
+
+There a draft may have memory that layers of the target could have (models/lent_memory.py). Plain steps are
+those of a target that has it: a step in which the draft has it costs the difference, and where nobody may
+guess the layers get the memory.
 """
 
 from __future__ import annotations
@@ -20,8 +24,10 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Final
+from typing import Final, NamedTuple
 
+from specinfer.models.lent_memory import LentMemory
+from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.decision import GUARD, PLAIN
 from specinfer.speculate.policy.allowance import KNOWN, USUAL, Allowance
@@ -50,6 +56,14 @@ class GuardState:
     off_steps: int  # in which nobody was let guess
     guessing: bool  # whether speculation is on
     factors: Mapping[str, float]  # by model: the time of its passes, relative to its curve
+
+
+class Lending(NamedTuple):
+    """The memory of a draft, and what passes of the target cost with it."""
+
+    memory: LentMemory
+    draft: CostCurve  # while the draft has it
+    layers: CostCurve  # while layers of the target have it
 
 
 @dataclass(slots=True)
@@ -109,7 +123,10 @@ class Guard:
         *,
         measured: bool = True,
         known: bool = False,
+        lending: Lending | None = None,
     ) -> None:
+        """`lending` is of targets whose costs are known."""
+        self._lending = lending
         self._target, self._drafts, self._measured, self._known = target, dict(drafts), measured, known
         self._allowance = Allowance(KNOWN if known else USUAL)
         self._besides = deque[float](maxlen=KEPT)  # seconds of the last steps besides passes and guesses
@@ -126,6 +143,8 @@ class Guard:
         self._pass = 0.0  # seconds of a pass without guesses and prompts
         self._slowness = 1.0  # of such a pass, relative to the curve
         self._plain = 0.0  # seconds of a step without guesses and prompts
+        self._rent = 0.0  # seconds by which the pass takes longer as a draft has memory of layers
+        self._fetched = False  # the draft was brought back for it
 
     def state(self) -> GuardState:
         """Its state; may be asked by any thread."""
@@ -141,7 +160,7 @@ class Guard:
     @property
     def besides_pass(self) -> float:
         """Seconds of a plain step besides its pass."""
-        return self._plain - self._pass
+        return _median(self._besides) if self._known and self._besides else max(0.0, self._plain - self._pass)
 
     def begin(self, names: Collection[str], requests: int, rows: int, wishes: bool) -> str | None:
         """Begin a step; why nobody may guess in it, None where they may.
@@ -155,18 +174,43 @@ class Guard:
         self._requests, self._rows, self._nodes, self._wishes = requests, rows, 0, wishes
         known = self._names
         self._names = frozenset(names)
+        self._fetched = False
         self._pass = self._target.expected(max(1, requests))
+        self._rent = self._rent_of(max(1, requests))
         self._slowness = self._target.slowness(max(1, requests))
         if self._known:
-            self._plain = self._pass + (_median(self._besides) if self._besides else 0.0)
+            self._plain = self._pass - self._rent + (_median(self._besides) if self._besides else 0.0)
         else:
             self._plain = self._multiple(requests) * self._pass
         allowed = self._allowance.allows(requests, self._plain, new=not self._names <= known)
         anchor = not self._known and self._undisturbed and self._of_size(requests).due(self._slowness)
         anchor = anchor and self._target.settled  # or the step would be compared with earlier ones
         self._held = GUARD if not allowed else PLAIN if anchor else None
+        if self._lending is not None:
+            self._lend(self._lending)
         self._off_steps += self._held is not None
         return self._held
+
+    def _lend(self, lending: Lending) -> None:
+        """Give the draft's memory to whoever may use it in this step."""
+        memory = lending.memory
+        if self._held is not None and not self._wishes:
+            if memory.can_be_lent and memory.holder != "layers":
+                memory.lend()
+                self._allowance.charge(memory.seconds)
+        elif memory.holder != "draft":
+            self._fetched = True
+            if not memory.take_back():
+                self._held = GUARD
+        self._target.follow(lending.layers if memory.holder == "layers" else lending.draft)
+        self._rent = self._rent_of(max(1, self._rows))
+
+    def _rent_of(self, rows: int) -> float:
+        """Seconds by which a pass of so many rows takes longer as a draft has memory of layers."""
+        lending = self._lending
+        if lending is None or lending.memory.holder == "layers" or not lending.memory.can_be_lent:
+            return 0.0
+        return max(0.0, self._target.expected(rows) - self._target.expected_by(lending.layers, rows))
 
     def chosen(self, nodes: int) -> None:
         """Note how many guesses are verified in the step."""
@@ -185,6 +229,8 @@ class Guard:
                 self._plain *= self._learn(stages, passes)
         else:
             guesses, reading = self._seconds_by_costs(passes)
+            if self._lending is not None and self._fetched:
+                guesses += self._lending.memory.seconds
             seconds = self._pass + guesses
         if self._held is not None:
             self._allowance.held(seconds)
@@ -203,6 +249,9 @@ class Guard:
             if self._known or self._prompts or not (self._nodes or passes):
                 # The time of prompts would be taken without guesses, too; so is all of a step that got none.
                 spent = self._seconds_of_nodes() + guessing
+        spent += self._rent
+        if self._prompts:
+            reading += self._rent
         self._allowance.guessed(seconds, self._plain, spent - reading, saved, reading)
 
     @property

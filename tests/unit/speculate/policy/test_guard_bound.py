@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final
 
 import pytest
 
+from specinfer.models.lent_memory import Holder, LentMemory
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.policy.allowance import KNOWN, LOSS, TRIALS, USUAL
 from specinfer.speculate.policy.chances import Chances
 from specinfer.speculate.policy.cost_policy import CostPolicy
 from specinfer.speculate.policy.drafting import PricedDraft
-from specinfer.speculate.policy.guard import Guard
+from specinfer.speculate.policy.guard import Guard, Lending
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.tree.expansion import Expansion
 from tests.simulated_engine import Guesser, Machine, Simulation
@@ -192,6 +194,116 @@ def test_plain_steps_that_are_believed(lie: str, hits: float, careful: bool) -> 
         assert engine.machine.now - engine.plain < LOSS * engine.machine.now + plain * 1.25
     if hits == GOOD and lie not in ("rows are dear", "a disk that is slow by the minute"):
         assert engine.machine.now < 0.85 * engine.plain, "nobody was held back for long"
+
+
+@dataclass
+class Lent(LentMemory):
+    """A draft's memory that nothing lies in: to give it away takes most of a pass."""
+
+    machine: Machine
+    layers: Mapping[int, memoryview] = field(default_factory=lambda: {0: memoryview(b"")})
+    holder: Holder = "draft"
+    moves: int = 0
+    fails: bool = False
+    takes: float = 0.8
+    _kept: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return self.takes
+
+    def lend(self) -> None:
+        self._move("layers")
+
+    def take_back(self) -> bool:
+        self._move("nobody" if self.fails else "draft")
+        return not self.fails
+
+    def _move(self, to: Holder) -> None:
+        self.holder, self.moves = to, self.moves + 1
+        self.machine.run(self.seconds)
+
+
+PINNED = scaled(STREAMED, 0.7)  # passes while layers have the draft's memory
+
+
+def lending(hits: float | Callable[[int], float], *, fails: bool = False, **options: Any) -> Simulation:
+    """An engine whose draft has memory that layers of the target could have."""
+    fast, slow = takes(PINNED), takes(STREAMED)
+    machine = Machine(lambda rows: (fast if memory.holder == "layers" else slow)(rows), takes(TWIN))
+    memory = Lent(machine, fails=fails)
+    costs = CostModel("target", STREAMED, group=1), CostModel("draft", TWIN)
+    guard = Guard(costs[0], {"draft": costs[1]}, known=True, lending=Lending(memory, STREAMED, PINNED))
+    drafts = {"draft": PricedDraft(costs[1], Expansion((1, 1, 1, 1)))}
+    policy = CostPolicy(costs[0], drafts, Chances({"draft": 4}), guard)
+    guesser = Guesser(machine, hits if callable(hits) else lambda step: hits)
+    return Simulation(machine, policy, [guesser], without=fast, **options)
+
+
+def memory_of(engine: Simulation) -> Lent:
+    assert isinstance(engine.policy, CostPolicy)
+    assert engine.policy.guard is not None
+    assert engine.policy.guard._lending is not None
+    memory = engine.policy.guard._lending.memory
+    assert isinstance(memory, Lent)
+    return memory
+
+
+LENDING: dict[str, dict[str, Any]] = {
+    "one text": {},
+    "eight": {"batch": lambda step: 8},
+    "short texts": {"length": 20},
+    "long prompts": {"length": 60, "prompt": 600},
+}
+
+
+@pytest.mark.parametrize("hits", [NEVER, POOR, 0.6])
+@pytest.mark.parametrize("traffic", LENDING)
+def test_memory_that_guesses_are_not_worth_goes_to_layers(traffic: str, hits: float) -> None:
+    """A guess would have to be right four times in five to be worth it."""
+    engine = lending(hits, **LENDING[traffic])
+    memory = memory_of(engine)
+    plain = 1 + KNOWN.first + KNOWN.most
+    for _ in range(40):
+        engine.run(10)
+        assert (
+            engine.machine.now - engine.plain
+            < (LOSS + TRIALS) * engine.machine.now + plain + 2 * memory.seconds
+        )
+    if hits == NEVER:
+        assert memory.holder == "layers"
+        assert memory.moves % 2 == 1
+        assert engine.run(400) < 1 + LOSS + TRIALS
+
+
+@pytest.mark.parametrize("traffic", LENDING)
+def test_memory_that_guesses_are_worth_stays_the_drafts(traffic: str) -> None:
+    engine = lending(1.0, **LENDING[traffic])
+    assert engine.run(300) < 0.8
+    assert memory_of(engine).moves == 0
+
+
+def test_memory_comes_back_where_guesses_are_worth_it_again() -> None:
+    engine = lending(lambda step: float(step > 100), length=40)
+    engine.run(600)
+    assert memory_of(engine).holder == "draft"
+    assert engine.run(200) < 0.6
+
+
+def test_memory_that_takes_long_to_change_hands_seldom_does() -> None:
+    engine = lending(NEVER)
+    memory_of(engine).takes = 20.0
+    engine.run(400)
+    assert memory_of(engine).moves == 1
+
+
+def test_a_draft_that_cannot_be_brought_back_is_not_asked() -> None:
+    engine = lending(NEVER, fails=True, length=40)
+    engine.run(600)
+    memory, guesses = memory_of(engine), engine.guessers[0].passes
+    assert memory.moves > 2, "it is tried again"
+    engine.run(200)
+    assert engine.guessers[0].passes == guesses
 
 
 def test_no_step_is_plain_to_be_timed() -> None:
