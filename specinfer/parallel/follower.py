@@ -32,7 +32,7 @@ from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import load_model, open_model
 from specinfer.parallel.door import SILENCE
 from specinfer.parallel.group import Group
-from specinfer.parallel.launch import LOST, PEER_LOST
+from specinfer.parallel.launch import PEER_LOST
 from specinfer.parallel.link import Link, read_key
 from specinfer.parallel.share import Layout
 from specinfer.runtime.executor import ModelRunner
@@ -159,7 +159,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     told = json.loads(sys.argv[1])
     link, path = Link.of(told["link"]), Path(told["model"])
-    if link.hosts is not None:
+    hosts = link.hosts
+    if hosts is not None:
         link.within(SILENCE)
     _end_with(link)
     try:
@@ -172,23 +173,20 @@ def main() -> None:
         except Exception as error:  # whatever it is, rank 0 says so
             why = str(error) if isinstance(error, SpecInferError) else repr(error)
             link.send(json.dumps({"failed": why}).encode())
-            if link.hosts is not None:
+            if hosts is not None:
                 _LOG.error("it cannot load the model: %s", why)
             os._exit(CANNOT_LOAD)
         identity = identity_of(model, path, settings.quantization, group)
         link.send(json.dumps({"identity": identity}).encode())
-        host = json.loads(link.receive())["meet"]
+        address = json.loads(link.receive())["meet"]
         key = None if told["key_file"] is None else read_key(told["key_file"])
-        group.connect(host if link.hosts is None else link.hosts[0], key)
+        group.connect(address if hosts is None else hosts[0], key)
         group.seconds(model.config.hidden_size)
         group.hop_seconds(model.config.hidden_size, model.dtype)
         follow(group, model)
     except (EOFError, OSError):  # rank 0 has gone
         os._exit(0)
     except PeerLostError:
-        if link.hosts is not None:
-            with contextlib.suppress(OSError):
-                link.send(LOST)
         os._exit(PEER_LOST)
     except BaseException:
         _LOG.exception("a rank ends")

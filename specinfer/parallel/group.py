@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -37,6 +38,7 @@ from specinfer.parallel.link import Link
 from specinfer.parallel.meeting import HERE, gloo_of, gloo_of_rank_0, hand_on, introduce, introduced
 
 LIMIT: Final = 10.0  # seconds that an exchange may take
+LOST: Final = b'{"lost": true}'  # the last word of a follower that has lost another rank
 _TRIED, _ROWS = 50, 16  # exchanges that are timed, and their rows
 
 
@@ -279,6 +281,9 @@ class Group:
                 self._lost = Loss(self.rank, why)
             else:
                 self._lost = Loss(None, "another rank is lost") if self._peers is None else self._peers.lost()
+                if self.rank:
+                    with suppress(OSError):
+                        self._links[0].send(LOST)
             self.close()
         rank, words = self._lost
         return PeerLostError(f"{words}; the model cannot be run any more: start it again", rank)

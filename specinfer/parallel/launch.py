@@ -27,13 +27,12 @@ import psutil
 
 from specinfer.errors import ModelError, PeerLostError
 from specinfer.parallel.door import Door, spawn
-from specinfer.parallel.group import LIMIT, Group, Loss
+from specinfer.parallel.group import LIMIT, LOST, Group, Loss
 from specinfer.parallel.link import Link
 from specinfer.parallel.meeting import HERE
 from specinfer.version import VERSION
 
 PEER_LOST: Final = 75  # the status with which a follower ends that has lost a rank itself
-LOST: Final = b'{"lost": true}'  # the last word of one on another host that has lost a rank itself
 _GRACE: Final = 1.0  # seconds for followers to end by themselves
 _LOOK: Final = 0.5  # seconds after which it is looked again whether all of them live
 _HEARD: Final = 0.5  # seconds within which those end that have noticed a loss

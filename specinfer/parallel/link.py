@@ -202,7 +202,11 @@ def dial(host: str, port: int, key: bytes, purpose: str, *, limit: float = GREET
     Raises OSError where nobody listens, or is silent for `limit` seconds, KeyRefusedError where the key is
     another one, and ValueError where what answers is none of ours.
     """
-    link = _over(socket.create_connection((host, port), limit))
+    connection = socket.create_connection((host, port), limit)
+    if connection.getsockname() == connection.getpeername():  # as happens where nobody listens on this host
+        connection.close()
+        raise ConnectionRefusedError("nobody listens there")
+    link = _over(connection)
     try:
         theirs, own = link.receive(_NONCE), secrets.token_bytes(_NONCE)
         if len(theirs) != _NONCE:

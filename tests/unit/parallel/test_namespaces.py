@@ -1,0 +1,130 @@
+"""Two hosts with a network between them, which are two network namespaces of this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import INT8, PROMPTS, soon
+
+pytestmark = pytest.mark.slow
+MASTER = "10.213.7.1:29500"
+# Says what the engine says, then goes on with a long text until a line is read, and how that ends.
+ENGINE = """
+import json, sys, time
+from specinfer import LLM, SamplingParams
+from specinfer.errors import PeerLostError
+options = json.loads(sys.argv[2])
+llm = LLM(sys.argv[1], **options)
+greedy = SamplingParams(temperature=0, max_tokens=12)
+print(json.dumps([list(out.token_ids) for out in llm.generate(json.loads(sys.argv[3]), greedy)]), flush=True)
+if sys.argv[4:]:
+    print("says", flush=True)
+    heard = time.monotonic()
+    try:
+        while True:
+            llm.generate([[1, 2, 3]], greedy)
+            heard = time.monotonic()
+    except PeerLostError as error:
+        print(json.dumps([time.monotonic() - heard, str(error)]), flush=True)
+llm.close()
+"""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[tuple[str, str]]:
+    """Two namespaces whose interfaces end0 and end1 are ends of one cable."""
+    names = (f"specinfer-a-{os.getpid()}", f"specinfer-b-{os.getpid()}")
+    if sys.platform != "linux" or shutil.which("ip") is None:
+        pytest.skip("network namespaces are Linux's, and made by ip")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ends = ("type", "veth", "peer", "name", "end1", "netns", names[1])
+        ip("link", "add", "name", "end0", "netns", names[0], *ends)
+        for name, end, address in zip(
+            names, ("end0", "end1"), ("10.213.7.1/24", "10.213.7.2/24"), strict=True
+        ):
+            ip("-n", name, "address", "add", address, "dev", end)
+            ip("-n", name, "link", "set", end, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+    except subprocess.CalledProcessError as error:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        pytest.skip(f"no network namespaces can be had: {error.stderr.decode().strip()}")
+    yield names
+    for name in names:
+        ip("netns", "del", name)
+
+
+def begin(namespace: str, *command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["ip", "netns", "exec", namespace, sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def line_of(process: subprocess.Popen[str], beginning: str) -> str:
+    """The next line that begins so; all of them are in the failure where none does."""
+    assert process.stdout is not None
+    others = []
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return line
+        others.append(line)
+    raise AssertionError("".join(others))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_texts_are_those_of_one_host_until_the_cable_is_cut(
+    folder: Path, cache: None, network: tuple[str, str], tmp_path: Path, stages: int
+) -> None:
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text("a key of tests alone")
+    ranks = {"pipeline_parallel": 2} if stages == 2 else {"tensor_parallel": 2}
+    options = {**INT8, **ranks, "master": MASTER, "key_file": str(key)}
+    shutil.copytree(folder / "target", tmp_path / "there")
+    prompts, (here, there) = json.dumps(PROMPTS), network
+    with begin(here, "-c", ENGINE, str(folder / "target"), json.dumps(INT8), prompts) as one:
+        want = line_of(one, "[[")
+    follow = ("-m", "specinfer", "follow", str(tmp_path / "there"), "--rank", "1", "--master", MASTER)
+    follower = begin(there, *follow, "--key-file", str(key))
+    try:
+        line_of(follower, "specinfer follow: rank 1: waits for an engine at 10.213.7.1:29500")
+        with begin(here, "-c", ENGINE, str(folder / "target"), json.dumps(options), prompts, "on") as engine:
+            assert line_of(engine, "[[") == want
+            line_of(engine, "says")
+            time.sleep(0.5)
+            ip("-n", there, "link", "set", "end1", "down")
+            cut = time.monotonic()
+            seconds, words = json.loads(line_of(engine, "["))
+            assert seconds < 11.0
+            assert "rank 1 (on 10.213.7.2)" in words
+        line_of(follower, "specinfer follow: rank 1: ")  # follows
+        told = line_of(follower, "specinfer follow: rank 1: ")
+        assert "rank was lost" in told or "engine has ended" in told
+        assert time.monotonic() - cut < 15.0
+        ip("-n", there, "link", "set", "end1", "up")
+        with begin(here, "-c", ENGINE, str(folder / "target"), json.dumps(options), prompts) as engine:
+            assert line_of(engine, "[[") == want
+        follower.terminate()
+        assert follower.wait(5) == 143
+    finally:
+        follower.kill()
+    listed = ["ip", "netns", "pids", there]
+    assert soon(lambda: not subprocess.run(listed, capture_output=True, check=True).stdout)
