@@ -18,6 +18,8 @@ GenerationConfig = Literal["auto", "none"]
 SpecialTokens = Literal["text", "special"]  # what their names are where users write them
 Offload = Literal["never", "layers", "auto"]
 
+MOST_PARTS: Final = 256  # of a sum
+
 GONE_OPTIONS: Final = {  # options, and why nobody needs them
     "ngram_max": "longer matches are always looked for first",
     "ngram_branches": "guesses are trees, of at most lookup_nodes nodes",

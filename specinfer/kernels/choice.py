@@ -74,6 +74,14 @@ def guessing(kernels: Kernels) -> Kernels:
     return replace(kernels, products=products.but(loose=True))
 
 
+def sharing(kernels: Kernels) -> Kernels:
+    """The same for a model whose sums are the same, however many ranks share its channels."""
+    products = kernels.products
+    if isinstance(products, NativeProducts):
+        return kernels  # which add for each channel alone
+    return replace(kernels, products=Products(use=products.use._replace(shared=True)))
+
+
 def streaming(kernels: Kernels, weights: int) -> Kernels:
     """The same for a model of so many bytes of weights, read past the caches where these cannot hold them."""
     products = kernels.products

@@ -20,7 +20,7 @@ from torch import Tensor
 from specinfer.attention.backend import AttentionSpec, Paths, Rotation
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.choice import TORCH, Kernels, native_kernels
-from specinfer.kernels.layout import GROUP, Int4Weight, lay_out_int8, padded
+from specinfer.kernels.layout import GROUP, Int4Weight, lay_out_int8, pack_levels, padded
 from specinfer.kernels.library import (
     BLOCK,
     KINDS,
@@ -35,7 +35,7 @@ from specinfer.kernels.library import (
 from specinfer.kernels.machine import LEVELS
 from specinfer.kernels.native import REFUSED, WRONG
 from specinfer.kernels.product import FLOATS, NativeProduct, Product, Use
-from specinfer.kernels.quantized import NativeProducts, Products, pack_levels
+from specinfer.kernels.quantized import NativeProducts, Products
 from specinfer.processors.changes import NOTHING, UNCHANGED, Changes, RowChanges
 from specinfer.verify.scan import ASK, LogitBlock
 

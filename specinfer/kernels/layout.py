@@ -18,6 +18,7 @@ from specinfer.kernels.library import BLOCK, Library, num_blocks, padded_inner
 
 GROUP: Final = 32  # inner elements that are rotated together, or share a scale; inner sizes are padded to it
 _ZERO: Final = 128  # of int8 values, which lie as value + 128
+_ROW_AXES: Final = {2: 1, 3: 2, 4: 2, 5: 3}  # where a tensor of so many dimensions has the rows of a block
 _ZEROS: Final = -0x7F7F7F80  # four of them in a word
 
 
@@ -125,31 +126,48 @@ def int8_matrix(weight: Int8Weight, channels: int, inner: int) -> tuple[Tensor, 
     return values[:channels, :inner].contiguous(), weight.scales.view(-1)[:channels]
 
 
-def choose_rows(weight: FloatWeight | Int8Weight, ids: Sequence[int], into: Weight) -> None:
+def pack_levels(levels: Tensor) -> Tensor:
+    """Levels 0 .. 15, uint8 [blocks * BLOCK, inner], as an Int4Weight has them."""
+    eights = levels.view(-1, BLOCK, levels.shape[1] // GROUP, 4, 2, 4)
+    low, high = eights.unbind(4)
+    return (low | high << 4).permute(0, 2, 3, 1, 4).contiguous()
+
+
+def unpack_levels(levels: Tensor) -> Tensor:
+    """The levels of one group of every block, [blocks, 4, BLOCK, 4], as uint8 [blocks * BLOCK, GROUP]."""
+    eights = torch.stack((levels & 15, levels >> 4), 3)  # [blocks, 4, BLOCK, 2, 4]
+    return eights.permute(0, 2, 1, 3, 4).reshape(-1, GROUP)
+
+
+def choose_rows(weight: Weight, ids: Sequence[int], into: Weight) -> None:
     """Fill `into`, which has room for so many, with these rows of a matrix, in their order."""
     fill = _ZERO if isinstance(weight, Int8Weight) else 0
     wanted, places = torch.tensor(ids, dtype=torch.int64), torch.arange(len(ids))
     for source, there in zip(weight, into, strict=True):
-        axis = 1 if source.dim() == 2 else 2
+        axis = _ROW_AXES[source.dim()]
         by_rows, rows_there = source.movedim(axis, 1), there.movedim(axis, 1)
         rows_there[-1:] = fill if source.dtype == torch.uint8 else 0
         rows_there[places // BLOCK, places % BLOCK] = by_rows[wanted // BLOCK, wanted % BLOCK]
 
 
-def cut_int8(weight: Int8Weight, rows: Sequence[range], columns: range, into: Int8Weight) -> None:
+def cut(weight: Weight, rows: Sequence[range], columns: range, into: Weight) -> None:
     """Fill `into` with these ranges of rows of a matrix, one below the other, and a range of columns.
 
-    Columns begin at a group, and end at one or with the matrix, as groups are rotated. The numbers stay what
-    they are in the whole matrix, scales of whole rows among them.
+    Columns begin at a group, and end at one or with the matrix, as groups are rotated, or have a scale. The
+    numbers stay what they are in the whole matrix, scales of whole rows among them.
     """
     if columns.start % GROUP:
         raise ValueError(f"columns from {columns.start} on; allowed: multiples of {GROUP}")
-    begin, words = columns.start // 4, padded(len(columns)) // 4
-    part = Int8Weight(weight.values[:, begin : begin + words], weight.scales)
-    there = Int8Weight(into.values[:, :words], into.scales)
-    into.values[:, words:] = _ZERO
+    if isinstance(weight, FloatTable) and isinstance(into, FloatTable):
+        within = slice(columns.start, columns.stop)
+        into.rows.copy_(torch.cat([weight.rows[one.start : one.stop, within] for one in rows]))
+        return
+    part, there = _columns(weight, columns), _columns(into, range(len(columns)))
+    for whole, filled in zip(into, there, strict=True):
+        if whole is not filled:
+            whole[:, filled.shape[1] :] = _ZERO if isinstance(into, Int8Weight) else 0
     ends = [one.stop // BLOCK * BLOCK for one in rows]
-    ends[-1] = rows[-1].stop if num_blocks(rows[-1].stop) == len(weight.values) else ends[-1]
+    ends[-1] = rows[-1].stop if num_blocks(rows[-1].stop) == len(weight[0]) else ends[-1]
     if all(one.start % BLOCK == 0 and one.stop == end for one, end in zip(rows, ends, strict=True)):
         done = 0
         for one in rows:
@@ -160,6 +178,15 @@ def cut_int8(weight: Int8Weight, rows: Sequence[range], columns: range, into: In
             done += count
     else:
         choose_rows(part, [row for one in rows for row in one], there)
+
+
+def _columns(weight: Weight, columns: range) -> Weight:
+    """These columns of a matrix in blocks, in place; scales of rows are all of them."""
+    per = GROUP if isinstance(weight, Int4Weight) else weight[0].shape[-1]
+    # A group that is not full has numbers everywhere, once it is rotated.
+    end = padded(columns.stop) if isinstance(weight, Int8Weight) else columns.stop
+    words = slice(columns.start // per, -(-end // per))
+    return type(weight)(*(one if one.dim() == 2 else one[:, words] for one in weight))
 
 
 def _lay_out(matrix: Tensor, into: Tensor) -> None:

@@ -20,6 +20,18 @@ _PADDED: Final[dict[Kind, int]] = {"float32": 1, "bfloat16": 32, "int8": 64, "in
 BLOCK: Final = 16  # output channels that lie side by side
 
 
+class PartsArgs(ctypes.Structure):
+    """The parts of a product's inner elements, as cpu/product.h has them."""
+
+    _fields_ = (
+        ("ends", c_void_p),
+        ("count", c_int64),
+        ("first", c_int64),
+        ("shares", c_void_p),
+        ("ranks", c_int64),
+    )
+
+
 class ProductArgs(ctypes.Structure):
     """A matrix that lies ready, as cpu/product.h has it."""
 
@@ -35,6 +47,7 @@ class ProductArgs(ctypes.Structure):
         ("loose", c_int32),
         ("nontemporal", c_int32),
         ("exchange", c_void_p),
+        ("parts", PartsArgs),
     )
 
 
@@ -240,6 +253,12 @@ class Library:
         )
         self.finish = _function(
             library.specinfer_finish, None, product, flag, address, count, address, address
+        )
+        self.add_branches = _function(
+            library.specinfer_add_branches, None, product, flag, address, count, address
+        )
+        self.finish_branches = _function(
+            library.specinfer_finish_branches, None, product, flag, address, count, address
         )
         self.add_rms_norm = _function(
             library.specinfer_add_rms_norm, None, flag, *[address] * 5, count, count, c_float, flag

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from ctypes import c_int64
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -18,10 +19,12 @@ from specinfer.kernels.library import (
     FloatType,
     Kind,
     Library,
+    PartsArgs,
     ProductArgs,
     num_blocks,
     padded_inner,
 )
+from specinfer.kernels.parts import SumParts
 
 Product = Callable[[Tensor], Tensor]  # x [rows, inner] -> [rows, channels] in x's dtype
 
@@ -54,6 +57,21 @@ class SplitProduct(Protocol):
         """The results [rows, channels] in `dtype` that sums of whole rows give."""
 
 
+class PartedProduct(Protocol):
+    """A Product whose sums are those of fixed parts of the inner elements, added by the tree of parts.py.
+
+    `joined` of the branches of all ranks has the same bits, however these share the parts out.
+    """
+
+    channels: int
+
+    def branches(self, x: Tensor) -> Tensor:
+        """Sums over whole branches of this rank's parts, float32 [its branches, rows, channels]."""
+
+    def joined(self, branches: Tensor, dtype: torch.dtype) -> Tensor:
+        """The results [rows, channels] in `dtype` of the branches of all ranks, in their order."""
+
+
 FLOATS: Final[dict[torch.dtype, FloatType]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -76,6 +94,15 @@ def check_sums(sums: Tensor, channels: int) -> None:
         raise ValueError(f"sums must be int32 [rows, {channels}], got {sums.dtype} {list(sums.shape)}")
 
 
+def check_branches(branches: Tensor, parts: SumParts, channels: int) -> None:
+    """Raise ValueError unless these are contiguous branches of all ranks."""
+    wanted = len(parts.all_branches), branches.shape[1], channels
+    if branches.dtype is not torch.float32 or branches.shape != wanted or not branches.is_contiguous():
+        raise ValueError(
+            f"branches must be contiguous float32 {list(wanted)}, got {branches.dtype} {list(branches.shape)}"
+        )
+
+
 def check_rows(x: Tensor, columns: int) -> int:
     """float_code of x, which must be contiguous rows of so many elements on the CPU."""
     if x.dim() != 2 or x.size(1) != columns or not x.is_contiguous() or not x.is_cpu:
@@ -88,6 +115,7 @@ class Use(NamedTuple):
 
     loose: bool = False  # a row's result may depend on how many rows there are, where that is quicker
     nontemporal: bool = False  # caches would not hold the weights from pass to pass: they are read past them
+    shared: bool = False  # other ranks have channels of it: PyTorch, too, must add as for any number of these
 
 
 USUAL: Final = Use()
@@ -100,7 +128,9 @@ class NativeProduct:
     they are, laid out as cpu/product.h has them.
     """
 
-    __slots__ = ("_kept", "_library", "args", "channels", "exchange", "inner", "kind")
+    __slots__ = (
+        *("_kept", "_kept_parts", "_library", "args", "channels", "exchange", "inner", "kind", "parts"),
+    )
 
     def __init__(
         self,
@@ -115,11 +145,13 @@ class NativeProduct:
         largest: float = 0.0,
         bias: Tensor | None = None,
         use: Use = USUAL,
+        parts: SumParts | None = None,
     ) -> None:
         """Tensors may be views of memory that is filled later: only their addresses and sizes are read here.
 
-        `bias` is float32 [channels]; no scale of an int4 weight is above `largest`. Raises ValueError where a
-        tensor is not contiguous, or not of the size it must have.
+        `bias` is float32 [channels]; no scale of an int4 weight is above `largest`, where it has columns of a
+        matrix that of all. With `parts` sums are added as these say. Raises ValueError where a tensor is not
+        contiguous, or not of the size it must have, TypeError for parts of int8, whose sums are exact.
         """
         blocks, padded = num_blocks(channels), padded_inner(kind, inner)
         elements = blocks * BLOCK * padded
@@ -152,10 +184,24 @@ class NativeProduct:
             nontemporal=use.nontemporal,
         )
         self._library = library
+        self.parts = parts
+        if parts is not None:
+            if kind == "int8":
+                raise TypeError("a product with int8 weights is exact, and needs no parts")
+            parts.check(inner)
+            numbers = (c_int64 * len(parts.ends))(*parts.ends), (c_int64 * len(parts.shares))(*parts.shares)
+            self._kept_parts = numbers
+            ends, shares = map(ctypes.addressof, numbers)
+            self.args.parts = PartsArgs(ends, len(parts.ends), parts.numbers.start, shares, parts.ranks)
 
     @classmethod
     def of_floats(
-        cls, library: Library, weight: Tensor, bias: Tensor | None, use: Use = USUAL
+        cls,
+        library: Library,
+        weight: Tensor,
+        bias: Tensor | None,
+        use: Use = USUAL,
+        parts: SumParts | None = None,
     ) -> NativeProduct:
         """The product with a float32 or bfloat16 weight [channels, inner]; `weight` is not kept."""
         channels, inner = weight.shape
@@ -167,13 +213,12 @@ class NativeProduct:
             inner=inner,
             bias=None if bias is None else bias.float(),
             use=use,
+            parts=parts,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, inner] -> [rows, channels] in x's dtype."""
-        code = check_rows(x, self.inner)
-        if self.kind in TYPES and FLOATS[x.dtype] != self.kind:
-            raise TypeError(f"x is {FLOATS[x.dtype]}, the weight {self.kind}; they must be the same")
+        code = self._check_rows(x)
         out = x.new_empty(len(x), self.channels)
         self._library.multiply(ctypes.byref(self.args), code, x.data_ptr(), len(x), out.data_ptr())
         if self.exchange is not None:
@@ -184,11 +229,33 @@ class NativeProduct:
         """From now on multiply together with the other ranks, each of which has some of the inner elements.
 
         All ranks multiply the same rows at once; layers are made afterwards. A product then raises
-        PeerLostError. Raises TypeError unless the weight is int8.
+        PeerLostError. Raises TypeError unless the weight is int8, or has parts of as many ranks.
         """
-        self._check_exact()
+        if self.kind != "int8" and (self.parts is None or self.parts.ranks != exchange.ranks):
+            raise TypeError(
+                f"a product with {self.kind} weights adds up with other ranks in parts, which know how many "
+                f"these are; here are {exchange.ranks}"
+            )
         self.exchange = exchange
         self.args.exchange = exchange.address
+
+    def branches(self, x: Tensor) -> Tensor:
+        """As PartedProduct says; raises ValueError unless the product has parts."""
+        parts = self._check_parts()
+        code, found = self._check_rows(x), torch.empty(len(parts.branches(parts.rank)), len(x), self.channels)
+        self._library.add_branches(
+            *(ctypes.byref(self.args), code, x.data_ptr(), len(x), found.data_ptr()),
+        )
+        return found
+
+    def joined(self, branches: Tensor, dtype: torch.dtype) -> Tensor:
+        """As PartedProduct says; raises ValueError unless the product has parts, and these its branches."""
+        check_branches(branches, self._check_parts(), self.channels)
+        out = torch.empty(branches.shape[1], self.channels, dtype=dtype)
+        self._library.finish_branches(
+            *(ctypes.byref(self.args), float_code(out), branches.data_ptr(), len(out), out.data_ptr()),
+        )
+        return out
 
     def maxima(self, x: Tensor) -> Tensor:
         """As SplitProduct says; raises TypeError unless the weight is int8."""
@@ -219,6 +286,17 @@ class NativeProduct:
             *(maxima.data_ptr(), out.data_ptr()),
         )
         return out
+
+    def _check_parts(self) -> SumParts:
+        if self.parts is None:
+            raise ValueError("a product whose sums have no parts has no branches of them")
+        return self.parts
+
+    def _check_rows(self, x: Tensor) -> int:
+        code = check_rows(x, self.inner)
+        if self.kind in TYPES and FLOATS[x.dtype] != self.kind:
+            raise TypeError(f"x is {FLOATS[x.dtype]}, the weight {self.kind}; they must be the same")
+        return code
 
     def _check_exact(self) -> None:
         if self.kind != "int8":

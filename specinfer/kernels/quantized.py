@@ -17,7 +17,9 @@ that is asked for: a `loose` product, of a draft, takes few rows the quicker way
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -31,9 +33,12 @@ from specinfer.kernels.layout import (
     Int8Weight,
     int8_matrix,
     lay_out_int8,
+    pack_levels,
     padded,
+    unpack_levels,
 )
 from specinfer.kernels.library import BLOCK, Library, padded_inner
+from specinfer.kernels.parts import Branches, SumParts
 from specinfer.kernels.product import (
     FLOATS,
     USUAL,
@@ -42,6 +47,7 @@ from specinfer.kernels.product import (
     SplitProduct,
     Use,
     check_agreed,
+    check_branches,
     check_sums,
 )
 
@@ -64,11 +70,16 @@ class Products:
         self.library = library  # which multiplies; None: PyTorch does
         self.use = use  # how its products are used
 
-    def floats(self, weight: Tensor, bias: Tensor | None) -> Product:
+    def floats(self, weight: Tensor, bias: Tensor | None, parts: SumParts | None = None) -> Product:
         """The product with a weight [channels, inner] and bias [channels], both float32 or bfloat16.
 
-        A CPU has as many rows each time, or a row would round differently.
+        A CPU has as many rows each time, or a row would round differently. Sums are those of `parts`.
         """
+        if parts is not None or self.use.shared:
+            channels, inner = weight.shape
+            parts = _checked(parts, inner)
+            sums = [block_sums(weight[:, begin:end]) for begin, end in pairwise((0, *parts.ends))]
+            return PartsProduct(sums, bias, parts, channels, inner)
         if weight.device.type != "cpu":
             return partial(F.linear, weight=weight, bias=bias)
 
@@ -95,23 +106,17 @@ class Products:
         inner: int,
         channels: int,
         largest: float | None = None,
+        parts: SumParts | None = None,
     ) -> Product:
-        """The same with an int4 weight, none of whose scales is above `largest`; None: it is looked up."""
+        """The same with an int4 weight, none of whose scales is above `largest`; None: it is looked up.
+
+        Sums are those of `parts`; None: one.
+        """
         _check_inner(padded(inner), weight.scales.shape[1] * GROUP)
-
-        def product(x: Tensor) -> Tensor:
-            values_RGI, scales_RG = int4_rows(x)
-            total_RC = torch.zeros(len(x), weight.scales.shape[0] * BLOCK)
-            for g in range(weight.scales.shape[1]):
-                # In sixteenths of a level, and without its scale, an element is an integer up to 255: 32 of
-                # their products with int8 add up exactly in float32.
-                levels_CI = unpack_levels(weight.levels[:, g]) * 16.0 - weight.zeros[:, g].reshape(-1, 1)
-                sums_RC = F.linear(values_RGI[:, g], levels_CI)
-                total_RC += sums_RC * (weight.scales[:, g].reshape(-1).float() * scales_RG[:, g : g + 1])
-            out_RC = total_RC[:, :channels]
-            return (out_RC if bias is None else out_RC + bias).to(x.dtype)
-
-        return product
+        parts = _checked(parts, inner)
+        groups = (0, *(-(-end // GROUP) for end in parts.ends))
+        sums = [group_sums(weight, range(begin, end)) for begin, end in pairwise(groups)]
+        return PartsProduct(sums, bias, parts, channels, inner)
 
 
 class NativeProducts(Products):
@@ -127,11 +132,18 @@ class NativeProducts(Products):
         """The same, used otherwise."""
         return NativeProducts(self.library, self.use._replace(**changes))
 
-    def floats(self, weight: Tensor, bias: Tensor | None) -> Product:
+    def floats(self, weight: Tensor, bias: Tensor | None, parts: SumParts | None = None) -> Product:
         """As Products says; the product is with a copy of `weight` that is laid out."""
-        return NativeProduct.of_floats(self.library, weight, bias, self.use)
+        return NativeProduct.of_floats(self.library, weight, bias, self.use, parts)
 
-    def laid_out(self, weight: FloatWeight, bias: Tensor | None, inner: int, channels: int) -> Product:
+    def laid_out(
+        self,
+        weight: FloatWeight,
+        bias: Tensor | None,
+        inner: int,
+        channels: int,
+        parts: SumParts | None = None,
+    ) -> Product:
         """The product with the first `channels` of a float weight; `bias` is float32 [channels]."""
         return NativeProduct(
             *(self.library, FLOATS[weight.values.dtype], weight.values),
@@ -139,6 +151,7 @@ class NativeProducts(Products):
             inner=inner,
             bias=bias,
             use=self.use,
+            parts=parts,
         )
 
     def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int, channels: int) -> SplitProduct:
@@ -159,6 +172,7 @@ class NativeProducts(Products):
         inner: int,
         channels: int,
         largest: float | None = None,
+        parts: SumParts | None = None,
     ) -> Product:
         """As Products says."""
         return NativeProduct(
@@ -170,6 +184,7 @@ class NativeProducts(Products):
             largest=float(weight.scales.max()) if largest is None else largest,
             bias=bias,
             use=self.use,
+            parts=parts,
         )
 
 
@@ -232,6 +247,81 @@ class Int8Product:
         return exact_sums(values, self._matrix)
 
 
+PartSum = Callable[[Tensor], Tensor]  # x [rows, elements of a part] -> float32 [rows, channels or more]
+
+
+class PartsProduct:
+    """The twin of a native product with weights of floats or int4: a Product, and a PartedProduct."""
+
+    __slots__ = ("_bias", "_sums", "channels", "inner", "parts")
+
+    def __init__(
+        self, sums: Sequence[PartSum], bias: Tensor | None, parts: SumParts, channels: int, inner: int
+    ) -> None:
+        """`sums` are over one part each; `bias` is [channels]."""
+        self._sums, self._bias = sums, bias
+        self.parts, self.channels, self.inner = parts, channels, inner
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, inner] -> [rows, channels] in x's dtype."""
+        return self._out(self._branches(x), x.dtype)
+
+    def branches(self, x: Tensor) -> Tensor:
+        """As PartedProduct says."""
+        return torch.stack(self._branches(x).sums)
+
+    def joined(self, branches: Tensor, dtype: torch.dtype) -> Tensor:
+        """As PartedProduct says."""
+        check_branches(branches, self.parts, self.channels)
+        tree = Branches[Tensor]()
+        for one, parts in zip(branches, self.parts.all_branches, strict=True):
+            tree.push(one, parts)
+        return self._out(tree, dtype)
+
+    def _branches(self, x: Tensor) -> Branches[Tensor]:
+        tree = Branches[Tensor](self.parts.numbers.start)
+        for add_up, (begin, end) in zip(self._sums, pairwise((0, *self.parts.ends)), strict=True):
+            tree.push(add_up(x[:, begin:end])[:, : self.channels])
+        return tree
+
+    def _out(self, tree: Branches[Tensor], dtype: torch.dtype) -> Tensor:
+        out = tree.total()
+        return (out if self._bias is None else out + self._bias).to(dtype)
+
+
+def block_sums(weight: Tensor) -> PartSum:
+    """Sums in float32 over a part of a float weight, [channels, elements].
+
+    16 rows are multiplied with 16 channels at a time: a library may add in another order for another number.
+    """
+    channels, inner = weight.shape
+    blocks = F.pad(weight.float(), (0, 0, 0, -channels % BLOCK)).view(-1, BLOCK, inner)
+
+    def add_up(x: Tensor) -> Tensor:
+        rows = F.pad(x.float(), (0, 0, 0, -len(x) % _ROWS)).view(-1, _ROWS, inner).transpose(1, 2)
+        found = [torch.bmm(blocks, part.expand(len(blocks), inner, _ROWS)).flatten(0, 1).T for part in rows]
+        return torch.cat(found)[: len(x)] if found else torch.empty(0, channels)
+
+    return add_up
+
+
+def group_sums(weight: Int4Weight, groups: range) -> PartSum:
+    """Sums over some groups of an int4 weight, one after the other."""
+
+    def add_up(x: Tensor) -> Tensor:
+        values_RGI, scales_RG = int4_rows(x)
+        total_RC = torch.zeros(len(x), weight.scales.shape[0] * BLOCK)
+        for own, g in enumerate(groups):
+            # In sixteenths of a level, and without its scale, an element is an integer up to 255: 32 of
+            # their products with int8 add up exactly in float32.
+            levels_CI = unpack_levels(weight.levels[:, g]) * 16.0 - weight.zeros[:, g].reshape(-1, 1)
+            sums_RC = F.linear(values_RGI[:, own], levels_CI)
+            total_RC += sums_RC * (weight.scales[:, g].reshape(-1).float() * scales_RG[:, own : own + 1])
+        return total_RC
+
+    return add_up
+
+
 def int4_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [rows, inner] as integers, and a sixteenth of their scales.
 
@@ -251,17 +341,11 @@ def exact_sums(values: Tensor, weight: Tensor) -> Tensor:
     return total.int()
 
 
-def pack_levels(levels: Tensor) -> Tensor:
-    """Levels 0 .. 15, uint8 [blocks * BLOCK, inner], as an Int4Weight has them."""
-    eights = levels.view(-1, BLOCK, levels.shape[1] // GROUP, 4, 2, 4)
-    low, high = eights.unbind(4)
-    return (low | high << 4).permute(0, 2, 3, 1, 4).contiguous()
-
-
-def unpack_levels(levels: Tensor) -> Tensor:
-    """The levels of one group of every block, [blocks, 4, BLOCK, 4], as uint8 [blocks * BLOCK, GROUP]."""
-    eights = torch.stack((levels & 15, levels >> 4), 3)  # [blocks, 4, BLOCK, 2, 4]
-    return eights.permute(0, 2, 1, 3, 4).reshape(-1, GROUP)
+def _checked(parts: SumParts | None, inner: int) -> SumParts:
+    """These parts of so many elements; None: one."""
+    parts = parts or SumParts((inner,), (0, 1))
+    parts.check(inner)
+    return parts
 
 
 def _check_inner(wanted: int, got: int) -> None:

@@ -23,7 +23,8 @@ from torch import Tensor
 from specinfer.errors import DamagedFileError, ModelFileError
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.disk import DiskRate, StreamSource
-from specinfer.kernels.layout import Int4Weight, Weight
+from specinfer.kernels.layout import Weight
+from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import Product
 from specinfer.models.lent_memory import LentMemory, tensor_in
 from specinfer.models.placement import Placement
@@ -146,10 +147,18 @@ class StreamedWeights(Weights):
         views = [tensor_in(self._buffer, self._record.tensors[f"{name}.{field}"]) for field in weight._fields]
         return type(weight)(*views)
 
-    def _product(self, weight: Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
-        if self._buffer is None or not isinstance(weight, Int4Weight):
-            return super()._product(weight, bias, inner, channels)
-        return self.kernels.products.int4(weight, bias, inner, channels, self._largest)
+    def _product(
+        self,
+        weight: Weight,
+        bias: Tensor | None,
+        inner: int,
+        channels: int,
+        largest: float | None = None,
+        parts: SumParts | None = None,
+    ) -> Product:
+        if self._buffer is not None:
+            largest = self._largest
+        return super()._product(weight, bias, inner, channels, largest, parts)
 
 
 class _Layers(Sequence[_Part]):

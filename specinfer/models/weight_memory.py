@@ -19,15 +19,18 @@ from specinfer.kernels.choice import Kernels
 from specinfer.kernels.layout import (
     FloatTable,
     FloatWeight,
+    Int4Weight,
     Int8Weight,
     Weight,
-    cut_int8,
+    cut,
     empty_floats,
     empty_int4,
     empty_int8,
 )
-from specinfer.kernels.product import NativeProduct, Product, SplitProduct
-from specinfer.kernels.quantized import NativeProducts
+from specinfer.kernels.library import Library
+from specinfer.kernels.parts import SumParts
+from specinfer.kernels.product import NativeProduct, PartedProduct, Product, SplitProduct
+from specinfer.kernels.quantized import NativeProducts, PartsProduct
 from specinfer.models.lent_memory import LentMemory
 from specinfer.models.stream import LayerStream
 from specinfer.models.weight_reader import READERS, WeightReader, chosen_rows
@@ -96,6 +99,25 @@ class SummedProduct:
         return self._own.finished(self._group.total(self._own.partials(x, maxima)), maxima, x.dtype)
 
 
+class JoinedProduct:
+    """The same of floats: each rank adds up branches of fixed parts, and all of them the whole tree."""
+
+    __slots__ = ("_group", "_own", "_parts")
+
+    def __init__(self, own: PartedProduct, parts: SumParts, group: Group) -> None:
+        self._own = own
+        self._parts = parts
+        self._group = group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, columns of this rank] -> [rows, channels] in x's dtype."""
+        branches = torch.zeros(len(self._parts.all_branches), len(x), self._own.channels)
+        branches[self._parts.place] = self._own.branches(x)
+        # The bits of each come from the rank that has it, others add zeros.
+        whole = self._group.total(branches.view(torch.int32)).view(torch.float32)
+        return self._own.joined(whole, x.dtype)
+
+
 class Shared(NamedTuple):
     """Parts of a model that are another's, or lie elsewhere; None: it has its own."""
 
@@ -156,12 +178,14 @@ class Weights:
         tied: EmbeddingTable | None = None,
         rows: Sequence[range | None] = (),
         columns: range | None = None,
+        parts: SumParts | None = None,
     ) -> Product:
         """The product with the matrix `name`.weight, and `name`.bias if asked; several are stacked.
 
         `tied` is the same matrix, from `table`: the output layer's, where it embeds tokens, too. Where a
         rank has a part, `rows` are those of each of the matrices, or `columns` those of one: then the product
-        takes rows of so many, and gives what those of all ranks make together. None: all.
+        takes rows of so many, and gives what those of all ranks make together. None: all. `parts` say how
+        sums of floats are added, on one rank or several.
         """
         output_layer = tied is not None or names[0].startswith("lm_head")
         if output_layer and self._shared.output is not None:
@@ -170,25 +194,18 @@ class Weights:
         b = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
         channels, inner = self._reader.shape(matrices)
         if columns is not None or any(one is not None for one in rows):
-            return self._part(matrices, b, rows, columns)
+            return self._part(matrices, b, rows, columns, parts, output_layer)
         chosen = None
         if output_layer and self._logit_ids is not None:
             chosen, channels = self._logit_ids, len(self._logit_ids)
-        quantization, library = self._reader.quantization, self.kernels.products.library
-        if quantization == "none" and (library is None or not self._reader.keeps):
+        library = self.kernels.products.library
+        if self._plain:
             whole = None if tied is None else tied.whole
             whole = self.tensor(*matrices) if whole is None else whole
             weight: Weight = FloatTable(whole if chosen is None else chosen_rows(whole, chosen))
-            return self._product(weight, b, inner, channels)
-        b = None if b is None else b.float()
-        if quantization == "none":
-            weight = empty_floats(channels, inner, self.dtype, library)
-        # Rounded to 4 bits, the output layer costs a small model more than all its other matrices together.
-        elif quantization == "int4" and not output_layer:
-            weight = empty_int4(channels, inner, library)
         else:
-            weight = empty_int8(channels, inner, library)
-        return self._product(self._filled(matrices, weight, chosen), b, inner, channels)
+            weight = self._filled(matrices, self._empty(channels, inner, output_layer, library), chosen)
+        return self._product(weight, b, inner, channels, parts=parts)
 
     def _part(
         self,
@@ -196,9 +213,10 @@ class Weights:
         bias: Tensor | None,
         rows: Sequence[range | None],
         columns: range | None,
+        parts: SumParts | None,
+        output_layer: bool,
     ) -> Product:
-        """The product with these ranges of int8 matrices, all of which are in memory meanwhile."""
-        assert self._reader.quantization == "int8", "other kinds are refused where a config is made"
+        """The product with these ranges of matrices, all of which are in memory meanwhile."""
         channels, inner = self._reader.shape(matrices)
         stacked, first = list[range](), 0
         for name, part in zip_longest(matrices, rows):
@@ -207,22 +225,43 @@ class Weights:
             stacked.append(range(first + own.start, first + own.stop))
             first += count
         within = range(inner) if columns is None else columns
-        whole = self._filled(matrices, empty_int8(channels, inner), None)
-        assert isinstance(whole, Int8Weight)
+        whole = self._filled(matrices, self._empty(channels, inner, output_layer, None), None)
+        largest = float(whole.scales.max()) if isinstance(whole, Int4Weight) else None
         channels = sum(map(len, stacked))
-        weight = empty_int8(channels, len(within), self.kernels.products.library)
-        cut_int8(whole, stacked, within, weight)
+        weight = self._empty(channels, len(within), output_layer, self.kernels.products.library)
+        cut(whole, stacked, within, weight)
         if bias is not None:
-            bias = torch.cat([bias[one.start : one.stop] for one in stacked]).float()
-        product = self._product(weight, bias, len(within), channels)
+            bias = torch.cat([bias[one.start : one.stop] for one in stacked])
+        product = self._product(weight, bias, len(within), channels, largest, parts)
         if columns is None:
             return product
         assert self.group is not None, "ranks add columns up"
         if isinstance(product, NativeProduct) and self.group.exchange is not None:
             product.join(self.group.exchange)
             return product
-        assert isinstance(product, SplitProduct), "only int8 products have parts that add up"
+        if parts is not None:
+            assert isinstance(product, NativeProduct | PartsProduct)
+            return JoinedProduct(product, parts, self.group)
+        assert isinstance(product, SplitProduct), "sums of floats have parts"
         return SummedProduct(product, self.group)
+
+    @property
+    def _plain(self) -> bool:
+        """Whether matrices are read as they are: no product needs them otherwise, or no file has them so."""
+        lacking = self.kernels.products.library is None or not self._reader.keeps
+        return self._reader.quantization == "none" and lacking
+
+    def _empty(self, channels: int, inner: int, output_layer: bool, library: Library | None) -> Weight:
+        """Memory for a matrix of this model's kind, not yet filled; with a library in large pages."""
+        quantization = self._reader.quantization
+        if self._plain:
+            return FloatTable(torch.empty(channels, inner, dtype=self.dtype, device=self.device))
+        if quantization == "none":
+            return empty_floats(channels, inner, self.dtype, library)
+        # Rounded to 4 bits, the output layer costs a small model more than all its other matrices together.
+        if quantization == "int4" and not output_layer:
+            return empty_int4(channels, inner, library)
+        return empty_int8(channels, inner, library)
 
     def _filled(self, matrices: Sequence[str], weight: Weight, rows: Sequence[int] | None) -> Weight:
         """These matrices, stacked, or some rows of them; `weight` is memory of their kind and shapes."""
@@ -233,17 +272,26 @@ class Weights:
         self._reader.read(matrices, weight, rows)
         return weight
 
-    def _product(self, weight: Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
-        """The product with a weight that lies ready."""
+    def _product(
+        self,
+        weight: Weight,
+        bias: Tensor | None,
+        inner: int,
+        channels: int,
+        largest: float | None = None,
+        parts: SumParts | None = None,
+    ) -> Product:
+        """The product with a weight that lies ready; `largest` is of int4 weights, as Products say."""
         products = self.kernels.products
         if isinstance(weight, FloatTable):
-            return products.floats(weight.rows, bias)
+            return products.floats(weight.rows, bias, parts)
+        bias = None if bias is None else bias.float()
         if isinstance(weight, FloatWeight):
             assert isinstance(products, NativeProducts), "PyTorch multiplies plain matrices"
-            return products.laid_out(weight, bias, inner, channels)
+            return products.laid_out(weight, bias, inner, channels, parts)
         if isinstance(weight, Int8Weight):
             return products.int8(weight, bias, inner, channels)
-        return products.int4(weight, bias, inner, channels)
+        return products.int4(weight, bias, inner, channels, largest, parts)
 
     def each(self, make: Callable[[int], _Part], count: int) -> Sequence[_Part]:
         """`make(0)`, `make(1)`, ...: layers with tensors of their own, in the order in which they run."""
@@ -266,7 +314,7 @@ class PassingWeights(Weights):
             super().tensor(*names)
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
-    def _product(self, weight: Weight, bias: Tensor | None, inner: int, channels: int) -> Product:
+    def _product(self, *given: object, **named: object) -> Product:
         return _computes_nothing
 
 

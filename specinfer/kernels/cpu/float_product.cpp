@@ -39,11 +39,12 @@ struct OfBFloat16 {
   }
 };
 
-template <typename Of, bool Nontemporal>
+template <typename Of, bool Nontemporal, bool Divided>
 struct FloatWeight {
   const uint32_t* words;  // [blocks, steps, 16]
   const uint32_t* x;      // [rows, steps]
   int64_t rows, blocks, steps, block_bytes;
+  const Division& division;
   const Output& out;
 
   static constexpr int kSums = 2;  // of a channel
@@ -51,6 +52,17 @@ struct FloatWeight {
 
   template <int R, int B>
   void tile(int64_t row, int64_t block) const {
+    add_tile<R, B, Divided>(
+        division, out, row, block,
+        [&](TileResults<R, B>& to, int64_t begin, int64_t end) __attribute__((always_inline)) {
+          add_steps(row, block, begin / Of::kElements, end / Of::kElements, to);
+        });
+  }
+
+ private:
+  template <int R, int B>
+  [[gnu::always_inline]] void add_steps(int64_t row, int64_t block, int64_t s, int64_t end,
+                                        TileResults<R, B>& results) const {
     const uint32_t* const a = x + row * steps;
     const uint32_t* const from = words + block * steps * kBlock;
     Floats sums[R][B][kSums];
@@ -67,12 +79,9 @@ struct FloatWeight {
         each<B>([&](auto b) { sums[r][b][p] = Of::add(sums[r][b][p], weights[b], word); });
       });
     };
-    int64_t s = 0;
-    for (; s + kSums <= steps; s += kSums) each<kSums>([&](auto p) { step(s + p, p); });
-    if (s < steps) step(s, std::integral_constant<int, 0>{});
-    TileResults<R, B> results;
+    for (; s + kSums <= end; s += kSums) each<kSums>([&](auto p) { step(s + p, p); });
+    if (s < end) step(s, std::integral_constant<int, 0>{});
     each<R>([&](auto r) { each<B>([&](auto b) { results.of[r][b] = sums[r][b][0] + sums[r][b][1]; }); });
-    results.store(out, row, block);
   }
 };
 
@@ -93,10 +102,12 @@ void multiply_words(const Product& product, const Rows& rows, const Output& out)
   const int64_t inner = padded_inner(product.kind, product.inner), steps = inner / Of::kElements;
   const void* x = padded_rows(rows, product.inner, inner, sizeof(uint32_t) / Of::kElements);
   const int64_t blocks = blocks_of(product.channels);
-  by_temporality(product, [&](auto nontemporal) {
-    multiply_in_registers(FloatWeight<Of, nontemporal>{static_cast<const uint32_t*>(product.weight),
-                                                       static_cast<const uint32_t*>(x), rows.count, blocks, steps,
-                                                       steps * kBlock * static_cast<int64_t>(sizeof(uint32_t)), out});
+  const Division division(product, rows);
+  const int64_t block_bytes = steps * kBlock * static_cast<int64_t>(sizeof(uint32_t));
+  by_division(product, division, [&](auto nontemporal, auto divided) {
+    multiply_in_registers(FloatWeight<Of, nontemporal, divided>{static_cast<const uint32_t*>(product.weight),
+                                                                static_cast<const uint32_t*>(x), rows.count, blocks,
+                                                                steps, block_bytes, division, out});
   });
 }
 

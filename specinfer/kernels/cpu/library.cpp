@@ -59,14 +59,27 @@ void specinfer_add_up(const Product* product, int32_t type, const void* x, int64
                       int32_t* sums) {
   const Claim claim;
   const Timed timed(Stage::kProduct);
-  multiply(*product, {x, static_cast<Type>(type), rows, maxima}, sums);
+  multiply(*product, {x, static_cast<Type>(type), rows, true, maxima}, sums);
 }
 
 void specinfer_finish(const Product* product, int32_t type, const int32_t* sums, int64_t rows, const float* maxima,
                       void* out) {
   const Claim claim;
   const Timed timed(Stage::kProduct);
-  finish(*product, {nullptr, static_cast<Type>(type), rows, maxima}, sums, out);
+  finish(*product, {nullptr, static_cast<Type>(type), rows, true, maxima}, sums, out);
+}
+
+// Sums of parts of rows, with weights of floats or int4, in as many branches as its parts leave.
+void specinfer_add_branches(const Product* product, int32_t type, const void* x, int64_t rows, float* branches) {
+  const Claim claim;
+  const Timed timed(Stage::kProduct);
+  multiply(*product, {x, static_cast<Type>(type), rows, true}, branches);
+}
+
+void specinfer_finish_branches(const Product* product, int32_t type, const float* branches, int64_t rows, void* out) {
+  const Claim claim;
+  const Timed timed(Stage::kProduct);
+  finish(*product, {nullptr, static_cast<Type>(type), rows}, branches, out);
 }
 
 void specinfer_add_rms_norm(int32_t type, void* x, const void* y, const void* weight, void* out,

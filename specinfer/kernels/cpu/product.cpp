@@ -7,7 +7,7 @@ namespace specinfer {
 void multiply(const Product& product, const Rows& rows, void* out) {
   if (rows.count == 0 || product.channels == 0) return;
   const Scratch::Mark mark;
-  if (product.exchange != nullptr && rows.maxima == nullptr) return multiply_with_others(product, rows, out);
+  if (product.exchange != nullptr && !rows.partial) return multiply_with_others(product, rows, out);
   const Output output(product, rows, out);
   switch (product.kind) {
 #if defined(SPECINFER_TILED)

@@ -33,6 +33,16 @@ class Exchange;
 enum class Kind : int32_t { kFloat32, kBFloat16, kInt8, kInt4 };
 enum class Type : int32_t { kFloat32, kBFloat16 };
 
+// The parts of inner elements whose sums are added as part_tree.h says; of weights of floats and int4. Each ends behind
+// whole groups of 32, but for the last.
+struct Parts {
+  const int64_t* ends;    // of those of this product; null: its inner elements are one sum
+  int64_t count;          // of them
+  int64_t first;          // the number of the first one, of those of all ranks
+  const int64_t* shares;  // [ranks + 1]: the number of each rank's first one, and of all
+  int64_t ranks;
+};
+
 // As kernels/library.py has it.
 struct Product {
   Kind kind;
@@ -46,8 +56,9 @@ struct Product {
   // Whether caches would not hold the weights until they are read again. Register tiles of x86-64 read these past the
   // caches; tiles of the matrix unit and other CPUs ask for them as for others, as nobody has measured it there.
   int32_t nontemporal;
-  // Of the ranks that have the other inner elements, where int8 weights have some of them; null: these are all.
+  // Of the ranks that have the other inner elements, where these weights have some of them; null: these are all.
   Exchange* exchange;
+  Parts parts;
 };
 
 // Rows as they come: contiguous, [count, inner of the product].
@@ -55,12 +66,13 @@ struct Rows {
   const void* data;
   Type type;
   int64_t count;
-  // Of a product with int8 weights, where these are parts of rows: the largest values of the whole ones, as find_maxima
-  // gives them; null: they are whole.
+  bool partial = false;  // they are parts of rows
+  // Of parts of rows, of a product with int8 weights: the largest values of whole rows, as find_maxima gives them.
   const float* maxima = nullptr;
 };
 
-// Parts of rows give sums instead of results, int32 [count, channels].
+// Parts of rows give sums instead of results: int32 [count, channels], or of floats and int4 weights float32
+// [branches, count, channels], as part_tree.h has them.
 void multiply(const Product& product, const Rows& rows, void* out);
 
 // ---- a product with int8 weights, in parts of its inner elements ----
@@ -72,6 +84,12 @@ void multiply(const Product& product, const Rows& rows, void* out);
 void find_maxima(const Product& product, const Rows& rows, float* maxima);
 // Sums of whole rows [count, channels] -> results; `rows` needs no data.
 void finish(const Product& product, const Rows& rows, const int32_t* sums, void* out);
+
+// ---- a product with other weights, in parts ----
+
+// Of all ranks the branches [branches of all, count, channels] -> results; `rows` needs no data.
+void finish(const Product& product, const Rows& rows, const float* branches, void* out);
+
 // All of that, where the product has an exchange; where a rank is lost, there are no results.
 void multiply_with_others(const Product& product, const Rows& rows, void* out);
 bool lost(const Product& product);
@@ -100,7 +118,8 @@ class Output {
         bias_(product.bias),
         channels_(product.channels),
         halves_(rows.type == Type::kBFloat16),
-        partial_(rows.maxima != nullptr),
+        partial_(rows.partial),
+        rows_(rows.count),
         data_(out) {}
 
   // The channels from 16 * block on.
@@ -115,21 +134,30 @@ class Output {
     }
   }
 
-  // The same from exact sums of int8, of a row with that scale. Sums of parts of rows stay as they are.
+  // Sums of parts of rows stay as they are.
+  void store_branch(int64_t branch, int64_t row, int64_t block, Floats sums) const {
+    if (partial_) [[unlikely]] return keep(branch, row, block, sums);
+    store(row, block, sums);
+  }
+
+  // The same from exact sums of int8, of a row with that scale.
   void store(int64_t row, int64_t block, Ints sums, float row_scale) const {
-    const int64_t first = block * kBlock;
-    if (partial_) {
-      auto* const to = static_cast<float*>(data_) + row * channels_ + first;
-      return specinfer::store(to, bits_as<float>(sums), std::min(kBlock, channels_ - first));
-    }
-    store(row, block, to_floats(sums) * load(scales_ + first) * row_scale);
+    if (partial_) [[unlikely]] return keep(0, row, block, bits_as<float>(sums));
+    store(row, block, to_floats(sums) * load(scales_ + block * kBlock) * row_scale);
   }
 
  private:
+  void keep(int64_t branch, int64_t row, int64_t block, Floats sums) const {
+    const int64_t first = block * kBlock;
+    auto* const to = static_cast<float*>(data_) + (branch * rows_ + row) * channels_ + first;
+    specinfer::store(to, sums, std::min(kBlock, channels_ - first));
+  }
+
   const float* scales_;  // of int8 channels
   const float* bias_;
   int64_t channels_;
   bool halves_, partial_;
+  int64_t rows_;
   void* data_;
 };
 

@@ -233,7 +233,7 @@ struct Int8Weight {
 
 #endif
 
-template <bool Nontemporal>
+template <bool Nontemporal, bool Divided>
 struct Int4Weight {
   const uint8_t* levels;
   const Half* scales;
@@ -242,6 +242,7 @@ struct Int4Weight {
   const float* row_scales;  // [rows, groups]
   const int32_t* row_sums;
   int64_t rows, blocks, groups, block_bytes;
+  const Division& division;
   const Output& out;
 
 #if defined(SPECINFER_TILED)
@@ -254,12 +255,23 @@ struct Int4Weight {
   template <int R, int B>
   void tile(int64_t row, int64_t block) const {
     static_assert(B == 1);
+    add_tile<R, 1, Divided>(
+        division, out, row, block,
+        [&](TileResults<R, 1>& to, int64_t begin, int64_t end) __attribute__((always_inline)) {
+          add_groups(row, block, begin / kGroup, end / kGroup, to);
+        });
+  }
+
+ private:
+  template <int R>
+  [[gnu::always_inline]] void add_groups(int64_t row, int64_t block, int64_t begin, int64_t end,
+                                         TileResults<R, 1>& results) const {
     const int8_t* const a = values + row * groups * kGroup;
     const float* const a_scales = row_scales + row * groups;
     const int32_t* const a_sums = row_sums + row * groups;
     Floats total[R];
     each<R>([&](auto r) { total[r] = Floats(0.0f); });
-    for (int64_t g = 0; g < groups; ++g) {
+    for (int64_t g = begin; g < end; ++g) {
       const int64_t group = block * groups + g;
       GroupSum sums[R];
       each<4>([&](auto j) {
@@ -275,9 +287,7 @@ struct Int4Weight {
         total[r] = total[r] + to_floats(sums[r].with(of_zeros, a_sums[at])) * (of_channels * a_scales[at]);
       });
     }
-    TileResults<R, 1> results;
     each<R>([&](auto r) { results.of[r][0] = total[r]; });
-    results.store(out, row, block);
   }
 };
 
@@ -306,12 +316,13 @@ void multiply_int4(const Product& product, const Rows& rows, const Output& out) 
   auto* const scales = scratch.take<float>(rows.count * groups);
   auto* const sums = scratch.take<int32_t>(rows.count * groups);
   quantize<Kind::kInt4>(product, rows, groups, place, scales, sums);
-  by_temporality(product, [&](auto nontemporal) {
-    multiply_in_registers(Int4Weight<nontemporal>{static_cast<const uint8_t*>(product.weight),
-                                                  static_cast<const Half*>(product.scales),
-                                                  static_cast<const uint8_t*>(product.zeros), place.to, scales, sums,
-                                                  rows.count, blocks_of(product.channels), groups,
-                                                  groups * kGroupBytes, out});
+  const Division division(product, rows);
+  by_division(product, division, [&](auto nontemporal, auto divided) {
+    multiply_in_registers(Int4Weight<nontemporal, divided>{static_cast<const uint8_t*>(product.weight),
+                                                           static_cast<const Half*>(product.scales),
+                                                           static_cast<const uint8_t*>(product.zeros), place.to,
+                                                           scales, sums, rows.count, blocks_of(product.channels),
+                                                           groups, groups * kGroupBytes, division, out});
   });
 }
 

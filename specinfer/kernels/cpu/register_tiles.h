@@ -9,7 +9,7 @@
 #include <array>
 #include <type_traits>
 
-#include "product.h"
+#include "part_tree.h"
 
 namespace specinfer {
 
@@ -33,6 +33,15 @@ void by_temporality(const Product& product, const F& f) {
   f(std::false_type{});
 }
 
+// The same with whether its inner elements are divided: a tile that is not spares itself the question.
+template <typename F>
+void by_division(const Product& product, const Division& division, const F& f) {
+  by_temporality(product, [&](auto nontemporal) {
+    if (division.divided()) return f(nontemporal, std::true_type{});
+    f(nontemporal, std::false_type{});
+  });
+}
+
 // Results of a tile, to be stored by a loop: unrolled, it would take the compiler longer than all sums.
 template <int R, int B, typename Numbers = Floats>
 struct TileResults {
@@ -44,6 +53,12 @@ struct TileResults {
     }
   }
 
+  void store_branch(const Output& out, int branch, int64_t row, int64_t block) const {
+    for (int r = 0; r < R; ++r) {
+      for (int b = 0; b < B; ++b) out.store_branch(branch, row + r, block + b, of[r][b]);
+    }
+  }
+
   // Exact sums, of rows with these scales.
   void store(const Output& out, int64_t row, int64_t block, const float* row_scales) const {
     for (int r = 0; r < R; ++r) {
@@ -51,6 +66,35 @@ struct TileResults {
     }
   }
 };
+
+// A tile of R rows by B blocks of a product that is divided, or is not: sum(results, first inner element, the one behind
+// its last) is one sum of it. A part's sum stays in registers until nothing more is added to it.
+template <int R, int B, bool Divided, typename Sum>
+[[gnu::always_inline]] inline void add_tile(const Division& division, const Output& out, int64_t row, int64_t block,
+                                            const Sum& sum) {
+  using Results = TileResults<R, B>;
+  if constexpr (Divided) {
+    Results branches[PartTree::kMost];
+    int size = 0;
+    for (int64_t p = 0, begin = 0; p < division.count; ++p) {
+      const int64_t end = division.end(p);
+      Results own;
+      sum(own, begin, end);
+      for (int n = division.merges(p); n > 0; --n) {
+        const Results& before = branches[--size];
+        each<R>([&](auto r) { each<B>([&](auto b) { own.of[r][b] = before.of[r][b] + own.of[r][b]; }); });
+      }
+      Results& to = branches[size++];
+      each<R>([&](auto r) { each<B>([&](auto b) { to.of[r][b] = own.of[r][b]; }); });
+      begin = end;
+    }
+    for (int n = 0; n < size; ++n) branches[n].store_branch(out, n, row, block);
+  } else {
+    Results results;
+    sum(results, 0, division.inner);
+    results.store(out, row, block);
+  }
+}
 
 // R rows by the blocks from `block` to `last`, B at a time.
 template <typename Weight, int B, int R>

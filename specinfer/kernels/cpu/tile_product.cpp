@@ -5,6 +5,7 @@
 // rows of theirs stay so: sums of bfloat16 need no scaling group by group, as sums of integers would.
 
 #include "int4_tiles.h"
+#include "part_tree.h"
 #include "quantized_rows.h"
 #include "scratch.h"
 
@@ -82,17 +83,38 @@ struct OfInt8 {
   }
 };
 
-// M tiles of rows by B blocks, the whole inner dimension; sums [M, B] tiles. Each block is a stream of its own:
-// memory gives several more than it gives one. With `First` the weights that follow are asked for.
+// The sums of N tiles.
+template <int N>
+struct TileSums {
+  alignas(64) uint8_t tiles[N * kTileBytes];
+
+  const uint8_t* row(int tile, int64_t row) const { return tiles + tile * kTileBytes + row * kRowBytes; }
+  void operator*=(float factor) {
+    for (uint8_t* at = tiles; at < tiles + sizeof tiles; at += kRowBytes) {
+      store_vector(at, load_vector<float>(at) * Floats(factor));
+    }
+  }
+  void operator+=(const TileSums& other) {
+    for (size_t at = 0; at < sizeof tiles; at += kRowBytes) {
+      store_vector(tiles + at, load_vector<float>(tiles + at) + load_vector<float>(other.tiles + at));
+    }
+  }
+};
+
+// M tiles of rows by B blocks, the steps from `begin` to `end` of the inner dimension; sums [M, B] tiles. Each block
+// is a stream of its own: memory gives several more than it gives one. With `First` the weights that follow are asked
+// for.
 template <typename Of, int M, int B, bool First>
-void add_steps(const TileRows& rows, int64_t tile, const uint8_t* weights, int64_t block_bytes, uint8_t* sums) {
+void add_steps(const TileRows& rows, int64_t tile, const uint8_t* weights, int64_t block_bytes, int64_t begin,
+               int64_t end, uint8_t* sums) {
   constexpr int kLines = kTileRows / M;  // that are asked for at a time
   const int64_t a_step = rows.step_bytes(), a_tile = rows.tile_bytes();
-  const uint8_t* a = rows.data + tile * a_tile;
+  const uint8_t* a = rows.data + tile * a_tile + begin * a_step;
   // Behind a block's end its stream goes on in the block that is B further.
   const uint8_t* const turning = weights + block_bytes - kAhead;
+  weights += begin * kTileBytes;
   each<M * B>([&](auto t) { tile_zero<t>(); });
-  for (int64_t step = 0; step < rows.steps; ++step, a += a_step, weights += kTileBytes) {
+  for (int64_t step = begin; step < end; ++step, a += a_step, weights += kTileBytes) {
     const uint8_t* const ahead = weights + kAhead + (weights < turning ? 0 : (B - 1) * block_bytes);
     if constexpr (M <= 2) each<M>([&](auto m) { tile_load<6 + m>(a + m * a_tile); });
     each<B>([&](auto b) {
@@ -110,18 +132,34 @@ void add_steps(const TileRows& rows, int64_t tile, const uint8_t* weights, int64
   each<M * B>([&](auto t) { tile_store<t>(sums + t * kTileBytes); });
 }
 
-template <typename Of, int M, int B, typename Store>
-void tiles_by_blocks(const TileRows& rows, const uint8_t* weights, int64_t block_bytes, int64_t tile,
-                     int64_t block, const Store& store) {
-  alignas(64) uint8_t sums[M * B * kTileBytes];
-  const auto add = tile == 0 ? add_steps<Of, M, B, true> : add_steps<Of, M, B, false>;
-  add(rows, tile, weights + block * block_bytes, block_bytes, sums);
+// store(branch, row, block, its sums) of M tiles of rows by B blocks.
+template <int M, int B, typename Store>
+void store_rows(const TileRows& rows, int64_t tile, int64_t block, int branch, const TileSums<M * B>& sums,
+                const Store& store) {
   each<M>([&](auto m) {
     const int64_t first = (tile + m) * rows.height, last = std::min(first + rows.height, rows.count);
     for (int64_t r = first; r < last; ++r) {
-      each<B>([&](auto b) { store(r, block + b, sums + (m * B + b) * kTileBytes + (r - first) * kRowBytes); });
+      each<B>([&](auto b) { store(branch, r, block + b, sums.row(m * B + b, r - first)); });
     }
   });
+}
+
+template <typename Of, int M, int B, typename Store>
+void tiles_by_blocks(const TileRows& rows, const Division& division, const uint8_t* weights, int64_t block_bytes,
+                     int64_t tile, int64_t block, const Store& store) {
+  using Sums = TileSums<M * B>;
+  const auto add = tile == 0 ? add_steps<Of, M, B, true> : add_steps<Of, M, B, false>;
+  const int64_t of_step = division.inner / rows.steps;  // inner elements
+  const auto sum = [&](Sums& to, int64_t begin, int64_t end) {
+    add(rows, tile, weights + block * block_bytes, block_bytes, begin / of_step, end / of_step, to.tiles);
+  };
+  const auto store_all = [&](int branch, const Sums& sums) {
+    store_rows<M, B>(rows, tile, block, branch, sums, store);
+  };
+  if (division.divided()) return add_parts<Sums>(division, sum, store_all);
+  Sums sums;
+  sum(sums, 0, division.inner);
+  store_all(0, sums);
 }
 
 // f(M, tile) for all tiles of rows, up to kMost of them at a time.
@@ -136,28 +174,28 @@ void by_turns(const TileRows& rows, const F& f) {
 
 // All rows by B blocks.
 template <typename Of, int B, typename Store>
-void all_rows(const TileRows& rows, const uint8_t* weights, int64_t block_bytes, int64_t block,
-              const Store& store) {
+void all_rows(const TileRows& rows, const Division& division, const uint8_t* weights, int64_t block_bytes,
+              int64_t block, const Store& store) {
   by_turns<kMostTiles / B>(rows, [&](auto m, int64_t tile) {
-    tiles_by_blocks<Of, m, B>(rows, weights, block_bytes, tile, block, store);
+    tiles_by_blocks<Of, m, B>(rows, division, weights, block_bytes, tile, block, store);
   });
 }
 
 // All rows by all blocks, while tiles have the rows' shape. Of the four tiles that hold sums a lone tile of rows
 // has four blocks, two have two; more have one, so that weights are read once.
 template <typename Of, typename Store>
-void multiply_on_tiles(const Product& product, const TileRows& rows, const Store& store) {
+void multiply_on_tiles(const Product& product, const TileRows& rows, const Division& division, const Store& store) {
   const auto* const weights = static_cast<const uint8_t*>(product.weight);
   const int64_t bytes = rows.steps * kTileBytes;
   share_blocks(blocks_of(product.channels), bytes, [&](int64_t block, int64_t last) {
     const Tiles tiles(static_cast<int>(rows.height));
     if (rows.tiles == 1) {
-      for (; block + 4 <= last; block += 4) all_rows<Of, 4>(rows, weights, bytes, block, store);
+      for (; block + 4 <= last; block += 4) all_rows<Of, 4>(rows, division, weights, bytes, block, store);
     }
     if (rows.tiles <= 2) {
-      for (; block + 2 <= last; block += 2) all_rows<Of, 2>(rows, weights, bytes, block, store);
+      for (; block + 2 <= last; block += 2) all_rows<Of, 2>(rows, division, weights, bytes, block, store);
     }
-    for (; block < last; ++block) all_rows<Of, 1>(rows, weights, bytes, block, store);
+    for (; block < last; ++block) all_rows<Of, 1>(rows, division, weights, bytes, block, store);
   });
 }
 
@@ -165,8 +203,9 @@ void multiply_bfloat16(const Product& product, const Rows& given, const Output& 
   const int64_t steps = padded_inner(product.kind, product.inner) / 32;
   const TileRows rows(given.count, steps);
   lay_out(product, given, rows);
-  multiply_on_tiles<OfBFloat16>(product, rows, [&](int64_t row, int64_t block, const uint8_t* sums) {
-    out.store(row, block, load_vector<float>(sums));
+  const Division division(product, given);
+  multiply_on_tiles<OfBFloat16>(product, rows, division, [&](int branch, int64_t row, int64_t block, const uint8_t* sums) {
+    out.store_branch(branch, row, block, load_vector<float>(sums));
   });
 }
 
@@ -176,27 +215,47 @@ void multiply_int8_tiles(const Product& product, const Rows& given, const Output
   auto* const scales = Scratch::get().take<float>(given.count);
   auto* const offsets = Scratch::get().take<int32_t>(given.count);
   quantize<Kind::kInt8>(product, given, 2 * steps, Int8Place{rows}, scales, offsets);
-  multiply_on_tiles<OfInt8>(product, rows, [&](int64_t row, int64_t block, const uint8_t* sums) {
+  const Division division(product, given);
+  multiply_on_tiles<OfInt8>(product, rows, division, [&](int, int64_t row, int64_t block, const uint8_t* sums) {
     out.store(row, block, load_vector<int32_t>(sums) + offsets[row], scales[row]);
   });
 }
 
 // ---- int4 ----
 
-// The rows, and behind them what the zeros are multiplied with: a step for every 16 groups.
-void lay_out_int4(const Product& product, const Rows& rows, int64_t groups, const TileRows& to) {
+// Steps of zeros that a part of so many groups has.
+int64_t zero_steps(int64_t groups) { return (groups + kTileRows - 1) / kTileRows; }
+
+// f(first group, the one behind its last, first step of zeros) for all parts; returns the number of steps.
+template <typename F>
+int64_t each_part(const Division& division, const F& f) {
+  int64_t step = division.inner / kGroup;
+  for (int64_t p = 0, begin = 0; p < division.count; ++p) {
+    const int64_t end = division.end(p) / kGroup;
+    f(begin, end, step);
+    step += zero_steps(end - begin);
+    begin = end;
+  }
+  return step;
+}
+
+// The rows, and behind them what the zeros are multiplied with: a step for every 16 groups of a part.
+void lay_out_int4(const Product& product, const Rows& rows, const Division& division, const TileRows& to) {
+  const int64_t groups = division.inner / kGroup;
   const auto all = [&](const auto* x) {
     Pool::get().split(rows.count, kPieceBytes / (groups * kRowBytes) + 1, [&](int64_t first, int64_t last) {
       for (int64_t r = first; r < last; ++r) {
         const auto* const from = x + r * product.inner;
         uint8_t* const at = to.row(r);
-        uint8_t* const sums = at + groups * to.step_bytes();
         for (int64_t t = groups; t < to.steps; ++t) std::memset(at + t * to.step_bytes(), 0, kRowBytes);
-        for (int64_t g = 0; g < groups; ++g) {
-          const GroupOf32 group = load_group(from + g * kGroup, product.inner - g * kGroup);
-          uint8_t* const of_zeros = sums + g / kTileRows * to.step_bytes() + g % kTileRows * kSumBytes;
-          store_int4_row(group, at + g * to.step_bytes(), of_zeros);
-        }
+        each_part(division, [&](int64_t begin, int64_t end, int64_t step) {
+          for (int64_t g = begin; g < end; ++g) {
+            const GroupOf32 group = load_group(from + g * kGroup, product.inner - g * kGroup);
+            const int64_t own = g - begin;
+            uint8_t* const of_zeros = at + (step + own / kTileRows) * to.step_bytes() + own % kTileRows * kSumBytes;
+            store_int4_row(group, at + g * to.step_bytes(), of_zeros);
+          }
+        });
       }
     });
   };
@@ -210,10 +269,12 @@ void lay_out_int4(const Product& product, const Rows& rows, int64_t groups, cons
 // M tiles of rows by a block. A group is laid out as weights while the one before is multiplied: a load of what
 // was just written would wait. The first two are copies, which stay in registers.
 template <int M>
-void int4_block(const Int4Tiles of, const TileRows rows, int64_t tile, int64_t block, const Output& out) {
+void int4_part(const Int4Tiles of, const TileRows rows, int64_t tile, int64_t block, int64_t begin, int64_t end,
+               int64_t first_step, TileSums<M>& sums) {
   alignas(64) uint8_t weights[2][kTileBytes], zeros[2][kTileBytes] = {};
   const auto lay_out = [&](int64_t g) __attribute__((always_inline)) {
-    of.expand(block, g, weights[g % 2], zeros[g / kTileRows % 2] + g % kTileRows * kRowBytes);
+    const int64_t own = g - begin;
+    of.expand(block, g, weights[own % 2], zeros[own / kTileRows % 2] + own % kTileRows * kRowBytes);
   };
   const auto add = [&](const uint8_t* from, int64_t step) __attribute__((always_inline)) {
     const uint8_t* const a = rows.data + step * rows.step_bytes() + tile * rows.tile_bytes();
@@ -224,32 +285,49 @@ void int4_block(const Int4Tiles of, const TileRows rows, int64_t tile, int64_t b
     });
   };
   each<M>([&](auto m) { tile_zero<m>(); });
-  lay_out(0);
-  for (int64_t g = 0; g < of.groups(); ++g) {
-    if (g + 1 < of.groups()) lay_out(g + 1);
-    add(weights[g % 2], g);
-    if (g % kTileRows == kTileRows - 1 || g == of.groups() - 1) {
-      add(zeros[g / kTileRows % 2], of.groups() + g / kTileRows);
+  lay_out(begin);
+  for (int64_t g = begin; g < end; ++g) {
+    const int64_t own = g - begin;
+    if (g + 1 < end) lay_out(g + 1);
+    add(weights[own % 2], g);
+    if (own % kTileRows == kTileRows - 1 || g == end - 1) {
+      add(zeros[own / kTileRows % 2], first_step + own / kTileRows);
     }
   }
-  each<M>([&](auto m) {
-    uint8_t* const sums = weights[0];
-    tile_store<m>(sums);
-    const int64_t first = (tile + m) * rows.height, last = std::min(first + rows.height, rows.count);
-    for (int64_t r = first; r < last; ++r) {
-      out.store(r, block, load_vector<float>(sums + (r - first) * kRowBytes) * Floats(of.unit()));
-    }
-  });
+  each<M>([&](auto m) { tile_store<m>(sums.tiles + m * kTileBytes); });
+  sums *= of.unit();
+}
+
+template <int M>
+void int4_block(const Int4Tiles& of, const TileRows& rows, const Division& division, int64_t tile, int64_t block,
+                const Output& out) {
+  using Sums = TileSums<M>;
+  int64_t step = of.groups();  // of zeros
+  const auto sum = [&](Sums& to, int64_t first, int64_t behind) {
+    const int64_t begin = first / kGroup, end = behind / kGroup;
+    int4_part<M>(of, rows, tile, block, begin, end, step, to);
+    step += zero_steps(end - begin);
+  };
+  const auto store_all = [&](int branch, const Sums& sums) {
+    store_rows<M, 1>(rows, tile, block, branch, sums, [&](int n, int64_t row, int64_t b, const uint8_t* from) {
+      out.store_branch(n, row, b, load_vector<float>(from));
+    });
+  };
+  if (division.divided()) return add_parts<Sums>(division, sum, store_all);
+  Sums sums;
+  sum(sums, 0, division.inner);
+  store_all(0, sums);
 }
 
 void multiply_int4_tiles(const Product& product, const Rows& given, const Output& out) {
   const Int4Tiles of(product);
-  const TileRows rows(given.count, of.groups() + (of.groups() + kTileRows - 1) / kTileRows);
-  lay_out_int4(product, given, of.groups(), rows);
+  const Division division(product, given);
+  const TileRows rows(given.count, each_part(division, [](int64_t, int64_t, int64_t) {}));
+  lay_out_int4(product, given, division, rows);
   share_blocks(blocks_of(product.channels), of.groups() * kGroupBytes, [&](int64_t first, int64_t last) {
     const Tiles shapes(static_cast<int>(rows.height));
     for (int64_t block = first; block < last; ++block) {
-      by_turns<kMostTiles>(rows, [&](auto m, int64_t tile) { int4_block<m>(of, rows, tile, block, out); });
+      by_turns<kMostTiles>(rows, [&](auto m, int64_t tile) { int4_block<m>(of, rows, division, tile, block, out); });
     }
   });
 }

@@ -7,16 +7,19 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.layout import (
+    FloatTable,
     FloatWeight,
     Int8Weight,
     choose_rows,
-    cut_int8,
+    cut,
     empty_floats,
+    empty_int4,
     empty_int8,
     int8_matrix,
     lay_out_floats,
     lay_out_int8,
 )
+from specinfer.kernels.quantized import quantize_int4, quantize_int8
 
 SHAPES = [(1, 1), (16, 64), (20, 40), (33, 70), (48, 128)]  # channels, inner
 
@@ -100,7 +103,7 @@ def test_ranges_of_a_matrix_are_a_matrix_of_their_own(rows: list[range], columns
     chosen = torch.tensor([row for one in rows for row in one])
     part = empty_int8(len(chosen), len(columns))
     part.values.fill_(7)
-    cut_int8(whole, rows, columns, part)
+    cut(whole, rows, columns, part)
     wanted = values[chosen][:, columns.start : columns.stop]
     found, found_scales = int8_matrix(part, len(chosen), len(columns))
     assert torch.equal(found, wanted)
@@ -111,4 +114,48 @@ def test_ranges_of_a_matrix_are_a_matrix_of_their_own(rows: list[range], columns
 
 def test_columns_are_cut_at_groups() -> None:
     with pytest.raises(ValueError, match="columns from 16 on; allowed: multiples of 32"):
-        cut_int8(int8(16, 64)[2], [range(16)], range(16, 64), empty_int8(16, 48))
+        cut(int8(16, 64)[2], [range(16)], range(16, 64), empty_int8(16, 48))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inner", [128, 102])
+def test_ranges_of_floats_are_a_matrix_of_their_own(inner: int, dtype: torch.dtype) -> None:
+    matrix, whole = floats(70, inner, dtype)
+    for rows in ([range(16, 32), range(64, 70)], [range(3, 20), range(40, 41)]):
+        for columns in (range(32, 64), range(96, inner)):
+            wanted = torch.cat([matrix[one.start : one.stop] for one in rows])
+            wanted = wanted[:, columns.start : columns.stop]
+            part = empty_floats(len(wanted), len(columns), dtype)
+            part.values.fill_(7)
+            cut(whole, rows, columns, part)
+            own = empty_floats(*wanted.shape, dtype)
+            lay_out_floats(wanted, own)
+            assert torch.equal(part.values, own.values)
+            table = FloatTable(torch.empty_like(wanted))
+            cut(FloatTable(matrix), rows, columns, table)
+            assert torch.equal(table.rows, wanted)
+
+
+def test_ranges_of_int4_keep_levels_scales_and_zeros() -> None:
+    matrix = torch.randn(70, 102, generator=torch.Generator().manual_seed(0))
+    whole = quantize_int4(matrix)
+    for rows in ([range(16, 32), range(64, 70)], [range(3, 20), range(40, 41)]):
+        for columns in (range(32, 64), range(96, 102)):
+            wanted = torch.cat([matrix[one.start : one.stop] for one in rows])
+            own = quantize_int4(wanted[:, columns.start : columns.stop])
+            part = empty_int4(len(wanted), len(columns))
+            cut(whole, rows, columns, part)
+            for row in range(len(wanted)):
+                for here, there in zip(part, own, strict=True):
+                    axis = {3: 2, 5: 3}[here.dim()]
+                    found, found_own = (one[row // 16].select(axis - 1, row % 16) for one in (here, there))
+                    assert torch.equal(found, found_own)
+
+
+def test_a_group_that_is_not_full_is_cut_whole() -> None:
+    """Once it is rotated it has numbers everywhere."""
+    matrix = torch.randn(16, 80, generator=torch.Generator().manual_seed(0))
+    part = empty_int8(16, 16)
+    cut(quantize_int8(matrix), [range(16)], range(64, 80), part)
+    assert torch.equal(int8_matrix(part, 16, 32)[0], int8_matrix(quantize_int8(matrix), 16, 96)[0][:, 64:])
+    assert int8_matrix(part, 16, 32)[0][:, 16:].ne(0).any()

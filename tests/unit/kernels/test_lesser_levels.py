@@ -34,6 +34,7 @@ from tests.unit.kernels import (
     test_layers,
     test_ops,
     test_partials,
+    test_parts,
     test_quantized,
     test_sampling,
     test_scans,
@@ -86,6 +87,9 @@ def quantized_products(native: Kernels, folder: Path) -> None:
         for value in (NAN, INFINITY):
             test_quantized.test_what_is_not_finite_stays_so(products, kind, value)
         test_quantized.test_a_weight_that_is_no_number_gives_none(products, kind)
+    for kind in test_parts.KINDS:
+        test_parts.check_order(native.products, kind)
+        test_parts.check_shares(native.products, kind)
     for channels, inner in test_partials.SHAPES:
         test_partials.test_parts_add_up_to_the_whole("native", channels, inner)
         test_partials.test_a_part_has_the_bits_of_its_twin(channels, inner)

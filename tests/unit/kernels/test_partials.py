@@ -201,7 +201,7 @@ def test_a_product_of_floats_joins_nobody() -> None:
     os.close(file)
     product = kernels("native").products.floats(random(16, 64), None)
     assert isinstance(product, NativeProduct)
-    with pytest.raises(TypeError, match=r"^a product with float32 weights has no exact sums"):
+    with pytest.raises(TypeError, match=r"^a product with float32 weights adds up with other ranks in parts"):
         product.join(exchange)
     exchange.close()
 

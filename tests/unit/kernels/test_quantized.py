@@ -8,17 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from specinfer.kernels.layout import GROUP, int4_bytes, int8_bytes
+from specinfer.kernels.layout import GROUP, int4_bytes, int8_bytes, pack_levels, unpack_levels
 from specinfer.kernels.product import NativeProduct, Use
 from specinfer.kernels.quantized import (
     NativeProducts,
     Product,
     Products,
-    pack_levels,
     quantize_int4,
     quantize_int8,
     rotate,
-    unpack_levels,
 )
 from tests.kernels import NAMES, kernels
 

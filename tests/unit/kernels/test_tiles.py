@@ -14,7 +14,7 @@ from specinfer.errors import KernelBuildError
 from specinfer.kernels.build import build_library, find_library
 from specinfer.kernels.choice import native_kernels
 from specinfer.kernels.faults import faults
-from specinfer.kernels.layout import Int4Weight
+from specinfer.kernels.layout import Int4Weight, unpack_levels
 from specinfer.kernels.library import Library
 from specinfer.kernels.machine import LEVELS, Level, levels_here
 from specinfer.kernels.product import Use
@@ -24,9 +24,8 @@ from specinfer.kernels.quantized import (
     Products,
     quantize_int4,
     quantize_int8,
-    unpack_levels,
 )
-from tests.unit.kernels import test_partials
+from tests.unit.kernels import test_partials, test_parts
 
 pytestmark = pytest.mark.slow  # a library is compiled
 
@@ -134,6 +133,12 @@ def test_parts_on_tiles_are_the_twins_and_add_up(
             sums = ours.sums(x[:rows], maxima[:rows])
             assert torch.equal(sums, twins.sums(x[:rows], maxima[:rows])), f"{rows} rows"
             assert torch.equal(ours.products[-1].finished(sums, maxima[:rows], dtype), whole[:rows])
+
+
+@pytest.mark.parametrize("kind", test_parts.KINDS)
+def test_parts_on_tiles_are_added_by_the_tree(plain: Library, kind: str) -> None:
+    test_parts.check_order(NativeProducts(plain), kind, (1, 17))
+    test_parts.check_shares(NativeProducts(plain), kind, (1, 65))
 
 
 @EACH_SHAPE

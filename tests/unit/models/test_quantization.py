@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specinfer.kernels.layout import GROUP, Int4Weight, int8_matrix
-from specinfer.kernels.quantized import quantize_int4, quantize_int8, rotate, unpack_levels
+from specinfer.kernels.layout import GROUP, Int4Weight, int8_matrix, unpack_levels
+from specinfer.kernels.quantized import quantize_int4, quantize_int8, rotate
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.layout import FloatTable, FloatWeight, lay_out_floats
 from specinfer.kernels.library import BLOCK, num_blocks, padded_inner
+from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import FLOATS, NativeProduct, Product
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder, DecoderLayer
@@ -62,7 +63,9 @@ class LateWeights(Weights):
         tied: EmbeddingTable | None = None,
         rows: Sequence[range | None] = (),
         columns: range | None = None,
+        parts: SumParts | None = None,
     ) -> Product:
+        assert parts is None
         matrices = [f"{name}.weight" for name in names]
         whole = None if tied is None else tied.whole
         weight = self.tensor(*matrices) if whole is None else whole
