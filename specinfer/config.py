@@ -19,6 +19,7 @@ SpecialTokens = Literal["text", "special"]  # what their names are where users w
 Offload = Literal["never", "layers", "auto"]
 
 MOST_PARTS: Final = 256  # of a sum
+_PARTS: Final = 8  # of one that several processes share, unless told otherwise
 
 GONE_OPTIONS: Final = {  # options, and why nobody needs them
     "ngram_max": "longer matches are always looked for first",
@@ -116,7 +117,7 @@ class EngineConfig:
     )
     tensor_parallel: int = option(
         1,
-        "Processes that share each layer of the target, which is int8.",
+        "Processes that share each layer of the target.",
         more="The text is the same for every number of them. On a CPU; drafts, heads and lookups "
         "stay in the first process ([distributed.md](distributed.md)).",
         least=1,
@@ -146,6 +147,15 @@ class EngineConfig:
         None,
         "With --master: how many of the processes this host starts.",
         shown="one, or the first stage",
+        least=1,
+    )
+    sum_parts: int | None = option(
+        None,
+        "Parts in which sums of float and int4 products are added.",
+        more="Texts are the same on every number of processes that have the same number of parts. Those that "
+        "share a layer are no more than its parts. int8 sums are exact, and their texts the same whatever "
+        "this says.",
+        shown="1, with tensor_parallel 8",
         least=1,
     )
     chat_template: str | None = option(
@@ -199,6 +209,8 @@ class EngineConfig:
         check_options(self)
         if self.chat_template == "":
             raise ConfigError("chat_template is ''; allowed: the path of a file, or None")
+        if (self.sum_parts or 1) > MOST_PARTS:
+            raise ConfigError(f"sum_parts is {self.sum_parts}; allowed: 1 to {MOST_PARTS}")
         self._check_hosts()
         if self.ranks > 1:
             self._check_ranks()
@@ -235,10 +247,10 @@ class EngineConfig:
         """Raise ConfigError for what does not go with several ranks."""
         sizes = {"tensor_parallel": self.tensor_parallel, "pipeline_parallel": self.pipeline_parallel}
         told = "with " + " and ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-        if self.quantization != "int8" and self.tensor_parallel > 1:
+        if self.quantization != "int8" and self.parts_of_sums < self.tensor_parallel:
             raise ConfigError(
-                f"quantization is {self.quantization!r} {told}; allowed there: int8, whose sums are exact "
-                "however many add them"
+                f"sum_parts is {self.parts_of_sums} {told} and quantization {self.quantization!r}; allowed "
+                f"there: {self.tensor_parallel} or more, as each process has a part of every sum"
             )
         if self.offload != "never":
             raise ConfigError(
@@ -248,6 +260,13 @@ class EngineConfig:
             raise ConfigError(
                 f"memory is {self.memory} {told}; it bounds one process: leave it out, or set kv_cache_memory"
             )
+
+    @property
+    def parts_of_sums(self) -> int:
+        """How many parts the target's sums of floats have (kernels/parts.py); 1: none, or sums are exact."""
+        if self.quantization == "int8":
+            return 1
+        return self.sum_parts or (1 if self.tensor_parallel == 1 else _PARTS)
 
     @classmethod
     def from_options(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:
@@ -280,10 +299,9 @@ class EngineConfig:
 
     @property
     def alone(self) -> EngineConfig:
-        """The same in one process."""
-        return replace(
-            self, tensor_parallel=1, pipeline_parallel=1, master=None, key_file=None, local_ranks=None
-        )
+        """The same in one process, which adds sums of floats as these do."""
+        hosts: dict[str, Any] = {"master": None, "key_file": None, "local_ranks": None}
+        return replace(self, tensor_parallel=1, pipeline_parallel=1, sum_parts=self.parts_of_sums, **hosts)
 
     def with_options(self, options: Mapping[str, Any]) -> EngineConfig:
         """The same but for these flat options: fields of this class and of its three parts.

@@ -24,12 +24,13 @@ from specinfer.models.weights import load_model, open_model
 from specinfer.parallel.follower import follow
 from specinfer.parallel.group import Group
 from specinfer.parallel.link import Link
-from specinfer.parallel.share import Layout
+from specinfer.parallel.share import Layout, Share
 from specinfer.speculation_config import Quantization
 from specinfer.tokenizer import Tokenizer
 from tests.engines import ENGINE
 
 CPU = torch.device("cpu")
+PARTS = 8  # of sums of floats
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SAMPLED = SamplingParams(temperature=0.9, seed=5, max_tokens=12)
@@ -59,6 +60,11 @@ def soon(holds: Callable[[], object], seconds: float = 10.0) -> bool:
     return bool(holds())
 
 
+def parts_of(quantization: Quantization) -> int:
+    """How many parts sums have."""
+    return 1 if quantization == "int8" else PARTS
+
+
 def whole_model(
     path: Path,
     kernels: Kernels,
@@ -66,8 +72,17 @@ def whole_model(
     dtype: torch.dtype = torch.float32,
     quantization: Quantization = "int8",
 ) -> LanguageModel:
-    """The model of one process."""
-    return load_model(path, dtype=dtype, device=CPU, kernels=kernels, quantization=quantization, cache=cache)
+    """The model of one process, whose sums have as many parts as those of ranks."""
+    opened = open_model(path)
+    return load_model(
+        opened,
+        dtype=dtype,
+        device=CPU,
+        kernels=kernels,
+        quantization=quantization,
+        cache=cache,
+        part=Share(0, 1, parts_of(quantization)).of(opened.config),
+    )
 
 
 @contextmanager
@@ -84,7 +99,7 @@ def ranks_of(
 ) -> Iterator[LanguageModel]:
     """Rank 0's part of a model, whose followers run in threads until the block ends."""
     opened, width = open_model(path), size // stages
-    layout = Layout.of(width, stages, [1] * opened.config.num_layers, 0)
+    layout = Layout.of(width, stages, [1] * opened.config.num_layers, 0, parts_of(quantization))
     pairs = [socket.socketpair() for _ in range(1, size)]
     links = [[Link(ours) for ours, _ in pairs], *([Link(its)] for _, its in pairs)]
     groups = [Group(rank, size, links[rank], bounds=layout.bounds) for rank in range(size)]

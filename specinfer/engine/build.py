@@ -102,6 +102,8 @@ def _target_curves(
 ) -> tuple[CostCurve, CostCurve]:
     """The target's curve, and that of passes while its layers have a draft's memory."""
     variant = f"{config.quantization}, {models.target.config.vocab_size} logits"
+    if config.parts_of_sums > 1:
+        variant += f", sums of {config.parts_of_sums} parts"
     if (group := models.target.group) is not None:
         variant += f", {group.size} ranks over {group.transport}"
         if group.stages > 1:

@@ -30,6 +30,7 @@ from specinfer.models.streamed import layer_records, table_on_disk
 from specinfer.models.weight_memory import Shared
 from specinfer.models.weights import load_model, load_streamed, prepare
 from specinfer.parallel.group import Group
+from specinfer.parallel.share import Share
 from specinfer.progress import Progress
 from specinfer.speculation_config import Quantization
 
@@ -52,6 +53,7 @@ class Loader:
     native: bool  # whether a model that native attention cannot serve is refused
     plan: MemoryPlan | None  # None: all weights stay in memory
     folder: Path | None  # of prepared files; None: in the user's cache
+    sum_parts: int  # of the target's sums of floats
     progress: Progress
 
     def lent_memory(self, found: Found, twin: Quantization, *, output: bool) -> LentMemory | None:
@@ -76,9 +78,11 @@ class Loader:
 
         Some of its layers may come to lie in memory that is `lent`.
         """
-        kernels, plan = self._fitting(found, quantization), self.plan
+        kernels, plan, part = self._fitting(found, quantization), self.plan, None
+        if self.sum_parts > 1:
+            part = Share(0, 1, self.sum_parts).of(found.model.config)
         if plan is None:
-            return self._load(found, kernels, quantization)
+            return self._load(found, kernels, quantization, part=part)
 
         def stream(prepared: PreparedFile) -> LanguageModel:
             return load_streamed(
@@ -93,6 +97,7 @@ class Loader:
                 lent=lent,
                 progress=self.progress,
                 name=found.files.name,
+                part=part,
             )
 
         return _used(plan.prepared, stream, partial(self._prepare, found, kernels, quantization))

@@ -58,7 +58,7 @@ _LOG = logging.getLogger(__name__)
 # What decides which weights are loaded and what runs them; `drafts` may name fewer.
 _LOADED = (
     *("model", "dtype", "device", "quantization", "kernels", "threads"),
-    *("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks"),
+    *("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts"),
     *("chat_template", "memory", "offload", "offload_folder"),
 )
 _BESIDE = 4  # variants have room for KV together, where memory was planned for one engine
@@ -103,6 +103,9 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     device = pick_device(config.device)
     _check_quantization("quantization", config.quantization, device)
     _check_quantization("draft_quantization", config.speculation.draft_quantization, device)
+    for name, asked in (("tensor_parallel", config.tensor_parallel), ("sum_parts", config.parts_of_sums)):
+        if asked > 1 and device.type != "cpu":
+            raise ConfigError(f"{name} is {asked} on device {device}; allowed there: 1")
     kernels, lacking = choose_kernels(config.kernels, device, show)
     dtype = pick_dtype(config.dtype, device, kernels)
     with torch_threads(use_threads(config.threads, kernels, config.ranks_here)):  # PyTorch's load models
@@ -149,6 +152,7 @@ def _load_models(
         native=config.kernels == "native",
         plan=plan,
         folder=None if plan is None else offload_folder(config),
+        sum_parts=config.parts_of_sums,
         progress=show,
     )
     twins = [name for name, draft in drafts.items() if draft is target]
@@ -165,7 +169,9 @@ def _load_models(
     else:
         layers = layer_bytes(target.model, dtype, of_target)
         beside = weight_bytes(target.config, dtype, kernels, of_target) - sum(layers)
-        layout = Layout.of(config.tensor_parallel, config.pipeline_parallel, layers, beside)
+        layout = Layout.of(
+            config.tensor_parallel, config.pipeline_parallel, layers, beside, config.parts_of_sums
+        )
         ranks = Ranks(target, config, layout, whole_table=wanted.reads_table or bool(twins))
         loaded = loader.shared_out(ranks)
         followers = ranks.parts[1:]

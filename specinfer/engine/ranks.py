@@ -77,6 +77,7 @@ class Ranks:
                         size=self.size,
                         bounds=layout.bounds,
                         quantization=self.quantization,
+                        sum_parts=layout.parts,
                         whole_table=self._whole_table,
                         shared=shared[rank // width],
                         threads=self._config.threads,

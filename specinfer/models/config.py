@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from specinfer.errors import ModelError
+from specinfer.kernels.parts import SumParts
 
 
 class Family(StrEnum):
@@ -124,6 +125,9 @@ class Ranges:
     vocab: range | None = None  # rows of the output layer
     table: range | None = None  # rows of the embeddings
     stage: PipelineStage | None = None  # layers
+    # Parts of sums of floats, over the columns of o, and of an MLP's last matrix; None: each sum is one.
+    o: SumParts | None = None
+    down: SumParts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

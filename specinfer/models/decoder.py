@@ -14,6 +14,7 @@ from torch import Tensor
 from specinfer.attention.backend import Attend, AttentionSpec, Rotation
 from specinfer.attention.native import NativeAttend
 from specinfer.kernels.decoder import LayerParts, NativeDecoder, NativeLayers
+from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import Product
 from specinfer.models.config import Activation, ModelConfig
 from specinfer.models.language_model import LanguageModel, PassContext, Read, Residual, Taps, check_taps
@@ -159,10 +160,14 @@ class DecoderLayer:
             return RMSNorm(norm_weight(name), config.norm_eps, weights.kernels.ops)
 
         def linear(
-            bias: bool, *names: str, rows: Sequence[range | None] = (), columns: range | None = None
+            bias: bool,
+            *names: str,
+            rows: Sequence[range | None] = (),
+            columns: range | None = None,
+            parts: SumParts | None = None,
         ) -> Product:
             full = [f"{prefix}.{name}" for name in names]
-            return weights.linear(*full, bias=bias, rows=rows, columns=columns)
+            return weights.linear(*full, bias=bias, rows=rows, columns=columns, parts=parts)
 
         self._before_attention = norm("input_layernorm") if input_norm else None
         self._after_attention: RMSNorm | None = None
@@ -182,12 +187,12 @@ class DecoderLayer:
             layer,
             config,
             linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", rows=heads),
-            linear(config.o_bias, "self_attn.o_proj", columns=part.queries),
+            linear(config.o_bias, "self_attn.o_proj", columns=part.queries, parts=part.o),
             qk_norm,
         )
         self._mlp = GatedMLP(
             linear(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj", rows=[part.inner, part.inner]),
-            linear(config.mlp_bias, "mlp.down_proj", columns=part.inner),
+            linear(config.mlp_bias, "mlp.down_proj", columns=part.inner, parts=part.down),
             config.activation,
             weights.kernels.ops,
         )

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.attention.backend import Attend
+from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel, PassContext, Residual, Taps, check_taps
@@ -82,10 +83,14 @@ class _Layer:
 
     def __init__(self, layer: int, config: ModelConfig, weights: Weights, prefix: str) -> None:
         def linear(
-            bias: bool, *names: str, rows: Sequence[range | None] = (), columns: range | None = None
+            bias: bool,
+            *names: str,
+            rows: Sequence[range | None] = (),
+            columns: range | None = None,
+            parts: SumParts | None = None,
         ) -> Product:
             full = [f"{prefix}.{name}" for name in names]
-            return weights.linear(*full, bias=bias, rows=rows, columns=columns)
+            return weights.linear(*full, bias=bias, rows=rows, columns=columns, parts=parts)
 
         part = config.part
         heads = [part.queries, part.keys, part.keys]
@@ -97,10 +102,10 @@ class _Layer:
             layer,
             config,
             linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", rows=heads),
-            linear(config.o_bias, "self_attn.out_proj", columns=part.queries),
+            linear(config.o_bias, "self_attn.out_proj", columns=part.queries, parts=part.o),
         )
         self._fc1 = linear(config.mlp_bias, "fc1", rows=[part.inner])
-        self._fc2 = linear(config.mlp_bias, "fc2", columns=part.inner)
+        self._fc2 = linear(config.mlp_bias, "fc2", columns=part.inner, parts=part.down)
 
     def __call__(self, x_TD: Tensor, attend: Attend) -> Tensor:
         if self._norm_first:

@@ -16,7 +16,7 @@ import torch
 
 from specinfer.errors import DamagedFileError, ModelError, ModelFileError, ModelNotFoundError
 from specinfer.hub.model_files import ModelFiles, local_model
-from specinfer.kernels.choice import TORCH, Kernels
+from specinfer.kernels.choice import TORCH, Kernels, sharing
 from specinfer.kernels.disk import DiskRate
 from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.kernels.machine import give_back_memory
@@ -87,12 +87,14 @@ def load_model(
     matrices are int8 or int4 (the output layer int8), kept in the folder `cache`, by default of the user's,
     and read from there the next time; activations stay in `dtype`. Others are read from there if they were
     prepared. `shared` are parts that lie elsewhere. With `part` it is this rank's part (parallel/share.py),
-    which runs together with those of the other ranks of `group`.
+    which runs together with those of the other ranks of `group`, or all of it with sums of parts.
     `progress` sees the bytes of weights arrive, under `name`, by default that of the path. Raises as
     `open_model`, before any weight is read.
     """
     file = open_model(model) if isinstance(model, Path) else model
     config = file.config
+    if part is not None and part.part.o is not None:
+        kernels = sharing(kernels)
     loaded = load_parts(
         file,
         lambda weights: _built(part or config, weights),
@@ -128,13 +130,15 @@ def load_streamed(
     lent: LentMemory | None = None,
     progress: Progress | None = None,
     name: str | None = None,
+    part: ModelConfig | None = None,
 ) -> LanguageModel:
     """A model some of whose layers are read from its prepared file in every pass; else as `load_model`.
 
     Some of these may come to lie in memory that is `lent`.
 
     Its readers begin at once, and end when the model is let go. With `table_in_memory` its embeddings are, as
-    heads read them. Reads all of the file once: raises DamagedFileError where it is not what was written.
+    heads read them, and with `part` its sums have parts. Reads all of the file once: raises DamagedFileError
+    where it is not what was written.
     """
     show, shapes = progress or NoProgress(), _shapes(model.config)
     elements = sum(math.prod(shape) for shape in shapes.values())
@@ -145,7 +149,7 @@ def load_streamed(
         weights = StreamedWeights(
             reader, kernels, prepared, placement, disk, table_in_memory=table_in_memory, lent=lent
         )
-        built = _built(model.config, weights)
+        built = _built(part or model.config, weights)
         weights.check(show)
     give_back_memory()
     return built
@@ -291,19 +295,16 @@ def weight_bytes(
     """The same of a model that is so, or of a rank's part of one."""
     part, vocab = config.part, config.vocab_size
     output_layer = (vocab if part.vocab is None else len(part.vocab), config.embedding_size)
-    begins = config.stage.begins
-    if quantization == "none":
-        elements = sum(math.prod(shape) for shape in _shapes(config).values())
-        if config.tie_embeddings and kernels.library is not None and begins:
-            elements += math.prod(output_layer)
-        return elements * dtype.itemsize
-    size = int8_bytes(*output_layer) if begins else 0
+    begins, floats = config.stage.begins, quantization == "none"
+    size = math.prod(output_layer) * dtype.itemsize if floats else int8_bytes(*output_layer)
+    if not begins or (floats and config.tie_embeddings and kernels.library is None and part.vocab is None):
+        size = 0  # another stage has it, or PyTorch multiplies with the embeddings
     for name, shape in _shapes(config).items():
         if name == "lm_head.weight":
             continue
         if name.endswith("embed_tokens.weight") and part.table is not None:
             size += len(part.table) * config.embedding_size * dtype.itemsize
-        elif len(shape) < 2 or name.endswith(("embed_tokens.weight", "embed_positions.weight")):
+        elif floats or len(shape) < 2 or name.endswith(("embed_tokens.weight", "embed_positions.weight")):
             size += math.prod(shape) * dtype.itemsize
         else:
             size += (int4_bytes if quantization == "int4" else int8_bytes)(shape[0], shape[1])

@@ -61,6 +61,7 @@ class Settings:
     threads: int | None  # None: its share of its host's cores
     same_host: int  # ranks on its host
     shared: bool  # whether its stage exchanges through memory
+    sum_parts: int  # of sums of floats
     whole_table: bool  # whether each rank has all embeddings
     limit: float  # seconds that an exchange may take
 
@@ -75,7 +76,7 @@ class Settings:
     @property
     def layout(self) -> Layout:
         """Which layers are whose."""
-        return Layout(self.size // (len(self.bounds) - 1), tuple(self.bounds))
+        return Layout(self.size // (len(self.bounds) - 1), tuple(self.bounds), self.sum_parts)
 
     def group(self, link: Link, kernels: Kernels, memory: Mapping[str, int]) -> Group:
         """Its place among the ranks: `link` leads to rank 0, `memory` are files that stages may share."""
@@ -119,7 +120,7 @@ class Settings:
         )
 
 
-@torch.inference_mode()
+@torch.inference_mode()  # not before: threads that read weights fill tensors of this one
 def follow(group: Group, model: LanguageModel) -> None:
     """Run what rank 0 says until it closes the link.
 

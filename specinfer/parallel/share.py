@@ -9,6 +9,9 @@ Shares need not be equal: whole key-value heads go round as evenly as they can. 
 these, several have the same key-value head, and share out the query heads that read it. Columns are cut at
 groups of 32, in which activations are quantized, so some heads cannot be parted from their neighbours.
 
+Sums of floats, over heads and over columns, are of fixed parts that no share cuts (kernels/parts.py): those
+that as many ranks would have. Of 8 parts three ranks have 2, 3 and 3 eighths of an MLP; of 12 a third each.
+
 Layout: which layers are whose. Where four ranks are two stages of 3 and 27 layers, ranks 0 and 1 share layers
 0 .. 2, the embeddings and the output layer, and ranks 2 and 3 share the other layers.
 """
@@ -22,6 +25,7 @@ from itertools import accumulate, pairwise
 from typing import Final
 
 from specinfer.errors import ConfigError
+from specinfer.kernels.parts import SumParts
 from specinfer.models.config import ModelConfig, PipelineStage, Ranges
 
 _GROUP: Final = 32  # columns that are rotated and quantized together (kernels/layout.py)
@@ -31,38 +35,50 @@ _MOST: Final = 64  # ranks that are tried to find those that work
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of rank `rank` of `size`."""
+    """The share of rank `rank` of `size`; sums of floats have so many `parts`, exact sums one."""
 
     rank: int
     size: int
+    parts: int = 1
 
     def heads(self, heads: int, kv_heads: int, head_dim: int) -> tuple[range, range] | None:
         """The query heads and the key-value heads of this rank; None where it would have none."""
-        return _heads(heads, kv_heads, head_dim, self.size)[self.rank]
+        group, pieces = heads // kv_heads, _pieces(heads, kv_heads, head_dim, self.parts)
+        queries = _shared_out(pieces, self.size)[self.rank]
+        if queries is None:
+            return None
+        return queries, range(queries.start // group, -(-queries.stop // group))
 
     def columns(self, inner: int) -> range:
-        """The columns of an MLP of so many that are this rank's, in whole groups."""
-        return self._part(inner, _GROUP)
+        """The columns of an MLP of so many that are this rank's, in whole groups and parts."""
+        ends = _column_ends(inner, self.parts)
+        count = len(ends) - 1
+        return range(*(ends[count * number // self.size] for number in (self.rank, self.rank + 1)))
 
     def vocab(self, vocab: int) -> range:
         """The tokens, of so many, whose logits this rank makes."""
-        return self._part(vocab, _ROWS)
+        units = -(-vocab // _ROWS)
+        return range(
+            *(min(units * number // self.size * _ROWS, vocab) for number in (self.rank, self.rank + 1))
+        )
 
     def of(self, config: ModelConfig, *, whole_table: bool = False) -> ModelConfig:
-        """This rank's part of a whole model, with embeddings of all tokens if asked.
+        """This rank's part of a whole model, with embeddings of all tokens if asked; of one rank all of it.
 
         Raises ConfigError where a rank would have no head, or no columns of the MLP.
         """
-        if self.size == 1:
-            return config
         own = self.heads(config.num_heads, config.num_kv_heads, config.head_dim)
-        if own is None or not _fits(config, self.size):
-            works = [str(size) for size in range(1, _MOST + 1) if _fits(config, size)]
+        if own is None or not self._fits(config):
+            works = [str(size) for size in range(1, _MOST + 1) if Share(0, size, self.parts)._fits(config)]
+            cut = f", in {self.parts} parts of sums" if self.parts > 1 else ""
             raise ConfigError(
                 f"tensor_parallel is {self.size}: of {config.num_heads} heads in {config.num_kv_heads} "
-                f"groups, and an MLP of {config.intermediate_size}, some rank would have none; allowed for "
-                f"this model: {', '.join(works)}, and pipeline_parallel shares out whole layers"
+                f"groups, and an MLP of {config.intermediate_size}{cut}, some rank would have none; allowed "
+                f"for this model: {', '.join(works)}, and pipeline_parallel shares out whole layers"
             )
+        o, down = self._sums(config)
+        if self.size == 1:
+            return config if o is None else replace(config, part=Ranges(o=o, down=down))
         (queries, keys), inner = own, self.columns(config.intermediate_size)
         head, vocab = config.head_dim, self.vocab(config.vocab_size)
         return replace(
@@ -76,13 +92,36 @@ class Share:
                 inner=inner,
                 vocab=vocab,
                 table=None if whole_table else vocab,
+                o=o,
+                down=down,
             ),
         )
 
-    def _part(self, count: int, unit: int) -> range:
-        units = -(-count // unit)
-        first, behind = (units * rank // self.size for rank in (self.rank, self.rank + 1))
-        return range(min(first * unit, count), min(behind * unit, count))
+    @property
+    def _all(self) -> list[Share]:
+        return [Share(rank, self.size, self.parts) for rank in range(self.size)]
+
+    def _fits(self, config: ModelConfig) -> bool:
+        """Whether each of so many ranks has something of everything."""
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        return all(
+            share.heads(*heads) and share.columns(config.intermediate_size) and share.vocab(config.vocab_size)
+            for share in self._all
+        )
+
+    def _sums(self, config: ModelConfig) -> tuple[SumParts | None, SumParts | None]:
+        """The parts of the sums over heads, and over columns of the MLP; None where they are exact."""
+        if self.parts == 1:
+            return None, None
+        heads, inner = (config.num_heads, config.num_kv_heads, config.head_dim), config.intermediate_size
+        pieces = [piece for group in _pieces(*heads, self.parts) for piece in group]
+        ends = [0, *(piece.stop * config.head_dim for piece in pieces)]
+        begins = [own[0].start * config.head_dim for share in self._all if (own := share.heads(*heads))]
+        columns = [share.columns(inner).start for share in self._all]
+        return (
+            _parts(ends, begins, self.rank),
+            _parts(_column_ends(inner, self.parts), columns, self.rank),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +130,10 @@ class Layout:
 
     width: int
     bounds: tuple[int, ...]  # stage i has layers bounds[i] .. bounds[i + 1] - 1
+    parts: int = 1  # of sums of floats; exact sums have one
 
     @classmethod
-    def of(cls, width: int, stages: int, layers: Sequence[int], beside: int) -> Layout:
+    def of(cls, width: int, stages: int, layers: Sequence[int], beside: int, parts: int = 1) -> Layout:
         """Stages as even as can be, by the bytes of each layer, and of all `beside` them in the first stage.
 
         Each has a layer at the least. Raises ConfigError where the layers are too few.
@@ -117,7 +157,7 @@ class Layout:
         bounds = [count]
         for stage in reversed(begins):
             bounds.append(stage[bounds[-1]])
-        return cls(width, (0, *reversed(bounds)))
+        return cls(width, (0, *reversed(bounds)), parts)
 
     @property
     def size(self) -> int:
@@ -137,7 +177,7 @@ class Layout:
     def part(self, rank: int, config: ModelConfig, *, whole_table: bool = False) -> ModelConfig:
         """A rank's part of a whole model; see `Share.of`."""
         stage, place = divmod(rank, self.width)
-        config = Share(place, self.width).of(config, whole_table=whole_table)
+        config = Share(place, self.width, self.parts).of(config, whole_table=whole_table)
         if self.stages == 1:
             return config
         first, behind = self.bounds[stage : stage + 2]
@@ -149,37 +189,58 @@ class Layout:
         )
 
 
-def _fits(config: ModelConfig, size: int) -> bool:
-    """Whether each of so many ranks has something of everything."""
-    if None in _heads(config.num_heads, config.num_kv_heads, config.head_dim, size):
-        return False
-    shares = [Share(rank, size) for rank in range(size)]
-    return all(share.columns(config.intermediate_size) and share.vocab(config.vocab_size) for share in shares)
+def _parts(ends: Sequence[int], begins: Sequence[int], rank: int) -> SumParts:
+    """A rank's parts, of those between these `ends`; `begins` are where ranks begin."""
+    shares = tuple(map(ends.index, (*begins, ends[-1])))
+    own = ends[shares[rank] : shares[rank + 1] + 1]
+    return SumParts(tuple(end - own[0] for end in own[1:]), shares, rank)
 
 
-def _heads(heads: int, kv_heads: int, head_dim: int, size: int) -> list[tuple[range, range] | None]:
-    """What each of `size` ranks has of the heads: query heads and key-value heads, or None."""
+def _column_ends(inner: int, parts: int) -> list[int]:
+    """0, and behind which columns others may be another rank's."""
+    units = -(-inner // _GROUP)
+    count = units if parts == 1 else min(parts, units)
+    return [min(units * number // count * _GROUP, inner) for number in range(count + 1)]
+
+
+def _pieces(heads: int, kv_heads: int, head_dim: int, parts: int) -> list[list[range]]:
+    """Query heads that stay together, by groups; ranks part a group only where they are more than groups."""
     group = heads // kv_heads
     # Key-value heads that stay together, as columns are cut behind whole groups of 32.
     together = _GROUP // math.gcd(group * head_dim, _GROUP)
     units = -(-kv_heads // together)
-    found: list[tuple[range, range] | None] = []
-    if size <= units:
-        for rank in range(size):
-            # The first ranks have more: rank 0, whose cores are the engine's as well, is no slower for it.
-            first, behind = (-(-units * number // size) * together for number in (rank, rank + 1))
-            kv = range(first, min(behind, kv_heads))
-            found.append((range(kv.start * group, kv.stop * group), kv))
-        return found
-    if together > 1:
-        return [None] * size
+    count = units if parts == 1 else min(parts, units)
+    ends = [min(-(-units * number // count) * together, kv_heads) * group for number in range(count + 1)]
+    groups = [range(begin, end) for begin, end in pairwise(ends)]
+    if together > 1 or count < kv_heads:
+        return [[whole] for whole in groups]
     # Query heads that stay together, for the same reason; a group has a whole number of these.
     pair = _GROUP // math.gcd(head_dim, _GROUP)
-    for kv_head in range(kv_heads):
-        ranks = [size * number // kv_heads for number in (kv_head, kv_head + 1)]
-        count, places = ranks[1] - ranks[0], group // pair
-        for number in range(count):
-            first, behind = (places * one // count * pair for one in (number, number + 1))
-            queries = range(kv_head * group + first, kv_head * group + behind)
-            found.append((queries, range(kv_head, kv_head + 1)) if queries else None)
+    found, places = [], group // pair
+    for number, whole in enumerate(groups):
+        most = parts * (number + 1) // count - parts * number // count
+        own = places if parts == 1 else min(places, most)
+        cuts = [whole.start + places * one // own * pair for one in range(own + 1)]
+        found.append([range(begin, end) for begin, end in pairwise(cuts)])
+    return found
+
+
+def _shared_out(groups: Sequence[Sequence[range]], size: int) -> list[range | None]:
+    """The query heads of each of `size` ranks, which have whole groups, or whole pieces of one; or None."""
+    count = len(groups)
+    if size <= count:
+        # The first ranks have more: rank 0, whose cores are the engine's as well, is no slower for it.
+        ends = [-(-count * number // size) for number in range(size + 1)]
+        return [range(groups[begin][0].start, groups[end - 1][-1].stop) for begin, end in pairwise(ends)]
+    spare, more = sum(map(len, groups)) - count, size - count
+    if more > spare:
+        return [None] * size
+    found: list[range | None] = []
+    before = 0  # pieces but for one of each group: each group has a rank, and these have the others
+    for pieces in groups:
+        behind = before + len(pieces) - 1
+        ranks = 1 + more * behind // spare - more * before // spare
+        cuts = [len(pieces) * one // ranks for one in range(ranks + 1)]
+        found += [range(pieces[begin].start, pieces[end - 1].stop) for begin, end in pairwise(cuts)]
+        before = behind
     return found

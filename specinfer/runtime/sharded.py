@@ -372,4 +372,5 @@ def identity_of(model: LanguageModel, path: Path, kind: str, group: Group) -> di
         "dtype": str(model.dtype),
         "number of ranks": str(group.size),
         "layers of its stages": str(list(group.bounds)),
+        "sum_parts": str([one and one.shares for one in (model.config.part.o, model.config.part.down)]),
     }

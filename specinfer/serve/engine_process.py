@@ -58,8 +58,9 @@ _STATE_SECONDS: Final = 0.2  # of what it counts, so much may go unheard when it
 _INTERNAL_ERROR: Final = 70  # the exit status of a process that cannot tell its answers: an internal error
 # Options, and parts of a config, on which no text depends.
 _MEMORY: Final = ("memory", "offload", "offload_folder")
-_RANKS: Final = ("threads", "tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks")
-_WITHOUT_EFFECT: Final = {"speculation", "cache", "scheduler", *_RANKS, *_MEMORY}
+# But for how many parts sums have.
+_RANKS: Final = ("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts")
+_WITHOUT_EFFECT: Final = {"speculation", "cache", "scheduler", "threads", *_RANKS, *_MEMORY}
 _PEER_LOST: Final = 75  # that of one that has lost a rank of its model: a temporary failure
 Message = tuple[Any, ...]
 
@@ -271,6 +272,7 @@ def fingerprint(llm: LLM) -> str:
     parts: list[object] = [
         dict(llm.models.origin),
         options,
+        llm.config.parts_of_sums,
         [type(part).__name__ for part in (kernels.ops, kernels.attention, kernels.products)],
         [str(target.device), torch.__version__, VERSION],
         # PyTorch adds as its threads divide the work.

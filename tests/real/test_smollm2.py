@@ -93,9 +93,20 @@ def test_a_model_of_another_family_guesses_for_qwen(how: str) -> None:
         assert sum(len(output.token_ids) for output in outputs) / steps > 1.3
 
 
-@pytest.mark.parametrize(("kind", "layouts"), [("none", [(1, 2)]), ("int8", [(1, 2), (2, 2)])])
-def test_ranks_and_stages_say_what_one_process_says(kind: str, layouts: list[tuple[int, int]]) -> None:
-    options: dict[str, Any] = {"quantization": kind, "max_context": 1024, "kv_cache_memory": 1 << 28}
+@pytest.mark.parametrize(
+    ("kind", "sum_parts", "layouts"),
+    [
+        ("none", None, [(1, 2)]),
+        ("int8", None, [(1, 2), (2, 2)]),
+        ("none", 8, [(2, 1), (3, 1)]),
+        ("int4", 8, [(2, 1), (3, 1), (2, 2)]),
+    ],
+)
+def test_ranks_and_stages_say_what_one_process_says(
+    kind: str, sum_parts: int | None, layouts: list[tuple[int, int]]
+) -> None:
+    options: dict[str, Any] = {"quantization": kind, "sum_parts": sum_parts}
+    options |= {"max_context": 1024, "kv_cache_memory": 1 << 28}
     params = {name: replace(SAMPLING[name], max_tokens=12) for name in ("greedy", "T=1")}
     with LLM(smollm2(), lookup=False, **options) as one:
         expected = {name: texts(one, asked, together=True) for name, asked in params.items()}

@@ -69,7 +69,7 @@ FLAGS = (
     *("--no-prefix-reuse", "--no-suffix", "--otlp-endpoint", "--page", "--ping-interval", "--port"),
     *("--prediction-branches", "--prediction-depth", "--prefix-reuse", "--quantization"),
     *("--root-path", "--served-model-name", "--special-tokens-in-messages", "--speculative-config"),
-    *("--stored-responses", "--suffix", "--suffix-depth", "--suffix-memory", "--suffix-nodes"),
+    *("--stored-responses", "--sum-parts", "--suffix", "--suffix-depth", "--suffix-memory", "--suffix-nodes"),
     *("--tensor-parallel", "--threads", "--tree-size", "--trusted-proxy", "--unknown-fields", "--verifier"),
     *("--memory", "--offload", "--offload-folder", "--pipeline-parallel", "--replicas", "--session-header"),
     *("--key-file", "--local-ranks", "--master"),

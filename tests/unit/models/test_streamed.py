@@ -12,6 +12,7 @@ from specinfer.kernels.disk import DiskRate
 from specinfer.models.placement import Placement
 from specinfer.models.streamed import layer_records
 from specinfer.models.weights import load_model, load_streamed, open_model, prepare
+from specinfer.parallel.share import Share
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import ModelRunner
 from specinfer.speculation_config import Quantization
@@ -31,10 +32,11 @@ def test_every_placement_gives_the_same_bits(
 ) -> None:
     save_random(family, tmp_path / "model", tied=family == "gemma3")
     model, native = open_model(tmp_path / "model"), kernels("native")
+    part = None if kind == "int8" else Share(0, 1, 3).of(model.config)  # sums of floats have parts
     options: dict[str, Any] = {"dtype": dtype, "kernels": native, "quantization": kind}
     rows = [Rows((3, 1, 4, 1, 5), 0, [0, 1], 0), Rows((2, 7), 0, [2], 1)]
     whole = ModelRunner(
-        load_model(model, device=CPU, cache=tmp_path, **options),
+        load_model(model, device=CPU, cache=tmp_path, part=part, **options),
         num_blocks=3,
         block_size=4,
     )
@@ -51,6 +53,7 @@ def test_every_placement_gives_the_same_bits(
                     placement,
                     DISK,
                     table_in_memory=in_memory,
+                    part=part,
                     **options,
                 )
                 runner = ModelRunner(made, num_blocks=3, block_size=4)

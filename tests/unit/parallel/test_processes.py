@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from specinfer import LLM, SamplingParams
 from specinfer.check.identity import check_ranks
 from specinfer.config import EngineConfig
 from specinfer.engine import ranks
+from specinfer.engine.ranks import Ranks
 from specinfer.errors import ClosedError, ConfigError, ModelError, PeerLostError
 from specinfer.parallel.launch import Followers
 from specinfer.progress import NoProgress
+from specinfer.serve.engine_process import fingerprint
 from specinfer.serve.replica_backend import ReplicaBackend
 from specinfer.serve.work import Work
 from tests.engines import ENGINE
@@ -152,6 +155,37 @@ def test_a_lost_rank_of_a_stage_ends_the_call_and_its_name_is_told(
     assert soon(lambda: not followers())
 
 
+@pytest.mark.parametrize(("kind", "size"), [("none", 2), ("int4", 3)])
+def test_floats_add_up_in_parts_to_the_texts_of_one_process(
+    folder: Path, cache: None, kind: str, size: int
+) -> None:
+    options = {**ENGINE, "quantization": kind}
+    with LLM(folder / "target", **options) as plain:
+        found = {fingerprint(plain)}
+    with LLM(folder / "target", sum_parts=8, **options) as one:
+        want, own = told(one), fingerprint(one)
+        assert own not in found
+        with LLM(folder / "target", tensor_parallel=size, **options) as several:
+            assert told(several) == want
+            assert fingerprint(several) == own
+    assert soon(lambda: not followers())
+
+
+def test_a_rank_with_other_parts_of_sums_is_refused(
+    folder: Path, cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Ranks.start
+
+    def other(self: Ranks, *given: Any, **how: Any) -> None:
+        self.layout = replace(self.layout, parts=4)
+        start(self, *given, **how)
+
+    monkeypatch.setattr(Ranks, "start", other)
+    with pytest.raises(ModelError, match=r"^rank 1 has another sum_parts than rank 0; all ranks must run"):
+        LLM(folder / "target", tensor_parallel=2, **ENGINE)
+    assert soon(lambda: not followers())
+
+
 def test_ranks_that_run_something_else_are_refused(
     folder: Path, cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +204,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
         **{"rank": 1, "size": 2, "quantization": "int8", "dtype": "float32"},
         **{"native": False, "native_attention": False, "nontemporal": False, "threads": 1},
         **{"whole_table": False, "limit": 1.0, "bounds": [0, 2], "same_host": 2, "shared": False},
+        **{"sum_parts": 1},
     }
     begun, ended = Followers(1, tmp_path / "none", {}), threading.Event()
     begun.on_end = ended.set
@@ -187,8 +222,16 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"quantization": "int4"}, "quantization is 'int4' with tensor_parallel 2; allowed there: int8"),
-        ({"quantization": "none"}, "quantization is 'none' with tensor_parallel 2"),
+        (
+            {"quantization": "int4", "sum_parts": 1},
+            "sum_parts is 1 with tensor_parallel 2 and quantization 'int4'; allowed there: 2 or more",
+        ),
+        (
+            {"quantization": "none", "sum_parts": 2, "tensor_parallel": 3},
+            "sum_parts is 2 with tensor_parallel 3 and quantization 'none'; allowed there: 3 or more",
+        ),
+        ({"sum_parts": 257}, "sum_parts is 257; allowed: 1 to 256"),
+        ({"sum_parts": 0}, "sum_parts is 0; allowed: an integer >= 1"),
         ({"offload": "auto"}, "offload is 'auto' with tensor_parallel 2; allowed there: never"),
         ({"memory": 1 << 30}, "memory is 1073741824 with tensor_parallel 2; it bounds one process"),
         ({"tensor_parallel": 0}, "tensor_parallel is 0; allowed: an integer >= 1"),

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 
 from specinfer.errors import ConfigError
+from specinfer.kernels.parts import SumParts
 from specinfer.models.config import Family, ModelConfig, PipelineStage, Ranges, Rope
 from specinfer.parallel.share import Layout, Share
 
@@ -105,6 +106,61 @@ def test_every_column_and_every_token_is_one_ranks(count: int, size: int) -> Non
         assert max(sizes) - min(sizes) <= 1
 
 
+def test_parts_of_sums_are_cut_where_as_many_ranks_would_be() -> None:
+    whole = Share(0, 1, 8).of(SMOL)
+    assert replace(whole, part=Ranges()) == SMOL
+    assert whole.part == Ranges(
+        o=SumParts((64, 192, 256, 320, 384, 448, 512, 576), (0, 8)),
+        down=SumParts(tuple(range(192, 1537, 192)), (0, 8)),
+    )
+    parts = [Share(rank, 3, 8).of(SMOL).part for rank in range(3)]
+    assert [one.queries for one in parts] == [range(192), range(192, 384), range(384, 576)]
+    assert [one.inner for one in parts] == [range(384), range(384, 960), range(960, 1536)]
+    assert [one.o for one in parts] == [
+        SumParts((64, 192), (0, 2, 5, 8), 0),
+        SumParts((64, 128, 192), (0, 2, 5, 8), 1),
+        SumParts((64, 128, 192), (0, 2, 5, 8), 2),
+    ]
+    assert [one and one.shares for one in (parts[0].down, Share(1, 2, 8).of(SMOL).part.down)] == [
+        (0, 2, 5, 8),
+        (0, 4, 8),
+    ]
+    thirds = [Share(rank, 3, 12).of(SMOL).part.inner for rank in range(3)]
+    assert thirds == [range(512), range(512, 1024), range(1024, 1536)]
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_parts_of_sums_are_the_same_for_every_number_of_ranks(head_dim: int) -> None:
+    for count, sum_parts in product((2, 9, 12, 14, 28, 40), (2, 8, 12)):
+        for kv in (one for one in range(1, count + 1) if count % one == 0):
+            config = replace(
+                SMOL, num_heads=count, num_kv_heads=kv, head_dim=head_dim, intermediate_size=1000
+            )
+            whole = Share(0, 1, sum_parts).of(config).part
+            assert whole.o is not None
+            assert whole.down is not None
+            assert max(len(whole.o.ends), len(whole.down.ends)) <= sum_parts
+            whole.o.check(count * head_dim)
+            whole.down.check(1000)
+            for size in range(2, 9):
+                try:
+                    ranks = [Share(rank, size, sum_parts).of(config).part for rank in range(size)]
+                except ConfigError:
+                    assert head_dim % 32 or size > min(count, sum_parts)
+                    continue
+                for found, begins, all_of in (
+                    ([one.o for one in ranks], [one.queries for one in ranks], whole.o),
+                    ([one.down for one in ranks], [one.inner for one in ranks], whole.down),
+                ):
+                    ends = []
+                    for own, begin in zip(found, begins, strict=True):
+                        assert own is not None
+                        assert begin is not None
+                        own.check(len(begin))
+                        ends += [begin.start + end for end in own.ends]
+                    assert tuple(ends) == all_of.ends
+
+
 def test_sizes_that_leave_a_rank_without_a_head_are_refused_with_those_that_work() -> None:
     with pytest.raises(ConfigError) as caught:
         Share(0, 10).of(SMOL)
@@ -112,6 +168,10 @@ def test_sizes_that_leave_a_rank_without_a_head_are_refused_with_those_that_work
         "tensor_parallel is 10: of 9 heads in 3 groups, and an MLP of 1536, some rank would have none; "
         "allowed for this model: 1, 2, 3, 4, 5, 6, 7, 8, 9, and pipeline_parallel shares out whole layers"
     )
+    with pytest.raises(
+        ConfigError, match=r"of 1536, in 8 parts of sums, some .* model: 1, 2, 3, 4, 5, 6, 7, 8,"
+    ):
+        Share(0, 9, 8).of(SMOL)
     with pytest.raises(ConfigError, match=r"allowed for this model: 1, 2,"):
         Share(2, 3).of(replace(SMOL, intermediate_size=64))
 

@@ -21,6 +21,7 @@ from specinfer.models.weights import load_model, open_model
 from specinfer.parallel.share import Share
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import LocalExecutor, ModelRunner, Move
+from specinfer.speculation_config import Quantization
 from tests.engines import runner_of
 from tests.heads import eagle_config, write_any
 from tests.kernels import NAMES, kernels
@@ -62,19 +63,37 @@ def said(model: LanguageModel, taps: Sequence[int] = (1,)) -> list[Tensor]:
     return [*map(torch.from_numpy, first), flight.tapped(taps), after]
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4", "none"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_one_process(
-    family: str, name: Literal["torch", "native"], tmp_path: Path
+    family: str, name: Literal["torch", "native"], kind: Quantization, tmp_path: Path
 ) -> None:
     save_random(family, tmp_path / "model", tied=family in ("gemma3", "opt"), **FAMILIES[family])
     path, chosen = tmp_path / "model", kernels(name)
     dtype = torch.bfloat16 if name == "native" else torch.float32
-    want = said(whole_model(path, chosen, tmp_path, dtype))
+    want = said(whole_model(path, chosen, tmp_path, dtype, kind))
     for size in (2, 3):
-        with ranks_of(path, size, chosen, tmp_path, dtype=dtype) as model:
+        with ranks_of(path, size, chosen, tmp_path, dtype=dtype, quantization=kind) as model:
             found = said(model)
             assert all(map(torch.equal, found, want)), size
+
+
+@pytest.mark.parametrize("kind", ["int4", "none"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_of_parts_are_those_of_one_process_on_four_ranks(
+    dtype: torch.dtype, name: Literal["torch", "native"], kind: Quantization, tmp_path: Path
+) -> None:
+    wide = {**SHAPE, "intermediate_size": 480}
+    path, chosen = write_tiny_llama(tmp_path / "model", **wide), kernels(name)
+    want = said(whole_model(path, chosen, tmp_path, dtype, kind))
+    with ranks_of(path, 4, chosen, tmp_path, dtype=dtype, quantization=kind) as model:
+        assert all(map(torch.equal, said(model), want))
+    if kind == "none" and dtype is torch.float32:  # the tree of parts is another sum
+        usual = load_model(path, dtype=dtype, device=CPU, kernels=chosen)
+        assert not all(map(torch.equal, said(usual), want))
+        assert all(torch.allclose(*pair, atol=1e-4) for pair in zip(said(usual), want, strict=True))
 
 
 def test_ranks_may_be_more_than_key_value_heads(tmp_path: Path) -> None:
@@ -90,8 +109,10 @@ def llama(tmp_path: Path) -> Path:
     return write_tiny_llama(tmp_path / "model", tokenizer=True, **SHAPE)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_texts_are_those_of_one_process_whoever_guesses(llama: Path, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "kind"), [(2, "int8"), (3, "int8"), (2, "none"), (3, "int4")])
+def test_texts_are_those_of_one_process_whoever_guesses(
+    llama: Path, size: int, kind: Quantization, tmp_path: Path
+) -> None:
     native = kernels("native")
     similar = write_similar_llama(llama, tmp_path / "similar", noise=0.1)
     draft = load_model(similar, dtype=torch.float32, device=CPU, kernels=guessing(native))
@@ -109,8 +130,8 @@ def test_texts_are_those_of_one_process_whoever_guesses(llama: Path, size: int, 
         llm.close()
         return found
 
-    want = texts(whole_model(llama, native, tmp_path), "nobody")
-    with ranks_of(llama, size, native, tmp_path, whole_table=True) as target:
+    want = texts(whole_model(llama, native, tmp_path, quantization=kind), "nobody")
+    with ranks_of(llama, size, native, tmp_path, quantization=kind, whole_table=True) as target:
         for who in ("nobody", "lookups", "draft", "head"):
             assert texts(target, who) == want, who
 
@@ -128,7 +149,8 @@ def test_logits_that_are_asked_for_later_are_made_by_all_ranks(llama: Path, tmp_
         assert all(map(torch.equal, rows_of(model), want))
 
 
-def test_what_is_no_number_ends_its_own_request_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["int8", "int4", "none"])
+def test_what_is_no_number_ends_its_own_request_alone(kind: Quantization, tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path / "model", tokenizer=True, tie_embeddings=False, **SHAPE)
     tensors = load_file(path / "model.safetensors")
     tensors["model.embed_tokens.weight"][63] = float("nan")
@@ -139,9 +161,9 @@ def test_what_is_no_number_ends_its_own_request_alone(tmp_path: Path) -> None:
         outputs = llm_of(target, path).generate([[5, 63], *PROMPTS], params)
         return [(tuple(out.token_ids), out.finish_reason, out.error) for out in outputs]
 
-    want = told(whole_model(path, kernels("native"), tmp_path))
+    want = told(whole_model(path, kernels("native"), tmp_path, quantization=kind))
     assert want[0][1] == "error"
-    with ranks_of(path, 3, kernels("native"), tmp_path) as target:
+    with ranks_of(path, 3, kernels("native"), tmp_path, quantization=kind) as target:
         assert told(target) == want
 
 
