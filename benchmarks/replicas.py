@@ -1,13 +1,18 @@
 """Replicas of one model behind one server: how much faster, what kills lose, whether second turns are cached.
 
     python benchmarks/replicas.py --model smollm2-135m --dataset alpaca.jsonl
-    python benchmarks/replicas.py ... --minutes 10 --kill-every 3 --users 16
+    python benchmarks/replicas.py ... --only kills --kills 200 --users 16
+    python benchmarks/replicas.py ... --only plain --pinned
+    python benchmarks/replicas.py ... --only channel                         (with specinfer[cluster])
 
 Every user holds talks of two turns, each talk a session of its own, each answer with a seed of its own: with
 one replica and with several in turns, then with several of which one gets SIGKILL, again and again, then with
 several whose engines are replaced (SIGUSR1) as often. A replica computes with `--threads` cores. When a
 server has ended, the same requests are answered offline, and every text is compared: a token that is lost or
-comes twice is a different text.
+comes twice is a different text. Kills are measured by twenty, so an interrupted run loses no more.
+
+`--pinned` gives everything, engines, server and users, as many cores as there are replicas: for a machine
+that has none left for users. What a message costs from an engine to the server (channels.py) needs no load.
 """
 
 from __future__ import annotations
@@ -19,11 +24,13 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
+import channels
 import psutil
 from peers.process import Server, free_port
 from study import REQUIRED, Study, in_turn, natural, parser, row, run, settings_of
@@ -36,6 +43,9 @@ from specinfer.report.dataset import read_dataset
 _STARTING = 300.0  # seconds
 _TEMPERATURES = (0.0, 0.8)  # in turns
 _MORE = "Say more about the last part."  # the second turn
+_KILLS = 20  # of one cell
+_NO_SUMS = {"gap_p95", "gap_most", "gaps"}
+_KINDS = ("plain", "kills", "replacing", "channel")
 _FOUND = 0.5  # of the first turn's prompt, in the cache, for a second turn to have found its prefix
 
 
@@ -61,6 +71,7 @@ class Load:
     max_tokens: int
     turns: list[Turn] = field(default_factory=list)
     kills: int = 0
+    killed: list[tuple[float, int]] = field(default_factory=list)  # when, and how many answers moved
     seconds: float = 0.0
 
     def params(self, number: int) -> SamplingParams:
@@ -82,25 +93,46 @@ def main() -> None:
     )
     options.add_argument("--replicas", type=natural, default=2, help="against one (default 2)")
     options.add_argument("--users", type=natural, default=16, help="that talk at once (default 16)")
-    options.add_argument("--minutes", type=float, default=3.0, help="of each load (default 3)")
+    options.add_argument("--minutes", type=float, default=3.0, help="of a load without kills (default 3)")
+    options.add_argument("--kills", type=natural, default=2 * _KILLS, help=f"(default {2 * _KILLS})")
+    options.add_argument("--pinned", action="store_true", help="a core a replica, for users too")
+    options.add_argument("--only", choices=_KINDS, action="append", help="repeatable (default: all)")
     options.add_argument("--kill-every", type=float, default=3.0, metavar="SECONDS", help="(default 3)")
     options.add_argument("--kv-cache-memory", default="512MB", help="of a replica (default 512MB)")
     args = options.parse_args()
-    study = Study("replicas", args.out, settings_of(args))
+    study = Study("replicas", args.out, settings_of(args, without=["only"]))
     questions = [c.turns[0] for c in in_turn([read_dataset(path) for path in args.dataset], args.limit)]
-    for kind, count, number in cells(args.rounds, args.replicas):
+    for kind, count, number in cells(args):
         name = f"{kind}, {count}, {number}"
-        if name not in study.cells:
-            load = Load(questions, args.max_tokens)
+        if name in study.cells:
+            continue
+        if kind == "channel":
+            study.keep(name, channels.measure("ray" if number else "process"))
+            continue
+        load = Load(questions, args.max_tokens)
+        with cores(count if args.pinned else 0):
             asyncio.run(drive(load, args, count, kind))
-            study.keep(name, figures(load) | {"different": different(load, args)})
+        study.keep(name, figures(load) | {"different": different(load, args)})
     print(study.write(page(study.settings, study.cells), args.threads))
 
 
-def cells(rounds: int, replicas: int) -> list[tuple[str, int, int]]:
+def cells(args: Any) -> list[tuple[str, int, int]]:
     """What is measured: the kind of load, replicas, the round."""
-    speed = [("plain", count, number) for number in range(rounds) for count in (1, replicas)]
-    return [*speed, ("kills", replicas, 0), ("replacing", replicas, 0)]
+    found = [("plain", count, number) for number in range(args.rounds) for count in (1, args.replicas)]
+    found += [("kills", args.replicas, number) for number in range(-(-args.kills // _KILLS))]
+    found += [("replacing", args.replicas, 0), ("channel", 1, 0), ("channel", 1, 1)]
+    return [cell for cell in found if cell[0] in (args.only or _KINDS)]
+
+
+@contextmanager
+def cores(count: int) -> Iterator[None]:
+    """A block in which this process, and those that it starts, have so many cores; 0: all."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[: count or None])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def start(args: Any, count: int) -> Server:
@@ -123,12 +155,14 @@ async def drive(load: Load, args: Any, count: int, kind: str) -> None:
             await all_serve(http, count)
         numbers = iter(range(10**6))
         begun = time.monotonic()
-        until = begun + 60 * args.minutes
+
+        def goes_on() -> bool:
+            return load.kills < _KILLS if kind == "kills" else time.monotonic() < begun + 60 * args.minutes
 
         async def user(who: int) -> None:
             chance = random.Random(who)
             async with connect(server.url, None) as http:
-                while time.monotonic() < until:
+                while goes_on():
                     http.headers["X-Session-Id"] = f"user {who}, talk {time.monotonic()}"
                     await talk(http, load, model, chance.choice(load.questions), numbers)
 
@@ -155,6 +189,13 @@ async def talk(http: Any, load: Load, model: str, question: str, numbers: Any) -
         ]
 
 
+async def handed_on(http: Any) -> int:
+    """How many answers went on with another engine, so far."""
+    lines = (await http.get("/metrics", timeout=60)).text.splitlines()
+    [number] = [line.split()[-1] for line in lines if line.startswith("specinfer:num_handed_on{")]
+    return int(float(number))
+
+
 async def all_serve(http: Any, count: int) -> None:
     """Return when so many replicas take work."""
     while (await http.get("/ready", timeout=60)).json().get("serving") != count:
@@ -169,16 +210,22 @@ async def trouble(server: Server, load: Load, kind: str, every: float, count: in
     """
 
     async def make() -> None:
-        chance = random.Random(0)
+        chance = random.Random(time.monotonic())
         async with connect(server.url, None) as http:
+            await all_serve(http, count)
+            before = await handed_on(http)
             while True:
-                await all_serve(http, count)
                 await asyncio.sleep(every)
+                at = time.monotonic()
                 if kind == "replacing":
                     os.kill(server.pid, signal.SIGUSR1)
                     await asyncio.sleep(1)
                 else:
                     chance.choice(psutil.Process(server.pid).children()).kill()
+                await all_serve(http, count)
+                now = await handed_on(http)
+                load.killed.append((at, now - before))
+                before = now
                 load.kills += 1
 
     making = asyncio.ensure_future(asyncio.sleep(0) if kind == "plain" else make())
@@ -189,12 +236,30 @@ async def trouble(server: Server, load: Load, kind: str, every: float, count: in
         await asyncio.gather(making, return_exceptions=True)
 
 
+def p95(gaps: Sequence[float]) -> float:
+    """The longest of them but for the longest twentieth."""
+    return sorted(gaps)[int(0.95 * len(gaps))] if gaps else 0.0
+
+
+def gaps_of(load: Load) -> list[float]:
+    """The gaps of the streams that went on elsewhere.
+
+    Of those that were open at a kill, the longest, as many as the server moved: the others had none.
+    """
+    found: list[float] = []
+    for at, moved in load.killed:
+        spans = [pair for turn in load.turns for pair in pairwise(turn.exchange.arrivals)]
+        open_then = sorted(later - earlier for earlier, later in spans if earlier <= at < later)
+        found += open_then[len(open_then) - min(moved, len(open_then)) :]
+    return found
+
+
 def figures(load: Load) -> dict[str, Any]:
     """What a load came to."""
     good = [turn for turn in load.turns if not turn.exchange.error]
     for turn in [turn for turn in load.turns if turn.exchange.error][:5]:
         print(turn.number, turn.exchange.error, flush=True)
-    gaps = sorted(gap for turn in good for gap in turn.exchange.itls)
+    gaps = gaps_of(load) if load.killed else [gap for turn in good for gap in turn.exchange.itls]
     second = [turn for turn in good if turn.is_second]
     first = {
         turn.messages[0]["content"]: turn.exchange.prompt_tokens or 0 for turn in good if not turn.is_second
@@ -208,8 +273,9 @@ def figures(load: Load) -> dict[str, Any]:
         "kills": load.kills,
         "seconds": load.seconds,
         "tokens": sum(turn.exchange.output_tokens for turn in good),
-        "gap_p95": gaps[int(0.95 * len(gaps))] if gaps else 0.0,
-        "gap_most": gaps[-1] if gaps else 0.0,
+        "gap_p95": p95(gaps),
+        "gap_most": max(gaps, default=0.0),
+        "gaps": [round(gap, 3) for gap in gaps] if load.killed else [],
         "second_turns": len(second),
         "found": sum(found),
     }
@@ -231,40 +297,80 @@ def different(load: Load, args: Any) -> int:
 
 def page(settings: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The page, Markdown."""
-    count = settings["replicas"]
-    speed = {
-        n: statistics.median(
-            cell["tokens"] / cell["seconds"]
-            for name, cell in found.items()
-            if name.startswith(f"plain, {n},") and cell["seconds"]
-        )
-        for n in (1, count)
-    }
     lines = [
         f"# Replicas: {settings['model']}, {settings['quantization']}",
         "",
-        f"{settings['users']} users hold talks of two turns for {settings['minutes']:g} minutes, each with a "
-        f"session of its own; a replica has {settings['threads']} threads and batches of "
-        f"{settings['batch_size']}; answers have {settings['max_tokens']} tokens at most, greedy and T = 0.8 "
-        f"in turn. Trouble is SIGKILL for one engine, or SIGUSR1 for the server, each time "
-        f"{settings['kill_every']:g} s after all replicas took work.",
-        "",
-        f"Output tokens/s, {count} replicas over one, medians: {speed[count] / speed[1]:.2f}.",
-        "",
+        f"{settings['users']} users hold talks of two turns, for {settings['minutes']:g} minutes where "
+        f"nothing is killed, each with a session of its own; a replica has {settings['threads']} threads and "
+        f"batches of {settings['batch_size']}; answers have {settings['max_tokens']} tokens at most, greedy "
+        f"and T = 0.8 in turn. Trouble is SIGKILL for one engine, or SIGUSR1 for the server, each time "
+        f"{settings['kill_every']:g} s after all replicas took work; gaps are then those of the streams that "
+        "went on with another engine.",
+    ]
+    if settings["pinned"]:
+        lines.append("Everything, users too, has as many cores as there are replicas.")
+    loads: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for name, cell in found.items():
+        kind, replicas, _ = name.split(", ")
+        if kind != "channel":
+            loads.setdefault((kind, replicas), []).append(cell)
+    return [*lines, *load_table(loads), *channel_table(found)]
+
+
+def load_table(loads: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> list[str]:
+    """The loads in Markdown, all cells of one kind in a row."""
+    speeds = {
+        int(replicas): statistics.median(cell["tokens"] / cell["seconds"] for cell in cells)
+        for (kind, replicas), cells in loads.items()
+        if kind == "plain"
+    }
+    lines = [""]
+    if len(speeds) == 2:
+        one, several = sorted(speeds)
+        ratio = speeds[several] / speeds[one]
+        lines += [f"Output tokens/s, {several} replicas over one, medians: {ratio:.2f}.", ""]
+    lines += [
         row(
             *("load", "replicas", "requests; failed", "other texts than offline", "troubles", "tokens/s"),
             *("gap p95, s", "longest", "second turns that found their prefix"),
         ),
         row(*["---"] * 9),
     ]
-    for name, cell in found.items():
-        kind, replicas, _ = name.split(", ")
+    for (kind, replicas), cells in loads.items():
+        all_of = {name: sum(cell[name] for cell in cells) for name in cells[0] if name not in _NO_SUMS}
+        gaps = [gap for cell in cells for gap in cell["gaps"]]
         lines.append(
             row(
-                *(kind, replicas, f"{cell['requests']}; {cell['failed']}", cell["different"], cell["kills"]),
-                f"{cell['tokens'] / cell['seconds']:.1f}" if cell["seconds"] else "-",
-                *(f"{cell['gap_p95']:.3f}", f"{cell['gap_most']:.2f}"),
-                f"{cell['found']} of {cell['second_turns']}",
+                *(kind, replicas, f"{all_of['requests']}; {all_of['failed']}", all_of["different"]),
+                *(all_of["kills"], f"{all_of['tokens'] / all_of['seconds']:.1f}"),
+                f"{p95(gaps) if gaps else max(cell['gap_p95'] for cell in cells):.3f}",
+                f"{max(cell['gap_most'] for cell in cells):.2f}",
+                f"{all_of['found']} of {all_of['second_turns']}",
+            )
+        )
+    return lines if loads else []
+
+
+def channel_table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What messages cost, in Markdown."""
+    cells = {name.rpartition(", ")[2]: cell for name, cell in found.items() if name.startswith("channel")}
+    if not cells:
+        return []
+    lines = [
+        "",
+        f"A message of the deltas of {channels.WORKS} works, 50 a second, medians in ms; CPU is that of a "
+        "message in the server, in the process beside it and in the engine's.",
+        "",
+        row("channel", "lag", "p99", "question to answer", "CPU: server", "relay or engine", "actor"),
+        row(*["---"] * 7),
+    ]
+    for number, cell in cells.items():
+        ms = {name: f"{1000 * value:.2f}" for name, value in cell.items()}
+        lines.append(
+            row(
+                "Ray" if number == "1" else "a process",
+                *(ms["lag"], ms["lag_p99"], ms["answer"], ms["server_cpu"], ms["process_cpu"]),
+                ms["talker_cpu"] if number == "1" else "",
             )
         )
     return lines
