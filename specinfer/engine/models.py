@@ -45,7 +45,7 @@ from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import is_of
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.lent_memory import LentMemory
-from specinfer.models.prepared import identity
+from specinfer.models.prepared import identity, sampled
 from specinfer.models.weights import layer_bytes, open_model, weight_bytes
 from specinfer.parallel.share import Layout
 from specinfer.progress import NoProgress, Progress
@@ -121,7 +121,8 @@ def _load_models(
     show: Progress,
 ) -> Models:
     target = find(config.model, show)
-    origin = identity(target.files.path, config.quantization, dtype)  # before they are read
+    path = target.files.path  # sampled before it is read, wherever a machine has it
+    origin = {**identity(path, config.quantization, dtype), "model": sampled(path)}
     found = find_drafts(config.speculation.drafts, target, config.model, show)
     drafts = {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
     check_options(config.speculation, drafts)
