@@ -120,6 +120,11 @@ def _engine(options: dict[str, Any], config: ServeConfig) -> EngineConfig:
             f"replicas is {config.replicas} with master; each replica's processes are of this host: leave "
             "master out, or start a server for each"
         )
+    if engine.master is not None and config.cluster != "none":
+        raise ConfigError(
+            f"cluster is {config.cluster} with master; an actor's ranks are processes of its node: leave "
+            "one of them out"
+        )
     return engine
 
 

@@ -86,7 +86,7 @@ class Hopeless(Handle):
         return await super().start(*given)
 
 
-def cannot_start(number: int, times: int) -> type[Handle]:
+def cannot_start(number: int, times: int, failure: Exception | None = None) -> type[Handle]:
     """Handles of which those of one replica cannot be started so often."""
 
     class Failing(Handle):
@@ -95,7 +95,7 @@ def cannot_start(number: int, times: int) -> type[Handle]:
         async def start(self, *given: Any) -> EngineInfo:
             if self.number == number and type(self).failed < times:
                 type(self).failed += 1
-                raise UserError("no memory")
+                raise failure or UserError("no memory")
             return await super().start(*given)
 
     return Failing

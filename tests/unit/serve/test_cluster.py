@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specinfer.cli.serve import _engine, configs
 from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError
 from specinfer.serve import cluster
@@ -168,3 +169,12 @@ def test_what_does_not_fit_leaves_no_cluster(installed: pytest.MonkeyPatch, tmp_
     with pytest.raises(ConfigError, match="--replicas 1 of at least 5 CPUs each do not fit"):
         Cluster(ENGINE.with_options(wide), 1)
     assert not list(tmp_path.iterdir())
+
+
+def test_ranks_of_other_hosts_do_not_go_with_a_cluster() -> None:
+    told = {"cluster": "ray", "tensor_parallel": 2, "quantization": "int8"}
+    options, config = configs({**told, "master": "10.0.0.1:29500", "key_file": "k"}, None)
+    with pytest.raises(
+        ConfigError, match="cluster is ray with master; an actor's ranks are processes of its"
+    ):
+        _engine(options, config)

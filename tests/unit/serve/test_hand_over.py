@@ -11,6 +11,7 @@ import pytest
 from specinfer import SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.engine.steps import Statistics
+from specinfer.errors import UserError
 from specinfer.serve import replica, replica_backend
 from specinfer.serve.metrics import Metrics
 from specinfer.serve.replica_backend import ReplicaBackend
@@ -207,10 +208,14 @@ def test_a_work_goes_where_the_cache_has_room_for_it(
     run_virtual(run())
 
 
+@pytest.mark.parametrize("failure", [UserError("no memory"), BackendError("no memory")])
 def test_a_replica_that_cannot_be_started_is_left_out_and_tried_now_and_then(
-    handles: list[Handle], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    failure: Exception,
+    handles: list[Handle],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(replica, "EngineChild", cannot_start(1, 5))
+    monkeypatch.setattr(replica, "EngineChild", cannot_start(1, 5, failure))
 
     async def run() -> None:
         async with replicas(3) as backend:
