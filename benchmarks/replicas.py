@@ -44,7 +44,7 @@ _STARTING = 300.0  # seconds
 _TEMPERATURES = (0.0, 0.8)  # in turns
 _MORE = "Say more about the last part."  # the second turn
 _KILLS = 20  # of one cell
-_NO_SUMS = {"gap_p95", "gap_most", "gaps"}
+_SUMS = ("requests", "failed", "kills", "seconds", "tokens", "second_turns", "found", "different")
 _KINDS = ("plain", "kills", "replacing", "channel")
 _FOUND = 0.5  # of the first turn's prompt, in the cache, for a second turn to have found its prefix
 
@@ -337,7 +337,7 @@ def load_table(loads: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> 
         row(*["---"] * 9),
     ]
     for (kind, replicas), cells in loads.items():
-        all_of = {name: sum(cell[name] for cell in cells) for name in cells[0] if name not in _NO_SUMS}
+        all_of = {name: sum(cell[name] for cell in cells) for name in _SUMS}
         gaps = [gap for cell in cells for gap in cell["gaps"]]
         lines.append(
             row(
@@ -365,7 +365,7 @@ def channel_table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
         row(*["---"] * 7),
     ]
     for number, cell in cells.items():
-        ms = {name: f"{1000 * value:.2f}" for name, value in cell.items()}
+        ms = {name: f"{1000 * value:.2f}" for name, value in cell.items() if name != "commit"}
         lines.append(
             row(
                 "Ray" if number == "1" else "a process",

@@ -149,17 +149,21 @@ def test_ranks_are_a_gang_on_the_node_of_their_actor(tmp_path: Path) -> None:
 
 
 @contextmanager
-def head(port: int) -> Iterator[None]:
-    """A cluster of this host and two CPUs, as `ray start` makes it."""
+def node(port: int, cpus: int, number: int = 0) -> Iterator[None]:
+    """A node of a cluster of this host, as `ray start` makes it; number 0 is the head."""
     folder = tempfile.mkdtemp(prefix="ray-")  # sockets lie there, whose paths must not be long
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=2"]
-    command += [f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
-    command += ["--disable-usage-stats", "--object-store-memory=100000000", f"--temp-dir={folder}"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--num-cpus={cpus}"]
+    command += [f"--node-ip-address=127.0.0.{number + 1}", "--object-store-memory=100000000"]
+    command += ["--disable-usage-stats"]
+    if number:
+        command += [f"--address=127.0.0.1:{port}"]
+    else:
+        command += ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}"]
     env = {one: value for one, value in os.environ.items() if one != "RAY_ADDRESS"}
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=env, **quiet) as process:
+    told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=env, **told) as process:
         try:
-            until(lambda: listens(port))
+            assert any("will now block" in line for line in process.stdout)  # it has joined
             yield
         finally:
             for one in [*below(process.pid), process]:
@@ -167,21 +171,22 @@ def head(port: int) -> Iterator[None]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def listens(port: int) -> bool:
-    with socket.socket() as asking:
-        return asking.connect_ex(("127.0.0.1", port)) == 0
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """That of a head which the server is to find."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = int(free.getsockname()[1])
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{number}")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    return number
 
 
 def test_a_head_that_goes_takes_the_replicas_and_brings_them_back(
-    folder: Path, expected: list[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, expected: list[str], port: int
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with ExitStack() as first:
-        first.enter_context(head(port))
+        first.enter_context(node(port, 2))
         with Served(folder, *RAY, "--replicas", "2") as served:
             whole(served)
             assert Listeners(served).end() == expected
@@ -189,7 +194,25 @@ def test_a_head_that_goes_takes_the_replicas_and_brings_them_back(
             until(lambda: ready(served) == 0)
             asked = served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
             assert "no Ray cluster answers at" in asked.text
-            with head(port):
+            with node(port, 2):
+                whole(served)
+                assert Listeners(served).end() == expected
+
+
+def test_a_node_that_is_lost_is_done_without_until_another_one_comes(
+    folder: Path, expected: list[str], port: int
+) -> None:
+    with node(port, 1), ExitStack() as second:
+        second.enter_context(node(port, 1, 1))
+        with Served(folder, *RAY, "--replicas", "2") as served:
+            whole(served)
+            assert sum("of node 127.0.0.1" in line for line in served.log) == 1
+            assert sum("of node 127.0.0.2" in line for line in served.log) == 1
+            listeners = Listeners(served)
+            second.close()
+            assert listeners.end() == expected
+            assert ready(served) == 1
+            with node(port, 1, 2):
                 whole(served)
                 assert Listeners(served).end() == expected
 
