@@ -118,8 +118,8 @@ class EngineConfig:
     tensor_parallel: int = option(
         1,
         "Processes that share each layer of the target.",
-        more="The text is the same for every number of them. On a CPU; drafts, heads and lookups "
-        "stay in the first process ([distributed.md](distributed.md)).",
+        more="The text is the same for every number of them. On a CPU; drafts are shared, too, "
+        "heads and lookups stay in the first process ([distributed.md](distributed.md)).",
         least=1,
     )
     pipeline_parallel: int = option(

@@ -119,7 +119,7 @@ def ranks_of(
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(Group.connect, groups))
         following = [
-            pool.submit(follow, group, model) for group, model in zip(groups[1:], models[1:], strict=True)
+            pool.submit(follow, group, [model]) for group, model in zip(groups[1:], models[1:], strict=True)
         ]
         try:
             yield models[0]

@@ -25,6 +25,7 @@ from specinfer.engine.models import Models, threads_of_torch
 from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
 from specinfer.heads.runner import HeadModel
+from specinfer.models.language_model import LanguageModel
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve, Timed
 from specinfer.runtime.executor import LocalExecutor
@@ -136,6 +137,8 @@ def draft_curves(
         for name, runner in runners.items():
             model = models.drafts[name]
             timed = what_is_timed(model, models.named.get(name))
+            if isinstance(model, LanguageModel) and model.group is not None:
+                timed += f", {model.group.width} ranks over {model.group.transport}"
             drafts[name] = curve(
                 f"{draft_kind(named.get(name, name), config.speculation, config.quantization)}, {timed}",
                 draft=runner,

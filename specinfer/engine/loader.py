@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from specinfer.models.prepared import PreparedFile
 from specinfer.models.streamed import layer_records, table_on_disk
 from specinfer.models.weight_memory import Shared
 from specinfer.models.weights import load_model, load_streamed, prepare
+from specinfer.parallel.follower import SharedDraft
 from specinfer.parallel.group import Group
 from specinfer.parallel.share import Share
 from specinfer.progress import Progress
@@ -102,31 +103,56 @@ class Loader:
 
         return _used(plan.prepared, stream, partial(self._prepare, found, kernels, quantization))
 
-    def shared_out(self, ranks: Ranks) -> LanguageModel:
-        """Rank 0's part of a target that several ranks run together, as soon as all of them have theirs.
+    def shared_out(
+        self, ranks: Ranks, drafts: Mapping[str, tuple[Found, Quantization]]
+    ) -> tuple[LanguageModel, dict[str, LanguageModel]]:
+        """Rank 0's parts of a target that several ranks run together, and of those of its drafts that are.
 
         Raises as Ranks.start and Ranks.join.
         """
         quantization = ranks.quantization
         kernels = self._fitting(ranks.found, quantization, ranks.size)
-        products = kernels.products
         if ranks.layout.stages > 1 and quantization != "none":  # a stage's matrices alone are not kept
             with contextlib.suppress(ModelError):  # else they are quantized at each start
                 self._prepare(ranks.found, kernels, quantization)
+        shared = {name: drafts[name] for name in ranks.drafts}
+        fitting = {
+            name: guessing(self._fitting(found, kind, ranks.layout.width))
+            for name, (found, kind) in shared.items()
+        }
+        told = [
+            SharedDraft(
+                "" if found is ranks.found else str(found.model.path.resolve()), kind, *_how(fitting[name])
+            )
+            for name, (found, kind) in shared.items()
+        ]
+        native_attention, nontemporal = _how(kernels)
         ranks.start(
             kernels.library,
+            told,
             dtype=str(self.dtype).removeprefix("torch."),
             native=kernels.library is not None,
-            native_attention=isinstance(kernels.attention, NativeAttention),
-            nontemporal=isinstance(products, NativeProducts) and products.use.nontemporal,
+            native_attention=native_attention,
+            nontemporal=nontemporal,
         )
+        loaded: dict[str, LanguageModel] = {}
         try:
             model = self._load(ranks.found, kernels, quantization, part=ranks.parts[0], group=ranks.group)
+            for number, (name, (found, kind)) in enumerate(shared.items(), start=1):
+                loaded[name] = self._load(
+                    found,
+                    fitting[name],
+                    kind,
+                    shared=Shared(model.table) if found is ranks.found else None,
+                    part=ranks.drafts[name][0],
+                    group=ranks.group,
+                )
+                loaded[name].number = number
             ranks.join(model)
         except BaseException:
             ranks.group.close()
             raise
-        return model
+        return model, loaded
 
     def draft(
         self, found: Found, quantization: Quantization, logit_ids: Sequence[int] | None
@@ -230,6 +256,13 @@ class Loader:
             part=part,
             group=group,
         )
+
+
+def _how(kernels: Kernels) -> tuple[bool, bool]:
+    """Whether attention is native, and whether products read weights past the caches."""
+    products = kernels.products
+    past = isinstance(products, NativeProducts) and products.use.nontemporal
+    return isinstance(kernels.attention, NativeAttention), past
 
 
 def _used(prepared: PreparedFile, use: Callable[[PreparedFile], _T], make: Callable[[], PreparedFile]) -> _T:

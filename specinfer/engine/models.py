@@ -81,7 +81,7 @@ class Models:
     sampling: Mapping[str, float] = field(default_factory=dict)  # parameters that the target recommends
     plan: MemoryPlan | None = None  # of the memory of a target that is streamed
     origin: Mapping[str, str] = field(default_factory=dict)  # the target's files, and what is made of them
-    followers: Sequence[ModelConfig] = ()  # the parts that other ranks have of the target
+    followers: Sequence[ModelConfig] = ()  # the parts that other ranks have of models
     lent: LentMemory | None = None  # of a twin, which layers of the target may have while nobody guesses
 
     def settled(self, config: EngineConfig) -> EngineConfig:
@@ -165,6 +165,7 @@ def _load_models(
     if len(twins) == 1 and config.ranks == 1:
         lent = loader.lent_memory(target, kinds[twins[0]], output=ids[twins[0]] is None)
     followers: Sequence[ModelConfig] = ()
+    loaded_drafts: dict[str, AnyDraft] = {}
     if config.ranks == 1:
         loaded = loader.target(target, of_target, reads_table=wanted.reads_table, lent=lent)
     else:
@@ -173,9 +174,15 @@ def _load_models(
         layout = Layout.of(
             config.tensor_parallel, config.pipeline_parallel, layers, beside, config.parts_of_sums
         )
-        ranks = Ranks(target, config, layout, whole_table=wanted.reads_table or bool(twins))
-        loaded = loader.shared_out(ranks)
-        followers = ranks.parts[1:]
+        can = {
+            name: (draft, kinds[name])
+            for name, draft in models_among(drafts).items()
+            if ids[name] is None and name not in foreign
+        }
+        ranks = Ranks(target, config, layout, can, whole_table=wanted.reads_table or bool(twins))
+        loaded, shared = loader.shared_out(ranks, can)
+        loaded_drafts |= shared
+        followers = ranks.others
         line = f"{Path(target.files.name).name or target.files.name}: {ranks}"
         show.say(line)
         _LOG.info(line)
@@ -183,8 +190,9 @@ def _load_models(
         line = f"{Path(target.files.name).name or target.files.name}: {plan}"
         show.say(line)
         _LOG.info(line)
-    loaded_drafts: dict[str, AnyDraft] = {}
     for name, draft in drafts.items():
+        if name in loaded_drafts:
+            continue
         if isinstance(draft, FoundHead):
             loaded_drafts[name] = loader.head(draft, target, loaded, kinds[name])
             continue
@@ -195,7 +203,7 @@ def _load_models(
     return Models(
         target=loaded,
         tokenizer=tokenizer,
-        drafts=loaded_drafts,
+        drafts={name: loaded_drafts[name] for name in drafts},
         named=named,
         foreign=foreign,
         sampling=sampling,

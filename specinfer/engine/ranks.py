@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from specinfer.config import EngineConfig
 from specinfer.engine.drafts import Found
+from specinfer.errors import ConfigError
 from specinfer.kernels.exchange import SharedExchange, shared_file
 from specinfer.kernels.library import Library
+from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import weight_bytes
 from specinfer.option import parse_address
 from specinfer.parallel.door import Door
-from specinfer.parallel.follower import Settings
+from specinfer.parallel.follower import Settings, SharedDraft
 from specinfer.parallel.group import LIMIT, Group
 from specinfer.parallel.launch import Followers
 from specinfer.parallel.link import read_key
 from specinfer.parallel.share import Layout
 from specinfer.runtime.sharded import identity_of
+from specinfer.speculation_config import Quantization
 
 
 class Ranks:
@@ -29,9 +33,18 @@ class Ranks:
 
     group: Group  # once they are started
 
-    def __init__(self, found: Found, config: EngineConfig, layout: Layout, *, whole_table: bool) -> None:
-        """With `whole_table` each rank of the first stage has all embeddings, as a draft reads them.
+    def __init__(
+        self,
+        found: Found,
+        config: EngineConfig,
+        layout: Layout,
+        drafts: Mapping[str, tuple[Found, Quantization]],
+        *,
+        whole_table: bool,
+    ) -> None:
+        """Of these `drafts`, by name, the first stage's ranks share those that they can.
 
+        With `whole_table` each of these ranks has all embeddings, as a head reads them.
         Raises ConfigError where so many ranks cannot share the model, and for a key that cannot be used.
         """
         self.found = found
@@ -39,13 +52,27 @@ class Ranks:
         self.size = layout.size
         self.quantization = config.quantization
         self.parts = [layout.part(rank, found.config, whole_table=whole_table) for rank in range(layout.size)]
+        # Of each rank of the first stage; ranks of other hosts know no other model than the target.
+        self.drafts: dict[str, Sequence[ModelConfig]] = {}
+        if 1 < layout.width <= config.ranks_here:
+            for name, (draft, kind) in drafts.items():
+                with suppress(ConfigError):  # it stays whole, with rank 0
+                    own = layout.of_draft(draft.config, exact=kind == "int8")
+                    self.drafts[name] = [own.part(rank, draft.config) for rank in range(layout.width)]
         self._config = config
         self._key = None if config.key_file is None else read_key(config.key_file)
         self._whole_table = whole_table
         self._told = ""
 
-    def start(self, library: Library | None, **how: Any) -> None:
+    @property
+    def others(self) -> list[ModelConfig]:
+        """What the other ranks have of the target and of drafts."""
+        return [*self.parts[1:], *(part for parts in self.drafts.values() for part in parts[1:])]
+
+    def start(self, library: Library | None, drafts: Sequence[SharedDraft], **how: Any) -> None:
         """Start the followers, which begin to load their parts; `how` are the rest of their Settings.
+
+        `drafts` are those that are shared.
 
         Ranks of a stage on one host exchange through memory that they share, if they have a library. Raises
         ConfigError where ranks of other hosts cannot come in, PeerLostError where one does not.
@@ -79,6 +106,7 @@ class Ranks:
                         quantization=self.quantization,
                         sum_parts=layout.parts,
                         whole_table=self._whole_table,
+                        drafts=drafts if rank < width else (),
                         shared=shared[rank // width],
                         threads=self._config.threads,
                         same_host=addresses.count(addresses[rank]),
@@ -125,6 +153,8 @@ class Ranks:
         if layout.width > 1:
             micros = 1e6 * group.seconds(size)
             told.append(f"partial sums over {group.transport}, {micros:.0f} us for 16 rows")
+        if self.drafts:
+            told.append(f"shared drafts: {len(self.drafts)}")
         if layout.stages > 1:
             micros = 1e6 * group.hop_seconds(size, model.dtype)
             told.append(f"16 rows from stage to stage in {micros:.0f} us")

@@ -66,6 +66,7 @@ class LanguageModel(ABC):
         self.device = weights.device
         self.kernels = weights.kernels  # whoever runs a model brings attention from here
         self.group = weights.group  # of ranks that have a part of it each; None: it is whole
+        self.number = 0  # among the models that these ranks share
         self.stream = (
             weights.stream
         )  # brings the weights of some layers while a pass runs; None: all are there

@@ -17,18 +17,19 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from specinfer.attention.native import NativeAttention
 from specinfer.attention.sdpa import SdpaAttention
 from specinfer.errors import ModelError, PeerLostError, SpecInferError
-from specinfer.kernels.choice import Kernels, choose_kernels
+from specinfer.kernels.choice import Kernels, choose_kernels, guessing
 from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.machine import thread_count
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel
+from specinfer.models.weight_memory import Shared
 from specinfer.models.weights import load_model, open_model
 from specinfer.parallel.door import SILENCE
 from specinfer.parallel.group import Group
@@ -44,6 +45,30 @@ _LOG = logging.getLogger(__name__)
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
 _FAILED: Final = 70  # the status with which it ends that finds a bug or a message that is none
 CANNOT_LOAD: Final = 2  # and that of one that cannot load its part
+
+
+class SharedDraft(NamedTuple):
+    """A draft that the first stage's ranks share, as rank 0 has found it to be."""
+
+    path: str  # "": the target, whose twin it is
+    quantization: Quantization
+    native_attention: bool
+    nontemporal: bool
+
+    def load(self, target: Path, model: LanguageModel, settings: Settings, kernels: Kernels) -> LanguageModel:
+        """A rank's part of it, beside that of the target, which is `model`."""
+        opened = open_model(Path(self.path or target))
+        layout = settings.layout.of_draft(opened.config, exact=self.quantization == "int8")
+        return load_model(
+            opened,
+            dtype=model.dtype,
+            device=model.device,
+            kernels=guessing(settings.fitting(kernels, self.native_attention, self.nontemporal)),
+            quantization=self.quantization,
+            shared=None if self.path else Shared(model.table),
+            part=layout.part(settings.rank, opened.config),
+            group=model.group,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +88,7 @@ class Settings:
     shared: bool  # whether its stage exchanges through memory
     sum_parts: int  # of sums of floats
     whole_table: bool  # whether each rank has all embeddings
+    drafts: Sequence[SharedDraft]  # of ranks of the first stage
     limit: float  # seconds that an exchange may take
 
     @classmethod
@@ -71,6 +97,7 @@ class Settings:
         told = json.loads(message)
         if (version := told.pop("version", None)) != VERSION:
             raise ModelError(f"it has version {VERSION}, and rank 0 has {version}; install the same one")
+        told["drafts"] = [SharedDraft(*one) for one in told["drafts"]]
         return cls(**told)
 
     @property
@@ -90,15 +117,20 @@ class Settings:
         return Group(self.rank, self.size, [link], **how)
 
     def kernels(self) -> Kernels:
-        """The kernels that rank 0 has for its part."""
+        """The kernels of this machine, which compute with its threads."""
         kernels = choose_kernels("native" if self.native else "torch", torch.device("cpu"))[0]
-        if isinstance(kernels.products, NativeProducts):
-            kernels = replace(kernels, products=kernels.products.but(nontemporal=self.nontemporal))
-            assert kernels.library is not None
+        if kernels.library is not None:
             kernels.library.set_threads(self.cores)
-        if isinstance(kernels.attention, NativeAttention) and not self.native_attention:
+        native = self.native_attention and all(draft.native_attention for draft in self.drafts)
+        torch.set_num_threads(1 if native else self.cores)
+        return kernels
+
+    def fitting(self, kernels: Kernels, native_attention: bool, nontemporal: bool) -> Kernels:
+        """The same for a model, as rank 0 has them."""
+        if isinstance(kernels.products, NativeProducts):
+            kernels = replace(kernels, products=kernels.products.but(nontemporal=nontemporal))
+        if isinstance(kernels.attention, NativeAttention) and not native_attention:
             kernels = replace(kernels, attention=SdpaAttention())
-        torch.set_num_threads(1 if self.native_attention else self.cores)
         return kernels
 
     @property
@@ -113,7 +145,7 @@ class Settings:
             opened,
             dtype=getattr(torch, self.dtype),
             device=torch.device("cpu"),
-            kernels=kernels,
+            kernels=self.fitting(kernels, self.native_attention, self.nontemporal),
             quantization=self.quantization,
             part=self.layout.part(self.rank, opened.config, whole_table=self.whole_table),
             group=group,
@@ -121,12 +153,12 @@ class Settings:
 
 
 @torch.inference_mode()  # not before: threads that read weights fill tensors of this one
-def follow(group: Group, model: LanguageModel) -> None:
-    """Run what rank 0 says until it closes the link.
+def follow(group: Group, models: Sequence[LanguageModel]) -> None:
+    """Run what rank 0 says until it closes the link: of the target, and of drafts that ranks share.
 
     Raises ValueError for a message that is none or does not fit, PeerLostError where a rank is lost.
     """
-    reader, widths = MessageReader(model.config, model.dtype), widths_of(model, group)
+    reader = MessageReader([model.config for model in models], models[0].dtype)
     caches: dict[int, Open] = {}
     runners: dict[int, ModelRunner] = {}
     while True:
@@ -138,19 +170,21 @@ def follow(group: Group, model: LanguageModel) -> None:
         if isinstance(command, Open):
             caches[command.cache] = command
             runners[command.cache] = ModelRunner(
-                model, num_blocks=command.blocks, block_size=command.block_size
+                models[command.model], num_blocks=command.blocks, block_size=command.block_size
             )
         elif isinstance(command, Close):
             del caches[command.cache], runners[command.cache]
         elif isinstance(command, Pass):
-            read = runners[command.cache].follow(command.rows, command.taps, logits=command.logits)
+            runner = runners[command.cache]
+            read = runner.follow(command.rows, command.taps, logits=command.logits)
             if read.tapped_TND is not None:
                 group.answer(read.tapped_TND)
             if read.logits_RV is not None:
-                group.gather(read.logits_RV, widths)
+                group.gather(read.logits_RV, widths_of(runner.model, group))
         elif isinstance(command, Logits):
+            model = runners[command.cache].model
             bits = torch.from_numpy(command.bits.copy()).view(command.rows, -1)
-            group.gather(model.logits(bits.view(model.dtype)), widths)
+            group.gather(model.logits(bits.view(model.dtype)), widths_of(model, group))
         else:
             runners[command.cache].cache.move(command.sources, command.targets)
 
@@ -171,6 +205,7 @@ def main() -> None:
             kernels = settings.kernels()
             group = settings.group(link, kernels, told["memory"])
             model = settings.load(path, kernels, group)
+            drafts = [draft.load(path, model, settings, kernels) for draft in settings.drafts]
         except Exception as error:  # whatever it is, rank 0 says so
             why = str(error) if isinstance(error, SpecInferError) else repr(error)
             link.send(json.dumps({"failed": why}).encode())
@@ -184,7 +219,7 @@ def main() -> None:
         group.connect(address if hosts is None else hosts[0], key)
         group.seconds(model.config.hidden_size)
         group.hop_seconds(model.config.hidden_size, model.dtype)
-        follow(group, model)
+        follow(group, [model, *drafts])
     except (EOFError, OSError):  # rank 0 has gone
         os._exit(0)
     except PeerLostError:

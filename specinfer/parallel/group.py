@@ -97,7 +97,8 @@ class Group:
         self.limit = limit
         self.turn = threading.RLock()
         self.numbers = count()  # by which rank 0 knows caches
-        self.left: deque[int] = deque()  # of caches that nobody at rank 0 uses any more
+        # Numbers of caches that nobody at rank 0 uses any more, and how many stages have them.
+        self.left: deque[tuple[int, int]] = deque()
         self.exchange = exchange
         self._links = links
         alike = range(1, size) if exchange is None else ()
@@ -210,11 +211,11 @@ class Group:
                 self._gloo_moving(partial(_receive, other, rank))
         return torch.cat([part, *others], 1)
 
-    def broadcast(self, message: bytes, stages: int | None = None) -> None:
-        """Send a message to all followers, of so many stages, which may be behind; from rank 0."""
+    def broadcast(self, message: bytes, stages: int) -> None:
+        """Send a message to all followers of so many stages, which may be behind; from rank 0."""
         self._check()
         try:
-            for link in self._links if stages is None else self._links[: stages * self.width - 1]:
+            for link in self._links[: stages * self.width - 1]:
                 link.send(message)
         except OSError as error:
             raise self.lose() from error

@@ -159,6 +159,10 @@ class Layout:
             bounds.append(stage[bounds[-1]])
         return cls(width, (0, *reversed(bounds)), parts)
 
+    def of_draft(self, config: ModelConfig, *, exact: bool) -> Layout:
+        """That of a draft, which the first stage has; sums have a part a rank, unless they are exact."""
+        return Layout(self.width, (0, config.num_layers), 1 if exact else self.width)
+
     @property
     def size(self) -> int:
         """How many ranks there are."""

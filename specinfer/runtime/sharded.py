@@ -1,8 +1,8 @@
-"""Passes of a model that several ranks share: rank 0 says what is run, and the others run it, too.
+"""Passes of models that several ranks share: rank 0 says what is run, and the others run it, too.
 
 A message is what rank 0 is about to do with a cache, in words of int32:
 
-    OPEN    cache, blocks, block size
+    OPEN    cache, the number of its model, blocks, block size
     CLOSE   cache
     PASS    cache, whether logits come with it, taps, requests, the tapped layers, and of each request
             start, rows, logits from, blocks, nodes (-1: text alone), the tokens, the blocks, the parents
@@ -57,6 +57,7 @@ class Open(NamedTuple):
     """Make a cache."""
 
     cache: int
+    model: int  # 0: the target; the drafts that ranks share come behind it
     blocks: int
     block_size: int
 
@@ -99,9 +100,9 @@ class MessageWriter:
     """Makes messages."""
 
     @staticmethod
-    def opening(cache: int, blocks: int, block_size: int) -> bytes:
+    def opening(cache: int, model: int, blocks: int, block_size: int) -> bytes:
         """As the module says."""
-        return array("i", [_OPEN, cache, blocks, block_size]).tobytes()
+        return array("i", [_OPEN, cache, model, blocks, block_size]).tobytes()
 
     @staticmethod
     def closing(cache: int) -> bytes:
@@ -141,11 +142,10 @@ class MessageWriter:
 class MessageReader:
     """Reads messages, and believes nothing."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        self._vocab = config.vocab_size
-        self._context = config.max_context
-        self._layers = config.stage.count
-        self._width = config.hidden_size * dtype.itemsize // 4  # words that the output layer reads of a row
+    def __init__(self, configs: Sequence[ModelConfig], dtype: torch.dtype) -> None:
+        """`configs` are those of the models that ranks share, by their numbers."""
+        self._configs = configs
+        self._dtype = dtype
         self._words: NDArray[np.int32] = np.empty(0, np.int32)
         self._at = 0
 
@@ -158,20 +158,22 @@ class MessageReader:
         if kind == _OPEN:
             if cache in caches or len(caches) >= _MOST_CACHES:
                 raise ValueError(f"cache {cache} is there, or too many are")
-            blocks = self._number(1, _MOST_SLOTS - 1)
-            found: Command = Open(cache, blocks, self._number(1, _MOST_SLOTS // blocks))
+            model, blocks = self._number(0, len(self._configs) - 1), self._number(1, _MOST_SLOTS - 1)
+            found: Command = Open(cache, model, blocks, self._number(1, _MOST_SLOTS // blocks))
         elif cache not in caches:
             raise ValueError(f"there is no cache {cache}")
         elif kind == _CLOSE:
             found = Close(cache)
         elif kind == _PASS:
-            logits, taps = bool(self._number(0, 1)), self._number(0, self._layers + 1)
+            layers = self._configs[caches[cache].model].stage.count
+            logits, taps = bool(self._number(0, 1)), self._number(0, layers + 1)
             requests = self._number(0, _MOST_ROWS)
-            tapped = self._list(taps, 0, self._layers)
+            tapped = self._list(taps, 0, layers)
             found = Pass(cache, logits, tapped, [self._rows(caches[cache]) for _ in range(requests)])
         elif kind == _LOGITS:
+            width = self._configs[caches[cache].model].hidden_size * self._dtype.itemsize // 4  # words
             rows = self._number(0, _MOST_ROWS)
-            found = Logits(cache, rows, self._take(rows * self._width))
+            found = Logits(cache, rows, self._take(rows * width))
         else:
             slots = caches[cache].blocks * caches[cache].block_size
             number = self._number(0, slots)
@@ -182,12 +184,13 @@ class MessageReader:
         return found
 
     def _rows(self, cache: Open) -> Rows:
-        start, n = self._number(0, self._context), self._number(0, _MOST_ROWS)
+        config = self._configs[cache.model]
+        start, n = self._number(0, config.max_context), self._number(0, _MOST_ROWS)
         logits_from = self._number(0, n)
         blocks, nodes = self._number(0, cache.blocks), self._number(-1, _MOST_ROWS)
         if start + n > blocks * cache.block_size:
             raise ValueError(f"{blocks} blocks of {cache.block_size} for {start + n} positions")
-        tokens = self._list(n, 0, self._vocab - 1)
+        tokens = self._list(n, 0, config.vocab_size - 1)
         table = self._list(blocks, 0, cache.blocks - 1)
         if nodes < 0:
             return Rows(tokens, start, table, logits_from)
@@ -231,9 +234,9 @@ def in_stages(
 
     Of these rows `chosen` are read behind the last layer. The first stage waits for them.
     """
-    if group.stages == 1:
-        return read(None)
     stage, size = model.config.stage, model.config.hidden_size
+    if stage.begins and stage.ends:
+        return read(None)
     given: Tensor | None = None
     if not stage.begins:
         given = torch.empty(rows, size, dtype=model.dtype)
@@ -262,9 +265,11 @@ class Leader:
         self._block_size = block_size
         self._widths = widths_of(model, group)
         self._cache = next(group.numbers)
-        self._tell(MessageWriter.opening(self._cache, blocks, block_size))
+        stage = model.config.stage
+        self._stages = 1 if stage.begins and stage.ends else group.stages  # that run it
+        self._tell(MessageWriter.opening(self._cache, model.number, blocks, block_size))
         # Only noted: this may happen in any thread, in the middle of a message.
-        weakref.finalize(self, group.left.append, self._cache).atexit = False
+        weakref.finalize(self, group.left.append, (self._cache, self._stages)).atexit = False
 
     def read(
         self,
@@ -277,7 +282,7 @@ class Leader:
         """A pass over these rows, which is `read` here; with `logits`, all of these come along."""
         group, count = self._group, self._model.config.stage.count
         check_taps(taps, PipelineStage(0, count, count))
-        elsewhere = taps if group.stages > 1 else ()  # for its own nobody is asked
+        elsewhere = taps if self._stages > 1 else ()  # for its own nobody is asked
         message = MessageWriter.passing(self._cache, rows, self._block_size, logits=logits, taps=elsewhere)
         count = sum(len(part.token_ids) for part in rows)
         chosen = sum(len(part.token_ids) - part.logits_from for part in rows)
@@ -321,8 +326,9 @@ class Leader:
         group = self._group
         with group.turn:
             while group.left:
-                group.broadcast(MessageWriter.closing(group.left.popleft()))
-            group.broadcast(message, stages)
+                cache, among = group.left.popleft()
+                group.broadcast(MessageWriter.closing(cache), among)
+            group.broadcast(message, stages or self._stages)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

@@ -16,13 +16,13 @@ from specinfer.runtime.batch import Rows
 from specinfer.runtime.sharded import Close, Logits, MessageReader, MessageWriter, Moves, Open, Pass
 from tests.unit.parallel.test_share import SMOL
 
-CACHES = {3: Open(3, blocks=4, block_size=8)}
+CACHES = {3: Open(3, 0, blocks=4, block_size=8)}
 TEXT = Rows([5, 6, 7], 6, [2, 0], 2)
 TREE = Rows([1, 2, 3, 4], 0, [1, 3], 1, [-1, 0, 0])
 
 
 def reader() -> MessageReader:
-    return MessageReader(SMOL, torch.bfloat16)
+    return MessageReader([SMOL], torch.bfloat16)
 
 
 def words(*numbers: int) -> bytes:
@@ -31,7 +31,7 @@ def words(*numbers: int) -> bytes:
 
 def test_what_is_written_is_read() -> None:
     read = reader().read
-    assert read(MessageWriter.opening(7, 2, 16), CACHES) == Open(7, 2, 16)
+    assert read(MessageWriter.opening(7, 0, 2, 16), CACHES) == Open(7, 0, 2, 16)
     assert read(MessageWriter.closing(3), CACHES) == Close(3)
     told = MessageWriter.passing(3, [TEXT, TREE], 8, logits=True)
     rows = [TEXT, Rows([1, 2, 3, 4], 0, [1], 1, [-1, 0, 0])]
@@ -52,9 +52,10 @@ def test_what_is_written_is_read() -> None:
         (b"\1\0\0", "whole words"),
         (words(9, 3), "9 where 1 to 5"),
         (words(3, 4, 0, 0), "no cache 4"),
-        (MessageWriter.opening(3, 2, 2), "cache 3 is there"),
-        (MessageWriter.opening(4, 0, 2), "0 where 1 to"),
-        (MessageWriter.opening(4, 1 << 20, 1 << 20), "where 1 to 2048"),
+        (MessageWriter.opening(3, 0, 2, 2), "cache 3 is there"),
+        (MessageWriter.opening(4, 0, 0, 2), "0 where 1 to"),
+        (MessageWriter.opening(4, 1, 2, 2), "1 where 0 to 0"),
+        (MessageWriter.opening(4, 0, 1 << 20, 1 << 20), "where 1 to 2048"),
         (MessageWriter.closing(3) + words(0), "goes on behind its end"),
         (MessageWriter.moving(3, [1, 32], [2, 3]), "0 .. 31"),
         (MessageWriter.moving(3, [1], [-1]), "0 .. 31"),
@@ -84,7 +85,7 @@ def test_a_changed_message_is_refused_or_fits(data: st.DataObject) -> None:
     whole = [
         MessageWriter.passing(3, [TEXT, TREE], 8, logits=True, taps=[1, 2]),
         MessageWriter.moving(3, [1, 2], [9, 10]),
-        MessageWriter.opening(7, 2, 16),
+        MessageWriter.opening(7, 0, 2, 16),
         data.draw(st.binary(max_size=64)),
     ][kind]
     message = bytearray(whole)

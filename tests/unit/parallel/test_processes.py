@@ -23,6 +23,7 @@ from specinfer.config import EngineConfig
 from specinfer.engine import ranks
 from specinfer.engine.ranks import Ranks
 from specinfer.errors import ClosedError, ConfigError, ModelError, PeerLostError
+from specinfer.models.language_model import LanguageModel
 from specinfer.parallel.launch import Followers
 from specinfer.progress import NoProgress
 from specinfer.serve.engine_process import fingerprint
@@ -30,6 +31,7 @@ from specinfer.serve.replica_backend import ReplicaBackend
 from specinfer.serve.work import Work
 from tests.engines import ENGINE
 from tests.ranks import GREEDY, INT8, PROMPTS, SAMPLED, followers, soon, told
+from tests.tiny_models import write_tiny_llama
 
 
 def test_two_processes_say_what_one_says_and_leave_nothing(
@@ -38,10 +40,14 @@ def test_two_processes_say_what_one_says_and_leave_nothing(
     options = {**INT8, "drafts": (str(folder / "draft"),), "lookup": True, "tree_size": "cost"}
     llm = LLM(folder / "target", tensor_parallel=2, **options)
     [follower] = followers()
+    before = llm.statistics()
     assert told(llm) == plain
     assert follower.is_running()
     done = llm.statistics()
-    assert 0 < done.rank_wait_seconds < done.exchange_seconds < sum(done.stage_seconds.values()) + 1
+    exchanged, waited = (
+        getattr(done, name) - getattr(before, name) for name in ("exchange_seconds", "rank_wait_seconds")
+    )
+    assert 0 < waited < exchanged < sum(done.stage_seconds.values())
     with LLM(folder / "target", **INT8) as one:
         verdict = check_ranks("ranks", SAMPLED, PROMPTS, one, llm, progress=NoProgress())
     assert verdict.passed
@@ -71,6 +77,42 @@ def test_stages_say_what_one_process_says(
         assert told(llm) == want
     assert f"target: {processes} ranks, 2 stages of 1 + 1 layers" in caplog.text
     assert soon(lambda: not followers())
+
+
+@pytest.mark.parametrize(
+    ("draft", "options"),
+    [
+        ("draft", {"tensor_parallel": 2}),
+        ("draft", {"tensor_parallel": 3, "draft_quantization": "int8"}),
+        ("draft", {"tensor_parallel": 2, "pipeline_parallel": 2, "draft_quantization": "int4"}),
+        ("self", {"tensor_parallel": 2}),
+        ("self", {"tensor_parallel": 2, "kernels": "torch"}),
+    ],
+)
+def test_ranks_share_drafts(
+    folder: Path, plain: list[list[int]], cache: None, draft: str, options: dict[str, Any]
+) -> None:
+    name = draft if draft == "self" else str(folder / draft)
+    with LLM(folder / "target", drafts=(name,), **{**INT8, **options}) as llm:
+        shared = llm.models.drafts["draft"]
+        assert isinstance(shared, LanguageModel)
+        assert shared.number == 1
+        assert shared.config.num_heads < 6
+        assert told(llm) == plain
+        figures = llm.statistics()
+        assert figures.guessed_tokens["draft"] > 50
+        without = llm.variant(drafts=())
+        assert told(without) == plain
+        assert figures.steps < 0.8 * without.statistics().steps, "they are the guesses of the whole draft"
+
+
+def test_a_draft_that_ranks_cannot_share_is_whole(folder: Path, plain: list[list[int]], cache: None) -> None:
+    write_tiny_llama(folder / "narrow", num_heads=1, num_kv_heads=1, head_dim=32, tokenizer=True)
+    with LLM(folder / "target", tensor_parallel=2, drafts=(str(folder / "narrow"),), **INT8) as llm:
+        draft = llm.models.drafts["draft"]
+        assert isinstance(draft, LanguageModel)
+        assert draft.group is None
+        assert told(llm) == plain
 
 
 def test_a_target_that_is_its_own_draft_has_all_embeddings(
@@ -204,7 +246,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
         **{"rank": 1, "size": 2, "quantization": "int8", "dtype": "float32"},
         **{"native": False, "native_attention": False, "nontemporal": False, "threads": 1},
         **{"whole_table": False, "limit": 1.0, "bounds": [0, 2], "same_host": 2, "shared": False},
-        **{"sum_parts": 1},
+        **{"sum_parts": 1, "drafts": []},
     }
     begun, ended = Followers(1, tmp_path / "none", {}), threading.Event()
     begun.on_end = ended.set
