@@ -261,11 +261,11 @@ def control(llm: LLM, prompt: Sequence[int]) -> float | None:
         send(message, *how)
         told.append((time.perf_counter() - began, message))
 
-    group.broadcast = timed  # type: ignore[method-assign]
+    group.broadcast = timed  # type: ignore[method-assign, assignment]
     llm.generate([prompt], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
     del group.broadcast
-    reader = MessageReader(target.config, target.dtype)
-    caches = {number: Open(number, 1 << 16, 16) for number in range(64)}
+    reader = MessageReader([target.config], target.dtype)
+    caches = {number: Open(number, 0, 1 << 16, 16) for number in range(64)}
     seconds: list[float] = []
     for sent, message in told:
         began = time.perf_counter()
@@ -287,7 +287,7 @@ def over_one(cells: Mapping[str, Any], layout: str, figure: str) -> float | None
 def gain(cells: Mapping[str, Any], layout: str, batch: int) -> float:
     """How many times as fast the draft makes a layout, a median over rounds."""
     found = [cell for name, cell in cells.items() if name.startswith(f"{layout}|")]
-    return statistics.median(cell[f"draft {batch}"] / cell[f"plain {batch}"] for cell in found)
+    return float(statistics.median(cell[f"draft {batch}"] / cell[f"plain {batch}"] for cell in found))
 
 
 def page(cells: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
