@@ -204,7 +204,7 @@ def build_engine(
         needed_positions=min(max_context, 128),
         limit=_cache_limit(config, models),
         memory=config.memory if models.plan is None else None,
-        followers=models.followers,
+        hosts=models.hosts,
     )
     vocab = models.target.config.vocab_size
     threads = threads_of_torch(config, models)

@@ -131,10 +131,13 @@ class Wanted:
     drafts: Mapping[str, int]  # bytes of the weights of those that are named, by what they are called
     guessers: Sequence[Guessers]  # sets of drafts to choose from, where layers are streamed
     reads_table: bool  # whether a draft reads the target's embedding table
+    here: int | None = None  # bytes of the target's weights on this host; None: all of them
 
     @property
     def weights(self) -> int:
         """Bytes of the target's weights."""
+        if self.here is not None:
+            return self.here
         return estimate_bytes(self.target, self.dtype, self.kernels, self.quantization)
 
     @property

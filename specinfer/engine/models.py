@@ -41,7 +41,6 @@ from specinfer.hub.model_files import sampling_defaults
 from specinfer.hub.pool import is_pool, member_folders, read_pool
 from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.machine import thread_count
-from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import is_of
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.lent_memory import LentMemory
@@ -49,6 +48,7 @@ from specinfer.models.prepared import identity, sampled
 from specinfer.models.weights import layer_bytes, open_model, weight_bytes
 from specinfer.parallel.share import Layout
 from specinfer.progress import NoProgress, Progress
+from specinfer.runtime.executor import Host
 from specinfer.runtime.flight import torch_threads
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, draft_vocabulary
 from specinfer.speculation_config import SELF, Quantization
@@ -81,7 +81,7 @@ class Models:
     sampling: Mapping[str, float] = field(default_factory=dict)  # parameters that the target recommends
     plan: MemoryPlan | None = None  # of the memory of a target that is streamed
     origin: Mapping[str, str] = field(default_factory=dict)  # the target's files, and what is made of them
-    followers: Sequence[ModelConfig] = ()  # the parts that other ranks have of models
+    hosts: Sequence[Host] = ()  # of ranks, this one first; none where the target is whole
     lent: LentMemory | None = None  # of a twin, which layers of the target may have while nobody guesses
 
     def settled(self, config: EngineConfig) -> EngineConfig:
@@ -142,6 +142,19 @@ def _load_models(
     elif kernels.library is None and {of_target, *kinds.values()} != {"none"}:
         _LOG.warning("quantized products run in PyTorch, without native kernels, and slowly")
     wanted = _wanted(target, drafts, kinds, config, dtype, device, kernels)
+    layout: Layout | None = None
+    reads_table = wanted.reads_table or target in drafts.values()
+    if config.ranks > 1:
+        layers = layer_bytes(target.model, dtype, of_target)
+        beside = weight_bytes(target.config, dtype, kernels, of_target) - sum(layers)
+        sizes = config.tensor_parallel, config.pipeline_parallel
+        layout = Layout.of(*sizes, layers, beside, config.parts_of_sums)
+        if config.master is not None:  # memory is needed for the ranks of this host
+            parts = [
+                layout.part(rank, target.config, whole_table=reads_table) for rank in range(config.ranks_here)
+            ]
+            here = sum(weight_bytes(part, dtype, kernels, of_target) for part in parts)
+            wanted = replace(wanted, here=here)
     plan = plan_memory(wanted, config, show)
     if plan is not None and plan.guessers.names != speculation.drafts:  # the twin, which nobody has named
         drafts = dict.fromkeys(draft_names(plan.guessers.names), target)
@@ -164,25 +177,19 @@ def _load_models(
     lent: LentMemory | None = None
     if len(twins) == 1 and config.ranks == 1:
         lent = loader.lent_memory(target, kinds[twins[0]], output=ids[twins[0]] is None)
-    followers: Sequence[ModelConfig] = ()
+    ranks: Ranks | None = None
     loaded_drafts: dict[str, AnyDraft] = {}
-    if config.ranks == 1:
+    if layout is None:
         loaded = loader.target(target, of_target, reads_table=wanted.reads_table, lent=lent)
     else:
-        layers = layer_bytes(target.model, dtype, of_target)
-        beside = weight_bytes(target.config, dtype, kernels, of_target) - sum(layers)
-        layout = Layout.of(
-            config.tensor_parallel, config.pipeline_parallel, layers, beside, config.parts_of_sums
-        )
         can = {
             name: (draft, kinds[name])
             for name, draft in models_among(drafts).items()
             if ids[name] is None and name not in foreign
         }
-        ranks = Ranks(target, config, layout, can, whole_table=wanted.reads_table or bool(twins))
+        ranks = Ranks(target, config, layout, can, whole_table=reads_table)
         loaded, shared = loader.shared_out(ranks, can)
         loaded_drafts |= shared
-        followers = ranks.others
         line = f"{Path(target.files.name).name or target.files.name}: {ranks}"
         show.say(line)
         _LOG.info(line)
@@ -209,7 +216,7 @@ def _load_models(
         sampling=sampling,
         plan=plan,
         origin=origin,
-        followers=followers,
+        hosts=[] if ranks is None else ranks.hosts,
         lent=lent,
     )
 

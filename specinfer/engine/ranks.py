@@ -24,6 +24,7 @@ from specinfer.parallel.group import LIMIT, Group
 from specinfer.parallel.launch import Followers
 from specinfer.parallel.link import read_key
 from specinfer.parallel.share import Layout
+from specinfer.runtime.executor import Host
 from specinfer.runtime.sharded import identity_of
 from specinfer.speculation_config import Quantization
 
@@ -32,6 +33,7 @@ class Ranks:
     """The ranks of one target, of which this process is rank 0."""
 
     group: Group  # once they are started
+    hosts: list[Host]  # once they have met
 
     def __init__(
         self,
@@ -63,11 +65,6 @@ class Ranks:
         self._key = None if config.key_file is None else read_key(config.key_file)
         self._whole_table = whole_table
         self._told = ""
-
-    @property
-    def others(self) -> list[ModelConfig]:
-        """What the other ranks have of the target and of drafts."""
-        return [*self.parts[1:], *(part for parts in self.drafts.values() for part in parts[1:])]
 
     def start(self, library: Library | None, drafts: Sequence[SharedDraft], **how: Any) -> None:
         """Start the followers, which begin to load their parts; `how` are the rest of their Settings.
@@ -139,8 +136,11 @@ class Ranks:
         Raises ModelError where one cannot load it or runs something else, PeerLostError where one ends.
         """
         quantization = self.quantization
-        self._followers.ready(identity_of(model, self.found.model.path, quantization, self.group))
-        self._followers.meet(self.group, self._key)
+        followers = self._followers
+        free = followers.ready(identity_of(model, self.found.model.path, quantization, self.group))
+        addresses = followers.addresses
+        self.hosts = [self._host(address, addresses, free) for address in dict.fromkeys(addresses)]
+        followers.meet(self.group, self._key)
         weakref.finalize(model, self.group.free)
         layout, group, size = self.layout, self.group, model.config.hidden_size
         bytes_of = [weight_bytes(part, model.dtype, model.kernels, quantization) for part in self.parts]
@@ -159,6 +159,14 @@ class Ranks:
             micros = 1e6 * group.hop_seconds(size, model.dtype)
             told.append(f"16 rows from stage to stage in {micros:.0f} us")
         self._told = ", ".join(told)
+
+    def _host(self, address: str, addresses: Sequence[str], free: Sequence[int]) -> Host:
+        """The host of that address, with what is free there when the last of its ranks has loaded."""
+        ranks = [rank for rank in range(1, self.size) if addresses[rank] == address]
+        parts = [self.parts[rank] for rank in ranks]
+        if not address:
+            parts += (part for shares in self.drafts.values() for part in shares[1:])
+        return Host(address, parts, min((free[rank - 1] for rank in ranks), default=0))
 
     def __str__(self) -> str:
         """Who has what, in a line."""

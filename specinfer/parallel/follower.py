@@ -23,20 +23,21 @@ import torch
 
 from specinfer.attention.native import NativeAttention
 from specinfer.attention.sdpa import SdpaAttention
-from specinfer.errors import ModelError, PeerLostError, SpecInferError
+from specinfer.errors import CapacityError, ModelError, PeerLostError, SpecInferError
 from specinfer.kernels.choice import Kernels, choose_kernels, guessing
 from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.machine import thread_count
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weight_memory import Shared
-from specinfer.models.weights import load_model, open_model
+from specinfer.models.weights import load_model, open_model, prepare, weight_bytes
 from specinfer.parallel.door import SILENCE
 from specinfer.parallel.group import Group
 from specinfer.parallel.launch import PEER_LOST
 from specinfer.parallel.link import Link, read_key
 from specinfer.parallel.share import Layout
 from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.kv_cache import free_bytes, gib
 from specinfer.runtime.sharded import Close, Logits, MessageReader, Open, Pass, identity_of, widths_of
 from specinfer.speculation_config import Quantization
 from specinfer.version import VERSION
@@ -140,14 +141,21 @@ class Settings:
 
     def load(self, model: Path, kernels: Kernels, group: Group) -> LanguageModel:
         """The part of the model that is this rank's."""
-        opened = open_model(model)
+        opened, dtype = open_model(model), getattr(torch, self.dtype)
+        part = self.layout.part(self.rank, opened.config, whole_table=self.whole_table)
+        needed, free = weight_bytes(part, dtype, kernels, self.quantization), free_bytes(torch.device("cpu"))
+        if needed > free:
+            raise CapacityError(f"its weights need {gib(needed)}, but {gib(free)} of memory are free")
+        if self.layout.stages > 1 and self.quantization != "none":  # where rank 0 has not made it
+            with contextlib.suppress(ModelError):
+                prepare(opened, dtype=dtype, kernels=kernels, quantization=self.quantization)
         return load_model(
             opened,
-            dtype=getattr(torch, self.dtype),
+            dtype=dtype,
             device=torch.device("cpu"),
             kernels=self.fitting(kernels, self.native_attention, self.nontemporal),
             quantization=self.quantization,
-            part=self.layout.part(self.rank, opened.config, whole_table=self.whole_table),
+            part=part,
             group=group,
         )
 
@@ -208,12 +216,13 @@ def main() -> None:
             drafts = [draft.load(path, model, settings, kernels) for draft in settings.drafts]
         except Exception as error:  # whatever it is, rank 0 says so
             why = str(error) if isinstance(error, SpecInferError) else repr(error)
-            link.send(json.dumps({"failed": why}).encode())
-            if hosts is not None:
+            if hosts is not None:  # before rank 0 hears of it, and lets this process go
                 _LOG.error("it cannot load the model: %s", why)
+            link.send(json.dumps({"failed": why}).encode())
             os._exit(CANNOT_LOAD)
         identity = identity_of(model, path, settings.quantization, group)
-        link.send(json.dumps({"identity": identity}).encode())
+        free = free_bytes(torch.device("cpu"))
+        link.send(json.dumps({"identity": identity, "free": free}).encode())
         address = json.loads(link.receive())["meet"]
         key = None if told["key_file"] is None else read_key(told["key_file"])
         group.connect(address if hosts is None else hosts[0], key)

@@ -147,19 +147,20 @@ class Followers:
         """This host's address, as ranks of other hosts see it."""
         return next((link.hosts[0] for link in self.links if link.hosts is not None), HERE)
 
-    def ready(self, identity: Mapping[str, str]) -> None:
-        """Wait until all have loaded; they must run what this rank runs.
+    def ready(self, identity: Mapping[str, str]) -> list[int]:
+        """Wait until all have loaded; they must run what this rank runs. How much memory is free at each.
 
         Raises ModelError where one of them cannot, or is another (its code, its kernels, its file), and
         PeerLostError where one ends or takes too long.
         """
+        free: list[int] = []
         for one in self._all:
             one.link.within(_LOADING)
             try:
                 said: Any = json.loads(one.link.receive())
-            except (EOFError, OSError, ValueError):
+            except (EOFError, OSError, ValueError) as error:
                 lost = self.lost()
-                raise PeerLostError(f"{lost.words} before it was ready; start it again", lost.rank) from None
+                raise PeerLostError(f"{lost.words} before it was ready; start it again", lost.rank) from error
             if "failed" in said:
                 raise ModelError(f"rank {one.rank} cannot load the model: {said['failed']}")
             others = [name for name, value in identity.items() if said["identity"].get(name) != value]
@@ -168,6 +169,8 @@ class Followers:
                     f"rank {one.rank} has another {' and '.join(others)} than rank 0; all ranks must run the "
                     "same: start them from one installation and one model"
                 )
+            free.append(int(said["free"]))
+        return free
 
     def meet(self, group: Group, key: bytes | None) -> None:
         """Have all ranks meet, those of other hosts with this key; raises PeerLostError as Group."""

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, build_batch, chain_rows, likelihoods, slots_of, step_rows
 from specinfer.runtime.cost_curve import CostCurve, Timed, TimedModel, cost_curve, device_name
 from specinfer.runtime.flight import BLOCK_ROWS, Flight, HostFlight, Launch, inference, rows_at_once
-from specinfer.runtime.kv_cache import KvCache, num_blocks
+from specinfer.runtime.kv_cache import KvCache, free_bytes, num_blocks
 from specinfer.runtime.sharded import Leader, in_stages
 from specinfer.tree import TokenTree
 
@@ -68,6 +68,14 @@ class Executor(Protocol):
         ...
 
 
+class Host(NamedTuple):
+    """A host of ranks of the target."""
+
+    address: str
+    parts: Sequence[ModelConfig]  # of its ranks, but for rank 0's
+    free: int = 0  # bytes of memory that nobody uses, with all weights there
+
+
 class LocalExecutor:
     """The Executor of one process: models, their caches and what their passes cost, on one device."""
 
@@ -95,26 +103,33 @@ class LocalExecutor:
         needed_positions: int,
         limit: int | None,
         memory: int | None = None,
-        followers: Sequence[ModelConfig] = (),
+        hosts: Sequence[Host] = (),
     ) -> LocalExecutor:
         """One whose caches, of the target and of these drafts, fit into memory (`kv_cache.num_blocks`).
 
-        `followers` are the parts of other ranks of this host, which have caches of the target, too. Raises
-        CapacityError where not even `needed_positions` do.
+        Other ranks have caches of as many blocks: of `hosts` the first is this one, and each has a part of
+        `limit` or memory of its own. Raises CapacityError where not even `needed_positions` fit.
         """
-        blocks = num_blocks(
-            [
-                *((model.config, model.dtype) for model in (target, *drafts)),
-                *((part, target.dtype) for part in followers),
-            ],
+        models = [(model.config, model.dtype) for model in (target, *drafts)]
+        here, *others = hosts or [Host("", ())]
+        fit = partial(
+            num_blocks,
             block_size=block_size,
             wanted_positions=wanted_positions,
             needed_positions=needed_positions,
             limit=limit,
-            device=target.device,
-            memory=memory,
         )
-        return cls(target, num_blocks=blocks, block_size=block_size)
+        found = [
+            fit(
+                [*models, *((part, target.dtype) for part in here.parts)],
+                free=free_bytes(target.device, memory),
+                where=str(target.device),
+            )
+        ]
+        for host in others:
+            parts = [(part, target.dtype) for part in host.parts]
+            found.append(fit(parts, free=host.free, where=host.address))
+        return cls(target, num_blocks=min(found), block_size=block_size)
 
     @property
     def device_name(self) -> str:

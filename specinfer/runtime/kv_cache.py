@@ -112,21 +112,20 @@ def num_blocks(
     wanted_positions: int,
     needed_positions: int,
     limit: int | None,
-    device: torch.device,
-    memory: int | None = None,
+    free: int,
+    where: str,
 ) -> int:
     """How many blocks the caches of all models get: enough for `wanted_positions`, if the memory allows.
 
-    `limit` is the caller's bytes for all KV caches; None takes a share of what is free, where the process may
-    have `memory` bytes in all. Raises CapacityError when not even `needed_positions` fit.
+    `limit` is the caller's bytes for all KV caches; None takes a share of those that are `free`, on a device
+    or host that is called so. Raises CapacityError when not even `needed_positions` fit.
     """
-    free = free_bytes(device, memory)
     per_block = block_size * sum(
         KvCache.bytes_per_slot(c.num_layers, c.num_kv_heads, c.head_dim, dtype) for c, dtype in configs
     )
     if limit is not None and limit > free:
         raise CapacityError(
-            f"kv_cache_memory is {gib(limit)}, but {gib(free)} are free on {device} after loading the "
+            f"kv_cache_memory is {gib(limit)}, but {gib(free)} are free on {where} after loading the "
             "weights; lower it"
         )
     budget = limit if limit is not None else int(free * SHARE_OF_FREE)
@@ -137,8 +136,8 @@ def num_blocks(
     if blocks < needed:
         raise CapacityError(
             f"the KV cache needs at least {needed} blocks x {block_size} positions x "
-            f"{per_block // block_size} bytes = {gib(needed * per_block)}, but may take {gib(budget)}; "
-            "raise kv_cache_memory, free some memory, or choose a smaller tree"
+            f"{per_block // block_size} bytes = {gib(needed * per_block)}, but may take {gib(budget)} on "
+            f"{where}; raise kv_cache_memory, free some memory, or choose a smaller tree"
         )
     return blocks
 

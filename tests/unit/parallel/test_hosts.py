@@ -19,12 +19,15 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer import LLM, SamplingParams
 from specinfer.config import EngineConfig
-from specinfer.engine import ranks
-from specinfer.errors import ConfigError, KeyRefusedError, ModelError, PeerLostError
+from specinfer.engine import memory, ranks
+from specinfer.errors import CapacityError, ConfigError, KeyRefusedError, ModelError, PeerLostError
+from specinfer.kernels.choice import TORCH
+from specinfer.models.weights import estimate_bytes, open_model
 from specinfer.parallel import launch
 from specinfer.parallel.door import Door, knock
 from specinfer.parallel.group import Group
@@ -223,7 +226,27 @@ def test_a_follower_with_another_model_or_version_is_refused(
         ModelError, match=r"rank 1 cannot load the model: it has version .*, and rank 0 has 0\.0\.1"
     ):
         LLM(folder / "target", **hosts.options)
-    assert soon(lambda: "it could not load the model" in hosts.says())
+    assert "it cannot load the model: it has version" in hosts.says()
+
+
+def test_a_host_has_memory_for_its_own_ranks_alone(
+    folder: Path, plain: list[list[int]], hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(folder / "target", **INT8, tensor_parallel=2) as llm:
+        [here] = llm.models.hosts
+        assert len(here.parts) == 1
+    hosts.follow()
+    whole = open_model(folder / "target")
+    size = estimate_bytes(whole, torch.bfloat16, TORCH, "int8")
+    monkeypatch.setattr(memory, "process_bytes", lambda: 0)
+    monkeypatch.setattr(memory, "allowed_bytes", lambda *_: size - 1)
+    with pytest.raises(CapacityError, match="the weights need"):
+        LLM(folder / "target", **INT8)
+    with LLM(folder / "target", **hosts.options) as llm:
+        assert told(llm) == plain
+        here, there = llm.models.hosts
+        assert (here.parts, there.address, len(there.parts)) == ([], "127.0.0.1", 1)
+        assert there.free > 1 << 20
 
 
 def test_a_killed_follower_is_known_at_once_even_when_nothing_is_asked(

@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specinfer import SamplingParams
-from specinfer.errors import PeerLostError
+from specinfer.errors import CapacityError, PeerLostError
 from specinfer.heads.checkpoint import load_head, open_head
 from specinfer.kernels.choice import guessing
 from specinfer.models.language_model import LanguageModel, Residual
 from specinfer.models.weights import load_model, open_model
 from specinfer.parallel.share import Share
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import LocalExecutor, ModelRunner, Move
+from specinfer.runtime.executor import Host, LocalExecutor, ModelRunner, Move
 from specinfer.speculation_config import Quantization
 from tests.engines import runner_of
 from tests.heads import eagle_config, write_any
@@ -173,8 +173,16 @@ def test_memory_is_for_the_caches_of_all_ranks(llama: Path, tmp_path: Path) -> N
     blocks = LocalExecutor.within_memory(whole, [], limit=1 << 20, **wanted).num_blocks
     parts = [Share(rank, 2).of(whole.config) for rank in (0, 1)]
     with ranks_of(llama, 2, kernels("native"), tmp_path) as target:
-        executor = LocalExecutor.within_memory(target, [], limit=1 << 20, followers=parts[1:], **wanted)
+        executor = LocalExecutor.within_memory(
+            target, [], limit=1 << 20, hosts=[Host("", parts[1:])], **wanted
+        )
+        there = Host("10.0.0.2", parts[1:], free=1 << 19)  # half of which its caches may have
+        shared = LocalExecutor.within_memory(target, [], limit=None, hosts=[Host("", ()), there], **wanted)
+        with pytest.raises(CapacityError, match=r"kv_cache_memory is 1.00 MiB, but .* free on 10\.0\.0\.2"):
+            LocalExecutor.within_memory(target, [], limit=1 << 20, hosts=[Host("", ()), there], **wanted)
     assert executor.num_blocks == blocks
+    # Of 2 layers K and V, 4 bytes an element, 16 positions.
+    assert shared.num_blocks == (1 << 18) // (len(parts[1].part.keys) * 2 * 2 * 4 * 16)
 
 
 def test_a_variant_has_caches_of_its_own_and_they_go_with_it(llama: Path, tmp_path: Path) -> None:

@@ -14,16 +14,16 @@ CPU = torch.device("cpu")
 CONFIG = SimpleNamespace(num_layers=2, num_kv_heads=2, head_dim=8)  # 2 * 2 * 2 * 8 * 4 = 256 bytes a position
 
 
-def blocks(free: int, monkeypatch: pytest.MonkeyPatch, **changes: int | None) -> int:
-    monkeypatch.setattr(kv_cache, "free_bytes", lambda device, memory: free)
+def blocks(free: int, **changes: int | None) -> int:
     options = {"block_size": 4, "wanted_positions": 100, "needed_positions": 10, "limit": None, **changes}
-    return kv_cache.num_blocks([(CONFIG, torch.float32)], device=CPU, **options)  # type: ignore[arg-type, list-item]
+    models = [(CONFIG, torch.float32)]
+    return kv_cache.num_blocks(models, free=free, where="cpu", **options)  # type: ignore[arg-type]
 
 
-def test_the_cache_takes_what_is_wanted_but_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert blocks(1 << 30, monkeypatch) == 25
-    assert blocks(20 * 1024, monkeypatch) == 10  # half of what is free
-    assert blocks(1 << 30, monkeypatch, limit=64 * 1024) == 64  # what the caller says
+def test_the_cache_takes_what_is_wanted_but_no_more_than_its_share() -> None:
+    assert blocks(1 << 30) == 25
+    assert blocks(20 * 1024) == 10  # half of what is free
+    assert blocks(1 << 30, limit=64 * 1024) == 64  # what the caller says
 
 
 @pytest.mark.parametrize(
@@ -34,11 +34,9 @@ def test_the_cache_takes_what_is_wanted_but_no_more_than_its_share(monkeypatch: 
         (1 << 20, 1 << 30, r"kv_cache_memory is 1.00 GiB, but 1.00 MiB are free"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_arithmetic(
-    monkeypatch: pytest.MonkeyPatch, free: int, limit: int | None, says: str
-) -> None:
+def test_what_does_not_fit_is_refused_with_the_arithmetic(free: int, limit: int | None, says: str) -> None:
     with pytest.raises(CapacityError, match=says):
-        blocks(free, monkeypatch, limit=limit)
+        blocks(free, limit=limit)
 
 
 @pytest.mark.parametrize(
