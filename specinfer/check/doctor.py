@@ -43,6 +43,7 @@ from specinfer.kernels.machine import (
 from specinfer.kernels.native import Refused, find_best
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import estimate_bytes
+from specinfer.parallel.trial import exchange_seconds
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.executor import ModelRunner
@@ -68,6 +69,24 @@ class LevelFact:
     words: str  # what it multiplies with
     standing: Standing
     reason: str | None  # None where the standing says it all
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeFacts:
+    """What an exchange of sums between processes of this host takes, for each number of `trial.ROWS`."""
+
+    ranks: int
+    transport: str
+    seconds: list[float]
+
+
+def exchange_facts(ranks: int, library: Library | None) -> list[ExchangeFacts]:
+    """Over shared memory, where there is a library, and over gloo.
+
+    Raises PeerLostError where one of the processes ends.
+    """
+    ways = [("gloo", None)] if library is None else [("shared memory", library), ("gloo", None)]
+    return [ExchangeFacts(ranks, name, exchange_seconds(ranks, by)) for name, by in ways]
 
 
 @dataclass(frozen=True, slots=True)

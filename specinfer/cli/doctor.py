@@ -13,7 +13,7 @@ import click
 from specinfer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from specinfer.check.doctor import DiskFacts, MachineFacts, PassCost
+    from specinfer.check.doctor import DiskFacts, ExchangeFacts, MachineFacts, PassCost
 
 
 @click.command()
@@ -27,15 +27,27 @@ if TYPE_CHECKING:
     metavar="FOLDER",
     help="Time the disk of this folder, not the one of the cache.",
 )
+@click.option(
+    "--tensor-parallel",
+    "ranks",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Time an exchange between so many processes of this host.",
+)
 @click.option("--json", "json_output", is_flag=True, help="Print one JSON object instead of the text.")
 def doctor(
-    models: tuple[str, ...], quantizations: tuple[str, ...], offload_folder: Path | None, json_output: bool
+    models: tuple[str, ...],
+    quantizations: tuple[str, ...],
+    offload_folder: Path | None,
+    ranks: int | None,
+    json_output: bool,
 ) -> None:
     """Print what to paste into a bug report: versions, CPU, kernels and why these, threads, speeds.
 
     Speeds are memory's, and the disk's from which layers would stream; the latter writes a file of 256 MB and
     removes it, where no model lies there. With --model also what a pass of it costs on the CPU, against
-    reading its bytes. Kernels that were never compiled here are compiled now.
+    reading its bytes; with --tensor-parallel what processes of this host take to exchange sums. Kernels that
+    were never compiled here are compiled now.
     """
     if quantizations and not models:
         raise ConfigError("--quantization is for models, and none is named; add --model NAME")
@@ -52,7 +64,7 @@ def doctor(
     progress = ProgressBar()
     for model in models:  # a slip is answered before anything is compiled or measured
         resolve(model, progress=progress)
-    from specinfer.check.doctor import disk_facts, find_kernels, machine_facts, pass_cost
+    from specinfer.check.doctor import disk_facts, exchange_facts, find_kernels, machine_facts, pass_cost
     from specinfer.files import cache_dir
     from specinfer.kernels.bandwidth import Bandwidth
     from specinfer.report.provenance import commit
@@ -63,6 +75,9 @@ def doctor(
     disk = disk_facts((offload_folder or cache_dir() / "prepared").expanduser().absolute())
     if not json_output:
         click.echo("\n".join([*_machine_lines(facts, disk, sha), *_level_lines(facts)]))
+    exchanges = [] if ranks is None else exchange_facts(ranks, found.library)
+    if exchanges and not json_output:
+        click.echo("\n" + "\n".join(map(_exchange_line, exchanges)))
     passes: list[dict[str, Any]] = []
     for number, config in enumerate(configs):
         cost = pass_cost(config, bandwidth, progress)
@@ -70,7 +85,8 @@ def doctor(
         if not json_output:
             click.echo(("" if number else "\n") + _pass_line(cost))
     if json_output:
-        click.echo(json.dumps({"commit": sha, **asdict(facts), "disk": asdict(disk), "passes": passes}))
+        others = {"disk": asdict(disk), "exchanges": list(map(asdict, exchanges)), "passes": passes}
+        click.echo(json.dumps({"commit": sha, **asdict(facts), **others}))
 
 
 def _machine_lines(facts: MachineFacts, disk: DiskFacts, commit: str | None) -> list[str]:
@@ -124,6 +140,15 @@ def _level_lines(facts: MachineFacts) -> list[str]:
         for level in facts.levels
     ]
     return ["", f"levels of {facts.architecture} there are kernels for:", *_aligned(rows)]
+
+
+def _exchange_line(facts: ExchangeFacts) -> str:
+    from specinfer.parallel.trial import ROWS, WIDTH
+
+    took = " and ".join(
+        f"{1e6 * seconds:.0f} us for {rows}" for rows, seconds in zip(ROWS, facts.seconds, strict=True)
+    )
+    return f"{facts.ranks} ranks over {facts.transport}: {took} rows of {WIDTH} sums"
 
 
 def _pass_line(cost: PassCost) -> str:

@@ -302,9 +302,9 @@ class Group:
         figures = self.exchange.figures()
         return figures.seconds, figures.waited
 
-    def seconds(self, width: int) -> float:
-        """What an exchange of 16 rows of so many sums takes, a median; all ranks call it at once."""
-        return _median_of(lambda: self.total(torch.zeros(_ROWS, width, dtype=torch.int32)))
+    def seconds(self, width: int, rows: int = _ROWS) -> float:
+        """What an exchange of so many rows and sums takes, a median; all ranks call it at once."""
+        return _median_of(lambda: self.total(torch.zeros(rows, width, dtype=torch.int32)))
 
     def hop_seconds(self, width: int, dtype: torch.dtype) -> float:
         """The same of handing 16 rows on from stage to stage."""

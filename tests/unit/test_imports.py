@@ -26,7 +26,7 @@ ORDER: list[set[str]] = [
     {"parallel.door", "parallel.meeting"},
     {"parallel.group"},
     {"models", "report"},
-    {"parallel.share", "parallel.launch"},
+    {"parallel.share", "parallel.launch", "parallel.trial"},
     {"runtime"},
     {"parallel.follower"},
     {"heads"},

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -87,6 +88,16 @@ def test_the_json_has_the_same_facts(model: str) -> None:
     (cost,) = values["passes"]
     assert (cost["model"], cost["quantization"], cost["text"]) == (model, "none", 200)
     assert cost["times_floor"] > 0
+
+
+def test_exchanges_between_processes_are_timed() -> None:
+    kernels("native")
+    said = run("--tensor-parallel", "2")
+    for way in ("shared memory", "gloo"):
+        line = rf"^2 ranks over {way}: (\d+) us for 1 and (\d+) us for 16 rows of 1536 sums$"
+        [figures] = re.findall(line, said, re.MULTILINE)
+        assert all(0 < int(micros) < 1_000_000 for micros in figures)
+    assert not psutil.Process().children()
 
 
 def test_the_disk_of_a_folder_is_timed_and_nothing_is_left_there(tmp_path: Path, own_cache: Path) -> None:
