@@ -16,6 +16,8 @@ from specinfer import SamplingParams
 from specinfer.errors import CapacityError, PeerLostError
 from specinfer.heads.checkpoint import load_head, open_head
 from specinfer.kernels.choice import guessing
+from specinfer.kernels.product import NativeProduct, Product
+from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel, Residual
 from specinfer.models.weights import load_model, open_model
 from specinfer.parallel.share import Share
@@ -94,6 +96,28 @@ def test_sums_of_parts_are_those_of_one_process_on_four_ranks(
         usual = load_model(path, dtype=dtype, device=CPU, kernels=chosen)
         assert not all(map(torch.equal, said(usual), want))
         assert all(torch.allclose(*pair, atol=1e-4) for pair in zip(said(usual), want, strict=True))
+
+
+def test_int4_shares_know_the_largest_scale_of_the_whole_matrix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By which a matrix unit rounds weights to bfloat16; other CPUs do not ask."""
+    path, make = write_tiny_llama(tmp_path / "model", **SHAPE), NativeProducts.int4
+    largest: list[float] = []
+
+    def noted(self: NativeProducts, *given: Any) -> Product:
+        made = make(self, *given)
+        assert isinstance(made, NativeProduct)
+        largest.append(made.args.largest)
+        return made
+
+    monkeypatch.setattr(NativeProducts, "int4", noted)
+    whole_model(path, kernels("native"), tmp_path, quantization="int4")
+    want = sorted(largest)
+    assert len(set(want)) == 8
+    largest.clear()
+    with ranks_of(path, 2, kernels("native"), tmp_path, quantization="int4"):
+        assert sorted(largest) == sorted(2 * want)
 
 
 def test_ranks_may_be_more_than_key_value_heads(tmp_path: Path) -> None:
