@@ -147,6 +147,8 @@ def _load_models(
     if config.ranks > 1:
         layers = layer_bytes(target.model, dtype, of_target)
         beside = weight_bytes(target.config, dtype, kernels, of_target) - sum(layers)
+        if config.master is None:  # memory is one, so stages are even by what a pass reads: few embeddings
+            beside -= target.config.vocab_size * target.config.embedding_size * dtype.itemsize
         sizes = config.tensor_parallel, config.pipeline_parallel
         layout = Layout.of(*sizes, layers, beside, config.parts_of_sums)
         if config.master is not None:  # memory is needed for the ranks of this host
