@@ -104,6 +104,7 @@ class Group:
         alike = range(1, size) if exchange is None else ()
         self._over_gloo: Collection[int] = alike if over_gloo is None else over_gloo
         self._ring: tuple[Link, Link] | None = None  # from the stage before, and to the next
+        self._handing, self._taking = 0.0, 0.0  # seconds in these
         self._peers = peers
         self._closed = False
         self._gloo: Any = None
@@ -238,18 +239,22 @@ class Group:
     def hand_on(self, values: Tensor, patience: float | None = None) -> None:
         """Give the next stage what it takes, which may be behind by so many seconds; None: for ever."""
         assert self._ring is not None, "there are several stages"
-        behind = self._ring[1]
+        behind, began = self._ring[1], time.perf_counter()
         self._check()
         try:
             behind.within(None if patience is None else self.limit + patience)
             behind.send(_bytes_of(values))
         except OSError as error:
             raise self.lose() from error
+        self._handing += time.perf_counter() - began
 
     def take(self, like: Tensor, patience: float | None = None) -> Tensor:
         """What the stage before hands on, of this one's shape and kind; `patience` as of `hand_on`."""
         assert self._ring is not None, "there are several stages"
-        return self._take(self._ring[0], like, None if patience is None else self.limit + patience)
+        began = time.perf_counter()
+        found = self._take(self._ring[0], like, None if patience is None else self.limit + patience)
+        self._taking += time.perf_counter() - began
+        return found
 
     def round(self, values: Tensor) -> None:
         """Send something through all stages; all ranks call it."""
@@ -296,11 +301,14 @@ class Group:
 
     @property
     def spent(self) -> tuple[float, float]:
-        """Seconds within exchanges of sums so far, and of them waiting; of gloo's nobody knows."""
+        """Seconds within exchanges so far, and of them waiting; of gloo's nobody knows.
+
+        Other stages are waited for, too.
+        """
         if self.exchange is None:
-            return 0.0, 0.0
+            return self._handing + self._taking, self._taking
         figures = self.exchange.figures()
-        return figures.seconds, figures.waited
+        return figures.seconds + self._handing + self._taking, figures.waited + self._taking
 
     def seconds(self, width: int, rows: int = _ROWS) -> float:
         """What an exchange of so many rows and sums takes, a median; all ranks call it at once."""
