@@ -60,9 +60,9 @@ def soon(holds: Callable[[], object], seconds: float = 10.0) -> bool:
     return bool(holds())
 
 
-def parts_of(quantization: Quantization) -> int:
-    """How many parts sums have."""
-    return 1 if quantization == "int8" else PARTS
+def parts_of(quantization: Quantization, width: int) -> int:
+    """How many parts sums have where so many ranks share them."""
+    return 1 if quantization == "int8" or width == 1 else PARTS
 
 
 def whole_model(
@@ -71,8 +71,9 @@ def whole_model(
     cache: Path,
     dtype: torch.dtype = torch.float32,
     quantization: Quantization = "int8",
+    width: int = 2,
 ) -> LanguageModel:
-    """The model of one process, whose sums have as many parts as those of ranks."""
+    """The model of one process, whose sums have as many parts as where so many ranks share its layers."""
     opened = open_model(path)
     return load_model(
         opened,
@@ -81,7 +82,7 @@ def whole_model(
         kernels=kernels,
         quantization=quantization,
         cache=cache,
-        part=Share(0, 1, parts_of(quantization)).of(opened.config),
+        part=Share(0, 1, parts_of(quantization, width)).of(opened.config),
     )
 
 
@@ -99,7 +100,7 @@ def ranks_of(
 ) -> Iterator[LanguageModel]:
     """Rank 0's part of a model, whose followers run in threads until the block ends."""
     opened, width = open_model(path), size // stages
-    layout = Layout.of(width, stages, [1] * opened.config.num_layers, 0, parts_of(quantization))
+    layout = Layout.of(width, stages, [1] * opened.config.num_layers, 0, parts_of(quantization, width))
     pairs = [socket.socketpair() for _ in range(1, size)]
     links = [[Link(ours) for ours, _ in pairs], *([Link(its)] for _, its in pairs)]
     groups = [Group(rank, size, links[rank], bounds=layout.bounds) for rank in range(size)]

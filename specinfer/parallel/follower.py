@@ -184,7 +184,9 @@ def follow(group: Group, models: Sequence[LanguageModel]) -> None:
             del caches[command.cache], runners[command.cache]
         elif isinstance(command, Pass):
             runner = runners[command.cache]
-            read = runner.follow(command.rows, command.taps, logits=command.logits)
+            read = runner.follow(command.rows, command.taps, logits=command.logits, more=command.more)
+            if read is None:
+                continue
             if read.tapped_TND is not None:
                 group.answer(read.tapped_TND)
             if read.logits_RV is not None:

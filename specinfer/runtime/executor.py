@@ -27,7 +27,8 @@ from specinfer.runtime.batch import Rows, build_batch, chain_rows, likelihoods, 
 from specinfer.runtime.cost_curve import CostCurve, Timed, TimedModel, cost_curve, device_name
 from specinfer.runtime.flight import BLOCK_ROWS, Flight, HostFlight, Launch, inference, rows_at_once
 from specinfer.runtime.kv_cache import KvCache, free_bytes, num_blocks
-from specinfer.runtime.sharded import Leader, in_stages
+from specinfer.runtime.sharded import Leader
+from specinfer.runtime.stages import StagedPasses, StagePart
 from specinfer.tree import TokenTree
 
 
@@ -244,8 +245,9 @@ class ModelRunner:
         self.cache = KvCache.of(model.config, num_blocks * block_size, model.dtype, model.device)
         self._attention = model.kernels.attention.over(self.cache.keys, self.cache.values)
         self._leader: Leader | None = None
-        if model.group is not None and model.group.rank == 0:
-            self._leader = Leader(model.group, model, blocks=num_blocks, block_size=block_size)
+        self._passes = None if model.group is None else StagedPasses(model.group, model)
+        if self._passes is not None and self._passes.group.rank == 0:
+            self._leader = Leader(self._passes, blocks=num_blocks, block_size=block_size)
 
     @property
     def max_context(self) -> int:
@@ -294,19 +296,24 @@ class ModelRunner:
         return self._head(self._run(rows).hidden_RD)
 
     @inference
-    def follow(self, rows: Sequence[Rows], taps: Sequence[int], *, logits: bool) -> Read:
+    def follow(
+        self, rows: Sequence[Rows], taps: Sequence[int], *, logits: bool = False, more: bool = False
+    ) -> Read | None:
         """Write K and V of `rows`, as rank 0 does, and keep those of `taps` that are this rank's to answer.
 
-        With `logits` those of its part of the vocabulary come along, if it has one.
+        With `logits` those of its part of the vocabulary come along, if it has one. None: the pass is not
+        over, and has `more` rows.
         """
-        stage, group = self.model.config.stage, self.model.group
-        own = stage.taps(taps) if group is not None and group.place == 0 else ()
-        read = self._run(rows, own, most_logits=BLOCK_ROWS if logits else 0)
+        stage, passes = self.model.config.stage, self._passes
+        assert passes is not None, "a follower has a group"
+        own = stage.taps(taps) if passes.group.place == 0 else ()
+        read = passes.run(self._part(rows, own, BLOCK_ROWS if logits else 0), more=more)
+        if more:
+            return None
         if not logits or not stage.begins:
             return read._replace(logits_RV=None)
-        return (
-            read if read.logits_RV is not None else read._replace(logits_RV=self.model.logits(read.hidden_RD))
-        )
+        made = self.model.logits(read.hidden_RD) if read.logits_RV is None else read.logits_RV
+        return read._replace(logits_RV=made)
 
     @property
     def _head(self) -> Callable[[Tensor], Tensor]:
@@ -322,24 +329,26 @@ class ModelRunner:
         stopped: Callable[[], bool] | None = None,
     ) -> Read:
         """A pass over these rows, of which those that want logits are read; see LanguageModel."""
-        model, leader = self.model, self._leader
+        if self._leader is not None:
+            part_of = partial(self._part, most_logits=most_logits)
+            return self._leader.read(rows, part_of, taps, most_logits=most_logits)
+        part, stream = self._part(rows, taps, most_logits), self.model.stream
+        if stream is None:
+            return part.read(None)
+        with stream.passing(stopped):
+            return part.read(None)
+
+    def _part(self, rows: Sequence[Rows], taps: Sequence[int], most_logits: int) -> StagePart:
+        """How these rows are run by this process's layers."""
+        model = self.model
         batch = build_batch(rows, block_size=self.block_size, device=model.device)
-        own = taps if leader is None else model.config.stage.taps(taps)
-        context = PassContext(batch.positions_T, self._attention.bind(batch.paths), own)
-        chosen = len(batch.token_ids_T if batch.logit_rows is None else batch.logit_rows)
+        context = PassContext(batch.positions_T, self._attention.bind(batch.paths), taps)
+        ids, chosen = batch.token_ids_T, batch.logit_rows
 
-        def read(given_TD: Tensor | None = None) -> Read:
-            ids, rows = batch.token_ids_T, batch.logit_rows
-            return model.read(ids, context, rows, most_logits=most_logits, given_TD=given_TD)
+        def read(given_TD: Tensor | None) -> Read:
+            return model.read(ids, context, chosen, most_logits=most_logits, given_TD=given_TD)
 
-        if leader is not None:
-            return leader.read(rows, read, taps=taps, logits=0 < chosen <= most_logits)
-        if model.group is not None:
-            return in_stages(model.group, model, read, len(batch.token_ids_T), chosen)
-        if model.stream is None:
-            return read()
-        with model.stream.passing(stopped):
-            return read()
+        return StagePart(rows, len(ids), len(ids if chosen is None else chosen), read)
 
     @inference
     def move(self, moves: Sequence[Move]) -> None:

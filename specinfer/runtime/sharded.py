@@ -4,7 +4,8 @@ A message is what rank 0 is about to do with a cache, in words of int32:
 
     OPEN    cache, the number of its model, blocks, block size
     CLOSE   cache
-    PASS    cache, whether logits come with it, taps, requests, the tapped layers, and of each request
+    PASS    cache, whether logits come with it, whether it goes on with the next PASS (runtime/stages.py),
+            taps, requests, the tapped layers, and of each request
             start, rows, logits from, blocks, nodes (-1: text alone), the tokens, the blocks, the parents
     LOGITS  cache, rows, and what the output layer reads of them
     MOVE    cache, positions, their slots, and the slots that theirs become
@@ -22,7 +23,6 @@ from __future__ import annotations
 import hashlib
 import signal
 import threading
-import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,13 +44,13 @@ from specinfer.parallel.group import Group
 from specinfer.parallel.share import Share
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import code_hash
+from specinfer.runtime.stages import StagedPasses, StagePart
 from specinfer.version import VERSION
 
 _OPEN, _CLOSE, _PASS, _LOGITS, _MOVE = range(1, 6)
 _MOST_CACHES: Final = 64
 _MOST_SLOTS: Final = 1 << 31
 _MOST_ROWS: Final = 1 << 16
-_SLOWER: Final = 10  # times that another stage's layer may take as long, beside the limit of an exchange
 
 
 class Open(NamedTuple):
@@ -69,10 +69,11 @@ class Close(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Run rows; make logits of those that want them at once, or when asked."""
+    """Run rows; make logits of those that want them at once, or when asked, with those of passes before."""
 
     cache: int
     logits: bool
+    more: bool
     taps: list[int]
     rows: list[Rows]
 
@@ -111,10 +112,16 @@ class MessageWriter:
 
     @staticmethod
     def passing(
-        cache: int, rows: Sequence[Rows], block_size: int, *, logits: bool, taps: Sequence[int] = ()
+        cache: int,
+        rows: Sequence[Rows],
+        block_size: int,
+        *,
+        logits: bool,
+        more: bool = False,
+        taps: Sequence[int] = (),
     ) -> bytes:
         """As the module says; of a table those blocks are told that the rows reach."""
-        words = array("i", [_PASS, cache, logits, len(taps), len(rows), *taps])
+        words = array("i", [_PASS, cache, logits, more, len(taps), len(rows), *taps])
         for part in rows:
             n, parents = len(part.token_ids), part.parents
             reached = -(-(part.start + n) // block_size)
@@ -166,10 +173,10 @@ class MessageReader:
             found = Close(cache)
         elif kind == _PASS:
             layers = self._configs[caches[cache].model].stage.count
-            logits, taps = bool(self._number(0, 1)), self._number(0, layers + 1)
-            requests = self._number(0, _MOST_ROWS)
+            logits, more = (bool(self._number(0, 1)) for _ in range(2))
+            taps, requests = self._number(0, layers + 1), self._number(0, _MOST_ROWS)
             tapped = self._list(taps, 0, layers)
-            found = Pass(cache, logits, tapped, [self._rows(caches[cache]) for _ in range(requests)])
+            found = Pass(cache, logits, more, tapped, [self._rows(caches[cache]) for _ in range(requests)])
         elif kind == _LOGITS:
             width = self._configs[caches[cache].model].hidden_size * self._dtype.itemsize // 4  # words
             rows = self._number(0, _MOST_ROWS)
@@ -227,46 +234,18 @@ def widths_of(model: LanguageModel, group: Group) -> list[int]:
     return [len(share.vocab(model.config.vocab_size)) for share in shares]
 
 
-def in_stages(
-    group: Group, model: LanguageModel, read: Callable[[Tensor | None], Read], rows: int, chosen: int
-) -> Read:
-    """This rank's part of a pass over so many rows: what is handed to its stage is `read`, and handed on.
-
-    Of these rows `chosen` are read behind the last layer. The first stage waits for them.
-    """
-    stage, size = model.config.stage, model.config.hidden_size
-    if stage.begins and stage.ends:
-        return read(None)
-    given: Tensor | None = None
-    if not stage.begins:
-        given = torch.empty(rows, size, dtype=model.dtype)
-        given = group.take(given) if rows else given
-    began = time.perf_counter()
-    found = read(given)
-    # Later stages take as long as this one for each of their layers, or at most so many times as long.
-    others = stage.count / (stage.behind - stage.first) - 1
-    patience = _SLOWER * others * (time.perf_counter() - began)
-    handed = found.hidden_RD if stage.ends else found.handed_TD
-    if handed is not None and len(handed):
-        group.hand_on(handed, patience if group.rank == 0 else None)
-    if not stage.begins or not chosen:
-        return found
-    hidden_RD = torch.empty(chosen, size, dtype=model.dtype)
-    return found._replace(hidden_RD=group.take(hidden_RD, patience if group.rank == 0 else None))
-
-
 class Leader:
     """Rank 0's side of one cache: whatever is done with it, the followers are told before."""
 
-    def __init__(self, group: Group, model: LanguageModel, *, blocks: int, block_size: int) -> None:
+    def __init__(self, passes: StagedPasses, *, blocks: int, block_size: int) -> None:
         """The followers make a cache of as many blocks, and drop it some time after this is gone."""
-        self._group = group
-        self._model = model
+        self._passes = passes
+        self._group = group = passes.group
+        self._model = model = passes.model
         self._block_size = block_size
         self._widths = widths_of(model, group)
         self._cache = next(group.numbers)
-        stage = model.config.stage
-        self._stages = 1 if stage.begins and stage.ends else group.stages  # that run it
+        self._stages = passes.stages
         self._tell(MessageWriter.opening(self._cache, model.number, blocks, block_size))
         # Only noted: this may happen in any thread, in the middle of a message.
         weakref.finalize(self, group.left.append, (self._cache, self._stages)).atexit = False
@@ -274,22 +253,29 @@ class Leader:
     def read(
         self,
         rows: Sequence[Rows],
-        read: Callable[[Tensor | None], Read],
+        part_of: Callable[[Sequence[Rows], Sequence[int]], StagePart],
+        taps: Sequence[int],
         *,
-        logits: bool,
-        taps: Sequence[int] = (),
+        most_logits: int,
     ) -> Read:
-        """A pass over these rows, which is `read` here; with `logits`, all of these come along."""
-        group, count = self._group, self._model.config.stage.count
-        check_taps(taps, PipelineStage(0, count, count))
+        """A pass over these rows; `part_of` says how some of them are run here, with taps of layers here.
+
+        Where no more than `most_logits` rows want logits, these come along.
+        """
+        stage = self._model.config.stage
+        check_taps(taps, PipelineStage(0, stage.count, stage.count))
         elsewhere = taps if self._stages > 1 else ()  # for its own nobody is asked
-        message = MessageWriter.passing(self._cache, rows, self._block_size, logits=logits, taps=elsewhere)
-        count = sum(len(part.token_ids) for part in rows)
-        chosen = sum(len(part.token_ids) - part.logits_from for part in rows)
+        parts = [part_of(some, stage.taps(taps)) for some in self._passes.cut(rows)]
+        logits = 0 < sum(part.num_chosen for part in parts) <= most_logits
         with self._turn():
-            self._tell(message)
-            found = in_stages(group, self._model, read, count, chosen)
+            for behind, part in zip(reversed(range(len(parts))), parts, strict=True):
+                how = {"logits": logits and not behind, "more": behind > 0}
+                self._tell(
+                    MessageWriter.passing(self._cache, part.rows, self._block_size, taps=elsewhere, **how)
+                )
+                found = self._passes.run(part, more=behind > 0)
             if elsewhere:
+                count = sum(part.num_rows for part in parts)
                 found = found._replace(tapped_TND=self._tapped(found.tapped_TND, taps, count))
             return found._replace(logits_RV=self._whole(found)) if logits else found
 

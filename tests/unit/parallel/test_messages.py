@@ -35,9 +35,9 @@ def test_what_is_written_is_read() -> None:
     assert read(MessageWriter.closing(3), CACHES) == Close(3)
     told = MessageWriter.passing(3, [TEXT, TREE], 8, logits=True)
     rows = [TEXT, Rows([1, 2, 3, 4], 0, [1], 1, [-1, 0, 0])]
-    assert read(told, CACHES) == Pass(3, True, [], rows)
-    told = MessageWriter.passing(3, [TEXT, TREE], 8, logits=False, taps=[2, 0])
-    assert read(told, CACHES) == Pass(3, False, [2, 0], rows)
+    assert read(told, CACHES) == Pass(3, True, False, [], rows)
+    told = MessageWriter.passing(3, [TEXT, TREE], 8, logits=False, more=True, taps=[2, 0])
+    assert read(told, CACHES) == Pass(3, False, True, [2, 0], rows)
     assert read(MessageWriter.moving(3, [1, 2], [9, 10]), CACHES) == Moves(3, [1, 2], [9, 10])
     hidden = torch.randn(2, 576).bfloat16()
     found = read(MessageWriter.logits(3, hidden), CACHES)

@@ -61,7 +61,7 @@ def test_two_processes_say_what_one_says_and_leave_nothing(
     ("options", "processes"),
     [
         ({"pipeline_parallel": 2, "quantization": "none"}, 2),
-        ({"pipeline_parallel": 2, "quantization": "int4"}, 2),
+        pytest.param({"pipeline_parallel": 2, "quantization": "int4"}, 2, marks=pytest.mark.thorough),
         ({"pipeline_parallel": 2, "tensor_parallel": 2, "quantization": "int8"}, 4),
     ],
 )
@@ -296,9 +296,16 @@ def test_what_does_not_go_with_ranks_is_refused(folder: Path, options: dict[str,
     assert not followers()
 
 
-def test_a_servers_texts_go_on_with_new_ranks(folder: Path, cache: None) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_parallel": 2},
+        pytest.param({"tensor_parallel": 2, "pipeline_parallel": 2}, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_servers_texts_go_on_with_new_ranks(folder: Path, layout: dict[str, int], cache: None) -> None:
     params = SamplingParams(temperature=0.9, seed=5, max_tokens=160)
-    config = EngineConfig.from_options(str(folder / "target"), {**INT8, "tensor_parallel": 2})
+    config = EngineConfig.from_options(str(folder / "target"), {**INT8, **layout})
     work = Work("w", tuple(PROMPTS[0]), params)
 
     async def answer() -> tuple[list[int], list[int]]:
@@ -322,5 +329,5 @@ def test_a_servers_texts_go_on_with_new_ranks(folder: Path, cache: None) -> None
     with LLM(folder / "target", **INT8) as llm:
         [output] = llm.generate([PROMPTS[0]], params)
     assert said == list(output.token_ids)
-    assert len(set(engines)) == 4
+    assert len(set(engines)) == 2 * config.ranks
     assert soon(lambda: not any(map(psutil.pid_exists, engines)))

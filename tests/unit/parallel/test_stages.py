@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from specinfer import SamplingParams
@@ -15,8 +18,10 @@ from specinfer.heads.checkpoint import load_head, open_head
 from specinfer.kernels.choice import guessing
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import load_model, open_model
-from specinfer.runtime.batch import Rows
-from specinfer.runtime.executor import ModelRunner
+from specinfer.parallel.share import Layout
+from specinfer.runtime.batch import ModelBatch, Rows, build_batch
+from specinfer.runtime.executor import Host, LocalExecutor, ModelRunner
+from specinfer.runtime.stages import Pace, cut_rows
 from specinfer.speculation_config import Quantization
 from tests.heads import eagle_config, write_any
 from tests.kernels import NAMES, kernels
@@ -49,7 +54,7 @@ def test_logits_and_taps_are_those_of_one_process(
         *((kind, 4, 2) for kind in ("none", "int4", "int8")),
     ]
     for kind, size, stages in kinds:
-        want = said(whole_model(path, chosen, tmp_path, dtype, kind), taps)
+        want = said(whole_model(path, chosen, tmp_path, dtype, kind, size // stages), taps)
         how: dict[str, Any] = {"dtype": dtype, "quantization": kind, "stages": stages}
         with ranks_of(path, size, chosen, tmp_path, **how) as model:
             found = said(model, taps)
@@ -106,6 +111,101 @@ def test_logits_that_are_asked_for_later_are_made_by_the_first_stage(
         assert all(map(torch.equal, rows_of(model), want))
 
 
+@pytest.mark.parametrize("parts", [2, 3, 20])
+def test_a_pass_in_parts_has_the_bits_of_a_whole_one(
+    llama: Path, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taps = (4, 0, 2)
+    want = said(whole_model(llama, kernels("native"), tmp_path, quantization="int4", width=1), taps)
+    monkeypatch.setattr(Pace, "parts", lambda self, rows, stages: min(rows, parts))
+    for size, stages, kind in ((2, 2, "int4"), (3, 3, "int4"), (4, 2, "int8")):
+        if kind == "int8":
+            want = said(whole_model(llama, kernels("native"), tmp_path), taps)
+        how: dict[str, Any] = {"quantization": kind, "stages": stages}
+        with ranks_of(llama, size, kernels("native"), tmp_path, **how) as model:
+            assert all(map(torch.equal, said(model, taps), want)), (size, stages)
+
+
+def test_texts_in_parts_are_those_of_one_process(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = kernels("native")
+    draft = load_model(
+        write_similar_llama(llama, tmp_path / "similar", noise=0.1),
+        dtype=torch.float32,
+        device=CPU,
+        kernels=guessing(native),
+    )
+
+    def texts(target: LanguageModel, drafts: dict[str, Any] | None) -> list[tuple[int, ...]]:
+        llm = llm_of(target, llama, drafts, tree_size="fixed")
+        found = [tuple(out.token_ids) for params in PARAMS for out in llm.generate(PROMPTS, params)]
+        llm.close()
+        return found
+
+    want = texts(whole_model(llama, native, tmp_path), None)
+    monkeypatch.setattr(Pace, "parts", lambda self, rows, stages: max(1, rows // 3))
+    with ranks_of(llama, 4, native, tmp_path, stages=2) as target:
+        assert texts(target, {"draft": draft}) == want
+
+
+def paths_of(batch: ModelBatch) -> list[list[int]]:
+    """The slots that each row of a batch sees."""
+    paths, found = batch.paths, list[list[int]]()
+    for number, (first, behind, _, _) in enumerate(paths.requests_R4.tolist()):
+        slots = paths.slots(number)
+        for row in range(first, behind):
+            tail = paths.tails[paths.tail_ends[row] : paths.tail_ends[row + 1]]
+            found.append([*slots[: paths.shared_T[row]].tolist(), *slots[tail].tolist()])
+    return found
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.data())
+def test_parts_are_the_rows_of_the_whole(data: st.DataObject) -> None:
+    def request(number: int) -> Rows:
+        n = data.draw(st.integers(1, 9))
+        parents: list[int] | None = None
+        start = data.draw(st.integers(0, 5))
+        if data.draw(st.booleans()):
+            nodes = data.draw(st.integers(1, start + n))
+            parents = [-1, *(data.draw(st.integers(0, i - 1)) for i in range(1, nodes))]
+        return Rows(
+            [*range(n)], start, [3 * number + i for i in range(3)], data.draw(st.integers(0, n)), parents
+        )
+
+    rows = [request(number) for number in range(data.draw(st.integers(1, 3)))]
+    count = sum(len(one.token_ids) for one in rows)
+    parts = cut_rows(rows, data.draw(st.integers(1, count)))
+    sizes = [sum(len(one.token_ids) for one in part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    whole, *cut = (build_batch(one, block_size=8, device=CPU) for one in (rows, *parts))
+    for name in ("token_ids_T", "positions_T"):
+        assert torch.equal(torch.cat([getattr(one, name) for one in cut]), getattr(whole, name))
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    read = [
+        first + torch.arange(size) if one.logit_rows is None else first + one.logit_rows
+        for first, size, one in zip(firsts, sizes, cut, strict=True)
+    ]
+    assert torch.cat(read).tolist() == (
+        [*range(count)] if whole.logit_rows is None else whole.logit_rows.tolist()
+    )
+    assert [path for one in cut for path in paths_of(one)] == paths_of(whole)
+
+
+def test_parts_are_as_many_as_pay() -> None:
+    pace = Pace()
+    assert pace.parts(512, 2) == 1  # nothing is known
+    pace.note(256, 1.0)
+    assert pace.parts(512, 2) == 1
+    for rows, seconds in ((1, 0.07), (64, 0.4), (8, 9.0), (256, 2.0), (2, 0.05), (1, 0.06)):
+        pace.note(rows, seconds)
+    by_row = (1.0 - 0.05) / 256
+    assert pace.parts(512, 2) == round((by_row * 512 / 0.05) ** 0.5) == 6
+    assert pace.parts(512, 3) == 9
+    assert (pace.parts(512, 1), pace.parts(40, 2), pace.parts(20, 2), pace.parts(0, 2)) == (1, 2, 1, 1)
+
+
 def test_a_layer_that_is_not_there_cannot_be_tapped(llama: Path, tmp_path: Path) -> None:
     with ranks_of(llama, 2, kernels("native"), tmp_path, stages=2) as model:
         runner = ModelRunner(model, num_blocks=1, block_size=8)
@@ -115,9 +215,38 @@ def test_a_layer_that_is_not_there_cannot_be_tapped(llama: Path, tmp_path: Path)
 
 
 def test_a_stage_has_its_layers_alone(llama: Path, tmp_path: Path) -> None:
+    whole = whole_model(llama, kernels("native"), tmp_path)
+    wanted: dict[str, Any] = {"block_size": 16, "wanted_positions": 1 << 20, "needed_positions": 16}
+    blocks = LocalExecutor.within_memory(whole, [], limit=1 << 20, **wanted).num_blocks
     with ranks_of(llama, 2, kernels("native"), tmp_path, stages=2) as model:
-        assert model.config.num_layers == 2
         assert len(ModelRunner(model, num_blocks=1, block_size=8).cache.keys) == 2
+        later = Layout(1, (0, 2, 4)).part(1, whole.config)
+        hosts = [Host("", [later])]
+        executor = LocalExecutor.within_memory(model, [], limit=1 << 20, hosts=hosts, **wanted)
+    assert executor.num_blocks == blocks
+
+
+def test_an_interrupt_waits_for_all_stages(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = ModelRunner(whole_model(llama, kernels("native"), tmp_path), num_blocks=1, block_size=8)
+    rows = [Rows((3, 1, 4), 0, [0], 0)]
+    with ranks_of(llama, 4, kernels("native"), tmp_path, stages=2) as model:
+        runner, group = ModelRunner(model, num_blocks=1, block_size=8), model.group
+        assert group is not None
+        take = group.take
+
+        def interrupted(*given: Any) -> Tensor:
+            signal.raise_signal(signal.SIGINT)
+            return take(*given)
+
+        monkeypatch.setattr(group, "take", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runner.forward(rows)
+        monkeypatch.undo()
+        assert torch.equal(runner.forward(rows), want.forward(rows))
+        seconds, waited = group.spent
+        assert 0 < waited < seconds
 
 
 @pytest.mark.parametrize("fault", ["embed", "later"])
