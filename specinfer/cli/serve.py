@@ -125,6 +125,11 @@ def _engine(options: dict[str, Any], config: ServeConfig) -> EngineConfig:
             f"cluster is {config.cluster} with master; an actor's ranks are processes of its node: leave "
             "one of them out"
         )
+    if engine.device.startswith("cuda") and config.cluster != "none":
+        raise ConfigError(
+            f"cluster is {config.cluster} with device {engine.device!r}; actors are given CPUs alone: leave "
+            "one of them out"
+        )
     return engine
 
 

@@ -62,7 +62,7 @@ class Cluster:
         if self._own:
             self.env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
             self.env |= {"RAY_memory_monitor_refresh_ms": "0"}  # replicas of one host have none either
-            self._folder = tempfile.TemporaryDirectory(prefix="specinfer-ray-")
+            self._folder = tempfile.TemporaryDirectory(prefix="specinfer-ray-", ignore_cleanup_errors=True)
         try:
             free = self._start()
             ranks, threads = engine.ranks, engine.threads

@@ -20,6 +20,7 @@ import contextlib
 import logging
 import os
 import pickle
+import shutil
 import socket
 import sys
 import threading
@@ -81,10 +82,12 @@ class EngineActor:
             os.chdir(folder)
         configure(*log)
         threading.Thread(target=self.run, args=(config,), name="engine", daemon=True).start()
+        rest = b""  # of the log, whose lines are told whole: others write where they go
         while True:
             ready, said, ended = wait([self._ours, reading]), [], False
             if reading in ready:
-                said.append((True, os.read(reading, _LOG_BYTES)))
+                lines, end, rest = (rest + os.read(reading, _LOG_BYTES)).rpartition(b"\n")
+                said += [(True, lines + end)] if lines else []
             try:
                 while self._ours.poll(0):
                     said.append((False, self._ours.recv_bytes()))
@@ -196,7 +199,7 @@ def placed(kind: type, cpus: int) -> Any:
 
 def keep(connection: Connection, where: str) -> int:
     """Tell the address of a cluster and the free CPUs of its nodes; keep one's own until the server ends."""
-    own = where.startswith("=")
+    own, folder = where.startswith("="), where[1:]
     try:
         if own:
             found = ray.init(
@@ -205,7 +208,7 @@ def keep(connection: Connection, where: str) -> int:
                 object_store_memory=_STORE,
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",  # on which it listens, too
-                _temp_dir=where[1:],
+                _temp_dir=folder,
                 **_quiet(),
             )
             where = found.address_info["address"]
@@ -223,6 +226,8 @@ def keep(connection: Connection, where: str) -> int:
         if own:
             connection.recv()  # nothing ever comes
     ray.shutdown()
+    if own:
+        shutil.rmtree(folder, ignore_errors=True)  # the server may have been killed
     return 0
 
 

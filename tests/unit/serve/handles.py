@@ -29,6 +29,7 @@ class Handle:
 
     def __init__(self, log: tuple[str, str], number: int = 0, count: int = 1, cluster: Any = None) -> None:
         self.number = number
+        self.cluster = cluster
         self.given: list[Work] = []
         self.gone: list[str] = []  # works that were aborted
         self.written: dict[str, int] = {}  # tokens by work

@@ -171,10 +171,17 @@ def test_what_does_not_fit_leaves_no_cluster(installed: pytest.MonkeyPatch, tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_ranks_of_other_hosts_do_not_go_with_a_cluster() -> None:
-    told = {"cluster": "ray", "tensor_parallel": 2, "quantization": "int8"}
-    options, config = configs({**told, "master": "10.0.0.1:29500", "key_file": "k"}, None)
-    with pytest.raises(
-        ConfigError, match="cluster is ray with master; an actor's ranks are processes of its"
-    ):
-        _engine(options, config)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"tensor_parallel": 2, "quantization": "int8", "master": "10.0.0.1:29500", "key_file": "k"},
+            "cluster is ray with master; an actor's ranks are processes of its node",
+        ),
+        ({"device": "cuda"}, "cluster is ray with device 'cuda'; actors are given CPUs alone"),
+    ],
+)
+def test_what_actors_have_not_is_refused(options: dict[str, Any], said: str) -> None:
+    given, config = configs({"cluster": "ray", **options}, None)
+    with pytest.raises(ConfigError, match=said):
+        _engine(given, config)

@@ -176,6 +176,30 @@ def test_replicas_share_the_cores(
     run_virtual(run())
 
 
+def test_on_a_cluster_nodes_share_their_own_cores_and_one_that_ended_is_started_first(
+    handles: list[Handle],
+) -> None:
+    class Nodes:
+        revived: list[int] = []
+
+        def revive(self) -> None:
+            self.revived.append(len(handles))
+
+    async def run() -> None:
+        nodes = Nodes()
+        first: Any = Handle(("info", "text"), 0, 2, nodes)
+        backend = ReplicaBackend(EngineConfig(model="m"), 2, child=first)
+        await backend.start()
+        while not all(one.runs for one in backend._replicas):
+            await asyncio.sleep(0.01)
+        assert [one.config.threads for one in handles] == [None, None]
+        assert [one.cluster for one in handles] == [nodes, nodes]
+        assert nodes.revived == [1]  # before the process of the second one was started
+        await backend.close()
+
+    asyncio.run(run())
+
+
 def test_a_work_goes_where_the_cache_has_room_for_it(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
