@@ -73,5 +73,5 @@ class Listeners:
     def end(self) -> list[str]:
         for one in self._threads:
             one.join(120)
-        assert self.failures == []
+        assert not self.failures, self.failures
         return self.texts
