@@ -92,6 +92,7 @@ def test_sums_of_parts_are_those_of_one_process_on_four_ranks(
     want = said(whole_model(path, chosen, tmp_path, dtype, kind))
     with ranks_of(path, 4, chosen, tmp_path, dtype=dtype, quantization=kind) as model:
         assert all(map(torch.equal, said(model), want))
+        assert model.kernels.products.use.shared == (name == "torch")
     if kind == "none" and dtype is torch.float32:  # the tree of parts is another sum
         usual = load_model(path, dtype=dtype, device=CPU, kernels=chosen)
         assert not all(map(torch.equal, said(usual), want))
