@@ -6,7 +6,8 @@
 Every layout is a process of its own on core 0, whose followers have core 1, 2, ... each, and the native
 kernels one thread. It answers the same prompts without speculation and with the draft, one request at a time
 and several, and reads prompts of 1,000 tokens. Texts are compared with those of one process. Layouts run in
-turns. Their cells are kept in a JSON file beside the page: an interrupted run goes on where it was.
+turns; `--layouts 2x1@1000 1x2@1000` has two nodes with a network between them (two_nodes.py). Cells are kept
+in a JSON file beside the page: an interrupted run goes on where it was.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any, Final
 
 import psutil
 from study import REQUIRED, Study, digest, in_turn, natural, parser, row, run, settings_of
+from two_nodes import MASTER, enter, follower, two_nodes
 
 from specinfer import LLM, RequestOutput, SamplingParams
 from specinfer.progress import NoProgress
@@ -48,6 +50,13 @@ class Layout:
 
     tensor: int
     stages: int
+    mbit: int = 0  # of the network between two nodes that have a rank each; 0: all are on one
+
+    @classmethod
+    def of(cls, text: str) -> Layout:
+        """The layout that `TPxPP` or `TPxPP@MBIT` names."""
+        sizes, _, mbit = text.partition("@")
+        return cls(*map(int, sizes.split("x")), int(mbit or 0))
 
     @property
     def size(self) -> int:
@@ -57,7 +66,8 @@ class Layout:
         if self.size == 1:
             return "one core"
         parts = [f"TP {self.tensor}"] if self.tensor > 1 else []
-        return " x ".join([*parts, f"PP {self.stages}"] if self.stages > 1 else parts)
+        told = " x ".join([*parts, f"PP {self.stages}"] if self.stages > 1 else parts)
+        return f"{told} at {self.mbit} Mbit/s" if self.mbit else told
 
 
 ONE: Final = Layout(1, 1)
@@ -88,12 +98,16 @@ def main() -> None:
     )
     options.add_argument("--long", type=natural, default=3, help=f"prompts of {_LONG} tokens (default 3)")
     options.add_argument(
-        "--layouts", nargs="+", default=["2x1", "1x2"], metavar="TPxPP", help="(default 2x1 1x2)"
+        "--layouts",
+        nargs="+",
+        default=["2x1", "1x2"],
+        metavar="TPxPP[@MBIT]",
+        help="with @MBIT on two nodes, which are network namespaces and need root (default 2x1 1x2)",
     )
     args = options.parse_args()
     study = Study("ranks", args.out, settings_of(args, without=("rounds", "layouts")))
     questions = [c.turns[0] for c in in_turn([read_dataset(path) for path in args.dataset], args.limit)]
-    layouts = [ONE, *(Layout(*map(int, told.split("x"))) for told in args.layouts)]
+    layouts = [ONE, *map(Layout.of, args.layouts)]
     for number in range(args.rounds):
         for layout in layouts if number % 2 == 0 else reversed(layouts):
             name = f"{layout}|{number}"
@@ -107,8 +121,22 @@ def main() -> None:
 
 def apart(args: argparse.Namespace, layout: Layout, questions: Sequence[str]) -> dict[str, Any]:
     """What a layout comes to, measured in a process of its own."""
-    with ProcessPoolExecutor(1, get_context("spawn"), os.sched_setaffinity, (0, {cores()[0]})) as pool:
-        return pool.submit(measure, args, layout, questions, cores()).result()
+    places, context = cores(), get_context("spawn")
+    if not layout.mbit:
+        with ProcessPoolExecutor(1, context, os.sched_setaffinity, (0, {places[0]})) as pool:
+            return pool.submit(measure, args, layout, questions, places).result()
+    with (
+        two_nodes(layout.mbit) as nodes,
+        follower(nodes, args.model, places[1]),
+        ProcessPoolExecutor(1, context, on_node, (nodes.here, places[0])) as pool,
+    ):
+        return pool.submit(measure, args, layout, questions, places, nodes.key_file).result()
+
+
+def on_node(node: str, core: int) -> None:
+    """Be on that node, and on that core."""
+    enter(node)
+    os.sched_setaffinity(0, {core})
 
 
 def cores() -> list[int]:
@@ -146,9 +174,15 @@ def follows(process: psutil.Process) -> bool:
 
 
 def measure(
-    args: argparse.Namespace, layout: Layout, questions: Sequence[str], places: Sequence[int]
+    args: argparse.Namespace,
+    layout: Layout,
+    questions: Sequence[str],
+    places: Sequence[int],
+    key_file: str | None = None,
 ) -> dict[str, Any]:
-    """The figures of a layout, in a process that is on the first of these cores."""
+    """The figures of a layout, in a process that is on the first of these cores; with a key the other rank
+    is on another node.
+    """
     if layout.size > len(places):
         raise ValueError(f"{layout} needs {layout.size} cores; there are {len(places)}")
     said, own = Said(), psutil.Process().memory_full_info().uss
@@ -162,6 +196,8 @@ def measure(
         "max_batch_size": args.batch_size,
         "max_context": 2048,
     }
+    if key_file is not None:
+        options |= {"master": MASTER, "key_file": key_file}
     with pinned(places):
         llm = LLM(
             args.model,
@@ -298,7 +334,7 @@ def page(cells: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
         f"# Ranks of one core each: {settings['model']}, {settings['quantization']}",
         "",
         f"{settings['limit']} prompts, {settings['max_tokens']} tokens each, end of text ignored; the draft "
-        f"is {', '.join(settings['draft'])} in int4, on rank 0 alone. Speed is of what comes after the first "
+        f"is {', '.join(settings['draft'])} in int4. Speed is of what comes after the first "
         "tokens. Ratios are over one core in the same round, medians over rounds; memory is what a rank has "
         "for itself beside an interpreter with PyTorch.",
         "",
