@@ -160,6 +160,7 @@ def node(port: int, cpus: int, number: int = 0) -> Iterator[None]:
     else:
         command += ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}"]
     env = {one: value for one, value in os.environ.items() if one != "RAY_ADDRESS"}
+    env["RAY_TMPDIR"] = folder
     told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=env, **told) as process:
         try:
