@@ -69,8 +69,8 @@ def test_the_bits_are_those_of_the_steps(name: str, dtype: torch.dtype, tmp_path
     prompts = [chain_rows(range(20, 23), 0, [4, 0], logits=False), chain_rows([4, 9], 0, [3], logits=True)]
     for rows in (prompts, [chain_rows([9], 2, [3], logits=True), TREE]):
         for taps in ([], [0, 2, model.config.num_layers, 2]):
-            made, told, logits = read(model, at_once, rows, taps, most_logits=6)
-            wanted, seen, _ = read(model, by_steps, rows, taps, steps=True)
+            made, told, logits, _ = read(model, at_once, rows, taps, most_logits=6)
+            wanted, seen, _, _ = read(model, by_steps, rows, taps, steps=True)
             assert torch.equal(made, wanted)
             if name != "gemma3-softcap":  # whose logits are not the product alone
                 assert torch.equal(_there(logits), model.logits(wanted))
@@ -123,7 +123,7 @@ def test_fewer_rotations_never_take_the_place_of_more(tmp_path: Path) -> None:
 
 def test_nothing_is_read_of_a_batch_without_rows(tmp_path: Path) -> None:
     model = load("llama", tmp_path)
-    made, tapped, _ = read(model, cache_of(model), [], [1])
+    made, tapped, _, _ = read(model, cache_of(model), [], [1])
     assert made.shape == (0, model.config.hidden_size)
     assert _there(tapped).shape == (0, 1, model.config.hidden_size)
 
@@ -169,7 +169,7 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_a_pass_ends_at_the_layer_where_a_rank_is_lost(tmp_path: Path) -> None:
     """With an exchange of one rank alone its bits are those without."""
     model, library = load("llama", tmp_path, quantization="int8"), library_or_skip()
-    wanted, _, _ = read(model, cache_of(model), [TREE])
+    wanted = read(model, cache_of(model), [TREE]).hidden_RD
     for ranks in (1, 2):
         file = shared_file()
         exchange = SharedExchange(library, file, ranks, 0, limit=0.1)
