@@ -17,7 +17,6 @@ that is asked for: a `loose` product, of a draft, takes few rows the quicker way
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Final
@@ -38,7 +37,8 @@ from specinfer.kernels.layout import (
     unpack_levels,
 )
 from specinfer.kernels.library import BLOCK, Library, padded_inner
-from specinfer.kernels.parts import Branches, SumParts
+from specinfer.kernels.parts import SumParts
+from specinfer.kernels.parts_product import FLOAT_ROWS, PartsProduct, PartSum, block_sums
 from specinfer.kernels.product import (
     FLOATS,
     USUAL,
@@ -47,12 +47,10 @@ from specinfer.kernels.product import (
     SplitProduct,
     Use,
     check_agreed,
-    check_branches,
     check_sums,
 )
 
 LEVELS: Final = 16  # of an int4 weight
-_ROWS: Final = 16  # of a float product
 _EXACT: Final = 1024  # products of two int8 whose sum float32 holds exactly
 _SMALLEST: Final = 1e-30  # below it a scale's inverse would be infinite
 # Levels that a group's range is divided into. Fewer than 15 meet the groups of 4-bit files that do not use
@@ -84,8 +82,10 @@ class Products:
             return partial(F.linear, weight=weight, bias=bias)
 
         def product(x: Tensor) -> Tensor:
-            whole = F.pad(x, (0, 0, 0, -len(x) % _ROWS))
-            parts = [F.linear(whole[i : i + _ROWS], weight, bias) for i in range(0, len(whole), _ROWS)]
+            whole = F.pad(x, (0, 0, 0, -len(x) % FLOAT_ROWS))
+            parts = [
+                F.linear(whole[i : i + FLOAT_ROWS], weight, bias) for i in range(0, len(whole), FLOAT_ROWS)
+            ]
             return torch.cat(parts)[: len(x)] if parts else x.new_empty(0, len(weight))
 
         return product
@@ -245,64 +245,6 @@ class Int8Product:
     def _sums(self, rotated: Tensor, maxima: Tensor) -> Tensor:
         values = (rotated * _inverse(maxima)[:, None]).round().to(torch.int8)
         return exact_sums(values, self._matrix)
-
-
-PartSum = Callable[[Tensor], Tensor]  # x [rows, elements of a part] -> float32 [rows, channels or more]
-
-
-class PartsProduct:
-    """The twin of a native product with weights of floats or int4: a Product, and a PartedProduct."""
-
-    __slots__ = ("_bias", "_sums", "channels", "inner", "parts")
-
-    def __init__(
-        self, sums: Sequence[PartSum], bias: Tensor | None, parts: SumParts, channels: int, inner: int
-    ) -> None:
-        """`sums` are over one part each; `bias` is [channels]."""
-        self._sums, self._bias = sums, bias
-        self.parts, self.channels, self.inner = parts, channels, inner
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, inner] -> [rows, channels] in x's dtype."""
-        return self._out(self._branches(x), x.dtype)
-
-    def branches(self, x: Tensor) -> Tensor:
-        """As PartedProduct says."""
-        return torch.stack(self._branches(x).sums)
-
-    def joined(self, branches: Tensor, dtype: torch.dtype) -> Tensor:
-        """As PartedProduct says."""
-        check_branches(branches, self.parts, self.channels)
-        tree = Branches[Tensor]()
-        for one, parts in zip(branches, self.parts.all_branches, strict=True):
-            tree.push(one, parts)
-        return self._out(tree, dtype)
-
-    def _branches(self, x: Tensor) -> Branches[Tensor]:
-        tree = Branches[Tensor](self.parts.numbers.start)
-        for add_up, (begin, end) in zip(self._sums, pairwise((0, *self.parts.ends)), strict=True):
-            tree.push(add_up(x[:, begin:end])[:, : self.channels])
-        return tree
-
-    def _out(self, tree: Branches[Tensor], dtype: torch.dtype) -> Tensor:
-        out = tree.total()
-        return (out if self._bias is None else out + self._bias).to(dtype)
-
-
-def block_sums(weight: Tensor) -> PartSum:
-    """Sums in float32 over a part of a float weight, [channels, elements].
-
-    16 rows are multiplied with 16 channels at a time: a library may add in another order for another number.
-    """
-    channels, inner = weight.shape
-    blocks = F.pad(weight.float(), (0, 0, 0, -channels % BLOCK)).view(-1, BLOCK, inner)
-
-    def add_up(x: Tensor) -> Tensor:
-        rows = F.pad(x.float(), (0, 0, 0, -len(x) % _ROWS)).view(-1, _ROWS, inner).transpose(1, 2)
-        found = [torch.bmm(blocks, part.expand(len(blocks), inner, _ROWS)).flatten(0, 1).T for part in rows]
-        return torch.cat(found)[: len(x)] if found else torch.empty(0, channels)
-
-    return add_up
 
 
 def group_sums(weight: Int4Weight, groups: range) -> PartSum:

@@ -29,8 +29,9 @@ from specinfer.kernels.layout import (
 )
 from specinfer.kernels.library import Library
 from specinfer.kernels.parts import SumParts
+from specinfer.kernels.parts_product import PartsProduct
 from specinfer.kernels.product import NativeProduct, PartedProduct, Product, SplitProduct
-from specinfer.kernels.quantized import NativeProducts, PartsProduct
+from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.lent_memory import LentMemory
 from specinfer.models.stream import LayerStream
 from specinfer.models.weight_reader import READERS, WeightReader, chosen_rows

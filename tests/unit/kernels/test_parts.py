@@ -12,8 +12,9 @@ from torch import Tensor
 
 from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.parts import Branches, SumParts
+from specinfer.kernels.parts_product import PartsProduct
 from specinfer.kernels.product import NativeProduct, Use
-from specinfer.kernels.quantized import NativeProducts, PartsProduct, Products, quantize_int4, quantize_int8
+from specinfer.kernels.quantized import NativeProducts, Products, quantize_int4, quantize_int8
 from tests.kernels import NAMES, kernels, library_or_skip
 from tests.unit.kernels.ranks import run_ranks
 

@@ -1,0 +1,75 @@
+"""The PyTorch twin of native products whose sums have parts: a function for each part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specinfer.kernels.library import BLOCK
+from specinfer.kernels.parts import Branches, SumParts
+from specinfer.kernels.product import check_branches
+
+FLOAT_ROWS: Final = 16  # that are multiplied at once
+PartSum = Callable[[Tensor], Tensor]  # x [rows, elements of a part] -> float32 [rows, channels or more]
+
+
+class PartsProduct:
+    """The twin of a native product with weights of floats or int4: a Product, and a PartedProduct."""
+
+    __slots__ = ("_bias", "_sums", "channels", "inner", "parts")
+
+    def __init__(
+        self, sums: Sequence[PartSum], bias: Tensor | None, parts: SumParts, channels: int, inner: int
+    ) -> None:
+        """`sums` are over one part each; `bias` is [channels]."""
+        self._sums, self._bias = sums, bias
+        self.parts, self.channels, self.inner = parts, channels, inner
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, inner] -> [rows, channels] in x's dtype."""
+        return self._out(self._branches(x), x.dtype)
+
+    def branches(self, x: Tensor) -> Tensor:
+        """As PartedProduct says."""
+        return torch.stack(self._branches(x).sums)
+
+    def joined(self, branches: Tensor, dtype: torch.dtype) -> Tensor:
+        """As PartedProduct says."""
+        check_branches(branches, self.parts, self.channels)
+        tree = Branches[Tensor]()
+        for one, parts in zip(branches, self.parts.all_branches, strict=True):
+            tree.push(one, parts)
+        return self._out(tree, dtype)
+
+    def _branches(self, x: Tensor) -> Branches[Tensor]:
+        tree = Branches[Tensor](self.parts.numbers.start)
+        for add_up, (begin, end) in zip(self._sums, pairwise((0, *self.parts.ends)), strict=True):
+            tree.push(add_up(x[:, begin:end])[:, : self.channels])
+        return tree
+
+    def _out(self, tree: Branches[Tensor], dtype: torch.dtype) -> Tensor:
+        out = tree.total()
+        return (out if self._bias is None else out + self._bias).to(dtype)
+
+
+def block_sums(weight: Tensor) -> PartSum:
+    """Sums in float32 over a part of a float weight, [channels, elements].
+
+    16 rows are multiplied with 16 channels at a time: a library may add in another order for another number.
+    """
+    channels, inner = weight.shape
+    blocks = F.pad(weight.float(), (0, 0, 0, -channels % BLOCK)).view(-1, BLOCK, inner)
+
+    def add_up(x: Tensor) -> Tensor:
+        rows = F.pad(x.float(), (0, 0, 0, -len(x) % FLOAT_ROWS)).view(-1, FLOAT_ROWS, inner).transpose(1, 2)
+        found = [
+            torch.bmm(blocks, part.expand(len(blocks), inner, FLOAT_ROWS)).flatten(0, 1).T for part in rows
+        ]
+        return torch.cat(found)[: len(x)] if found else torch.empty(0, channels)
+
+    return add_up
