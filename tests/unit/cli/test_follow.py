@@ -1,0 +1,70 @@
+"""`specinfer follow` and a server with a master, as far as no engine is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from specinfer.cli import follow as command
+from specinfer.cli.follow import follow
+from specinfer.cli.serve import serve
+from specinfer.errors import ConfigError, ModelNotFoundError
+
+
+class Knocked(Exception):
+    """Stands for an engine."""
+
+
+def knocks(monkeypatch: pytest.MonkeyPatch, *words: str, **variables: str) -> object:
+    """What a follower asks for at which door."""
+    asked: list[object] = []
+
+    def knock(*given: object) -> None:
+        asked.append(given[:3])
+        raise Knocked
+
+    monkeypatch.setattr(command, "knock", knock)
+    found = CliRunner().invoke(follow, words, env=variables)
+    return asked[0] if asked else found.exception if found.exit_code == 1 else found.output
+
+
+def test_what_launchers_set_is_read_and_an_option_is_stronger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, model = tmp_path / "key", tmp_path / "model.gguf"
+    key.touch(0o600)
+    key.write_text("a key of tests alone")
+    model.write_bytes(b"GGUF")
+    monkeypatch.setattr("specinfer.hub.resolve", lambda *_, **__: type("Files", (), {"path": model}))
+    told = (str(model), "--key-file", str(key))
+    secret = b"a key of tests alone"
+    set_by = {"RANK": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    assert knocks(monkeypatch, *told, **set_by) == (("10.0.0.1", 29500), secret, 3)
+    own = (*told, "--rank", "1", "--master", "[::1]:7")
+    assert knocks(monkeypatch, *own, **set_by) == (("::1", 7), secret, 1)
+    six = {**set_by, "MASTER_ADDR": "fe80::1"}
+    assert knocks(monkeypatch, *told, **six) == (("fe80::1", 29500), secret, 3)
+    assert "Missing option '--rank'" in str(knocks(monkeypatch, *told, "--master", "host:1"))
+    assert "no --master is given" in str(knocks(monkeypatch, *told, "--rank", "1", MASTER_ADDR="host"))
+    assert "0 is not in the range x>=1" in str(knocks(monkeypatch, *told, **{**set_by, "RANK": "0"}))
+    found = knocks(monkeypatch, *told, "--rank", "1", "--master", "host")
+    assert isinstance(found, ConfigError)
+    key.chmod(0o644)
+    assert isinstance(knocks(monkeypatch, *own), ConfigError)
+
+
+def test_a_model_that_is_not_there_is_told_before_any_engine_is_waited_for(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text("a key of tests alone")
+    words = ["./none", "--rank", "1", "--master", "host:1", "--key-file", str(key)]
+    assert isinstance(CliRunner().invoke(follow, words).exception, ModelNotFoundError)
+
+
+def test_replicas_have_no_ranks_on_other_hosts() -> None:
+    words = ["m", "--quantization", "int8", "--tensor-parallel", "2", "--master", "h:1", "--key-file", "k"]
+    found = CliRunner().invoke(serve, [*words, "--replicas", "2"]).exception
+    assert isinstance(found, ConfigError)
+    assert str(found).startswith("replicas is 2 with master; each replica's processes are of this host")
