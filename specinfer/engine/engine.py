@@ -127,7 +127,7 @@ class Engine:
         """What was done so far, and who waits and runs now. May be called by any thread, in a step too."""
         scheduler, clock = self._scheduler, self.clock
         guard = None if self._guard is None else self._guard.state()
-        stream, (exchanged, waited) = self._executor.stream, self._executor.exchange_seconds
+        stream = self._executor.stream
         return Statistics(
             steps=clock.steps,
             stage_seconds=dict(clock.seconds),
@@ -143,8 +143,7 @@ class Engine:
             guessed_tokens=self._speculators.guessed_tokens,
             streamed_bytes=0 if stream is None else stream.read_bytes,
             stream_wait_seconds=0.0 if stream is None else stream.waited,
-            exchange_seconds=exchanged,
-            rank_wait_seconds=waited,
+            rank_seconds=dict(self._executor.rank_seconds),
         )
 
     def close(self) -> None:

@@ -70,8 +70,8 @@ class Statistics:
     guessed_tokens: Mapping[str, int] = field(default_factory=dict)  # by speculator, verified or not
     streamed_bytes: int = 0  # of weights that were read from the disk for passes
     stream_wait_seconds: float = 0.0  # that passes waited for them
-    exchange_seconds: float = 0.0  # that rank 0 exchanged with other ranks
-    rank_wait_seconds: float = 0.0  # of these, those in which it waited for one
+    # Where the time of ranks went: "1 computing" of rank 1, "1 exchanging" and "1 waiting".
+    rank_seconds: Mapping[str, float] = field(default_factory=dict)
 
     def since(self, earlier: Statistics) -> Statistics:
         """What was done after `earlier`; what does not only grow is that of now."""
@@ -93,8 +93,7 @@ class Statistics:
             guessed_tokens=_sums(self.guessed_tokens, other.guessed_tokens, sign),
             streamed_bytes=self.streamed_bytes + sign * other.streamed_bytes,
             stream_wait_seconds=self.stream_wait_seconds + sign * other.stream_wait_seconds,
-            exchange_seconds=self.exchange_seconds + sign * other.exchange_seconds,
-            rank_wait_seconds=self.rank_wait_seconds + sign * other.rank_wait_seconds,
+            rank_seconds=_sums(self.rank_seconds, other.rank_seconds, sign),
         )
 
 

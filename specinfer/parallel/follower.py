@@ -38,7 +38,17 @@ from specinfer.parallel.link import Link, read_key
 from specinfer.parallel.share import Layout
 from specinfer.runtime.executor import ModelRunner
 from specinfer.runtime.kv_cache import free_bytes, gib
-from specinfer.runtime.sharded import Close, Logits, MessageReader, Open, Pass, identity_of, widths_of
+from specinfer.runtime.sharded import (
+    AskFigures,
+    Close,
+    Logits,
+    MessageReader,
+    Moves,
+    Open,
+    Pass,
+    identity_of,
+    widths_of,
+)
 from specinfer.speculation_config import Quantization
 from specinfer.version import VERSION
 
@@ -182,21 +192,29 @@ def follow(group: Group, models: Sequence[LanguageModel]) -> None:
             )
         elif isinstance(command, Close):
             del caches[command.cache], runners[command.cache]
-        elif isinstance(command, Pass):
-            runner = runners[command.cache]
-            read = runner.follow(command.rows, command.taps, logits=command.logits, more=command.more)
-            if read is None:
-                continue
-            if read.tapped_TND is not None:
-                group.answer(read.tapped_TND)
-            if read.logits_RV is not None:
-                group.gather(read.logits_RV, widths_of(runner.model, group))
-        elif isinstance(command, Logits):
-            model = runners[command.cache].model
-            bits = torch.from_numpy(command.bits.copy()).view(command.rows, -1)
-            group.gather(model.logits(bits.view(model.dtype)), widths_of(model, group))
+        elif isinstance(command, AskFigures):
+            group.answer(torch.tensor(group.spent, dtype=torch.float64))
         else:
-            runners[command.cache].cache.move(command.sources, command.targets)
+            with group.passing():
+                _run(command, runners[command.cache], group)
+
+
+def _run(command: Pass | Logits | Moves, runner: ModelRunner, group: Group) -> None:
+    """This rank's part of what is done with a cache."""
+    model = runner.model
+    if isinstance(command, Pass):
+        read = runner.follow(command.rows, command.taps, logits=command.logits, more=command.more)
+        if read is None:
+            return
+        if read.tapped_TND is not None:
+            group.answer(read.tapped_TND)
+        if read.logits_RV is not None:
+            group.gather(read.logits_RV, widths_of(model, group))
+    elif isinstance(command, Logits):
+        bits = torch.from_numpy(command.bits.copy()).view(command.rows, -1)
+        group.gather(model.logits(bits.view(model.dtype)), widths_of(model, group))
+    else:
+        runner.cache.move(command.sources, command.targets)
 
 
 def main() -> None:

@@ -17,11 +17,12 @@ it, and all that follow, raise PeerLostError.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -39,6 +40,8 @@ from specinfer.parallel.meeting import HERE, gloo_of, gloo_of_rank_0, hand_on, i
 
 LIMIT: Final = 10.0  # seconds that an exchange may take
 LOST: Final = b'{"lost": true}'  # the last word of a follower that has lost another rank
+_FIGURES: Final = 1.0  # seconds after which followers are asked how they spent them
+_DOING: Final = ("computing", "exchanging", "waiting")
 _TRIED, _ROWS = 50, 16  # exchanges that are timed, and their rows
 
 
@@ -104,7 +107,10 @@ class Group:
         alike = range(1, size) if exchange is None else ()
         self._over_gloo: Collection[int] = alike if over_gloo is None else over_gloo
         self._ring: tuple[Link, Link] | None = None  # from the stage before, and to the next
+        self.spent = [0.0, 0.0, 0.0]  # seconds of passes: computing, exchanging, waiting
         self._handing, self._taking = 0.0, 0.0  # seconds in these
+        self._figures: list[Sequence[float]] = []  # of followers, as they have answered
+        self._asked = -math.inf  # when
         self._peers = peers
         self._closed = False
         self._gloo: Any = None
@@ -299,16 +305,44 @@ class Group:
         if self._peers is not None:
             self._peers.on_end = lambda: tell(self.lose())
 
-    @property
-    def spent(self) -> tuple[float, float]:
-        """Seconds within exchanges so far, and of them waiting; of gloo's nobody knows.
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """A part of a pass, whose time counts."""
+        began, before = time.perf_counter(), self._exchanged()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            moved, waited = (now - then for now, then in zip(self._exchanged(), before, strict=True))
+            for n, spent in enumerate((seconds - moved - waited, moved, waited)):
+                self.spent[n] += spent
 
-        Other stages are waited for, too.
-        """
+    def _exchanged(self) -> tuple[float, float]:
+        """Seconds in exchanges so far, without waiting and of waiting; of gloo's nobody knows."""
         if self.exchange is None:
-            return self._handing + self._taking, self._taking
+            return self._handing, self._taking
         figures = self.exchange.figures()
-        return figures.seconds + self._handing + self._taking, figures.waited + self._taking
+        return self._handing + figures.seconds - figures.waited, self._taking + figures.waited
+
+    @property
+    def wants_figures(self) -> bool:
+        """Whether it is time to ask followers for theirs, at rank 0."""
+        return time.monotonic() - self._asked > _FIGURES
+
+    def hear_figures(self) -> None:
+        """Take what the followers answer, which were asked."""
+        like = torch.empty(3, dtype=torch.float64)
+        self._figures = [self.answered(rank, like).tolist() for rank in range(1, self.size)]
+        self._asked = time.monotonic()
+
+    @property
+    def rank_seconds(self) -> dict[str, float]:
+        """Where the time of ranks went so far, at rank 0; others were asked up to a few seconds ago."""
+        return {
+            f"{rank} {doing}": seconds
+            for rank, spent in enumerate([self.spent, *self._figures])
+            for doing, seconds in zip(_DOING, spent, strict=True)
+        }
 
     def seconds(self, width: int, rows: int = _ROWS) -> float:
         """What an exchange of so many rows and sums takes, a median; all ranks call it at once."""

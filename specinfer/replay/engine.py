@@ -159,9 +159,9 @@ class TracedExecutor:
         return None
 
     @property
-    def exchange_seconds(self) -> tuple[float, float]:
+    def rank_seconds(self) -> Mapping[str, float]:
         """As Executor says: there are no ranks."""
-        return 0.0, 0.0
+        return {}
 
     def move(self, moves: Sequence[Move]) -> None:
         """As Executor says; here a step's stages behind its pass take their time."""

@@ -7,7 +7,7 @@ docs/map.md says what an implementation owes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,8 +60,8 @@ class Executor(Protocol):
         ...
 
     @property
-    def exchange_seconds(self) -> tuple[float, float]:
-        """Those in which the target's ranks exchanged so far, and those of them that went into waiting."""
+    def rank_seconds(self) -> Mapping[str, float]:
+        """Where the time of the target's ranks went so far: "0 computing", "1 waiting"."""
         ...
 
     def move(self, moves: Sequence[Move]) -> None:
@@ -181,10 +181,10 @@ class LocalExecutor:
         return self.target.model.stream
 
     @property
-    def exchange_seconds(self) -> tuple[float, float]:
+    def rank_seconds(self) -> Mapping[str, float]:
         """As Executor says; these are the target's, which variants share."""
         group = self.target.model.group
-        return (0.0, 0.0) if group is None else group.spent
+        return {} if group is None else group.rank_seconds
 
     def runner(self, model: LanguageModel) -> ModelRunner:
         """A model over a cache of its own, whose blocks are the target's."""

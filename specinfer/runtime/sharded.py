@@ -9,6 +9,7 @@ A message is what rank 0 is about to do with a cache, in words of int32:
             start, rows, logits from, blocks, nodes (-1: text alone), the tokens, the blocks, the parents
     LOGITS  cache, rows, and what the output layer reads of them
     MOVE    cache, positions, their slots, and the slots that theirs become
+    FIGURES 0; each rank answers with the seconds that it computed, exchanged and waited
 
 Each pipeline stage runs its layers and hands its rows on. The last one hands those that somebody may ask for
 back to the first, which makes logits. What layers with a tap were given their stage tells rank 0.
@@ -47,7 +48,7 @@ from specinfer.runtime.cost_curve import code_hash
 from specinfer.runtime.stages import StagedPasses, StagePart
 from specinfer.version import VERSION
 
-_OPEN, _CLOSE, _PASS, _LOGITS, _MOVE = range(1, 6)
+_OPEN, _CLOSE, _PASS, _LOGITS, _MOVE, _FIGURES = range(1, 7)
 _MOST_CACHES: Final = 64
 _MOST_SLOTS: Final = 1 << 31
 _MOST_ROWS: Final = 1 << 16
@@ -94,7 +95,11 @@ class Moves(NamedTuple):
     targets: list[int]
 
 
-Command = Open | Close | Pass | Logits | Moves
+class AskFigures(NamedTuple):
+    """Say where the time of passes went."""
+
+
+Command = Open | Close | Pass | Logits | Moves | AskFigures
 
 
 class MessageWriter:
@@ -145,6 +150,11 @@ class MessageWriter:
         """As the module says."""
         return array("i", [_MOVE, cache, len(sources), *sources, *targets]).tobytes()
 
+    @staticmethod
+    def asking() -> bytes:
+        """As the module says."""
+        return array("i", [_FIGURES, 0]).tobytes()
+
 
 class MessageReader:
     """Reads messages, and believes nothing."""
@@ -161,12 +171,14 @@ class MessageReader:
         if len(message) % 4:
             raise ValueError(f"a message has {len(message)} bytes; allowed: whole words of 4")
         self._words, self._at = np.frombuffer(message, np.int32), 0
-        kind, cache = self._number(_OPEN, _MOVE), self._number(0, (1 << 31) - 1)
+        kind, cache = self._number(_OPEN, _FIGURES), self._number(0, (1 << 31) - 1)
         if kind == _OPEN:
             if cache in caches or len(caches) >= _MOST_CACHES:
                 raise ValueError(f"cache {cache} is there, or too many are")
             model, blocks = self._number(0, len(self._configs) - 1), self._number(1, _MOST_SLOTS - 1)
             found: Command = Open(cache, model, blocks, self._number(1, _MOST_SLOTS // blocks))
+        elif kind == _FIGURES:
+            found = AskFigures()
         elif cache not in caches:
             raise ValueError(f"there is no cache {cache}")
         elif kind == _CLOSE:
@@ -262,7 +274,7 @@ class Leader:
 
         Where no more than `most_logits` rows want logits, these come along.
         """
-        stage = self._model.config.stage
+        stage, group = self._model.config.stage, self._group
         check_taps(taps, PipelineStage(0, stage.count, stage.count))
         elsewhere = taps if self._stages > 1 else ()  # for its own nobody is asked
         parts = [part_of(some, stage.taps(taps)) for some in self._passes.cut(rows)]
@@ -277,7 +289,12 @@ class Leader:
             if elsewhere:
                 count = sum(part.num_rows for part in parts)
                 found = found._replace(tapped_TND=self._tapped(found.tapped_TND, taps, count))
-            return found._replace(logits_RV=self._whole(found)) if logits else found
+            if logits:
+                found = found._replace(logits_RV=self._whole(found))
+            if group.wants_figures:
+                group.broadcast(MessageWriter.asking(), group.stages)
+                group.hear_figures()
+            return found
 
     def _tapped(self, own_TND: Tensor | None, taps: Sequence[int], rows: int) -> Tensor:
         """The taps of all stages, in the order of `taps`."""
@@ -319,7 +336,7 @@ class Leader:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """While ranks do something together: whatever cuts it short puts them out of step for good."""
-        with self._group.turn, interrupts_held():
+        with self._group.turn, interrupts_held(), self._group.passing():
             try:
                 yield
             except PeerLostError as error:

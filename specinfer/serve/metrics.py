@@ -83,8 +83,8 @@ class Metrics:
         self.factors = made(Gauge, "pass_cost_factor", factor, "model")
         self.streamed_bytes = counter("streamed_bytes", "Of weights that were read from the disk for passes.")
         self.stream_waits = counter("stream_wait_seconds", "That passes waited for these bytes.")
-        self.exchanges = counter("exchange_seconds", "That ranks exchanged partial sums, as rank 0 has it.")
-        self.rank_waits = counter("rank_wait_seconds", "Of these, those in which it waited for a rank.")
+        ranks = "Where the time of ranks went: computing, exchanging or waiting for others."
+        self.ranks = made(Gauge, "rank_seconds", ranks, "replica", "rank", "doing")
         self.restarts = gauge("engine_restarts", "How often engine processes were started again.")
         self.handed_on = gauge("num_handed_on", "How often an answer went on with another engine.")
         self._of_replicas = [
@@ -120,6 +120,8 @@ class Metrics:
         for number, replica in enumerate(health.replicas):
             for one, value in self._of_replicas:
                 one.labels(self.model, str(number)).set(value(replica))
+            for name, seconds in replica.state.rank_seconds.items():
+                self.ranks.labels(self.model, str(number), *name.split()).set(seconds)
         if state is not None:
             self.running.set(state.running)
             self.waiting.set(state.waiting)
@@ -145,8 +147,6 @@ class Metrics:
         """Count what passes have read and exchanged since the engine was asked last."""
         self.streamed_bytes.inc(done.streamed_bytes)
         self.stream_waits.inc(done.stream_wait_seconds)
-        self.exchanges.inc(done.exchange_seconds)
-        self.rank_waits.inc(done.rank_wait_seconds)
 
     def speculation(self, figures: SpeculationFigures) -> None:
         """Count what speculation did for an answer."""

@@ -95,8 +95,8 @@ class Recited:
         return None
 
     @property
-    def exchange_seconds(self) -> tuple[float, float]:
-        return 0.0, 0.0
+    def rank_seconds(self) -> dict[str, float]:
+        return {}
 
     def move(self, moves: Sequence[Move]) -> None:
         pass

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from specinfer.parallel.link import Link
 from specinfer.runtime.batch import Rows
-from specinfer.runtime.sharded import Close, Logits, MessageReader, MessageWriter, Moves, Open, Pass
+from specinfer.runtime.sharded import (
+    AskFigures,
+    Close,
+    Logits,
+    MessageReader,
+    MessageWriter,
+    Moves,
+    Open,
+    Pass,
+)
 from tests.unit.parallel.test_share import SMOL
 
 CACHES = {3: Open(3, 0, blocks=4, block_size=8)}
@@ -32,6 +41,7 @@ def words(*numbers: int) -> bytes:
 def test_what_is_written_is_read() -> None:
     read = reader().read
     assert read(MessageWriter.opening(7, 0, 2, 16), CACHES) == Open(7, 0, 2, 16)
+    assert read(MessageWriter.asking(), {}) == AskFigures()
     assert read(MessageWriter.closing(3), CACHES) == Close(3)
     told = MessageWriter.passing(3, [TEXT, TREE], 8, logits=True)
     rows = [TEXT, Rows([1, 2, 3, 4], 0, [1], 1, [-1, 0, 0])]
@@ -50,7 +60,7 @@ def test_what_is_written_is_read() -> None:
     [
         (b"", "ends before"),
         (b"\1\0\0", "whole words"),
-        (words(9, 3), "9 where 1 to 5"),
+        (words(9, 3), "9 where 1 to 6"),
         (words(3, 4, 0, 0), "no cache 4"),
         (MessageWriter.opening(3, 0, 2, 2), "cache 3 is there"),
         (MessageWriter.opening(4, 0, 0, 2), "0 where 1 to"),

@@ -62,8 +62,7 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
         cost_factors={"target": 1.5},
         streamed_bytes=4000,
         stream_wait_seconds=1.5,
-        exchange_seconds=3.0,
-        rank_wait_seconds=0.5,
+        rank_seconds={"0 computing": 3.0, "1 waiting": 0.5},
     )
     second = Statistics(
         running=1,
@@ -75,8 +74,7 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
         cost_factors={"target": 1.25, "0-draft": 2.0},
         streamed_bytes=1000,
         stream_wait_seconds=0.25,
-        exchange_seconds=1.0,
-        rank_wait_seconds=0.25,
+        rank_seconds={"0 computing": 1.0, "1 waiting": 0.25},
     )
     metrics = Metrics("m")
 
@@ -87,7 +85,7 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
                 name, _, number = line.rpartition(" ")
                 found[name.removeprefix("specinfer:").replace('model_name="m"', "")] = float(number)
         wanted = ("num_pre", "num_requests_running", "engine_s", "engine_restarts", "prefix_cache_hit_rate")
-        wanted += ("speculation_o", "guessed_tokens", "pass_cost_factor", "stream", "exchange", "rank")
+        wanted += ("speculation_o", "guessed_tokens", "pass_cost_factor", "stream", "rank")
         told = {name: number for name, number in found.items() if name.startswith(wanted)}
         return {name: number for name, number in told.items() if "_created" not in name}
 
@@ -128,8 +126,8 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
             'pass_cost_factor{model="0-draft",}': 2.0,
             "streamed_bytes_total{}": 5000,
             "stream_wait_seconds_total{}": 1.75,
-            "exchange_seconds_total{}": 4.0,
-            "rank_wait_seconds_total{}": 0.75,
+            'rank_seconds{doing="computing",,rank="0",replica="0"}': 4.0,
+            'rank_seconds{doing="waiting",,rank="1",replica="0"}': 0.75,
         }
         await backend.close()
 
