@@ -278,7 +278,8 @@ class Leader:
         check_taps(taps, PipelineStage(0, stage.count, stage.count))
         elsewhere = taps if self._stages > 1 else ()  # for its own nobody is asked
         parts = [part_of(some, stage.taps(taps)) for some in self._passes.cut(rows)]
-        logits = 0 < sum(part.num_chosen for part in parts) <= most_logits
+        chosen = sum(part.num_chosen for part in parts)
+        logits = 0 < chosen <= most_logits
         with self._turn():
             for behind, part in zip(reversed(range(len(parts))), parts, strict=True):
                 how = {"logits": logits and not behind, "more": behind > 0}
@@ -291,7 +292,8 @@ class Leader:
                 found = found._replace(tapped_TND=self._tapped(found.tapped_TND, taps, count))
             if logits:
                 found = found._replace(logits_RV=self._whole(found))
-            if group.wants_figures:
+            # Where rows came back all stages have ended it; else an answer might take as long as the pass.
+            if chosen and self._stages == group.stages and group.wants_figures:
                 group.broadcast(MessageWriter.asking(), group.stages)
                 group.hear_figures()
             return found
@@ -304,7 +306,7 @@ class Leader:
         for number, (first, behind) in enumerate(pairwise(group.bounds)):
             if number and (own := PipelineStage(first, behind, group.bounds[-1]).taps(taps)):
                 like = torch.empty(rows, len(own), size, dtype=self._model.dtype)
-                parts.append(group.answered(number * group.width, like))
+                parts.append(group.answered(number * group.width, like, self._passes.patience))
                 order += own
         return torch.cat(parts, 1)[:, [order.index(tap) for tap in taps]].contiguous()
 

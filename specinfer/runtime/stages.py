@@ -51,6 +51,7 @@ class StagedPasses:
         self._reads: list[Read] = []  # of the parts of a pass that is not over
         self._chosen = 0  # of all of its rows
         self._seconds = 0.0  # that its parts took here
+        self.patience = 0.0  # seconds by which other stages may be behind with the last pass, at rank 0
         self._pace = Pace()
 
     def cut(self, rows: Sequence[Rows]) -> list[Sequence[Rows]]:
@@ -86,6 +87,7 @@ class StagedPasses:
             self._hand_on(hidden_RD)
         if stage.begins:
             hidden_RD = self._taken(self._chosen)
+        self.patience = self._patience or 0.0
         self._reads, self._chosen, self._seconds = [], 0, 0.0
         return Read(hidden_RD, tapped_TND)
 
