@@ -21,6 +21,7 @@ from specinfer.errors import ConfigError, DamagedFileError, ModelError, ModelFil
 from specinfer.heads.checkpoint import load_head
 from specinfer.heads.kinds import AnyHeadModel
 from specinfer.kernels.choice import Kernels, guessing, streaming
+from specinfer.kernels.machine import give_back_memory
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel
@@ -190,7 +191,10 @@ class Loader:
         if lent is not None:
             lent.load()
         shared = Shared(target.table, target.output if shares_head else None, lent)
-        return self._load(found, kernels, quantization, logit_ids, shared)
+        loaded = self._load(found, kernels, quantization, logit_ids, shared)
+        if lent is not None:
+            give_back_memory()  # of matrices that were found there
+        return loaded
 
     def head(
         self, found: FoundHead, target: Found, model: LanguageModel, quantization: Quantization

@@ -37,7 +37,6 @@ from specinfer.speculation_config import DEEPEST_STREAMED, SELF, Quantization
 
 _SAMPLE: Final = 1 << 27  # bytes that are read to learn how fast memory is
 _SLACK: Final = 1 << 26  # bytes that libraries take meanwhile
-_LAWS: Final = 16  # bytes of a request for each token of the vocabulary
 _BUFFERS: Final = 2  # of layers, where nobody guesses beside a pass
 _WORTH: Final = 0.9  # of the best speed, for which there may be more room
 # The acceptance probability of a level's first guess until something is known, as measured on Alpaca.
@@ -190,7 +189,6 @@ class Wanted:
         """What fits into memory with layers of so many bytes; raises CapacityError where nothing does."""
         fixed, ways = self.fixed(process), list[Way]()
         refused: list[tuple[int, CapacityError]] = []  # with the bytes of what there is in any case
-        requests = config.scheduler.max_batch_size
         asked = config.scheduler.max_step_tokens, config.speculation.max_nodes
         rows = max([number for number in asked if isinstance(number, int)], default=0)
         for guessers in self.guessers:
@@ -204,7 +202,7 @@ class Wanted:
                 parts = {
                     **fixed,
                     "drafts": guessers.weights,
-                    "activations": activation_bytes(self.target.config, self.dtype, room.rows, requests),
+                    "activations": activation_bytes(self.target.config, self.dtype, room.rows),
                     "KV caches": caches,
                 }
                 try:
@@ -247,8 +245,7 @@ def plan_memory(wanted: Wanted, config: EngineConfig, progress: Progress) -> Mem
     model = wanted.target.config, wanted.dtype
     models = [model, *(wanted.guessers[0].caches if speculation.drafts else ())]
     caches = config.cache.memory or cache_bytes(models, room.positions)
-    requests = config.scheduler.max_batch_size
-    if total + caches + activation_bytes(*model, room.rows, requests) <= free:
+    if total + caches + activation_bytes(*model, room.rows) <= free:
         return None
     if wanted.device.type != "cpu" or wanted.kernels.library is None:
         raise ConfigError(
@@ -319,14 +316,10 @@ def allowed_bytes(memory: int | None, device: torch.device) -> int:
     return memory
 
 
-def activation_bytes(config: ModelConfig, dtype: torch.dtype, rows: int, requests: int) -> int:
-    """What a pass of so many rows takes besides weights and KV caches, about.
-
-    Of each request the logits of a row are there some times over, while it is sampled from.
-    """
+def activation_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
+    """What a pass of so many rows takes besides weights and KV caches, about."""
     widest = config.hidden_size * 6 + config.intermediate_size * 4 + config.num_heads * config.head_dim * 4
-    laws = _LAWS * requests * config.vocab_size
-    return rows * widest * max(2, dtype.itemsize) + laws + MOST_BYTES + _SLACK
+    return rows * widest * max(2, dtype.itemsize) + MOST_BYTES + _SLACK
 
 
 def cache_bytes(models: Sequence[tuple[ModelConfig, torch.dtype]], positions: int) -> int:
