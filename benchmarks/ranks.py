@@ -56,7 +56,8 @@ class Layout:
     def of(cls, text: str) -> Layout:
         """The layout that `TPxPP` or `TPxPP@MBIT` names."""
         sizes, _, mbit = text.partition("@")
-        return cls(*map(int, sizes.split("x")), int(mbit or 0))
+        tensor, stages = map(int, sizes.split("x"))
+        return cls(tensor, stages, int(mbit or 0))
 
     @property
     def size(self) -> int:

@@ -54,7 +54,7 @@ def two_nodes(mbit: int) -> Iterator[Nodes]:
                 call("ip", "-n", name, "link", "set", "lo", "up")
                 shaped = ("root", "tbf", "rate", f"{mbit}mbit", "burst", _BURST, "latency", "50ms")
                 call("tc", "-n", name, "qdisc", "add", "dev", end, *shaped)
-            yield Nodes(*names, str(key))
+            yield Nodes(names[0], names[1], str(key))
         finally:
             for name in names:
                 subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
