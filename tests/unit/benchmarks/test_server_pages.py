@@ -1,4 +1,4 @@
-"""What benchmarks/soak.py, replicas.py and latency.py make of what they measured."""
+"""What benchmarks/soak.py and latency.py make of what they measured."""
 
 from __future__ import annotations
 
@@ -53,27 +53,6 @@ def test_each_request_of_a_soak_has_a_law_and_a_seed_of_its_own(script: Script) 
     assert load.params(5).top_k == 50
     load.exchanges[0] = Exchange(0.0)
     assert load.exchanges[0].error == ""
-
-
-def test_replicas_are_told_beside_one(script: Script) -> None:
-    replicas = script("replicas")
-    settings: dict[str, Any] = {"model": "m", "quantization": "int8", "replicas": 2, "users": 4, "minutes": 1}
-    settings |= {"threads": 1, "batch_size": 4, "max_tokens": 8, "kill_every": 2.0}
-    asked = [{"role": "user", "content": "a"}]
-    more = [*asked, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    load = replicas.Load(["a"], 8, kills=3, seconds=10.0)
-    for number, (messages, cached, error) in enumerate(
-        [(asked, 0, ""), (more, 20, ""), (asked, 0, ""), (more, 4, ""), (asked, 0, "gone")]
-    ):
-        exchange = Exchange(0.0, [1.0, 1.5, 3.0], 3.0, "x", "stop", 20, 8, cached, error=error)
-        load.turns.append(replicas.Turn(number, messages, exchange))
-    cell = replicas.figures(load) | {"different": 1}
-    single = cell | {"tokens": 20}
-    names = [", ".join(map(str, one)) for one in replicas.cells(1, 2)]
-    assert names == ["plain, 1, 0", "plain, 2, 0", "kills, 2, 0", "replacing, 2, 0"]
-    text = "\n".join(replicas.page(settings, dict(zip(names, [single, cell, cell, cell], strict=True))))
-    assert "2 replicas over one, medians: 1.60" in text
-    assert "| kills | 2 | 5; 1 | 1 | 3 | 3.2 | 1.500 | 1.50 | 1 of 2 |" in text
 
 
 def test_first_tokens_are_told_in_percentiles(script: Script) -> None:
