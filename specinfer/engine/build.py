@@ -248,7 +248,7 @@ def build_engine(
             lending=lending,
         )
         for name, model in draft_names(speculation.drafts).items():
-            if model == SELF and name in costs:
+            if model in (SELF, config.model) and name in costs:
                 sized.chances.expect_twin(name)
         policy, guard = sized, sized.guard
         if measured and guard is not None:  # a run by the curve decides as the last one did

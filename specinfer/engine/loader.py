@@ -65,13 +65,18 @@ class Loader:
         """
         if self.plan is None or not self.plan.placement.streamed:
             return None
-        prepared, target = self._prepare(found, self.kernels, twin), self.plan.prepared
-        names = layer_records(prepared)
-        if output and not self.plan.guessers.shares_head and _OUTPUT in prepared.records:
-            names.append(_OUTPUT)
+        plan, target = self.plan, self.plan.prepared
         layers = layer_records(target)
-        streamed = [layers[number] for number in self.plan.placement.streamed]
-        return LentMemory(prepared, names, target, streamed, self.plan.disk)
+        streamed = [layers[number] for number in plan.placement.streamed]
+
+        def read(prepared: PreparedFile) -> LentMemory:
+            names = layer_records(prepared)
+            if output and not plan.guessers.shares_head and _OUTPUT in prepared.records:
+                names.append(_OUTPUT)
+            return LentMemory(prepared, names, target, streamed, plan.disk)
+
+        make = partial(self._prepare, found, self.kernels, twin)
+        return _used(make(), read, make)
 
     def target(
         self, found: Found, quantization: Quantization, *, reads_table: bool, lent: LentMemory | None = None
@@ -188,8 +193,6 @@ class Loader:
         elif quantization != "none":
             with contextlib.suppress(ModelError):  # else it is quantized at each start
                 self._prepare(found, kernels, quantization)
-        if lent is not None:
-            lent.load()
         shared = Shared(target.table, target.output if shares_head else None, lent)
         loaded = self._load(found, kernels, quantization, logit_ids, shared)
         if lent is not None:

@@ -323,7 +323,7 @@ def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Mo
     plan = models.plan
     if plan is not None:
         plan = replace(plan, kv_cache=plan.kv_cache // _BESIDE)
-    if models.lent is not None and SELF in wanted.speculation.drafts:
+    if models.lent is not None and {SELF, config.model} & {*wanted.speculation.drafts}:
         models.lent.keep()
     return replace(models, drafts=drafts, named=named, foreign=foreign, plan=plan, lent=None)
 

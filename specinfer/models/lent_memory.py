@@ -37,7 +37,7 @@ Holder = Literal["nobody", "draft", "layers"]  # nobody: it may be half of eithe
 class LentMemory:
     """Memory for records of a draft, or for some of the target's.
 
-    It begins with nothing: `load` brings the draft.
+    It begins with the draft.
     """
 
     def __init__(
@@ -50,13 +50,15 @@ class LentMemory:
     ) -> None:
         """The draft's records of these names lie here, or some of the target's that are streamed else.
 
-        Raises ModelFileError where one of the files cannot be opened.
+        Reads the draft: raises DamagedFileError unless it is what was written, ModelFileError where its file
+        cannot be read.
         """
         self.holder: Holder = "nobody"
         self._kept = False  # for the draft, for good
+        self._failed = False  # layers could not be read since the draft was here
         self._disk = disk
         self._turn = RLock()
-        self._draft, self._target = StreamSource(draft.path), StreamSource(target.path)
+        self._draft = StreamSource(draft.path)
         self._layers = [target.records[name] for name in streamed]
         self._records = [draft.records[name] for name in names]
         begins = [0, *accumulate(record.length for record in self._records)]
@@ -75,7 +77,9 @@ class LentMemory:
             number: memory[n * longest : n * longest + self._layers[number].length]
             for n, number in enumerate(lent)
         }
-        self._stream: LayerStream | None = None
+        self._stream: LayerStream | None = None  # of layers
+        self._target: StreamSource | None = None  # which it reads
+        self._load()
 
     @property
     def seconds(self) -> float:
@@ -85,24 +89,17 @@ class LentMemory:
     @property
     def can_be_lent(self) -> bool:
         """Whether layers of the target may have it."""
-        return bool(self.layers) and not self._kept
+        return bool(self.layers) and not self._kept and not self._failed
 
     @property
     def streamed_bytes(self) -> int:
         """Bytes that are read in each pass while layers of the target are here."""
         return sum(layer.length for number, layer in enumerate(self._layers) if number not in self.layers)
 
-    def serve(self, stream: LayerStream) -> None:
-        """Say whose records `layers` are."""
-        self._stream = stream
-
-    def load(self) -> None:
-        """Read the draft for the first time; raises DamagedFileError unless it is what was written."""
-        self._read_draft()
-        for record, memory in zip(self._records, self._memories, strict=True):
-            if zlib.crc32(memory) != record.crc:
-                raise DamagedFileError(f"{self._draft.path}: a record has a wrong checksum")
-        self.holder = "draft"
+    def serve(self, stream: LayerStream, file: PreparedFile, streamed: Sequence[str]) -> None:
+        """Say whose records `layers` are: a stream's of these records of a file, which may be a new one."""
+        self._stream, self._target = stream, StreamSource(file.path)
+        self._layers = [file.records[name] for name in streamed]
 
     def weight(self, matrix: str, kind: type[Weight]) -> Weight | None:
         """The draft's matrix of that name, as it lies here; None where it does not."""
@@ -113,13 +110,15 @@ class LentMemory:
     def lend(self) -> None:
         """Have layers of the target here, between passes; nobody may ask the draft until it is back.
 
-        Where they cannot be read they are streamed as before, and that is logged.
+        Where they cannot be read they are streamed as before, which is logged, until the draft is back.
         """
         with self._turn:
             if self.can_be_lent and self.holder != "layers":
                 self.holder = "nobody"
-                if self._moved([*self.layers], self._read_layers):
+                self._failed = not self._moved([*self.layers], self._read_layers)
+                if not self._failed:
                     self.holder = "layers"
+                    _LOG.info("%d more layers are in memory, in place of the draft", len(self.layers))
 
     def take_back(self) -> bool:
         """Have the draft here, between passes of the target; returns whether it is.
@@ -130,7 +129,8 @@ class LentMemory:
             if self.holder != "draft":
                 self.holder = "nobody"
                 if self._moved([], self._read_draft):
-                    self.holder = "draft"
+                    self.holder, self._failed = "draft", False
+                    _LOG.info("the draft is back in memory")
             return self.holder == "draft"
 
     def keep(self) -> None:
@@ -146,13 +146,20 @@ class LentMemory:
         except ModelFileError as error:
             _LOG.warning("a draft and layers of its target cannot change places: %s", error)
             return False
-        _LOG.info("%d more layers are kept in memory, in place of the draft", len(pinned))
         return True
+
+    def _load(self) -> None:
+        self._read_draft()
+        for record, memory in zip(self._records, self._memories, strict=True):
+            if zlib.crc32(memory) != record.crc:
+                raise DamagedFileError(f"{self._draft.path}: a record has a wrong checksum")
+        self.holder = "draft"
 
     def _read_draft(self) -> None:
         self._read(self._draft, zip(self._memories, self._records, strict=True))
 
     def _read_layers(self) -> None:
+        assert self._target is not None, "only layers that are streamed come here"
         self._read(self._target, ((memory, self._layers[number]) for number, memory in self.layers.items()))
 
     def _read(self, source: StreamSource, records: Iterable[tuple[memoryview, Record]]) -> None:

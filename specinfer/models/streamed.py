@@ -92,7 +92,7 @@ class StreamedWeights(Weights):
             source = StreamSource(file.path)
             self.stream = LayerStream(source, records, buffers=placement.buffers, disk=disk)
             if lent is not None:
-                lent.serve(self.stream)
+                lent.serve(self.stream, file, [self._layers[number] for number in placement.streamed])
         self._buffer: memoryview | None = None  # in which the layer that is built lies
         self._record: Record | None = None  # of that layer
         self._vectors: dict[tuple[object, ...], Tensor] = {}  # of that layer, which all of its products share

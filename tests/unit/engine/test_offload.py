@@ -152,9 +152,13 @@ def counted(calls: Counter[str], name: str, call: Callable[..., Any]) -> Callabl
     return counting
 
 
-def test_the_twin_that_a_variant_asks_keeps_its_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["self", "deep"])
+def test_the_twin_that_a_variant_asks_keeps_its_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    draft = name if name == "self" else str(folder / name)
     want = texts(resident(folder / "deep", max_batch_size=4))
-    with streamed(folder / "deep", monkeypatch, Planned(twin=True), max_batch_size=4) as llm:
+    with streamed(folder / "deep", monkeypatch, drafts=(draft,), max_batch_size=4) as llm:
         lent = llm.models.lent
         assert lent is not None
         lent.lend()

@@ -130,6 +130,29 @@ def test_a_flipped_byte_of_a_drafts_embeddings(
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.parametrize(("kind", "record"), [("int4", "model.layers.2"), ("floats", "model.layers.1")])
+def test_a_flipped_byte_of_a_twin_or_of_its_target(
+    kind: str,
+    record: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And layers that come into the twin's memory are those of the file that was made anew."""
+    want, options = wanted(model), {"offload_folder": str(tmp_path / "disk")}
+    with streamed(model, monkeypatch, Planned(twin=True), **options) as llm:
+        assert texts(llm) == want
+    flip(next((tmp_path / "disk").glob(f"*-{kind}-*.safetensors")), record)
+    with streamed(model, monkeypatch, Planned(twin=True), **options) as llm:
+        assert texts(llm) == want
+        assert llm.models.lent is not None
+        llm.models.lent.lend()
+        assert llm.models.lent.holder == "layers"
+        assert texts(llm.variant(drafts=())) == want
+    assert len(caplog.messages) == 1
+
+
 def test_damage_that_comes_again_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep, kept = NewFile.keep, list[Path]()
 

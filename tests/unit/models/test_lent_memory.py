@@ -47,8 +47,7 @@ def lent(files: tuple[PreparedFile, PreparedFile]) -> Iterator[LentMemory]:
         for one in (target.records[name],)
     ]
     with LayerStream(StreamSource(target.path), records, buffers=2, disk=disk()) as stream:
-        found.serve(stream)
-        found.load()
+        found.serve(stream, target, names)
         yield found
 
 
@@ -118,6 +117,8 @@ def test_files_that_cannot_be_read(
         patch.setattr(StreamSource, "read_into", fail)
         lent.lend()
         assert lent.holder == "nobody", "it may be half of either"
+        assert not lent.can_be_lent, "it is not tried in every step"
+        lent.lend()
         assert not lent.take_back()
     assert [record.message for record in caplog.records] == 2 * [
         "a draft and layers of its target cannot change places: the disk has failed"
@@ -125,6 +126,7 @@ def test_files_that_cannot_be_read(
     assert lent.take_back()
     assert twin_is_right(lent, twin)
     lent.lend()
+    assert lent.holder == "layers"
     with monkeypatch.context() as patch:
         patch.setattr(StreamSource, "read_into", fail)
         assert not lent.take_back()
@@ -140,6 +142,5 @@ def test_a_twin_that_is_damaged_is_found(
         file.seek(record.offset + 5)
         file.write(b"\xff\x00\xff")
     names = layer_records(target)
-    lent = LentMemory(twin, ["lm_head"], target, names, disk())
     with pytest.raises(DamagedFileError, match="wrong checksum"):
-        lent.load()
+        LentMemory(twin, ["lm_head"], target, names, disk())
