@@ -7,12 +7,13 @@ docs/map.md says what an implementation owes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, build_batch, chain_rows, likelihoods, slots_of, step_rows
 from specinfer.runtime.cost_curve import CostCurve, Timed, TimedModel, cost_curve, device_name
 from specinfer.runtime.flight import BLOCK_ROWS, Flight, HostFlight, Launch, inference, rows_at_once
-from specinfer.runtime.kv_cache import KvCache, free_bytes, num_blocks
+from specinfer.runtime.kv_cache import KvCache, bytes_per_block, free_bytes, num_blocks
 from specinfer.runtime.sharded import Leader
 from specinfer.runtime.stages import StagedPasses, StagePart
 from specinfer.tree import TokenTree
@@ -69,12 +70,17 @@ class Executor(Protocol):
         ...
 
 
-class Host(NamedTuple):
+@dataclass(slots=True)
+class Host:
     """A host of ranks of the target."""
 
     address: str
     parts: Sequence[ModelConfig]  # of its ranks, but for rank 0's
-    free: int = 0  # bytes of memory that nobody uses, with all weights there
+    free: int = 0  # bytes of memory that nobody uses, with all weights there and the caches of executors
+
+    def give_back(self, size: int) -> None:
+        """Have so many bytes free again."""
+        self.free += size
 
 
 class LocalExecutor:
@@ -109,7 +115,8 @@ class LocalExecutor:
         """One whose caches, of the target and of these drafts, fit into memory (`kv_cache.num_blocks`).
 
         Other ranks have caches of as many blocks: of `hosts` the first is this one, and each has a part of
-        `limit` or memory of its own. Raises CapacityError where not even `needed_positions` fit.
+        `limit` or memory of its own, and the caches take what is free of the other ones' memory until the
+        executor is let go. Raises CapacityError where not even `needed_positions` fit.
         """
         models = [(model.config, model.dtype) for model in (target, *drafts)]
         here, *others = hosts or [Host("", ())]
@@ -130,7 +137,14 @@ class LocalExecutor:
         for host in others:
             parts = [(part, target.dtype) for part in host.parts]
             found.append(fit(parts, free=host.free, where=host.address))
-        return cls(target, num_blocks=min(found), block_size=block_size)
+        executor = cls(target, num_blocks=min(found), block_size=block_size)
+        for host in others:
+            size = executor.num_blocks * bytes_per_block(
+                [(part, target.dtype) for part in host.parts], block_size
+            )
+            host.give_back(-size)
+            weakref.finalize(executor, host.give_back, size)
+        return executor
 
     @property
     def device_name(self) -> str:

@@ -120,9 +120,7 @@ def num_blocks(
     `limit` is the caller's bytes for all KV caches; None takes a share of those that are `free`, on a device
     or host that is called so. Raises CapacityError when not even `needed_positions` fit.
     """
-    per_block = block_size * sum(
-        KvCache.bytes_per_slot(c.num_layers, c.num_kv_heads, c.head_dim, dtype) for c, dtype in configs
-    )
+    per_block = bytes_per_block(configs, block_size)
     if limit is not None and limit > free:
         raise CapacityError(
             f"kv_cache_memory is {gib(limit)}, but {gib(free)} are free on {where} after loading the "
@@ -140,6 +138,13 @@ def num_blocks(
             f"{where}; raise kv_cache_memory, free some memory, or choose a smaller tree"
         )
     return blocks
+
+
+def bytes_per_block(configs: Sequence[tuple[ModelConfig, torch.dtype]], block_size: int) -> int:
+    """What a block of the caches of all these models takes."""
+    return block_size * sum(
+        KvCache.bytes_per_slot(c.num_layers, c.num_kv_heads, c.head_dim, dtype) for c, dtype in configs
+    )
 
 
 def gib(size: int) -> str:

@@ -207,7 +207,11 @@ def test_memory_is_for_the_caches_of_all_ranks(llama: Path, tmp_path: Path) -> N
             LocalExecutor.within_memory(target, [], limit=1 << 20, hosts=[Host("", ()), there], **wanted)
     assert executor.num_blocks == blocks
     # Of 2 layers K and V, 4 bytes an element, 16 positions.
-    assert shared.num_blocks == (1 << 18) // (len(parts[1].part.keys) * 2 * 2 * 4 * 16)
+    block = len(parts[1].part.keys) * 2 * 2 * 4 * 16
+    assert shared.num_blocks == (1 << 18) // block
+    assert there.free == (1 << 19) - shared.num_blocks * block
+    del shared
+    assert there.free == 1 << 19
 
 
 def test_a_variant_has_caches_of_its_own_and_they_go_with_it(llama: Path, tmp_path: Path) -> None:
