@@ -138,7 +138,7 @@ class EngineConfig:
     )
     key_file: str | None = option(
         None,
-        "A file with the key that they must know.",
+        "A file with the key that the engine and its followers share.",
         more="16 bytes or more that nobody else can read.",
         shown="none",
         allowed="the path of a file, or None",
