@@ -30,7 +30,7 @@ from specinfer.serve.engine_process import fingerprint
 from specinfer.serve.replica_backend import ReplicaBackend
 from specinfer.serve.work import Work
 from tests.engines import ENGINE
-from tests.ranks import GREEDY, INT8, PROMPTS, SAMPLED, followers, soon, told
+from tests.ranks import GREEDY, INT8, PROMPTS, SAMPLED, followers, hurry, soon, told
 from tests.tiny_models import write_tiny_llama
 
 
@@ -146,18 +146,16 @@ def test_a_killed_rank_ends_the_call_and_its_name_is_told(folder: Path, plain: l
         PeerLostError, match=rf"rank 2 \(process {second.pid}\) has ended with status -9"
     ) as caught:
         llm.generate(PROMPTS, GREEDY)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 8.0
     assert caught.value.rank == 2
     with pytest.raises(ClosedError):
         llm.generate(PROMPTS, GREEDY)
     assert soon(lambda: not followers())
 
 
-def test_a_stopped_rank_is_found_when_its_time_is_over(
-    folder: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "LIMIT", 1.0)
+def test_a_stopped_rank_is_found_when_its_time_is_over(folder: Path, plain: list[list[int]]) -> None:
     llm = LLM(folder / "target", tensor_parallel=2, **INT8)
+    hurry(llm)
     [follower] = followers()
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)
@@ -165,7 +163,7 @@ def test_a_stopped_rank_is_found_when_its_time_is_over(
     began = time.monotonic()
     with pytest.raises(PeerLostError, match=rf"rank 1 \(process {follower.pid}\) does not answer"):
         list(stream)
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 8.0
     assert soon(lambda: not followers())
 
 
@@ -178,10 +176,10 @@ def test_a_stopped_rank_is_found_when_its_time_is_over(
     ],
 )
 def test_a_lost_rank_of_a_stage_ends_the_call_and_its_name_is_told(
-    folder: Path, cache: None, rank: int, stopped: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, cache: None, rank: int, stopped: bool
 ) -> None:
-    monkeypatch.setattr(ranks, "LIMIT", 1.0)
     llm = LLM(folder / "target", tensor_parallel=2, pipeline_parallel=2, **INT8)
+    hurry(llm)
     lost = sorted(followers(), key=lambda one: (one.create_time(), one.pid))[rank - 1]
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)
@@ -190,7 +188,7 @@ def test_a_lost_rank_of_a_stage_ends_the_call_and_its_name_is_told(
     how = "does not answer" if stopped else "has ended with status -9"
     with pytest.raises(PeerLostError, match=rf"rank {rank} \(process {lost.pid}\) {how}"):
         list(stream)
-    assert time.monotonic() - began < (3.0 if stopped else 1.0)
+    assert time.monotonic() - began < 8.0  # and not 10 s, as a rank may have at the start
     assert soon(lambda: not followers())
 
 
