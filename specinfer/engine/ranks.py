@@ -33,7 +33,7 @@ class Ranks:
     """The ranks of one target, of which this process is rank 0."""
 
     group: Group  # once they are started
-    hosts: list[Host]  # once they have met
+    hosts: list[Host]  # once they have met; what their caches take is no longer free
 
     def __init__(
         self,
@@ -74,25 +74,36 @@ class Ranks:
         Ranks of a stage on one host exchange through memory that they share, if they have a library. Raises
         ConfigError where ranks of other hosts cannot come in, PeerLostError where one does not.
         """
-        layout, exchange = self.layout, None
-        width, here, door = layout.width, self._config.ranks_here, self._door()
+        width, here = self.layout.width, self._config.ranks_here
         memory: dict[int, int] = {}  # of the stages of this host, by their first ranks
         try:
             if library is not None and width > 1:
                 memory |= {rank: shared_file() for rank in range(0, here - width + 1, width)}
             path = self.found.model.path.resolve()
-            peers = self._followers = Followers(self.size - 1, path, memory, door)
-            if library is not None and 0 in memory:
-                try:
+            self._followers = Followers(self.size - 1, path, memory, self._door())
+            try:
+                exchange = None
+                if library is not None and 0 in memory:
                     exchange = SharedExchange(library, memory[0], width, 0, limit=LIMIT)
-                except BaseException:
-                    peers.close()
-                    raise
+                self._tell(exchange, library is not None, drafts, how)
+            except BaseException:
+                self._followers.close()
+                raise
         finally:
             for file in memory.values():
                 os.close(file)
-        hosts, addresses = peers.hosts, peers.addresses
-        shared = [library is not None and len(set(hosts[one : one + width])) == 1 for one in self._stages()]
+
+    def _tell(
+        self,
+        exchange: SharedExchange | None,
+        native: bool,
+        drafts: Sequence[SharedDraft],
+        how: Mapping[str, Any],
+    ) -> None:
+        """Tell the followers their settings, and form the group with them."""
+        layout, peers = self.layout, self._followers
+        width, hosts, addresses = layout.width, peers.hosts, peers.addresses
+        shared = [native and len(set(hosts[one : one + width])) == 1 for one in self._stages()]
         peers.tell(
             [
                 asdict(
@@ -115,8 +126,16 @@ class Ranks:
             ]
         )
         over_gloo = [rank for rank in range(1, self.size) if width > 1 and not shared[rank // width]]
-        how = {"limit": LIMIT, "exchange": exchange, "bounds": layout.bounds, "over_gloo": over_gloo}
-        self.group = Group(0, self.size, peers.links, peers=peers, **how)
+        self.group = Group(
+            0,
+            self.size,
+            peers.links,
+            limit=LIMIT,
+            peers=peers,
+            exchange=exchange,
+            bounds=layout.bounds,
+            over_gloo=over_gloo,
+        )
 
     def _stages(self) -> range:
         """The first rank of each stage."""
