@@ -128,6 +128,12 @@ def parse_address(name: str, text: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def name_of_address(address: tuple[str, int | str]) -> str:
+    """The text that `parse_address` reads as this host and port."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def option(default: Any, purpose: str, **more: Any) -> Any:
     """A field of a config class that is an option; `more` is what else About holds."""
     return field(default=default, metadata={_KEY: About(purpose, **more)})

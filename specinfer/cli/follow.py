@@ -14,21 +14,26 @@ from typing import Final
 import click
 
 from specinfer.errors import ConfigError
-from specinfer.parallel.door import knock, spawn
+from specinfer.option import name_of_address, parse_address
+from specinfer.parallel.door import CANNOT_LOAD, PEER_LOST, knock, spawn
 from specinfer.parallel.link import Link, read_key
 
 _AGAIN: Final = 0.5  # seconds after which the master is looked for again
 _LOOK: Final = 0.05  # seconds after which it is looked again whether processes live
 _GRACE: Final = 1.0  # seconds that the others have to end when one has
 _TERMINATED: Final = 128 + signal.SIGTERM
-_ENDS: Final = {0: "the engine has ended", 2: "it could not load the model", 75: "another rank was lost"}
+_ENDS: Final = {
+    0: "the engine has ended",
+    CANNOT_LOAD: "it could not load the model",
+    PEER_LOST: "another rank was lost",
+}
 
 
 @click.command()
 @click.argument("model")
 @click.option("--rank", type=click.IntRange(1), required=True, envvar="RANK", help="Which one: 1, 2, ...")
 @click.option("--master", metavar="HOST:PORT", help="Where rank 0 listens: its own --master.")
-@click.option("--key-file", required=True, metavar="FILE", help="A file with the key that it has, too.")
+@click.option("--key-file", required=True, metavar="FILE", help="A file with the key that they share.")
 @click.option(
     "--local-ranks", type=click.IntRange(1), default=1, help="So many ranks, from --rank on, here.  [1]"
 )
@@ -42,7 +47,6 @@ def follow(model: str, rank: int, master: str | None, key_file: str, local_ranks
     143, SIGTERM.
     """
     from specinfer.hub import resolve
-    from specinfer.option import parse_address
     from specinfer.progress import ProgressBar
 
     address = parse_address("master", master or _of_variables())
@@ -55,15 +59,23 @@ def follow(model: str, rank: int, master: str | None, key_file: str, local_ranks
         for one in ranks:
             links.append(_waited_for(address, key, one, host))
         for one in ranks:
-            _say(one, "follows the engine at {}:{}".format(*address))
-        status = _run(links, ranks, path, key_file)
-        for one, found in zip(ranks, status, strict=True):
-            _say(one, _ENDS.get(found, f"its process has ended with status {found}"))
+            _say(one, f"follows the engine at {name_of_address(address)}")
+        try:
+            status = _run(links, ranks, path, key_file)
+        except OSError as error:  # no memory or no process is left; the engine notices that its links end
+            ends = [f"its process cannot be started: {error}" for _ in ranks]
+        else:
+            ends = [_ENDS.get(found, f"its process has ended with status {found}") for found in status]
+        for one, end in zip(ranks, ends, strict=True):
+            _say(one, end)
         time.sleep(_AGAIN)
 
 
 def _run(links: Sequence[Link], ranks: Sequence[int], path: Path, key_file: str) -> list[int]:
-    """Have a process run each of these ranks until one has ended; their statuses."""
+    """Have a process run each of these ranks until one has ended; their statuses.
+
+    Raises OSError where one cannot be started; then none is left.
+    """
     memory: dict[int, int] = {}
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -86,7 +98,8 @@ def _run(links: Sequence[Link], ranks: Sequence[int], path: Path, key_file: str)
     finally:
         for one in processes:
             one.kill()
-    return [one.wait() for one in processes]
+            one.wait()
+    return [one.returncode for one in processes]
 
 
 def _waited_for(address: tuple[str, int], key: bytes, rank: int, host: str) -> Link:
@@ -101,7 +114,7 @@ def _waited_for(address: tuple[str, int], key: bytes, rank: int, host: str) -> L
             why = (error.strerror if isinstance(error, OSError) else None) or str(error)
             if why not in told:
                 told.add(why)
-                _say(rank, "waits for an engine at {}:{} ({})".format(*address, why))
+                _say(rank, f"waits for an engine at {name_of_address(address)} ({why})")
             time.sleep(_AGAIN)
 
 
@@ -110,7 +123,7 @@ def _of_variables() -> str:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not host or not port:
         raise click.UsageError("no --master is given, nor MASTER_ADDR and MASTER_PORT; give one")
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return name_of_address((host, port))
 
 
 def _say(rank: int, what: str) -> None:

@@ -7,13 +7,14 @@
     its process begins                 <--  settings, as those of this host's followers (parallel/launch.py)
 
 Whoever does not know the key hears nothing of the model. The door stays open as long as the group is there,
-to tell those who come too late, or twice, so.
+and tells those who come too late, or twice, why they are refused.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -21,21 +22,26 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from specinfer.errors import ConfigError, KeyRefusedError, PeerLostError
-from specinfer.parallel.link import GREET, Link, dial, greet, listen
+from specinfer.errors import ConfigError, PeerLostError
+from specinfer.option import name_of_address
+from specinfer.parallel.link import GREET, Greeter, Link, dial, listen
 
 _LOG = logging.getLogger(__name__)
 _PURPOSE: Final = "a rank of a group"
 _PATIENCE: Final = 2.0  # seconds after which it is told who is waited for
 _BEAT: Final = 0.5  # seconds between two signs of life
 SILENCE: Final = 10.0  # seconds without any, after which a follower on another host takes rank 0 for lost
-_MOST_AT_ONCE: Final = 32  # connections whose key is not known yet
 _HELLO: Final = 4096  # bytes at most
 _WELCOME: Final = b'{"welcome": true}'
 _MOST_STRANGERS: Final = 100  # whom it is told of
+# Exit statuses of a follower's process.
+CANNOT_LOAD: Final = 2
+FAILED: Final = 70  # a bug, or a message that is none
+PEER_LOST: Final = 75  # it has lost another rank: a temporary failure
 
 
 class Guest(NamedTuple):
@@ -50,13 +56,12 @@ class Door:
 
     def __init__(self, address: tuple[str, int], key: bytes, ranks: range) -> None:
         """Raises ConfigError where nobody may listen at this address, or somebody does."""
-        self._name = "{}:{}".format(*address)
-        self._key = key
+        self._name = name_of_address(address)
         self.ranks = ranks
         self._seats: dict[int, Guest] = {}
         self._changed = threading.Condition()
         self._strangers: set[tuple[str, str]] = set()  # hosts, and why nobody was let in from there
-        self._greeting = threading.Semaphore(_MOST_AT_ONCE)
+        self._greeter = Greeter(key, _PURPOSE)
         self._closed = threading.Event()
         try:
             self._listening = listen(*address)
@@ -112,16 +117,14 @@ class Door:
             except OSError:  # it is closed, or no file is left to be opened
                 self._closed.wait(_BEAT)
             else:
-                if self._greeting.acquire(blocking=False):
-                    threading.Thread(target=self._greet, args=(connection, address[0]), daemon=True).start()
-                else:
-                    connection.close()
+                host = address[0]
+                self._greeter.greet(connection, partial(self._hear, host), partial(self._tell, host))
             for guest in list(self._seats.values()):
                 guest.link.beat()
 
-    def _greet(self, connection: socket.socket, host: str) -> None:
+    def _hear(self, host: str, link: Link) -> None:
+        """Hear which rank it is that has shown the key."""
         try:
-            link = greet(connection, self._key, _PURPOSE)
             link.within(GREET)
             said: Any = json.loads(link.receive(_HELLO))
             refusal = self._seat(Guest(link, str(said["host"])), said["rank"])
@@ -129,17 +132,15 @@ class Door:
                 link.send(json.dumps(refusal).encode())
                 link.close()
                 self._tell(host, str(refusal["refused"]))
-        except (KeyRefusedError, OSError, EOFError, ValueError, KeyError, TypeError) as error:
-            connection.close()
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            link.close()
             self._tell(host, str(error) or repr(error))
-        finally:
-            self._greeting.release()
 
     def _tell(self, host: str, why: str) -> None:
         """Say once that somebody was not let in."""
         if (host, why) not in self._strangers and len(self._strangers) < _MOST_STRANGERS:
             self._strangers.add((host, why))
-            _LOG.warning("nobody is let in at %s from %s: %s", self._name, host, why)
+            _LOG.warning("a connection from %s was refused at %s: %s", host, self._name, why)
 
     def _seat(self, guest: Guest, rank: int) -> dict[str, object]:
         """Bid a rank welcome and give it its seat; what is to be said to one that gets none."""
@@ -151,6 +152,7 @@ class Door:
             if taken is None or taken.link.ended():
                 guest.link.send(_WELCOME)  # before anybody can say anything else
                 guest.link.within(None)
+                guest.link.expect_acknowledgements()
                 self._seats[rank] = guest
                 self._changed.notify_all()
                 return {}
@@ -192,7 +194,7 @@ def spawn(
     It inherits the socket `link`, which leads to rank 0, and files of memory that the ranks of a stage share,
     by the first rank of each stage.
     """
-    told = {"link": link, "model": str(model), "memory": memory, "key_file": key_file}
+    told = {"link": link, "model": str(model), "memory": memory, "key_file": key_file, "parent": os.getpid()}
     return subprocess.Popen(
         [sys.executable, "-m", "specinfer.parallel.follower", json.dumps(told)],
         pass_fds=[link, *memory.values()],

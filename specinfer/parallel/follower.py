@@ -31,9 +31,8 @@ from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weight_memory import Shared
 from specinfer.models.weights import load_model, open_model, prepare, weight_bytes
-from specinfer.parallel.door import SILENCE
-from specinfer.parallel.group import Group
-from specinfer.parallel.launch import PEER_LOST
+from specinfer.parallel.door import CANNOT_LOAD, FAILED, PEER_LOST, SILENCE
+from specinfer.parallel.group import LAST, Group
 from specinfer.parallel.link import Link, read_key
 from specinfer.parallel.share import Layout
 from specinfer.runtime.executor import ModelRunner
@@ -54,8 +53,6 @@ from specinfer.version import VERSION
 
 _LOG = logging.getLogger(__name__)
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
-_FAILED: Final = 70  # the status with which it ends that finds a bug or a message that is none
-CANNOT_LOAD: Final = 2  # and that of one that cannot load its part
 
 
 class SharedDraft(NamedTuple):
@@ -221,14 +218,16 @@ def main() -> None:
     """Be the follower at the other end of a link that is inherited, with memory that is inherited, too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     told = json.loads(sys.argv[1])
-    link, path = Link.of(told["link"]), Path(told["model"])
-    hosts = link.hosts
-    if hosts is not None:
-        link.within(SILENCE)
-    _end_with(link)
+    path, failed = Path(told["model"]), threading.Event()
     try:
+        link = Link.of(told["link"])
+        hosts = link.hosts
+        if hosts is not None:  # what is sent may wait for rank 0 to read, the rest of a pass say
+            link.within(SILENCE, sending=False)
+        _end_with(link, told["parent"], failed)
         said = link.receive()
         try:
+            key = None if told["key_file"] is None else read_key(told["key_file"])
             settings = Settings.told(said)
             kernels = settings.kernels()
             group = settings.group(link, kernels, told["memory"])
@@ -238,13 +237,13 @@ def main() -> None:
             why = str(error) if isinstance(error, SpecInferError) else repr(error)
             if hosts is not None:  # before rank 0 hears of it, and lets this process go
                 _LOG.error("it cannot load the model: %s", why)
-            link.send(json.dumps({"failed": why}).encode())
+            failed.set()
+            link.send_last(json.dumps({"failed": why}).encode(), LAST)
             os._exit(CANNOT_LOAD)
         identity = identity_of(model, path, settings.quantization, group)
         free = free_bytes(torch.device("cpu"))
         link.send(json.dumps({"identity": identity, "free": free}).encode())
         address = json.loads(link.receive())["meet"]
-        key = None if told["key_file"] is None else read_key(told["key_file"])
         group.connect(address if hosts is None else hosts[0], key)
         group.seconds(model.config.hidden_size)
         group.hop_seconds(model.config.hidden_size, model.dtype)
@@ -255,21 +254,27 @@ def main() -> None:
         os._exit(PEER_LOST)
     except BaseException:
         _LOG.exception("a rank ends")
-        os._exit(_FAILED)
+        os._exit(FAILED)
     os._exit(0)  # nobody waits for what is left
 
 
-def _end_with(link: Link) -> None:
-    """End this process with rank 0: when the other end of the link is closed, whatever is computed then."""
+def _end_with(link: Link, parent: int, failed: threading.Event) -> None:
+    """End this process with its parent, and when the other end of the link is closed, whatever it computes.
+
+    Once it has `failed` it ends by itself.
+    """
     if sys.platform == "linux":  # a process that is stopped notices nothing by itself
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    threading.Thread(target=_watch, args=(link,), name="watch", daemon=True).start()
+        if os.getppid() != parent:  # it has ended before that
+            os._exit(0)
+    threading.Thread(target=_watch, args=(link, failed), name="watch", daemon=True).start()
 
 
-def _watch(link: Link) -> None:
+def _watch(link: Link, failed: threading.Event) -> None:
     link.wait_for_end()
-    os._exit(0)
+    if not failed.is_set():
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -35,11 +35,11 @@ from torch import Tensor
 
 from specinfer.errors import PeerLostError
 from specinfer.kernels.exchange import SharedExchange
-from specinfer.parallel.link import Link
+from specinfer.parallel.link import LOST, Link
 from specinfer.parallel.meeting import HERE, gloo_of, gloo_of_rank_0, hand_on, introduce, introduced
 
 LIMIT: Final = 10.0  # seconds that an exchange may take
-LOST: Final = b'{"lost": true}'  # the last word of a follower that has lost another rank
+LAST: Final = 2.0  # seconds that a follower leaves rank 0 to read its last word
 _FIGURES: Final = 1.0  # seconds after which followers are asked how they spent them
 _DOING: Final = ("computing", "exchanging", "waiting")
 _TRIED, _ROWS = 50, 16  # exchanges that are timed, and their rows
@@ -115,6 +115,7 @@ class Group:
         self._closed = False
         self._gloo: Any = None
         self._lost: Loss | None = None  # why it was given up
+        self._losing = threading.Lock()
 
     @property
     def transport(self) -> str:
@@ -288,16 +289,19 @@ class Group:
 
         `why` it was given up here, where that is known.
         """
-        if self._lost is None:
-            if why:
-                self._lost = Loss(self.rank, why)
-            else:
-                self._lost = Loss(None, "another rank is lost") if self._peers is None else self._peers.lost()
-                if self.rank:
-                    with suppress(OSError):
-                        self._links[0].send(LOST)
-            self.close()
-        rank, words = self._lost
+        with self._losing:  # as `watch` may be at it
+            if self._lost is None:
+                if why:
+                    self._lost = Loss(self.rank, why)
+                else:
+                    self._lost = (
+                        Loss(None, "another rank is lost") if self._peers is None else self._peers.lost()
+                    )
+                    if self.rank:
+                        with suppress(OSError):
+                            self._links[0].send_last(LOST, LAST)
+                self.close()
+            rank, words = self._lost
         return PeerLostError(f"{words}; the model cannot be run any more: start it again", rank)
 
     def watch(self, tell: Callable[[PeerLostError], object]) -> None:
@@ -355,10 +359,10 @@ class Group:
     def close(self) -> None:
         """Let go of the other ranks; followers end when rank 0 does it. Once more does nothing."""
         self._closed = True
+        if self._peers is not None:  # which know then that links are closed on purpose
+            self._peers.close()
         for link in (*self._links, *(self._ring or ())):
             link.close()
-        if self._peers is not None:
-            self._peers.close()
         self._gloo = None
 
     def free(self) -> None:

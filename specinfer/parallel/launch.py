@@ -26,13 +26,12 @@ from typing import Any, Final
 import psutil
 
 from specinfer.errors import ModelError, PeerLostError
-from specinfer.parallel.door import Door, spawn
-from specinfer.parallel.group import LIMIT, LOST, Group, Loss
+from specinfer.parallel.door import PEER_LOST, Door, spawn
+from specinfer.parallel.group import LIMIT, Group, Loss
 from specinfer.parallel.link import Link
 from specinfer.parallel.meeting import HERE
 from specinfer.version import VERSION
 
-PEER_LOST: Final = 75  # the status with which a follower ends that has lost a rank itself
 _GRACE: Final = 1.0  # seconds for followers to end by themselves
 _LOOK: Final = 0.5  # seconds after which it is looked again whether all of them live
 _HEARD: Final = 0.5  # seconds within which those end that have noticed a loss
@@ -48,7 +47,6 @@ class _Follower:
         self.link = link
         self.host = host
         self._process = process  # None: it is on another host
-        self._lost_another = False
         hosts = link.hosts
         self._where = f"process {process.pid}" if process else f"on {hosts[1]}" if hosts else "elsewhere"
 
@@ -64,15 +62,14 @@ class _Follower:
         return None if status is None else f"has ended with status {status}"
 
     def lost_another(self) -> bool:
-        """Whether it has ended because it had lost another rank."""
+        """Whether it ends because it has lost another rank."""
         if self._process is not None:
-            return self._process.poll() == PEER_LOST
-        if not self._lost_another and self.link.ended():
-            self.link.within(0)
-            with contextlib.suppress(EOFError, OSError, ValueError):
-                while not self._lost_another:
-                    self._lost_another = self.link.receive() == LOST
-        return self._lost_another
+            return self.link.lost_another or self._process.poll() == PEER_LOST
+        self.link.within(0)
+        with contextlib.suppress(EOFError, OSError, ValueError):
+            while not self.link.lost_another:
+                self.link.receive()
+        return self.link.lost_another
 
     def stopped(self) -> bool:
         """Whether it is known to be stopped, by a signal say."""
@@ -116,10 +113,10 @@ class Followers:
             if self._failure is not None:
                 raise self._failure
             guests = {} if door is None else door.wait(_COMING)
+            self._all += [_Follower(rank, one.link, one.host, None) for rank, one in sorted(guests.items())]
         except BaseException:
             self.close()
             raise
-        self._all += [_Follower(rank, guest.link, guest.host, None) for rank, guest in sorted(guests.items())]
 
     @property
     def hosts(self) -> list[str]:
@@ -129,7 +126,8 @@ class Followers:
     @property
     def addresses(self) -> list[str]:
         """The addresses of the hosts of ranks 0, 1, ..., "" of this one."""
-        return ["", *(link.hosts[1] if link.hosts else "" for link in self.links)]
+        pairs = [link.hosts for link in self.links]
+        return ["", *("" if pair is None or pair[0] == pair[1] else pair[1] for pair in pairs)]
 
     def tell(self, settings: Sequence[Mapping[str, object]]) -> None:
         """Have each load what its settings say (parallel/follower.py); JSON holds them."""
@@ -190,18 +188,18 @@ class Followers:
         ended = [one for one in self._all if one.ended()]
         guilty = [one for one in ended if not one.lost_another()]
         silent = [one for one in self._all if one not in ended]
-        # Those that wait for a rank that is stopped say nothing, either.
-        silent.sort(key=lambda one: not one.stopped())
+        # Those that wait for a rank that is stopped say nothing, either, or that they have lost one.
+        silent.sort(key=lambda one: (one.lost_another(), not one.stopped()))
         one = [*guilty, *silent, *ended][0]
         return Loss(one.rank, f"{one} {one.ended() or 'does not answer'}")
 
     def close(self) -> None:
         """Close the links, whereupon followers end; one that does not is killed. Never waits."""
+        self._closing.set()  # first: no end from now on is a loss
         if self._door is not None:
             self._door.close()
         for link in self.links:
             link.close()
-        self._closing.set()
 
     def wait(self) -> None:
         """Wait until all of this host have ended, after `close`."""
@@ -219,7 +217,7 @@ class Followers:
             self._failure = error
         self._started.set()
         while not self._closing.wait(_LOOK):
-            if self.on_end is not None and any(one.ended() for one in self._all):
+            if any(one.ended() for one in self._all) and self.on_end and not self._closing.is_set():
                 self.on_end()
                 self._closing.wait()
         until = time.monotonic() + _GRACE

@@ -23,6 +23,8 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -35,7 +37,9 @@ _NONCE: Final = 32  # bytes of a number that is used once
 _PROOF: Final = 32  # bytes of an HMAC
 _OTHER_KEY: Final = b"another key"  # the answer to whoever shows none, or another one
 GREET: Final = 5.0  # seconds that such a one has for all of it
+_MOST_UNKNOWN: Final = 32  # connections whose key is not known yet
 _LEAST_KEY, _MOST_KEY = 16, 4096  # bytes
+LOST: Final = b'{"lost": true}'  # the last word of a rank that has lost another one
 _GONE: Final = 10  # seconds without an answer of the other host's system, after which a connection is lost
 # Closed from the other side; elsewhere than on Linux its end shows only when it is read.
 _CLOSED: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
@@ -47,8 +51,16 @@ class Link:
     Nobody hears of an empty message: it is a sign of life. One thread may receive, several may send.
     """
 
+    hosts: tuple[str, str] | None  # addresses of this host and of the other; None: both ends are on this one
+    lost_another: bool  # whether the other end has said that it has lost another rank
+
     def __init__(self, ours: socket.socket) -> None:
+        """Raises OSError for a connection that has ended."""
+        self.hosts, self.lost_another = None, False
+        if ours.family in (socket.AF_INET, socket.AF_INET6):  # which cannot be asked once it is reset
+            self.hosts = ours.getsockname()[0], ours.getpeername()[0]
         self._socket = ours
+        self._limit = ours.gettimeout()  # seconds that a message may take to come
         self._sending = threading.Lock()
 
     @classmethod
@@ -61,17 +73,19 @@ class Link:
         """The number of the open socket."""
         return self._socket.fileno()
 
-    @property
-    def hosts(self) -> tuple[str, str] | None:
-        """This host's address and the other's, as the network has them; None: both are on this host."""
-        if self._socket.family not in (socket.AF_INET, socket.AF_INET6):
-            return None
-        return self._socket.getsockname()[0], self._socket.getpeername()[0]
-
     def send(self, message: bytes) -> None:
         """Send a message; raises OSError where the other end is gone, or does not take it in time."""
         with self._sending:
             self._socket.sendall(_MAGIC.to_bytes(4, "little") + len(message).to_bytes(4, "little") + message)
+
+    def send_last(self, message: bytes, seconds: float) -> None:
+        """Send a message, and let the other end close the link, within so many seconds; raises as `send`.
+
+        A connection that is closed with signs of life unread is reset, and the message might be lost.
+        """
+        self.send(message)
+        if self.hosts is not None:
+            self.wait_for_end(seconds)
 
     def beat(self) -> None:
         """Give a sign of life, if that is possible at once; never raises."""
@@ -90,8 +104,8 @@ class Link:
     def receive(self, most: int = _MOST) -> bytes:
         """Wait for the next message, of `most` bytes at most.
 
-        Raises EOFError where the other end has closed the link, TimeoutError where it says nothing in time,
-        ValueError for what is no message of ours.
+        Raises EOFError where the other end has closed the link or has lost another rank, TimeoutError where
+        it says nothing in time, ValueError for what is no message of ours.
         """
         while True:
             header = self._exactly(_HEADER, begun=False)
@@ -101,7 +115,11 @@ class Link:
             if length > most:
                 raise ValueError(f"a message has {length} bytes; allowed: {most}")
             if length:
-                return self._exactly(length, begun=True)
+                message = self._exactly(length, begun=True)
+                if message == LOST:
+                    self.lost_another = True
+                    raise EOFError
+                return message
 
     def send_socket(self, other: socket.socket) -> None:
         """Hand a socket over to another process of this host; raises as `send`."""
@@ -117,9 +135,18 @@ class Link:
             raise ValueError("a message is where a socket should be")
         return socket.socket(fileno=numbers[0])
 
-    def within(self, seconds: float | None) -> None:
-        """Give up what takes longer from now on; None: never."""
-        self._socket.settimeout(seconds)
+    def within(self, seconds: float | None, *, sending: bool = True) -> None:
+        """Give up what takes longer from now on, `sending` or only receiving; None: never."""
+        self._limit = seconds
+        self._socket.settimeout(seconds if sending else None)
+
+    def expect_acknowledgements(self) -> None:
+        """Have the link end where the other host acknowledges nothing for 10 s, signs of life say.
+
+        A peer that does not read for so long behind a full buffer is taken for gone, too.
+        """
+        if sys.platform == "linux" and self.hosts is not None:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _GONE)
 
     def ended(self) -> bool:
         """Whether the other end is known to be closed, or its host to be gone."""
@@ -139,7 +166,7 @@ class Link:
         self._socket.close()
 
     def _exactly(self, count: int, *, begun: bool) -> bytes:
-        parts, limit = bytearray(), self._socket.gettimeout()
+        parts, limit = bytearray(), self._limit
         until = None if limit is None else time.monotonic() + limit
         while len(parts) < count:
             if until is not None:  # for all of it: a byte now and then is not enough
@@ -179,7 +206,7 @@ def read_key(path: str | os.PathLike[str]) -> bytes:
     return key
 
 
-def listen(host: str, port: int, *, backlog: int = 64) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A socket that listens there, where port 0 is any that is free; raises OSError."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -189,7 +216,7 @@ def listen(host: str, port: int, *, backlog: int = 64) -> socket.socket:
         if os.name == "posix":  # or a port of which old connections are closing would be taken
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen(backlog)
+        listening.listen(64)
     except OSError:
         listening.close()
         raise
@@ -206,8 +233,8 @@ def dial(host: str, port: int, key: bytes, purpose: str, *, limit: float = GREET
     if connection.getsockname() == connection.getpeername():  # as happens where nobody listens on this host
         connection.close()
         raise ConnectionRefusedError("nobody listens there")
-    link = _over(connection)
     try:
+        link = _over(connection)
         theirs, own = link.receive(_NONCE), secrets.token_bytes(_NONCE)
         if len(theirs) != _NONCE:
             raise ValueError("what listens there is none of ours")
@@ -218,10 +245,10 @@ def dial(host: str, port: int, key: bytes, purpose: str, *, limit: float = GREET
         if not hmac.compare_digest(answer, _proof(key, "listens", purpose, theirs, own)):
             raise KeyRefusedError(f"{host}:{port} does not know the key")
     except EOFError:
-        link.close()
+        connection.close()
         raise ConnectionResetError("it hung up") from None
     except BaseException:
-        link.close()
+        connection.close()
         raise
     link.within(None)
     return link
@@ -233,8 +260,8 @@ def greet(connection: socket.socket, key: bytes, purpose: str, *, limit: float =
     `connection` is closed otherwise. Raises KeyRefusedError, OSError and ValueError as `dial`.
     """
     connection.settimeout(limit)
-    link = _over(connection)
     try:
+        link = _over(connection)
         own = secrets.token_bytes(_NONCE)
         link.send(own)
         said = link.receive(_NONCE + _PROOF)
@@ -244,13 +271,48 @@ def greet(connection: socket.socket, key: bytes, purpose: str, *, limit: float =
             raise KeyRefusedError("it does not know the key")
         link.send(_proof(key, "listens", purpose, own, theirs))
     except EOFError:
-        link.close()
+        connection.close()
         raise ConnectionResetError("it hung up before it had shown a key") from None
     except BaseException:
-        link.close()
+        connection.close()
         raise
     link.within(None)
     return link
+
+
+class Greeter:
+    """Greets those who connect, each in a thread; where too many have shown no key, the oldest is let go."""
+
+    def __init__(self, key: bytes, purpose: str) -> None:
+        self._key = key
+        self._purpose = purpose
+        self._unknown: list[socket.socket] = []
+        self._changing = threading.Lock()
+
+    def greet(
+        self, connection: socket.socket, met: Callable[[Link], object], refused: Callable[[str], object]
+    ) -> None:
+        """Have `met` hear of the link, in that thread, or `refused` why there is none."""
+        with self._changing:
+            self._unknown.append(connection)
+            if len(self._unknown) > _MOST_UNKNOWN:
+                with suppress(OSError):  # its thread has closed it
+                    self._unknown.pop(0).shutdown(socket.SHUT_RDWR)
+        threading.Thread(target=self._greet, args=(connection, met, refused), daemon=True).start()
+
+    def _greet(
+        self, connection: socket.socket, met: Callable[[Link], object], refused: Callable[[str], object]
+    ) -> None:
+        try:
+            link = greet(connection, self._key, self._purpose)
+        except (KeyRefusedError, OSError, ValueError) as error:
+            refused(str(error) or repr(error))
+            return
+        finally:
+            with self._changing:
+                if connection in self._unknown:
+                    self._unknown.remove(connection)
+        met(link)
 
 
 def _proof(key: bytes, who: str, purpose: str, listener: bytes, dialer: bytes) -> bytes:
@@ -260,12 +322,14 @@ def _proof(key: bytes, who: str, purpose: str, listener: bytes, dialer: bytes) -
 
 
 def _over(connection: socket.socket) -> Link:
-    """A link over a connection that sends small messages at once, and ends when the other host is gone."""
+    """A link over a connection that sends small messages at once, and ends when the other host is gone.
+
+    That shows where nothing is under way (see Link.expect_acknowledgements).
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _GONE // 2)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _GONE // 2)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _GONE)
     return Link(connection)

@@ -18,16 +18,18 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from threading import Condition
 from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 
-from specinfer.errors import KeyRefusedError
-from specinfer.parallel.link import Link, dial, greet, listen
+from specinfer.parallel.link import Greeter, Link, dial, listen
 
 HERE: Final = "127.0.0.1"  # where gloo listens if all ranks are on one host
+_NOWHERE: Final = (HERE, HERE)  # the addresses of two processes of one host
 _END: Final = b'{"met": true}'
+_LOOK: Final = 0.05  # seconds after which it is looked again whether one has shown the key
 _Store: Any = getattr(dist, "Store", object)  # builds without it cannot have several ranks without kernels
 
 
@@ -190,19 +192,19 @@ def introduce(
     assert key is not None, "a rank on another host has shown that it knows the key"
     purpose = f"ranks {first} and {second}, {secrets.token_hex(16)}"
     told = {"purpose": purpose, "limit": limit}
+    # An address may be another one to those outside: each listens at its own, "", and is dialled where it is
+    # seen, of the host of rank 0 by the one that dials, "", else by rank 0.
+    other, its = links[second], (links[second].hosts or _NOWHERE)[0]
     if first == 0:
-        hosts = links[second].hosts
-        assert hosts is not None
-        with listen(hosts[0], 0) as listening:
-            at = listening.getsockname()[:2]
-            links[second].send(json.dumps({"peer": first, "dial": at, **told}).encode())
+        with listen(its, 0) as listening:
+            port = listening.getsockname()[1]
+            other.send(json.dumps({"peer": first, "dial": ["", port], **told}).encode())
             return _accepted(listening, key, purpose, limit)
-    # Where the first one is seen: by rank 0 if it is elsewhere, else as rank 0 itself is seen by the second.
-    own, other = links[first], links[second]
-    host = own.hosts[1] if own.hosts is not None else other.hosts[0] if other.hosts is not None else HERE
-    own.send(json.dumps({"peer": second, "listen": host, **told, **_shown(own, key)}).encode())
+    own = links[first]
+    at, seen = (its, "") if own.hosts is None else ("", own.hosts[1])
+    own.send(json.dumps({"peer": second, "listen": at, **told, **_shown(own, key)}).encode())
     port = json.loads(own.receive())["port"]
-    other.send(json.dumps({"peer": first, "dial": [host, port], **told, **_shown(other, key)}).encode())
+    other.send(json.dumps({"peer": first, "dial": [seen, port], **told, **_shown(other, key)}).encode())
     return None
 
 
@@ -217,10 +219,11 @@ def introduced(link: Link, key: bytes | None) -> Met:
     key = bytes.fromhex(told["key"]) if "key" in told else key
     assert key is not None, "a rank on another host knows the key"
     purpose, limit = told["purpose"], told["limit"]
+    own, rank_0 = link.hosts or _NOWHERE
     if "dial" in told:
         host, port = told["dial"]
-        return Met(told["peer"], dial(host, port, key, purpose, limit=limit))
-    with listen(told["listen"], 0) as listening:
+        return Met(told["peer"], dial(host or rank_0, port, key, purpose, limit=limit))
+    with listen(told["listen"] or own, 0) as listening:
         link.send(json.dumps({"port": listening.getsockname()[1]}).encode())
         return Met(told["peer"], _accepted(listening, key, purpose, limit))
 
@@ -231,10 +234,13 @@ def _shown(link: Link, key: bytes) -> dict[str, str]:
 
 
 def _accepted(listening: socket.socket, key: bytes, purpose: str, limit: float) -> Link:
-    """The first that comes with the right key, whoever else comes."""
-    until = time.monotonic() + limit
-    while True:
-        listening.settimeout(max(0.001, until - time.monotonic()))
-        connection = listening.accept()[0]
-        with suppress(KeyRefusedError, OSError, ValueError):
-            return greet(connection, key, purpose)
+    """The first that comes with the right key, whoever else comes; raises TimeoutError where none does."""
+    found: SimpleQueue[Link] = SimpleQueue()
+    greeter, until = Greeter(key, purpose), time.monotonic() + limit
+    listening.settimeout(_LOOK)
+    while time.monotonic() < until:
+        with suppress(TimeoutError):
+            greeter.greet(listening.accept()[0], found.put, lambda why: None)
+        with suppress(Empty):
+            return found.get_nowait()
+    raise TimeoutError(f"nobody came with the key within {limit:g} s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from specinfer.cli import follow as command
 from specinfer.cli.follow import follow
 from specinfer.cli.serve import serve
 from specinfer.errors import ConfigError, ModelNotFoundError
+from specinfer.option import name_of_address, parse_address
+from specinfer.parallel.link import Link
 
 
 class Knocked(Exception):
@@ -61,6 +64,41 @@ def test_a_model_that_is_not_there_is_told_before_any_engine_is_waited_for(tmp_p
     key.write_text("a key of tests alone")
     words = ["./none", "--rank", "1", "--master", "host:1", "--key-file", str(key)]
     assert isinstance(CliRunner().invoke(follow, words).exception, ModelNotFoundError)
+
+
+def test_a_process_that_cannot_be_started_is_a_line_and_the_next_engine_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text("a key of tests alone")
+    monkeypatch.setattr("specinfer.hub.resolve", lambda *_, **__: type("Files", (), {"path": key}))
+    ends = [socket.socketpair() for _ in range(2)]
+    links = [Link(ours) for ours, _ in ends]
+
+    def knock(*_: object) -> Link:
+        if not links:
+            raise Knocked
+        return links.pop()
+
+    def spawn(*_: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(command, "knock", knock)
+    monkeypatch.setattr(command, "spawn", spawn)
+    words = [str(key), "--rank", "1", "--master", "[::1]:7", "--key-file", str(key)]
+    found = CliRunner().invoke(follow, words)
+    assert isinstance(found.exception, Knocked)
+    assert found.stderr.count("rank 1: follows the engine at [::1]:7\n") == 2
+    assert found.stderr.count("rank 1: its process cannot be started: [Errno 11] Resource temporarily") == 2
+    for _, its in ends:
+        assert its.recv(1) == b""
+        its.close()
+
+
+@pytest.mark.parametrize("address", [("::1", 7), ("10.0.0.1", 29500), ("host", 1)])
+def test_an_address_is_told_as_it_is_read(address: tuple[str, int]) -> None:
+    assert parse_address("master", name_of_address(address)) == address
 
 
 def test_replicas_have_no_ranks_on_other_hosts() -> None:

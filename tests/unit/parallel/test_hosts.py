@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import signal
@@ -24,26 +25,30 @@ from safetensors.torch import load_file, save_file
 
 from specinfer import LLM, SamplingParams
 from specinfer.config import EngineConfig
-from specinfer.engine import memory, ranks
+from specinfer.engine import memory
 from specinfer.errors import CapacityError, ConfigError, KeyRefusedError, ModelError, PeerLostError
 from specinfer.kernels.choice import TORCH
 from specinfer.models.weights import estimate_bytes, open_model
-from specinfer.parallel import launch
+from specinfer.parallel import door, launch
 from specinfer.parallel.door import Door, knock
 from specinfer.parallel.group import Group
+from specinfer.parallel.link import LOST, Link
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.sharded import MessageWriter
 from specinfer.serve.replica_backend import ReplicaBackend
 from specinfer.serve.work import Work
-from tests.ranks import GREEDY, INT8, PROMPTS, followers, soon, told
+from tests.ranks import GREEDY, INT8, PROMPTS, followers, hurry, soon, told
 
 
 class Hosts:
     """Followers, each as if on a host of its own, and the options of their engine."""
 
     def __init__(self, folder: Path, tmp_path: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        # A port that no other program is given meanwhile, as nobody listens there.
+        self._kept = socket.socket()
+        self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._kept.bind(("127.0.0.1", 0))
+        self.port = self._kept.getsockname()[1]
         self.master = f"127.0.0.1:{self.port}"
         self.key = tmp_path / "key"
         self.key.touch(0o600)
@@ -89,7 +94,7 @@ class Hosts:
         for one in self.begun:
             one.wait(5)
         with socket.create_server(("127.0.0.1", self.port)):
-            pass
+            self._kept.close()
 
 
 @pytest.fixture
@@ -169,13 +174,13 @@ def test_whoever_lacks_the_key_or_the_rank_is_refused_and_the_right_one_is_waite
 
     engine = threading.Thread(target=run)
     engine.start()
-    assert [one.wait(10) for one in refused] == [2, 2, 2]
+    assert [one.wait(60) for one in refused] == [2, 2, 2]
     hosts.follow()
-    engine.join(20)
+    engine.join(60)
     assert found == plain
     assert hosts.says().count(f"specinfer: error: {hosts.master} has another key") == 2
     assert "rank 2 is none of its followers on other hosts: 1" in hosts.says()
-    strangers = [line for line in caplog.messages if "from 127.0.0.1: it does not know the key" in line]
+    strangers = [line for line in caplog.messages if line.endswith("it does not know the key")]
     assert len(strangers) == 1
 
 
@@ -190,10 +195,18 @@ def test_a_follower_that_does_not_come_is_named(
 
 
 def test_ctrl_c_ends_the_wait_and_gives_the_port_back(folder: Path, hosts: Hosts) -> None:
-    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        LLM(folder / "target", **hosts.options)
+    def interrupt(record: logging.LogRecord) -> bool:
+        if f"waits at {hosts.master}" in record.getMessage():
+            os.kill(os.getpid(), signal.SIGINT)
+        return True
+
+    log = logging.getLogger(door.__name__)
+    log.addFilter(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            LLM(folder / "target", **hosts.options)
+    finally:
+        log.removeFilter(interrupt)
 
 
 def test_of_two_followers_of_one_rank_the_second_waits(
@@ -235,6 +248,8 @@ def test_a_host_has_memory_for_its_own_ranks_alone(
     with LLM(folder / "target", **INT8, tensor_parallel=2) as llm:
         [here] = llm.models.hosts
         assert len(here.parts) == 1
+    # From there to here both ends have other addresses, as on two hosts.
+    hosts.master = hosts.options["master"] = f"127.0.0.2:{hosts.port}"
     hosts.follow()
     whole = open_model(folder / "target")
     size = estimate_bytes(whole, torch.bfloat16, TORCH, "int8")
@@ -261,31 +276,27 @@ def test_a_killed_follower_is_known_at_once_even_when_nothing_is_asked(
         began = time.monotonic()
         with pytest.raises(PeerLostError, match=r"rank 2 \(on 127.0.0.1\) has closed its link"):
             llm.generate(PROMPTS, GREEDY)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 8.0  # and not 10 s
     with LLM(folder / "target", **options) as llm:  # it is there again
         assert told(llm) == plain
         group, heard = llm.models.target.group, list[PeerLostError]()
         assert group is not None
         group.watch(heard.append)
         hosts.workers()[0].kill()
-        assert soon(lambda: heard, 1.0)
+        assert soon(lambda: heard)
         assert heard[0].rank == 1
 
 
-def test_a_stopped_follower_is_found_when_its_time_is_over(
-    folder: Path, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "LIMIT", 1.0)
+def test_a_stopped_follower_is_found_when_its_time_is_over(folder: Path, hosts: Hosts) -> None:
     hosts.follow()
     llm = LLM(folder / "target", **hosts.options)
+    hurry(llm)
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)
     [worker] = hosts.workers()
     worker.suspend()
-    began = time.monotonic()
     with pytest.raises(PeerLostError, match=r"rank 1 .* does not answer"):
         list(stream)
-    assert time.monotonic() - began < 3.0
     llm.close()
     worker.resume()
     assert soon(lambda: not hosts.workers())
@@ -313,15 +324,15 @@ def test_a_message_that_does_not_fit_ends_the_follower_and_nothing_is_run(
             llm.generate(PROMPTS[:1], GREEDY)
         assert soon(lambda: "its process has ended with status 70" in hosts.says())
     assert "ValueError" in hosts.says()
+    assert "in _run" not in hosts.says()
 
 
 def test_a_door_lets_a_rank_in_again_whose_link_has_ended() -> None:
     key = b"k" * 16
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = free.getsockname()
-    door = Door(address, key, range(1, 3))
+    gate = Door(("127.0.0.1", 0), key, range(1, 3))
+    address = gate._listening.getsockname()
     first, other = knock(address, key, 1, "there"), knock(address, key, 2, "there")
-    assert door.wait(1.0).keys() == {1, 2}
+    assert gate.wait(30.0).keys() == {1, 2}
     with pytest.raises(ConnectionRefusedError, match="rank 1 is there already"):
         knock(address, key, 1, "there")
     with pytest.raises(ConfigError, match="rank 3 is none of its followers on other hosts: 1, 2"):
@@ -330,34 +341,102 @@ def test_a_door_lets_a_rank_in_again_whose_link_has_ended() -> None:
         knock(address, b"x" * 16, 1, "there")
     first.close()
     with pytest.raises(PeerLostError, match="rank 1 did not come"):
-        door.wait(0.0)
+        gate.wait(0.0)
     again = knock(address, key, 1, "there")
-    links = door.wait(1.0)
+    links = gate.wait(30.0)
     links[1].link.send(b"settings")
     assert again.receive() == b"settings"
-    again.within(2.0)
+    again.within(30.0)
     threading.Timer(1.0, links[1].link.close).start()
     with pytest.raises(EOFError):
         again.receive()
-    door.close()
+    gate.close()
     other.close()
     with pytest.raises(ConnectionRefusedError):
         knock(address, key, 1, "there")
 
 
 def test_a_link_without_a_sign_of_life_is_given_up() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = free.getsockname()
-    door = Door(address, b"k" * 16, range(1, 2))
+    gate = Door(("127.0.0.1", 0), b"k" * 16, range(1, 2))
+    address = gate._listening.getsockname()
     link = knock(address, b"k" * 16, 1, "there")
     link.within(0.8)
-    closing = threading.Timer(1.5, door.close)
+    closing = threading.Timer(1.5, gate.close)
     closing.start()
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         link.receive()
     assert time.monotonic() - began > 1.5
     link.close()
+
+
+def test_strangers_do_not_shut_the_door() -> None:
+    gate = Door(("127.0.0.1", 0), b"k" * 16, range(1, 2))
+    address = gate._listening.getsockname()
+    strangers = [socket.create_connection(address) for _ in range(40)]
+    link = knock(address, b"k" * 16, 1, "there")
+    assert gate.wait(30.0).keys() == {1}
+    gate.close()
+    for one in (*strangers, link):
+        one.close()
+
+
+def test_an_end_on_purpose_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Door(("127.0.0.1", 0), b"k" * 16, range(1, 3))
+    address = gate._listening.getsockname()
+    links = [knock(address, b"k" * 16, rank, "there") for rank in (1, 2)]
+    begun, heard = launch.Followers(2, tmp_path, {}, gate), list[object]()
+    assert begun.addresses == ["", "", ""], "they are of this host"
+    begun.on_end = lambda: heard.append("a loss")
+    close = Link.close
+
+    def slowly(self: Link) -> None:
+        close(self)
+        time.sleep(0.8)  # longer than it takes to look again
+
+    monkeypatch.setattr(Link, "close", slowly)
+    begun.close()
+    begun.wait()
+    assert heard == []
+    monkeypatch.undo()
+    for link in links:
+        link.close()
+
+
+def test_a_rank_that_has_lost_another_is_not_the_one_that_is_lost(tmp_path: Path) -> None:
+    gate = Door(("127.0.0.1", 0), b"k" * 16, range(1, 3))
+    address = gate._listening.getsockname()
+    links = [knock(address, b"k" * 16, rank, "there") for rank in (1, 2)]
+    begun = launch.Followers(2, tmp_path, {}, gate)
+    links[0].send(LOST)
+    assert begun.lost() == (2, "rank 2 (on 127.0.0.1) does not answer")
+    links[1].close()
+    assert begun.lost() == (2, "rank 2 (on 127.0.0.1) has closed its link, or its host has gone")
+    begun.close()
+    links[0].close()
+
+
+def test_what_was_begun_ends_where_the_settings_cannot_be_told(
+    folder: Path, cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("it was reset")
+
+    monkeypatch.setattr(launch.Followers, "tell", fail)
+    with pytest.raises(OSError, match="it was reset"):
+        LLM(folder / "target", tensor_parallel=2, **INT8)
+    assert soon(lambda: not followers())
+
+
+def test_a_key_that_is_gone_when_the_engine_comes_is_a_line(folder: Path, hosts: Hosts) -> None:
+    hosts.follow()
+    assert soon(lambda: "waits for an engine" in hosts.says(), 60.0)
+    hosts.key.rename(hosts.key.with_name("elsewhere"))
+    hosts.options["key_file"] = str(hosts.key.with_name("elsewhere"))
+    with pytest.raises(ModelError, match="rank 1 cannot load the model: cannot read the key in"):
+        LLM(folder / "target", **hosts.options)
+    assert soon(lambda: "rank 1: it could not load the model" in hosts.says())
+    assert "Traceback" not in hosts.says()
 
 
 @pytest.mark.parametrize(

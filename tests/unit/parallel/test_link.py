@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,8 +15,10 @@ from pathlib import Path
 import pytest
 
 from specinfer.errors import ConfigError, KeyRefusedError
-from specinfer.parallel.link import Link, dial, greet, listen, read_key
-from specinfer.parallel.meeting import introduce, introduced
+from specinfer.parallel import link as link_module
+from specinfer.parallel import meeting
+from specinfer.parallel.link import LOST, Link, dial, greet, listen, read_key
+from specinfer.parallel.meeting import hand_on, introduce, introduced
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 
@@ -25,22 +29,24 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def met(pool: ThreadPoolExecutor, dials: Callable[[int], object]) -> tuple[Future[Link], Future[object]]:
+def met(
+    pool: ThreadPoolExecutor, dials: Callable[[int], object], limit: float = 30.0
+) -> tuple[Future[Link], Future[object]]:
     """What becomes of a connection at the side that listens with KEY, and at the other."""
     listening = listen("127.0.0.1", 0)
 
     def greets() -> Link:
         with listening:
-            return greet(listening.accept()[0], KEY, "tests", limit=0.3)
+            return greet(listening.accept()[0], KEY, "tests", limit=limit)
 
     return pool.submit(greets), pool.submit(dials, listening.getsockname()[1])
 
 
 def tcp(pool: ThreadPoolExecutor) -> tuple[Link, Link]:
     ours, its = met(pool, lambda port: dial("127.0.0.1", port, KEY, "tests"))
-    found = its.result(5)
+    found = its.result(30)
     assert isinstance(found, Link)
-    return ours.result(5), found
+    return ours.result(30), found
 
 
 def test_those_who_know_the_key_have_a_link(pool: ThreadPoolExecutor) -> None:
@@ -61,9 +67,9 @@ def test_those_who_know_the_key_have_a_link(pool: ThreadPoolExecutor) -> None:
 def test_another_key_is_refused_on_both_sides(pool: ThreadPoolExecutor, key: bytes, purpose: str) -> None:
     ours, its = met(pool, lambda port: dial("127.0.0.1", port, key, purpose))
     with pytest.raises(KeyRefusedError, match="it does not know the key"):
-        ours.result(5)
+        ours.result(30)
     with pytest.raises(KeyRefusedError, match=r"127.0.0.1:\d+ has another key"):
-        its.result(5)
+        its.result(30)
 
 
 def message(said: bytes) -> bytes:
@@ -96,10 +102,10 @@ def test_whoever_shows_no_key_hears_nothing_but_a_number(pool: ThreadPoolExecuto
                 pass
             return heard
 
-    ours, heard = met(pool, stranger)
+    ours, heard = met(pool, stranger, limit=0.3)
     with pytest.raises((KeyRefusedError, OSError, ValueError)):
-        ours.result(5)
-    found = heard.result(5)
+        ours.result(30)
+    found = heard.result(30)
     assert isinstance(found, bytes)
     assert len(found[:40]) in (0, 40)  # a reset may take it away
     assert found[40:] in (b"", message(b"another key"))
@@ -118,7 +124,7 @@ def test_a_stranger_who_repeats_what_it_hears_is_found_out(pool: ThreadPoolExecu
     repeats = pool.submit(mirror, listening)
     with pytest.raises(KeyRefusedError, match="does not know the key"):
         dial("127.0.0.1", listening.getsockname()[1], KEY, "tests")
-    repeats.result(5)
+    repeats.result(30)
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", message(b"short")])
@@ -168,9 +174,95 @@ def test_a_message_a_byte_at_a_time_is_not_waited_for_for_ever(pool: ThreadPoolE
     with pytest.raises(TimeoutError, match=r"nothing whole was said for 0\.3 s"):
         ours.receive()
     ended.set()
-    dripping.result(5)
+    dripping.result(30)
     ours.close()
     its.close()
+
+
+@pytest.mark.parametrize("expects", [False, True])
+def test_who_does_not_read_is_gone_only_where_signs_of_life_are_due(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, expects: bool
+) -> None:
+    monkeypatch.setattr(link_module, "_GONE", 2)
+    ours, its = tcp(pool)
+    its.within(0.3, sending=False)
+    if expects:
+        its.expect_acknowledgements()
+    sent = pool.submit(its.send, b"x" * (64 << 20))
+    with pytest.raises(TimeoutError):
+        its.receive()
+    time.sleep(4.0)  # behind a full buffer
+    assert its.ended() == expects
+    if expects:
+        with pytest.raises(OSError, match="timed out"):
+            sent.result(30)
+    else:
+        assert len(ours.receive()) == 64 << 20
+        sent.result(30)
+    ours.close()
+    its.close()
+
+
+def test_a_last_word_is_heard_behind_signs_of_life_that_nobody_reads(pool: ThreadPoolExecutor) -> None:
+    ours, its = tcp(pool)
+    ours.beat()
+
+    def leave() -> None:
+        its.send_last(b"why", 30.0)
+        its.close()
+
+    leaving = pool.submit(leave)
+    time.sleep(0.3)
+    assert ours.receive() == b"why"
+    ours.close()
+    leaving.result(30)
+
+
+def test_a_link_that_was_reset_has_its_addresses_still(pool: ThreadPoolExecutor) -> None:
+    ours, its = tcp(pool)
+    ours.beat()
+    time.sleep(0.1)
+    its.close()  # with something unread
+    with pytest.raises(ConnectionResetError):
+        ours.receive()
+    assert ours.hosts == ("127.0.0.1", "127.0.0.1")
+    ours.close()
+
+
+def test_who_has_lost_another_is_not_taken_for_one_who_answers(pool: ThreadPoolExecutor) -> None:
+    (ours, its), (others, _) = private(), private()
+    its.send(LOST)
+    with pytest.raises(EOFError):
+        hand_on([ours], 30.0)
+    assert ours.lost_another
+    ours, its = tcp(pool)
+    its.send(LOST)
+    with pytest.raises(EOFError):
+        introduce({1: ours, 2: others}, 1, 2, key=KEY, limit=30.0)
+    assert ours.lost_another
+
+
+def test_a_rank_is_dialled_where_it_is_seen_and_listens_at_its_own_address(pool: ThreadPoolExecutor) -> None:
+    (first, its), (second, others) = tcp(pool), private()
+    first.hosts = ("127.0.0.1", "203.0.113.1")  # another one than its own
+    listens = pool.submit(introduced, its, KEY)
+    assert introduce({1: first, 2: second}, 1, 2, key=KEY, limit=1.0) is None
+    told = json.loads(others.receive())
+    assert told["dial"][0] == "203.0.113.1"
+    dialled = dial("127.0.0.1", told["dial"][1], KEY, told["purpose"])
+    assert listens.result(30).link.hosts == dialled.hosts
+
+
+def test_strangers_do_not_keep_the_right_one_out(pool: ThreadPoolExecutor) -> None:
+    with listen("127.0.0.1", 0) as listening:
+        port = listening.getsockname()[1]
+        strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+        found = pool.submit(meeting._accepted, listening, KEY, "tests", 4.0)
+        own = dial("127.0.0.1", port, KEY, "tests")
+        own.send(b"the right one")
+        assert found.result(30).receive() == b"the right one"
+    for one in strangers:
+        one.close()
 
 
 def test_keys_are_read_from_files_that_others_cannot_read(tmp_path: Path) -> None:
@@ -208,12 +300,12 @@ def test_two_ranks_get_a_link_to_one_another(
         for rank in (first, 2)
         if rank
     }
-    own = introduce(links, first, 2, key=KEY, limit=2.0)
-    second = followers[2].result(5)
+    own = introduce(links, first, 2, key=KEY, limit=30.0)
+    second = followers[2].result(30)
     if first:
         assert own is None
-        assert followers[1].result(5).rank == 2
-        own = followers[1].result(5).link
+        assert followers[1].result(30).rank == 2
+        own = followers[1].result(30).link
     assert own is not None
     assert second.rank == first
     assert (own.hosts is not None) == bool(set(far) & {first, 2})
