@@ -37,14 +37,14 @@ from specinfer.engine.memory import (
 from specinfer.engine.ranks import Ranks
 from specinfer.errors import ConfigError, ModelError
 from specinfer.hub import resolve
-from specinfer.hub.model_files import sampling_defaults
+from specinfer.hub.model_files import hash_of, sampling_defaults
 from specinfer.hub.pool import is_pool, member_folders, read_pool
 from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.machine import thread_count
 from specinfer.models.fingerprint import is_of
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.lent_memory import LentMemory
-from specinfer.models.prepared import identity, sampled
+from specinfer.models.prepared import identity
 from specinfer.models.weights import layer_bytes, open_model, weight_bytes
 from specinfer.parallel.share import Layout
 from specinfer.progress import NoProgress, Progress
@@ -121,8 +121,8 @@ def _load_models(
     show: Progress,
 ) -> Models:
     target = find(config.model, show)
-    path = target.files.path  # sampled before it is read, wherever a machine has it
-    origin = {**identity(path, config.quantization, dtype), "model": sampled(path)}
+    path = target.files.path  # hashed before it is read, wherever a machine has it
+    origin = {**identity(path, config.quantization, dtype), "model": hash_of(path)}
     found = find_drafts(config.speculation.drafts, target, config.model, show)
     drafts = {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
     check_options(config.speculation, drafts)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +13,19 @@ from typing import Any, Final
 
 from specinfer.errors import ModelFileError
 from specinfer.hub.foreign_format import foreign_files, foreign_gguf, pickled_weights
-from specinfer.hub.gguf_header import GgufHeader, check_complete, first_parts, part_names, read_gguf
+from specinfer.hub.gguf_header import (
+    GgufHeader,
+    check_complete,
+    first_parts,
+    part_files,
+    part_names,
+    read_gguf,
+)
 
 _MAX_JSON = 32 << 20  # bytes; the index of a hundred thousand tensors has a third of that
 _SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")  # the latter of Medusa's heads
 PICKLES = (".bin", ".pt", ".pth")  # what weights are in elsewhere
+_PIECES, _PIECE = 256, 4096  # of a file that go into a hash, and their bytes
 _FILE: Final = "generation_config.json"
 # Under the names of SamplingParams: the key of a GGUF file, what is allowed, and how that is said.
 _KNOWN: Final[Mapping[str, tuple[str, Callable[[float], bool], str]]] = {
@@ -94,6 +104,29 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
             "fetch the model again"
         )
     return tuple(folder / name for name in names)
+
+
+def files_of(model: Path) -> list[Path]:
+    """The files of a model in a folder, or of a GGUF model, any part of which is named; only those there."""
+    if model.is_dir():
+        return [model / "config.json", *sorted(model.glob("*.safetensors"))]
+    return part_files(model)
+
+
+def hash_of(model: Path) -> str:
+    """A hash of the sizes of a model's files, and of pieces of these all over them; wherever they lie.
+
+    It tells one model, or one quantization of it, from another in some 10 ms, and finds no single wrong byte.
+    """
+    found = hashlib.sha256()
+    for path in files_of(model):
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            found.update(size.to_bytes(8, "little"))
+            for at in sorted({number * size // _PIECES for number in range(_PIECES)}):
+                file.seek(at)
+                found.update(file.read(_PIECE))
+    return found.hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -39,11 +39,10 @@ from torch import Tensor
 
 from specinfer.errors import DamagedFileError, ModelFileError
 from specinfer.files import NewFile, cache_dir, locked, read_exactly
-from specinfer.hub.gguf_header import part_files
+from specinfer.hub.model_files import files_of
 from specinfer.kernels.disk import StreamSource, aligned
 from specinfer.kernels.layout import Int4Weight, Weight
 
-_SAMPLES, _SAMPLE = 256, 4096  # of a file that is sampled, and their bytes
 _VERSION: Final = 3  # of what the numbers mean and how they lie; a file of another is made anew
 _PAGE: Final = 4096  # at which records begin and end, for readers that go past the system's cache
 _LINE: Final = 64  # at which tensors begin
@@ -104,30 +103,8 @@ def identity(model: Path, kind: str, dtype: torch.dtype, borrowed: Path | None =
 def _state(model: Path) -> list[object]:
     return [
         str(model.resolve()),
-        *((file.name, (state := file.stat()).st_size, state.st_mtime_ns) for file in _files(model)),
+        *((file.name, (state := file.stat()).st_size, state.st_mtime_ns) for file in files_of(model)),
     ]
-
-
-def _files(model: Path) -> list[Path]:
-    if model.is_dir():
-        return [model / "config.json", *sorted(model.glob("*.safetensors"))]
-    return part_files(model)
-
-
-def sampled(model: Path) -> str:
-    """A hash of the sizes of a model's files, and of pieces of these all over them; wherever they lie.
-
-    It tells one model, or one quantization of it, from another in some 10 ms, and finds no single wrong byte.
-    """
-    found = hashlib.sha256()
-    for path in _files(model):
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            found.update(size.to_bytes(8, "little"))
-            for at in sorted({number * size // _SAMPLES for number in range(_SAMPLES)}):
-                file.seek(at)
-                found.update(file.read(_SAMPLE))
-    return found.hexdigest()
 
 
 class PreparedFile:

@@ -38,9 +38,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specinfer.errors import PeerLostError
+from specinfer.hub.model_files import hash_of
 from specinfer.models.config import ModelConfig, PipelineStage
 from specinfer.models.language_model import LanguageModel, Read, check_taps
-from specinfer.models.prepared import sampled
 from specinfer.parallel.group import Group
 from specinfer.parallel.share import Share
 from specinfer.runtime.batch import Rows
@@ -378,7 +378,7 @@ def identity_of(model: LanguageModel, path: Path, kind: str, group: Group) -> di
         "kernels": "PyTorch's" if library is None else hashlib.sha256(library.path.read_bytes()).hexdigest(),
         "kind of CPU": "" if library is None else library.level.name,
         "attention": type(model.kernels.attention).__name__,
-        "model file": sampled(path),
+        "model file": hash_of(path),
         "quantization": kind,
         "dtype": str(model.dtype),
         "number of ranks": str(group.size),
