@@ -103,7 +103,11 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
     device = pick_device(config.device)
     _check_quantization("quantization", config.quantization, device)
     _check_quantization("draft_quantization", config.speculation.draft_quantization, device)
-    for name, asked in (("tensor_parallel", config.tensor_parallel), ("sum_parts", config.parts_of_sums)):
+    for name, asked in (
+        ("tensor_parallel", config.tensor_parallel),
+        ("pipeline_parallel", config.pipeline_parallel),
+        ("sum_parts", config.parts_of_sums),
+    ):
         if asked > 1 and device.type != "cpu":
             raise ConfigError(f"{name} is {asked} on device {device}; allowed there: 1")
     kernels, lacking = choose_kernels(config.kernels, device, show)
