@@ -190,9 +190,9 @@ def follow(group: Group, models: Sequence[LanguageModel]) -> None:
         elif isinstance(command, Close):
             del caches[command.cache], runners[command.cache]
         elif isinstance(command, AskFigures):
-            group.answer(torch.tensor(group.spent, dtype=torch.float64))
+            group.answer(torch.tensor(group.times.spent, dtype=torch.float64))
         else:
-            with group.passing():
+            with group.times.passing():
                 _run(command, runners[command.cache], group)
 
 

@@ -17,12 +17,11 @@ it, and all that follow, raise PeerLostError.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -37,11 +36,10 @@ from specinfer.errors import PeerLostError
 from specinfer.kernels.exchange import SharedExchange
 from specinfer.parallel.link import LOST, Link
 from specinfer.parallel.meeting import HERE, gloo_of, gloo_of_rank_0, hand_on, introduce, introduced
+from specinfer.parallel.rank_times import DOING, RankTimes
 
 LIMIT: Final = 10.0  # seconds that an exchange may take
 LAST: Final = 2.0  # seconds that a follower leaves rank 0 to read its last word
-_FIGURES: Final = 1.0  # seconds after which followers are asked how they spent them
-_DOING: Final = ("computing", "exchanging", "waiting")
 _TRIED, _ROWS = 50, 16  # exchanges that are timed, and their rows
 
 
@@ -107,10 +105,7 @@ class Group:
         alike = range(1, size) if exchange is None else ()
         self._over_gloo: Collection[int] = alike if over_gloo is None else over_gloo
         self._ring: tuple[Link, Link] | None = None  # from the stage before, and to the next
-        self.spent = [0.0, 0.0, 0.0]  # seconds of passes: computing, exchanging, waiting
-        self._handing, self._taking = 0.0, 0.0  # seconds in these
-        self._figures: list[Sequence[float]] = []  # of followers, as they have answered
-        self._asked = -math.inf  # when
+        self.times = RankTimes(exchange)
         self._peers = peers
         self._closed = False
         self._gloo: Any = None
@@ -241,27 +236,26 @@ class Group:
 
         It may come so many seconds later than an exchange.
         """
-        return self._take(self._links[rank - 1], like, self.limit + patience)
+        with self.times.waiting():
+            return self._take(self._links[rank - 1], like, self.limit + patience)
 
     def hand_on(self, values: Tensor, patience: float | None = None) -> None:
         """Give the next stage what it takes, which may be behind by so many seconds; None: for ever."""
         assert self._ring is not None, "there are several stages"
-        behind, began = self._ring[1], time.perf_counter()
+        behind = self._ring[1]
         self._check()
         try:
-            behind.within(None if patience is None else self.limit + patience)
-            behind.send(_bytes_of(values))
+            with self.times.handing():
+                behind.within(None if patience is None else self.limit + patience)
+                behind.send(_bytes_of(values))
         except OSError as error:
             raise self.lose() from error
-        self._handing += time.perf_counter() - began
 
     def take(self, like: Tensor, patience: float | None = None) -> Tensor:
         """What the stage before hands on, of this one's shape and kind; `patience` as of `hand_on`."""
         assert self._ring is not None, "there are several stages"
-        began = time.perf_counter()
-        found = self._take(self._ring[0], like, None if patience is None else self.limit + patience)
-        self._taking += time.perf_counter() - began
-        return found
+        with self.times.waiting():
+            return self._take(self._ring[0], like, None if patience is None else self.limit + patience)
 
     def round(self, values: Tensor) -> None:
         """Send something through all stages; all ranks call it."""
@@ -309,44 +303,10 @@ class Group:
         if self._peers is not None:
             self._peers.on_end = lambda: tell(self.lose())
 
-    @contextmanager
-    def passing(self) -> Iterator[None]:
-        """A part of a pass, whose time counts."""
-        began, before = time.perf_counter(), self._exchanged()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - began
-            moved, waited = (now - then for now, then in zip(self._exchanged(), before, strict=True))
-            for n, spent in enumerate((seconds - moved - waited, moved, waited)):
-                self.spent[n] += spent
-
-    def _exchanged(self) -> tuple[float, float]:
-        """Seconds in exchanges so far, without waiting and of waiting; of gloo's nobody knows."""
-        if self.exchange is None:
-            return self._handing, self._taking
-        figures = self.exchange.figures()
-        return self._handing + figures.seconds - figures.waited, self._taking + figures.waited
-
-    @property
-    def wants_figures(self) -> bool:
-        """Whether it is time to ask followers for theirs, at rank 0."""
-        return time.monotonic() - self._asked > _FIGURES
-
-    def hear_figures(self) -> None:
-        """Take what the followers answer, which were asked."""
-        like = torch.empty(3, dtype=torch.float64)
-        self._figures = [self.answered(rank, like).tolist() for rank in range(1, self.size)]
-        self._asked = time.monotonic()
-
-    @property
-    def rank_seconds(self) -> dict[str, float]:
-        """Where the time of ranks went so far, at rank 0; others were asked up to a few seconds ago."""
-        return {
-            f"{rank} {doing}": seconds
-            for rank, spent in enumerate([self.spent, *self._figures])
-            for doing, seconds in zip(_DOING, spent, strict=True)
-        }
+    def hear_times(self) -> None:
+        """Take what the followers answer, which were asked for their times, at rank 0."""
+        like = torch.empty(len(DOING), dtype=torch.float64)
+        self.times.hear([self.answered(rank, like).tolist() for rank in range(1, self.size)])
 
     def seconds(self, width: int, rows: int = _ROWS) -> float:
         """What an exchange of so many rows and sums takes, a median; all ranks call it at once."""

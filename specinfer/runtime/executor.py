@@ -198,7 +198,7 @@ class LocalExecutor:
     def rank_seconds(self) -> Mapping[str, float]:
         """As Executor says; these are the target's, which variants share."""
         group = self.target.model.group
-        return {} if group is None else group.rank_seconds
+        return {} if group is None else group.times.by_rank
 
     def runner(self, model: LanguageModel) -> ModelRunner:
         """A model over a cache of its own, whose blocks are the target's."""

@@ -103,16 +103,16 @@ Command = Open | Close | Pass | Logits | Moves | AskFigures
 
 
 class MessageWriter:
-    """Makes messages."""
+    """Makes messages of one kind each, which MessageReader reads."""
 
     @staticmethod
     def opening(cache: int, model: int, blocks: int, block_size: int) -> bytes:
-        """As the module says."""
+        """OPEN: make a cache for that model."""
         return array("i", [_OPEN, cache, model, blocks, block_size]).tobytes()
 
     @staticmethod
     def closing(cache: int) -> bytes:
-        """As the module says."""
+        """CLOSE: drop a cache."""
         return array("i", [_CLOSE, cache]).tobytes()
 
     @staticmethod
@@ -125,7 +125,7 @@ class MessageWriter:
         more: bool = False,
         taps: Sequence[int] = (),
     ) -> bytes:
-        """As the module says; of a table those blocks are told that the rows reach."""
+        """PASS: run rows; of a table those blocks are told that the rows reach."""
         words = array("i", [_PASS, cache, logits, more, len(taps), len(rows), *taps])
         for part in rows:
             n, parents = len(part.token_ids), part.parents
@@ -141,18 +141,18 @@ class MessageWriter:
 
     @staticmethod
     def logits(cache: int, hidden_RD: Tensor) -> bytes:
-        """As the module says."""
+        """LOGITS: make them of rows that a pass has left."""
         bits = hidden_RD.contiguous().view(torch.int32).numpy().tobytes()
         return array("i", [_LOGITS, cache, len(hidden_RD)]).tobytes() + bits
 
     @staticmethod
     def moving(cache: int, sources: Sequence[int], targets: Sequence[int]) -> bytes:
-        """As the module says."""
+        """MOVE: copy K and V of slots."""
         return array("i", [_MOVE, cache, len(sources), *sources, *targets]).tobytes()
 
     @staticmethod
     def asking() -> bytes:
-        """As the module says."""
+        """FIGURES: say where the time of passes went."""
         return array("i", [_FIGURES, 0]).tobytes()
 
 
@@ -281,21 +281,22 @@ class Leader:
         chosen = sum(part.num_chosen for part in parts)
         logits = 0 < chosen <= most_logits
         with self._turn():
-            for behind, part in zip(reversed(range(len(parts))), parts, strict=True):
-                how = {"logits": logits and not behind, "more": behind > 0}
-                self._tell(
-                    MessageWriter.passing(self._cache, part.rows, self._block_size, taps=elsewhere, **how)
-                )
-                found = self._passes.run(part, more=behind > 0)
-            if elsewhere:
-                count = sum(part.num_rows for part in parts)
-                found = found._replace(tapped_TND=self._tapped(found.tapped_TND, taps, count))
-            if logits:
-                found = found._replace(logits_RV=self._whole(found))
+            with group.times.passing():
+                for behind, part in zip(reversed(range(len(parts))), parts, strict=True):
+                    how = {"logits": logits and not behind, "more": behind > 0}
+                    self._tell(
+                        MessageWriter.passing(self._cache, part.rows, self._block_size, taps=elsewhere, **how)
+                    )
+                    found = self._passes.run(part, more=behind > 0)
+                if elsewhere:
+                    count = sum(part.num_rows for part in parts)
+                    found = found._replace(tapped_TND=self._tapped(found.tapped_TND, taps, count))
+                if logits:
+                    found = found._replace(logits_RV=self._whole(found))
             # Where rows came back all stages have ended it; else an answer might take as long as the pass.
-            if chosen and self._stages == group.stages and group.wants_figures:
+            if chosen and self._stages == group.stages and group.times.due:
                 group.broadcast(MessageWriter.asking(), group.stages)
-                group.hear_figures()
+                group.hear_times()
             return found
 
     def _tapped(self, own_TND: Tensor | None, taps: Sequence[int], rows: int) -> Tensor:
@@ -313,14 +314,14 @@ class Leader:
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """The logits of rows that a pass has left, [R, V]."""
         message = MessageWriter.logits(self._cache, hidden_RD)
-        with self._turn():
+        with self._turn(), self._group.times.passing():
             self._tell(message, stages=1)
             return self._whole(Read(hidden_RD))
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Have all ranks copy K and V of these slots; here the caller does it."""
         if sources:
-            with self._turn():
+            with self._turn(), self._group.times.passing():
                 self._tell(MessageWriter.moving(self._cache, sources, targets))
 
     def _whole(self, read: Read) -> Tensor:
@@ -338,7 +339,7 @@ class Leader:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """While ranks do something together: whatever cuts it short puts them out of step for good."""
-        with self._group.turn, interrupts_held(), self._group.passing():
+        with self._group.turn, interrupts_held():
             try:
                 yield
             except PeerLostError as error:

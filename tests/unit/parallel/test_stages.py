@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -226,6 +227,33 @@ def test_a_stage_has_its_layers_alone(llama: Path, tmp_path: Path) -> None:
     assert executor.num_blocks == blocks
 
 
+def test_what_followers_answer_is_waited_for_within_a_pass_and_asked_for_behind_it(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taps are a part of the pass, and the times of ranks are none."""
+    with ranks_of(llama, 2, kernels("native"), tmp_path, stages=2) as model:
+        runner, group = ModelRunner(model, num_blocks=1, block_size=8), model.group
+        assert group is not None
+        hear, take, heard = group.hear_times, group._take, list[float]()
+
+        def slow(*given: Any) -> Tensor:
+            time.sleep(0.05)
+            return take(*given)
+
+        def hear_times() -> None:
+            heard.append(sum(group.times.spent))
+            hear()
+
+        monkeypatch.setattr(group, "hear_times", hear_times)
+        runner.launch([Rows((3,), 0, [0], 0)])
+        assert heard == [sum(group.times.spent)]
+        assert len(group.times.by_rank) == 6
+        waited = group.times.spent[2]
+        monkeypatch.setattr(group, "_take", slow)
+        runner.launch([Rows((1,), 1, [0], 0)], taps=(3,))
+        assert group.times.spent[2] >= waited + 0.1, "for rows and for taps"
+
+
 def test_an_interrupt_waits_for_all_stages(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,8 +273,8 @@ def test_an_interrupt_waits_for_all_stages(
             runner.forward(rows)
         monkeypatch.undo()
         assert torch.equal(runner.forward(rows), want.forward(rows))
-        assert all(seconds > 0 for seconds in group.spent)
-        assert {*group.rank_seconds} == {
+        assert all(seconds > 0 for seconds in group.times.spent)
+        assert {*group.times.by_rank} == {
             f"{rank} {doing}"
             for rank in range(group.size)
             for doing in ("computing", "exchanging", "waiting")
@@ -270,7 +298,11 @@ def test_a_pass_that_fails_in_a_stage_ends_the_group(
             with pytest.raises(MemoryError):
                 runner.forward([Rows((3,), 0, [0], 0)])
         else:
-            monkeypatch.setattr(group, "hand_on", lambda *_: group.lose("it is lost"))
+
+            def lose(*_: object) -> None:
+                raise group.lose("it is lost")
+
+            monkeypatch.setattr(group, "hand_on", lose)
             with pytest.raises(PeerLostError):
                 runner.forward([Rows((3,), 0, [0], 0)])
         with pytest.raises(PeerLostError):
