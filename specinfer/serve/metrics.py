@@ -45,7 +45,8 @@ class Metrics:
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
         self.model = model  # its name
-        self._told = Statistics()  # of the engine, when it was asked last
+        self._told = Statistics()  # of the engines, when they were asked last
+        self._told_of: dict[int, Statistics] = {}  # the same of each replica
 
         def made(kind: type[_Kind], name: str, purpose: str, *labels: str, **more: Any) -> _Kind:
             names = ["model_name", *labels]
@@ -84,7 +85,7 @@ class Metrics:
         self.streamed_bytes = counter("streamed_bytes", "Of weights that were read from the disk for passes.")
         self.stream_waits = counter("stream_wait_seconds", "That passes waited for these bytes.")
         ranks = "Where the time of ranks went: computing, exchanging or waiting for others."
-        self.ranks = made(Gauge, "rank_seconds", ranks, "replica", "rank", "doing")
+        self.ranks = made(Counter, "rank_seconds", ranks, "replica", "rank", "doing")
         self.restarts = gauge("engine_restarts", "How often engine processes were started again.")
         self.handed_on = gauge("num_handed_on", "How often an answer went on with another engine.")
         self._of_replicas = [
@@ -120,8 +121,10 @@ class Metrics:
         for number, replica in enumerate(health.replicas):
             for one, value in self._of_replicas:
                 one.labels(self.model, str(number)).set(value(replica))
-            for name, seconds in replica.state.rank_seconds.items():
-                self.ranks.labels(self.model, str(number), *name.split()).set(seconds)
+            done = replica.state.since(self._told_of.get(number, Statistics()))
+            for name, seconds in done.rank_seconds.items():
+                self.ranks.labels(self.model, str(number), *name.split()).inc(seconds)
+            self._told_of[number] = replica.state
         if state is not None:
             self.running.set(state.running)
             self.waiting.set(state.waiting)

@@ -100,6 +100,7 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
         found = await told()
         assert (found["engine_steps{}"], found["speculation_on{}"]) == (4, 0)
         assert found["streamed_bytes_total{}"] == 4000
+        assert found['rank_seconds_total{doing="computing",,rank="0",replica="0"}'] == 3
         handles[0].says("deltas", [Delta("w", "x", (7,))], first)  # nobody asks between this and its death
         asked = asyncio.ensure_future(told())  # in just that moment
         handles[0].state = first
@@ -126,8 +127,8 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
             'pass_cost_factor{model="0-draft",}': 2.0,
             "streamed_bytes_total{}": 5000,
             "stream_wait_seconds_total{}": 1.75,
-            'rank_seconds{doing="computing",,rank="0",replica="0"}': 4.0,
-            'rank_seconds{doing="waiting",,rank="1",replica="0"}': 0.75,
+            'rank_seconds_total{doing="computing",,rank="0",replica="0"}': 4.0,
+            'rank_seconds_total{doing="waiting",,rank="1",replica="0"}': 0.75,
         }
         await backend.close()
 
