@@ -1,7 +1,7 @@
 """What a message costs on its way from an engine to the server: a process beside it, or an actor of Ray's.
 
 Something talks in the engine's place: deltas of 16 works, as often as SmolLM2 makes a step, each message with
-the time at which it was sent. `python benchmarks/replicas.py --channels` measures and tells.
+the time at which it was sent. `python benchmarks/replicas.py --only channel` measures and tells.
 """
 
 from __future__ import annotations
@@ -116,28 +116,23 @@ def measure(kind: str, messages: int = 1000, every: float = 0.02) -> dict[str, f
         return asyncio.run(measured(cluster, messages, every))
 
 
-def talker() -> Any:
-    """The class of an actor that talks; who has no cluster never loads Ray."""
-    from specinfer.serve.ray_relay import EngineActor
-
-    class Talker(EngineActor):
-        def run(self, config: bytes) -> None:
-            talk(self.connection)
-            self.connection.close()
-
-    return Talker
-
-
 def main() -> None:
     """Talk, or be the relay of an actor that does."""
     if len(sys.argv) == 5:
         connection = Connection(int(sys.argv[1]))
         connection.recv()  # the config
         talk(connection)
-    else:
-        from specinfer.serve.ray_relay import main as relay
+    else:  # without a cluster Ray is never loaded
+        from specinfer.serve import ray_relay
 
-        relay(talker())
+        class Talker(ray_relay.EngineActor):
+            def run(self, config: bytes) -> None:
+                talk(self.connection)
+                self.connection.close()
+
+        placed = ray_relay.placed
+        ray_relay.placed = lambda _, cpus: placed(Talker, cpus)
+        ray_relay.main()
 
 
 if __name__ == "__main__":

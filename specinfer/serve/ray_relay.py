@@ -120,13 +120,7 @@ def _fitted(config: EngineConfig) -> EngineConfig:
     return replace(config, threads=max(1, int(share) // config.ranks))
 
 
-def relay(
-    connection: Connection,
-    log: tuple[str, str, str],
-    address: str,
-    cpus: int,
-    kind: type[EngineActor] = EngineActor,
-) -> int:
+def relay(connection: Connection, log: tuple[str, str, str], address: str, cpus: int) -> int:
     """Have an actor serve the config that comes first, until the server hangs up; returns a status."""
     try:
         config = connection.recv_bytes()
@@ -136,7 +130,7 @@ def relay(
     hung_up = threading.Event()
     try:
         connect(address)
-        engine = placed(kind, cpus)
+        engine = placed(EngineActor, cpus)
         stream = engine.serve.options(num_returns="streaming", **_MESSAGES).remote(
             config, log, os.getcwd(), VERSION
         )
@@ -147,9 +141,10 @@ def relay(
                 if is_log:
                     sys.stderr.write(said.decode(errors="replace"))
                 else:
-                    connection.send_bytes(said)
+                    with contextlib.suppress(OSError):  # the server has hung up, and the engine hears of it
+                        connection.send_bytes(said)
                     heard = True
-    except Exception as error:  # of Ray's, there are many kinds; the socket's, where the server is gone
+    except Exception as error:  # of Ray's, there are many kinds
         if not heard:
             with contextlib.suppress(OSError):
                 connection.send(("failed", _line(error)))
@@ -244,8 +239,8 @@ def _line(error: Exception) -> str:
     return said.partition(" There are some potential root causes")[0][:_MOST_SAID] or repr(cause)
 
 
-def main(kind: type[EngineActor] = EngineActor) -> None:
-    """Be one of them, at the other end of an inherited socket; actors are of this kind."""
+def main() -> None:
+    """Be one of them, at the other end of an inherited socket."""
     number, *rest = sys.argv[1:]
     connection = Connection(socket.socket(fileno=int(number)).detach())
     # Ray's own processes and libraries write to the descriptor, many lines where they end.
@@ -258,7 +253,7 @@ def main(kind: type[EngineActor] = EngineActor) -> None:
     level, form, name, address, cpus = rest
     log = (form, level, name)
     configure(*log)
-    os._exit(relay(connection, log, address, int(cpus), kind))  # the rest of Ray ends with it
+    os._exit(relay(connection, log, address, int(cpus)))  # the rest of Ray ends with it
 
 
 if __name__ == "__main__":
