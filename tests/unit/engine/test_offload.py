@@ -5,10 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import shutil
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +20,9 @@ from specinfer.engine.steps import Statistics
 from specinfer.errors import CapacityError, ClosedError, ConfigError
 from specinfer.hub.pool import Member, Pool, write_pool
 from specinfer.models.fingerprint import fingerprint
-from specinfer.models.language_model import LanguageModel
-from specinfer.models.lent_memory import LentMemory
 from specinfer.models.weights import open_model, prepare
 from specinfer.progress import NoProgress, Progress
 from specinfer.request import RequestOutput
-from specinfer.speculate.policy.allowance import Allowance
 from tests.engines import assert_idle, engine_of
 from tests.heads import write_any
 from tests.kernels import kernels
@@ -53,7 +47,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("offload")
     target = write_tiny_llama(folder / "target", num_layers=3, tokenizer=True, eos_token_id=63)
     write_similar_llama(target, folder / "similar", noise=0.1)
-    write_tiny_llama(folder / "deep", num_layers=12, tokenizer=True, eos_token_id=63)
     for number in (1, 2):
         write_similar_llama(target, folder / "pool" / f"member{number}", noise=0.3, seed=number)
     members = (Member("member1", "ssm"), Member("member2", "ssm"))
@@ -110,70 +103,6 @@ def test_texts_of_trees_that_grow_ahead(
     want = texts(resident(folder / "target"))
     options: dict[str, Any] = {"tree_size": "cost", "clock": "curve", "drafts": names, "max_batch_size": 4}
     assert texts(streamed(folder / "target", monkeypatch, **options)) == want
-
-
-@pytest.mark.parametrize("kind", ["none", "int8"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_texts_while_layers_have_the_memory_of_the_twin(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, kind: str
-) -> None:
-    """One step in three nobody may guess."""
-    options: dict[str, Any] = {"dtype": dtype, "quantization": kind, "max_batch_size": 4}
-    want = texts(resident(folder / "deep", **options))
-    steps = count()
-    monkeypatch.setattr(Allowance, "allows", lambda *asked, **more: next(steps) % 3 > 0)
-    llm = streamed(folder / "deep", monkeypatch, Planned(twin=True), **options, tree_size="cost")
-    lent = llm.models.lent
-    assert lent is not None
-    assert lent.layers
-    moves = Counter[str]()
-    for name in ("lend", "take_back"):
-        monkeypatch.setattr(LentMemory, name, counted(moves, name, getattr(LentMemory, name)))
-    assert texts(llm) == want
-    assert min(moves["lend"], moves["take_back"]) > 9
-    assert next(steps) > 30
-
-
-def test_a_twin_that_is_named_leaves_embeddings_on_the_disk(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with streamed(folder / "target", monkeypatch, drafts=("self",)) as llm:
-        twin = llm.models.drafts["draft"]
-        assert isinstance(twin, LanguageModel)
-        assert twin.table is llm.models.target.table
-        assert twin.table.whole is None
-
-
-def counted(calls: Counter[str], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def counting(*given: Any) -> Any:
-        calls[name] += 1
-        return call(*given)
-
-    return counting
-
-
-@pytest.mark.parametrize("name", ["self", "deep"])
-def test_the_twin_that_a_variant_asks_keeps_its_memory(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    draft = name if name == "self" else str(folder / name)
-    want = texts(resident(folder / "deep", max_batch_size=4))
-    with streamed(folder / "deep", monkeypatch, drafts=(draft,), max_batch_size=4) as llm:
-        lent = llm.models.lent
-        assert lent is not None
-        lent.lend()
-        assert lent.holder == "layers"
-        without = llm.variant(drafts=())
-        assert [output.token_ids for output in answers(without)] == want
-        assert lent.holder == "layers", "nobody else asks the twin"
-        other = llm.variant()
-        assert (lent.holder, lent.can_be_lent) == ("draft", False)
-        lent.lend()
-        assert lent.holder == "draft"
-        assert [output.token_ids for output in answers(other)] == want
-        assert other.statistics().guessed_tokens["draft"] > 50
-        without.close()
-        other.close()
 
 
 def test_samples_of_mss_are_those_of_the_resident_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

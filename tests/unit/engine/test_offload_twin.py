@@ -1,0 +1,93 @@
+"""A streamed model and its twin, whose memory layers may have while nobody guesses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer.models.language_model import LanguageModel
+from specinfer.models.lent_memory import LentMemory
+from specinfer.speculate.policy.allowance import Allowance
+from tests.kernels import kernels
+from tests.tiny_models import write_tiny_llama
+from tests.unit.engine.offloading import Planned, resident, streamed
+from tests.unit.engine.test_offload import answers, texts
+
+pytestmark = pytest.mark.usefixtures("own_cache", "no_thread_is_left")
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of twelve layers."""
+    kernels("native")
+    folder = tmp_path_factory.mktemp("twin") / "deep"
+    return write_tiny_llama(folder, num_layers=12, tokenizer=True, eos_token_id=63)
+
+
+def counted(calls: Counter[str], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(*given: Any) -> Any:
+        calls[name] += 1
+        return call(*given)
+
+    return counting
+
+
+@pytest.mark.parametrize("kind", ["none", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_texts_while_layers_have_the_memory_of_the_twin(
+    deep: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, kind: str
+) -> None:
+    """One step in three nobody may guess."""
+    options: dict[str, Any] = {"dtype": dtype, "quantization": kind, "max_batch_size": 4}
+    want = texts(resident(deep, **options))
+    steps = count()
+    monkeypatch.setattr(Allowance, "allows", lambda *asked, **more: next(steps) % 3 > 0)
+    llm = streamed(deep, monkeypatch, Planned(twin=True), **options, tree_size="cost")
+    lent = llm.models.lent
+    assert lent is not None
+    assert lent.layers
+    moves = Counter[str]()
+    for name in ("lend", "take_back"):
+        monkeypatch.setattr(LentMemory, name, counted(moves, name, getattr(LentMemory, name)))
+    assert texts(llm) == want
+    assert min(moves["lend"], moves["take_back"]) > 9
+    assert next(steps) > 30
+
+
+def test_a_twin_that_is_named_leaves_embeddings_on_the_disk(
+    deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with streamed(deep, monkeypatch, drafts=("self",)) as llm:
+        twin = llm.models.drafts["draft"]
+        assert isinstance(twin, LanguageModel)
+        assert twin.table is llm.models.target.table
+        assert twin.table.whole is None
+
+
+@pytest.mark.parametrize("name", ["self", "deep"])
+def test_the_twin_that_a_variant_asks_keeps_its_memory(
+    deep: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    draft = name if name == "self" else str(deep)
+    want = texts(resident(deep, max_batch_size=4))
+    with streamed(deep, monkeypatch, drafts=(draft,), max_batch_size=4) as llm:
+        lent = llm.models.lent
+        assert lent is not None
+        lent.lend()
+        assert lent.holder == "layers"
+        without = llm.variant(drafts=())
+        assert [output.token_ids for output in answers(without)] == want
+        assert lent.holder == "layers", "nobody else asks the twin"
+        other = llm.variant()
+        assert (lent.holder, lent.can_be_lent) == ("draft", False)
+        lent.lend()
+        assert lent.holder == "draft"
+        assert [output.token_ids for output in answers(other)] == want
+        assert other.statistics().guessed_tokens["draft"] > 50
+        without.close()
+        other.close()
