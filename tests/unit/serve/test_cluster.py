@@ -18,6 +18,7 @@ from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError
 from specinfer.serve import cluster
 from specinfer.serve.cluster import Cluster, cpus_of_each, given_address
+from tests.unit.serve.listeners import until
 
 ENGINE = EngineConfig(model="m")
 
@@ -153,8 +154,7 @@ def test_a_cluster_of_ones_own_ends_with_the_block_and_is_started_again_where_it
         one.revive()
         assert one.relay[1] == address
         psutil.Process(int(address.rpartition(":")[2])).kill()
-        while len(keepers()) == 2:
-            pass
+        until(lambda: len(keepers()) < 2)
         one.revive()
         assert one.relay[1] != address
         assert len(keepers()) == 2
