@@ -1,4 +1,4 @@
-"""Two nodes with a slow network between them: network namespaces of this machine, for benchmarks/ranks.py.
+"""Two nodes with a network between them: network namespaces of this machine, for ranks.py and for tests.
 
     with two_nodes(mbit=1000) as nodes:      makes them, and a cable that carries so much; needs root
         with follower(nodes, model, core):   rank 1 of `model` on the second node, on that core
@@ -35,8 +35,8 @@ class Nodes:
 
 
 @contextmanager
-def two_nodes(mbit: int) -> Iterator[Nodes]:
-    """Two nodes and the cable between them, of so many megabits a second each way."""
+def two_nodes(mbit: int = 0) -> Iterator[Nodes]:
+    """Two nodes and the cable between them, of so many megabits a second each way; 0: any number."""
     names = [f"specinfer-{which}-{os.getpid()}" for which in ("here", "there")]
     with tempfile.TemporaryDirectory() as folder:
         key = Path(folder) / "key"
@@ -52,8 +52,9 @@ def two_nodes(mbit: int) -> Iterator[Nodes]:
                 call("ip", "-n", name, "address", "add", f"10.213.9.{number + 1}/24", "dev", end)
                 call("ip", "-n", name, "link", "set", end, "up")
                 call("ip", "-n", name, "link", "set", "lo", "up")
-                shaped = ("root", "tbf", "rate", f"{mbit}mbit", "burst", _BURST, "latency", "50ms")
-                call("tc", "-n", name, "qdisc", "add", "dev", end, *shaped)
+                if mbit:
+                    shaped = ("root", "tbf", "rate", f"{mbit}mbit", "burst", _BURST, "latency", "50ms")
+                    call("tc", "-n", name, "qdisc", "add", "dev", end, *shaped)
             yield Nodes(names[0], names[1], str(key))
         finally:
             for name in names:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from benchmarks.two_nodes import MASTER, Nodes, call, two_nodes
 from tests.ranks import INT8, PROMPTS, soon
 
 pytestmark = pytest.mark.slow
-MASTER = "10.213.7.1:29500"
 # Says what the engine says, then goes on with a long text until a line is read, and how that ends.
 ENGINE = """
 import json, sys, time
@@ -39,34 +39,17 @@ llm.close()
 """
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
 @pytest.fixture(scope="module")
-def network() -> Iterator[tuple[str, str]]:
+def nodes() -> Iterator[Nodes]:
     """Two namespaces whose interfaces end0 and end1 are ends of one cable."""
-    names = (f"specinfer-a-{os.getpid()}", f"specinfer-b-{os.getpid()}")
     if sys.platform != "linux" or shutil.which("ip") is None:
         pytest.skip("network namespaces are Linux's, and made by ip")
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ends = ("type", "veth", "peer", "name", "end1", "netns", names[1])
-        ip("link", "add", "name", "end0", "netns", names[0], *ends)
-        for name, end, address in zip(
-            names, ("end0", "end1"), ("10.213.7.1/24", "10.213.7.2/24"), strict=True
-        ):
-            ip("-n", name, "address", "add", address, "dev", end)
-            ip("-n", name, "link", "set", end, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-    except subprocess.CalledProcessError as error:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-        pytest.skip(f"no network namespaces can be had: {error.stderr.decode().strip()}")
-    yield names
-    for name in names:
-        ip("netns", "del", name)
+    with ExitStack() as stack:
+        try:
+            found = stack.enter_context(two_nodes())
+        except SystemExit as error:
+            pytest.skip(f"no network namespaces can be had: {error}")
+        yield found
 
 
 def begin(namespace: str, *command: str) -> subprocess.Popen[str]:
@@ -91,35 +74,32 @@ def line_of(process: subprocess.Popen[str], beginning: str) -> str:
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_texts_are_those_of_one_host_until_the_cable_is_cut(
-    folder: Path, cache: None, network: tuple[str, str], tmp_path: Path, stages: int
+    folder: Path, cache: None, nodes: Nodes, tmp_path: Path, stages: int
 ) -> None:
-    key = tmp_path / "key"
-    key.touch(0o600)
-    key.write_text("a key of tests alone")
     ranks = {"pipeline_parallel": 2} if stages == 2 else {"tensor_parallel": 2}
-    options = {**INT8, **ranks, "master": MASTER, "key_file": str(key)}
+    options = {**INT8, **ranks, "master": MASTER, "key_file": nodes.key_file}
     shutil.copytree(folder / "target", tmp_path / "there")
-    prompts, (here, there) = json.dumps(PROMPTS), network
+    prompts, here, there = json.dumps(PROMPTS), nodes.here, nodes.there
     with begin(here, "-c", ENGINE, str(folder / "target"), json.dumps(INT8), prompts) as one:
         want = line_of(one, "[[")
     follow = ("-m", "specinfer", "follow", str(tmp_path / "there"), "--rank", "1", "--master", MASTER)
-    follower = begin(there, *follow, "--key-file", str(key))
+    follower = begin(there, *follow, "--key-file", nodes.key_file)
     try:
-        line_of(follower, "specinfer follow: rank 1: waits for an engine at 10.213.7.1:29500")
+        line_of(follower, f"specinfer follow: rank 1: waits for an engine at {MASTER}")
         with begin(here, "-c", ENGINE, str(folder / "target"), json.dumps(options), prompts, "on") as engine:
             assert line_of(engine, "[[") == want
             line_of(engine, "says")
             time.sleep(0.5)
-            ip("-n", there, "link", "set", "end1", "down")
+            call("ip", "-n", there, "link", "set", "end1", "down")
             cut = time.monotonic()
             seconds, words = json.loads(line_of(engine, "["))
             assert seconds < 11.0
-            assert "rank 1 (on 10.213.7.2)" in words
+            assert "rank 1 (on 10.213.9.2)" in words
         line_of(follower, "specinfer follow: rank 1: ")  # follows
         told = line_of(follower, "specinfer follow: rank 1: ")
         assert "rank was lost" in told or "engine has ended" in told
         assert time.monotonic() - cut < 15.0
-        ip("-n", there, "link", "set", "end1", "up")
+        call("ip", "-n", there, "link", "set", "end1", "up")
         with begin(here, "-c", ENGINE, str(folder / "target"), json.dumps(options), prompts) as engine:
             assert line_of(engine, "[[") == want
         follower.terminate()
