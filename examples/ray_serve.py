@@ -1,4 +1,4 @@
-"""The whole server as a deployment of Ray Serve, for who wants its autoscaling (pip install 'ray[serve]').
+"""The whole server as a deployment, for users of Ray Serve's autoscaling (pip install 'ray[serve]').
 
     python examples/ray_serve.py                 serves, asks itself once, and ends
     serve run examples.ray_serve:deployment      serves on port 8000

@@ -152,8 +152,8 @@ class EngineConfig:
     sum_parts: int | None = option(
         None,
         "Parts in which sums of float and int4 products are added.",
-        more="Texts are the same on every number of processes that have the same number of parts. Those that "
-        "share a layer are no more than its parts. int8 sums are exact, and their texts the same whatever "
+        more="Texts are the same on every number of processes that have the same number of parts. "
+        "tensor_parallel may not exceed it. int8 sums are exact, and their texts the same whatever "
         "this says.",
         shown="1, with tensor_parallel 8",
         least=1,
