@@ -212,8 +212,9 @@ def test_a_last_word_is_heard_behind_signs_of_life_that_nobody_reads(pool: Threa
         its.close()
 
     leaving = pool.submit(leave)
-    time.sleep(0.3)
     assert ours.receive() == b"why"
+    time.sleep(0.2)
+    assert not leaving.done(), "it leaves it to the other end to close the link"
     ours.close()
     leaving.result(30)
 
@@ -245,6 +246,7 @@ def test_who_has_lost_another_is_not_taken_for_one_who_answers(pool: ThreadPoolE
 def test_a_rank_is_dialled_where_it_is_seen_and_listens_at_its_own_address(pool: ThreadPoolExecutor) -> None:
     (first, its), (second, others) = tcp(pool), private()
     first.hosts = ("127.0.0.1", "203.0.113.1")  # another one than its own
+    its.hosts = ("127.0.0.1", "203.0.113.2")
     listens = pool.submit(introduced, its, KEY)
     assert introduce({1: first, 2: second}, 1, 2, key=KEY, limit=1.0) is None
     told = json.loads(others.receive())
@@ -261,6 +263,9 @@ def test_strangers_do_not_keep_the_right_one_out(pool: ThreadPoolExecutor) -> No
         own = dial("127.0.0.1", port, KEY, "tests")
         own.send(b"the right one")
         assert found.result(30).receive() == b"the right one"
+    strangers[0].settimeout(3.0)  # less than each has to show a key
+    while strangers[0].recv(100):  # until the oldest one is let go
+        pass
     for one in strangers:
         one.close()
 
