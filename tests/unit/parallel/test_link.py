@@ -247,6 +247,7 @@ def test_a_rank_is_dialled_where_it_is_seen_and_listens_at_its_own_address(pool:
     (first, its), (second, others) = tcp(pool), private()
     first.hosts = ("127.0.0.1", "203.0.113.1")  # another one than its own
     its.hosts = ("127.0.0.1", "203.0.113.2")
+    first.within(10.0)
     listens = pool.submit(introduced, its, KEY)
     assert introduce({1: first, 2: second}, 1, 2, key=KEY, limit=1.0) is None
     told = json.loads(others.receive())
