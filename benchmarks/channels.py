@@ -131,7 +131,7 @@ def main() -> None:
                 self.connection.close()
 
         placed = ray_relay.placed
-        ray_relay.placed = lambda _, cpus: placed(Talker, cpus)
+        ray_relay.placed = lambda kind, cpus: placed(Talker, cpus)
         ray_relay.main()
 
 
