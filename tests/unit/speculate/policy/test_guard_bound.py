@@ -207,6 +207,7 @@ class Lent(LentMemory):
     fails: bool = False
     takes: float = 0.8
     _kept: bool = False
+    _failed: bool = False
 
     @property
     def seconds(self) -> float:
