@@ -126,7 +126,7 @@ class CostPolicy(SpeculationPolicy):
     def begin_step(self, plan: StepPlan) -> StepPlan:
         """Look up the target's passes; where the guard holds speculation back, the plan names no speculators.
 
-        Requests with a size of their own keep theirs.
+        Requests with a size of their own keep theirs, unless the draft's memory holds something else.
         """
         entries = plan.entries
         self._entries = trees = plan.tree_entries
@@ -142,8 +142,11 @@ class CostPolicy(SpeculationPolicy):
             names = [entry.request.request_id for entry in entries]
             self._held = self.guard.begin(names, len(trees), rows, wishes)
             if self._held is not None:
+                own = not self.guard.lacks_draft
                 plan = StepPlan(
-                    tuple([e if has_own_size(e) else replace(e, speculators=_NOBODY) for e in entries])
+                    tuple(
+                        [e if own and has_own_size(e) else replace(e, speculators=_NOBODY) for e in entries]
+                    )
                 )
         if self._held is None or wishes:
             self._look_up(*self._step)

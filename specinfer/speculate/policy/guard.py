@@ -140,6 +140,7 @@ class Guard:
         self._nodes = 0  # guesses that are verified
         self._wishes = False  # a request has a size of its own
         self._held: str | None = None  # why nobody may guess
+        self.lacks_draft = False  # nobody at all: the draft could not be brought back
         self._pass = 0.0  # seconds of a pass without guesses and prompts
         self._slowness = 1.0  # of such a pass, relative to the curve
         self._plain = 0.0  # seconds of a step without guesses and prompts
@@ -193,7 +194,7 @@ class Guard:
 
     def _lend(self, lending: Lending) -> None:
         """Give the draft's memory to whoever may use it in this step."""
-        memory = lending.memory
+        memory, self.lacks_draft = lending.memory, False
         if self._held is not None and not self._wishes:
             if memory.can_be_lent and memory.holder != "layers":
                 memory.lend()
@@ -201,7 +202,7 @@ class Guard:
         elif memory.holder != "draft":
             self._fetched = True
             if not memory.take_back():
-                self._held = GUARD
+                self._held, self.lacks_draft = GUARD, True
         self._target.follow(lending.layers if memory.holder == "layers" else lending.draft)
         self._rent = self._rent_of(max(1, self._rows))
 

@@ -17,8 +17,10 @@ from typing import Any, Final
 import pytest
 
 from specinfer.models.lent_memory import Holder, LentMemory
+from specinfer.plan import StepPlan
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
+from specinfer.sampling_params import SpeculationParams
 from specinfer.speculate.policy.allowance import KNOWN, LOSS, TRIALS, USUAL
 from specinfer.speculate.policy.chances import Chances
 from specinfer.speculate.policy.cost_policy import CostPolicy
@@ -27,7 +29,7 @@ from specinfer.speculate.policy.guard import Guard, Lending
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.tree.expansion import Expansion
 from tests.simulated_engine import Guesser, Machine, Simulation
-from tests.unit.speculate.policy.priced import Reckless
+from tests.unit.speculate.policy.priced import Reckless, entry
 
 TARGET = CostCurve((1, 4, 16, 64), (1.0, 1.1, 1.8, 5.0))
 DRAFT = CostCurve((1, 64), (0.25, 1.0))
@@ -289,6 +291,17 @@ def test_memory_comes_back_where_guesses_are_worth_it_again() -> None:
     engine.run(600)
     assert memory_of(engine).holder == "draft"
     assert engine.run(200) < 0.6
+
+
+def test_a_draft_that_is_not_there_guesses_for_no_size_of_ones_own() -> None:
+    engine = lending(NEVER)
+    memory, policy = memory_of(engine), engine.policy
+    plan = StepPlan((entry(overrides=SpeculationParams(max_nodes=8)),))
+    memory.holder = "layers"
+    assert policy.begin_step(plan).entries[0].speculators is None
+    assert memory.holder == "draft"
+    memory.holder, memory.fails = "layers", True
+    assert policy.begin_step(plan).entries[0].speculators == ()
 
 
 def test_memory_that_takes_long_to_change_hands_seldom_does() -> None:
