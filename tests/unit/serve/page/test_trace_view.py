@@ -113,7 +113,7 @@ def test_a_file_is_opened_and_one_that_is_no_trace_is_refused(
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     good.write_text(trace(TEXT))
     bad.write_text(trace(TEXT) + '{"step": 1}\n')
-    page.goto(serving(says_in_steps("unused")).url)
+    page.goto(serving(says_in_steps("unused")).url, wait_until="networkidle")  # it listens to #file then
     page.set_input_files("#file", bad)
     steps = len(list(steps_of(TEXT)))
     said = f"bad.jsonl cannot be shown. Line {steps + 1}: token_ids is no list of integers."
