@@ -33,7 +33,7 @@ from specinfer.errors import UserError
 from specinfer.files import NewFile, write_text
 from specinfer.hub.model_files import local_model
 from specinfer.models.config import ModelConfig
-from specinfer.models.safetensors import config_to_hf
+from specinfer.models.hf_config import config_to_hf
 from specinfer.models.weights import OpenModel, open_model
 from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 

@@ -24,8 +24,10 @@ from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.vocabulary import own_tensors
 from specinfer.models.config import Activation, Family, ModelConfig
+from specinfer.models.families.registry import config_from_hf
 from specinfer.models.fields import count, integer, mapping
-from specinfer.models.hf_config import config_from_hf, layers_to_hf, rope_to_hf
+from specinfer.models.hf_config import layers_to_hf
+from specinfer.models.rope_config import rope_to_hf
 from specinfer.models.safetensors import write_safetensors
 
 SCALE: Final = "_scale"  # behind the name of an int8 matrix: what to multiply its rows by

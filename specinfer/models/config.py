@@ -1,6 +1,6 @@
-"""What a model is, as pure data; foreign formats end in hf_config.py and gguf.py.
+"""What a model is, as pure data; foreign formats end in models/families.
 
-A family is a set of values of these fields plus a name map (safetensors.py, gguf.py).
+A family is a set of values of these fields plus a name map (sources.py).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Rope:
     yarn: YarnScaling | None = None
     dynamic: DynamicScaling | None = None
     # Elements of a head that are rotated; the others stay as they are. None: all. Pair i is elements i and
-    # i + head_dim / 2 even so: model files are read in that order (rope.rotated_order).
+    # i + head_dim / 2 even so: model files are read in that order (sources.py).
     rotated: int | None = None
 
 

@@ -7,13 +7,14 @@ from typing import Final
 
 from specinfer.errors import ModelError
 
+Fields = Mapping[str, object]
 _MOST: Final = 1 << 62  # that an integer of a config may be
 _LARGEST: Final = 1e300  # and a number
 _MOST_TOKENS: Final = 1 << 31
 MOST_LAYERS: Final = 1 << 14
 
 
-def mapping(c: Mapping[str, object], key: str) -> Mapping[str, object]:
+def mapping(c: Fields, key: str) -> Fields:
     """A JSON object."""
     value = c.get(key)
     if not isinstance(value, dict):
@@ -21,7 +22,7 @@ def mapping(c: Mapping[str, object], key: str) -> Mapping[str, object]:
     return value
 
 
-def boolean(c: Mapping[str, object], key: str, default: bool) -> bool:
+def boolean(c: Fields, key: str, default: bool) -> bool:
     """A truth value; `default` where the key is missing or null."""
     value = _given(c, key, default)
     if not isinstance(value, bool):
@@ -29,7 +30,7 @@ def boolean(c: Mapping[str, object], key: str, default: bool) -> bool:
     return value
 
 
-def integer(c: Mapping[str, object], key: str, default: int | None = None, most: int = _MOST) -> int:
+def integer(c: Fields, key: str, default: int | None = None, most: int = _MOST) -> int:
     """An integer up to `most`; `default` where the key is missing or null."""
     value = _given(c, key, default)
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _MOST:
@@ -41,7 +42,7 @@ def integer(c: Mapping[str, object], key: str, default: int | None = None, most:
     return value
 
 
-def number(c: Mapping[str, object], key: str, default: float | None = None) -> float:
+def number(c: Fields, key: str, default: float | None = None) -> float:
     """A number; `default` where the key is missing or null."""
     value = _given(c, key, default)
     # Nan is not less than anything.
@@ -50,7 +51,7 @@ def number(c: Mapping[str, object], key: str, default: float | None = None) -> f
     return float(value)
 
 
-def count(c: Mapping[str, object], key: str, default: int | None = None) -> int:
+def count(c: Fields, key: str, default: int | None = None) -> int:
     """An integer from 1 on; `default` as above."""
     value = integer(c, key, default)
     if value < 1:
@@ -58,7 +59,7 @@ def count(c: Mapping[str, object], key: str, default: int | None = None) -> int:
     return value
 
 
-def positive(c: Mapping[str, object], key: str, default: float | None = None) -> float:
+def positive(c: Fields, key: str, default: float | None = None) -> float:
     """A number above 0; `default` as above."""
     value = number(c, key, default)
     if not value > 0:
@@ -66,17 +67,17 @@ def positive(c: Mapping[str, object], key: str, default: float | None = None) ->
     return value
 
 
-def optional_number(c: Mapping[str, object], key: str) -> float | None:
+def optional_number(c: Fields, key: str) -> float | None:
     """A number, or None where the key is missing or null."""
     return None if c.get(key) is None else number(c, key)
 
 
-def optional_positive(c: Mapping[str, object], key: str) -> float | None:
+def optional_positive(c: Fields, key: str) -> float | None:
     """A number above 0, or None where the key is missing or null."""
     return None if c.get(key) is None else positive(c, key)
 
 
-def all_ids(sources: Sequence[Mapping[str, object]], key: str) -> tuple[int, ...]:
+def all_ids(sources: Sequence[Fields], key: str) -> tuple[int, ...]:
     """Every token id under `key`, an integer or a list of them, each once, in order."""
     found: list[int] = []
     for source in sources:
@@ -90,7 +91,7 @@ def all_ids(sources: Sequence[Mapping[str, object]], key: str) -> tuple[int, ...
     return tuple(dict.fromkeys(found))
 
 
-def _given(c: Mapping[str, object], key: str, default: object) -> object:
+def _given(c: Fields, key: str, default: object) -> object:
     value = c.get(key)
     return default if value is None else value
 

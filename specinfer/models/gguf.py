@@ -1,13 +1,11 @@
-"""GGUF models: metadata -> ModelConfig, tensors by row ranges, names and layouts that differ from ours.
+"""GGUF models: their tensors by row ranges, under the decoder's names, in its order.
 
-Metadata that asks for what the decoder does not compute is refused with a ModelError. Nothing of the files
-stays in memory: tensors are read (not mapped) some rows at a time. hub/gguf_header.py reads their heads.
+Nothing of the files stays in memory: tensors are read (not mapped) some rows at a time. hub/gguf_header.py
+reads their heads, and models/families what these say of the model.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -16,180 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.errors import ModelError, ModelFileError
+from specinfer.errors import ModelFileError
 from specinfer.files import read_exactly
 from specinfer.hub.gguf_header import TENSOR_KINDS, GgufHeader, TensorKind, tensor_kind
-from specinfer.models.config import Activation, Family, ModelConfig, Rope, YarnScaling
-from specinfer.models.fields import MOST_LAYERS, all_ids, count, integer, number, optional_positive, positive
-from specinfer.models.hf_config import longest_text, yarn_attention_factor
-from specinfer.models.rope import is_rotated, read_in_order, rotated_order
+from specinfer.models.families.registry import config_from_gguf, gguf_family
+from specinfer.models.sources import Sources, read_rows
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_TOP_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GEMMA_LAYER_NAMES = _LAYER_NAMES | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-
-
-def config_from_gguf(
-    metadata: Mapping[str, object],
-    shapes: Mapping[str, Sequence[int]],
-    rope_divisors: tuple[float, ...] | None = None,
-) -> ModelConfig:
-    """The config of a GGUF file; raises ModelError on anything unsupported.
-
-    `shapes` are the file's tensors by name, rows first ([out, in]); some facts stand only there.
-    `rope_divisors` is its rope_freqs.weight, where it has one.
-    """
-    arch = metadata.get("general.architecture")
-    families = {"llama": Family.LLAMA, "qwen2": Family.QWEN2, "qwen3": Family.QWEN3}
-    families["gemma3"] = Family.GEMMA3
-    if not isinstance(arch, str) or arch not in families:
-        raise ModelError(
-            f"the GGUF architecture is {arch!r}; supported: {', '.join(sorted(families))} "
-            "(Mistral files say llama). docs/add_a_model.md says how to add one."
-        )
-    if integer(metadata, f"{arch}.expert_count", 0):
-        raise ModelError("the GGUF file is a mixture of experts; supported: dense models")
-    return _decoder_from_gguf(families[arch], arch, metadata, shapes, rope_divisors)
-
-
-def _decoder_from_gguf(
-    family: Family,
-    arch: str,
-    metadata: Mapping[str, object],
-    shapes: Mapping[str, Sequence[int]],
-    rope_divisors: tuple[float, ...] | None,
-) -> ModelConfig:
-    gemma = family is Family.GEMMA3
-    c = {key[len(arch) + 1 :]: value for key, value in metadata.items() if key.startswith(f"{arch}.")}
-    hidden = count(c, "embedding_length")
-    heads = count(c, "attention.head_count")
-    layers = integer(c, "block_count", most=MOST_LAYERS)
-    head_dim = count(c, "attention.key_length", hidden // heads)
-    if integer(c, "attention.value_length", head_dim) != head_dim:
-        raise ModelError("the GGUF file has key and value heads of different sizes, which is not supported")
-    rotated = count(c, "rope.dimension_count", head_dim)
-    context = integer(c, "context_length")
-    rope = _rope(c, context, 1e6 if gemma else 1e4, rope_divisors, None if rotated == head_dim else rotated)
-    if gemma and count(c, "rope.dimension_count_swa", rotated) != rotated:
-        raise ModelError("layers of the GGUF file rotate different parts of a head; supported: all the same")
-    if {"rope_factors_long.weight", "rope_factors_short.weight"} & shapes.keys():
-        raise ModelError(
-            "the GGUF file scales rope by longrope; supported: none, linear, yarn, or a rope_freqs tensor"
-        )
-    if gemma and rope.yarn is not None:
-        raise ModelError("the GGUF file is a Gemma 3 with YaRN, which is not supported")
-    if c.get("attn_logit_softcapping"):
-        raise ModelError("the GGUF file caps attention scores, which is not supported")
-    if "token_embd.weight" not in shapes:
-        raise ModelError("the GGUF file has no token_embd.weight; it is not a complete language model")
-    window = integer(c, "attention.sliding_window", 0) or None
-    windows: tuple[int | None, ...] = (window,) * layers
-    scalar = float(head_dim)
-    if gemma:
-        pattern = count(c, "attention.sliding_window_pattern", 6)
-        windows = tuple(window if (i + 1) % pattern else None for i in range(layers))
-        # No key holds query_pre_attn_scalar; of the Gemma 3 models only the 27B's differs from head_dim.
-        scalar = hidden / heads if layers == 62 else scalar
-    return ModelConfig(
-        family=family,
-        vocab_size=shapes["token_embd.weight"][0],
-        hidden_size=hidden,
-        embedding_size=hidden,
-        intermediate_size=integer(c, "feed_forward_length"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=integer(c, "attention.head_count_kv", heads),
-        head_dim=head_dim,
-        norm_eps=number(c, "attention.layer_norm_rms_epsilon"),
-        rope=rope,
-        local_rope=Rope(positive(c, "rope.freq_base_swa", 1e4), rotated=rope.rotated) if gemma else None,
-        layer_windows=windows,
-        tie_embeddings="output.weight" not in shapes,
-        qkv_bias="blk.0.attn_q.bias" in shapes,
-        o_bias="blk.0.attn_output.bias" in shapes,
-        mlp_bias="blk.0.ffn_down.bias" in shapes,
-        qk_norm="blk.0.attn_q_norm.weight" in shapes,
-        embedding_scale=hidden**0.5 if gemma else 1.0,
-        norm_weight_offset=0.0,  # the converter has added Gemma's 1 already
-        sandwich_norms=gemma,
-        activation=Activation.GELU_TANH if gemma else Activation.SILU,
-        attention_scale=scalar**-0.5,
-        logit_softcap=optional_positive(c, "final_logit_softcapping"),
-        max_context=longest_text(rope, context),
-        eos_ids=tuple(
-            dict.fromkeys(
-                token
-                for kind in ("eos", "eot", "eom")
-                for token in all_ids((metadata,), f"tokenizer.ggml.{kind}_token_id")
-            )
-        ),
-    )
-
-
-def _rope(
-    c: Mapping[str, object],
-    context: int,
-    theta: float,
-    divisors: tuple[float, ...] | None,
-    rotated: int | None,
-) -> Rope:
-    """The embedding as llama.cpp computes it; `context` is the longest text's, `divisors` are rope_freqs."""
-    theta = positive(c, "rope.freq_base", theta)
-    kind = c.get("rope.scaling.type", "linear" if "rope.scale_linear" in c else "none")
-    scale = positive(c, "rope.scaling.attn_factor", 1.0)
-    if divisors is not None:
-        if kind not in ("none", "llama3"):
-            raise ModelError(f"the GGUF file has rope_freqs and {kind!r} scaling; supported: one of them")
-        return Rope(theta, divisors=divisors, rotated=rotated)
-    if kind == "yarn":
-        factor = positive(c, "rope.scaling.factor")
-        if number(c, "rope.scaling.yarn_ext_factor", 1.0) != 1:
-            raise ModelError("rope.scaling.yarn_ext_factor is not 1, which is not supported")
-        log = number(c, "rope.scaling.yarn_log_multiplier", 0.0)
-        scale *= positive(c, "rope.scaling.yarn_attn_factor", 1.0)
-        scale *= yarn_attention_factor(factor) / (yarn_attention_factor(factor, log) if log else 1.0)
-        return Rope(
-            theta,
-            yarn=YarnScaling(
-                factor,
-                count(c, "rope.scaling.original_context_length", context),
-                attention_factor=scale,
-                beta_fast=positive(c, "rope.scaling.yarn_beta_fast", 32.0),
-                beta_slow=positive(c, "rope.scaling.yarn_beta_slow", 1.0),
-            ),
-            rotated=rotated,
-        )
-    if scale != 1:
-        raise ModelError(f"rope.scaling.attn_factor is {scale} without YaRN, which is not supported")
-    if kind == "none":
-        return Rope(theta, rotated=rotated)
-    if kind == "linear":
-        factor = positive(c, "rope.scaling.factor", positive(c, "rope.scale_linear", 1.0))
-        return Rope(theta, linear_factor=factor, rotated=rotated)
-    raise ModelError(
-        f"the GGUF rope scaling is {kind!r}; supported: none, linear, yarn, or a rope_freqs tensor"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,42 +43,34 @@ class GGUFFile:
     def __init__(self, header: GgufHeader) -> None:
         self.path = header.path
         self._tensors = _read_table(header)
-        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        self.config = config_from_gguf(header.metadata, shapes, self._rope_divisors())
-        self._order = _head_order(header.metadata["general.architecture"], self.config)
-        self._names: dict[str, str] = {}  # the decoder's name -> the file's
+        divisors = self._tensors.pop("rope_freqs.weight", None)  # part of the config
         self._scales: dict[str, float] = {}  # by the file's name of a matrix: what it is to be multiplied by
-        for name in self._tensors:
-            if name == "rope_freqs.weight":  # part of the config
-                continue
+        for name in [*self._tensors]:
             stem, _, end = name.rpartition(".")
             if end in ("scale", "input_scale") and self._is_scale(name, f"{stem}.weight"):
+                tensor = self._tensors.pop(name)
                 if end == "scale":  # the other one is of activations, which are not quantized here
-                    self._scales[f"{stem}.weight"] = float(self._read(self._tensors[name], 0, 1))
-                continue
-            self._names[_decoder_name(name, self.config)] = name
+                    self._scales[f"{stem}.weight"] = float(self._read(tensor, 0, 1))
+        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self.config = config_from_gguf(header.metadata, shapes, self._rope_divisors(divisors))
+        self._sources = Sources(self.path, gguf_family(header.metadata).names, shapes, self.config)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor, by the decoder's name."""
-        return {name: self._tensors[there].shape for name, there in self._names.items()}
+        return self._sources.shapes
 
     def dtype(self, name: str) -> torch.dtype | None:
         """The dtype of a tensor in the file; None where it is quantized."""
-        return _PLAIN.get(self._tensors[self._names[name]].kind.name)
+        return _PLAIN.get(self._tensors[self._sources[name].name].kind.name)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop of a tensor, on the CPU, in the file's dtype or float32."""
-        there = self._names[name]
-        read = partial(self._read, self._tensors[there])
-        if there in self._scales:
-            return self._in_order(name, read, start, stop).float() * self._scales[there]
-        return self._in_order(name, read, start, stop)
-
-    def _in_order(self, name: str, read: Callable[[int, int], Tensor], start: int, stop: int) -> Tensor:
-        if self._order is None or not is_rotated(name):
-            return read(start, stop)
-        return read_in_order(read, start, stop, self._order)
+        source = self._sources[name]
+        read = partial(self._read, self._tensors[source.name])
+        rows = read_rows(read, source.rows, start, stop)
+        scale = self._scales.get(source.name)
+        return rows if scale is None else rows.float() * scale
 
     def _read(self, tensor: _Placed, start: int, stop: int) -> Tensor:
         data = np.empty((stop - start) * tensor.row_bytes, dtype=np.uint8)
@@ -269,20 +92,10 @@ class GGUFFile:
             (scale.kind.name, scale.shape) == ("F32", (1,)) and beside is not None and len(beside.shape) == 2
         )
 
-    def _rope_divisors(self) -> tuple[float, ...] | None:
-        tensor = self._tensors.get("rope_freqs.weight")
+    def _rope_divisors(self, tensor: _Placed | None) -> tuple[float, ...] | None:
         if tensor is None:
             return None
         return tuple(self._read(tensor, 0, tensor.shape[0]).to(torch.float32).tolist())
-
-
-def _head_order(architecture: object, config: ModelConfig) -> list[int] | None:
-    """The order in which elements of query and key heads are read; None: as they stand in the file."""
-    size = config.head_dim
-    if architecture == "llama":  # pair i is elements 2 i and 2 i + 1, whether all of them are rotated or not
-        return [*range(0, size, 2), *range(1, size, 2)]
-    part = None if config.rope is None else config.rope.rotated
-    return None if part is None else rotated_order(part, size)
 
 
 def _read_table(header: GgufHeader) -> dict[str, _Placed]:
@@ -350,14 +163,3 @@ def _place(
             f"{path} is truncated: tensor {name!r} ends at byte {end}, the file has {size}. Get it again."
         )
     return _Placed(path, kind, shape, offset, row_bytes)
-
-
-def _decoder_name(name: str, config: ModelConfig) -> str:
-    """The decoder's name of a tensor; a name we do not know stays as it is, and is refused as unexpected."""
-    if name in _TOP_NAMES:
-        return _TOP_NAMES[name]
-    names = _GEMMA_LAYER_NAMES if config.family is Family.GEMMA3 else _LAYER_NAMES
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in names:
-        return name
-    return f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}"

@@ -6,8 +6,7 @@ Shapes: T rows, H head size, F frequencies, of which there is one for each pair 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 from specinfer.attention.backend import Rotation
 from specinfer.models.config import DynamicScaling, Llama3Scaling, Rope, YarnScaling
 
-_ROTATED: Final = re.compile(r"self_attn\.(?:[qk]_proj\.(?:weight|bias)|[qk]_norm\.weight)$")
 _FEWEST: Final = 512  # positions that rotations are made of at once
 
 
@@ -88,34 +86,6 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
     if rope.divisors is not None:
         frequencies = frequencies / torch.tensor(rope.divisors, dtype=torch.float32)
     return F.pad(frequencies / rope.linear_factor, (0, head_dim // 2 - len(frequencies)))
-
-
-def rotated_order(rotated: int, head_dim: int) -> list[int]:
-    """For each element of a head as it is computed here, its place in files that rotate a part of each head.
-
-    There pair i is elements i and i + rotated / 2, and what is not rotated comes last.
-    """
-    first, rest = rotated // 2, (head_dim - rotated) // 2
-    return [
-        *range(first),
-        *range(rotated, rotated + rest),
-        *range(first, rotated),
-        *range(rotated + rest, head_dim),
-    ]
-
-
-def is_rotated(name: str) -> bool:
-    """Whether the rows of a tensor of that name are elements of heads that are rotated."""
-    return _ROTATED.search(name) is not None
-
-
-def read_in_order(read: Callable[[int, int], Tensor], start: int, stop: int, order: Sequence[int]) -> Tensor:
-    """Rows start..stop of heads whose elements are put in this order, of a tensor that `read` reads."""
-    size = len(order)
-    first, last = start // size * size, -(-stop // size) * size
-    rows = read(first, last)
-    ordered = rows.view(-1, size, *rows.shape[1:])[:, torch.tensor(order)].reshape(rows.shape)
-    return ordered[start - first : stop - first]
 
 
 def _exponents(rope: Rope, head_dim: int) -> Tensor:

@@ -22,9 +22,10 @@ from specinfer.errors import ModelError, ModelFileError
 from specinfer.files import NewFile, read_exactly, write_text
 from specinfer.hub.foreign_format import INSTEAD, quantized_tensor
 from specinfer.hub.model_files import ModelFiles, read_json
-from specinfer.models.config import Family, ModelConfig, Rope
-from specinfer.models.hf_config import ARCHITECTURES, config_from_hf, layers_to_hf
-from specinfer.models.rope import is_rotated, read_in_order, rotated_order
+from specinfer.models.config import ModelConfig
+from specinfer.models.families.registry import config_from_hf, hf_family
+from specinfer.models.hf_config import HfFamily, config_to_hf
+from specinfer.models.sources import Sources, read_rows
 from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 
 _NAMES: Final = {
@@ -45,14 +46,6 @@ _MOST_BYTES: Final = 1 << 62
 # Tables that older files carry along, and a version number of OPT's: nothing computes with them.
 UNUSED: Final = re.compile(
     r"(?:\.rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|\.masked_bias|decoder\.version)$"
-)
-# Where the text decoder sits: alone, saved without its head, or inside a model that also sees images.
-_PREFIXES = ("model.", "", "language_model.model.", "model.language_model.")
-_OTHER_MODALITIES = (
-    "vision_tower.",
-    "multi_modal_projector.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
 )
 
 
@@ -116,36 +109,30 @@ class SafetensorsFolder:
                 f"{path} is a draft head ({kind}), which makes no text: name it in drafts, beside its target"
             )
         generation = path / "generation_config.json"
-        config = config_from_hf(
-            read_json(path / "config.json"), read_json(generation) if generation.is_file() else None
-        )
-        self._entries = _decoder_names(read_entries(weights), config)
+        described = read_json(path / "config.json")
+        config = config_from_hf(described, read_json(generation) if generation.is_file() else None)
+        family = hf_family(described)
+        self._entries = _bare_names(read_entries(weights), family, config)
+        shapes = {name: entry.shape for name, entry in self._entries.items()}
+        self._sources = Sources(path, family.names, shapes, config)
         # As in transformers: embeddings and output layer are one where the config says so, unless the files
         # have both. Where these are equal nothing but memory tells the difference.
-        both = "lm_head.weight" in self._entries
+        both = "lm_head.weight" in self._sources
         self.config = replace(config, tie_embeddings=config.tie_embeddings and not both)
-        rope, size = self.config.rope, self.config.head_dim
-        part = None if rope is None else rope.rotated
-        self._order = None if part is None else rotated_order(part, size)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor, by the decoder's name."""
-        return {name: entry.shape for name, entry in self._entries.items()}
+        return self._sources.shapes
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor in the file."""
-        return self._entries[name].dtype
+        return self._entries[self._sources[name].name].dtype
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start..stop of a tensor, on the CPU, in the file's dtype.
-
-        Elements of query and key heads stand in the decoder's order (Rope.rotated).
-        """
-        read = self._entries[name].read_rows
-        if self._order is None or not is_rotated(name):
-            return read(start, stop)
-        return read_in_order(read, start, stop, self._order)
+        """Rows start..stop of a tensor, on the CPU, in the file's dtype, in the decoder's order."""
+        source = self._sources[name]
+        return read_rows(self._entries[source.name].read_rows, source.rows, start, stop)
 
 
 def head_kind(names: Collection[str]) -> str | None:
@@ -236,8 +223,13 @@ def _entry(
     return TensorEntry(path, dtype, shape, start + begin, math.prod(shape[1:]) * dtype.itemsize)
 
 
-def _decoder_names(entries: Mapping[str, TensorEntry], config: ModelConfig) -> dict[str, TensorEntry]:
-    """The tensors by the decoder's names, but for those that nothing computes with."""
+def _bare_names(
+    entries: Mapping[str, TensorEntry], family: HfFamily, config: ModelConfig
+) -> dict[str, TensorEntry]:
+    """The tensors by the names that the family's models alone have, but for those nothing computes with.
+
+    The text decoder may be a file's only one, saved without its head, or inside a model that also sees.
+    """
     path = next(iter(entries.values())).path if entries else "the folder"
     for name in entries:
         if (by := quantized_tensor(name)) is not None:
@@ -245,20 +237,22 @@ def _decoder_names(entries: Mapping[str, TensorEntry], config: ModelConfig) -> d
                 f"{path} is quantized, though its config.json does not say so: tensor {name!r} is as written "
                 f"by {by}, which is not read; {INSTEAD}"
             )
-    anchor = "decoder.embed_tokens.weight" if config.family.learns_positions else "embed_tokens.weight"
-    prefix = next((p for p in _PREFIXES if p + anchor in entries), None)
+    root, dot, anchor = family.embeddings.partition(".")
+    root += dot
+    prefixes = (root, "", f"language_model.{root}", f"{root}language_model.")
+    prefix = next((p for p in prefixes if p + anchor in entries), None)
     if prefix is None:
-        raise ModelFileError(f"{path} has no tensor model.{anchor}; it is no {config.family} language model")
+        raise ModelFileError(
+            f"{path} has no tensor {family.embeddings}; it is no {config.family} language model"
+        )
     found: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
-        if UNUSED.search(name):
+        if UNUSED.search(name) or name.startswith(family.others):
             continue
-        if config.family is Family.GEMMA3 and name.startswith(_OTHER_MODALITIES):
-            continue  # the parts that see images
         if name in ("lm_head.weight", "language_model.lm_head.weight"):
             found["lm_head.weight"] = entry
         elif name.startswith(prefix):
-            found["model." + name[len(prefix) :]] = entry
+            found[root + name[len(prefix) :]] = entry
         else:
             found[name] = entry
     return found
@@ -280,33 +274,3 @@ def write_model(
     write_tokenizer(tokenizer, folder)
     write_safetensors(folder / "model.safetensors", narrow)
     write_text(folder / "config.json", json.dumps(config_to_hf(config), indent=2))
-
-
-def config_to_hf(config: ModelConfig) -> dict[str, object]:
-    """config.json of a model whose layers see everything before them; raises ModelError for other models.
-
-    Rotary embeddings have no scaling.
-    """
-    plain = config.rope is not None and config.rope == Rope(config.rope.theta)
-    if (
-        config.family not in ARCHITECTURES
-        or not plain
-        or config.window is not None
-        or config.sandwich_norms
-        or (config.family in (Family.LLAMA, Family.QWEN3) and config.qkv_bias != config.o_bias)
-    ):
-        raise ModelError(f"a model of {config.family} with these layers cannot be written as a folder")
-    assert config.rope is not None
-    return {
-        **layers_to_hf(config, config.rope.theta),
-        "max_position_embeddings": config.max_context,
-        "tie_word_embeddings": config.tie_embeddings,
-        "attention_bias": config.o_bias,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "use_cache": True,
-        "bos_token_id": None,
-        "eos_token_id": list(config.eos_ids) or None,
-        "dtype": "bfloat16",
-        "torch_dtype": "bfloat16",  # transformers 4
-    }

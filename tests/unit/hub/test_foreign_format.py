@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.hub.foreign_format import foreign_files, quantized_config
 from specinfer.hub.resolution import resolve
-from specinfer.models.hf_config import config_from_hf
+from specinfer.models.families.registry import config_from_hf
 from specinfer.models.weights import open_model
 from tests.tiny_models import write_tiny_llama
 

@@ -8,7 +8,7 @@ import pytest
 
 from specinfer.errors import ModelError
 from specinfer.models.config import Family, Rope, YarnScaling
-from specinfer.models.gguf import config_from_gguf
+from specinfer.models.families.registry import config_from_gguf
 
 GGUF = {
     "general.architecture": "llama",

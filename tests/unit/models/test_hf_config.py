@@ -8,7 +8,8 @@ import pytest
 
 from specinfer.errors import ModelError
 from specinfer.models.config import Activation, DynamicScaling, Family, Llama3Scaling, Rope, YarnScaling
-from specinfer.models.hf_config import config_from_hf, rope_to_hf
+from specinfer.models.families.registry import config_from_hf
+from specinfer.models.rope_config import rope_to_hf
 
 LLAMA = {
     "model_type": "llama",

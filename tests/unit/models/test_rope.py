@@ -7,7 +7,7 @@ import torch
 
 from specinfer.attention.sdpa import rotated
 from specinfer.models.config import DynamicScaling, Llama3Scaling, Rope, YarnScaling
-from specinfer.models.rope import RotaryEmbedding, rope_frequencies, rotated_order, rotations
+from specinfer.models.rope import RotaryEmbedding, rope_frequencies, rotations
 
 
 def test_frequencies_fall_from_one_to_one_over_theta():
@@ -58,9 +58,7 @@ def test_a_text_has_no_rotations_behind_its_longest() -> None:
 
 
 def test_what_is_not_rotated_stays_to_the_bit() -> None:
-    """Four of eight elements: pairs (0, 2) and (1, 3) of a file become (0, 4) and (1, 5)."""
-    assert rotated_order(4, 8) == [0, 1, 4, 5, 2, 3, 6, 7]
-    assert rotated_order(6, 8) == [0, 1, 2, 6, 3, 4, 5, 7]
+    """Four of eight elements are: pairs (0, 4) and (1, 5)."""
     scaling = YarnScaling(4.0, 16, attention_factor=1.25)
     rope = RotaryEmbedding(Rope(100.0, rotated=4, yarn=scaling), 8).at(torch.tensor([5, 100_000]))
     assert torch.equal(rope.cos[:, 2:], torch.ones(2, 2))

@@ -1,0 +1,121 @@
+"""Gemma: norms before and behind each block, scaled embeddings, GELU, windows in some of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from specinfer.errors import ModelError
+from specinfer.models.config import Activation, Family, ModelConfig, Rope
+from specinfer.models.fields import Fields, count, optional_positive, positive
+from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf
+from specinfer.models.gguf_config import window_of as gguf_window
+from specinfer.models.hf_config import (
+    ConfigKeys,
+    HfFamily,
+    decoder_from_hf,
+    head_dim,
+    refuse,
+    window_of,
+    windows,
+)
+from specinfer.models.rope_config import ropes_by_layer_type
+
+# What transformers fills in when config.json leaves it out, as Gemma's own files often do.
+_GEMMA_3: Final[Fields] = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+_KEYS: Final = ConfigKeys(activation="hidden_activation")
+
+
+def _gemma3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    c = {**_GEMMA_3, **c}
+    refuse(c, "attn_logit_softcapping", "use_bidirectional_attention")
+    rope, local_rope = ropes_by_layer_type(
+        c,
+        head_dim(c),
+        theta=positive(c, "rope_theta", 1e4),
+        local_theta=positive(c, "rope_local_base_freq", 1e4),
+    )
+    shared = decoder_from_hf(Family.GEMMA3, c, ids, rope=rope, keys=_KEYS)
+    pattern = count(c, "sliding_window_pattern")
+    bias = bool(c.get("attention_bias", False))
+    return replace(
+        shared,
+        local_rope=local_rope,
+        layer_windows=windows(c, window_of(c), lambda layer: (layer + 1) % pattern != 0),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        embedding_scale=shared.hidden_size**0.5,
+        norm_weight_offset=1.0,
+        sandwich_norms=True,
+        attention_scale=positive(c, "query_pre_attn_scalar", float(shared.head_dim)) ** -0.5,
+        logit_softcap=optional_positive(c, "final_logit_softcapping"),
+    )
+
+
+def _gemma3_from_gguf(head: GgufHead) -> ModelConfig:
+    c = head.fields
+    shared = decoder_from_gguf(Family.GEMMA3, head, theta=1e6)
+    rope, layers = shared.rope, shared.num_layers
+    assert rope is not None
+    rotated = count(c, "rope.dimension_count", shared.head_dim)
+    if count(c, "rope.dimension_count_swa", rotated) != rotated:
+        raise ModelError("layers of the GGUF file rotate different parts of a head; supported: all the same")
+    if rope.yarn is not None:
+        raise ModelError("the GGUF file is a Gemma 3 with YaRN, which is not supported")
+    window, pattern = gguf_window(c), count(c, "attention.sliding_window_pattern", 6)
+    # No key holds query_pre_attn_scalar; of the Gemma 3 models only the 27B's differs from head_dim.
+    scalar = shared.hidden_size / shared.num_heads if layers == 62 else float(shared.head_dim)
+    return replace(
+        shared,
+        local_rope=Rope(positive(c, "rope.freq_base_swa", 1e4), rotated=rope.rotated),
+        layer_windows=tuple(window if (i + 1) % pattern else None for i in range(layers)),
+        embedding_scale=shared.hidden_size**0.5,
+        norm_weight_offset=0.0,  # the converter has added Gemma's 1 already
+        sandwich_norms=True,
+        activation=Activation.GELU_TANH,
+        attention_scale=scalar**-0.5,
+        logit_softcap=optional_positive(c, "final_logit_softcapping"),
+    )
+
+
+HF: Final = (
+    HfFamily(
+        ("gemma3", "gemma3_text"),
+        _gemma3,
+        text_in=("gemma3",),
+        others=(
+            "vision_tower.",
+            "multi_modal_projector.",
+            "model.vision_tower.",
+            "model.multi_modal_projector.",
+        ),
+    ),
+)
+GGUF: Final = (
+    GgufFamily(
+        "gemma3",
+        _gemma3_from_gguf,
+        {
+            **INSIDE,
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+    ),
+)

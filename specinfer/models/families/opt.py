@@ -1,0 +1,43 @@
+"""OPT: learned positions, LayerNorm and a plain MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from specinfer.errors import ModelError
+from specinfer.models.config import Family, ModelConfig
+from specinfer.models.fields import Fields, count, integer
+from specinfer.models.hf_config import ConfigKeys, HfFamily, decoder_from_hf
+
+_DEFAULTS: Final[Fields] = {
+    "layer_norm_eps": 1e-5,  # torch.nn.LayerNorm's default; OPT's config has no field for it
+    "activation_function": "relu",
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+_KEYS: Final = ConfigKeys(inner="ffn_dim", norm_eps="layer_norm_eps", activation="activation_function")
+
+
+def _opt(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    c = {**_DEFAULTS, **c}
+    if not c.get("layer_norm_elementwise_affine", True):
+        raise ModelError("config.json sets layer_norm_elementwise_affine = false, which is not supported")
+    hidden, heads = count(c, "hidden_size"), count(c, "num_attention_heads")
+    if hidden % heads:
+        raise ModelError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+    bias = bool(c.get("enable_bias", True))
+    norm_first = bool(c.get("do_layer_norm_before", True))
+    return replace(
+        decoder_from_hf(Family.OPT, c, ids, rope=None, keys=_KEYS),
+        embedding_size=integer(c, "word_embed_proj_dim", hidden),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        norm_first=norm_first,
+        final_norm=norm_first and not c.get("_remove_final_layer_norm", False),
+    )
+
+
+HF: Final = (HfFamily(("opt",), _opt, embeddings="model.decoder.embed_tokens.weight"),)

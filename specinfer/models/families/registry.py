@@ -1,0 +1,69 @@
+"""The families whose models are read: by config.json's model_type, and by the architecture of GGUF files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from specinfer.errors import ModelError
+from specinfer.models.config import ModelConfig
+from specinfer.models.families import gemma, llama, opt
+from specinfer.models.fields import Fields, mapping
+from specinfer.models.gguf_config import GgufFamily, GgufHead
+from specinfer.models.hf_config import HfFamily, check_unquantized
+
+HF_FAMILIES: Final[Mapping[str, HfFamily]] = {
+    kind: family for family in (*llama.HF, *gemma.HF, *opt.HF) for kind in family.model_types
+}
+GGUF_FAMILIES: Final[Mapping[str, GgufFamily]] = {
+    family.architecture: family for family in (*llama.GGUF, *gemma.GGUF)
+}
+
+
+def hf_family(config: Fields) -> HfFamily:
+    """The family of a config.json; raises ModelError where there is none of its model_type."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in HF_FAMILIES:
+        raise ModelError(
+            f"model_type is {kind!r}; supported: {', '.join(sorted(HF_FAMILIES))}. "
+            "docs/add_a_model.md says how to add one."
+        )
+    return HF_FAMILIES[kind]
+
+
+def gguf_family(metadata: Fields) -> GgufFamily:
+    """The family of a GGUF file; raises ModelError where there is none of its architecture."""
+    kind = metadata.get("general.architecture")
+    if not isinstance(kind, str) or kind not in GGUF_FAMILIES:
+        raise ModelError(
+            f"the GGUF architecture is {kind!r}; supported: {', '.join(sorted(GGUF_FAMILIES))} "
+            "(Mistral files say llama). docs/add_a_model.md says how to add one."
+        )
+    return GGUF_FAMILIES[kind]
+
+
+def config_from_hf(config: Fields, generation_config: Fields | None = None) -> ModelConfig:
+    """The config of a Hugging Face folder; raises ModelError on anything unsupported.
+
+    `config` is config.json as transformers 4 or 5 writes it; `generation_config`, if the folder has
+    one, adds end-of-text ids (chat models list the end of a turn only there).
+    """
+    family = hf_family(config)
+    text = mapping(config, "text_config") if config["model_type"] in family.text_in else config
+    check_unquantized(config)
+    check_unquantized(text)
+    return family.config(text, (text, config, generation_config or {}))
+
+
+def config_from_gguf(
+    metadata: Fields,
+    shapes: Mapping[str, Sequence[int]],
+    rope_divisors: tuple[float, ...] | None = None,
+) -> ModelConfig:
+    """The config of a GGUF file; raises ModelError on anything unsupported.
+
+    `shapes` are the file's tensors by name, rows first ([out, in]); `rope_divisors` is its rope_freqs.weight,
+    where it has one.
+    """
+    family = gguf_family(metadata)
+    return family.config(GgufHead(family.architecture, metadata, shapes, rope_divisors))

@@ -1,0 +1,127 @@
+"""Metadata of GGUF files -> ModelConfig: what families share; each family's own part is in models/families.
+
+Metadata that asks for what the decoder does not compute is refused with a ModelError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from specinfer.errors import ModelError
+from specinfer.models.config import Activation, Family, ModelConfig
+from specinfer.models.fields import MOST_LAYERS, Fields, all_ids, count, integer, number
+from specinfer.models.rope_config import longest_text, rope_from_gguf
+from specinfer.models.sources import Names
+
+OUTSIDE: Final = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+INSIDE: Final[Mapping[str, str | tuple[str, ...]]] = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHead:
+    """What a GGUF file says of its model, but for the values of tensors."""
+
+    architecture: str
+    metadata: Fields
+    shapes: Mapping[str, Sequence[int]]  # by name, rows first ([out, in]); some facts stand only there
+    rope_divisors: tuple[float, ...] | None  # rope_freqs.weight, where there is one
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """The metadata of its architecture, without the architecture's name."""
+        begin = f"{self.architecture}."
+        return {key[len(begin) :]: value for key, value in self.metadata.items() if key.startswith(begin)}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFamily:
+    """How the GGUF files of one architecture are read."""
+
+    architecture: str
+    config: Callable[[GgufHead], ModelConfig]
+    inside: Mapping[str, str | tuple[str, ...]] = field(default_factory=lambda: INSIDE)
+    neighbours: bool = False  # see Names
+
+    @property
+    def names(self) -> Names:
+        """How the files name the decoder's tensors."""
+        return Names("blk.", OUTSIDE, self.inside, neighbours=self.neighbours)
+
+
+def decoder_from_gguf(family: Family, head: GgufHead, *, theta: float = 10000.0) -> ModelConfig:
+    """The config of a model of Llama's shape; a family replaces in it what is otherwise.
+
+    `theta` is rope's where the file names none. Raises ModelError on anything unsupported.
+    """
+    c, shapes = head.fields, head.shapes
+    if integer(c, "expert_count", 0):
+        raise ModelError("the GGUF file is a mixture of experts; supported: dense models")
+    hidden = count(c, "embedding_length")
+    heads = count(c, "attention.head_count")
+    layers = integer(c, "block_count", most=MOST_LAYERS)
+    head_dim = count(c, "attention.key_length", hidden // heads)
+    if integer(c, "attention.value_length", head_dim) != head_dim:
+        raise ModelError("the GGUF file has key and value heads of different sizes, which is not supported")
+    rotated = count(c, "rope.dimension_count", head_dim)
+    context = integer(c, "context_length")
+    rope = rope_from_gguf(c, context, theta, head.rope_divisors, None if rotated == head_dim else rotated)
+    if {"rope_factors_long.weight", "rope_factors_short.weight"} & shapes.keys():
+        raise ModelError(
+            "the GGUF file scales rope by longrope; supported: none, linear, yarn, or a rope_freqs tensor"
+        )
+    if c.get("attn_logit_softcapping"):
+        raise ModelError("the GGUF file caps attention scores, which is not supported")
+    if "token_embd.weight" not in shapes:
+        raise ModelError("the GGUF file has no token_embd.weight; it is not a complete language model")
+    return ModelConfig(
+        family=family,
+        vocab_size=shapes["token_embd.weight"][0],
+        hidden_size=hidden,
+        embedding_size=hidden,
+        intermediate_size=integer(c, "feed_forward_length"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=integer(c, "attention.head_count_kv", heads),
+        head_dim=head_dim,
+        norm_eps=number(c, "attention.layer_norm_rms_epsilon"),
+        rope=rope,
+        layer_windows=(window_of(c),) * layers,
+        tie_embeddings="output.weight" not in shapes,
+        qkv_bias="blk.0.attn_q.bias" in shapes,
+        o_bias="blk.0.attn_output.bias" in shapes,
+        mlp_bias="blk.0.ffn_down.bias" in shapes,
+        qk_norm="blk.0.attn_q_norm.weight" in shapes,
+        activation=Activation.SILU,
+        attention_scale=float(head_dim) ** -0.5,
+        max_context=longest_text(rope, context),
+        eos_ids=tuple(
+            dict.fromkeys(
+                token
+                for kind in ("eos", "eot", "eom")
+                for token in all_ids((head.metadata,), f"tokenizer.ggml.{kind}_token_id")
+            )
+        ),
+    )
+
+
+def window_of(c: Fields) -> int | None:
+    """The sliding window, of layers that have it."""
+    return integer(c, "attention.sliding_window", 0) or None

@@ -1,0 +1,182 @@
+"""Where the decoder's tensors stand in model files: under which names, in which rows, in which order.
+
+The decoder asks for Llama's names on the Hugging Face hub (`model.layers.0.self_attn.q_proj.weight`), for
+one tensor each, and for heads whose pairs of rotated elements stand half a head apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from specinfer.errors import ModelFileError
+from specinfer.models.config import ModelConfig
+
+QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATE_UP: Final = ("mlp.gate_proj", "mlp.up_proj")
+Rows = range | tuple[int, ...]
+_LAYER: Final = "model.layers."  # the decoder's name of what is inside one, up to its number
+_ROTATED: Final = re.compile(r"self_attn\.(?:[qk]_proj\.(?:weight|bias)|[qk]_norm\.weight)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor of a file, and those of its rows that are the decoder's tensor, in their order; None: all."""
+
+    name: str
+    rows: Rows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """How the files of one family name the decoder's tensors, stack them and order their rows.
+
+    Names are without `.weight` and `.bias`, those inside a layer without what stands before them. Whatever is
+    not listed has the decoder's name.
+    """
+
+    layers: str = _LAYER  # what names inside a layer begin with, up to its number
+    outside: Mapping[str, str] = field(default_factory=dict)  # the file's name -> the decoder's
+    inside: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)  # several: stacked by rows
+    # Whether a stack of q, k and v has for each key-value head its query heads, its key and its value, where
+    # others have all queries first.
+    by_key_head: bool = False
+    # Whether rope's pair i is elements 2 i and 2 i + 1 of a head, where others have the two halves of what is
+    # rotated.
+    neighbours: bool = False
+
+    def sources(self, name: str, config: ModelConfig) -> dict[str, Source]:
+        """What tensor of the decoder, or which, a file's tensor of this name holds."""
+        stem, dot, kind = name.rpartition(".")
+        if kind not in ("weight", "bias"):
+            return {name: Source(name)}
+        number, between, own = stem.removeprefix(self.layers).partition(".")
+        if not (stem.startswith(self.layers) and between and number.isdecimal()):
+            return {self.outside.get(stem, stem) + dot + kind: Source(name)}
+        inside = self.inside.get(own, own)
+        stack = (inside,) if isinstance(inside, str) else inside
+        found = {}
+        for part, rows in zip(stack, self._stacked(stack, config), strict=True):
+            here = f"{_LAYER}{number}.{part}.{kind}"
+            found[here] = Source(name, self._in_order(here, rows, config))
+        return found
+
+    def _stacked(self, stack: Sequence[str], config: ModelConfig) -> Sequence[Rows | None]:
+        if len(stack) == 1:
+            return [None]
+        if self.by_key_head and tuple(stack) == QKV:
+            return _by_key_head(config.num_heads, config.num_kv_heads, config.head_dim)
+        rows = {
+            "self_attn.q_proj": config.num_heads * config.head_dim,
+            "self_attn.k_proj": config.num_kv_heads * config.head_dim,
+            "self_attn.v_proj": config.num_kv_heads * config.head_dim,
+            "mlp.gate_proj": config.intermediate_size,
+            "mlp.up_proj": config.intermediate_size,
+        }
+        ends = accumulate((rows[part] for part in stack), initial=0)
+        return [range(start, stop) for start, stop in pairwise(ends)]
+
+    def _in_order(self, name: str, rows: Rows | None, config: ModelConfig) -> Rows | None:
+        """These rows, those of heads that are rotated in the decoder's order."""
+        if config.rope is None or _ROTATED.search(name) is None:
+            return rows
+        order = _head_order(config.head_dim, config.rope.rotated, self.neighbours)
+        if order is None:
+            return rows
+        heads = config.num_heads if "self_attn.q_" in name else config.num_kv_heads
+        if "_norm." in name:
+            heads = 1
+        return _reordered(range(heads * config.head_dim) if rows is None else rows, order)
+
+
+class Sources:
+    """The tensors of an open file under the decoder's names; those it does not ask for keep the file's.
+
+    Raises ModelFileError where two tensors are one of the decoder's, or a stack has too many rows or too few.
+    """
+
+    def __init__(
+        self, path: object, names: Names, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig
+    ) -> None:
+        """`shapes` are the tensors of the file, `path` is for messages."""
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._sources: dict[str, Source] = {}
+        for there, shape in shapes.items():
+            found = names.sources(there, config)
+            stacked = [source.rows for source in found.values() if source.rows is not None]
+            if stacked and sum(map(len, stacked)) != shape[0]:
+                raise ModelFileError(
+                    f"{path}: tensor {there!r} has shape {list(shape)}, the config asks for "
+                    f"{[sum(map(len, stacked)), *shape[1:]]}; config and weights belong to different models, "
+                    "get both again"
+                )
+            for name, source in found.items():
+                if name in self._sources:
+                    raise ModelFileError(
+                        f"{path}: tensors {self._sources[name].name!r} and {there!r} are both {name!r}; "
+                        "get the file again"
+                    )
+                self._sources[name] = source
+                self.shapes[name] = shape if source.rows is None else (len(source.rows), *shape[1:])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sources
+
+    def __getitem__(self, name: str) -> Source:
+        return self._sources[name]
+
+
+def read_rows(read: Callable[[int, int], Tensor], rows: Rows | None, start: int, stop: int) -> Tensor:
+    """Rows start..stop of a decoder's tensor, which are these `rows` of the one that `read` reads."""
+    if rows is None:
+        return read(start, stop)
+    wanted = rows[start:stop]
+    if isinstance(wanted, range):
+        return read(wanted.start, wanted.stop)
+    first = min(wanted)
+    return read(first, max(wanted) + 1)[torch.tensor(wanted) - first]
+
+
+def _head_order(size: int, rotated: int | None, neighbours: bool) -> tuple[int, ...] | None:
+    """For each element of a head as it is computed here, its place in the file; None: they are the same.
+
+    Pair i is elements i and i + size / 2 here, of a head of that size, whether it is rotated or not.
+    """
+    if neighbours:
+        return (*range(0, size, 2), *range(1, size, 2))
+    if rotated is None or rotated == size:
+        return None
+    first, rest = rotated // 2, (size - rotated) // 2
+    return (
+        *range(first),
+        *range(rotated, rotated + rest),
+        *range(first, rotated),
+        *range(rotated + rest, size),
+    )
+
+
+@cache
+def _reordered(rows: Rows, order: tuple[int, ...]) -> tuple[int, ...]:
+    """Rows of heads, each in this order; cached, as layers are alike."""
+    size = len(order)
+    return tuple(rows[head + place] for head in range(0, len(rows), size) for place in order)
+
+
+@cache
+def _by_key_head(heads: int, kv_heads: int, size: int) -> tuple[Rows, Rows, Rows]:
+    """The rows of q, k and v in a stack of key-value heads with what belongs to each."""
+    queries = heads // kv_heads * size
+    group = queries + 2 * size
+    starts = range(0, kv_heads * group, group)
+    return (
+        tuple(row for start in starts for row in range(start, start + queries)),
+        tuple(row for start in starts for row in range(start + queries, start + queries + size)),
+        tuple(row for start in starts for row in range(start + queries + size, start + group)),
+    )
