@@ -17,7 +17,7 @@ from specinfer.heads.eagle import EagleHead
 from specinfer.heads.layers import initialise
 from specinfer.heads.medusa import MedusaHead
 from specinfer.heads.speculators import body_to_hf, write_head
-from specinfer.models.config import Family, ModelConfig, Rope
+from specinfer.models.config import Family, ModelConfig, QkNorm, Rope
 
 VOCAB, SIZE, NAMED = 64, 32, 24  # of the target; tokens a head can name
 IDS = [*range(0, 2 * NAMED, 2)]
@@ -41,7 +41,7 @@ def tiny_body(*, qk_norm: bool = False, num_layers: int = 1, bias: bool = False)
         tie_embeddings=False,
         qkv_bias=bias,
         o_bias=bias,
-        qk_norm=qk_norm,
+        qk_norm=QkNorm.HEAD if qk_norm else QkNorm.NONE,
         attention_scale=8**-0.5,
         max_context=256,
     )

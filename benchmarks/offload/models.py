@@ -95,7 +95,7 @@ def inflated(source: Path, folder: Path, layers: int) -> Path:
         files = local_model(str(source), source)
         opened = open_model(files)
         config = opened.config
-        if config.window is not None or config.sandwich_norms or config.rope is None:
+        if config.window is not None or not config.plain_layers:
             raise UserError(f"the layers of {source.name} are not all alike; inflate a Llama or a Qwen")
         if layers < config.num_layers:
             raise UserError(f"got {layers} layers; allowed: {config.num_layers} and more")

@@ -27,7 +27,7 @@ from specinfer.attention.backend import Attend, Paths
 from specinfer.attention.native import NativeCache
 from specinfer.attention.sdpa import rotated
 from specinfer.heads.config import BlockConfig
-from specinfer.heads.layers import HeadLayer, Norm, rotation_at, softmax
+from specinfer.heads.layers import HeadLayer, HeadNorm, rotation_at, softmax
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass, MarkovTerm
 from specinfer.heads.vocabulary import HeadVocabulary, Tables
 from specinfer.kernels.block_head import BlockHeadParts, NativeBlockHead
@@ -63,11 +63,11 @@ class BlockHead(HeadVocabulary):
         body, rank = config.body, config.markov_rank
         self.config = config
         self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, body.hidden_size, bias=False)
-        self.hidden_norm = Norm(body.hidden_size, body.norm_eps)
+        self.hidden_norm = HeadNorm(body.hidden_size, body.norm_eps)
         self.layers = nn.ModuleList(HeadLayer(body) for _ in range(body.num_layers))
-        self.norm = Norm(body.hidden_size, body.norm_eps)
+        self.norm = HeadNorm(body.hidden_size, body.norm_eps)
         if config.reads_last:
-            self.entry_norm = Norm(body.hidden_size, body.norm_eps)
+            self.entry_norm = HeadNorm(body.hidden_size, body.norm_eps)
             self.entry = nn.Linear(2 * body.hidden_size, config.block_size * body.hidden_size, bias=False)
         if rank:
             self.markov_head = MarkovHead(body.vocab_size, config.draft_vocab_size, rank)

@@ -216,7 +216,7 @@ def check_target(head: HeadConfig, target: ModelConfig, name: str) -> None:
             f"head {name} has a hidden size of {head.hidden_size}, the target {target.hidden_size}: it "
             "cannot use the target's embeddings or output layer, and it does not bring both"
         )
-    if not head.own_embedding and (target.embedding_scale != 1.0 or target.rope is None):
+    if not head.own_embedding and (target.embedding_scale != 1.0 or target.learned_positions):
         raise ModelError(
             f"head {name} uses its target's embeddings; supported: those of Llama, Mistral and Qwen, which "
             f"{target.family} scales or adds positions to"
@@ -246,7 +246,7 @@ def _check_layers(body: ModelConfig) -> None:
         raise ModelError(
             f"a head's layers have a sliding window of {body.window}; supported: layers that see all"
         )
-    if body.rope is None or body.sandwich_norms:
+    if body.rope is None or not body.plain_layers:
         raise ModelError(f"a head has layers of {body.family}; supported: llama, qwen2 and qwen3")
     if body.rope.rotated is not None:
         raise ModelError("a head's layers rotate a part of each attention head; supported: all of it")

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from specinfer.attention.backend import Attend
 from specinfer.heads.config import EagleConfig
-from specinfer.heads.layers import HeadLayer, Norm, Rotation, rotation_at, softmax
+from specinfer.heads.layers import HeadLayer, HeadNorm, Rotation, rotation_at, softmax
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
 from specinfer.heads.vocabulary import HeadVocabulary, Tables
 from specinfer.models.decoder import DecoderLayer
@@ -52,9 +52,9 @@ class EagleHead(HeadVocabulary):
         taps, size = len(config.taps), config.target_hidden_size
         self.config = config
         if config.norm_before_fc:
-            self.input_norm = Norm(taps * size, eps)
+            self.input_norm = HeadNorm(taps * size, eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(Norm(size, eps) for _ in range(taps))
+            self.fc_norm = nn.ModuleList(HeadNorm(size, eps) for _ in range(taps))
         early = config.fc_reads_token
         width = taps * size + (body.hidden_size if early else 0)
         self.fc = nn.Linear(width, body.hidden_size, bias=config.fc_bias)
@@ -63,7 +63,7 @@ class EagleHead(HeadVocabulary):
             for number in range(body.num_layers)
         )
         if not early:
-            self.norm = Norm(body.hidden_size, eps)
+            self.norm = HeadNorm(body.hidden_size, eps)
         if config.mask_token_id is not None:
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, taps * size))
 

@@ -26,7 +26,7 @@ from typing import Final
 from specinfer.errors import ModelError
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.speculators import body_from_hf, config_from_speculators, flag, is_causal, taps_of
-from specinfer.models.config import Rope
+from specinfer.models.config import QkNorm, Rope
 from specinfer.models.fields import count, integer, mapping
 from specinfer.models.safetensors import EAGLE_3, head_kind
 
@@ -233,7 +233,7 @@ def _block(c: Mapping[str, object], target_layers: int, projectors: tuple[str, .
     _check_fields(own, fields, projectors)
     markov = fields.get("projector_type", projectors[0]) == "dspark"
     body = body_from_hf({"model_type": "qwen3", **c})
-    if not body.qk_norm:
+    if body.qk_norm is QkNorm.NONE:
         raise ModelError(f"a block head has layers of {body.family}; supported: qwen3")
     rank = integer(fields, "markov_rank", 0)
     if not markov and rank:

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specinfer.models.config import Activation, ModelConfig, Rope
+from specinfer.models.config import Activation, ModelConfig, QkNorm, Rope
 from specinfer.models.rope import RotaryEmbedding
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of every row's angles, [..., 1, H / 2]
 
 
-class Norm(nn.RMSNorm):
+class HeadNorm(nn.RMSNorm):
     """An RMS norm that is computed in float32, whatever the products before it were."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,9 +38,9 @@ class SelfAttention(nn.Module):
         self.k_proj = nn.Linear(width, body.num_kv_heads * body.head_dim, bias=body.qkv_bias)
         self.v_proj = nn.Linear(width, body.num_kv_heads * body.head_dim, bias=body.qkv_bias)
         self.o_proj = nn.Linear(body.num_heads * body.head_dim, body.hidden_size, bias=body.o_bias)
-        if body.qk_norm:
-            self.q_norm = Norm(body.head_dim, body.norm_eps)
-            self.k_norm = Norm(body.head_dim, body.norm_eps)
+        if body.qk_norm is QkNorm.HEAD:
+            self.q_norm = HeadNorm(body.head_dim, body.norm_eps)
+            self.k_norm = HeadNorm(body.head_dim, body.norm_eps)
         self._heads = (body.num_kv_heads, body.num_heads // body.num_kv_heads, body.head_dim)
         self._scale = body.attention_scale
 
@@ -88,11 +88,11 @@ class HeadLayer(nn.Module):
         super().__init__()
         size = body.hidden_size
         if input_norm:
-            self.input_layernorm = Norm(size, body.norm_eps)
+            self.input_layernorm = HeadNorm(size, body.norm_eps)
         if reads_token:
-            self.hidden_norm = Norm(size, body.norm_eps)
+            self.hidden_norm = HeadNorm(size, body.norm_eps)
         self.self_attn = SelfAttention(body, 2 * size if reads_token else size)
-        self.post_attention_layernorm = Norm(size, body.norm_eps)
+        self.post_attention_layernorm = HeadNorm(size, body.norm_eps)
         self.mlp = HeadMLP(body)
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from specinfer.heads.block import BlockHead
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.vocabulary import own_tensors
-from specinfer.models.config import Activation, Family, ModelConfig
+from specinfer.models.config import Activation, Family, ModelConfig, QkNorm
 from specinfer.models.families.registry import config_from_hf
 from specinfer.models.fields import count, integer, mapping
 from specinfer.models.hf_config import layers_to_hf
@@ -103,7 +103,7 @@ def _block(
 ) -> BlockConfig:
     # Layers of a block are Qwen3's whatever they are called: with norms of queries and keys.
     body = body_from_hf({**layers, "model_type": layers.get("model_type", "qwen3")})
-    if not body.qk_norm:
+    if body.qk_norm is QkNorm.NONE:
         raise ModelError(f"a block head has layers of {body.family}; supported: qwen3")
     rank = integer(c, "markov_rank", 256) if markov else 0
     kind = c.get("markov_head_type", "vanilla")

@@ -5,6 +5,7 @@ A family is a set of values of these fields plus a name map (sources.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,11 +24,6 @@ class Family(StrEnum):
     GEMMA3 = "gemma3"
     OPT = "opt"
 
-    @property
-    def learns_positions(self) -> bool:
-        """Whether positions are learned and MLPs have no gate (models/opt.py), where others have RoPE."""
-        return self is Family.OPT
-
 
 class Activation(StrEnum):
     """The non-linearity of the MLP."""
@@ -35,6 +31,40 @@ class Activation(StrEnum):
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
+    GELU = "gelu"  # by the error function
+
+
+class Norm(StrEnum):
+    """The norm of layers, and the last one."""
+
+    RMS = "rms"
+    LAYER = "layer"  # LayerNorm: the mean is subtracted
+
+
+class NormPlace(StrEnum):
+    """Where the norms of a block f, attention or MLP, stand; x is the residual stream.
+
+    The tensors' names are Llama's, and Gemma's and OLMo 2's for what these two have more:
+
+        BEFORE     input_layernorm, post_attention_layernorm (before the MLP)
+        BOTH       input_layernorm, post_attention_layernorm, pre_feedforward_layernorm,
+                   post_feedforward_layernorm
+        BEHIND     post_attention_layernorm, post_feedforward_layernorm
+        AFTER_SUM  as BEHIND
+    """
+
+    BEFORE = "before"  # x += f(norm(x))
+    BOTH = "both"  # x += norm(f(norm(x))) (Gemma 2 and 3)
+    BEHIND = "behind"  # x += norm(f(x)) (OLMo 2 and 3)
+    AFTER_SUM = "after_sum"  # x = norm(x + f(x)) (OPT-350m)
+
+
+class QkNorm(StrEnum):
+    """The RMSNorm of queries and keys, before rope."""
+
+    NONE = "none"
+    HEAD = "head"  # of each head, with the same weights for all (Qwen3, Gemma 3)
+    WHOLE = "whole"  # of all queries, and of all keys, of a row together (OLMo 2 and 3, OLMoE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +114,30 @@ class Rope:
     # Elements of a head that are rotated; the others stay as they are. None: all. Pair i is elements i and
     # i + head_dim / 2 even so: model files are read in that order (sources.py).
     rotated: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Alibi:
+    """ALiBi (Press et al., 2022): each head's scores fall with the distance of a key, in place of rope.
+
+    Distances are those along a row's own path.
+    """
+
+    slopes: tuple[float, ...]  # of each query head
+    # Falcon adds slope * position of the key to scores before they are scaled, both rounded to bfloat16.
+    rounded: bool = False
+
+    @classmethod
+    def of(cls, heads: int, *, steepest: float = 8.0, rounded: bool = False) -> Alibi:
+        """The slopes of so many heads as the paper has them: 2 ** (-steepest * i / heads), i = 1, 2, ...
+
+        Where `heads` is no power of two, they are every other one of the next power's, and as many of the
+        rest as are needed. `steepest` is MPT's `alibi_bias_max`.
+        """
+        power = 1 << (heads - 1).bit_length()
+        all_of_them = [2.0 ** (-steepest * i / power) for i in range(1, power + 1)]
+        chosen = all_of_them if power == heads else all_of_them[1::2] + all_of_them[::2]
+        return cls(tuple(chosen[:heads]), rounded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,25 +200,38 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    rope: Rope | None  # None: learned positions (OPT)
+    rope: Rope | None  # None: positions are learned, ALiBi's, or unknown to layers
     local_rope: Rope | None = None  # of layers with a window, where it is another one (Gemma 3)
+    layers_without_rope: frozenset[int] = frozenset()  # SmolLM3, Cohere 2
     layer_windows: tuple[int | None, ...]  # [num_layers]; position p sees positions > p - window
+    learned_positions: bool = False  # added to embeddings, from a table of max_context positions
+    position_offset: int = 0  # rows of that table in front of position 0 (OPT: 2)
+    alibi: Alibi | None = None
     tie_embeddings: bool
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over each query and key head, before rope
+    qk_norm: QkNorm = QkNorm.NONE
+    qkv_clip: float | None = None  # queries, keys and values are held between minus this and this (MPT)
     embedding_scale: float = 1.0
+    norm: Norm = Norm.RMS
+    norm_bias: bool = False  # of LayerNorms
     norm_weight_offset: float = 0.0  # Gemma stores RMSNorm weights as w - 1
-    sandwich_norms: bool = False  # norms after attention and MLP too (Gemma 3)
+    norm_place: NormPlace = NormPlace.BEFORE
+    final_norm: bool = True
+    parallel_block: bool = False  # x += attention(norm(x)) + mlp(norm(x)) (Falcon, GPT-NeoX, Cohere)
+    shared_norm: bool = False  # the two norms of a parallel block are one, input_layernorm
+    gated_mlp: bool = True  # down(act(gate(x)) * up(x)); else down(act(up(x)))
     activation: Activation = Activation.SILU
     attention_scale: float
+    attention_softcap: float | None = None  # scores become cap * tanh(scores / cap) (Gemma 2)
+    attention_sinks: bool = False  # a learned logit for each head, to which no value belongs (gpt-oss)
+    residual_scale: float = 1.0  # what is added to the residual stream is multiplied by it (Granite)
+    logit_scale: float = 1.0  # logits are multiplied by it (Cohere; Granite: 1 / logits_scaling)
     logit_softcap: float | None = None  # logits become cap * tanh(logits / cap)
     max_context: int
     eos_ids: tuple[int, ...] = ()
     embedding_size: int  # other than hidden_size only in OPT-350m
-    norm_first: bool = True  # OPT-350m normalises after each block instead, and not at the end
-    final_norm: bool = True
     part: Ranges = field(
         default=Ranges(), repr=False
     )  # what is kept of whole models is found by what is shown
@@ -182,6 +249,8 @@ class ModelConfig:
         for rope in (self.rope, self.local_rope):
             if rope is not None:
                 _check_rope(rope, self.head_dim)
+        _check_positions(self)
+        _check_block(self)
         if len(self.layer_windows) != self.num_layers:
             raise ModelError(
                 f"the config describes the attention of {len(self.layer_windows)} layers, "
@@ -199,9 +268,62 @@ class ModelConfig:
         return self.part.stage or PipelineStage(0, self.num_layers, self.num_layers)
 
     @property
+    def plain_layers(self) -> bool:
+        """Whether layers have Llama's form, or Qwen's: RMSNorm before each block, a gated MLP and rope.
+
+        Biases, norms of single query and key heads, and windows may be there.
+        """
+        return (
+            (self.norm, self.norm_place) == (Norm.RMS, NormPlace.BEFORE)
+            and self.gated_mlp
+            and self.rope is not None
+            and not (self.parallel_block or self.layers_without_rope or self.attention_sinks)
+            and (self.qkv_clip, self.attention_softcap) == (None, None)
+            and self.qk_norm is not QkNorm.WHOLE
+            and self.residual_scale == 1.0
+        )
+
+    @property
     def window(self) -> int | None:
         """The sliding window of the layers that have one; None if none has."""
         return next((w for w in self.layer_windows if w is not None), None)
+
+
+def _check_positions(config: ModelConfig) -> None:
+    """Positions come from rope, a table or ALiBi, or layers know of none."""
+    ways = {
+        "rope": config.rope is not None,
+        "learned positions": config.learned_positions,
+        "ALiBi": config.alibi is not None,
+    }
+    found = [name for name, there in ways.items() if there]
+    if len(found) > 1:
+        raise ModelError(f"the model has {' and '.join(found)}; supported: one of {', '.join(ways)}")
+    if config.position_offset < 0 or (config.position_offset and not config.learned_positions):
+        raise ModelError(
+            f"position_offset is {config.position_offset}; allowed: 0, or more where positions are learned"
+        )
+    if config.alibi is not None and len(config.alibi.slopes) != config.num_heads:
+        raise ModelError(f"ALiBi has {len(config.alibi.slopes)} slopes for {config.num_heads} heads")
+    odd = sorted(i for i in config.layers_without_rope if config.rope is None or i >= config.num_layers)
+    if odd:
+        raise ModelError(f"layers {odd} have no rope, of {config.num_layers} layers; the config is damaged")
+
+
+def _check_block(config: ModelConfig) -> None:
+    """What a layer is made of goes together."""
+    if config.norm_bias and config.norm is not Norm.LAYER:
+        raise ModelError("RMSNorms have a bias, which is not supported; only LayerNorms may have one")
+    if config.shared_norm and not config.parallel_block:
+        raise ModelError("attention and MLP share a norm, but are not parallel")
+    if config.parallel_block and config.norm_place is not NormPlace.BEFORE:
+        raise ModelError(
+            f"attention and MLP are parallel, with norms in place {config.norm_place}; supported: before"
+        )
+    for name in ("qkv_clip", "attention_softcap", "logit_softcap", "residual_scale", "logit_scale"):
+        value = getattr(config, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ModelError(f"{name} is {value}; allowed: more than 0")
 
 
 def _check_rope(rope: Rope, head_dim: int) -> None:

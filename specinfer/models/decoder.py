@@ -13,10 +13,11 @@ from torch import Tensor
 
 from specinfer.attention.backend import Attend, AttentionSpec, Rotation
 from specinfer.attention.native import NativeAttend
+from specinfer.errors import ModelError
 from specinfer.kernels.decoder import LayerParts, NativeDecoder, NativeLayers
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import Product
-from specinfer.models.config import Activation, ModelConfig
+from specinfer.models.config import Activation, ModelConfig, Norm, NormPlace, QkNorm
 from specinfer.models.language_model import LanguageModel, PassContext, Read, Residual, Taps, check_taps
 from specinfer.models.layers import Attention, GatedMLP, RMSNorm, embedding_and_output
 from specinfer.models.rope import RotaryEmbedding, rotations
@@ -172,14 +173,14 @@ class DecoderLayer:
         self._before_attention = norm("input_layernorm") if input_norm else None
         self._after_attention: RMSNorm | None = None
         self._after_mlp: RMSNorm | None = None
-        if config.sandwich_norms:
+        if config.norm_place is NormPlace.BOTH:
             self._after_attention = norm("post_attention_layernorm")
             self._before_mlp = norm("pre_feedforward_layernorm")
             self._after_mlp = norm("post_feedforward_layernorm")
         else:
             self._before_mlp = norm("post_attention_layernorm")
         qk_norm: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
-        if config.qk_norm:
+        if config.qk_norm is QkNorm.HEAD:
             qk_norm = norm_weight("self_attn.q_norm"), norm_weight("self_attn.k_norm")
         part = config.part
         heads = [part.queries, part.keys, part.keys]
@@ -230,8 +231,30 @@ class DecoderLayer:
         )
 
 
+def check_computed(config: ModelConfig) -> None:
+    """Raise ModelError for a switch that no decoder obeys yet."""
+    later = {
+        "norm": config.norm is not Norm.RMS and not config.learned_positions,
+        "norm_place": config.norm_place is NormPlace.BEHIND,
+        "qk_norm": config.qk_norm is QkNorm.WHOLE,
+        "gated_mlp": not config.gated_mlp and not config.learned_positions,
+        "activation": config.activation is Activation.GELU,
+        "layers_without_rope": bool(config.layers_without_rope),
+        "alibi": config.alibi is not None,
+        "parallel_block": config.parallel_block,
+        "qkv_clip": config.qkv_clip is not None,
+        "attention_softcap": config.attention_softcap is not None,
+        "attention_sinks": config.attention_sinks,
+        "residual_scale": config.residual_scale != 1.0,
+        "logit_scale": config.logit_scale != 1.0,
+    }
+    if refused := [name for name, there in later.items() if there]:
+        raise ModelError(f"the model has {', '.join(refused)} of a kind that is not computed yet")
+
+
 def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors a Decoder of this config asks for, by name, with their shapes."""
+    check_computed(config)
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * head, config.num_kv_heads * head
     shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,)}
@@ -240,7 +263,7 @@ def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if not config.tie_embeddings:
             shapes["lm_head.weight"] = (config.vocab_size, hidden)
     norms = ["input_layernorm", "post_attention_layernorm"]
-    if config.sandwich_norms:
+    if config.norm_place is NormPlace.BOTH:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     matrices = [
         ("self_attn.q_proj", q, hidden, config.qkv_bias),
@@ -254,7 +277,7 @@ def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for i in range(config.stage.first, config.stage.behind):
         prefix = f"model.layers.{i}"
         shapes |= {f"{prefix}.{name}.weight": (hidden,) for name in norms}
-        if config.qk_norm:
+        if config.qk_norm is QkNorm.HEAD:
             shapes |= {f"{prefix}.self_attn.{x}_norm.weight": (head,) for x in "qk"}
         for name, rows, columns, bias in matrices:
             shapes[f"{prefix}.{name}.weight"] = (rows, columns)

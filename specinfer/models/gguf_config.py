@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Activation, Family, ModelConfig
+from specinfer.models.config import Activation, Family, ModelConfig, QkNorm
 from specinfer.models.fields import MOST_LAYERS, Fields, all_ids, count, integer, number
 from specinfer.models.rope_config import longest_text, rope_from_gguf
 from specinfer.models.sources import Names
@@ -108,7 +108,7 @@ def decoder_from_gguf(family: Family, head: GgufHead, *, theta: float = 10000.0)
         qkv_bias="blk.0.attn_q.bias" in shapes,
         o_bias="blk.0.attn_output.bias" in shapes,
         mlp_bias="blk.0.ffn_down.bias" in shapes,
-        qk_norm="blk.0.attn_q_norm.weight" in shapes,
+        qk_norm=QkNorm.HEAD if "blk.0.attn_q_norm.weight" in shapes else QkNorm.NONE,
         activation=Activation.SILU,
         attention_scale=float(head_dim) ** -0.5,
         max_context=longest_text(rope, context),

@@ -168,7 +168,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, object]:
         config.family not in ARCHITECTURES
         or not plain
         or config.window is not None
-        or config.sandwich_norms
+        or not config.plain_layers
         or (config.family in (Family.LLAMA, Family.QWEN3) and config.qkv_bias != config.o_bias)
     ):
         raise ModelError(f"a model of {config.family} with these layers cannot be written as a folder")

@@ -13,7 +13,8 @@ from torch import Tensor
 from specinfer.attention.backend import Attend
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import Product
-from specinfer.models.config import ModelConfig
+from specinfer.models.config import ModelConfig, NormPlace
+from specinfer.models.decoder import check_computed
 from specinfer.models.language_model import LanguageModel, PassContext, Residual, Taps, check_taps
 from specinfer.models.layers import ACTIVATIONS, Attention, LayerNorm, embedding_and_output
 from specinfer.models.weight_memory import Weights
@@ -77,7 +78,7 @@ class OPTDecoder(LanguageModel):
 
 
 class _Layer:
-    """One layer; `norm_first` says whether a block's norm stands before it or after the sum."""
+    """One layer; `norm_place` says whether a block's norm stands before it or after the sum."""
 
     __slots__ = ("_activation", "_attention", "_attention_norm", "_fc1", "_fc2", "_mlp_norm", "_norm_first")
 
@@ -94,7 +95,7 @@ class _Layer:
 
         part = config.part
         heads = [part.queries, part.keys, part.keys]
-        self._norm_first = config.norm_first
+        self._norm_first = config.norm_place is NormPlace.BEFORE
         self._activation = ACTIVATIONS[config.activation]
         self._attention_norm = _norm(f"{prefix}.self_attn_layer_norm", config, weights)
         self._mlp_norm = _norm(f"{prefix}.final_layer_norm", config, weights)
@@ -124,6 +125,7 @@ def _norm(name: str, config: ModelConfig, weights: Weights) -> LayerNorm:
 
 def opt_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors an OPTDecoder of this config asks for, by name, with their shapes."""
+    check_computed(config)
     hidden, inner, embedding = config.hidden_size, config.intermediate_size, config.embedding_size
     root = "model.decoder"
     shapes: dict[str, tuple[int, ...]] = {}

@@ -261,7 +261,7 @@ def prepare(
 
 
 def _built(config: ModelConfig, weights: Weights) -> LanguageModel:
-    return (OPTDecoder if config.family.learns_positions else Decoder)(config, weights)
+    return (OPTDecoder if config.learned_positions else Decoder)(config, weights)
 
 
 def _kind(kernels: Kernels, quantization: Quantization) -> str | None:
@@ -325,7 +325,7 @@ def layer_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return opt_shapes(config) if config.family.learns_positions else decoder_shapes(config)
+    return opt_shapes(config) if config.learned_positions else decoder_shapes(config)
 
 
 def _check(file: OpenModel) -> None:

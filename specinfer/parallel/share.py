@@ -26,7 +26,7 @@ from typing import Final
 
 from specinfer.errors import ConfigError
 from specinfer.kernels.parts import SumParts
-from specinfer.models.config import ModelConfig, PipelineStage, Ranges
+from specinfer.models.config import ModelConfig, PipelineStage, QkNorm, Ranges
 
 _GROUP: Final = 32  # columns that are rotated and quantized together (kernels/layout.py)
 _ROWS: Final = 16  # of a matrix that lie side by side
@@ -76,15 +76,23 @@ class Share:
                 f"groups, and an MLP of {config.intermediate_size}{cut}, some rank would have none; allowed "
                 f"for this model: {', '.join(works)}, and pipeline_parallel shares out whole layers"
             )
+        if self.size > 1 and config.qk_norm is QkNorm.WHOLE:
+            raise ConfigError(
+                f"tensor_parallel is {self.size}: a {config.family} model norms the queries of all heads "
+                "together, which ranks do not share; pipeline_parallel shares out whole layers"
+            )
         o, down = self._sums(config)
         if self.size == 1:
             return config if o is None else replace(config, part=Ranges(o=o, down=down))
         (queries, keys), inner = own, self.columns(config.intermediate_size)
-        head, vocab = config.head_dim, self.vocab(config.vocab_size)
+        head, vocab, alibi = config.head_dim, self.vocab(config.vocab_size), config.alibi
+        if alibi is not None:
+            alibi = replace(alibi, slopes=alibi.slopes[queries.start : queries.stop])
         return replace(
             config,
             num_heads=len(queries),
             num_kv_heads=len(keys),
+            alibi=alibi,
             intermediate_size=len(inner),
             part=Ranges(
                 queries=range(queries.start * head, queries.stop * head),
@@ -189,6 +197,9 @@ class Layout:
             config,
             num_layers=behind - first,
             layer_windows=config.layer_windows[first:behind],
+            layers_without_rope=frozenset(
+                i - first for i in config.layers_without_rope if first <= i < behind
+            ),
             part=replace(config.part, stage=PipelineStage(first, behind, config.num_layers)),
         )
 

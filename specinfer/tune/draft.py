@@ -18,7 +18,7 @@ from typing import ClassVar, Final, Self
 import torch
 from torch import Tensor, nn
 
-from specinfer.heads.layers import Norm
+from specinfer.heads.layers import HeadNorm
 from specinfer.hub.model_files import ModelFiles
 from specinfer.models.config import ModelConfig
 from specinfer.models.weights import OpenModel
@@ -56,7 +56,7 @@ class TrainableDraft(ABC):
     learnt_depth: int  # the levels that are learnt: one, where the others are the same pass at the next place
     one_pass: bool  # whether it guesses all levels of a tree in one pass; else a level in each
     anchors: int = EVERY_ANCHOR  # of a text that a step computes, at most
-    last_norm: Norm  # the norm before the output layer
+    last_norm: HeadNorm  # the norm before the output layer
 
     @abstractmethod
     def guessed(self, batch: BlockBatch, levels: int) -> Tensor:

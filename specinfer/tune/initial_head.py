@@ -28,7 +28,7 @@ from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.heads.layers import HeadLayer, initialise
 from specinfer.heads.vocabulary import Tables
-from specinfer.models.config import Activation, Family, ModelConfig, Rope
+from specinfer.models.config import Activation, Family, ModelConfig, QkNorm, Rope
 from specinfer.models.weights import OpenModel
 from specinfer.tune.dataset import Corpus, TrainingSet, TunedText, first_texts
 from specinfer.tune.draft import TrainableDraft
@@ -68,7 +68,7 @@ def body_of(target: ModelConfig, family: Family, layers: int) -> ModelConfig:
         rope=Rope(rope.theta),
         layer_windows=(None,) * layers,
         tie_embeddings=False,
-        qk_norm=family is Family.QWEN3,
+        qk_norm=QkNorm.HEAD if family is Family.QWEN3 else QkNorm.NONE,
         attention_scale=target.head_dim**-0.5,
         max_context=target.max_context,
     )
@@ -76,7 +76,7 @@ def body_of(target: ModelConfig, family: Family, layers: int) -> ModelConfig:
 
 def check_trainable(target: ModelConfig) -> None:
     """Raise ModelError for targets whose layers are not what is trained here."""
-    if target.activation is not Activation.SILU or target.sandwich_norms or target.rope is None:
+    if target.activation is not Activation.SILU or not target.plain_layers:
         raise ModelError(
             f"no draft can be trained for {target.family} yet; supported: Llama, Mistral and Qwen"
         )
@@ -223,7 +223,7 @@ def begin_as_target(head: BlockHead, target: OpenModel, texts: Iterable[TunedTex
         norm_D = target.read_rows("model.norm.weight", 0, size).float()
         head.norm.weight.copy_(norm_D + target.config.norm_weight_offset)
         known_RX = _solve_entry(head, texts, scale_ND)
-        for layer in () if target.config.qk_norm else head.layers:
+        for layer in () if target.config.qk_norm is QkNorm.HEAD else head.layers:
             assert isinstance(layer, HeadLayer)
             _size_norms(layer, known_RX, head.entry.weight[:size])
 
@@ -261,7 +261,7 @@ def _take(layer: HeadLayer, target: OpenModel, prefix: str) -> None:
         parts[norm].weight.fill_(1.0)
         for name in products:
             parts[name].weight.copy_(read(name) * factor_D)
-    if target.config.qk_norm:
+    if target.config.qk_norm is QkNorm.HEAD:
         for name in ("self_attn.q_norm", "self_attn.k_norm"):
             parts[name].weight.copy_(read(name))
     for name in _PRODUCTS:

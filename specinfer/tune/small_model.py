@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from specinfer.errors import ModelError, TuneError
 from specinfer.heads.checkpoint import is_head
-from specinfer.heads.layers import HeadLayer, Norm, Rotation, initialise, rotation_at
+from specinfer.heads.layers import HeadLayer, HeadNorm, Rotation, initialise, rotation_at
 from specinfer.hub import resolve
 from specinfer.models.config import Family, ModelConfig, Rope
 from specinfer.models.safetensors import write_model
@@ -46,7 +46,7 @@ class SmallModel(nn.Module):
             config.vocab_size, config.hidden_size, _weight=embedding_VD, _freeze=True
         )
         self.layers = nn.ModuleList(HeadLayer(config) for _ in range(config.num_layers))
-        self.norm = Norm(config.hidden_size, config.norm_eps)
+        self.norm = HeadNorm(config.hidden_size, config.norm_eps)
         table_VD = embedding_VD if output_VD is None else output_VD
         self.output_VD = nn.Parameter(table_VD, requires_grad=False)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Activation, Family, ModelConfig, Rope
+from specinfer.models.config import Activation, Family, ModelConfig, NormPlace, QkNorm, Rope
 from specinfer.models.fields import Fields, count, optional_positive, positive
 from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf
 from specinfer.models.gguf_config import window_of as gguf_window
@@ -59,10 +59,10 @@ def _gemma3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
         layer_windows=windows(c, window_of(c), lambda layer: (layer + 1) % pattern != 0),
         qkv_bias=bias,
         o_bias=bias,
-        qk_norm=True,
+        qk_norm=QkNorm.HEAD,
         embedding_scale=shared.hidden_size**0.5,
         norm_weight_offset=1.0,
-        sandwich_norms=True,
+        norm_place=NormPlace.BOTH,
         attention_scale=positive(c, "query_pre_attn_scalar", float(shared.head_dim)) ** -0.5,
         logit_softcap=optional_positive(c, "final_logit_softcapping"),
     )
@@ -87,7 +87,7 @@ def _gemma3_from_gguf(head: GgufHead) -> ModelConfig:
         layer_windows=tuple(window if (i + 1) % pattern else None for i in range(layers)),
         embedding_scale=shared.hidden_size**0.5,
         norm_weight_offset=0.0,  # the converter has added Gemma's 1 already
-        sandwich_norms=True,
+        norm_place=NormPlace.BOTH,
         activation=Activation.GELU_TANH,
         attention_scale=scalar**-0.5,
         logit_softcap=optional_positive(c, "final_logit_softcapping"),

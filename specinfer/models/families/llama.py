@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from specinfer.models.config import Family, ModelConfig
+from specinfer.models.config import Family, ModelConfig, QkNorm
 from specinfer.models.fields import Fields, integer
 from specinfer.models.gguf_config import GgufFamily, decoder_from_gguf
 from specinfer.models.hf_config import HfFamily, decoder_from_hf, head_dim, refuse, window_of, windows
@@ -52,7 +52,7 @@ def _qwen3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
         layer_windows=_qwen_windows(c),
         qkv_bias=bias,
         o_bias=bias,
-        qk_norm=True,
+        qk_norm=QkNorm.HEAD,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Family, ModelConfig
+from specinfer.models.config import Family, ModelConfig, Norm, NormPlace
 from specinfer.models.fields import Fields, count, integer
 from specinfer.models.hf_config import ConfigKeys, HfFamily, decoder_from_hf
 
@@ -35,7 +35,12 @@ def _opt(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
-        norm_first=norm_first,
+        learned_positions=True,
+        position_offset=2,  # fairseq kept two rows for padding
+        norm=Norm.LAYER,
+        norm_bias=True,
+        norm_place=NormPlace.BEFORE if norm_first else NormPlace.AFTER_SUM,
+        gated_mlp=False,
         final_norm=norm_first and not c.get("_remove_final_layer_norm", False),
     )
 

@@ -7,7 +7,16 @@ import math
 import pytest
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Activation, DynamicScaling, Family, Llama3Scaling, Rope, YarnScaling
+from specinfer.models.config import (
+    Activation,
+    DynamicScaling,
+    Family,
+    Llama3Scaling,
+    NormPlace,
+    QkNorm,
+    Rope,
+    YarnScaling,
+)
 from specinfer.models.families.registry import config_from_hf
 from specinfer.models.rope_config import rope_to_hf
 
@@ -123,8 +132,8 @@ def test_gemma3_inside_a_vision_model():
     assert config.local_rope == Rope(1e4)
     assert config.embedding_scale == 2560**0.5
     assert config.tie_embeddings
-    assert config.qk_norm
-    assert config.sandwich_norms
+    assert config.qk_norm is QkNorm.HEAD
+    assert config.norm_place is NormPlace.BOTH
     assert config.activation is Activation.GELU_TANH
     assert config.eos_ids == (1, 106)
 
@@ -132,7 +141,7 @@ def test_gemma3_inside_a_vision_model():
 def test_opt_350m():
     config = config_from_hf(OPT)
     assert (config.embedding_size, config.hidden_size) == (512, 1024)
-    assert not config.norm_first
+    assert config.norm_place is NormPlace.AFTER_SUM
     assert not config.final_norm
     assert config.rope is None
     assert config.qkv_bias

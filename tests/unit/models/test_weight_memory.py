@@ -124,7 +124,7 @@ def test_a_model_may_be_built_before_its_weights_arrive(family: str, name: str, 
     want = logits_of(load_model(file, dtype=torch.float32, device=CPU, kernels=kernels(name)))
     with reader(file) as reading:
         weights = LateWeights(reading, kernels(name))
-        made = OPTDecoder if file.config.family.learns_positions else Decoder
+        made = OPTDecoder if file.config.learned_positions else Decoder
         model = made(file.config, weights)
         assert logits_of(model).isnan().any()
         weights.arrive()

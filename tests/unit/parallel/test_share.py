@@ -9,7 +9,7 @@ import pytest
 
 from specinfer.errors import ConfigError
 from specinfer.kernels.parts import SumParts
-from specinfer.models.config import Family, ModelConfig, PipelineStage, Ranges, Rope
+from specinfer.models.config import Alibi, Family, ModelConfig, PipelineStage, QkNorm, Ranges, Rope
 from specinfer.parallel.share import Layout, Share
 
 SMOL = ModelConfig(
@@ -211,6 +211,26 @@ def test_a_rank_of_a_stage_has_its_share_of_the_stages_layers() -> None:
     assert [part.num_heads for part in parts] == [6, 3, 6, 3]
     alone = Layout(1, (0, 1, 3)).part(1, model)
     assert (alone.num_heads, alone.part) == (9, Ranges(stage=PipelineStage(1, 3, 3)))
+
+
+def test_a_stage_knows_which_of_its_layers_have_no_rope() -> None:
+    config = replace(SMOL, num_layers=8, layer_windows=(None,) * 8, layers_without_rope=frozenset({0, 3, 7}))
+    parts = [Layout(1, (0, 3, 7, 8)).part(rank, config) for rank in range(3)]
+    assert [part.layers_without_rope for part in parts] == [{0}, {0}, {0}]
+
+
+def test_the_slopes_of_heads_go_with_the_heads() -> None:
+    config = replace(SMOL, rope=None, alibi=Alibi.of(9))
+    assert config.alibi is not None
+    parts = [Share(rank, 2).of(config).alibi for rank in range(2)]
+    assert parts == [Alibi(config.alibi.slopes[:6]), Alibi(config.alibi.slopes[6:])]
+
+
+def test_a_norm_over_all_heads_is_not_shared_out() -> None:
+    config = replace(SMOL, qk_norm=QkNorm.WHOLE)
+    assert Share(0, 1).of(config) == config
+    with pytest.raises(ConfigError, match="tensor_parallel is 2: a llama model norms the queries of all"):
+        Share(0, 2).of(config)
 
 
 def test_every_tap_is_one_stages() -> None:
