@@ -112,6 +112,21 @@ class Rotation:
     sin: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class AlibiSpec:
+    """What ALiBi adds to scores; models/config.py has the words."""
+
+    slopes_N: Tensor  # float32, on the CPU for native attention
+    rounded: bool
+
+    def biases(self, places: Tensor, lengths: Tensor, scale: float) -> Tensor:
+        """What is added to scaled scores of keys at these places of paths that are so long, [N, *places]."""
+        slopes = self.slopes_N.view(-1, *[1] * places.dim())
+        if not self.rounded:
+            return slopes * (places - lengths + 1)
+        return (slopes * places.bfloat16().float()).bfloat16().float() * scale
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """The attention of one layer, apart from its products."""
@@ -122,9 +137,20 @@ class AttentionSpec:
     head_dim: int
     scale: float
     window: int | None  # a row sees the last `window` positions of its path; None: all
-    q_norm_H: Tensor | None  # weights of the RMSNorm over each head, before the rotation; None: there is none
-    k_norm_H: Tensor | None
+    # Weights of the RMSNorm over each head, before the rotation, [H]; None: there is none. With `whole_norms`
+    # they are over all queries of a row, [N H], and over all its keys, [K H].
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     norm_eps: float
+    whole_norms: bool = False
+    softcap: float | None = None  # scores become cap * tanh(scores / cap)
+    alibi: AlibiSpec | None = None
+    sinks_N: Tensor | None = None  # logits to which no value belongs, in the activations' dtype
+
+    @property
+    def plain(self) -> bool:
+        """Whether weights are the softmax of scaled scores."""
+        return (self.softcap, self.alibi, self.sinks_N) == (None, None, None)
 
 
 class Attend(Protocol):

@@ -47,9 +47,18 @@ def heads_args(heads: AttentionSpec) -> HeadsArgs:
         heads.scale,
         heads.norm_eps,
         heads.window or 0,
-        None if heads.q_norm_H is None else heads.q_norm_H.data_ptr(),
-        None if heads.k_norm_H is None else heads.k_norm_H.data_ptr(),
+        _address(heads.q_norm),
+        _address(heads.k_norm),
+        heads.whole_norms,
+        heads.softcap or 0.0,
+        None if heads.alibi is None else heads.alibi.slopes_N.data_ptr(),
+        heads.alibi is not None and heads.alibi.rounded,
+        _address(heads.sinks_N),
     )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 class NativeCache:
@@ -90,11 +99,19 @@ class NativeCache:
         reason = unsupported(head, heads.num_heads // kv_heads, dtype)
         if reason is not None:
             raise ValueError(reason)
-        for weight in (heads.q_norm_H, heads.k_norm_H):
-            if weight is not None and (weight.shape != (head,) or weight.dtype is not dtype):
+        of_heads = (heads.num_heads, kv_heads) if heads.whole_norms else (1, 1)
+        for weight, count in zip((heads.q_norm, heads.k_norm), of_heads, strict=True):
+            if weight is not None and (weight.shape != (count * head,) or weight.dtype is not dtype):
                 raise ValueError(
-                    f"a head norm's weight must be [{head}] of {dtype}, got {list(weight.shape)}"
+                    f"a head norm's weight must be [{count * head}] of {dtype}, got {list(weight.shape)}"
                 )
+        sinks, alibi, count = heads.sinks_N, heads.alibi, heads.num_heads
+        if sinks is not None and (sinks.shape != (count,) or sinks.dtype is not dtype):
+            raise ValueError(f"sinks must be [{count}] of {dtype}, got {list(sinks.shape)}")
+        if alibi is not None and (
+            alibi.slopes_N.shape != (count,) or alibi.slopes_N.dtype is not torch.float32
+        ):
+            raise ValueError(f"slopes must be [{count}] of float32, got {list(alibi.slopes_N.shape)}")
 
     def bind(self, paths: Paths) -> NativeAttend:
         """Attention of one pass."""

@@ -89,10 +89,15 @@ class _Bound:
         qkv = qkv_TC.view(rows, n + 2 * k, -1)
         q_TNH, k_TKH, v_TKH = qkv[:, :n], qkv[:, n : n + k], qkv[:, n + k :]
         keys, values = self._keys[heads.layer], self._values[heads.layer]
-        keys[self._write_slots] = rotated(k_TKH, heads.k_norm_H, heads.norm_eps, rotation)
+        whole = heads.whole_norms
+        keys[self._write_slots] = rotated(k_TKH, heads.k_norm, heads.norm_eps, rotation, whole=whole)
         values[self._write_slots] = v_TKH
-        q_TNH = rotated(q_TNH, heads.q_norm_H, heads.norm_eps, rotation)
+        q_TNH = rotated(q_TNH, heads.q_norm, heads.norm_eps, rotation, whole=whole)
         out_TNH = torch.empty_like(q_TNH)
+        if not heads.plain:
+            for segment in self._segments:
+                _attend_otherwise(heads, segment, q_TNH, keys, values, out_TNH)
+            return out_TNH.flatten(1)
         masks = self._masks_for(heads.window, qkv_TC.dtype)
         for where, slots, mask in zip(self._rows, self._slots, masks, strict=True):
             k_SKH, v_SKH = keys.index_select(0, slots), values.index_select(0, slots)
@@ -106,16 +111,20 @@ class _Bound:
         return self._masks[window]
 
 
-def rotated(x_TNH: Tensor, norm_H: Tensor | None, eps: float, rotation: Rotation | None) -> Tensor:
+def rotated(
+    x_TNH: Tensor, norm: Tensor | None, eps: float, rotation: Rotation | None, *, whole: bool = False
+) -> Tensor:
     """x / rms(x) * norm where there is a norm, then rotated where there is a rotation.
 
-    The pair (a, b) at distance H / 2 becomes (a cos - b sin, b cos + a sin). All in float32, rounded once.
+    The norm is one of each head, or of `whole` rows. The pair (a, b) at distance H / 2 becomes
+    (a cos - b sin, b cos + a sin). All in float32, rounded once.
     """
-    if norm_H is None and rotation is None:
+    if norm is None and rotation is None:
         return x_TNH
     x = x_TNH.float()
-    if norm_H is not None:
-        x = F.rms_norm(x, (x.shape[-1],), norm_H.float(), eps)
+    if norm is not None:
+        rows = x.flatten(1) if whole else x
+        x = F.rms_norm(rows, (rows.shape[-1],), norm.float(), eps).view(x.shape)
     if rotation is not None:
         cos, sin = rotation.cos[:, None], rotation.sin[:, None]
         a, b = x.chunk(2, dim=-1)
@@ -141,6 +150,70 @@ def attended(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, mask_TS: Tensor, scale
     out_BKLH = F.scaled_dot_product_attention(q_BKLH, k_BKSH, v_BKSH, attn_mask=mask_LS, scale=scale)
     out_KGTH = out_BKLH[0, :, : groups * rows].view(kv_heads, groups, rows, head_dim)
     return out_KGTH.permute(2, 0, 1, 3).reshape(rows, heads, head_dim)
+
+
+def _attend_otherwise(
+    heads: AttentionSpec,
+    segment: _Segment,
+    q_TNH: Tensor,
+    keys_PKH: Tensor,
+    values_PKH: Tensor,
+    out_TNH: Tensor,
+) -> None:
+    """Attention with caps, biases or sinks of a segment's rows, to `out_TNH`, in float32.
+
+    On a CPU each row is computed alone, with the keys of its own path. Elsewhere all are, under a mask.
+    """
+    sees_TS, device = segment.sees_TS, q_TNH.device
+    window = _seen(sees_TS, heads.window)
+    alone = device.type == "cpu"
+    for row, sees_S, window_S in zip(segment.rows, sees_TS, window, strict=True) if alone else ():
+        slots = torch.from_numpy(segment.slots_S[window_S])
+        length = int(sees_S.sum())
+        places = torch.arange(length - len(slots), length)[None]
+        k_SKH, v_SKH = keys_PKH.index_select(0, slots), values_PKH.index_select(0, slots)
+        out_TNH[row] = weighed(heads, q_TNH[row : row + 1], k_SKH, v_SKH, places, torch.tensor([[length]]))[0]
+    if alone:
+        return
+    slots, rows = (torch.from_numpy(x).to(device) for x in (segment.slots_S, segment.rows))
+    sees = torch.from_numpy(sees_TS).to(device)
+    out_TNH[rows] = weighed(
+        *(heads, q_TNH[rows], keys_PKH.index_select(0, slots), values_PKH.index_select(0, slots)),
+        *(sees.cumsum(1) - 1, sees.sum(1, keepdim=True)),
+        torch.from_numpy(window).to(device),
+    )
+
+
+def weighed(
+    heads: AttentionSpec,
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    places_TS: Tensor,
+    lengths_T1: Tensor,
+    sees_TS: Tensor | None = None,
+) -> Tensor:
+    """What rows find whose scores are capped, biased or have sinks, [T, N, H].
+
+    Keys are at these places of each row's path, which is so long; a row sees those of `sees_TS`, or all.
+    """
+    rows, count, size = q_TNH.shape
+    kv_heads = k_SKH.shape[1]
+    q_KLH = q_TNH.float().view(rows, kv_heads, -1, size).permute(1, 2, 0, 3).flatten(1, 2)
+    scores_NTS = (q_KLH @ k_SKH.float().permute(1, 2, 0) * heads.scale).view(count, rows, -1)
+    if heads.softcap is not None:
+        scores_NTS = torch.tanh(scores_NTS / heads.softcap) * heads.softcap
+    if heads.alibi is not None:
+        scores_NTS = scores_NTS + heads.alibi.biases(places_TS, lengths_T1, heads.scale)
+    if sees_TS is not None:
+        scores_NTS = scores_NTS.masked_fill(~sees_TS, float("-inf"))
+    if heads.sinks_N is not None:
+        sinks_NT1 = heads.sinks_N.float().view(-1, 1, 1).expand(-1, rows, 1)
+        scores_NTS = torch.cat((scores_NTS, sinks_NT1), dim=-1)
+    weights_NTS = scores_NTS.softmax(-1)[..., : len(k_SKH)]
+    out_KLH = weights_NTS.reshape(kv_heads, -1, len(k_SKH)) @ v_SKH.float().transpose(0, 1)
+    out_TNH = out_KLH.view(count, rows, size).transpose(0, 1)
+    return out_TNH.to(q_TNH.dtype)
 
 
 def _segments(paths: Paths, *, by_paths: bool) -> Iterator[_Segment]:
@@ -175,10 +248,17 @@ def _padded(slots_S: NDArray[np.int32]) -> NDArray[np.int32]:
     return np.pad(slots_S, (0, -len(slots_S) % PAD), constant_values=slots_S[0])
 
 
+def _seen(sees_TS: NDArray[np.bool_], window: int | None) -> NDArray[np.bool_]:
+    """The last `window` keys of those that each row sees; None: all."""
+    if window is None:
+        return sees_TS
+    seen: NDArray[np.bool_] = sees_TS & (sees_TS.sum(axis=1, keepdims=True) - sees_TS.cumsum(axis=1) < window)
+    return seen
+
+
 def _mask(sees_TS: NDArray[np.bool_], window: int | None, dtype: torch.dtype) -> Tensor:
     """0 where a row sees a key, -inf where not, padded to whole blocks."""
-    if window is not None:
-        sees_TS = sees_TS & (sees_TS.sum(axis=1, keepdims=True) - sees_TS.cumsum(axis=1) < window)
+    sees_TS = _seen(sees_TS, window)
     hidden = np.ones((sees_TS.shape[0], -(-sees_TS.shape[1] // PAD) * PAD), dtype=np.bool_)
     np.logical_not(sees_TS, out=hidden[:, : sees_TS.shape[1]])
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))

@@ -33,10 +33,9 @@ from specinfer.heads.vocabulary import HeadVocabulary, Tables
 from specinfer.kernels.block_head import BlockHeadParts, NativeBlockHead
 from specinfer.kernels.decoder import NativeLayers
 from specinfer.kernels.layout import in_huge_pages
-from specinfer.models.config import Activation
 from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.layers import RMSNorm
+from specinfer.models.layers import RowNorm
 from specinfer.models.rope import RotaryEmbedding, rotations
 from specinfer.models.weight_memory import EmbeddingTable, Weights
 from specinfer.runtime.batch import slots_of
@@ -197,23 +196,18 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         super().__init__(head, weights, target, ids)
         body = head.body
         assert body.rope is not None
-        ops, eps = weights.kernels.ops, body.norm_eps
         self._head = weights.linear("lm_head")
         self._fc = weights.linear("fc")
-        self._hidden_norm = RMSNorm(weights.tensor("hidden_norm.weight"), eps, ops)
+        self._hidden_norm = RowNorm.of("hidden_norm", body, weights)
         if head.reads_last:
-            self._entry_norm = RMSNorm(weights.tensor("entry_norm.weight"), eps, ops)
+            self._entry_norm = RowNorm.of("entry_norm", body, weights)
             self._entry = weights.linear("entry")
         # Keys and values of a text are products of all layers with the same rows: one product makes them.
         of_layers = [[f"layers.{i}.self_attn.{x}_proj" for x in "kv"] for i in range(body.num_layers)]
         self._context = weights.linear(*chain(*of_layers), bias=body.qkv_bias)
         self._layers = [DecoderLayer(i, body, weights, f"layers.{i}") for i in range(body.num_layers)]
-        native: NativeLayers | None = None
-        if body.activation is not Activation.RELU:
-            native = NativeLayers.of(
-                [layer.parts() for layer in self._layers], ops, gelu=body.activation is Activation.GELU_TANH
-            )
-        self._norm = RMSNorm(weights.tensor("norm.weight"), eps, ops)
+        native = NativeLayers.of([layer.parts() for layer in self._layers], weights.kernels.ops)
+        self._norm = RowNorm.of("norm", body, weights)
         self._rope = RotaryEmbedding(body.rope, body.head_dim, self.device)
         self.native: NativeBlockHead | None = None
         if native is not None and self._embedding_VD is not None:
@@ -333,12 +327,12 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         head = self.head
         return BlockHeadParts(
             fc=self._fc,
-            hidden_norm_D=self._hidden_norm.weight_D,
+            hidden_norm=self._hidden_norm.parts,
             context=self._context,
             entry=self._entry if head.reads_last else None,
-            entry_norm_D=self._entry_norm.weight_D if head.reads_last else None,
+            entry_norm=self._entry_norm.parts if head.reads_last else None,
             layers=[layer.parts() for layer in self._layers],
-            norm_D=self._norm.weight_D,
+            norm=self._norm.parts,
             output=self._head,
             embedding_VD=embedding_VD,
             embedding_scale=scale,
@@ -358,7 +352,7 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         made = self._context(fused_TD).view(len(fused_TD), len(self._layers), 2, kv_heads, size)
         rope = self._rope.at(positions_T)
         heads = [layer.heads for layer in self._layers]
-        keys = [rotated(made[:, i, 0], one.k_norm_H, one.norm_eps, rope) for i, one in enumerate(heads)]
+        keys = [rotated(made[:, i, 0], one.k_norm, one.norm_eps, rope) for i, one in enumerate(heads)]
         return keys, [made[:, i, 1] for i in range(len(heads))]
 
     def entered(self, last_PD: Tensor, anchors_PD: Tensor) -> Tensor:

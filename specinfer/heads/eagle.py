@@ -31,7 +31,7 @@ from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
 from specinfer.heads.vocabulary import HeadVocabulary, Tables
 from specinfer.models.decoder import DecoderLayer
 from specinfer.models.language_model import LanguageModel, Residual
-from specinfer.models.layers import RMSNorm
+from specinfer.models.layers import RowNorm
 from specinfer.models.rope import RotaryEmbedding
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.batch import Rows, build_batch
@@ -180,10 +180,9 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
         super().__init__(head, weights, target, ids)
         body = head.body
         assert body.rope is not None
-        ops, eps = weights.kernels.ops, body.norm_eps
 
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(weights.tensor(f"{name}.weight"), eps, ops)
+        def norm(name: str) -> RowNorm:
+            return RowNorm.of(name, body, weights)
 
         self._head = weights.linear("lm_head")
         self._input_norm = norm("input_norm") if head.norm_before_fc else None
@@ -270,7 +269,7 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
         for layer in self._others:
             y_TD = layer(x_TD, y_TD, rope, attend)
         if self._norm is None:
-            x_TD = x_TD + y_TD
+            x_TD = Residual(x_TD, y_TD).summed()
             return x_TD, x_TD
         read_TD = self._norm(x_TD, y_TD)
         return read_TD, read_TD if self.head.norm_output else x_TD

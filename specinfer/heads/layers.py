@@ -11,10 +11,10 @@ Shapes: B sequences, T rows, N query heads, K key-value heads, G = N / K, H head
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specinfer.models.config import Activation, ModelConfig, QkNorm, Rope
+from specinfer.kernels.ops import torch_activation
+from specinfer.models.config import ModelConfig, QkNorm, Rope
 from specinfer.models.rope import RotaryEmbedding
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of every row's angles, [..., 1, H / 2]
@@ -70,13 +70,11 @@ class HeadMLP(nn.Module):
         self.gate_proj = nn.Linear(body.hidden_size, body.intermediate_size, bias=body.mlp_bias)
         self.up_proj = nn.Linear(body.hidden_size, body.intermediate_size, bias=body.mlp_bias)
         self.down_proj = nn.Linear(body.intermediate_size, body.hidden_size, bias=body.mlp_bias)
-        self._silu = body.activation is Activation.SILU
+        self._act = torch_activation(body.activation.value)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        gate = self.gate_proj(x)
-        gate = F.silu(gate) if self._silu else F.gelu(gate, approximate="tanh")
-        out: Tensor = self.down_proj(gate * self.up_proj(x))
+        out: Tensor = self.down_proj(self._act(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 

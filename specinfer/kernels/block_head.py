@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from specinfer.attention.native import NativeCache
@@ -22,6 +23,7 @@ from specinfer.kernels.library import (
     BlockStepArgs,
     ProductArgs,
 )
+from specinfer.kernels.ops import NormParts
 from specinfer.kernels.product import FLOATS, NativeProduct, Product
 
 _NUMBERS: Final = 8  # of a text in a call
@@ -32,12 +34,12 @@ class BlockHeadParts:
     """What a block head computes with; heads/block.py says what each is."""
 
     fc: Product
-    hidden_norm_D: Tensor
+    hidden_norm: NormParts
     context: Product
     entry: Product | None
-    entry_norm_D: Tensor | None
+    entry_norm: NormParts | None
     layers: Sequence[LayerParts]
-    norm_D: Tensor
+    norm: NormParts
     output: Product
     embedding_VD: Tensor
     embedding_scale: float
@@ -62,17 +64,15 @@ class NativeBlockHead:
         self._library = layers.library
         self._layers = layers
         self._kept = parts  # whose memory the arguments point to
-        self._type = parts.norm_D.dtype
+        self._type = parts.norm.weight_D.dtype
         self._size, self._named = fc.channels, output.channels
         self._args = BlockHeadArgs(
             type=TYPES[FLOATS[self._type]],
-            gelu=layers.gelu,
-            eps=layers.eps,
             fc=fc,
             context=context,
             output=output,
-            hidden_norm=parts.hidden_norm_D.data_ptr(),
-            norm=parts.norm_D.data_ptr(),
+            hidden_norm=parts.hidden_norm.args,
+            norm=parts.norm.args,
             layers=layers.args,
             num_layers=len(layers.args),
             scale=parts.embedding_scale,
@@ -82,8 +82,8 @@ class NativeBlockHead:
             tokens=len(parts.embedding_VD),
             mask=parts.mask_token_id,
         )
-        if parts.entry is not None and parts.entry_norm_D is not None:
-            self._args.entry, self._args.entry_norm = _args(parts.entry), parts.entry_norm_D.data_ptr()
+        if parts.entry is not None and parts.entry_norm is not None:
+            self._args.entry, self._args.entry_norm = _args(parts.entry), parts.entry_norm.args
         self._rotations = RotationTables([self._args.rotations], parts.rotations)
 
     def reach(self, positions: int) -> None:
@@ -118,9 +118,9 @@ class NativeBlockHead:
         self._layers.check(cache, self._type)
         kept = self._kept
         count = len(texts) // _NUMBERS
-        last_ND = kept.norm_D.new_empty(count, self._size)
-        read_RD = kept.norm_D.new_empty(guesses, self._size)
-        logits_RU = kept.norm_D.new_empty(guesses, self._named)
+        last_ND = torch.empty(count, self._size, dtype=self._type)
+        read_RD = torch.empty(guesses, self._size, dtype=self._type)
+        logits_RU = torch.empty(guesses, self._named, dtype=self._type)
         numbers = array("q", texts)
         numbers.extend(taps)
         numbers.extend(tables)

@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Final
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,15 +19,19 @@ from torch import Tensor
 from specinfer.attention.backend import AttentionSpec, Rotation
 from specinfer.attention.native import NativeAttend, NativeCache, heads_args
 from specinfer.kernels.library import (
+    ACTIVATIONS,
+    FORMS,
     TYPES,
     DecoderArgs,
     DecoderRowsArgs,
+    Form,
     LayerArgs,
     Library,
+    NormArgs,
     RotationsArgs,
     TapsArgs,
 )
-from specinfer.kernels.ops import NativeOps, Ops
+from specinfer.kernels.ops import NativeOps, NormParts, Ops
 from specinfer.kernels.product import FLOATS, NativeProduct, Product
 
 # Makes rotations of so many positions, or more, for each table: float32 [positions, H / 2], contiguous.
@@ -35,41 +39,42 @@ MakeRotations = Callable[[int], Sequence[Rotation]]
 _NO_TOKEN: Final = 1  # as in cpu/decoder.h
 _NO_POSITION: Final = 2
 _LOST: Final = 3
+_ROPES: Final = {"global": 0, "local": 1, "none": 2}  # as in cpu/layers.h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
-    """One layer: x += attention(norm(x)), then x += mlp(norm(x)), with or without norms of what is added."""
+    """One layer: x += attention(norm(x)), then x += mlp(norm(x)), or as models/config.py says."""
 
-    before_attention_D: Tensor  # weights of RMSNorms
-    before_mlp_D: Tensor
-    after_attention_D: Tensor | None
-    after_mlp_D: Tensor | None
+    norms: Sequence[NormParts | None]  # before attention, before the MLP, after attention, after the MLP
     heads: AttentionSpec
-    products: tuple[Product, Product, Product, Product]  # qkv, o, gate and up, down
-    local: bool  # uses the sliding-window layers' RoPE
+    products: tuple[Product, Product, Product, Product]  # qkv, o, gate and up or up alone, down
+    rope: Literal["global", "local", "none"]  # "local": that of sliding-window layers
+    form: Form
+    activation: str
+    gated: bool
+    clip: float | None  # of what qkv makes
+    scale: float  # of what is added to x
 
 
 class NativeLayers:
     """Layers whose every part is native, as a call of the library is told of them."""
 
-    __slots__ = ("_kept", "args", "eps", "gelu", "library")
+    __slots__ = ("_kept", "args", "library")
 
-    def __init__(self, layers: Sequence[LayerParts], library: Library, *, gelu: bool) -> None:
-        """All products must be native. Gates are gelu's, in its tanh form, or silu's."""
+    def __init__(self, layers: Sequence[LayerParts], library: Library) -> None:
+        """All products must be native."""
         self.library = library
-        self.gelu = gelu
-        self.eps = layers[0].heads.norm_eps
         self._kept = list(layers)  # whose memory `args` points to
         self.args = (LayerArgs * len(layers))(*map(_layer_args, layers))
 
     @classmethod
-    def of(cls, layers: Sequence[LayerParts], ops: Ops, *, gelu: bool) -> NativeLayers | None:
+    def of(cls, layers: Sequence[LayerParts], ops: Ops) -> NativeLayers | None:
         """These layers, or None where they have a part that is not native."""
         products = [product for layer in layers for product in layer.products]
         if not isinstance(ops, NativeOps) or not all(isinstance(p, NativeProduct) for p in products):
             return None
-        return cls(layers, ops.library, gelu=gelu)
+        return cls(layers, ops.library)
 
     def check_ranks(self) -> None:
         """Raise PeerLostError where a rank that shares these layers is lost."""
@@ -90,10 +95,26 @@ class NativeLayers:
 
 
 def _layer_args(layer: LayerParts) -> LayerArgs:
-    norms = layer.before_attention_D, layer.before_mlp_D, layer.after_attention_D, layer.after_mlp_D
+    norms = [NormArgs() if norm is None else norm.args for norm in layer.norms]
     products = [product.args for product in layer.products if isinstance(product, NativeProduct)]
-    addresses = [None if norm is None else norm.data_ptr() for norm in norms]
-    return LayerArgs(*addresses, heads_args(layer.heads), *products, layer.local)
+    return LayerArgs(
+        *norms,
+        heads_args(layer.heads),
+        *products,
+        _ROPES[layer.rope],
+        FORMS[layer.form],
+        ACTIVATIONS[layer.activation],
+        layer.gated,
+        layer.clip or 0.0,
+        layer.scale,
+    )
+
+
+class Places(NamedTuple):
+    """Learned positions: row `offset` + p of the table is added to what is at position p."""
+
+    table_PD: Tensor
+    offset: int
 
 
 class RotationTables:
@@ -144,9 +165,12 @@ class NativeDecoder:
         "_embedding_VD",
         "_layers",
         "_library",
-        "_norm_D",
+        "_norm",
         "_output",
+        "_places",
         "_rotations",
+        "_size",
+        "_type",
     )
 
     def __init__(
@@ -154,36 +178,47 @@ class NativeDecoder:
         layers: NativeLayers,
         embedding_VD: Tensor | None,
         scale: float,
-        norm_D: Tensor,
         *,
+        dtype: torch.dtype,
+        places: Places | None,
+        norm: NormParts | None,
         output: Product,
-        rotations: MakeRotations,
+        rotations: tuple[int, MakeRotations],
     ) -> None:
-        """`embedding_VD` is contiguous and of the dtype of `norm_D`, the last norm's weight; None: each call
-        brings rows of it.
+        """`embedding_VD` is contiguous and of that dtype, as are places; None: each call brings rows of it.
 
-        `output` makes logits here if it is native. `rotations` makes those of global layers and those of
-        sliding-window ones.
+        `norm` is the last one, if there is one. `output` makes logits here if it is native. `rotations` are
+        how many tables of them there are, and who makes these: that of global layers, and that of
+        sliding-window ones where it is another.
         """
         self._library = layers.library
         self._layers = layers
         self._embedding_VD = embedding_VD
-        self._norm_D = norm_D
+        self._type = dtype
+        self._size = int(layers.args[0].qkv.inner)
+        self._places = places
+        self._norm = norm  # whose memory the arguments point to, as they do to that of places
         self._output = output if isinstance(output, NativeProduct) else None
         self._args = DecoderArgs(
-            type=TYPES[FLOATS[norm_D.dtype]],
-            gelu=layers.gelu,
-            eps=layers.eps,
+            type=TYPES[FLOATS[dtype]],
             scale=scale,
             embedding=None if embedding_VD is None else embedding_VD.data_ptr(),
             tokens=0 if embedding_VD is None else len(embedding_VD),
             layers=layers.args,
             num_layers=len(layers.args),
-            norm=norm_D.data_ptr(),
         )
+        if places is not None:
+            self._args.places, self._args.num_places = places.table_PD.data_ptr(), len(places.table_PD)
+            self._args.place_offset = places.offset
+        if norm is not None:
+            self._args.norm = norm.args
         if self._output is not None:
             self._args.output = self._output.args
-        self._rotations = RotationTables(list(self._args.rotations), rotations)
+        self._rotations: RotationTables | None = None
+        count, make = rotations
+        if count:
+            self._args.num_rotations = count
+            self._rotations = RotationTables(list(self._args.rotations)[:count], make)
 
     def __call__(
         self,
@@ -199,22 +234,23 @@ class NativeDecoder:
 
         Writes K and V of every row. `taps` are layers of the decoder or the number of all, and their inputs
         [T, N, D]; there are logits if at most so many rows are chosen. With `embedding_ND` token ids are
-        places in that table. Raises IndexError for a token the embeddings lack and for a position below 0,
-        ValueError for other caches and numbers, PeerLostError where a rank that shares the layers is lost.
+        places in that table. Raises IndexError for a token the embeddings lack, and for a position below 0 or
+        behind the last one of learned positions; ValueError for other caches and numbers; PeerLostError where
+        a rank that shares the layers is lost.
         """
-        self._layers.check(attend.cache, self._norm_D.dtype)
-        count, size = attend.paths.rows, self._norm_D.numel()
+        self._layers.check(attend.cache, self._type)
+        count, size = attend.paths.rows, self._size
         _check_numbers("token ids", token_ids_T, count)
         _check_numbers("positions", positions_T, count)
         chosen = count
         if rows_R is not None:
             chosen = rows_R.numel()
             _check_numbers("chosen rows", rows_R, chosen)
-        read_RD = self._norm_D.new_empty(chosen, size)
-        tapped_TND = self._norm_D.new_empty(count, len(taps), size) if taps else None
+        read_RD = torch.empty(chosen, size, dtype=self._type)
+        tapped_TND = torch.empty(count, len(taps), size, dtype=self._type) if taps else None
         logits_RV: Tensor | None = None
         if self._output is not None and 0 < chosen <= most_logits:
-            logits_RV = self._norm_D.new_empty(chosen, self._output.channels)
+            logits_RV = torch.empty(chosen, self._output.channels, dtype=self._type)
         ids = (ctypes.c_int64 * len(taps))(*taps)
         out = None if tapped_TND is None else tapped_TND.data_ptr()
         rows = DecoderRowsArgs(
@@ -239,17 +275,19 @@ class NativeDecoder:
             return fault
 
         fault = call()
-        if fault == _NO_POSITION and int(positions_T.min()) >= 0:
+        if fault == _NO_POSITION and self._rotations is not None and int(positions_T.min()) >= 0:
             self._rotations.reach(1 + int(positions_T.max()))
             fault = call()
         if fault == _LOST:
             self._layers.check_ranks()
+        if fault == _NO_TOKEN:
+            raise IndexError(f"token ids must be 0 .. {self._args.tokens - 1}")
         if fault:
-            raise IndexError(
-                f"token ids must be 0 .. {self._args.tokens - 1}"
-                if fault == _NO_TOKEN
-                else f"positions must be 0 or more, got {int(positions_T.min())}"
-            )
+            allowed = "0 or more"
+            if self._places is not None:
+                allowed = f"0 .. {len(self._places.table_PD) - self._places.offset - 1}"
+            least, most = int(positions_T.min()), int(positions_T.max())
+            raise IndexError(f"positions must be {allowed}, got {least if least < 0 else most}")
         return read_RD, tapped_TND, logits_RV
 
 

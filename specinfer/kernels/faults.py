@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -17,11 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.attention.backend import AttentionSpec, Paths, Rotation
+from specinfer.attention.backend import AlibiSpec, AttentionSpec, Paths, Rotation
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.choice import TORCH, Kernels, native_kernels
 from specinfer.kernels.layout import GROUP, Int4Weight, lay_out_int8, pack_levels, padded
 from specinfer.kernels.library import (
+    ACTIVATIONS,
     BLOCK,
     KINDS,
     TREE_ASK,
@@ -34,6 +36,7 @@ from specinfer.kernels.library import (
 )
 from specinfer.kernels.machine import LEVELS
 from specinfer.kernels.native import REFUSED, WRONG
+from specinfer.kernels.ops import NormParts
 from specinfer.kernels.product import FLOATS, NativeProduct, Product, Use
 from specinfer.kernels.quantized import NativeProducts, Products
 from specinfer.processors.changes import NOTHING, UNCHANGED, Changes, RowChanges
@@ -186,17 +189,26 @@ def _small_ops(kernels: Kernels, dtype: torch.dtype) -> dict[str, Tensor]:
         head_dim=head,
         scale=0.125,
         window=None,
-        q_norm_H=None,
-        k_norm_H=None,
+        q_norm=None,
+        k_norm=None,
         norm_eps=1e-5,
     )
     attend = kernels.attention.over([keys], [values]).bind(paths)
     qkv = random(rows, (heads + 2 * kv_heads) * head)
+    turns = Rotation(angles.cos(), angles.sin())
+    slopes = AlibiSpec(torch.arange(1, heads + 1) / 8, rounded=False)
+    otherwise = replace(spec, softcap=2.0, alibi=slopes, sinks_N=random(heads))
+    norms = {
+        "RMSNorm": NormParts(weight, 1e-5),
+        "LayerNorm": NormParts(weight, 1e-5, centred=True, bias_D=random(2 * head)),
+    }
     return {
-        "a norm": ops.add_rms_norm(x.clone(), None, weight, 1e-5),
-        "a gate": ops.silu_mul(x),
+        **{name: ops.add_norm(x.clone(), None, norm) for name, norm in norms.items()},
+        **{f"a gate of {name}": ops.gate(x, name) for name in ACTIVATIONS},
+        **{name: ops.activate(x, name) for name in ACTIVATIONS},
         "an embedding": ops.embed(torch.arange(rows), x, 2.0),
-        "attention": attend(spec, qkv, Rotation(angles.cos(), angles.sin())),
+        "attention": attend(spec, qkv, turns),
+        "attention with a cap, biases and sinks": attend(otherwise, qkv, turns),
     }
 
 

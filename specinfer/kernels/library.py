@@ -13,8 +13,11 @@ from specinfer.kernels.machine import Level
 
 Kind = Literal["float32", "bfloat16", "int8", "int4"]
 FloatType = Literal["float32", "bfloat16"]
+Form = Literal["serial", "after sum", "parallel"]  # of a layer, as cpu/layers.h says
 KINDS: Final[dict[Kind, int]] = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 TYPES: Final[dict[FloatType, int]] = {"float32": 0, "bfloat16": 1}
+ACTIVATIONS: Final = {"silu": 0, "gelu_tanh": 1, "relu": 2, "gelu": 3}
+FORMS: Final[dict[Form, int]] = {"serial": 0, "after sum": 1, "parallel": 2}
 STAGES: Final = ("norms", "products", "rope and K, V", "attention", "gates", "embeddings")
 _PADDED: Final[dict[Kind, int]] = {"float32": 1, "bfloat16": 32, "int8": 64, "int4": 32}
 BLOCK: Final = 16  # output channels that lie side by side
@@ -51,6 +54,12 @@ class ProductArgs(ctypes.Structure):
     )
 
 
+class NormArgs(ctypes.Structure):
+    """A norm of rows, as cpu/layer_ops.h has it; without a weight it is none."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("centred", c_int32))
+
+
 class HeadsArgs(ctypes.Structure):
     """The heads of an attention block, as cpu/layer_ops.h has them."""
 
@@ -63,6 +72,11 @@ class HeadsArgs(ctypes.Structure):
         ("window", c_int64),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("whole_norms", c_int32),
+        ("softcap", c_float),
+        ("slopes", c_void_p),
+        ("rounded", c_int32),
+        ("sinks", c_void_p),
     )
 
 
@@ -87,16 +101,21 @@ class LayerArgs(ctypes.Structure):
     """A decoder layer, as cpu/layers.h has it."""
 
     _fields_ = (
-        ("before_attention", c_void_p),
-        ("before_mlp", c_void_p),
-        ("after_attention", c_void_p),
-        ("after_mlp", c_void_p),
+        ("before_attention", NormArgs),
+        ("before_mlp", NormArgs),
+        ("after_attention", NormArgs),
+        ("after_mlp", NormArgs),
         ("heads", HeadsArgs),
         ("qkv", ProductArgs),
         ("o", ProductArgs),
-        ("gate_up", ProductArgs),
+        ("up", ProductArgs),
         ("down", ProductArgs),
-        ("local", c_int32),
+        ("rope", c_int32),
+        ("form", c_int32),
+        ("activation", c_int32),
+        ("gated", c_int32),
+        ("clip", c_float),
+        ("scale", c_float),
     )
 
 
@@ -117,15 +136,17 @@ class DecoderArgs(ctypes.Structure):
 
     _fields_ = (
         ("type", c_int32),
-        ("gelu", c_int32),
-        ("eps", c_float),
         ("scale", c_float),
         ("embedding", c_void_p),
         ("tokens", c_int64),
+        ("places", c_void_p),
+        ("num_places", c_int64),
+        ("place_offset", c_int64),
         ("layers", POINTER(LayerArgs)),
         ("num_layers", c_int64),
-        ("norm", c_void_p),
+        ("norm", NormArgs),
         ("output", ProductArgs),
+        ("num_rotations", c_int64),
         ("rotations", RotationsArgs * 2),
     )
 
@@ -141,8 +162,6 @@ class BlockHeadArgs(ctypes.Structure):
 
     _fields_ = (
         ("type", c_int32),
-        ("gelu", c_int32),
-        ("eps", c_float),
         ("scale", c_float),
         ("causal", c_int32),
         ("skipped", c_int32),
@@ -150,9 +169,9 @@ class BlockHeadArgs(ctypes.Structure):
         ("context", ProductArgs),
         ("entry", ProductArgs),
         ("output", ProductArgs),
-        ("hidden_norm", c_void_p),
-        ("entry_norm", c_void_p),
-        ("norm", c_void_p),
+        ("hidden_norm", NormArgs),
+        ("entry_norm", NormArgs),
+        ("norm", NormArgs),
         ("layers", POINTER(LayerArgs)),
         ("num_layers", c_int64),
         ("rotations", RotationsArgs),
@@ -260,10 +279,14 @@ class Library:
         self.finish_branches = _function(
             library.specinfer_finish_branches, None, product, flag, address, count, address
         )
-        self.add_rms_norm = _function(
-            library.specinfer_add_rms_norm, None, flag, *[address] * 5, count, count, c_float, flag
+        self.add_norm = _function(
+            *(library.specinfer_add_norm, None, flag, address, address, POINTER(NormArgs)),
+            *(address, address, count, count, flag),
         )
         self.gate = _function(library.specinfer_gate, None, flag, flag, address, address, count, count)
+        self.activate = _function(
+            library.specinfer_activate, None, flag, flag, address, address, count, count
+        )
         self.embed = _function(
             *(library.specinfer_embed, c_int32, flag, address, count, address, c_float),
             *(address, count, count),

@@ -6,15 +6,46 @@ is read for another's result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specinfer.kernels.library import Library
+from specinfer.kernels.library import ACTIVATIONS, Library, NormArgs
 from specinfer.kernels.product import check_rows, float_code
+
+_ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "gelu": F.gelu,
+}
+
+
+def torch_activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The activation of that name in PyTorch."""
+    return _ACTIVATIONS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class NormParts:
+    """A norm of rows: RMSNorm, or LayerNorm where it is centred, which may have a bias."""
+
+    weight_D: Tensor
+    eps: float
+    centred: bool = False
+    bias_D: Tensor | None = None
+
+    @property
+    def args(self) -> NormArgs:
+        """As the library is told of it; it keeps the memory that this points to."""
+        bias = None if self.bias_D is None else self.bias_D.data_ptr()
+        return NormArgs(self.weight_D.data_ptr(), bias, self.eps, self.centred)
 
 
 class Ops:
@@ -27,39 +58,45 @@ class Ops:
         x_TD = F.embedding(token_ids_T, table_VD)
         return x_TD if scale == 1.0 else x_TD * scale
 
-    def add_rms_norm(self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-        """x += y in place, where there is a y; then x / rms(x) * weight as a new tensor, [T, D]."""
+    def add_norm(self, x_TD: Tensor, y_TD: Tensor | None, norm: NormParts) -> Tensor:
+        """x += y in place, where there is a y; then the norm of x as a new tensor, [T, D]."""
         if y_TD is not None:
             x_TD += y_TD
-        return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+        return _normed(x_TD, norm)
 
-    def rms_norm_of_sum(
-        self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float, rows_R: Tensor | None = None
+    def norm_of_sum(
+        self, x_TD: Tensor, y_TD: Tensor | None, norm: NormParts, rows_R: Tensor | None = None
     ) -> Tensor:
         """The same of these rows (None: all), [R, D], where x stays as it is."""
         if rows_R is not None:
             x_TD = x_TD.index_select(0, rows_R)
             y_TD = None if y_TD is None else y_TD.index_select(0, rows_R)
-        return F.rms_norm(x_TD if y_TD is None else x_TD + y_TD, weight_D.shape, weight_D, eps)
+        return _normed(x_TD if y_TD is None else x_TD + y_TD, norm)
 
-    def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
-        """silu(gate) * up, [T, F]; a row holds gate, then up."""
-        return _by_rows(F.silu, gate_up_T2F)
+    def gate(self, gate_up_T2F: Tensor, activation: str) -> Tensor:
+        """act(gate) * up, [T, F]; a row holds gate, then up."""
+        act = _ACTIVATIONS[activation]
+        halves = (part.chunk(2, dim=-1) for part in _single_rows(gate_up_T2F))
+        return torch.cat([act(gate_TF) * up_TF for gate_TF, up_TF in halves])
 
-    def gelu_tanh_mul(self, gate_up_T2F: Tensor) -> Tensor:
-        """gelu(gate) * up in its tanh form, [T, F]; a row holds gate, then up."""
-        return _by_rows(partial(F.gelu, approximate="tanh"), gate_up_T2F)
+    def activate(self, x_TF: Tensor, activation: str) -> Tensor:
+        """act(x), [T, F]."""
+        return torch.cat([_ACTIVATIONS[activation](part) for part in _single_rows(x_TF)])
 
 
-def _by_rows(act: Callable[[Tensor], Tensor], gate_up_T2F: Tensor) -> Tensor:
-    """act(gate) * up; on a CPU row by row.
+def _normed(x_TD: Tensor, norm: NormParts) -> Tensor:
+    shape = norm.weight_D.shape
+    if norm.centred:
+        return F.layer_norm(x_TD, shape, norm.weight_D, norm.bias_D, norm.eps)
+    return F.rms_norm(x_TD, shape, norm.weight_D, norm.eps)
 
-    torch cuts a large tensor anywhere among its threads, and rounds differently where a part ends.
+
+def _single_rows(x_TC: Tensor) -> tuple[Tensor, ...]:
+    """On a CPU one row each: torch cuts a large tensor anywhere among its threads, and rounds differently
+    where a part ends.
     """
-    alone = gate_up_T2F.device.type == "cpu" and len(gate_up_T2F) > 1
-    parts = gate_up_T2F.tensor_split(len(gate_up_T2F)) if alone else [gate_up_T2F]
-    halves = (part.chunk(2, dim=-1) for part in parts)
-    return torch.cat([act(gate_TF) * up_TF for gate_TF, up_TF in halves])
+    alone = x_TC.device.type == "cpu" and len(x_TC) > 1
+    return x_TC.tensor_split(len(x_TC)) if alone else (x_TC,)
 
 
 class NativeOps(Ops):
@@ -90,32 +127,28 @@ class NativeOps(Ops):
             raise IndexError(f"token ids must be 0 .. {len(table_VD) - 1}")
         return out_TD
 
-    def add_rms_norm(self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+    def add_norm(self, x_TD: Tensor, y_TD: Tensor | None, norm: NormParts) -> Tensor:
         """As Ops says."""
-        return self._norm(x_TD, y_TD, weight_D, eps, None, in_place=True)
+        return self._norm(x_TD, y_TD, norm, None, in_place=True)
 
-    def rms_norm_of_sum(
-        self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float, rows_R: Tensor | None = None
+    def norm_of_sum(
+        self, x_TD: Tensor, y_TD: Tensor | None, norm: NormParts, rows_R: Tensor | None = None
     ) -> Tensor:
         """As Ops says; chosen rows are int64."""
-        return self._norm(x_TD, y_TD, weight_D, eps, rows_R, in_place=False)
+        return self._norm(x_TD, y_TD, norm, rows_R, in_place=False)
 
     def _norm(
-        self,
-        x_TD: Tensor,
-        y_TD: Tensor | None,
-        weight_D: Tensor,
-        eps: float,
-        rows_R: Tensor | None,
-        *,
-        in_place: bool,
+        self, x_TD: Tensor, y_TD: Tensor | None, norm: NormParts, rows_R: Tensor | None, *, in_place: bool
     ) -> Tensor:
         size = x_TD.shape[-1]
         code = check_rows(x_TD, size)
-        if weight_D.shape != (size,) or weight_D.dtype is not x_TD.dtype or not weight_D.is_contiguous():
-            raise ValueError(
-                f"weight must be [{size}] of x's dtype, got {list(weight_D.shape)} of {weight_D.dtype}"
-            )
+        for name, part in (("weight", norm.weight_D), ("bias", norm.bias_D)):
+            if part is not None and (
+                part.shape != (size,) or part.dtype is not x_TD.dtype or not part.is_contiguous()
+            ):
+                raise ValueError(
+                    f"{name} must be [{size}] of x's dtype, got {list(part.shape)} of {part.dtype}"
+                )
         if y_TD is not None and (
             y_TD.shape != x_TD.shape or y_TD.dtype is not x_TD.dtype or not y_TD.is_contiguous()
         ):
@@ -124,33 +157,33 @@ class NativeOps(Ops):
             raise TypeError(f"chosen rows must be contiguous int64, got {rows_R.dtype}")
         rows = len(x_TD) if rows_R is None else len(rows_R)
         out = x_TD.new_empty(rows, size)
-        self.library.add_rms_norm(
+        self.library.add_norm(
             code,
             x_TD.data_ptr(),
             None if y_TD is None else y_TD.data_ptr(),
-            weight_D.data_ptr(),
+            ctypes.byref(norm.args),
             out.data_ptr(),
             None if rows_R is None else rows_R.data_ptr(),
             rows,
             size,
-            eps,
             in_place,
         )
         return out
 
-    def silu_mul(self, gate_up_T2F: Tensor) -> Tensor:
+    def gate(self, gate_up_T2F: Tensor, activation: str) -> Tensor:
         """As Ops says."""
-        return self._gate(gate_up_T2F, gelu=False)
-
-    def gelu_tanh_mul(self, gate_up_T2F: Tensor) -> Tensor:
-        """As Ops says."""
-        return self._gate(gate_up_T2F, gelu=True)
-
-    def _gate(self, gate_up_T2F: Tensor, *, gelu: bool) -> Tensor:
         if gate_up_T2F.shape[-1] % 2 or not gate_up_T2F.is_contiguous():
             raise ValueError(f"gate_up must be contiguous rows of even size, got {list(gate_up_T2F.shape)}")
         rows, size = len(gate_up_T2F), gate_up_T2F.shape[1] // 2
         code = float_code(gate_up_T2F)
         out_TF = gate_up_T2F.new_empty(rows, size)
-        self.library.gate(code, gelu, gate_up_T2F.data_ptr(), out_TF.data_ptr(), rows, size)
+        told = ACTIVATIONS[activation], gate_up_T2F.data_ptr(), out_TF.data_ptr()
+        self.library.gate(code, *told, rows, size)
+        return out_TF
+
+    def activate(self, x_TF: Tensor, activation: str) -> Tensor:
+        """As Ops says."""
+        code, out_TF = check_rows(x_TF, x_TF.shape[-1]), torch.empty_like(x_TF)
+        told = ACTIVATIONS[activation], x_TF.data_ptr(), out_TF.data_ptr()
+        self.library.activate(code, *told, *x_TF.shape)
         return out_TF

@@ -44,13 +44,13 @@ class Norm(StrEnum):
 class NormPlace(StrEnum):
     """Where the norms of a block f, attention or MLP, stand; x is the residual stream.
 
-    The tensors' names are Llama's, and Gemma's and OLMo 2's for what these two have more:
+    Names of their tensors, as Llama, Gemma and OLMo 2 have them:
 
-        BEFORE     input_layernorm, post_attention_layernorm (before the MLP)
+        BEFORE     input_layernorm, post_attention_layernorm (which stands before the MLP)
         BOTH       input_layernorm, post_attention_layernorm, pre_feedforward_layernorm,
                    post_feedforward_layernorm
         BEHIND     post_attention_layernorm, post_feedforward_layernorm
-        AFTER_SUM  as BEHIND
+        AFTER_SUM  input_layernorm (of attention), post_attention_layernorm (of the MLP)
     """
 
     BEFORE = "before"  # x += f(norm(x))

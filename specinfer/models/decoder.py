@@ -1,68 +1,77 @@
-"""The decoder of Llama, Mistral, Qwen2, Qwen3 and Gemma 3: one class, and a family is a config.
+"""The decoder of every family: one class, and a family is a config.
 
-Shapes: T rows of a step, R rows that want logits, D hidden size, V vocabulary.
+Shapes: T rows of a step, R rows that want logits, D hidden size, E embedding size, V vocabulary, P positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.attention.backend import Attend, AttentionSpec, Rotation
 from specinfer.attention.native import NativeAttend
-from specinfer.errors import ModelError
-from specinfer.kernels.decoder import LayerParts, NativeDecoder, NativeLayers
+from specinfer.kernels.decoder import LayerParts, NativeDecoder, NativeLayers, Places
+from specinfer.kernels.library import Form
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import Product
-from specinfer.models.config import Activation, ModelConfig, Norm, NormPlace, QkNorm
+from specinfer.models.config import ModelConfig, NormPlace, QkNorm
 from specinfer.models.language_model import LanguageModel, PassContext, Read, Residual, Taps, check_taps
-from specinfer.models.layers import Attention, GatedMLP, RMSNorm, embedding_and_output
+from specinfer.models.layers import MLP, Attention, RowNorm, attention_spec, embedding_and_output
 from specinfer.models.rope import RotaryEmbedding, rotations
 from specinfer.models.weight_memory import Weights
 
 
 class Decoder(LanguageModel):
-    """A decoder-only transformer with RMSNorm, rope and a gated MLP."""
+    """A decoder-only transformer."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        assert config.rope is not None, f"{config.family} has no rope"
         super().__init__(config, weights)
+        stage = config.stage
         # The largest matrices come first: copies of them as they are read are gone before the layers come.
         self.table, self.output = embedding_and_output(config, weights, "model.embed_tokens")
         # transformers rounds Gemma's scale to the model's dtype; so it was trained, so we do.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
-        self._final_norm = RMSNorm(
-            weights.tensor("model.norm.weight", plus=config.norm_weight_offset),
-            config.norm_eps,
-            weights.kernels.ops,
+        self._places: Places | None = None
+        if config.learned_positions and stage.begins:
+            self._places = Places(weights.tensor("model.embed_positions.weight"), config.position_offset)
+        self._project_in: Product | None = None
+        self._project_out: Product | None = None
+        if config.embedding_size != config.hidden_size and stage.begins:
+            self._project_in = weights.linear("model.project_in")
+            self._project_out = weights.linear("model.project_out")
+        self._final_norm = RowNorm.of("model.norm", config, weights) if config.final_norm else None
+        self._ropes = [
+            RotaryEmbedding(rope, config.head_dim, self.device)
+            for rope in (config.rope, config.local_rope)
+            if rope is not None
+        ]
+        # Whether logits are more than the product of the output layer.
+        self._changes_logits = (
+            config.logit_scale != 1.0 or config.logit_softcap is not None or self._project_out is not None
         )
-        self._rope = RotaryEmbedding(config.rope, config.head_dim, self.device)
-        self._local_rope = (
-            None
-            if config.local_rope is None
-            else RotaryEmbedding(config.local_rope, config.head_dim, self.device)
-        )
-        stage = config.stage
         self._layers: Sequence[DecoderLayer] = weights.each(
             lambda i: DecoderLayer(i, config, weights, f"model.layers.{stage.first + i}"), config.num_layers
         )
         native: NativeLayers | None = None
-        # Of ReLU there is no native gate, and a single call cannot wait for weights.
-        if config.activation is not Activation.RELU and self.stream is None:
-            parts = [layer.parts() for layer in self._layers]
-            gelu = config.activation is Activation.GELU_TANH
-            native = NativeLayers.of(parts, weights.kernels.ops, gelu=gelu)
-        local = self._rope if self._local_rope is None else self._local_rope
+        if self.stream is None:  # a single call cannot wait for weights
+            native = NativeLayers.of([layer.parts() for layer in self._layers], weights.kernels.ops)
         self._native: NativeDecoder | None = None
         if native is not None:
+            looks_up = stage.begins and self._project_in is None  # else each call is given rows
             self._native = NativeDecoder(
-                *(native, self.table.whole, self._embedding_scale if stage.begins else 1.0),
-                self._final_norm.weight_D,
+                native,
+                self.table.whole if looks_up else None,
+                self._embedding_scale if looks_up else 1.0,
+                dtype=self.dtype,
+                places=self._places if looks_up else None,
+                norm=None if self._final_norm is None else self._final_norm.parts,
                 output=self.output,
-                rotations=partial(rotations, [self._rope, local], config.max_context),
+                rotations=(len(self._ropes), partial(rotations, self._ropes, config.max_context)),
             )
 
     @property
@@ -85,13 +94,15 @@ class Decoder(LanguageModel):
         if self._native is None or not isinstance(attend, NativeAttend) or not token_ids_T.numel():
             return super().read(token_ids_T, context, rows, given_TD=given_TD)
         check_taps(context.taps, stage)
-        if self.config.logit_softcap is not None:
+        if self._changes_logits:
             most_logits = 0  # the head's product is not all of them
         taps = [tap - stage.first for tap in context.taps]
         if not stage.ends:  # what the last of these layers leaves is handed on
             taps.append(self.config.num_layers)
             rows, most_logits = token_ids_T[:0], 0
         embedding_ND = None
+        if self._project_in is not None and given_TD is None:
+            given_TD = self.embed(token_ids_T, context.positions_T).x_TD
         if given_TD is not None:  # what lies there is looked up as embeddings are
             embedding_ND, token_ids_T = given_TD, torch.arange(len(given_TD))
         elif self.table.whole is None:
@@ -106,59 +117,72 @@ class Decoder(LanguageModel):
         return Read(hidden_RD, tapped_TND, handed_TD=handed_TD)
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
-        """What the first layer is given; see LanguageModel. Positions are a matter of its attention."""
-        rows_ND, places_T = self.table.rows(token_ids_T)
-        return Residual(self.kernels.ops.embed(places_T, rows_ND, self._embedding_scale))
+        """What the first layer is given; see LanguageModel."""
+        rows_NE, places_T = self.table.rows(token_ids_T)
+        x_TD = self.kernels.ops.embed(places_T, rows_NE, self._embedding_scale)
+        if self._project_in is not None:
+            x_TD = self._project_in(x_TD)
+        if self._places is not None:
+            x_TD += F.embedding(positions_T + self._places.offset, self._places.table_PD)
+        return Residual(x_TD)
 
     def run_layers(self, residual: Residual, context: PassContext) -> tuple[Residual, Tensor | None]:
         """What the layers make of `residual`, and their tapped inputs; see LanguageModel."""
         stage = self.config.stage
         check_taps(context.taps, stage)
-        rope = local_rope = self._rope.at(context.positions_T)
-        if self._local_rope is not None:
-            local_rope = self._local_rope.at(context.positions_T)
+        turns: dict[str, Rotation | None] = {"none": None}
+        if self._ropes:
+            turned = [rope.at(context.positions_T) for rope in self._ropes]
+            turns |= {"global": turned[0], "local": turned[-1]}
         seen = Taps(context.taps, residual.x_TD)
         for i, layer in enumerate(self._layers, start=stage.first):
             seen.see(i, residual)
-            own = local_rope if layer.local else rope
-            y_TD = layer(residual.x_TD, residual.y_TD, own, context.attend)
+            y_TD = layer(residual.x_TD, residual.y_TD, turns[layer.rope], context.attend)
             residual = Residual(residual.x_TD, y_TD)
         seen.see(stage.behind, residual)
         return residual, seen.tapped_TND
 
     def final_norm(self, residual: Residual, rows: Tensor | None = None) -> Tensor:
         """What the head reads of these rows (None: all), [R, D]; see LanguageModel."""
-        return self._final_norm.of_sum(residual.x_TD, residual.y_TD, rows)
+        if self._final_norm is not None:
+            return self._final_norm.of_sum(residual.x_TD, residual.y_TD, rows)
+        x_TD = residual.summed()
+        return x_TD if rows is None else x_TD.index_select(0, rows)
 
     def logits(self, h_RD: Tensor) -> Tensor:
         """The logits of rows of `final_norm`, [R, V]; see LanguageModel."""
-        logits_RV, cap = self.output(h_RD), self.config.logit_softcap
+        logits_RV = self.output(h_RD if self._project_out is None else self._project_out(h_RD))
+        if self.config.logit_scale != 1.0:
+            logits_RV = logits_RV * self.config.logit_scale
+        cap = self.config.logit_softcap
         return logits_RV if cap is None else torch.tanh(logits_RV / cap) * cap
 
 
 class DecoderLayer:
-    """One layer: x += attention(norm(x)), then x += mlp(norm(x)); Gemma 3 also norms what is added.
+    """One layer: x += attention(norm(x)), then x += mlp(norm(x)), or as its config says.
 
     Each norm fuses the residual add before it: a layer is given the last block's output, not yet added to x,
     and returns its MLP's.
     """
 
     __slots__ = (
-        *("_after_attention", "_after_mlp", "_attention", "_before_attention", "_before_mlp", "_mlp"),
-        "local",
+        *("_after_attention", "_after_mlp", "_before_attention", "_before_mlp"),
+        *("_attention", "_config", "_mlp", "rope"),
     )
 
     def __init__(
         self, layer: int, config: ModelConfig, weights: Weights, prefix: str, *, input_norm: bool = True
     ) -> None:
         """Its tensors' names begin with `prefix`; without `input_norm` it has no norm before attention."""
-        self.local = config.layer_windows[layer] is not None
+        self._config = config
+        self.rope: Literal["global", "local", "none"] = "global"
+        if config.rope is None or layer in config.layers_without_rope:
+            self.rope = "none"
+        elif config.layer_windows[layer] is not None:
+            self.rope = "local"
 
-        def norm_weight(name: str) -> Tensor:
-            return weights.tensor(f"{prefix}.{name}.weight", plus=config.norm_weight_offset)
-
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(norm_weight(name), config.norm_eps, weights.kernels.ops)
+        def norm(name: str | None) -> RowNorm | None:
+            return None if name is None else RowNorm.of(f"{prefix}.{name}", config, weights)
 
         def linear(
             bias: bool,
@@ -170,32 +194,26 @@ class DecoderLayer:
             full = [f"{prefix}.{name}" for name in names]
             return weights.linear(*full, bias=bias, rows=rows, columns=columns, parts=parts)
 
-        self._before_attention = norm("input_layernorm") if input_norm else None
-        self._after_attention: RMSNorm | None = None
-        self._after_mlp: RMSNorm | None = None
-        if config.norm_place is NormPlace.BOTH:
-            self._after_attention = norm("post_attention_layernorm")
-            self._before_mlp = norm("pre_feedforward_layernorm")
-            self._after_mlp = norm("post_feedforward_layernorm")
-        else:
-            self._before_mlp = norm("post_attention_layernorm")
-        qk_norm: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
-        if config.qk_norm is QkNorm.HEAD:
-            qk_norm = norm_weight("self_attn.q_norm"), norm_weight("self_attn.k_norm")
+        names = norm_names(config)
+        self._before_attention = norm(names[0]) if input_norm else None
+        self._after_attention = norm(names[1])
+        self._before_mlp = norm(names[2])
+        self._after_mlp = norm(names[3])
         part = config.part
         heads = [part.queries, part.keys, part.keys]
         self._attention = Attention(
-            layer,
-            config,
+            attention_spec(layer, config, weights, f"{prefix}.self_attn"),
             linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", rows=heads),
             linear(config.o_bias, "self_attn.o_proj", columns=part.queries, parts=part.o),
-            qk_norm,
+            config.qkv_clip,
         )
-        self._mlp = GatedMLP(
-            linear(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj", rows=[part.inner, part.inner]),
+        first = ["mlp.gate_proj", "mlp.up_proj"] if config.gated_mlp else ["mlp.up_proj"]
+        self._mlp = MLP(
+            linear(config.mlp_bias, *first, rows=[part.inner] * len(first)),
             linear(config.mlp_bias, "mlp.down_proj", columns=part.inner, parts=part.down),
             config.activation,
             weights.kernels.ops,
+            gated=config.gated_mlp,
         )
 
     @property
@@ -203,68 +221,87 @@ class DecoderLayer:
         """Its attention, apart from its products."""
         return self._attention.heads
 
-    def __call__(self, x_TD: Tensor, y_TD: Tensor | None, rope: Rotation, attend: Attend) -> Tensor:
-        """What is to be added to x, [T, D]; x += y in place, and more of the layer's own."""
-        assert self._before_attention is not None
-        return self.of_normed(x_TD, self._before_attention(x_TD, y_TD), rope, attend)
+    def __call__(
+        self, x_TD: Tensor, y_TD: Tensor | None, rope: Rotation | None, attend: Attend
+    ) -> Tensor | None:
+        """What is to be added to x, [T, D], if anything is; x += y in place, and more of the layer's own."""
+        return self.of_normed(x_TD, _entered(x_TD, y_TD, self._before_attention), rope, attend)
 
-    def of_normed(self, x_TD: Tensor, given_TC: Tensor, rope: Rotation, attend: Attend) -> Tensor:
+    def of_normed(
+        self, x_TD: Tensor, given_TC: Tensor, rope: Rotation | None, attend: Attend
+    ) -> Tensor | None:
         """The same where q, k and v are products with `given_TC`, and nothing is to be added to x first."""
-        y_TD = self._attention(given_TC, rope, attend)
-        if self._after_attention is not None:
-            y_TD = self._after_attention(y_TD)
-        y_TD = self._mlp(self._before_mlp(x_TD, y_TD))
-        return y_TD if self._after_mlp is None else self._after_mlp(y_TD)
+        made_TD = self._attention(given_TC, rope, attend)
+        if self._config.parallel_block:
+            if self._before_mlp is not None:
+                given_TC = self._before_mlp(x_TD)
+            return self._left(x_TD, made_TD + self._mlp(given_TC), None)
+        y_TD = self._left(x_TD, made_TD, self._after_attention)
+        made_TD = self._mlp(_entered(x_TD, y_TD, self._before_mlp))
+        return self._left(x_TD, made_TD, self._after_mlp)
+
+    def _left(self, x_TD: Tensor, made_TD: Tensor, after: RowNorm | None) -> Tensor | None:
+        """What is still to be added to x where a block has made this, which may be written to."""
+        of_sum = self._config.norm_place is NormPlace.AFTER_SUM
+        if after is not None and not of_sum:
+            made_TD = after(made_TD)
+        if self._config.residual_scale != 1.0:
+            made_TD *= self._config.residual_scale
+        if after is None or not of_sum:
+            return made_TD
+        x_TD.copy_(after(x_TD, made_TD))
+        return None
 
     def parts(self) -> LayerParts:
         """What it is made of."""
-        after_attention, after_mlp = self._after_attention, self._after_mlp
-        assert self._before_attention is not None
+        config, attention, mlp = self._config, self._attention, self._mlp
+        before, after = self._before_attention, self._after_attention
+        norms = before, self._before_mlp, after, self._after_mlp
+        form: Form = "after sum" if config.norm_place is NormPlace.AFTER_SUM else "serial"
         return LayerParts(
-            before_attention_D=self._before_attention.weight_D,
-            before_mlp_D=self._before_mlp.weight_D,
-            after_attention_D=None if after_attention is None else after_attention.weight_D,
-            after_mlp_D=None if after_mlp is None else after_mlp.weight_D,
-            heads=self._attention.heads,
-            products=(self._attention.qkv, self._attention.o, self._mlp.gate_up, self._mlp.down),
-            local=self.local,
+            norms=[None if norm is None else norm.parts for norm in norms],
+            heads=attention.heads,
+            products=(attention.qkv, attention.o, mlp.up, mlp.down),
+            rope=self.rope,
+            form="parallel" if config.parallel_block else form,
+            activation=config.activation.value,
+            gated=config.gated_mlp,
+            clip=attention.clip,
+            scale=config.residual_scale,
         )
 
 
-def check_computed(config: ModelConfig) -> None:
-    """Raise ModelError for a switch that no decoder obeys yet."""
-    later = {
-        "norm": config.norm is not Norm.RMS and not config.learned_positions,
-        "norm_place": config.norm_place is NormPlace.BEHIND,
-        "qk_norm": config.qk_norm is QkNorm.WHOLE,
-        "gated_mlp": not config.gated_mlp and not config.learned_positions,
-        "activation": config.activation is Activation.GELU,
-        "layers_without_rope": bool(config.layers_without_rope),
-        "alibi": config.alibi is not None,
-        "parallel_block": config.parallel_block,
-        "qkv_clip": config.qkv_clip is not None,
-        "attention_softcap": config.attention_softcap is not None,
-        "attention_sinks": config.attention_sinks,
-        "residual_scale": config.residual_scale != 1.0,
-        "logit_scale": config.logit_scale != 1.0,
-    }
-    if refused := [name for name, there in later.items() if there]:
-        raise ModelError(f"the model has {', '.join(refused)} of a kind that is not computed yet")
+def _entered(x_TD: Tensor, y_TD: Tensor | None, norm: RowNorm | None) -> Tensor:
+    """x += y in place, where there is a y; then the norm of x, or x itself where there is none."""
+    if norm is not None:
+        return norm(x_TD, y_TD)
+    if y_TD is not None:
+        x_TD += y_TD
+    return x_TD
+
+
+def norm_names(config: ModelConfig) -> tuple[str | None, str | None, str | None, str | None]:
+    """The norms of a layer: before attention and behind it, before the MLP and behind it."""
+    if config.norm_place is NormPlace.BOTH:
+        return (
+            *("input_layernorm", "post_attention_layernorm"),
+            *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        )
+    if config.norm_place is NormPlace.BEHIND:
+        return None, "post_attention_layernorm", None, "post_feedforward_layernorm"
+    if config.norm_place is NormPlace.AFTER_SUM:
+        return None, "input_layernorm", None, "post_attention_layernorm"
+    return "input_layernorm", None, None if config.shared_norm else "post_attention_layernorm", None
 
 
 def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors a Decoder of this config asks for, by name, with their shapes."""
-    check_computed(config)
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * head, config.num_kv_heads * head
-    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {}
     if config.stage.begins:
-        shapes["model.embed_tokens.weight"] = (config.vocab_size, hidden)
-        if not config.tie_embeddings:
-            shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if config.norm_place is NormPlace.BOTH:
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        shapes |= _embedding_shapes(config)
+    norms = ["model.norm"] if config.final_norm else []
     matrices = [
         ("self_attn.q_proj", q, hidden, config.qkv_bias),
         ("self_attn.k_proj", kv, hidden, config.qkv_bias),
@@ -274,13 +311,38 @@ def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         ("mlp.up_proj", inner, hidden, config.mlp_bias),
         ("mlp.down_proj", hidden, inner, config.mlp_bias),
     ]
+    if not config.gated_mlp:
+        matrices.pop(4)
     for i in range(config.stage.first, config.stage.behind):
         prefix = f"model.layers.{i}"
-        shapes |= {f"{prefix}.{name}.weight": (hidden,) for name in norms}
-        if config.qk_norm is QkNorm.HEAD:
-            shapes |= {f"{prefix}.self_attn.{x}_norm.weight": (head,) for x in "qk"}
+        norms += [f"{prefix}.{name}" for name in norm_names(config) if name is not None]
+        if config.qk_norm is not QkNorm.NONE:
+            sizes = (q, kv) if config.qk_norm is QkNorm.WHOLE else (head, head)
+            shapes |= {
+                f"{prefix}.self_attn.{x}_norm.weight": (size,) for x, size in zip("qk", sizes, strict=True)
+            }
+        if config.attention_sinks:
+            shapes[f"{prefix}.self_attn.sinks"] = (config.num_heads,)
         for name, rows, columns, bias in matrices:
             shapes[f"{prefix}.{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{prefix}.{name}.bias"] = (rows,)
+    for name in norms:
+        shapes[f"{name}.weight"] = (hidden,)
+        if config.norm_bias:
+            shapes[f"{name}.bias"] = (hidden,)
+    return shapes
+
+
+def _embedding_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Those of embeddings, of positions and of the output layer."""
+    hidden, embedding = config.hidden_size, config.embedding_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, embedding)}
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, embedding)
+    if config.learned_positions:
+        shapes["model.embed_positions.weight"] = (config.max_context + config.position_offset, hidden)
+    if embedding != hidden:
+        shapes["model.project_in.weight"] = (hidden, embedding)
+        shapes["model.project_out.weight"] = (embedding, hidden)
     return shapes

@@ -26,7 +26,7 @@ class Residual:
     """
 
     x_TD: Tensor
-    y_TD: Tensor | None = None  # the next RMSNorm adds it; None: nothing
+    y_TD: Tensor | None = None  # the next norm adds it; None: nothing
 
     def summed(self) -> Tensor:
         """x + y as a layer finds it, [T, D]; not to be written to."""

@@ -6,118 +6,116 @@ Small operations are what a step costs beyond its bytes, so q, k, v are one prod
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
-from specinfer.attention.backend import Attend, AttentionSpec, Rotation
-from specinfer.kernels.ops import Ops
+from specinfer.attention.backend import AlibiSpec, Attend, AttentionSpec, Rotation
+from specinfer.kernels.ops import NormParts, Ops
 from specinfer.kernels.product import Product
-from specinfer.models.config import Activation, ModelConfig
+from specinfer.models.config import Activation, ModelConfig, Norm, QkNorm
 from specinfer.models.weight_memory import EmbeddingTable, Weights
 
 
-class RMSNorm:
-    """x / rms(x) * weight, with the residual sum in front of it."""
+class RowNorm:
+    """RMSNorm or LayerNorm, with the residual sum in front of it."""
 
-    __slots__ = ("_eps", "_ops", "weight_D")
+    __slots__ = ("_ops", "parts")
 
-    def __init__(self, weight_D: Tensor, eps: float, ops: Ops) -> None:
-        self.weight_D = weight_D
-        self._eps = eps
+    def __init__(self, parts: NormParts, ops: Ops) -> None:
+        self.parts = parts
         self._ops = ops
+
+    @classmethod
+    def of(cls, name: str, config: ModelConfig, weights: Weights) -> RowNorm:
+        """The norm of that name, of the kind that a model has."""
+        parts = NormParts(
+            weights.tensor(f"{name}.weight", plus=config.norm_weight_offset),
+            config.norm_eps,
+            config.norm is Norm.LAYER,
+            weights.tensor(f"{name}.bias") if config.norm_bias else None,
+        )
+        return cls(parts, weights.kernels.ops)
 
     def __call__(self, x_TD: Tensor, y_TD: Tensor | None = None) -> Tensor:
         """x += y in place, where there is a y; returns x normalised, [T, D]."""
-        return self._ops.add_rms_norm(x_TD, y_TD, self.weight_D, self._eps)
+        return self._ops.add_norm(x_TD, y_TD, self.parts)
 
     def of_sum(self, x_TD: Tensor, y_TD: Tensor | None, rows_R: Tensor | None) -> Tensor:
         """x + y normalised, where there is a y, of these rows (None: all), [R, D]; x stays as it is."""
-        return self._ops.rms_norm_of_sum(x_TD, y_TD, self.weight_D, self._eps, rows_R)
+        return self._ops.norm_of_sum(x_TD, y_TD, self.parts, rows_R)
 
 
-class LayerNorm:
-    """(x - mean(x)) / std(x) * weight + bias over the last dimension."""
+class MLP:
+    """down(act(gate(x)) * up(x)), gate and up stacked in one matrix [2 F, D]; or down(act(up(x)))."""
 
-    __slots__ = ("_bias", "_eps", "_shape", "_weight")
+    __slots__ = ("_act", "_activation", "down", "up")
 
-    def __init__(self, weight: Tensor, bias: Tensor, eps: float) -> None:
-        self._weight = weight
-        self._bias = bias
-        self._eps = eps
-        self._shape = tuple(weight.shape)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., D] normalised, in x's dtype."""
-        return F.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.SILU: F.silu,
-    Activation.GELU_TANH: _gelu_tanh,
-    Activation.RELU: F.relu,
-}
-
-
-def _relu_mul(gate_up_T2F: Tensor) -> Tensor:
-    gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
-    return F.relu(gate_TF) * up_TF
-
-
-class GatedMLP:
-    """down(act(gate(x)) * up(x)), gate and up stacked in one matrix [2 F, D]."""
-
-    __slots__ = ("_gated", "down", "gate_up")
-
-    def __init__(self, gate_up: Product, down: Product, activation: Activation, ops: Ops) -> None:
-        self.gate_up = gate_up
+    def __init__(self, up: Product, down: Product, activation: Activation, ops: Ops, *, gated: bool) -> None:
+        """`up` makes gate, then up, where it is `gated`."""
+        self.up = up
         self.down = down
-        self._gated: Callable[[Tensor], Tensor] = {
-            Activation.SILU: ops.silu_mul,
-            Activation.GELU_TANH: ops.gelu_tanh_mul,
-            Activation.RELU: _relu_mul,
-        }[activation]
+        self._activation = activation.value
+        self._act = ops.gate if gated else ops.activate
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """[T, D] -> [T, D]."""
-        return self.down(self._gated(self.gate_up(x_TD)))
+        return self.down(self._act(self.up(x_TD), self._activation))
 
 
 class Attention:
     """Projections around `attend`."""
 
-    __slots__ = ("heads", "o", "qkv")
+    __slots__ = ("clip", "heads", "o", "qkv")
 
-    def __init__(
-        self,
-        layer: int,
-        config: ModelConfig,
-        qkv: Product,
-        o: Product,
-        qk_norm: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
-    ) -> None:
+    def __init__(self, heads: AttentionSpec, qkv: Product, o: Product, clip: float | None) -> None:
+        """With `clip` q, k and v are held between minus this and this."""
+        self.heads = heads
         self.qkv = qkv
         self.o = o
-        self.heads = AttentionSpec(
-            layer=layer,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.attention_scale,
-            window=config.layer_windows[layer],
-            q_norm_H=qk_norm[0],
-            k_norm_H=qk_norm[1],
-            norm_eps=config.norm_eps,
-        )
+        self.clip = clip
 
     def __call__(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         """[T, D] -> [T, D]; `attend` writes this layer's K and V."""
-        return self.o(attend(self.heads, self.qkv(x_TD), rotation))
+        qkv_TC = self.qkv(x_TD)
+        if self.clip is not None:
+            qkv_TC = qkv_TC.clamp_(-self.clip, self.clip)
+        return self.o(attend(self.heads, qkv_TC, rotation))
+
+
+def attention_spec(layer: int, config: ModelConfig, weights: Weights, prefix: str) -> AttentionSpec:
+    """The attention of a layer, whose tensors' names begin with `prefix`."""
+
+    def norm(name: str) -> Tensor | None:
+        if config.qk_norm is QkNorm.NONE:
+            return None
+        return weights.tensor(f"{prefix}.{name}.weight", plus=config.norm_weight_offset)
+
+    sinks_N: Tensor | None = None
+    if config.attention_sinks:
+        sinks_N, own = weights.tensor(f"{prefix}.sinks"), config.part.queries
+        if own is not None:
+            sinks_N = sinks_N[own.start // config.head_dim : own.stop // config.head_dim]
+    alibi: AlibiSpec | None = None
+    if config.alibi is not None:
+        slopes_N = torch.tensor(config.alibi.slopes, device=weights.device)
+        if config.alibi.rounded:
+            slopes_N = slopes_N.bfloat16().float()
+        alibi = AlibiSpec(slopes_N, config.alibi.rounded)
+    return AttentionSpec(
+        layer=layer,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.attention_scale,
+        window=config.layer_windows[layer],
+        q_norm=norm("q_norm"),
+        k_norm=norm("k_norm"),
+        norm_eps=config.norm_eps,
+        whole_norms=config.qk_norm is QkNorm.WHOLE,
+        softcap=config.attention_softcap,
+        alibi=alibi,
+        sinks_N=sinks_N,
+    )
 
 
 def embedding_and_output(

@@ -43,7 +43,7 @@ from specinfer.hub.model_files import files_of
 from specinfer.kernels.disk import StreamSource, aligned
 from specinfer.kernels.layout import Int4Weight, Weight
 
-_VERSION: Final = 3  # of what the numbers mean and how they lie; a file of another is made anew
+_VERSION: Final = 4  # of what the numbers mean and how they lie; a file of another is made anew
 _PAGE: Final = 4096  # at which records begin and end, for readers that go past the system's cache
 _LINE: Final = 64  # at which tensors begin
 _PIECE: Final = 1 << 20  # bytes that are read at a time

@@ -25,7 +25,6 @@ from specinfer.models.decoder import Decoder, decoder_shapes
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.lent_memory import LentMemory
-from specinfer.models.opt import OPTDecoder, opt_shapes
 from specinfer.models.placement import Placement
 from specinfer.models.prepared import (
     NewPreparedFile,
@@ -97,8 +96,8 @@ def load_model(
         kernels = sharing(kernels)
     loaded = load_parts(
         file,
-        lambda weights: _built(part or config, weights),
-        tensors=_shapes(part or config),
+        lambda weights: Decoder(part or config, weights),
+        tensors=decoder_shapes(part or config),
         dtype=dtype,
         device=device,
         progress=progress,
@@ -140,7 +139,7 @@ def load_streamed(
     heads read them, and with `part` its sums have parts. Reads all of the file once: raises DamagedFileError
     where it is not what was written.
     """
-    show, shapes = progress or NoProgress(), _shapes(model.config)
+    show, shapes = progress or NoProgress(), decoder_shapes(model.config)
     elements = sum(math.prod(shape) for shape in shapes.values())
     with (
         show.showing(elements * dtype.itemsize, f"loading {name or model.path.name}"),
@@ -149,7 +148,7 @@ def load_streamed(
         weights = StreamedWeights(
             reader, kernels, prepared, placement, disk, table_in_memory=table_in_memory, lent=lent
         )
-        built = _built(part or model.config, weights)
+        built = Decoder(part or model.config, weights)
         weights.check(show)
     give_back_memory()
     return built
@@ -231,7 +230,7 @@ def prepare(
     path, made_from = prepared_path(model.path, kind, dtype, cache), identity(model.path, kind, dtype)
     if (prepared := PreparedFile.open(path, made_from)) is not None:
         return prepared
-    show, tensors = progress or NoProgress(), _shapes(model.config)
+    show, tensors = progress or NoProgress(), decoder_shapes(model.config)
     title = name or model.path.name
 
     def refuse(error: OSError) -> None:
@@ -250,7 +249,7 @@ def prepare(
             show.showing(elements * dtype.itemsize, f"preparing {title}"),
             WeightReader(model, dtype, show, quantization, kept) as reader,
         ):
-            _built(model.config, PassingWeights(reader, torch.device("cpu"), kernels))
+            Decoder(model.config, PassingWeights(reader, torch.device("cpu"), kernels))
         if identity(model.path, kind, dtype) != made_from:
             raise ModelFileError(f"{model.path} was changed while {title} was prepared; start again")
         kept.finish()
@@ -258,10 +257,6 @@ def prepare(
     if (prepared := PreparedFile.open(path, made_from)) is None:
         raise ModelFileError(f"{path} was changed while {title} was prepared; start again")
     return prepared
-
-
-def _built(config: ModelConfig, weights: Weights) -> LanguageModel:
-    return (OPTDecoder if config.learned_positions else Decoder)(config, weights)
 
 
 def _kind(kernels: Kernels, quantization: Quantization) -> str | None:
@@ -299,7 +294,7 @@ def weight_bytes(
     size = math.prod(output_layer) * dtype.itemsize if floats else int8_bytes(*output_layer)
     if not begins or (floats and config.tie_embeddings and kernels.library is None and part.vocab is None):
         size = 0  # another stage has it, or PyTorch multiplies with the embeddings
-    for name, shape in _shapes(config).items():
+    for name, shape in decoder_shapes(config).items():
         if name == "lm_head.weight":
             continue
         if name.endswith("embed_tokens.weight") and part.table is not None:
@@ -314,7 +309,7 @@ def weight_bytes(
 def layer_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization) -> list[int]:
     """The bytes of each layer's matrices, about, as they lie in a prepared file."""
     found = [0] * model.config.num_layers
-    for name, shape in _shapes(model.config).items():
+    for name, shape in decoder_shapes(model.config).items():
         if len(shape) > 1 and (layer := _LAYER.search(name)) is not None:
             if quantization == "none":
                 size = math.prod(shape) * dtype.itemsize
@@ -324,13 +319,9 @@ def layer_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization
     return found
 
 
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return opt_shapes(config) if config.learned_positions else decoder_shapes(config)
-
-
 def _check(file: OpenModel) -> None:
     """The file holds what its config promises, in that shape, and nothing else; or ModelFileError."""
-    wanted, found = _shapes(file.config), file.shapes
+    wanted, found = decoder_shapes(file.config), file.shapes
     missing = [name for name in wanted if name not in found]
     if missing:
         raise ModelFileError(f"{file.path} lacks {_some(missing)}; the model is incomplete, get it again")

@@ -96,12 +96,27 @@ inline Requests some_requests(int32_t block_size, Chance& chance) {
 }
 
 template <typename T>
-void prove_attention(const Library& library, int64_t head, int64_t window, int32_t block_size, Chance& chance) {
+void prove_attention(const Library& library, int64_t head, int64_t window, int32_t block_size, bool plain,
+                     Chance& chance) {
   constexpr int64_t kHeads = 6, kKvHeads = 2;
   const std::string name = std::string("attention of heads of ") + std::to_string(head) + " " + kName<T> +
-                           ", window " + std::to_string(window) + ", blocks of " + std::to_string(block_size) + ": ";
+                           ", window " + std::to_string(window) + ", blocks of " + std::to_string(block_size) +
+                           (plain ? ": " : ", with a cap, biases and sinks: ");
   const Requests all = some_requests(block_size, chance);
-  const Heads heads{kHeads, kKvHeads, head, 1 / std::sqrt(static_cast<float>(head)), 1e-5f, window, nullptr, nullptr};
+  Heads heads{};
+  heads.heads = kHeads;
+  heads.kv_heads = kKvHeads;
+  heads.head = head;
+  heads.scale = 1 / std::sqrt(static_cast<float>(head));
+  heads.window = window;
+  const auto sinks = chance.normals<T>(kHeads);
+  std::vector<float> slopes;
+  for (int64_t h = 0; h < kHeads; ++h) slopes.push_back(0.125f / static_cast<float>(h + 1));
+  if (!plain) {
+    heads.softcap = 2.0f;
+    heads.slopes = slopes.data();
+    heads.sinks = sinks.data();
+  }
   const int64_t width = kHeads * head, stride = kKvHeads * head;
   const auto q = chance.normals<T>(all.rows() * width, 2);
   const auto k = chance.normals<T>(kSlots * stride), v = chance.normals<T>(kSlots * stride);
@@ -120,14 +135,17 @@ void prove_attention(const Library& library, int64_t head, int64_t window, int32
     const size_t first = window > 0 && static_cast<int64_t>(path.size()) > window ? path.size() - window : 0;
     for (int64_t h = 0; h < kHeads; ++h) {
       std::vector<double> weights, sums(head);
-      double total = 0;
+      double total = plain ? 0 : std::exp(static_cast<double>(widen(sinks[h])));
       for (size_t i = first; i < path.size(); ++i) {
         double score = 0;
         for (int64_t e = 0; e < head; ++e) {
           score += static_cast<double>(widen(q[(r * kHeads + h) * head + e])) *
                    widen(k[path[i] * stride + h / (kHeads / kKvHeads) * head + e]);
         }
-        weights.push_back(std::exp(score * heads.scale));
+        score *= heads.scale;
+        const double distance = static_cast<double>(path.size() - 1 - i);
+        if (!plain) score = heads.softcap * std::tanh(score / heads.softcap) - slopes[h] * distance;
+        weights.push_back(std::exp(score));
         total += weights.back();
       }
       for (size_t i = first; i < path.size(); ++i) {
@@ -157,15 +175,20 @@ void prove_attention(const Library& library, int64_t head, int64_t window, int32
 }
 
 template <typename T>
-void prove_rope(const Library& library, int64_t head, bool normed, Chance& chance) {
+void prove_rope(const Library& library, int64_t head, bool normed, bool whole, Chance& chance) {
   constexpr int64_t kHeads = 4, kKvHeads = 2, width = kHeads + 2 * kKvHeads;
   const std::string name = std::string("rope of heads of ") + std::to_string(head) + " " + kName<T> + ": ";
   const Requests all = some_requests(normed ? 5 : 16, chance);
   const Paths paths = all.paths();
   const int64_t rows = all.rows(), half = head / 2;
-  const auto qkv = chance.normals<T>(rows * width * head), weight = chance.normals<T>(head);
-  const void* const norm = normed ? weight.data() : nullptr;
-  const Heads heads{kHeads, kKvHeads, head, 1, 0.5f, 0, norm, norm};
+  const auto qkv = chance.normals<T>(rows * width * head), weight = chance.normals<T>(kHeads * head);
+  Heads heads{};
+  heads.heads = kHeads;
+  heads.kv_heads = kKvHeads;
+  heads.head = head;
+  heads.eps = 0.5f;
+  heads.q_norm = heads.k_norm = normed ? weight.data() : nullptr;
+  heads.whole_norms = whole ? 1 : 0;
   std::vector<float> cos, sin;
   for (int64_t i = 0; i < rows * half; ++i) {
     const double angle = chance.uniform(0, 6);
@@ -186,10 +209,16 @@ void prove_rope(const Library& library, int64_t head, bool normed, Chance& chanc
       }
       const T* const to = h < kHeads ? q.data() + (r * kHeads + h) * head : k.data() + slot + (h - kHeads) * head;
       got.insert(got.end(), to, to + head);
+      const int64_t place = h < kHeads ? h : h - kHeads, count = h < kHeads ? kHeads : kKvHeads;
+      const T* const normed_from = whole ? x - place * head : x;
+      const int64_t elements = whole ? count * head : head;
       double squares = 0;
-      for (int64_t i = 0; i < head; ++i) squares += static_cast<double>(widen(x[i])) * widen(x[i]);
-      const double scale = 1 / std::sqrt(squares / head + heads.eps);
-      const auto at = [&](int64_t i) { return normed ? widen(x[i]) * scale * widen(weight[i]) : widen(x[i]); };
+      for (int64_t i = 0; i < elements; ++i) {
+        squares += static_cast<double>(widen(normed_from[i])) * widen(normed_from[i]);
+      }
+      const double scale = 1 / std::sqrt(squares / elements + heads.eps);
+      const T* const by = weight.data() + (whole ? place * head : 0);
+      const auto at = [&](int64_t i) { return normed ? widen(x[i]) * scale * widen(by[i]) : widen(x[i]); };
       for (int64_t i = 0; i < half; ++i) want.push_back(at(i) * cos[r * half + i] - at(half + i) * sin[r * half + i]);
       for (int64_t i = 0; i < half; ++i) want.push_back(at(half + i) * cos[r * half + i] + at(i) * sin[r * half + i]);
     }

@@ -20,9 +20,9 @@ struct Library {
   int32_t (*int4_is_exact)();
   void (*set_threads)(int32_t);
   void (*multiply)(const Product*, int32_t, const void*, int64_t, void*);
-  void (*add_rms_norm)(int32_t, void*, const void*, const void*, void*, const int64_t*, int64_t, int64_t, float,
-                       int32_t);
+  void (*add_norm)(int32_t, void*, const void*, const Norm*, void*, const int64_t*, int64_t, int64_t, int32_t);
   void (*gate)(int32_t, int32_t, const void*, void*, int64_t, int64_t);
+  void (*activate)(int32_t, int32_t, const void*, void*, int64_t, int64_t);
   int32_t (*embed)(int32_t, const void*, int64_t, const int64_t*, float, void*, int64_t, int64_t);
   int32_t (*fault_of_paths)(const Paths*, int64_t);
   void (*rope_and_store)(int32_t, const Heads*, const Paths*, const void*, const float*, const float*, void*, void*,
@@ -52,8 +52,9 @@ struct Library {
     find(int4_is_exact, "specinfer_int4_is_exact");
     find(set_threads, "specinfer_set_threads");
     find(multiply, "specinfer_multiply");
-    find(add_rms_norm, "specinfer_add_rms_norm");
+    find(add_norm, "specinfer_add_norm");
     find(gate, "specinfer_gate");
+    find(activate, "specinfer_activate");
     find(embed, "specinfer_embed");
     find(fault_of_paths, "specinfer_fault_of_paths");
     find(rope_and_store, "specinfer_rope_and_store");

@@ -19,15 +19,18 @@ void prove_rows(const Library& library, Chance& chance) {
     prove_product<T>(library, Kind::kInt8, channels, inner, chance);
     prove_product<T>(library, Kind::kInt4, channels, inner, chance);
   }
-  prove_norms<T>(library, chance);
-  prove_gates<T>(library, chance);
+  for (const bool centred : {false, true}) prove_norms<T>(library, centred, chance);
+  prove_activations<T>(library, chance);
   prove_embeddings<T>(library, chance);
   prove_rows_of_logits<T>(library, chance);
   for (const int64_t head : {40, 64}) {
-    prove_attention<T>(library, head, 0, head == 40 ? 1 : 16, chance);
-    prove_attention<T>(library, head, 50, head == 40 ? 7 : 100, chance);
-    prove_rope<T>(library, head, head == 40, chance);
+    for (const bool plain : {true, false}) {
+      prove_attention<T>(library, head, 0, head == 40 ? 1 : 16, plain, chance);
+      prove_attention<T>(library, head, 50, head == 40 ? 7 : 100, plain, chance);
+    }
+    prove_rope<T>(library, head, head == 40, false, chance);
   }
+  prove_rope<T>(library, 64, true, true, chance);
 }
 
 }  // namespace proof

@@ -1,4 +1,4 @@
-// What lies between products: norms, gates and embeddings.
+// What lies between products: norms, activations and embeddings.
 
 #pragma once
 
@@ -11,19 +11,21 @@
 namespace proof {
 
 template <typename T>
-void prove_norms(const Library& library, Chance& chance) {
+void prove_norms(const Library& library, bool centred, Chance& chance) {
   constexpr float kEps = 0.5f;
   for (const int64_t size : {70, 96, 1000}) {
     for (const bool added : {false, true}) {
-      const std::string name = std::string("norm of ") + std::to_string(size) + " " + kName<T> + ": ";
+      const std::string name = std::string(centred ? "LayerNorm of " : "RMSNorm of ") + std::to_string(size) + " " +
+                               kName<T> + ": ";
       constexpr int64_t rows = 9;
       const auto x = chance.normals<T>(rows * size, 2), y = chance.normals<T>(rows * size);
-      const auto weight = chance.normals<T>(size);
+      const auto weight = chance.normals<T>(size), bias = chance.normals<T>(size);
+      const Norm by{weight.data(), centred && added ? bias.data() : nullptr, kEps, centred ? 1 : 0};
       const auto norm = [&](std::vector<T> given, const std::vector<int64_t>& chosen, bool in_place,
                             std::vector<T>& left) {
         std::vector<T> out(chosen.size() * size);
-        library.add_rms_norm(kType<T>, given.data(), added ? y.data() : nullptr, weight.data(), out.data(),
-                             chosen.data(), chosen.size(), size, kEps, in_place ? 1 : 0);
+        library.add_norm(kType<T>, given.data(), added ? y.data() : nullptr, &by, out.data(), chosen.data(),
+                         chosen.size(), size, in_place ? 1 : 0);
         left = given;
         return out;
       };
@@ -34,14 +36,16 @@ void prove_norms(const Library& library, Chance& chance) {
       std::vector<double> want;
       bool summed = true;
       for (int64_t r = 0; r < rows; ++r) {
-        double squares = 0;
+        double squares = 0, mean = 0;
         for (int64_t i = r * size; i < (r + 1) * size; ++i) {
           const T sum = added ? narrow<T>(widen(x[i]) + widen(y[i])) : x[i];
           summed = summed && same(&sum, &sums[i], 1);
-          squares += static_cast<double>(widen(sum)) * widen(sum);
+          if (centred) mean += static_cast<double>(widen(sum)) / size;
         }
+        for (int64_t i = r * size; i < (r + 1) * size; ++i) squares += (widen(sums[i]) - mean) * (widen(sums[i]) - mean);
         for (int64_t i = 0; i < size; ++i) {
-          want.push_back(widen(sums[r * size + i]) / std::sqrt(squares / size + kEps) * widen(weight[i]));
+          const double normed = (widen(sums[r * size + i]) - mean) / std::sqrt(squares / size + kEps);
+          want.push_back(normed * widen(weight[i]) + (by.bias == nullptr ? 0 : widen(bias[i])));
         }
         const auto alone = norm(x, {r}, false, left);
         check(same(alone.data(), whole.data() + r * size, size), name + "a row is not what it is among all");
@@ -53,23 +57,32 @@ void prove_norms(const Library& library, Chance& chance) {
   }
 }
 
+inline double act(Activation by, double x) {
+  if (by == Activation::kSilu) return x / (1 + std::exp(-x));
+  if (by == Activation::kRelu) return x > 0 ? x : 0;
+  if (by == Activation::kGelu) return 0.5 * x * std::erfc(-x / std::sqrt(2.0));
+  return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+}
+
 template <typename T>
-void prove_gates(const Library& library, Chance& chance) {
+void prove_activations(const Library& library, Chance& chance) {
   for (const int64_t size : {70, 5000}) {
-    for (const int gelu : {0, 1}) {
-      const std::string name = std::string(gelu ? "gelu" : "silu") + " of " + std::to_string(size) + " " + kName<T>;
+    for (int number = 0; number < 2 * static_cast<int>(Activation::kActivations); ++number) {
+      const bool gated = number % 2 != 0;
+      const auto by = static_cast<Activation>(number / 2);
+      const std::string name = std::string(gated ? "gate " : "activation ") + std::to_string(number / 2) + " of " +
+                               std::to_string(size) + " " + kName<T>;
       constexpr int64_t rows = 3;
-      const auto both = chance.normals<T>(rows * 2 * size, 3);
+      const int64_t width = gated ? 2 * size : size;
+      const auto given = chance.normals<T>(rows * width, 3);
       std::vector<T> whole(rows * size), alone(size);
-      library.gate(kType<T>, gelu, both.data(), whole.data(), rows, size);
+      const auto compute = gated ? library.gate : library.activate;
+      compute(kType<T>, number / 2, given.data(), whole.data(), rows, size);
       std::vector<double> want;
       for (int64_t r = 0; r < rows; ++r) {
-        const T* const from = both.data() + r * 2 * size;
-        for (int64_t i = 0; i < size; ++i) {
-          const double x = widen(from[i]), u = std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x);
-          want.push_back((gelu ? 0.5 * x * (1 + std::tanh(u)) : x / (1 + std::exp(-x))) * widen(from[size + i]));
-        }
-        library.gate(kType<T>, gelu, from, alone.data(), 1, size);
+        const T* const from = given.data() + r * width;
+        for (int64_t i = 0; i < size; ++i) want.push_back(act(by, widen(from[i])) * (gated ? widen(from[size + i]) : 1));
+        compute(kType<T>, number / 2, from, alone.data(), 1, size);
         check(same(alone.data(), whole.data() + r * size, size), name + ": a row is not what it is among all");
       }
       check(near(whole, want), name + ": results are off");

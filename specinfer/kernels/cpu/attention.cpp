@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "attention_blocks.h"
+#include "attention_weights.h"
 #include "flushing.h"
 #include "scratch.h"
 
@@ -71,58 +72,22 @@ struct Task {
   int64_t parting(const Way& way) const { return way.shared(first) / kKeys * kKeys; }
 };
 
-template <typename T>
-constexpr float kLog = kPerWord<T> == 1 ? 1.0f : 1.44269504f;  // of e, to the base whose powers weights are
-
-// e^x, or 2^x for a weight that becomes a bfloat16: of its 8 bits 2^f on [-1/2, 1/2] is right to 14. x <= 0 or NaN.
-template <typename T>
-[[gnu::always_inline]] inline Floats power(Floats x) {
-  if constexpr (kPerWord<T> == 1) return exp(x);
-#if defined(__AVX512F__)
-  const __m512 n = _mm512_roundscale_ps((__m512)x.part[0], 0);
-  const Floats f = x - std::bit_cast<Floats>(n);
-#else
-  x = select(x < -126.0f, Floats(-126.0f), x);
-  const Floats shifted = x + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const Floats f = x - (shifted - 12582912.0f);
-#endif
-  Floats p = fma(Floats(9.6181291e-3f), f, Floats(5.5504109e-2f));
-  p = fma(p, f, Floats(2.4022651e-1f));
-  p = fma(p, f, Floats(6.9314718e-1f));
-  p = fma(p, f, Floats(1.0f));
-#if defined(__AVX512F__)
-  return std::bit_cast<Floats>(_mm512_scalef_ps((__m512)p.part[0], n));
-#else
-  return bits_as<float>(bits_as<uint32_t>(p) + (bits_as<uint32_t>(shifted) << 23));
-#endif
-}
-
-inline void store_weights(float* to, Floats weights) { store(to, weights); }
-
-// Subnormal weights may count as none, as products take them.
-inline void store_weights(BFloat16* to, Floats weights) {
-#if defined(__AVX512BF16__)
-  const __m256bh halves = _mm512_cvtneps_pbh((__m512)weights.part[0]);
-  std::memcpy(to, &halves, sizeof halves);
-#else
-  store(to, weights);
-#endif
-}
-
-template <typename T>
+// `Plain` attention is the softmax of scaled scores; other attention caps them, adds ALiBi's biases, or has sinks.
+template <typename T, bool Plain>
 class Worker {
  public:
   // `parted` is the most keys behind a task's parting.
-  Worker(const Shape& shape, const Way& way, const T* q, const T* k, const T* v, T* out, float scale,
-         int64_t window, int64_t parted)
+  Worker(const Shape& shape, const Way& way, const Heads& heads, const T* q, const T* k, const T* v, T* out,
+         int64_t parted)
       : shape_(shape),
         way_(way),
+        heads_(heads),
         q_(q),
         k_(k),
         v_(v),
         out_(out),
-        scale_(scale * kLog<T>),
-        window_(window),
+        scale_(heads.scale * kLog<T>),
+        window_(heads.window),
         parted_stride_(round_up(parted, kKeys)),
         keys_(take<uint32_t>(shape.steps * kKeys)),
         values_(take<uint32_t>(kKeys / kPerWord<T> * shape.padded)),
@@ -193,8 +158,17 @@ class Worker {
       std::memcpy(words, q_ + head * shape_.head, shape_.head * sizeof(T));
       highest_[i] = kMinusInfinity;
       total_[i] = 0.0f;
+      if constexpr (!Plain) begin(i, head % shape_.heads);
     }
     std::fill_n(sums_, count * shape_.padded, 0.0f);
+  }
+
+  // A sink is a score that is there from the start, with a weight of 1 and no value.
+  void begin(int64_t i, int64_t head) {
+    slopes_[i] = heads_.slopes == nullptr ? 0.0f : heads_.slopes[head];
+    if (heads_.sinks == nullptr) return;
+    highest_[i] = (load(static_cast<const T*>(heads_.sinks) + head, 1) * kLog<T>)[0];
+    total_[i] = 1.0f;
   }
 
   // All queries see `count` keys, which begin at `block` in every path.
@@ -209,7 +183,8 @@ class Worker {
                               shape_.words, columns);
       for (int64_t i = 0; i < some; ++i) {
         const int64_t row = task.first + (first + i) / shape_.group;
-        weigh(first + i, scores_ + i * kKeys, weights_ + i * kKeys, seen_from(row) - block, way_.length(row) - block);
+        weigh(first + i, scores_ + i * kKeys, weights_ + i * kKeys, seen_from(row) - block, way_.length(row) - block,
+              block);
       }
       multiply_block<T, false>(some, reinterpret_cast<const uint32_t*>(weights_), kKeys / kPerWord<T>, values_,
                                shape_.padded, sums_ + first * shape_.padded, shape_.padded,
@@ -239,7 +214,7 @@ class Worker {
           const float* const all = parted_scores_ + i * parted_stride_ - parting;
           float* const own = scores_ + i * kKeys;
           for (int64_t n = 0; n < count; ++n) own[n] = all[entries[n]];
-          weigh(i, own, weights_ + i * kKeys, from - block, length - block);
+          weigh(i, own, weights_ + i * kKeys, from - block, length - block, block);
         }
         add_in_place(first, v, slots, count);
       }
@@ -258,22 +233,23 @@ class Worker {
     for (; i < last; ++i) add(std::integral_constant<int, 1>{}, i);
   }
 
-  // Scores -> weights of keys from..to of the block; what was summed before is scaled to the new highest score.
-  void weigh(int64_t i, const float* scores, T* weights, int64_t from, int64_t to) {
+  // Scores -> weights of keys from..to of the block at `block`; what was summed before is scaled to the new highest
+  // score.
+  void weigh(int64_t i, const float* scores, T* weights, int64_t from, int64_t to, int64_t block) {
     if (from >= kKeys || to <= 0) {
       std::memset(weights, 0, kKeys * sizeof(T));
       return;
     }
-    if (from <= 0 && to >= kKeys) return weigh_vectors<kKeyVectors, true>(i, scores, weights, from, to);
+    if (from <= 0 && to >= kKeys) return weigh_vectors<kKeyVectors, true>(i, scores, weights, from, to, block);
     const int64_t vectors = (std::min<int64_t>(to, kKeys) + kLanes - 1) / kLanes;
     std::memset(weights + vectors * kLanes, 0, (kKeyVectors - vectors) * kLanes * sizeof(T));
     each<kKeyVectors>([&](auto n) {
-      if (vectors == n + 1) weigh_vectors<n + 1, false>(i, scores, weights, from, to);
+      if (vectors == n + 1) weigh_vectors<n + 1, false>(i, scores, weights, from, to, block);
     });
   }
 
   template <int Vectors, bool All>
-  void weigh_vectors(int64_t i, const float* scores, T* weights, int64_t from, int64_t to) {
+  void weigh_vectors(int64_t i, const float* scores, T* weights, int64_t from, int64_t to, int64_t block) {
     const Ints low = static_cast<int32_t>(std::max<int64_t>(from, 0));
     const Ints high = static_cast<int32_t>(std::min<int64_t>(to, kKeys));
     const auto sees = [&](int n) {
@@ -283,7 +259,11 @@ class Worker {
     Floats best = kMinusInfinity;
     Floats seen[Vectors];
     each<Vectors>([&](auto n) {
-      seen[n] = load(scores + n * kLanes) * scale_;
+      if constexpr (Plain) {
+        seen[n] = load(scores + n * kLanes) * scale_;
+      } else {
+        seen[n] = changed<T>(heads_, load(scores + n * kLanes), slopes_[i], block + n * kLanes, block + to);
+      }
       if constexpr (!All) seen[n] = select(sees(n), seen[n], Floats(kMinusInfinity));
       best = max(best, seen[n]);
     });
@@ -319,6 +299,7 @@ class Worker {
 
   const Shape shape_;
   const Way way_;
+  const Heads heads_;
   const T *const q_, *const k_, *const v_;
   T* const out_;
   const float scale_;
@@ -327,7 +308,7 @@ class Worker {
   float *const sums_, *const scores_, *const parted_scores_;
   int32_t* const parted_slots_;
   T* const weights_;
-  float highest_[kMostQueries], total_[kMostQueries];
+  float highest_[kMostQueries], total_[kMostQueries], slopes_[Plain ? 1 : kMostQueries];
 };
 
 // The rows cut into tasks, longest first, small enough that every thread gets some.
@@ -379,19 +360,23 @@ void tree_attention(Type type, const Heads& heads, const Paths& paths, const voi
   }
   const auto pieces = std::clamp<int64_t>(static_cast<int64_t>(work / kPieceWork), 1,
                                           std::min<int64_t>(Pool::get().threads(), tasks.size()));
-  by_type(type, [&](auto element) {
+  const auto attend = [&](auto element, auto plain) {
     using T = decltype(element);
+    using Mine = Worker<T, plain>;
     const Scratch::Mark mark;
-    std::vector<std::unique_ptr<Worker<T>>> workers;
+    std::vector<std::unique_ptr<Mine>> workers;
     for (int64_t i = 0; i < pieces; ++i) {
-      workers.push_back(std::make_unique<Worker<T>>(shape, way, static_cast<const T*>(q), static_cast<const T*>(k),
-                                                    static_cast<const T*>(v), static_cast<T*>(out), heads.scale,
-                                                    heads.window, parted));
+      workers.push_back(std::make_unique<Mine>(shape, way, heads, static_cast<const T*>(q), static_cast<const T*>(k),
+                                              static_cast<const T*>(v), static_cast<T*>(out), parted));
     }
     std::atomic<size_t> next{0};
     Pool::get().run(pieces, [&](int64_t i) {
       for (size_t task; (task = next++) < tasks.size();) workers[i]->run(tasks[task]);
     });
+  };
+  const bool plain = heads.softcap == 0.0f && heads.slopes == nullptr && heads.sinks == nullptr;
+  by_type(type, [&](auto element) {
+    plain ? attend(element, std::true_type{}) : attend(element, std::false_type{});
   });
 }
 

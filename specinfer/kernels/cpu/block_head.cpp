@@ -20,10 +20,10 @@ void times(const BlockHead& head, const Product& by, const void* from, int64_t r
   multiply(by, {from, head.type, rows}, to);
 }
 
-void norm(const BlockHead& head, void* x, const void* y, const void* weight, const int64_t* chosen, int64_t rows,
-          int64_t size, void* to) {
+void normed(const BlockHead& head, void* x, const void* y, const Norm& norm, const int64_t* chosen, int64_t rows,
+            int64_t size, void* to) {
   const Timed timed(Stage::kNorm);
-  add_rms_norm(head.type, x, y, weight, to, chosen, rows, size, head.eps, false);
+  add_norm(head.type, x, y, norm, to, chosen, rows, size, false);
 }
 
 char* room(const BlockHead& head, int64_t elements) {
@@ -76,7 +76,7 @@ void read_texts(const BlockHead& head, const BlockStep& step, const Caches& cach
   void* const made = room(head, rows * size);
   char* const fused = room(head, rows * size);
   times(head, head.fc, given, rows, made);
-  norm(head, made, nullptr, head.hidden_norm, nullptr, rows, size, fused);
+  normed(head, made, nullptr, head.hidden_norm, nullptr, rows, size, fused);
   void* const both = room(head, rows * head.context.channels);
   times(head, head.context, fused, rows, both);
   const Rope rope = rope_of(head, positions, rows);
@@ -156,15 +156,15 @@ void* begun(const BlockHead& head, const BlockStep& step, const Blocks& blocks, 
     embed(head.type, head.embedding, head.tokens, ids, head.scale, anchors, embedded, size);
   }
   if (!entered) return anchors;
-  char* const normed = room(head, count * size);
+  char* const anchors_normed = room(head, count * size);
   char* const both = room(head, 2 * count * size);
-  norm(head, anchors, nullptr, head.entry_norm, nullptr, count, size, normed);
+  normed(head, anchors, nullptr, head.entry_norm, nullptr, count, size, anchors_normed);
   for (int64_t b = 0; b < count; ++b) {
     const BlockText& text = *blocks.texts[b];
     const void* const last = text.count > 0 ? static_cast<const char*>(read_now) + (&text - step.texts) * bytes
                                             : text.last;
     std::memcpy(both + 2 * b * bytes, last, bytes);
-    std::memcpy(both + (2 * b + 1) * bytes, normed + b * bytes, bytes);
+    std::memcpy(both + (2 * b + 1) * bytes, anchors_normed + b * bytes, bytes);
   }
   // The channels of rows that no block has are the last ones.
   Product part = head.entry;
@@ -193,10 +193,10 @@ bool step_blocks(const BlockHead& head, const BlockStep& step, const Caches& cac
   void* const x = begun(head, step, blocks, last);
   void* const y = room(head, rows * size);
   const Rope rope = rope_of(head, blocks.positions, rows);
-  const Rope both[2] = {rope, rope};
-  run_layers(head.layers, head.num_layers, head.type, head.gelu != 0, head.eps, blocks.paths, both, caches.keys,
-             caches.values, x, y, {nullptr, 0, nullptr});
-  norm(head, x, y, head.norm, blocks.chosen, blocks.num_chosen, size, read);
+  const Rope ropes[3] = {rope, rope, {}};
+  const Left left = run_layers(head.layers, head.num_layers, head.type, blocks.paths, ropes, caches.keys, caches.values,
+                               x, y, {nullptr, 0, nullptr});
+  normed(head, x, left.added, head.norm, blocks.chosen, blocks.num_chosen, size, read);
   times(head, head.output, read, blocks.num_chosen, logits);
   return true;
 }

@@ -12,15 +12,14 @@ namespace specinfer {
 // As kernels/library.py has it. D is the head's hidden size, I that of all taps of a row of the target.
 struct BlockHead {
   Type type;
-  int32_t gelu;
-  float eps, scale;   // of norms; of embeddings
+  float scale;        // of embeddings
   int32_t causal;     // a block's rows see those before them, or all
   int32_t skipped;    // rows of a block, from its first on, that guess nothing
   Product fc;         // [D, I]
   Product context;    // [L 2 K H, D]: keys and values of a text's rows, of all layers
   Product entry;      // [R D, 2 D]: what a block's rows begin with; no weight: they begin as embeddings
   Product output;     // [U, D]: logits
-  const void *hidden_norm, *entry_norm, *norm;  // [D]
+  Norm hidden_norm, entry_norm, norm;
   const Layer* layers;
   int64_t num_layers;
   Rotations rotations;

@@ -13,14 +13,16 @@ namespace specinfer {
 // As kernels/library.py has it. D is the hidden size.
 struct Decoder {
   Type type;
-  int32_t gelu;
-  float eps, scale;       // of norms; of embeddings
+  float scale;            // of embeddings
   const void* embedding;  // [tokens, D]
   int64_t tokens;
+  const void* places;  // [num_places, D]: row place_offset + p is added to what is at position p; or null
+  int64_t num_places, place_offset;
   const Layer* layers;
   int64_t num_layers;
-  const void* norm;  // [D], behind the last layer
-  Product output;    // [V, D]; no weight: logits are made elsewhere
+  Norm norm;       // behind the last layer
+  Product output;  // [V, D]; no weight: logits are made elsewhere
+  int64_t num_rotations;   // 0: no layer has any; 1: all have the same
   Rotations rotations[2];  // of global layers, then of sliding-window ones
 };
 
@@ -35,7 +37,7 @@ enum class Fault : int32_t { kNone, kToken, kPosition, kLost };
 
 // Writes K and V of all rows, what the output layer reads of those that are chosen to `read`, [R, D], and their logits
 // to `logits`, [R, V], if that is not null. Nothing is done where the table lacks a token or a position has no
-// rotation, and no more where a rank is lost, which the fault says.
+// rotation or place, and no more where a rank is lost, which the fault says.
 Fault run_decoder(const Decoder& decoder, const DecoderRows& rows, const Paths& paths, const void* const* keys,
                   const void* const* values, const Taps& taps, void* read, void* logits);
 

@@ -8,27 +8,52 @@
 
 namespace specinfer {
 
-// out = (x + y) / rms(x + y) * weight, where there is a y, of the rows named in `chosen`, or of all. In place x
-// becomes the sum; then no row may be named twice.
-void add_rms_norm(Type type, void* x_TD, const void* y_TD, const void* weight_D, void* out_RD,
-                  const int64_t* chosen_R, int64_t rows, int64_t size, float eps, bool in_place);
+// A norm of rows, as kernels/library.py has it: x / rms(x) * weight, or where it is centred LayerNorm, of x - mean(x)
+// and with a bias if there is one. No weight: there is no norm.
+struct Norm {
+  const void *weight, *bias;  // [D]
+  float eps;
+  int32_t centred;
+};
 
-// out = x + y, where there is a y; rows of out are `stride` elements apart.
+// out = norm(x + y), where there is a y, of the rows named in `chosen`, or of all. In place x becomes the sum; then no
+// row may be named twice. out may be x.
+void add_norm(Type type, void* x_TD, const void* y_TD, const Norm& norm, void* out_RD, const int64_t* chosen_R,
+              int64_t rows, int64_t size, bool in_place);
+
+// out = x + y, where there is a y; rows of out are `stride` elements apart. out may be x.
 void copy_rows(Type type, const void* x_TD, const void* y_TD, void* out, int64_t stride, int64_t rows, int64_t size);
 
+// x = x * factor.
+void scale_rows(Type type, void* x_TD, float factor, int64_t rows, int64_t size);
+
+// What is beyond limit or -limit becomes that.
+void clip_rows(Type type, void* x_TD, float limit, int64_t rows, int64_t size);
+
+// As kernels/library.py numbers them.
+enum class Activation : int32_t { kSilu, kGeluTanh, kRelu, kGelu, kActivations };
+
 // out = act(gate) * up; a row holds gate, then up.
-void gate(Type type, bool gelu, const void* gate_up_T2F, void* out_TF, int64_t rows, int64_t size);
+void gate(Type type, Activation activation, const void* gate_up_T2F, void* out_TF, int64_t rows, int64_t size);
+
+// out = act(x).
+void activate(Type type, Activation activation, const void* x_TF, void* out_TF, int64_t rows, int64_t size);
 
 // out = table rows of `ids`, times scale; false, and nothing done, where the table lacks one of them.
 bool embed(Type type, const void* table_VD, int64_t entries, const int64_t* ids_T, float scale, void* out_TD,
            int64_t rows, int64_t size);
 
-// The heads of an attention block.
+// The heads of an attention block, as kernels/library.py has them.
 struct Heads {
   int64_t heads, kv_heads, head;
   float scale, eps;
   int64_t window;  // a row sees the last so many positions of its path; 0: all
-  const void *q_norm, *k_norm;  // [H], or null
+  const void *q_norm, *k_norm;  // [H], or null; of whole rows of queries and of keys [N H] and [K H]
+  int32_t whole_norms;
+  float softcap;        // a score becomes cap * tanh(score / cap); 0: it stays
+  const float* slopes;  // [N], of ALiBi; or null
+  int32_t rounded;      // ALiBi as Falcon has it (models/config.py)
+  const void* sinks;    // [N], logits to which no value belongs; or null
 };
 
 // Norms and turns query and key heads, writes K and V to the rows' slots, queries to q_TNH. cos, sin: float32

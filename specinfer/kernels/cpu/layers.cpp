@@ -14,30 +14,43 @@ Rope Rotations::of(const int64_t* at, int64_t rows, int64_t half) const {
   return {own_cos, own_sin};
 }
 
-bool run_layers(const Layer* layers, int64_t count, Type type, bool gelu, float eps, const Paths& paths,
-                const Rope rope[2], const void* const* keys, const void* const* values, void* x, void* y,
-                const Taps& taps) {
+Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& paths, const Rope ropes[3],
+                const void* const* keys, const void* const* values, void* x, void* y, const Taps& taps) {
   const Scratch::Mark mark;
   const int64_t rows = paths.rows, size = layers[0].qkv.inner, element = type == Type::kBFloat16 ? 2 : 4;
-  int64_t wide = 0, gated = 0, attended = 0;
+  int64_t wide = 0, inside = 0, attended = 0, beside = 0;
   for (int64_t i = 0; i < count; ++i) {
-    wide = std::max({wide, layers[i].qkv.channels, layers[i].gate_up.channels});
-    gated = std::max(gated, layers[i].down.inner);
+    wide = std::max({wide, layers[i].qkv.channels, layers[i].up.channels});
+    inside = std::max(inside, layers[i].down.inner);
     attended = std::max(attended, layers[i].o.inner);
+    if (layers[i].form == Form::kParallel) beside = size;
   }
   const auto buffer = [&](int64_t width) { return Scratch::get().take<char>(rows * width * element); };
   void* const normed = buffer(size);
   void* const product = buffer(wide);
   void* const queries = buffer(attended);
-  void* const inner = buffer(std::max(attended, gated));
+  void* const inner = buffer(std::max(attended, inside));
+  void* const other = buffer(beside);
 
-  const auto norm = [&](const void* added, const void* weight) {
+  // x += added; then norm(x), or x itself where there is no norm.
+  const auto entered = [&](const void* added, const Norm& norm) -> const void* {
     const Timed timed(Stage::kNorm);
-    add_rms_norm(type, x, added, weight, normed, nullptr, rows, size, eps, true);
+    if (norm.weight == nullptr) {
+      if (added != nullptr) copy_rows(type, x, added, x, size, rows, size);
+      return x;
+    }
+    add_norm(type, x, added, norm, normed, nullptr, rows, size, true);
+    return normed;
   };
-  const auto norm_alone = [&](void* in_place, const void* weight) {
+  // What is still to be added to x where a block has made `made`, which is written to.
+  const auto left = [&](const Layer& layer, void* made, const Norm& after) -> const void* {
     const Timed timed(Stage::kNorm);
-    add_rms_norm(type, in_place, nullptr, weight, in_place, nullptr, rows, size, eps, true);
+    const bool of_sum = layer.form == Form::kAfterSum;
+    if (after.weight != nullptr && !of_sum) add_norm(type, made, nullptr, after, made, nullptr, rows, size, true);
+    if (layer.scale != 1.0f) scale_rows(type, made, layer.scale, rows, size);
+    if (!of_sum) return made;
+    add_norm(type, x, made, after, x, nullptr, rows, size, true);
+    return nullptr;
   };
   const auto tap = [&](int64_t layer, const void* added) {
     const Timed timed(Stage::kNorm);
@@ -51,39 +64,52 @@ bool run_layers(const Layer* layers, int64_t count, Type type, bool gelu, float 
     const Timed timed(Stage::kProduct);
     multiply(by, {from, type, rows}, to);
   };
-
-  const void* added = nullptr;
-  for (int64_t i = 0; i < count; ++i) {
+  const auto attend = [&](int64_t i, const void* from, void* to) {
     const Layer& layer = layers[i];
     auto* const k = const_cast<void*>(keys[i]);
     auto* const v = const_cast<void*>(values[i]);
-    norm(added, layer.before_attention);
-    tap(i, nullptr);  // the norm has added what was to be added
-    times(layer.qkv, normed, product);
+    times(layer.qkv, from, product);
     {
       const Timed timed(Stage::kRope);
-      const Rope& own = rope[layer.local != 0 ? 1 : 0];
+      const Rope& own = ropes[layer.rope];
+      if (layer.clip > 0.0f) clip_rows(type, product, layer.clip, rows, layer.qkv.channels);
       rope_and_store(type, layer.heads, paths, product, own.cos, own.sin, k, v, queries);
     }
     {
       const Timed timed(Stage::kAttention);
       tree_attention(type, layer.heads, paths, queries, k, v, inner);
     }
-    times(layer.o, inner, y);
-    if (layer.after_attention != nullptr) norm_alone(y, layer.after_attention);
-    norm(y, layer.before_mlp);
-    times(layer.gate_up, normed, product);
+    times(layer.o, inner, to);
+  };
+  const auto think = [&](const Layer& layer, const void* from, void* to) {
+    times(layer.up, from, product);
     {
       const Timed timed(Stage::kGate);
-      gate(type, gelu, product, inner, rows, layer.down.inner);
+      (layer.gated != 0 ? gate : activate)(type, layer.activation, product, inner, rows, layer.down.inner);
     }
-    times(layer.down, inner, y);
-    if (lost(layer.down)) return false;
-    if (layer.after_mlp != nullptr) norm_alone(y, layer.after_mlp);
-    added = y;
+    times(layer.down, inner, to);
+  };
+
+  const void* added = nullptr;
+  for (int64_t i = 0; i < count; ++i) {
+    const Layer& layer = layers[i];
+    const void* given = entered(added, layer.before_attention);
+    tap(i, nullptr);  // what was to be added has been
+    attend(i, given, y);
+    if (layer.form == Form::kParallel) {
+      if (layer.before_mlp.weight != nullptr) given = entered(nullptr, layer.before_mlp);
+      think(layer, given, other);
+      const Timed timed(Stage::kNorm);
+      copy_rows(type, y, other, y, size, rows, size);
+    } else {
+      added = left(layer, y, layer.after_attention);
+      think(layer, entered(added, layer.before_mlp), y);
+    }
+    if (lost(layer.down)) return {nullptr, true};
+    added = left(layer, y, layer.after_mlp);
   }
   tap(count, added);
-  return true;
+  return {added, false};
 }
 
 }  // namespace specinfer

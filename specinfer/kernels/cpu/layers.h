@@ -8,15 +8,27 @@
 
 namespace specinfer {
 
-// As kernels/library.py has it; null pointers where a layer has no such norm.
-struct Layer {
-  const void *before_attention, *before_mlp, *after_attention, *after_mlp;
-  Heads heads;
-  Product qkv, o, gate_up, down;
-  int32_t local;  // uses the second RoPE, that of sliding-window layers
+// How a layer adds what its attention and its MLP make to the residual stream x.
+enum class Form : int32_t {
+  kSerial,    // x += attention, then x += mlp; norms before them, after them, or both
+  kAfterSum,  // the same, and the norm after each is one of the sum: x = norm(x + attention)
+  kParallel,  // x += attention + mlp, of the same x; with no norm before the MLP they share one
 };
 
-// Of each row, [T, H / 2].
+// As kernels/library.py has it; a norm without a weight is not there.
+struct Layer {
+  Norm before_attention, before_mlp, after_attention, after_mlp;
+  Heads heads;
+  Product qkv, o, up, down;  // rows of `up` hold gate, then up, where the MLP is gated
+  int32_t rope;              // 0: the first one, 1: that of sliding-window layers, 2: none
+  Form form;
+  Activation activation;
+  int32_t gated;
+  float clip;   // of what qkv makes; 0: none
+  float scale;  // of what is added to x
+};
+
+// Of each row, [T, H / 2]; null where there is none.
 struct Rope {
   const float *cos, *sin;
 };
@@ -37,11 +49,15 @@ struct Taps {
   void* out;
 };
 
-// All `count` layers. rope: of global layers, then of sliding-window ones; keys, values: caches [P, K, H] of each
-// layer. x [T, D] is the residual stream; what the last MLP adds to it is left in y [T, D]. False: a rank was lost, and
-// nothing that was written is of use.
-bool run_layers(const Layer* layers, int64_t count, Type type, bool gelu, float eps, const Paths& paths,
-                const Rope rope[2], const void* const* keys, const void* const* values, void* x, void* y,
-                const Taps& taps);
+// What layers leave: the residual stream is x + added, or x where that is null.
+struct Left {
+  const void* added;
+  bool lost;  // a rank was, and nothing that was written is of use
+};
+
+// All `count` layers. ropes: by their numbers; keys, values: caches [P, K, H] of each layer. x [T, D] is the residual
+// stream; what is still to be added to it lies in y [T, D].
+Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& paths, const Rope ropes[3],
+                const void* const* keys, const void* const* values, void* x, void* y, const Taps& taps);
 
 }  // namespace specinfer

@@ -82,17 +82,23 @@ void specinfer_finish_branches(const Product* product, int32_t type, const float
   finish(*product, {nullptr, static_cast<Type>(type), rows}, branches, out);
 }
 
-void specinfer_add_rms_norm(int32_t type, void* x, const void* y, const void* weight, void* out,
-                            const int64_t* chosen, int64_t rows, int64_t size, float eps, int32_t in_place) {
+void specinfer_add_norm(int32_t type, void* x, const void* y, const Norm* norm, void* out, const int64_t* chosen,
+                        int64_t rows, int64_t size, int32_t in_place) {
   const Claim claim;
   const Timed timed(Stage::kNorm);
-  add_rms_norm(static_cast<Type>(type), x, y, weight, out, chosen, rows, size, eps, in_place != 0);
+  add_norm(static_cast<Type>(type), x, y, *norm, out, chosen, rows, size, in_place != 0);
 }
 
-void specinfer_gate(int32_t type, int32_t gelu, const void* gate_up, void* out, int64_t rows, int64_t size) {
+void specinfer_gate(int32_t type, int32_t activation, const void* gate_up, void* out, int64_t rows, int64_t size) {
   const Claim claim;
   const Timed timed(Stage::kGate);
-  gate(static_cast<Type>(type), gelu != 0, gate_up, out, rows, size);
+  gate(static_cast<Type>(type), static_cast<Activation>(activation), gate_up, out, rows, size);
+}
+
+void specinfer_activate(int32_t type, int32_t activation, const void* x, void* out, int64_t rows, int64_t size) {
+  const Claim claim;
+  const Timed timed(Stage::kGate);
+  activate(static_cast<Type>(type), static_cast<Activation>(activation), x, out, rows, size);
 }
 
 int32_t specinfer_embed(int32_t type, const void* table, int64_t entries, const int64_t* ids, float scale, void* out,

@@ -18,9 +18,22 @@ struct Rotation {
   float eps;
 };
 
-// to = rotate(from / rms(from) * weight); the pair (i, i + H / 2) is a point that is rotated.
+// 1 / rms(x), of n elements.
 template <typename T>
-void rotate_head(const T* from, const T* weight, const Rotation& rotation, int64_t row, int64_t head, T* to) {
+float root_of(const T* x, int64_t n, float eps) {
+  Floats squares = 0.0f;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const Floats v = load(x + i, n - i);
+    squares = fma(v, v, squares);
+  }
+  return 1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + eps);
+}
+
+// to = rotate(from / rms(from) * weight); the pair (i, i + H / 2) is a point that is rotated. `root` is 1 / rms of the
+// whole row that the head is a part of; 0: there is no such norm.
+template <typename T>
+void rotate_head(const T* from, const T* weight, float root, const Rotation& rotation, int64_t row, int64_t head,
+                 T* to) {
   if (weight == nullptr && rotation.cos == nullptr) {
     std::copy(from, from + head, to);
     return;
@@ -33,7 +46,8 @@ void rotate_head(const T* from, const T* weight, const Rotation& rotation, int64
     store(x + i, v);
   }
   if (weight != nullptr) {
-    const Floats scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(head) + rotation.eps);
+    const Floats scale =
+        root > 0.0f ? root : 1.0f / std::sqrt(sum(squares) / static_cast<float>(head) + rotation.eps);
     for (int64_t i = 0; i < head; i += kLanes) {
       store(x + i, load(x + i) * scale * load(weight + i, head - i));
     }
@@ -64,15 +78,17 @@ void rope_and_store(Type type, const Heads& heads, const Paths& paths, const voi
       for (int64_t r = begin, request = 0; r < end; ++r) {
         while (paths.requests[request].end <= r) ++request;
         const T* x = static_cast<const T*>(qkv) + r * width * head;
-        for (int64_t n = 0; n < heads.heads; ++n, x += head) {
-          rotate_head(x, static_cast<const T*>(heads.q_norm), rotation, r, head,
-                    static_cast<T*>(q) + (r * heads.heads + n) * head);
-        }
+        const auto rotate = [&](int64_t count, const void* norm, T* to) {
+          const float root = heads.whole_norms != 0 ? root_of(x, count * head, heads.eps) : 0.0f;
+          const auto* weight = static_cast<const T*>(norm);
+          for (int64_t n = 0; n < count; ++n, x += head) {
+            rotate_head(x, weight, root, rotation, r, head, to + n * head);
+            if (heads.whole_norms != 0) weight += head;
+          }
+        };
+        rotate(heads.heads, heads.q_norm, static_cast<T*>(q) + r * heads.heads * head);
         const int64_t at = paths.own_slot(paths.requests[request], r) * heads.kv_heads * head;
-        for (int64_t n = 0; n < heads.kv_heads; ++n, x += head) {
-          rotate_head(x, static_cast<const T*>(heads.k_norm), rotation, r, head,
-                      static_cast<T*>(k_cache) + at + n * head);
-        }
+        rotate(heads.kv_heads, heads.k_norm, static_cast<T*>(k_cache) + at);
         std::copy(x, x + heads.kv_heads * head, static_cast<T*>(v_cache) + at);
       }
     });
@@ -91,7 +107,7 @@ void store_keys_and_values(Type type, const Heads& heads, const void* made, int6
         const T* const x = static_cast<const T*>(made) + (r * layers + layer) * 2 * width;
         const int64_t at = slots[r] * width;
         for (int64_t n = 0; n < heads.kv_heads; ++n) {
-          rotate_head(x + n * head, static_cast<const T*>(heads.k_norm), rotation, r, head,
+          rotate_head(x + n * head, static_cast<const T*>(heads.k_norm), 0.0f, rotation, r, head,
                       static_cast<T*>(k_cache) + at + n * head);
         }
         std::copy(x + width, x + 2 * width, static_cast<T*>(v_cache) + at);

@@ -10,6 +10,7 @@ from specinfer.errors import ModelError
 from specinfer.models.config import Family, ModelConfig, Norm, NormPlace
 from specinfer.models.fields import Fields, count, integer
 from specinfer.models.hf_config import ConfigKeys, HfFamily, decoder_from_hf
+from specinfer.models.sources import Names
 
 _DEFAULTS: Final[Fields] = {
     "layer_norm_eps": 1e-5,  # torch.nn.LayerNorm's default; OPT's config has no field for it
@@ -45,4 +46,21 @@ def _opt(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     )
 
 
-HF: Final = (HfFamily(("opt",), _opt, embeddings="model.decoder.embed_tokens.weight"),)
+_NAMES: Final = Names(
+    layers="model.decoder.layers.",
+    outside={
+        "model.decoder.embed_tokens": "model.embed_tokens",
+        "model.decoder.embed_positions": "model.embed_positions",
+        "model.decoder.project_in": "model.project_in",
+        "model.decoder.project_out": "model.project_out",
+        "model.decoder.final_layer_norm": "model.norm",
+    },
+    inside={
+        "self_attn_layer_norm": "input_layernorm",
+        "self_attn.out_proj": "self_attn.o_proj",
+        "final_layer_norm": "post_attention_layernorm",
+        "fc1": "mlp.up_proj",
+        "fc2": "mlp.down_proj",
+    },
+)
+HF: Final = (HfFamily(("opt",), _opt, _NAMES, "model.decoder.embed_tokens.weight"),)

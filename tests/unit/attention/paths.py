@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.attention.backend import AttentionBackend, AttentionSpec, Paths, Rotation
+from specinfer.attention.backend import AlibiSpec, AttentionBackend, AttentionSpec, Paths, Rotation
 from specinfer.runtime.batch import Rows, build_batch
 
 BLOCK = 16
@@ -61,10 +61,18 @@ class Layer:
     window: int | None = None
     norms: bool = False
     rope: bool = False
+    whole_norms: bool = False
+    softcap: float | None = None
+    alibi: bool = False
+    rounded: bool = False  # its biases, as Falcon has them
+    sinks: bool = False
 
     @property
     def heads(self) -> AttentionSpec:
-        norm = random(2, self.head_dim, seed=3).to(self.dtype)
+        norm = random(2, self.num_heads * self.head_dim, seed=3).to(self.dtype)
+        of_q, of_k = (self.num_heads, self.num_kv_heads) if self.whole_norms else (1, 1)
+        slopes_N = torch.linspace(0.5, 0.01, self.num_heads)
+        slopes_N = slopes_N.bfloat16().float() if self.rounded else slopes_N
         return AttentionSpec(
             layer=0,
             num_heads=self.num_heads,
@@ -72,9 +80,13 @@ class Layer:
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
             window=self.window,
-            q_norm_H=norm[0] if self.norms else None,
-            k_norm_H=norm[1] if self.norms else None,
+            q_norm=norm[0, : of_q * self.head_dim].contiguous() if self.norms else None,
+            k_norm=norm[1, : of_k * self.head_dim].contiguous() if self.norms else None,
             norm_eps=1e-5,
+            whole_norms=self.whole_norms,
+            softcap=self.softcap,
+            alibi=AlibiSpec(slopes_N, self.rounded) if self.alibi else None,
+            sinks_N=random(self.num_heads, seed=6).to(self.dtype) if self.sinks else None,
         )
 
     def caches(self) -> tuple[Tensor, Tensor]:
@@ -104,8 +116,8 @@ class Layer:
         qkv, rotation = self.inputs(paths)
         n, kv = self.num_heads, self.num_kv_heads
         heads = qkv.double().view(len(qkv), n + 2 * kv, self.head_dim).clone()
-        heads[:, :n] = self._rotated(heads[:, :n], self.heads.q_norm_H, rotation)
-        heads[:, n : n + kv] = self._rotated(heads[:, n : n + kv], self.heads.k_norm_H, rotation)
+        heads[:, :n] = self._rotated(heads[:, :n], self.heads.q_norm, rotation)
+        heads[:, n : n + kv] = self._rotated(heads[:, n : n + kv], self.heads.k_norm, rotation)
         slots = written(paths)
         k[slots], v[slots] = heads[:, n : n + kv], heads[:, n + kv :]
         out = torch.zeros(len(qkv), n, self.head_dim, dtype=torch.float64)
@@ -113,17 +125,40 @@ class Layer:
             slots = paths.slots(request)
             for t in range(first, end):
                 tail = paths.tails[paths.tail_ends[t] : paths.tail_ends[t + 1]].tolist()
-                path = [*range(paths.shared_T[t]), *tail][-(self.window or 10**9) :]
+                whole = [*range(paths.shared_T[t]), *tail]
+                path = whole[-(self.window or 10**9) :]
                 keys = torch.from_numpy(slots[path]).long()
                 keys_NLH = k[keys].repeat_interleave(n // kv, 1).transpose(0, 1)
                 values_NLH = v[keys].repeat_interleave(n // kv, 1).transpose(0, 1)
-                weights_NL1 = (keys_NLH @ heads[t, :n].unsqueeze(2) * self.heads.scale).softmax(1)
-                out[t] = (weights_NL1 * values_NLH).sum(1)
+                scores_NL = (keys_NLH @ heads[t, :n].unsqueeze(2)).squeeze(2) * self.heads.scale
+                weights_NL = self._weights(scores_NL, len(whole))
+                out[t] = (weights_NL.unsqueeze(2) * values_NLH).sum(1)
         return out, k, v
 
-    def _rotated(self, x_TNH: Tensor, norm_H: Tensor | None, rotation: Rotation | None) -> Tensor:
-        if norm_H is not None:
-            x_TNH = x_TNH / (x_TNH.square().mean(2, keepdim=True) + 1e-5).sqrt() * norm_H.double()
+    def _weights(self, scores_NL: Tensor, length: int) -> Tensor:
+        """Of the last keys of a path of that length."""
+        cap, alibi, sinks_N = self.softcap, self.heads.alibi, self.heads.sinks_N
+        if cap is not None:
+            scores_NL = (scores_NL / cap).tanh() * cap
+        if alibi is not None:
+            places = torch.arange(length - scores_NL.shape[1], length)
+            for head, slope in enumerate(alibi.slopes_N.tolist()):
+                if self.rounded:
+                    biases = (slope * places.bfloat16()).double() * self.heads.scale
+                else:
+                    biases = slope * (places - (length - 1)).double()
+                scores_NL[head] += biases
+        powers_NL = scores_NL.exp()
+        total_N = powers_NL.sum(1)
+        if sinks_N is not None:
+            total_N = total_N + sinks_N.double().exp()
+        return powers_NL / total_N.unsqueeze(1)
+
+    def _rotated(self, x_TNH: Tensor, norm: Tensor | None, rotation: Rotation | None) -> Tensor:
+        if norm is not None:
+            axes = (1, 2) if self.whole_norms else (2,)
+            roots = (x_TNH.square().mean(axes, keepdim=True) + 1e-5).sqrt()
+            x_TNH = x_TNH / roots * norm.double().view(-1, self.head_dim)
         if rotation is not None:
             turns = torch.complex(rotation.cos.double(), rotation.sin.double())
             points = torch.complex(*x_TNH.split(self.head_dim // 2, 2)) * turns.unsqueeze(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,16 +19,24 @@ from tests.unit.attention.paths import Layer, paths_of, scattered, with_blocks_o
 PARENTS = [-1, 0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8]
 MIDDLE = [0, 1, 2, 4, 7, 10]
 TABLE = scattered(0, 20)
+USUAL: dict[str, Any] = {}
+OTHERWISE: dict[str, Any] = {"softcap": 3.0, "alibi": True, "sinks": True, "whole_norms": True}
 STARTS = [0, 1, 13, 57, 60, 63, 64, 121, 127, 190, 250]
 
 
 @pytest.fixture(
-    params=[("native", torch.bfloat16), ("native", torch.float32), ("torch", torch.bfloat16)],
-    ids=["native-bfloat16", "native-float32", "torch-bfloat16"],
+    params=[
+        ("native", torch.bfloat16, USUAL),
+        ("native", torch.float32, USUAL),
+        ("torch", torch.bfloat16, USUAL),
+        ("native", torch.bfloat16, OTHERWISE),
+        ("torch", torch.float32, OTHERWISE),
+    ],
+    ids=["native-bfloat16", "native-float32", "torch-bfloat16", "native-otherwise", "torch-otherwise"],
 )
 def both(request: pytest.FixtureRequest) -> tuple[AttentionBackend, Layer]:
-    name, dtype = request.param
-    return kernels(name).attention, Layer(6, 2, 64, dtype, norms=True, rope=True)
+    name, dtype, extras = request.param
+    return kernels(name).attention, Layer(6, 2, 64, dtype, rope=True, norms=True, **extras)
 
 
 @pytest.fixture

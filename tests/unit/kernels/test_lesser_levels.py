@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
 
 from specinfer.kernels.choice import Kernels, native_kernels
+from specinfer.kernels.library import ACTIVATIONS
 from specinfer.kernels.machine import VARIABLE, levels_here
 from specinfer.kernels.native import load_library
 from specinfer.kernels.sampling import NativeScan
@@ -100,15 +101,18 @@ def quantized_products(native: Kernels, folder: Path) -> None:
 def ops(native: Kernels, folder: Path) -> None:
     for dtype, size in product(DTYPES, test_ops.SIZES):
         for rows in (1, 5, 130):
-            test_ops.test_rms_norm(native.ops, dtype, rows, size)
-            test_ops.test_rms_norm_behind_a_sum(native.ops, dtype, rows, size)
-            for act in ("silu_mul", "gelu_tanh_mul"):
-                test_ops.test_gated_activations(native.ops, dtype, act, rows, size)
+            for kind in test_ops.NORMS:
+                test_ops.test_norms(native.ops, dtype, kind, rows, size)
+                test_ops.test_norms_behind_a_sum(native.ops, dtype, kind, rows, size)
+            for act in ACTIVATIONS:
+                test_ops.test_activations(native.ops, dtype, act, rows, size)
         for scale in (1.0, 25.25):
             test_ops.test_embeddings(native.ops, dtype, size, scale)
     for dtype in DTYPES:
-        for act in ("silu_mul", "gelu_tanh_mul"):
+        for act in ACTIVATIONS:
             test_ops.test_far_gates_are_zero_or_themselves(native.ops, dtype, act)
+        test_ops.test_gelu_is_right_to_its_tails(native.ops, dtype)
+        test_ops.test_a_layer_norm_is_right_far_from_zero(native.ops, dtype)
         test_ops.test_what_is_not_a_number_stays_so(native.ops, dtype)
         test_ops.test_a_row_does_not_depend_on_the_rows_beside_it(native.ops, dtype)
         test_ops.test_chosen_rows_are_normed_alone_and_nothing_is_added_in_place(native.ops, dtype)
@@ -147,11 +151,17 @@ def attention(native: Kernels, folder: Path) -> None:
         test_backends.test_heads(backend, 14, 2, 20, {"norms": True}, dtype, tolerance)
     for rows, window in product(test_backends.BATCHES.values(), (None, 3, 100)):
         test_backends.test_batches(backend, rows, window)
+    for extras, window in product(test_backends.OTHERWISE, (None, 3, 100)):
+        test_backends.test_caps_biases_and_sinks(backend, extras, window)
+    for extras in test_backends.OTHERWISE:
+        test_backends.test_caps_biases_and_sinks_in_bfloat16(backend, extras)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        test_backends.test_norms_of_whole_rows(backend, 14, 2, 20, dtype, tolerance)
     test_backends.test_nan_propagates(backend)
-    for dtype in DTYPES:
+    for dtype, extras in product(DTYPES, (test_independence.USUAL, test_independence.OTHERWISE)):
 
-        def layer(dtype: torch.dtype = dtype) -> Layer:
-            return Layer(6, 2, 64, dtype, norms=True, rope=True)
+        def layer(dtype: torch.dtype = dtype, extras: dict[str, Any] = extras) -> Layer:
+            return Layer(6, 2, 64, dtype, norms=True, rope=True, **extras)
 
         for step, window in ((7, None), (17, 50)):
             test_independence.test_a_prompt_in_one_chunk_and_in_several(backend, layer(), step, window)

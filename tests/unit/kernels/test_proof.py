@@ -365,8 +365,12 @@ def test_what_is_not_a_product_is_tried_as_well(real: Library) -> None:
     other.mass = lambda *args: 0.0
     other.grow_trees = lambda *args: 1  # and nothing has grown
     found = list(other_faults(other))
-    assert found[:2] == ["attention of float32 is off by nan", "attention of bfloat16 is off by nan"]
-    assert found[2].endswith(", not []")
+    assert found[:4] == [
+        f"attention{what} of {dtype} is off by nan"
+        for dtype in ("float32", "bfloat16")
+        for what in ("", " with a cap, biases and sinks")
+    ]
+    assert found[4].endswith(", not []")
     assert any(fault.startswith("the mass of a row is not 0") for fault in found)
     assert found[-1].startswith("a chain of guesses is [], not [")
 

@@ -18,7 +18,6 @@ from specinfer.kernels.product import FLOATS, NativeProduct, Product
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.opt import OPTDecoder
 from specinfer.models.weight_memory import EmbeddingTable, Weights
 from specinfer.models.weight_reader import TensorFile, WeightReader
 from specinfer.models.weights import OpenModel, load_model, open_model
@@ -124,8 +123,7 @@ def test_a_model_may_be_built_before_its_weights_arrive(family: str, name: str, 
     want = logits_of(load_model(file, dtype=torch.float32, device=CPU, kernels=kernels(name)))
     with reader(file) as reading:
         weights = LateWeights(reading, kernels(name))
-        made = OPTDecoder if file.config.learned_positions else Decoder
-        model = made(file.config, weights)
+        model = Decoder(file.config, weights)
         assert logits_of(model).isnan().any()
         weights.arrive()
     assert torch.equal(logits_of(model), want)

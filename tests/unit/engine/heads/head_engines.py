@@ -67,7 +67,7 @@ def hidden_states(tiny: Tiny, text: list[int]) -> torch.Tensor:
 
 def normed(tiny: Tiny, x: torch.Tensor) -> torch.Tensor:
     """The last norm of what the last layer puts out."""
-    weight_D = tiny.target._final_norm.weight_D  # type: ignore[attr-defined]
+    weight_D = tiny.target._final_norm.parts.weight_D  # type: ignore[attr-defined]
     return x / (x.square().mean(-1, keepdim=True) + tiny.target.config.norm_eps).sqrt() * weight_D
 
 

@@ -1,0 +1,140 @@
+"""Every switch of a decoder: native and in PyTorch, in one call and op by op, beside any rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specinfer.attention.native import NativeAttend
+from specinfer.models.config import Activation, Alibi, NormPlace
+from specinfer.models.layers import attention_spec
+from specinfer.models.weight_memory import Weights
+from specinfer.models.weight_reader import WeightReader
+from specinfer.parallel.share import Layout, Share
+from specinfer.progress import NoProgress
+from specinfer.runtime.batch import chain_rows
+from specinfer.runtime.executor import ModelRunner
+from tests.kernels import NAMES, kernels
+from tests.switched import PLAIN, SWITCHED, RandomFile, build
+from tests.unit.kernels.test_decoder import TREE, cache_of, read
+from tests.unit.kernels.test_layers import FORMATS, Format, op_by_op, run, same
+from tests.unit.runtime.test_row_independence import branching_differs, differing_lengths
+
+EVERY = pytest.mark.parametrize("name", SWITCHED)
+
+
+@EVERY
+@pytest.mark.parametrize("weights", FORMATS, ids=lambda weights: "-".join(map(str, weights)))
+def test_one_call_has_the_bits_of_op_by_op(
+    name: str, weights: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantization, dtype = weights
+    chosen = kernels("native")
+    by_op = run(build(SWITCHED[name], op_by_op(chosen), dtype, quantization))
+    monkeypatch.setattr(NativeAttend, "__call__", None)
+    at_once = run(build(SWITCHED[name], chosen, dtype, quantization))
+    assert same(at_once, by_op)
+    assert at_once[0].isfinite().all()
+
+
+@EVERY
+def test_native_and_pytorch_are_the_same_model(name: str) -> None:
+    native, torchs = (run(build(SWITCHED[name], kernels(which))) for which in ("native", "torch"))
+    for ours, theirs in zip(native, torchs, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@EVERY
+@pytest.mark.parametrize("which", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_row_is_the_same_in_any_company(name: str, which: str, dtype: torch.dtype) -> None:
+    without_rope = frozenset({0}) & SWITCHED[name].layers_without_rope
+    one_layer = replace(SWITCHED[name], num_layers=1, layer_windows=(100,), layers_without_rope=without_rope)
+    model = build(one_layer, kernels(which), dtype)
+    runner = ModelRunner(model, num_blocks=4, block_size=1024)
+    assert differing_lengths(runner, (12, 63, 250)) == []
+    assert branching_differs(runner, (12, 63, 250)) == []
+
+
+@EVERY
+def test_taps_are_those_of_the_steps(name: str) -> None:
+    model = build(SWITCHED[name], kernels("native"))
+    at_once, by_steps = cache_of(model), cache_of(model)
+    for rows in ([chain_rows(range(20, 23), 0, [4, 0], logits=False)], [TREE]):
+        found, wanted = (
+            read(model, cache, rows, [0, 1, 3], steps=steps)
+            for cache, steps in ((at_once, False), (by_steps, True))
+        )
+        assert found.tapped_TND is not None
+        assert wanted.tapped_TND is not None
+        assert torch.equal(found.tapped_TND, wanted.tapped_TND)
+        assert torch.equal(found.hidden_RD, wanted.hidden_RD)
+
+
+# Another value of each switch, where the model has the same tensors.
+OTHERWISE: dict[str, tuple[str, dict[str, object]]] = {
+    "softcap": ("gemma2", {"attention_softcap": 20.0}),
+    "no softcap": ("gemma2", {"attention_softcap": None}),
+    "clip": ("mpt", {"qkv_clip": 0.6}),
+    "slopes": ("mpt", {"alibi": Alibi.of(4, steepest=4.0)}),
+    "rounded slopes": ("mpt", {"alibi": Alibi.of(4, rounded=True)}),
+    "no positions": ("mpt", {"alibi": None}),
+    "residual scale": ("granite", {"residual_scale": 0.23}),
+    "logit scale": ("granite", {"logit_scale": 0.126}),
+    "rope everywhere": ("smollm3", {"layers_without_rope": frozenset()}),
+    "no rope": ("smollm3", {"layers_without_rope": frozenset({0})}),
+    "gelu": ("falcon", {"activation": Activation.GELU_TANH}),
+    "offset": ("starcoder", {"position_offset": 1, "max_context": 1023}),
+    "parallel": ("gpt-neox", {"parallel_block": False}),
+    "after sum": ("falcon-rw", {"norm_place": NormPlace.AFTER_SUM}),
+}
+
+
+@pytest.mark.parametrize("which", NAMES)
+@pytest.mark.parametrize(("name", "changes"), OTHERWISE.values(), ids=OTHERWISE)
+def test_every_switch_counts(name: str, changes: dict[str, object], which: str) -> None:
+    config = SWITCHED[name]
+    other = replace(config, **changes)  # type: ignore[arg-type]
+    assert RandomFile(config).shapes == RandomFile(other).shapes
+    ones, others = (run(build(one, kernels(which)))[0] for one in (config, other))
+    assert (ones - others).abs().max() > 1e-4
+
+
+def test_learned_positions_end() -> None:
+    model = build(SWITCHED["starcoder"], kernels("native"))
+    runner = ModelRunner(model, num_blocks=2, block_size=1024)
+    runner.forward([chain_rows([1], 1023, [0], logits=True)])
+    with pytest.raises(IndexError, match=r"positions must be 0 \.\. 1023, got 1024"):
+        runner.forward([chain_rows([1], 1024, [0, 1], logits=True)])
+
+
+def test_ranks_have_the_slopes_and_sinks_of_their_heads() -> None:
+    config = replace(PLAIN, rope=None, alibi=Alibi.of(4), attention_sinks=True, vocab_size=96)
+    with WeightReader(RandomFile(config), torch.float32, NoProgress()) as reader:
+        weights = Weights(reader, torch.device("cpu"), kernels("torch"))
+        whole, *parts = (
+            attention_spec(0, one, weights, "model.layers.0.self_attn")
+            for one in (config, *(Share(rank, 2).of(config) for rank in range(2)))
+        )
+    sinks, slopes = [], []
+    for part in parts:
+        assert part.num_heads == 2
+        assert part.sinks_N is not None
+        assert part.alibi is not None
+        sinks.append(part.sinks_N)
+        slopes.append(part.alibi.slopes_N)
+    assert whole.sinks_N is not None
+    assert whole.alibi is not None
+    assert torch.equal(torch.cat(sinks), whole.sinks_N)
+    assert torch.equal(torch.cat(slopes), whole.alibi.slopes_N)
+
+
+@pytest.mark.parametrize("which", NAMES)
+def test_pipeline_stages_have_their_layers_without_rope(which: str) -> None:
+    config = SWITCHED["smollm3"]
+    found = [Layout(1, (0, 1, 3)).part(rank, config) for rank in range(2)]
+    assert [part.layers_without_rope for part in found] == [frozenset({0}), frozenset({0})]
+    stages = [build(part, kernels(which)) for part in found]
+    assert [[layer.rope for layer in stage._layers] for stage in stages] == [["none"], ["none", "global"]]
