@@ -27,6 +27,7 @@ from specinfer.kernels.library import ACTIVATIONS
 from specinfer.kernels.machine import VARIABLE, levels_here
 from specinfer.kernels.native import load_library
 from specinfer.kernels.sampling import NativeScan
+from tests.switched import SWITCHED
 from tests.unit.attention import test_backends, test_independence
 from tests.unit.attention.paths import Layer
 from tests.unit.kernels import (
@@ -41,6 +42,7 @@ from tests.unit.kernels import (
     test_scans,
 )
 from tests.unit.kernels.logit_rows import SIZES
+from tests.unit.models import test_switches
 from tests.unit.runtime import test_row_independence
 
 NAN: Final = float("nan")
@@ -187,6 +189,13 @@ def layers(native: Kernels, folder: Path) -> None:
         own.mkdir()
         with pytest.MonkeyPatch.context() as patch:
             test_layers.test_the_bits_are_those_of_op_by_op(family, weights, own, patch)
+    for name in SWITCHED:
+        test_switches.test_native_and_pytorch_are_the_same_model(name)
+        for weights in test_layers.FORMATS:
+            with pytest.MonkeyPatch.context() as patch:
+                test_switches.test_one_call_has_the_bits_of_op_by_op(name, weights, patch)
+        for dtype in DTYPES:
+            test_switches.test_a_row_is_the_same_in_any_company(name, "native", dtype)
 
 
 Part = Callable[[Kernels, Path], None]
