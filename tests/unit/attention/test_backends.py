@@ -12,10 +12,10 @@ import torch
 
 from specinfer.attention.backend import AttentionBackend, Paths
 from specinfer.attention.native import unsupported
-from specinfer.attention.sdpa import SdpaAttention
+from specinfer.attention.sdpa import SdpaAttention, weighed
 from specinfer.runtime.batch import Rows
 from tests.kernels import NAMES, kernels
-from tests.unit.attention.paths import BLOCK, BLOCKS, Layer, paths_of, scattered
+from tests.unit.attention.paths import BLOCK, BLOCKS, Layer, paths_of, random, scattered
 
 #      0          with 70 tokens of text before it, 0 among the last of them or all of them at once
 #     / \
@@ -103,6 +103,25 @@ def test_norms_of_whole_rows(
 ) -> None:
     layer = Layer(heads, kv_heads, head_dim, dtype, norms=True, whole_norms=True, rope=True)
     check(backend, layer, BATCHES["requests of all kinds"], tolerance)
+
+
+@pytest.mark.parametrize("extras", OTHERWISE, ids=str)
+def test_rows_together_under_a_mask_find_what_each_finds_alone(extras: dict[str, Any]) -> None:
+    """As other devices than a CPU compute it."""
+    heads = Layer(6, 2, 16, **extras).heads
+    q_TNH, k_SKH, v_SKH = random(5, 6, 16, seed=1), random(9, 2, 16, seed=2), random(9, 2, 16, seed=3)
+    sees_TS = torch.ones(5, 9, dtype=torch.bool).tril(4)
+    sees_TS[1, 2], sees_TS[3, 5] = False, False  # of another branch
+    window_TS = sees_TS & (sees_TS.cumsum(1) > 1)
+    places_TS, lengths_T1 = sees_TS.cumsum(1) - 1, sees_TS.sum(1, keepdim=True)
+    together = weighed(heads, q_TNH, k_SKH, v_SKH, places_TS, lengths_T1, window_TS)
+    for t in range(5):
+        seen = window_TS[t]
+        alone = weighed(
+            *(heads, q_TNH[t : t + 1], k_SKH[seen], v_SKH[seen]),
+            *(places_TS[t : t + 1, seen], lengths_T1[t : t + 1]),
+        )
+        torch.testing.assert_close(together[t], alone[0], atol=1e-6, rtol=1e-5)
 
 
 def test_parts_of_other_sizes_are_refused() -> None:
