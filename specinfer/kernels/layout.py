@@ -17,6 +17,7 @@ from torch import Tensor
 from specinfer.kernels.library import BLOCK, Library, num_blocks, padded_inner
 
 GROUP: Final = 32  # inner elements that are rotated together, or share a scale; inner sizes are padded to it
+INT4_BYTES: Final = GROUP + 3  # of a group in a row: its levels, a float16 scale, a zero in sixteenths
 _ZERO: Final = 128  # of int8 values, which lie as value + 128
 _ROW_AXES: Final = {2: 1, 3: 2, 4: 2, 5: 3}  # where a tensor of so many dimensions has the rows of a block
 _ZEROS: Final = -0x7F7F7F80  # four of them in a word
@@ -131,6 +132,33 @@ def pack_levels(levels: Tensor) -> Tensor:
     eights = levels.view(-1, BLOCK, levels.shape[1] // GROUP, 4, 2, 4)
     low, high = eights.unbind(4)
     return (low | high << 4).permute(0, 2, 3, 1, 4).contiguous()
+
+
+def int4_rows(levels: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """Rows whose groups are scales * (levels - zeros), as uint8 [rows, groups, INT4_BYTES].
+
+    Levels 0 .. 15 are uint8 [rows, inner], of whole groups, zeros 0 .. 15, uint8 [rows, groups], and scales
+    [rows, groups] such as float16 holds. A group with a negative scale has the levels 15 - level.
+    """
+    rows, groups = scales.shape
+    turned = (scales < 0)[..., None]
+    levels = levels.view(rows, groups, GROUP)
+    found = torch.empty(rows, groups, INT4_BYTES, dtype=torch.uint8)
+    found[..., :GROUP] = torch.where(turned, 15 - levels, levels)
+    found[..., GROUP : GROUP + 2] = scales.abs().half()[..., None].contiguous().view(torch.uint8)
+    zeros = zeros[..., None]
+    found[..., GROUP + 2 :] = torch.where(turned, 15 - zeros, zeros) * 16
+    return found
+
+
+def lay_out_int4(rows: Tensor) -> Int4Weight:
+    """Rows as `int4_rows` has them, filled up with zeros to whole blocks."""
+    rows = F.pad(rows, (0, 0, 0, 0, 0, -len(rows) % BLOCK))
+    by_blocks = rows.view(-1, BLOCK, *rows.shape[1:]).transpose(1, 2)
+    scales = by_blocks[..., GROUP : GROUP + 2].contiguous().view(torch.float16).squeeze(3)
+    return Int4Weight(
+        pack_levels(rows[..., :GROUP].reshape(len(rows), -1)), scales, by_blocks[..., GROUP + 2].contiguous()
+    )
 
 
 def unpack_levels(levels: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +26,9 @@ from specinfer.hub.model_files import ModelFiles, read_json
 from specinfer.models.config import ModelConfig
 from specinfer.models.families.registry import config_from_hf, hf_family
 from specinfer.models.hf_config import HfFamily, config_to_hf
+from specinfer.models.quantized.checkpoint import STORED, dequantized, quantization_of
+from specinfer.models.quantized.integers import IntegerMatrix
+from specinfer.models.quantized.pieces import StoredTensor
 from specinfer.models.sources import Sources, read_rows
 from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 
@@ -110,9 +114,15 @@ class SafetensorsFolder:
             )
         generation = path / "generation_config.json"
         described = read_json(path / "config.json")
+        quantized = quantization_of(described)
         config = config_from_hf(described, read_json(generation) if generation.is_file() else None)
         family = hf_family(described)
-        self._entries = _bare_names(read_entries(weights), family, config)
+        tensors: Mapping[str, StoredTensor]
+        if quantized is None:
+            tensors = read_entries(weights)
+        else:
+            tensors = dequantized(path, quantized, read_entries(weights, FLOATS | STORED))
+        self._entries = _bare_names(tensors, family, config)
         shapes = {name: entry.shape for name, entry in self._entries.items()}
         self._sources = Sources(path, family.names, shapes, config)
         # As in transformers: embeddings and output layer are one where the config says so, unless the files
@@ -125,14 +135,24 @@ class SafetensorsFolder:
         """The shape of every tensor, by the decoder's name."""
         return self._sources.shapes
 
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor in the file."""
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The dtype of a tensor in the file; None where it is quantized."""
         return self._entries[self._sources[name].name].dtype
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start..stop of a tensor, on the CPU, in the file's dtype, in the decoder's order."""
+        """Rows start..stop of a tensor, on the CPU, in the decoder's order.
+
+        They are in the file's dtype, or float32 where the tensor is quantized.
+        """
         source = self._sources[name]
         return read_rows(self._entries[source.name].read_rows, source.rows, start, stop)
+
+    def int4_reader(self, name: str) -> Callable[[int, int], Tensor] | None:
+        """As PackedFile says."""
+        source = self._sources[name]
+        matrix = self._entries[source.name]
+        read = matrix.int4_reader() if isinstance(matrix, IntegerMatrix) else None
+        return None if read is None else partial(read_rows, read, source.rows)
 
 
 def head_kind(names: Collection[str]) -> str | None:
@@ -208,7 +228,7 @@ def _entry(
         by = quantized_tensor(name)
         raise ModelFileError(
             f"{path}: tensor {name!r} is of type {kind[:20]}{f', as written by {by}' if by else ''}; "
-            f"supported: {', '.join(dtypes)}. Quantized models are read from GGUF files."
+            f"supported: {', '.join(dtypes)}. How a model is quantized its config.json must say."
         )
     dtype, shape = dtypes[kind], tuple(extents)
     if end - begin != math.prod(shape) * dtype.itemsize:
@@ -224,8 +244,8 @@ def _entry(
 
 
 def _bare_names(
-    entries: Mapping[str, TensorEntry], family: HfFamily, config: ModelConfig
-) -> dict[str, TensorEntry]:
+    entries: Mapping[str, StoredTensor], family: HfFamily, config: ModelConfig
+) -> dict[str, StoredTensor]:
     """The tensors by the names that the family's models alone have, but for those nothing computes with.
 
     The text decoder may be a file's only one, saved without its head, or inside a model that also sees.
@@ -245,7 +265,7 @@ def _bare_names(
         raise ModelFileError(
             f"{path} has no tensor {family.embeddings}; it is no {config.family} language model"
         )
-    found: dict[str, TensorEntry] = {}
+    found: dict[str, StoredTensor] = {}
     for name, entry in entries.items():
         if UNUSED.search(name) or name.startswith(family.others):
             continue

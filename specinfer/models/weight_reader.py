@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from specinfer.kernels.layout import (
     empty_floats,
     empty_int8,
     lay_out_floats,
+    lay_out_int4,
 )
 from specinfer.kernels.library import BLOCK
 from specinfer.kernels.quantized import quantize_int4, quantize_int8
@@ -42,6 +44,7 @@ from specinfer.speculation_config import Quantization
 _CHUNK_ELEMENTS: Final = 1 << 17
 READERS: Final = 2  # threads that read a tensor, or layers that were kept
 _SERIAL: Final = 1 << 14
+_Reader = Callable[[int, int], Tensor]  # of rows from one to another
 
 
 class TensorFile(Protocol):
@@ -56,6 +59,15 @@ class TensorFile(Protocol):
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop of a tensor, on the CPU, in any floating dtype."""
+        ...
+
+
+@runtime_checkable
+class PackedFile(Protocol):
+    """A TensorFile some of whose matrices may have the numbers of int4 weights."""
+
+    def int4_reader(self, name: str) -> Callable[[int, int], Tensor] | None:
+        """What reads rows of a matrix as `int4_rows` has them, with nothing rounded; None: it is another."""
         ...
 
 
@@ -155,16 +167,28 @@ class WeightReader:
             self._read_floats(names, matrix, fresh)
             lay_out_floats(matrix, into)
             return
-        done = 0
-        for part in self._parts(names):
-            if isinstance(into, Int4Weight):
-                found: Int8Weight | Int4Weight = quantize_int4(part)
-            else:
+        readers = self._packed(names) if isinstance(into, Int4Weight) else None
+        done, inner = 0, self._shapes[names[0]][1]
+        for part in self._parts(names, readers or [partial(self._read_floats_of, name) for name in names]):
+            found: Int8Weight | Int4Weight
+            if not isinstance(into, Int4Weight):
                 found = quantize_int8(part)
+            else:
+                found = quantize_int4(part) if readers is None else lay_out_int4(part)
             for here, tensor in zip(into, found, strict=True):
                 here[done : done + len(tensor)] = tensor
             done += len(found[0])
-            self._count(part.numel(), fresh)
+            self._count(len(part) * inner, fresh)
+
+    def _packed(self, names: Sequence[str]) -> list[_Reader] | None:
+        """What reads each of these matrices as int4 weights; None unless all of them have such numbers."""
+        if not isinstance(self._file, PackedFile):
+            return None
+        readers = [reader for name in names if (reader := self._file.int4_reader(name)) is not None]
+        return readers if len(readers) == len(names) else None
+
+    def _read_floats_of(self, name: str, start: int, stop: int) -> Tensor:
+        return self._file.read_rows(name, start, stop).float()
 
     def _read_floats(self, names: Sequence[str], into: Tensor, fresh: bool) -> None:
         pieces: list[tuple[str, int, int, Tensor]] = []
@@ -186,15 +210,15 @@ class WeightReader:
         for elements in self._threads.map(read, pieces) if len(pieces) > 1 else map(read, pieces):
             self._count(elements, fresh)
 
-    def _parts(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """The stacked matrices in float32, some rows at a time: whole blocks of rows, the last part apart."""
+    def _parts(self, names: Sequence[str], readers: Sequence[_Reader]) -> Iterator[Tensor]:
+        """What `readers` read of stacked matrices, some rows at a time: whole blocks, the last part apart."""
         inner = self._shapes[names[0]][1]
         step = max(1, _CHUNK_ELEMENTS // inner // BLOCK) * BLOCK
-        rest = torch.empty(0, inner)
-        for name in names:
+        rest = torch.empty(0)
+        for name, read in zip(names, readers, strict=True):
             rows = self._shapes[name][0]
             for start in range(0, rows, step):
-                part = self._file.read_rows(name, start, min(start + step, rows)).float()
+                part = read(start, min(start + step, rows))
                 if len(rest):
                     part = torch.cat([rest, part])
                 whole = len(part) // BLOCK * BLOCK

@@ -10,7 +10,7 @@ from specinfer.models.config import ModelConfig
 from specinfer.models.families import gemma, llama, opt
 from specinfer.models.fields import Fields, mapping
 from specinfer.models.gguf_config import GgufFamily, GgufHead
-from specinfer.models.hf_config import HfFamily, check_unquantized
+from specinfer.models.hf_config import HfFamily
 
 HF_FAMILIES: Final[Mapping[str, HfFamily]] = {
     kind: family for family in (*llama.HF, *gemma.HF, *opt.HF) for kind in family.model_types
@@ -50,8 +50,6 @@ def config_from_hf(config: Fields, generation_config: Fields | None = None) -> M
     """
     family = hf_family(config)
     text = mapping(config, "text_config") if config["model_type"] in family.text_in else config
-    check_unquantized(config)
-    check_unquantized(text)
     return family.config(text, (text, config, generation_config or {}))
 
 

@@ -180,7 +180,6 @@ def test_opt_350m():
         ({"hidden_size": 10**400}, "hidden_size is an integer of 1329 bits; expected an integer"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps is an integer of 1329 bits; expected a number"),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf; expected a number"),
-        ({"quantization_config": {"quant_method": "awq"}}, "unquantized safetensors, or a GGUF file"),
         ({"hidden_size": "64"}, "hidden_size is '64'; expected an integer"),
         ({"vocab_size": None}, "vocab_size is None; expected an integer"),
         ({"num_key_value_heads": 3}, "4 query heads and 3 key-value heads"),

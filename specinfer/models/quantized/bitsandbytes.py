@@ -1,0 +1,147 @@
+"""bitsandbytes: int8 with a scale a channel, and 4-bit numbers of a code book with a scale a block.
+
+Source: bitsandbytes' QuantState and its default dequantization.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specinfer.errors import ModelFileError
+from specinfer.models.fields import Fields, count, number
+from specinfer.models.quantized.pieces import FLOATS, Pieces, StoredTensor, whole
+from specinfer.models.quantized.scaled import ScaledMatrix
+
+_STATE: Final = ".quant_state.bitsandbytes__"
+_BYTES: Final = (torch.uint8,)
+_WHOLE_ROWS: Final = 0  # weight_format of int8 whose rows stand one behind the other
+_STEP: Final = 7.874015718698502e-3  # 1 / 127, as bitsandbytes has it
+
+
+def bitsandbytes(said: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
+    """The matrices of such a model by name; they say themselves how they are quantized.
+
+    Raises ModelFileError where tensors do not fit one another.
+    """
+    found = dict[str, StoredTensor]()
+    for stem in pieces.stems(".SCB"):
+        values = pieces.take(f"{stem}.weight", (torch.int8,), (None, None))
+        form = pieces.optional(f"{stem}.weight_format", _BYTES)
+        if form is not None and whole(form).tolist() != [_WHOLE_ROWS]:
+            raise ModelFileError(
+                f"{values.path}: '{stem}.weight_format' is {whole(form).tolist()}; supported: [{_WHOLE_ROWS}]"
+            )
+        scales = pieces.take(f"{stem}.SCB", FLOATS, values.shape[:1])
+        found[f"{stem}.weight"] = ScaledMatrix(values, scales, (1, values.shape[1]), factor=_STEP)
+    for name in [name for name in pieces.rest if _STATE in name]:
+        matrix = name.partition(_STATE)[0]
+        found[matrix] = _four_bits(pieces, matrix, pieces.take(name, _BYTES, (None,)))
+    return found
+
+
+class CodedMatrix:
+    """A matrix of 4-bit numbers of a code book, two a byte, times the scale of their block: a StoredTensor.
+
+    Blocks are of so many elements, one row of the matrix behind the other.
+    """
+
+    dtype: torch.dtype | None = None
+
+    def __init__(
+        self, packed: StoredTensor, shape: tuple[int, int], code: Tensor, scales: BlockScales, size: int
+    ) -> None:
+        self.path: Path = packed.path
+        self.shape: tuple[int, ...] = shape
+        self._packed, self._code, self._scales, self._size = packed, code, scales, size
+
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        """Rows start..stop, float32."""
+        inner = self.shape[1]
+        begin, end = start * inner, stop * inner
+        first = begin // 2
+        octets = self._octets(first, -(-end // 2))
+        codes = torch.stack((octets >> 4, octets & 15), 1).flatten()[begin - 2 * first : end - 2 * first]
+        block = begin // self._size
+        scales = self._scales.read(block, -(-end // self._size)).repeat_interleave(self._size)
+        within = slice(begin - block * self._size, end - block * self._size)
+        return (self._code[codes.int()] * scales[within]).view(stop - start, inner)
+
+    def _octets(self, first: int, behind: int) -> Tensor:
+        """These bytes, which are stored as elements of any type."""
+        assert self._packed.dtype is not None
+        per = self._packed.dtype.itemsize
+        begin = first // per
+        octets = self._packed.read_rows(begin, -(-behind // per)).contiguous().view(torch.uint8).flatten()
+        return octets[first - begin * per : behind - begin * per]
+
+
+class NestedScales(NamedTuple):
+    """What 8-bit scales stand for: code[scale] times the scale of its block, plus an offset."""
+
+    code: Tensor
+    scales: Tensor  # of blocks of so many scales
+    size: int
+    offset: float
+
+
+class BlockScales:
+    """Scales of blocks, in float or in 8 bits."""
+
+    def __init__(self, stored: StoredTensor, nested: NestedScales | None = None) -> None:
+        self._stored, self._nested = stored, nested
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Scales start..stop, float32."""
+        scales, nested = self._stored.read_rows(start, stop), self._nested
+        if nested is None:
+            return scales.float()
+        of_blocks = nested.scales[torch.arange(start, stop) // nested.size]
+        return nested.code[scales.int()] * of_blocks + nested.offset
+
+
+def _four_bits(pieces: Pieces, name: str, state: StoredTensor) -> CodedMatrix:
+    said = _state(state)
+    match said.get("shape"):
+        case [int(channels), int(inner)] if channels > 0 and inner > 0:
+            pass
+        case other:
+            raise ModelFileError(
+                f"{state.path}: the quant_state of {name!r} has shape {other}; expected a matrix's"
+            )
+    size = count(said, "blocksize")
+    elements = channels * inner
+    packed = pieces.take(name, (*_BYTES, *FLOATS), (None, 1))
+    assert packed.dtype is not None
+    if packed.shape[0] * packed.dtype.itemsize != -(-elements // 2):
+        raise ModelFileError(
+            f"{packed.path}: tensor {name!r} has shape {list(packed.shape)}, its quant_state says "
+            f"{channels} x {inner}; get the model again"
+        )
+    code = whole(pieces.take(f"{name}.quant_map", FLOATS, (16,))).float()
+    blocks = -(-elements // size)
+    scales = pieces.take(f"{name}.absmax", (*_BYTES, *FLOATS), (blocks,))
+    nested = None
+    if scales.dtype is torch.uint8:
+        each = count(said, "nested_blocksize")
+        of_scales = pieces.take(f"{name}.nested_absmax", FLOATS, (-(-blocks // each),))
+        book = pieces.take(f"{name}.nested_quant_map", FLOATS, (256,))
+        offset = number(said, "nested_offset")
+        nested = NestedScales(whole(book).float(), whole(of_scales).float(), each, offset)
+    return CodedMatrix(packed, (channels, inner), code, BlockScales(scales, nested), size)
+
+
+def _state(state: StoredTensor) -> Fields:
+    try:
+        said = json.loads(bytes(whole(state).tolist()))
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(
+            f"{state.path}: a quant_state is no JSON ({error}); get the model again"
+        ) from error
+    if not isinstance(said, dict):
+        raise ModelFileError(f"{state.path}: a quant_state is no JSON object; get the model again")
+    return said

@@ -1,0 +1,115 @@
+"""Matrices of floats of 8 bits, or of int8, times scales of blocks: FP8 and LLM.int8.
+
+Source: transformers' finegrained_fp8 and fbgemm_fp8 integrations, bitsandbytes' int8 dequantization.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from specinfer.errors import ModelError
+from specinfer.models.fields import Fields
+from specinfer.models.quantized.pieces import FLOATS, Pieces, StoredTensor, whole
+
+_FLOAT8: Final = (torch.float8_e4m3fn,)
+_SCALES: Final = (*FLOATS, torch.float8_e8m0fnu)
+
+
+class ScaledMatrix:
+    """A matrix whose blocks are (values - zeros) * scales: a StoredTensor."""
+
+    dtype: torch.dtype | None = None
+
+    def __init__(
+        self,
+        values: StoredTensor,
+        scales: StoredTensor,
+        block: tuple[int, int],
+        *,
+        zeros: StoredTensor | None = None,
+        factor: float = 1.0,
+    ) -> None:
+        """`block` is how many rows and columns share a scale; the last ones may be smaller.
+
+        Scales are [blocks of rows, blocks of columns], without dimensions of which there is one.
+        All is multiplied by `factor`.
+        """
+        self.path: Path = values.path
+        self.shape: tuple[int, ...] = values.shape
+        self._values, self._scales, self._zeros = values, scales, zeros
+        self._block, self._factor = block, factor
+
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        """Rows start..stop, float32."""
+        rows = self._values.read_rows(start, stop).float()
+        if self._zeros is not None:
+            rows -= self._spread(self._zeros, start, stop)
+        rows *= self._spread(self._scales, start, stop)
+        return rows if self._factor == 1 else rows.mul_(self._factor)
+
+    def _spread(self, of_blocks: StoredTensor, start: int, stop: int) -> Tensor:
+        """A number of each block for each element of these rows, or a dimension of 1."""
+        high, wide = self._block
+        if high >= self.shape[0]:
+            spread = whole(of_blocks).float().view(1, -1)
+        else:
+            first = start // high
+            blocks = of_blocks.read_rows(first, -(-stop // high)).float()
+            spread = blocks.view(len(blocks), -1)[torch.arange(start, stop) // high - first]
+        return spread if spread.shape[1] == 1 else spread.repeat_interleave(wide, 1)[:, : self.shape[1]]
+
+
+def scaled(
+    name: str,
+    values: StoredTensor,
+    scales: StoredTensor,
+    block: tuple[int, int] | None,
+    zeros: StoredTensor | None = None,
+) -> ScaledMatrix:
+    """A matrix with scales of such blocks, or, as their shape says, of groups, of channels, or of all of it.
+
+    `name` is that of the scales. Raises ModelError where they fit no such thing.
+    """
+    channels, inner = values.shape
+    shape = tuple(size for size in scales.shape if size != 1)
+    if block is not None and scales.shape == (-(-channels // block[0]), -(-inner // block[1])):
+        return ScaledMatrix(values, scales, block)
+    if not shape:
+        return ScaledMatrix(values, scales, (channels, inner), zeros=zeros)
+    if scales.shape in ((channels, 1), (channels,)):
+        return ScaledMatrix(values, scales, (1, inner), zeros=zeros)
+    if len(shape) == 2 and shape[0] == channels and inner % shape[1] == 0:
+        return ScaledMatrix(values, scales, (1, inner // shape[1]), zeros=zeros)
+    said = f", whose blocks are {block[0]} x {block[1]}" if block else ""
+    raise ModelError(
+        f"{scales.path}: tensor {name!r} has shape {list(scales.shape)} for a matrix "
+        f"{channels} x {inner}{said}; config.json and weights belong to different models, get both again"
+    )
+
+
+def fp8(said: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
+    """The matrices of a model in FP8 (E4M3) by name, of which `said` is the quantization_config.
+
+    Its scales are of blocks, channels or whole matrices. Raises ModelError and its kind as the others.
+    """
+    block, found = _block(said, "weight_block_size"), dict[str, StoredTensor]()
+    for name in [name for name, one in pieces.rest.items() if one.dtype in _FLOAT8]:
+        values = pieces.take(name, _FLOAT8, (None, None))
+        beside = next((end for end in ("_scale_inv", "_scale") if name + end in pieces.rest), "_scale_inv")
+        scales = pieces.take(name + beside, _SCALES)
+        found[name] = scaled(name + beside, values, scales, block)
+    return found
+
+
+def _block(said: Fields, key: str) -> tuple[int, int] | None:
+    value = said.get(key)
+    match value:
+        case None:
+            return None
+        case [int(high), int(wide)] if high > 0 and wide > 0:
+            return high, wide
+    raise ModelError(f"{key} is {value!r}; expected two numbers of rows and columns, or null")

@@ -1,0 +1,302 @@
+"""Tiny models quantized as other programs do it, packed element by element, and the floats that is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.tiny_models import write_tiny_llama
+
+Pieces = dict[str, Tensor]  # by the end of their names
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+NF4 = (
+    *(-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0),
+    *(0.0795803, 0.1609302, 0.24611230, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
+)
+_FP4 = (0.0, 0.0052083333, 0.6666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
+FP4 = (*_FP4, *(-value for value in _FP4))
+
+
+@dataclass(frozen=True)
+class Format:
+    """A quantization_config, and what makes a matrix [out, in] into pieces and the floats they stand for."""
+
+    said: dict[str, Any]
+    make: Callable[[Tensor, torch.Generator], tuple[Pieces, Tensor]]
+    int4_is_exact: bool = False
+
+
+def packed(levels: Tensor, bits: int, dim: int) -> Tensor:
+    """Words of neighbours along a dimension, the first in the lowest bits."""
+    per = 32 // bits
+    rows = levels.movedim(dim, 0)
+    rows = torch.cat((rows, rows.new_zeros(-len(rows) % per, *rows.shape[1:])))
+    words = torch.zeros(len(rows) // per, *rows.shape[1:], dtype=torch.int64)
+    for i in range(len(rows)):
+        words[i // per] |= rows[i].long() << (bits * (i % per))
+    return words.to(torch.uint32).view(torch.int32).movedim(0, dim).contiguous()
+
+
+def grids(
+    shape: tuple[int, int], bits: int, groups: int, generator: torch.Generator, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels [out, in], scales and zeros [out, groups]; zeros are any that the levels have."""
+    levels = torch.randint(0, 1 << bits, shape, generator=generator)
+    # Matrices of larger steps make a model whose logits overflow.
+    scales = (0.2 + torch.rand(shape[0], groups, generator=generator)).mul(0.6 / (1 << bits)).to(dtype)
+    return levels, scales, torch.randint(0, 1 << bits, (shape[0], groups), generator=generator)
+
+
+def plain(levels: Tensor, scales: Tensor, zeros: Tensor, group_of: Tensor | None = None) -> Tensor:
+    """Every element by itself."""
+    inner = levels.shape[1]
+    index = torch.arange(inner) // (inner // scales.shape[1]) if group_of is None else group_of
+    return scales.float()[:, index] * (levels - zeros[:, index]).float()
+
+
+def gptq(
+    bits: int = 4,
+    size: int = 32,
+    form: str = "gptq",
+    sym: bool = False,
+    acts: bool = False,
+    index: bool = True,
+) -> Format:
+    def make(weight: Tensor, generator: torch.Generator) -> tuple[Pieces, Tensor]:
+        out, inner = weight.shape
+        groups = 1 if size == -1 else inner // size
+        levels, scales, zeros = grids((out, inner), bits, groups, generator, torch.float16)
+        if sym:
+            zeros = torch.full_like(zeros, 1 << (bits - 1))
+        group_of = torch.arange(inner) // (inner // groups)
+        if acts:
+            group_of = group_of[torch.randperm(inner, generator=generator)]
+        stored = (zeros - 1) % (1 << bits) if form == "gptq" else zeros
+        pieces = {
+            "qweight": packed(levels.T, bits, 0),
+            "qzeros": packed(stored.T, bits, 1),
+            "scales": scales.T.contiguous(),
+        }
+        if index:
+            pieces["g_idx"] = group_of.int()
+        return pieces, plain(levels, scales, zeros, group_of)
+
+    said = {"quant_method": "gptq", "bits": bits, "group_size": size, "sym": sym, "desc_act": acts}
+    return Format(said | {"checkpoint_format": form}, make, bits <= 4 and not acts and size % 32 in (0, 31))
+
+
+def awq(size: int = 32) -> Format:
+    def make(weight: Tensor, generator: torch.Generator) -> tuple[Pieces, Tensor]:
+        out, inner = weight.shape
+        levels, scales, zeros = grids((out, inner), 4, inner // size, generator, torch.float16)
+        # Word w has the columns 8 w + order: as if columns stood in that order.
+        order = [8 * (c // 8) + _AWQ_ORDER[c % 8] for c in range(out)]
+        pieces = {
+            "qweight": packed(levels[order].T, 4, 1),
+            "qzeros": packed(zeros[order].T, 4, 1),
+            "scales": scales.T.contiguous(),
+        }
+        return pieces, plain(levels, scales, zeros)
+
+    said = {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm", "zero_point": True}
+    return Format(said, make, size % 32 == 0)
+
+
+def compressed_said(form: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def pack_quantized(
+    bits: int = 4,
+    size: int | None = 32,
+    symmetric: bool = True,
+    acts: bool = False,
+    plain_zeros: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Format:
+    def make(weight: Tensor, generator: torch.Generator) -> tuple[Pieces, Tensor]:
+        out, inner = weight.shape
+        groups = 1 if size is None else inner // size
+        levels, scales, zeros = grids((out, inner), bits, groups, generator, dtype)
+        pieces = {"weight_packed": packed(levels, bits, 1), "weight_shape": torch.tensor([out, inner])}
+        pieces["weight_scale"] = scales
+        half = 1 << (bits - 1)
+        if symmetric:
+            zeros = torch.full_like(zeros, half)
+        elif plain_zeros:
+            pieces["weight_zero_point"] = (zeros - half).to(torch.int8)
+        else:
+            pieces["weight_zero_point"] = packed(zeros, bits, 0)
+        group_of = torch.arange(inner) // (inner // groups)
+        if acts:
+            group_of = group_of[torch.randperm(inner, generator=generator)]
+            pieces["weight_g_idx"] = group_of.int()
+        return pieces, plain(levels, scales, zeros, group_of)
+
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": size}
+    return Format(compressed_said("pack-quantized", **weights), make, bits == 4 and not acts)
+
+
+def int_quantized(per_tensor: bool = False, symmetric: bool = True) -> Format:
+    def make(weight: Tensor, generator: torch.Generator) -> tuple[Pieces, Tensor]:
+        values = torch.randint(-127, 128, weight.shape, generator=generator)
+        count = 1 if per_tensor else len(weight)
+        scales = (0.002 + 0.002 * torch.rand(count, 1, generator=generator)).bfloat16()
+        pieces = {"weight": values.to(torch.int8), "weight_scale": scales[0] if per_tensor else scales}
+        zeros = torch.zeros(count, 1)
+        if not symmetric:
+            zeros = torch.randint(-9, 9, (count, 1), generator=generator)
+            pieces["weight_zero_point"] = zeros.to(torch.int8)
+        return pieces, (values - zeros) * scales.float()
+
+    weights = {"num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": "channel"}
+    return Format(compressed_said("int-quantized", **weights), make)
+
+
+def float8(
+    weight: Tensor, block: tuple[int, int], generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, scales of blocks, and what they stand for."""
+    out, inner = weight.shape
+    values = (weight * 100).to(torch.float8_e4m3fn)
+    sizes = -(-out // block[0]), -(-inner // block[1])
+    scales = 0.005 + 0.01 * torch.rand(sizes, generator=generator)
+    rows, columns = torch.arange(out) // block[0], torch.arange(inner) // block[1]
+    return values, scales, values.float() * scales[rows][:, columns]
+
+
+def fp8(block: tuple[int, int] | None, *, key: str = "weight_scale_inv", powers: bool = False) -> Format:
+    def make(weight: Tensor, generator: torch.Generator) -> tuple[Pieces, Tensor]:
+        values, scales, floats = float8(weight, block or (len(weight), weight.shape[1]), generator)
+        if powers:
+            narrow = scales.to(torch.float8_e8m0fnu)
+            rows = torch.arange(len(weight)) // (block or (1, 1))[0]
+            columns = torch.arange(weight.shape[1]) // (block or (1, 1))[1]
+            return {"weight": values, key: narrow}, values.float() * narrow.float()[rows][:, columns]
+        pieces = {"weight": values, key: scales if block else scales[0, 0], "input_scale": torch.ones(1)}
+        return pieces, floats
+
+    return Format({"quant_method": "fp8", "weight_block_size": block and list(block)}, make)
+
+
+def float_quantized(strategy: str) -> Format:
+    def make(weight: Tensor, generator: torch.Generator) -> tuple[Pieces, Tensor]:
+        out, inner = weight.shape
+        block = {"tensor": (out, inner), "channel": (1, inner), "block": (24, 20)}[strategy]
+        values, scales, floats = float8(weight, block, generator)
+        pieces = {"weight": values, "weight_scale": scales[0] if strategy == "tensor" else scales}
+        return pieces | {"input_scale": torch.ones(1)}, floats
+
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+    structure = {"block_structure": [24, 20]} if strategy == "block" else {}
+    return Format(compressed_said("float-quantized", **weights, **structure), make)
+
+
+def four_bits(
+    kind: str = "nf4", nested: bool = False, size: int = 64, storage: torch.dtype = torch.uint8
+) -> Format:
+    def make(weight: Tensor, generator: torch.Generator) -> tuple[Pieces, Tensor]:
+        code = torch.tensor(NF4 if kind == "nf4" else FP4)
+        count = weight.numel()
+        numbers = torch.randint(0, 16, (count + count % 2,), generator=generator)
+        octets = (numbers[::2] << 4 | numbers[1::2]).to(torch.uint8)
+        blocks = -(-count // size)
+        state: dict[str, Any] = {"quant_type": kind, "blocksize": size, "dtype": "bfloat16"}
+        state["shape"] = list(weight.shape)
+        if nested:
+            each = 4
+            book = torch.linspace(-1, 1, 256)
+            short = torch.randint(0, 256, (blocks,), generator=generator)
+            of_scales = 0.1 + torch.rand(-(-blocks // each), generator=generator)
+            scales = book[short] * of_scales[torch.arange(blocks) // each] + 0.4
+            state |= {"nested_blocksize": each, "nested_dtype": "float32", "nested_offset": 0.4}
+            pieces = {"weight.absmax": short.to(torch.uint8), "weight.nested_absmax": of_scales}
+            pieces["weight.nested_quant_map"] = book
+        else:
+            scales = 0.2 + torch.rand(blocks, generator=generator)
+            pieces = {"weight.absmax": scales}
+        pieces["weight.quant_map"] = code
+        pieces["weight"] = octets.view(storage)[:, None]
+        text = json.dumps(state).encode()
+        pieces[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(list(text), dtype=torch.uint8)
+        floats = code[numbers[:count]] * scales[torch.arange(count) // size]
+        return pieces, floats.view(weight.shape)
+
+    return Format({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}, make)
+
+
+def llm_int8() -> Format:
+    def make(weight: Tensor, generator: torch.Generator) -> tuple[Pieces, Tensor]:
+        values = torch.randint(-127, 128, weight.shape, generator=generator)
+        largest = 0.5 + torch.rand(len(weight), generator=generator)
+        pieces = {"weight": values.to(torch.int8), "SCB": largest}
+        pieces["weight_format"] = torch.tensor(0, dtype=torch.uint8)
+        return pieces, values * largest[:, None] * 7.874015718698502e-3
+
+    return Format({"load_in_8bit": True}, make)
+
+
+FORMATS = {
+    "gptq": gptq(),
+    "gptq-v2-sym": gptq(form="gptq_v2", sym=True),
+    "gptq-2-bits": gptq(bits=2),
+    "gptq-8-bits": gptq(bits=8),
+    "gptq-rows": gptq(size=-1),
+    "gptq-groups-of-16": gptq(size=16),
+    "gptq-no-index": gptq(index=False),
+    "gptq-desc-act": gptq(acts=True),
+    "awq": awq(),
+    "awq-groups-of-16": awq(size=16),
+    "w4a16": pack_quantized(),
+    "w4a16-asymmetric": pack_quantized(symmetric=False, dtype=torch.float16),
+    "w4a16-plain-zeros": pack_quantized(symmetric=False, plain_zeros=True),
+    "w4a16-channels": pack_quantized(size=None, symmetric=False),
+    "w4a16-actorder": pack_quantized(acts=True),
+    "w8a16": pack_quantized(bits=8, symmetric=False),
+    "w8a8": int_quantized(),
+    "w8a8-tensor": int_quantized(per_tensor=True),
+    "w8a8-asymmetric": int_quantized(symmetric=False),
+    "float-tensor": float_quantized("tensor"),
+    "float-channel": float_quantized("channel"),
+    "float-block": float_quantized("block"),
+    "fp8-block": fp8((24, 20)),
+    "fp8-block-larger": fp8((128, 128)),
+    "fp8-powers": fp8((24, 20), powers=True),
+    "fp8-tensor": fp8(None, key="weight_scale"),
+    "nf4": four_bits(),
+    "nf4-nested": four_bits(nested=True),
+    "fp4": four_bits("fp4", size=32),
+    "nf4-over-rows": four_bits(size=128, storage=torch.bfloat16),
+    "llm-int8": llm_int8(),
+}
+
+
+def write_quantized(folder: Path, form: Format, *, hidden: int = 64, inner: int = 96) -> dict[str, Tensor]:
+    """Write a model whose layers' matrices are quantized; returns all tensors, these as floats."""
+    write_tiny_llama(folder, hidden_size=hidden, intermediate_size=inner, spread=0.1, tie_embeddings=False)
+    generator = torch.Generator().manual_seed(5)
+    stored, floats = dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        floats[name] = stored[name] = tensor
+        if "proj." in name:
+            pieces, floats[name] = form.make(tensor, generator)
+            del stored[name]
+            stem = name.removesuffix(".weight")
+            stored |= {f"{stem}.{end}": piece for end, piece in pieces.items()}
+    save_file(stored, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": form.said}))
+    return floats

@@ -1,0 +1,108 @@
+"""Quantized folders give the floats their numbers stand for, whatever is made of them then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specinfer.kernels.layout import Int4Weight, empty_int4, int4_rows, lay_out_int4, unpack_levels
+from specinfer.models.quantized.integers import IntegerMatrix
+from specinfer.models.weight_reader import WeightReader
+from specinfer.models.weights import load_model, open_model
+from specinfer.progress import NoProgress
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.executor import ModelRunner
+from tests.quantized_folders import FORMATS, write_quantized
+from tests.tiny_models import write_tiny_llama
+
+PROMPT = [5, 17, 40, 3, 61, 12, 12, 29]
+GATE = "model.layers.1.mlp.gate_proj.weight"
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_the_numbers_they_stand_for(name: str, tmp_path: Path) -> None:
+    floats = write_quantized(tmp_path, FORMATS[name])
+    model = open_model(tmp_path)
+    assert model.shapes == {name: tuple(tensor.shape) for name, tensor in floats.items()}
+    for matrix, want in floats.items():
+        count = len(want)
+        torch.testing.assert_close(model.read_rows(matrix, 0, count), want, rtol=1e-6, atol=0)
+        for start, stop in ((0, 1), (3, min(count, 29)), (count - 5, count)):
+            rows = model.read_rows(matrix, start, stop)
+            torch.testing.assert_close(rows, want[start:stop], rtol=1e-6, atol=0)
+    assert (model.dtype(GATE), model.dtype("model.norm.weight")) == (None, torch.float32)
+
+
+def values_of(weight: Int4Weight) -> Tensor:
+    columns = [
+        (unpack_levels(weight.levels[:, g]) - weight.zeros[:, g].reshape(-1, 1) / 16)
+        * weight.scales[:, g].reshape(-1, 1).float()
+        for g in range(weight.scales.shape[1])
+    ]
+    return torch.cat(columns, 1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_int4_has_the_same_numbers_where_it_can(name: str, tmp_path: Path) -> None:
+    floats = write_quantized(tmp_path, FORMATS[name])
+    names = ["model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight"]
+    for stack in (names, [DOWN]):
+        want = torch.cat([floats[one] for one in stack])
+        into = empty_int4(*want.shape)
+        with WeightReader(open_model(tmp_path), torch.float32, NoProgress(), "int4") as reader:
+            reader.read(stack, into)
+        same = torch.equal(values_of(into)[: len(want), : want.shape[1]], want)
+        assert same == FORMATS[name].int4_is_exact
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "w8a8", "fp8-block", "nf4"])
+def test_models_of_all_kinds_are_those_of_the_floats(name: str, tmp_path: Path) -> None:
+    floats = write_quantized(tmp_path / "quantized", FORMATS[name])
+    plain = write_tiny_llama(
+        tmp_path / "plain", hidden_size=64, intermediate_size=96, spread=0.1, tie_embeddings=False
+    )
+    save_file(floats, plain / "model.safetensors")
+    for quantization in ("none", "int8"):
+        logits = []
+        for folder in ("quantized", "plain"):
+            model = load_model(
+                tmp_path / folder,
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+                quantization=quantization,
+                cache=tmp_path / "cache",
+            )
+            runner = ModelRunner(model, num_blocks=4, block_size=4)
+            logits.append(runner.forward([Rows(PROMPT, 0, [0, 1, 2, 3], 0)]))
+        assert logits[0].isfinite().all()
+        torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_group_with_a_negative_scale_is_turned_round() -> None:
+    levels = torch.arange(32, dtype=torch.uint8).view(1, 32) % 16
+    for scale, zero in ((-0.25, 3), (0.25, 3), (-2.0, 15), (0.0, 7)):
+        rows = int4_rows(levels, torch.tensor([[scale]]), torch.tensor([[zero]], dtype=torch.uint8))
+        want = scale * (levels.float() - zero)
+        assert torch.equal(values_of(lay_out_int4(rows))[:1], want)
+
+
+def test_scales_that_float16_lacks_are_no_int4(tmp_path: Path) -> None:
+    write_quantized(tmp_path, FORMATS["w4a16"])
+    model = open_model(tmp_path)
+    assert model.int4_reader(GATE) is not None
+    matrix = model._entries[GATE]
+    assert isinstance(matrix, IntegerMatrix)
+
+    class Scales:
+        path, shape, dtype = matrix.path, (96, 2), torch.bfloat16
+
+        def read_rows(self, start: int, stop: int) -> Tensor:
+            return torch.full((stop - start, 2), 1e-7, dtype=torch.bfloat16)
+
+    matrix._scales = Scales()
+    assert model.int4_reader(GATE) is None
