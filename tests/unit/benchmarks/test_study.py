@@ -39,6 +39,7 @@ SCRIPTS = (
         "peers",
         "perplexity",
         "prediction",
+        "rank_peers",
         "ranks",
         "replicas",
         "serving",
