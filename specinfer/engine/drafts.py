@@ -96,16 +96,20 @@ def draft_kind(draft: str, speculation: SpeculationConfig, target: Quantization)
     return kind
 
 
-def find(name: str, progress: Progress) -> Found:
-    """The model of that name, found and opened; raises as `resolve` and `open_model`."""
+def find(name: str, progress: Progress, max_context: int | None = None) -> Found:
+    """The model of that name, found and opened; else as `open_model`, and raises as `resolve` and that."""
     files = resolve(name, progress=progress)
     if is_head(files.path):
         raise ModelError(f"{name} is a draft head, which makes no text: name it in drafts, beside its target")
-    return Found(files, open_model(files))
+    return Found(files, open_model(files, max_context=max_context))
 
 
 def find_drafts(
-    names: Iterable[str], target: Found, target_name: str, progress: Progress
+    names: Iterable[str],
+    target: Found,
+    target_name: str,
+    progress: Progress,
+    max_context: int | None = None,
 ) -> dict[str, Found | FoundHead]:
     """Every draft by its name: found, and opened once however often it is named; "self" is the target."""
     found: dict[str, Found | FoundHead] = {target_name: target, SELF: target}
@@ -114,7 +118,9 @@ def find_drafts(
             files = resolve(name, progress=progress)
             head = is_head(files.path)
             found[name] = (
-                FoundHead(files, open_head(files, target.model)) if head else Found(files, open_model(files))
+                FoundHead(files, open_head(files, target.model))
+                if head
+                else Found(files, open_model(files, max_context=max_context))
             )
     return found
 

@@ -124,10 +124,11 @@ def _load_models(
     lacking: str | None,
     show: Progress,
 ) -> Models:
-    target = find(config.model, show)
+    longest = config.scheduler.max_context
+    target = find(config.model, show, longest)
     path = target.files.path  # hashed before it is read, wherever a machine has it
     origin = {**identity(path, config.quantization, dtype), "model": hash_of(path)}
-    found = find_drafts(config.speculation.drafts, target, config.model, show)
+    found = find_drafts(config.speculation.drafts, target, config.model, show, longest)
     drafts = {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
     check_options(config.speculation, drafts)
     tokenizer = Tokenizer.load(target.files, config.chat_template)

@@ -117,6 +117,7 @@ class Ranks:
                         drafts=drafts if rank < width else (),
                         shared=shared[rank // width],
                         threads=self._config.threads,
+                        max_context=self._config.scheduler.max_context,
                         same_host=addresses.count(addresses[rank]),
                         limit=LIMIT,
                         **how,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from specinfer.errors import ModelError
@@ -21,7 +21,11 @@ class Family(StrEnum):
     MISTRAL = "mistral"
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"
+    GEMMA = "gemma"
     GEMMA3 = "gemma3"
+    PHI3 = "phi3"
+    GLM = "glm"
+    GLM4 = "glm4"
     OPT = "opt"
 
 
@@ -102,6 +106,27 @@ class DynamicScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LongRope:
+    """LongRoPE: frequencies are divided by factors of their own, and there are two sets of these.
+
+    One set is for texts of up to the original context, the other for longer ones. A key that is cached must
+    stay right while its text grows, so a model that is open has one set (`ModelConfig.for_texts_of`).
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_context: int
+    extended_context: int  # of the longest texts there may be
+    attention_factor: float  # cos and sin are multiplied by it, whichever set it is
+    extended: bool = False  # which set it is: False: the short one
+
+    @property
+    def divisors(self) -> tuple[float, ...]:
+        """What frequencies are divided by."""
+        return self.long if self.extended else self.short
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """One rotary embedding; at most one of the scalings is set."""
 
@@ -111,9 +136,16 @@ class Rope:
     divisors: tuple[float, ...] | None = None  # one per frequency (GGUF rope_freqs)
     yarn: YarnScaling | None = None
     dynamic: DynamicScaling | None = None
+    longrope: LongRope | None = None
     # Elements of a head that are rotated; the others stay as they are. None: all. Pair i is elements i and
     # i + head_dim / 2 even so: model files are read in that order (sources.py).
     rotated: int | None = None
+
+    @property
+    def attention_factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        scaling = self.yarn or self.longrope
+        return 1.0 if scaling is None else scaling.attention_factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +299,17 @@ class ModelConfig:
         """Which layers of the whole model these are."""
         return self.part.stage or PipelineStage(0, self.num_layers, self.num_layers)
 
+    def for_texts_of(self, tokens: int) -> ModelConfig:
+        """The config of the model for texts of up to so many tokens, where that is another one (LongRope)."""
+        longrope = None if self.rope is None else self.rope.longrope
+        if self.rope is None or longrope is None or tokens <= longrope.original_context:
+            return self
+        return replace(
+            self,
+            rope=replace(self.rope, longrope=replace(longrope, extended=True)),
+            max_context=longrope.extended_context,
+        )
+
     @property
     def plain_layers(self) -> bool:
         """Whether layers have Llama's form, or Qwen's: RMSNorm before each block, a gated MLP and rope.
@@ -339,6 +382,13 @@ def _check_rope(rope: Rope, head_dim: int) -> None:
             f"rope_freqs has {len(rope.divisors)} values for {rotated // 2} frequencies; "
             "the file is damaged, get it again"
         )
+    if rope.longrope is not None:
+        for name, factors in (("long", rope.longrope.long), ("short", rope.longrope.short)):
+            if len(factors) != rotated // 2:
+                raise ModelError(
+                    f"longrope's {name} factors are {len(factors)}, for {rotated // 2} frequencies; "
+                    "the config is damaged, get it again"
+                )
     if rope.yarn is not None and rope.theta <= 1:
         raise ModelError(f"rope_theta is {rope.theta}; YaRN needs more than 1")
     if rope.dynamic is not None and rotated < 4:

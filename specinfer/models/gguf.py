@@ -18,6 +18,7 @@ from specinfer.errors import ModelFileError
 from specinfer.files import read_exactly
 from specinfer.hub.gguf_header import TENSOR_KINDS, GgufHeader, TensorKind, tensor_kind
 from specinfer.models.families.registry import config_from_gguf, gguf_family
+from specinfer.models.rope_config import ROPE_TENSORS
 from specinfer.models.sources import Sources, read_rows
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -43,7 +44,7 @@ class GGUFFile:
     def __init__(self, header: GgufHeader) -> None:
         self.path = header.path
         self._tensors = _read_table(header)
-        divisors = self._tensors.pop("rope_freqs.weight", None)  # part of the config
+        rope = {name: self._tensors.pop(name) for name in ROPE_TENSORS if name in self._tensors}
         self._scales: dict[str, float] = {}  # by the file's name of a matrix: what it is to be multiplied by
         for name in [*self._tensors]:
             stem, _, end = name.rpartition(".")
@@ -52,7 +53,9 @@ class GGUFFile:
                 if end == "scale":  # the other one is of activations, which are not quantized here
                     self._scales[f"{stem}.weight"] = float(self._read(tensor, 0, 1))
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        self.config = config_from_gguf(header.metadata, shapes, self._rope_divisors(divisors))
+        self.config = config_from_gguf(
+            header.metadata, shapes, {name: self._numbers(tensor) for name, tensor in rope.items()}
+        )
         self._sources = Sources(self.path, gguf_family(header.metadata).names, shapes, self.config)
 
     @property
@@ -92,9 +95,7 @@ class GGUFFile:
             (scale.kind.name, scale.shape) == ("F32", (1,)) and beside is not None and len(beside.shape) == 2
         )
 
-    def _rope_divisors(self, tensor: _Placed | None) -> tuple[float, ...] | None:
-        if tensor is None:
-            return None
+    def _numbers(self, tensor: _Placed) -> tuple[float, ...]:
         return tuple(self._read(tensor, 0, tensor.shape[0]).to(torch.float32).tolist())
 
 

@@ -33,16 +33,23 @@ INSIDE: Final[Mapping[str, str | tuple[str, ...]]] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Those of models with norms before and behind each block.
+BOTH_SIDES: Final[Mapping[str, str | tuple[str, ...]]] = {
+    **INSIDE,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHead:
-    """What a GGUF file says of its model, but for the values of tensors."""
+    """What a GGUF file says of its model, but for the values of most tensors."""
 
     architecture: str
     metadata: Fields
     shapes: Mapping[str, Sequence[int]]  # by name, rows first ([out, in]); some facts stand only there
-    rope_divisors: tuple[float, ...] | None  # rope_freqs.weight, where there is one
+    rope: Mapping[str, tuple[float, ...]]  # the values of those of ROPE_TENSORS that there are
 
     @property
     def fields(self) -> dict[str, object]:
@@ -82,11 +89,7 @@ def decoder_from_gguf(family: Family, head: GgufHead, *, theta: float = 10000.0)
         raise ModelError("the GGUF file has key and value heads of different sizes, which is not supported")
     rotated = count(c, "rope.dimension_count", head_dim)
     context = integer(c, "context_length")
-    rope = rope_from_gguf(c, context, theta, head.rope_divisors, None if rotated == head_dim else rotated)
-    if {"rope_factors_long.weight", "rope_factors_short.weight"} & shapes.keys():
-        raise ModelError(
-            "the GGUF file scales rope by longrope; supported: none, linear, yarn, or a rope_freqs tensor"
-        )
+    rope = rope_from_gguf(c, context, theta, head.rope, None if rotated == head_dim else rotated)
     if c.get("attn_logit_softcapping"):
         raise ModelError("the GGUF file caps attention scores, which is not supported")
     if "token_embd.weight" not in shapes:
@@ -105,7 +108,7 @@ def decoder_from_gguf(family: Family, head: GgufHead, *, theta: float = 10000.0)
         rope=rope,
         layer_windows=(window_of(c),) * layers,
         tie_embeddings="output.weight" not in shapes,
-        qkv_bias="blk.0.attn_q.bias" in shapes,
+        qkv_bias=bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & shapes.keys()),
         o_bias="blk.0.attn_output.bias" in shapes,
         mlp_bias="blk.0.ffn_down.bias" in shapes,
         qk_norm=QkNorm.HEAD if "blk.0.attn_q_norm.weight" in shapes else QkNorm.NONE,

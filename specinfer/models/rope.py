@@ -29,9 +29,9 @@ class RotaryEmbedding:
         self._exponents_F = _exponents(rope, head_dim).to(device)
         self._frequencies_F = rope_frequencies(rope, head_dim).to(device)
         self._scale_F: Tensor | None = None
-        if rope.yarn is not None and rope.yarn.attention_factor != 1.0:
+        if rope.attention_factor != 1.0:
             scale_F = torch.ones(head_dim // 2)
-            scale_F[: len(self._exponents_F)] = rope.yarn.attention_factor
+            scale_F[: len(self._exponents_F)] = rope.attention_factor
             self._scale_F = scale_F.to(device)
 
     @property
@@ -83,8 +83,9 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
         frequencies = _llama3(frequencies, rope.llama3)
     if rope.yarn is not None:
         frequencies = _yarn(rope, rope.yarn, exponents)
-    if rope.divisors is not None:
-        frequencies = frequencies / torch.tensor(rope.divisors, dtype=torch.float32)
+    divisors = rope.divisors if rope.longrope is None else rope.longrope.divisors
+    if divisors is not None:
+        frequencies = frequencies / torch.tensor(divisors, dtype=torch.float32)
     return F.pad(frequencies / rope.linear_factor, (0, head_dim // 2 - len(frequencies)))
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from specinfer.errors import ModelError
-from specinfer.models.config import DynamicScaling, Llama3Scaling, Rope, YarnScaling
+from specinfer.models.config import DynamicScaling, Llama3Scaling, LongRope, Rope, YarnScaling
 from specinfer.models.fields import (
     Fields,
     boolean,
@@ -20,6 +21,9 @@ from specinfer.models.fields import (
     optional_positive,
     positive,
 )
+
+# Tensors of GGUF files that are part of the config.
+ROPE_TENSORS: Final = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
 def rope_from_hf(c: Fields, head_dim: int, *, theta: float = 10000.0) -> Rope:
@@ -56,7 +60,10 @@ def longest_text(rope: Rope | None, said: int) -> int:
     """The tokens of the longest text, of a model whose config says so many.
 
     Such configs often hold the context before it was extended: YaRN and dynamic scaling are what extends it.
+    Of LongRoPE it is the original context, until somebody asks for more (`ModelConfig.for_texts_of`).
     """
+    if rope is not None and rope.longrope is not None:
+        return min(said, rope.longrope.original_context)
     scaling = None if rope is None else rope.yarn or rope.dynamic
     return said if scaling is None else max(said, int(scaling.factor * scaling.original_context))
 
@@ -71,8 +78,10 @@ def rope_to_hf(rope: Rope) -> dict[str, object] | None:
 
     Raises ModelError for embeddings that it has no words for.
     """
-    if rope.rotated is not None or rope.divisors is not None:
-        raise ModelError("rotary embeddings of a part of each head, or with divisors, cannot be written")
+    if rope.rotated is not None or rope.divisors is not None or rope.longrope is not None:
+        raise ModelError(
+            "rotary embeddings of a part of each head, with divisors or with longrope cannot be written"
+        )
     if rope.linear_factor != 1.0:
         return {"rope_type": "linear", "factor": rope.linear_factor}
     if rope.dynamic is not None:
@@ -165,6 +174,35 @@ def _yarn(p: Fields, c: Fields, theta: float, rotated: int | None) -> Rope:
     )
 
 
+def _longrope(p: Fields, c: Fields, theta: float, rotated: int | None) -> Rope:
+    original, extended = _original(p, c), count(c, "max_position_embeddings")
+    scale = optional_positive(p, "attention_factor")
+    factor = positive(p, "factor", extended / original)
+    return Rope(
+        theta,
+        longrope=LongRope(
+            _factors(p, "short_factor"),
+            _factors(p, "long_factor"),
+            original,
+            max(original, extended),
+            longrope_attention_factor(factor, original) if scale is None else scale,
+        ),
+        rotated=rotated,
+    )
+
+
+def longrope_attention_factor(factor: float, original: int) -> float:
+    """What cos and sin are multiplied by for LongRoPE of this factor, where the model says nothing else."""
+    return 1.0 if factor <= 1 or original <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def _factors(p: Fields, key: str) -> tuple[float, ...]:
+    values = p.get(key)
+    if not isinstance(values, list):
+        raise ModelError(f"{key} is {str(values)[:80]}; expected a list of numbers. The config is damaged.")
+    return tuple(positive({key: value}, key) for value in values)
+
+
 def _original(p: Fields, c: Fields) -> int:
     """The context before it was extended; the field beside the parameters wins, as in transformers."""
     name = "original_max_position_embeddings"
@@ -177,6 +215,7 @@ _SCALINGS: Mapping[str, Callable[[Fields, Fields, float, int | None], Rope]] = {
     "llama3": _llama3,
     "dynamic": _dynamic,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
 
 
@@ -184,13 +223,24 @@ def rope_from_gguf(
     c: Fields,
     context: int,
     theta: float,
-    divisors: tuple[float, ...] | None,
+    tensors: Mapping[str, tuple[float, ...]],
     rotated: int | None,
 ) -> Rope:
-    """The embedding as llama.cpp computes it; `context` is the longest text's, `divisors` are rope_freqs."""
+    """The embedding as llama.cpp computes it; `context` is the longest text's, `tensors` are ROPE_TENSORS."""
     theta = positive(c, "rope.freq_base", theta)
+    divisors, short, long = map(tensors.get, ROPE_TENSORS)
     kind = c.get("rope.scaling.type", "linear" if "rope.scale_linear" in c else "none")
     scale = positive(c, "rope.scaling.attn_factor", 1.0)
+    if short is not None or long is not None:
+        if short is None or long is None or divisors is not None or kind not in ("none", "longrope"):
+            raise ModelError(
+                f"the GGUF file has {', '.join(tensors)} and {kind!r} scaling; supported: rope_factors_short "
+                "and rope_factors_long together, and nothing else"
+            )
+        original = count(c, "rope.scaling.original_context_length", context)
+        return Rope(
+            theta, longrope=LongRope(short, long, original, max(original, context), scale), rotated=rotated
+        )
     if divisors is not None:
         if kind not in ("none", "llama3"):
             raise ModelError(f"the GGUF file has rope_freqs and {kind!r} scaling; supported: one of them")

@@ -49,9 +49,10 @@ _Part = TypeVar("_Part")
 OpenModel = SafetensorsFolder | GGUFFile  # with its tensors under the decoder's names
 
 
-def open_model(files: ModelFiles | Path) -> OpenModel:
+def open_model(files: ModelFiles | Path, *, max_context: int | None = None) -> OpenModel:
     """A model whose config is read and whose tensors are what the config promises; reads no weights.
 
+    `max_context` is the length of the longest text, in tokens; None: that of the model's own choice.
     Raises ModelNotFoundError if there is nothing at a path, ModelFileError if a file is damaged, incomplete
     or of another shape than its config says, ModelError if the model is not supported.
     """
@@ -61,6 +62,8 @@ def open_model(files: ModelFiles | Path) -> OpenModel:
         files = local_model(str(files), files)
     header = files.header
     opened: OpenModel = SafetensorsFolder(files.path, files.weights) if header is None else GGUFFile(header)
+    if max_context is not None:
+        opened.config = opened.config.for_texts_of(max_context)
     _check(opened)
     return opened
 

@@ -65,7 +65,7 @@ class SharedDraft(NamedTuple):
 
     def load(self, target: Path, model: LanguageModel, settings: Settings, kernels: Kernels) -> LanguageModel:
         """A rank's part of it, beside that of the target, which is `model`."""
-        opened = open_model(Path(self.path or target))
+        opened = open_model(Path(self.path or target), max_context=settings.max_context)
         layout = settings.layout.of_draft(opened.config, exact=self.quantization == "int8")
         return load_model(
             opened,
@@ -92,6 +92,7 @@ class Settings:
     native_attention: bool
     nontemporal: bool  # whether products read weights past the caches
     threads: int | None  # None: its share of its host's cores
+    max_context: int | None  # tokens of the longest text; None: as models have it
     same_host: int  # ranks on its host
     shared: bool  # whether its stage exchanges through memory
     sum_parts: int  # of sums of floats
@@ -148,7 +149,8 @@ class Settings:
 
     def load(self, model: Path, kernels: Kernels, group: Group) -> LanguageModel:
         """The part of the model that is this rank's."""
-        opened, dtype = open_model(model), getattr(torch, self.dtype)
+        opened = open_model(model, max_context=self.max_context)
+        dtype = getattr(torch, self.dtype)
         part = self.layout.part(self.rank, opened.config, whole_table=self.whole_table)
         needed, free = weight_bytes(part, dtype, kernels, self.quantization), free_bytes(torch.device("cpu"))
         if needed > free:

@@ -45,6 +45,13 @@ _GEMMA = {
     "sliding_window": 5,
 }
 
+_GLM = {
+    **_DECODER,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", _DECODER),
     "llama-biases": ("LlamaConfig", {**_DECODER, "attention_bias": True, "mlp_bias": True}),
@@ -63,6 +70,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "qwen3": ("Qwen3Config", {**_DECODER, "head_dim": 16}),
     "qwen3-biases": ("Qwen3Config", {**_DECODER, "head_dim": 8, "attention_bias": True}),
+    "gemma": ("GemmaConfig", {**_DECODER, "head_dim": 16, "attention_bias": True}),
     "gemma3": ("Gemma3TextConfig", _GEMMA),
     "gemma3-softcap": (
         "Gemma3TextConfig",
@@ -75,6 +83,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
             },
         },
     ),
+    "phi3": ("Phi3Config", {**_DECODER, "sliding_window": 5, "pad_token_id": 0}),
+    "phi3-partial-rope": ("Phi3Config", {**_GLM, "head_dim": 8}),
+    "glm": ("GlmConfig", _GLM),
+    "glm4": ("Glm4Config", {**_GLM, "attention_bias": False}),
     "opt": ("OPTConfig", _OPT),
     "opt-350m": ("OPTConfig", {**_OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
     "opt-no-bias": ("OPTConfig", {**_OPT, "enable_bias": False}),

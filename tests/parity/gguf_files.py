@@ -15,7 +15,11 @@ _ARCHITECTURES = {
     "mistral": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "gemma": "gemma",
     "gemma3_text": "gemma3",
+    "phi3": "phi3",
+    "glm": "chatglm",
+    "glm4": "glm4",
 }
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -29,12 +33,19 @@ _LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
 }
-_GEMMA_LAYER = {
-    **_LAYER,
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
+_OF_ARCHITECTURE = {
+    "gemma3": {
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+    "glm4": {
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    },
 }
 _TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -78,8 +89,12 @@ def write_gguf(
     writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    if arch == "gemma3":
+    if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+    share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    if rotated is None and share != 1:
+        rotated = int(head_dim * share)
+    if arch == "gemma3":
         writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
     else:
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
@@ -99,7 +114,7 @@ def write_gguf(
         if there == leave_out or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
         values = tensor.numpy().astype(np.float32)
-        if arch == "gemma3" and "norm" in name:
+        if arch.startswith("gemma") and "norm" in name:
             values = values + 1
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
             # llama.cpp rotates neighbours, transformers the two halves of what is rotated of a head.
@@ -124,7 +139,7 @@ def gguf_name(name: str, arch: str) -> str:
         return _TOP[name]
     layer, rest = name.removeprefix("model.layers.").split(".", 1)
     stem, _, kind = rest.rpartition(".")
-    return f"blk.{layer}.{(_GEMMA_LAYER if arch == 'gemma3' else _LAYER)[stem]}.{kind}"
+    return f"blk.{layer}.{(_LAYER | _OF_ARCHITECTURE.get(arch, {}))[stem]}.{kind}"
 
 
 def _encode(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:

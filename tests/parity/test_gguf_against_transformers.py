@@ -32,7 +32,13 @@ def check(theirs, path, tolerance=1e-4):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("name", ["llama", "llama-biases", "mistral-full", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "llama-biases", "mistral-full", "qwen2", "qwen3"),
+        *("gemma", "phi3", "phi3-partial-rope", "glm", "glm4"),
+    ],
+)
 def test_families(name, tied, tmp_path):
     theirs = save_random(name, tmp_path, tied=tied)
     write_gguf(theirs, tmp_path / "model.gguf")

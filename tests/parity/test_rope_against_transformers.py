@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -158,6 +159,51 @@ def test_dynamic_is_one_call_of_theirs_whose_rotations_are_of_each_position(run,
 
     theirs.model.rotary_emb = ByPosition()
     check_all_ways(ours_of(tmp_path, run)[1], at_once(theirs))
+
+
+LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1, 1.3, 1.6],
+        "long_factor": [1.5, 2.0, 4.0, 8.0],
+    },
+    "original_max_position_embeddings": ORIGINAL,
+    "sliding_window": None,
+}
+
+
+def for_texts_of(tokens, path, run="torch"):
+    file = open_model(path, max_context=tokens)
+    model = load_model(file, dtype=torch.float32, device=torch.device("cpu"), kernels=kernels(run))
+    return ModelRunner(model, num_blocks=14, block_size=4)
+
+
+@pytest.mark.parametrize("run", NAMES)
+def test_longrope(run, tmp_path):
+    """The short factors until somebody asks for texts that are longer than the original context."""
+    theirs = save_random("phi3", tmp_path, tied=True, **LONGROPE)
+    model, runner = ours_of(tmp_path, run)
+    assert model.config.max_context == ORIGINAL
+    short, table = TEXT[:ORIGINAL], TABLE[: ORIGINAL // 4]
+    check(runner.forward([Rows(short, 0, table, 0)]), at_once(theirs, short))
+    check_all_ways(for_texts_of(ORIGINAL + 1, tmp_path, run), at_once(theirs))
+    long = for_texts_of(LENGTH, tmp_path, run).forward([Rows(short, 0, table, 0)])
+    assert (long - at_once(theirs, short)).abs().max() > 100 * TOLERANCE
+
+
+def test_gguf_with_longrope(tmp_path):
+    theirs = save_random("phi3", tmp_path, tied=True, **LONGROPE)
+    factors = theirs.config.rope_parameters
+    tensors = {
+        f"rope_factors_{kind}.weight": np.array(factors[f"{kind}_factor"], dtype=np.float32)
+        for kind in ("long", "short")
+    }
+    own = {"attn_factor": theirs.model.rotary_emb.attention_scaling, "original_context_length": ORIGINAL}
+    write_gguf(theirs, tmp_path / "model.gguf", add=tensors, more=own)
+    short = TEXT[:ORIGINAL]
+    check(ours_of(tmp_path / "model.gguf")[1].forward([Rows(short, 0, TABLE, 0)]), at_once(theirs, short))
+    check_all_ways(for_texts_of(LENGTH, tmp_path / "model.gguf"), at_once(theirs))
 
 
 def split_phi3(theirs, folder, share):

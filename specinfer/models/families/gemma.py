@@ -9,7 +9,7 @@ from typing import Final
 from specinfer.errors import ModelError
 from specinfer.models.config import Activation, Family, ModelConfig, NormPlace, QkNorm, Rope
 from specinfer.models.fields import Fields, count, optional_positive, positive
-from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf
+from specinfer.models.gguf_config import BOTH_SIDES, GgufFamily, GgufHead, decoder_from_gguf
 from specinfer.models.gguf_config import window_of as gguf_window
 from specinfer.models.hf_config import (
     ConfigKeys,
@@ -20,7 +20,7 @@ from specinfer.models.hf_config import (
     window_of,
     windows,
 )
-from specinfer.models.rope_config import ropes_by_layer_type
+from specinfer.models.rope_config import rope_from_hf, ropes_by_layer_type
 
 # What transformers fills in when config.json leaves it out, as Gemma's own files often do.
 _GEMMA_3: Final[Fields] = {
@@ -38,7 +38,36 @@ _GEMMA_3: Final[Fields] = {
     "rope_local_base_freq": 1e4,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+_GEMMA: Final[Fields] = {
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+    "hidden_act": "gelu_pytorch_tanh",
+}
 _KEYS: Final = ConfigKeys(activation="hidden_activation")
+
+
+def _gemma(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    c = {**_GEMMA, **c}
+    if c.get("hidden_act") == "gelu":  # so the first files say, and mean the approximation
+        c = {**c, "hidden_act": "gelu_pytorch_tanh"}
+    refuse(c, "use_bidirectional_attention")
+    shared = decoder_from_hf(Family.GEMMA, c, ids, rope=rope_from_hf(c, head_dim(c)))
+    bias = bool(c.get("attention_bias", False))
+    return replace(
+        shared,
+        qkv_bias=bias,
+        o_bias=bias,
+        embedding_scale=shared.hidden_size**0.5,
+        norm_weight_offset=1.0,
+    )
+
+
+def _gemma_from_gguf(head: GgufHead) -> ModelConfig:
+    shared = decoder_from_gguf(Family.GEMMA, head)
+    return replace(shared, embedding_scale=shared.hidden_size**0.5, activation=Activation.GELU_TANH)
 
 
 def _gemma3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
@@ -95,6 +124,7 @@ def _gemma3_from_gguf(head: GgufHead) -> ModelConfig:
 
 
 HF: Final = (
+    HfFamily(("gemma",), _gemma),
     HfFamily(
         ("gemma3", "gemma3_text"),
         _gemma3,
@@ -108,14 +138,10 @@ HF: Final = (
     ),
 )
 GGUF: Final = (
+    GgufFamily("gemma", _gemma_from_gguf),
     GgufFamily(
         "gemma3",
         _gemma3_from_gguf,
-        {
-            **INSIDE,
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
+        BOTH_SIDES,
     ),
 )

@@ -7,16 +7,18 @@ from typing import Final
 
 from specinfer.errors import ModelError
 from specinfer.models.config import ModelConfig
-from specinfer.models.families import gemma, llama, opt
+from specinfer.models.families import gemma, glm, llama, opt, phi
 from specinfer.models.fields import Fields, mapping
 from specinfer.models.gguf_config import GgufFamily, GgufHead
 from specinfer.models.hf_config import HfFamily
 
 HF_FAMILIES: Final[Mapping[str, HfFamily]] = {
-    kind: family for family in (*llama.HF, *gemma.HF, *opt.HF) for kind in family.model_types
+    kind: family
+    for family in (*llama.HF, *gemma.HF, *phi.HF, *glm.HF, *opt.HF)
+    for kind in family.model_types
 }
 GGUF_FAMILIES: Final[Mapping[str, GgufFamily]] = {
-    family.architecture: family for family in (*llama.GGUF, *gemma.GGUF)
+    family.architecture: family for family in (*llama.GGUF, *gemma.GGUF, *phi.GGUF, *glm.GGUF)
 }
 
 
@@ -56,12 +58,12 @@ def config_from_hf(config: Fields, generation_config: Fields | None = None) -> M
 def config_from_gguf(
     metadata: Fields,
     shapes: Mapping[str, Sequence[int]],
-    rope_divisors: tuple[float, ...] | None = None,
+    rope: Mapping[str, tuple[float, ...]] | None = None,
 ) -> ModelConfig:
     """The config of a GGUF file; raises ModelError on anything unsupported.
 
-    `shapes` are the file's tensors by name, rows first ([out, in]); `rope_divisors` is its rope_freqs.weight,
-    where it has one.
+    `shapes` are the file's tensors by name, rows first ([out, in]); `rope` are the values of those of
+    ROPE_TENSORS that it has.
     """
     family = gguf_family(metadata)
-    return family.config(GgufHead(family.architecture, metadata, shapes, rope_divisors))
+    return family.config(GgufHead(family.architecture, metadata, shapes, rope or {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,24 @@ def test_no_curve_is_measured_past_a_models_context(
     engine = config(folder / "target", drafts=(str(short),), tree_size="cost")
     asked = curves_asked_for(load_models(engine), engine, monkeypatch)
     assert [rows for _, rows, _ in asked] == [256, 48]
+
+
+def test_longrope_has_the_long_factors_where_a_long_context_is_asked_for(tmp_path: Path) -> None:
+    """For the target and for drafts."""
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    more = {"model_type": "phi3", "original_max_position_embeddings": 64, "rope_scaling": factors}
+    folder = write_pair(tmp_path)
+    for one in ("target", "draft"):
+        path = folder / one / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    for asked, contexts in ((None, (64, 64)), (64, (64, 64)), (100, (256, 100))):
+        engine = config(folder / "target", drafts=(str(folder / "draft"),), max_context=asked)
+        models = load_models(engine)
+        assert [model.config.max_context for model in (models.target, *models.drafts.values())] == [
+            contexts[0]
+        ] * 2
+        _, built = build_engine(engine, models)
+        assert built.admission.max_context == contexts[1]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Family, Rope, YarnScaling
+from specinfer.models.config import Family, LongRope, Rope, YarnScaling
 from specinfer.models.families.registry import config_from_gguf
 
 GGUF = {
@@ -57,7 +57,9 @@ def test_gguf_rope_scaling():
     linear = {**GGUF, "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
     assert config_from_gguf(linear, SHAPES).rope == Rope(10000.0, linear_factor=2.0)
     divisors = (1.0,) * 8
-    assert config_from_gguf(GGUF, SHAPES, divisors).rope == Rope(10000.0, divisors=divisors)
+    assert config_from_gguf(GGUF, SHAPES, {"rope_freqs.weight": divisors}).rope == Rope(
+        10000.0, divisors=divisors
+    )
 
 
 YARN = {**GGUF, "llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
@@ -78,14 +80,23 @@ def test_gguf_yarn_extends_the_context():
 
 
 def test_gguf_longrope_is_known_by_its_tensors():
-    with pytest.raises(ModelError, match="scales rope by longrope; supported"):
-        config_from_gguf(GGUF, {**SHAPES, "rope_factors_long.weight": (8,)})
+    both = {"rope_factors_short.weight": (1.0,) * 8, "rope_factors_long.weight": (2.0,) * 8}
+    said = {"llama.rope.scaling.original_context_length": 128, "llama.rope.scaling.attn_factor": 1.19}
+    config = config_from_gguf(GGUF | said, SHAPES, both)
+    assert config.rope == Rope(10000.0, longrope=LongRope((1.0,) * 8, (2.0,) * 8, 128, 512, 1.19))
+    assert (config.max_context, config.for_texts_of(129).max_context) == (128, 512)
+    for tensors in ({"rope_factors_long.weight": (2.0,) * 8}, both | {"rope_freqs.weight": (1.0,) * 8}):
+        with pytest.raises(ModelError, match=r"rope_factors_long.* supported: rope_factors_short and"):
+            config_from_gguf(GGUF, SHAPES, tensors)
 
 
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({**GGUF, "general.architecture": "rwkv"}, "architecture is 'rwkv'; supported: gemma3, llama"),
+        (
+            {**GGUF, "general.architecture": "rwkv"},
+            "architecture is 'rwkv'; supported: chatglm, gemma, gemma3,",
+        ),
         (
             {**GGUF, "llama.rope.scaling.type": "longrope"},
             "rope scaling is 'longrope'; supported: none, linear",
@@ -119,4 +130,4 @@ def test_unsupported_gguf_is_refused(metadata, message):
 
 def test_gguf_rope_factors_of_the_wrong_length():
     with pytest.raises(ModelError, match="3 values for 8 frequencies"):
-        config_from_gguf(GGUF, SHAPES, (1.0, 1.0, 1.0))
+        config_from_gguf(GGUF, SHAPES, {"rope_freqs.weight": (1.0, 1.0, 1.0)})

@@ -12,6 +12,7 @@ from specinfer.models.config import (
     DynamicScaling,
     Family,
     Llama3Scaling,
+    LongRope,
     NormPlace,
     QkNorm,
     Rope,
@@ -32,6 +33,8 @@ LLAMA = {
 }
 QWEN2 = {**LLAMA, "model_type": "qwen2"}
 MISTRAL = {**LLAMA, "model_type": "mistral"}
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
 # config.json of google/gemma-3-4b-it: transformers fills in the rest.
 GEMMA_4B = {
@@ -151,13 +154,21 @@ def test_opt_350m():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "model_type is 'mamba'; supported: gemma3"),
+        ({"model_type": "mamba"}, "model_type is 'mamba'; supported: gemma, gemma3"),
         ({"model_type": None}, "model_type is None"),
         ({"hidden_act": "swiglu"}, "activation is 'swiglu'; supported: gelu_pytorch_tanh, relu, silu"),
         (
-            {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 8}},
-            "rope_type': 'longrope'}; supported: default, linear, llama3, dynamic, yarn$",
+            {"rope_scaling": {"rope_type": "ntk", "long_factor": [1.0] * 8}},
+            "rope_type': 'ntk'}; supported: default, linear, llama3, dynamic, yarn, longrope$",
         ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 8}},
+            "short_factor is None; expected a list of numbers",
+        ),
+        ({"rope_scaling": LONGROPE | {"long_factor": [1.0, 0.0] * 4}}, "long_factor is 0.0; expected more"),
+        ({"rope_scaling": LONGROPE | {"long_factor": [1.0] * 7}}, "long factors are 7, for 8 frequencies"),
+        ({"rope_scaling": LONGROPE | {"short_factor": [1.0] * 9}}, "short factors are 9, for 8 freq"),
+        ({"rope_scaling": LONGROPE | {"attention_factor": 0}}, "attention_factor is 0"),
         ({"rope_scaling": {"rope_type": ["yarn"]}}, "supported: default, linear"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": 1}},
@@ -275,6 +286,21 @@ def test_yarn_and_dynamic_scaling_extend_the_context():
     assert config.max_context == 1536
 
 
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+def test_longrope_is_of_short_texts_until_somebody_asks_for_long_ones(kind):
+    phi = {**LLAMA, "model_type": "phi3", "original_max_position_embeddings": 64}
+    config = config_from_hf({**phi, "rope_scaling": {**LONGROPE, "type": kind, "rope_type": kind}})
+    scale = math.sqrt(1 + math.log(512 / 64) / math.log(64))
+    short = LongRope((1.0,) * 8, (2.0,) * 8, 64, 512, pytest.approx(scale))
+    assert (config.rope, config.max_context) == (Rope(10000.0, longrope=short), 64)
+    assert config.rope.longrope.divisors == (1.0,) * 8
+    assert config.for_texts_of(64) is config
+    longer = config.for_texts_of(65)
+    assert (longer.rope.longrope.divisors, longer.max_context) == ((2.0,) * 8, 512)
+    assert longer.rope.attention_factor == config.rope.attention_factor
+    assert config_from_hf(phi).for_texts_of(1000).max_context == 512
+
+
 @pytest.mark.parametrize(
     "scaling",
     [
@@ -297,6 +323,7 @@ def test_scalings_are_written_as_they_are_read(scaling):
 
 
 def test_scalings_that_cannot_be_written():
-    for rope in (Rope(1e4, rotated=8), Rope(1e4, divisors=(1.0,))):
+    longrope = LongRope((1.0,), (1.0,), 64, 512, 1.0)
+    for rope in (Rope(1e4, rotated=8), Rope(1e4, divisors=(1.0,)), Rope(1e4, longrope=longrope)):
         with pytest.raises(ModelError, match="cannot be written"):
             rope_to_hf(rope)

@@ -1,0 +1,53 @@
+"""Phi-3 and Phi-4: Llama with fused projections, and LongRoPE in those with a long context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from specinfer.models.config import Family, ModelConfig
+from specinfer.models.fields import Fields
+from specinfer.models.gguf_config import INSIDE, GgufFamily, decoder_from_gguf
+from specinfer.models.hf_config import HfFamily, decoder_from_hf, head_dim, window_of
+from specinfer.models.rope_config import rope_from_hf
+from specinfer.models.sources import GATE_UP, QKV, Names
+
+_DEFAULTS: Final[Fields] = {
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+}
+_OLD_WORDS: Final = ("su", "yarn")  # for longrope
+
+
+def _phi3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    c = _in_new_words({**_DEFAULTS, **c})
+    shared = decoder_from_hf(Family.PHI3, c, ids, rope=rope_from_hf(c, head_dim(c)))
+    return replace(shared, layer_windows=(window_of(c),) * shared.num_layers)
+
+
+def _in_new_words(c: Fields) -> Fields:
+    """The same, with the name that longrope has today."""
+    key = "rope_scaling" if c.get("rope_parameters") is None else "rope_parameters"
+    rope = c.get(key)
+    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) not in _OLD_WORDS:
+        return c
+    return {**c, key: {**rope, "rope_type": "longrope"}}
+
+
+HF: Final = (
+    HfFamily(
+        ("phi3",),
+        _phi3,
+        Names(inside={"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": GATE_UP}),
+    ),
+)
+GGUF: Final = (
+    GgufFamily(
+        "phi3",
+        lambda head: decoder_from_gguf(Family.PHI3, head),
+        {**INSIDE, "attn_qkv": QKV, "ffn_up": GATE_UP},
+    ),
+)

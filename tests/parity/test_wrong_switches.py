@@ -1,0 +1,90 @@
+"""Every switch of a family shows: with one of them off, or rows in another order, parity fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specinfer.errors import ModelError
+from specinfer.models.config import ModelConfig, Rope
+from specinfer.models.families.registry import HF_FAMILIES
+from specinfer.models.weights import load_model, open_model
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.executor import ModelRunner
+
+from .families import CASES, save_random
+
+PROMPT = [5, 17, 40, 3, 88, 61, 12, 12, 70, 29, 9, 54]
+NOT_SEEN = {"eos_ids", "part"}  # no matter of logits
+SEEN = 1e-3
+
+
+def wrong(config: ModelConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every change that turns one switch of the config off."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.default is not MISSING and field.name not in NOT_SEEN and value != field.default:
+            yield field.name, {field.name: field.default}
+    if config.window is not None:
+        yield "layer_windows", {"layer_windows": (None,) * config.num_layers}
+    yield "attention_scale", {"attention_scale": 1.5 * config.attention_scale}
+    if config.rope is not None:
+        yield "rope.theta", {"rope": replace(config.rope, theta=2 * config.rope.theta)}
+        for field in fields(Rope):
+            if field.default is not MISSING and getattr(config.rope, field.name) != field.default:
+                rope = replace(config.rope, **{field.name: field.default})
+                yield f"rope.{field.name}", {"rope": rope}
+
+
+@cache
+def folder_of(name: str, base: Path) -> tuple[Path, torch.Tensor]:
+    """A model of the case, untied, and transformers' logits."""
+    theirs = save_random(name, base / name, tied=False)
+    with torch.no_grad():
+        return base / name, theirs(torch.tensor([PROMPT])).logits[0]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("wrong")
+
+
+def difference(folder: Path, want: torch.Tensor, change: dict[str, Any]) -> float:
+    """The largest difference of logits where the config is changed; a change that is refused is one, too."""
+    file = open_model(folder)
+    try:
+        file.config = replace(file.config, **change)
+        model = load_model(file, dtype=torch.float32, device=torch.device("cpu"))
+    except (ModelError, AssertionError, KeyError):
+        return float("inf")
+    runner = ModelRunner(model, num_blocks=4, block_size=4)
+    got = runner.forward([Rows(PROMPT, 0, [0, 1, 2, 3], 0)])
+    return float((got - want).abs().max())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_switch_of_a_config_shows(name: str, base: Path) -> None:
+    folder, want = folder_of(name, base)
+    assert difference(folder, want, {}) < 1e-4
+    found = {switch: difference(folder, want, change) for switch, change in wrong(open_model(folder).config)}
+    assert {switch: size for switch, size in found.items() if not size > SEEN} == {}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_order_of_rows_shows(name: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, want = folder_of(name, base)
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    family = HF_FAMILIES[kind]
+    for order in ("neighbours", "by_key_head"):
+        alike = order == "by_key_head" and open_model(folder).config.num_kv_heads == 1
+        if getattr(family.names, order) and not alike:
+            other = replace(family, names=replace(family.names, **{order: False}))
+            monkeypatch.setitem(HF_FAMILIES, kind, other)
+            assert difference(folder, want, {}) > SEEN
