@@ -30,7 +30,7 @@ from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import is_of
 from specinfer.models.hf_config import check_unquantized
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.safetensors import FLOATS, UNUSED, TensorEntry, head_kind, read_entries, tensor_names
+from specinfer.models.safetensors import FLOATS, TensorEntry, head_kind, read_entries, tensor_names
 from specinfer.models.weights import OpenModel, load_parts
 from specinfer.progress import Progress
 from specinfer.speculation_config import Quantization
@@ -177,7 +177,7 @@ def _renamed(
     renamed = dict[str, TensorEntry]()
     for name, entry in entries.items():
         here = name_here(name)
-        if here is None or UNUSED.search(name):
+        if here is None:
             continue
         if here in renamed:
             raise ModelFileError(f"{path} has tensor {here!r} twice, as {name!r} too; get the head again")

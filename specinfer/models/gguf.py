@@ -7,7 +7,7 @@ reads their heads, and models/families what these say of the model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +17,10 @@ from torch import Tensor
 from specinfer.errors import ModelFileError
 from specinfer.files import read_exactly
 from specinfer.hub.gguf_header import TENSOR_KINDS, GgufHeader, TensorKind, tensor_kind
-from specinfer.models.families.registry import config_from_gguf, gguf_family
+from specinfer.models.families.registry import gguf_family
+from specinfer.models.gguf_config import GgufHead
 from specinfer.models.rope_config import ROPE_TENSORS
-from specinfer.models.sources import Sources, read_rows
+from specinfer.models.sources import Sources
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -53,10 +54,11 @@ class GGUFFile:
                 if end == "scale":  # the other one is of activations, which are not quantized here
                     self._scales[f"{stem}.weight"] = float(self._read(tensor, 0, 1))
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        self.config = config_from_gguf(
-            header.metadata, shapes, {name: self._numbers(tensor) for name, tensor in rope.items()}
-        )
-        self._sources = Sources(self.path, gguf_family(header.metadata).names, shapes, self.config)
+        family = gguf_family(header.metadata)
+        numbers: dict[str, tuple[float, ...]] = {name: self._numbers(tensor) for name, tensor in rope.items()}
+        head = GgufHead(family.architecture, header.metadata, shapes, numbers)
+        self.config = family.config(head)
+        self._sources = Sources(self.path, family.names(head), shapes, self.config)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -69,10 +71,10 @@ class GGUFFile:
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop of a tensor, on the CPU, in the file's dtype or float32."""
-        source = self._sources[name]
-        read = partial(self._read, self._tensors[source.name])
-        rows = read_rows(read, source.rows, start, stop)
-        scale = self._scales.get(source.name)
+        return self._sources.read(name, self._read_scaled, start, stop)
+
+    def _read_scaled(self, there: str, start: int, stop: int) -> Tensor:
+        rows, scale = self._read(self._tensors[there], start, stop), self._scales.get(there)
         return rows if scale is None else rows.float() * scale
 
     def _read(self, tensor: _Placed, start: int, stop: int) -> Tensor:

@@ -10,17 +10,27 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Activation, Family, ModelConfig, QkNorm
-from specinfer.models.fields import MOST_LAYERS, Fields, all_ids, count, integer, number
+from specinfer.models.config import Activation, Family, ModelConfig, Norm, QkNorm
+from specinfer.models.fields import (
+    MOST_LAYERS,
+    Fields,
+    all_ids,
+    count,
+    integer,
+    number,
+    optional_positive,
+    positive,
+)
 from specinfer.models.rope_config import longest_text, rope_from_gguf
-from specinfer.models.sources import Names
+from specinfer.models.sources import Inside, Names
 
 OUTSIDE: Final = {
     "token_embd": "model.embed_tokens",
+    "position_embd": "model.embed_positions",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-INSIDE: Final[Mapping[str, str | tuple[str, ...]]] = {
+INSIDE: Final[Inside] = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -34,7 +44,7 @@ INSIDE: Final[Mapping[str, str | tuple[str, ...]]] = {
     "ffn_down": "mlp.down_proj",
 }
 # Those of models with norms before and behind each block.
-BOTH_SIDES: Final[Mapping[str, str | tuple[str, ...]]] = {
+BOTH_SIDES: Final[Inside] = {
     **INSIDE,
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -64,19 +74,23 @@ class GgufFamily:
 
     architecture: str
     config: Callable[[GgufHead], ModelConfig]
-    inside: Mapping[str, str | tuple[str, ...]] = field(default_factory=lambda: INSIDE)
+    inside: Inside | Callable[[GgufHead], Inside] = field(default_factory=lambda: INSIDE)
     neighbours: bool = False  # see Names
+    ones: tuple[str, ...] = ()  # see Names
 
-    @property
-    def names(self) -> Names:
-        """How the files name the decoder's tensors."""
-        return Names("blk.", OUTSIDE, self.inside, neighbours=self.neighbours)
+    def names(self, head: GgufHead) -> Names:
+        """How a file names the decoder's tensors."""
+        inside = self.inside(head) if callable(self.inside) else self.inside
+        return Names("blk.", OUTSIDE, inside, neighbours=self.neighbours, ones=self.ones)
 
 
-def decoder_from_gguf(family: Family, head: GgufHead, *, theta: float = 10000.0) -> ModelConfig:
+def decoder_from_gguf(
+    family: Family, head: GgufHead, *, theta: float = 10000.0, norm: Norm = Norm.RMS, rope: bool = True
+) -> ModelConfig:
     """The config of a model of Llama's shape; a family replaces in it what is otherwise.
 
-    `theta` is rope's where the file names none. Raises ModelError on anything unsupported.
+    `theta` is rope's where the file names none; without `rope` it has none. Raises ModelError on anything
+    unsupported.
     """
     c, shapes = head.fields, head.shapes
     if integer(c, "expert_count", 0):
@@ -89,9 +103,8 @@ def decoder_from_gguf(family: Family, head: GgufHead, *, theta: float = 10000.0)
         raise ModelError("the GGUF file has key and value heads of different sizes, which is not supported")
     rotated = count(c, "rope.dimension_count", head_dim)
     context = integer(c, "context_length")
-    rope = rope_from_gguf(c, context, theta, head.rope, None if rotated == head_dim else rotated)
-    if c.get("attn_logit_softcapping"):
-        raise ModelError("the GGUF file caps attention scores, which is not supported")
+    part = None if rotated == head_dim else rotated
+    rotary = rope_from_gguf(c, context, theta, head.rope, part) if rope else None
     if "token_embd.weight" not in shapes:
         raise ModelError("the GGUF file has no token_embd.weight; it is not a complete language model")
     return ModelConfig(
@@ -104,17 +117,24 @@ def decoder_from_gguf(family: Family, head: GgufHead, *, theta: float = 10000.0)
         num_heads=heads,
         num_kv_heads=integer(c, "attention.head_count_kv", heads),
         head_dim=head_dim,
-        norm_eps=number(c, "attention.layer_norm_rms_epsilon"),
-        rope=rope,
+        norm=norm,
+        norm_bias="output_norm.bias" in shapes,
+        norm_eps=number(c, f"attention.layer_norm_{'rms_' if norm is Norm.RMS else ''}epsilon"),
+        rope=rotary,
         layer_windows=(window_of(c),) * layers,
         tie_embeddings="output.weight" not in shapes,
         qkv_bias=bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & shapes.keys()),
         o_bias="blk.0.attn_output.bias" in shapes,
         mlp_bias="blk.0.ffn_down.bias" in shapes,
         qk_norm=QkNorm.HEAD if "blk.0.attn_q_norm.weight" in shapes else QkNorm.NONE,
+        qkv_clip=optional_positive(c, "attention.clamp_kqv"),
+        embedding_scale=positive(c, "embedding_scale", 1.0),
         activation=Activation.SILU,
-        attention_scale=float(head_dim) ** -0.5,
-        max_context=longest_text(rope, context),
+        attention_scale=positive(c, "attention.scale", float(head_dim) ** -0.5),
+        attention_softcap=optional_positive(c, "attn_logit_softcapping"),
+        residual_scale=positive(c, "residual_scale", 1.0),
+        logit_softcap=optional_positive(c, "final_logit_softcapping"),
+        max_context=longest_text(rotary, context),
         eos_ids=tuple(
             dict.fromkeys(
                 token

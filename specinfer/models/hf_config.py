@@ -28,6 +28,9 @@ _ACTIVATIONS: Final = {
     "silu": Activation.SILU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "relu": Activation.RELU,
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "swish": Activation.SILU,
 }
 
 
@@ -111,7 +114,9 @@ def window_of(c: Fields) -> int | None:
 def windows(c: Fields, window: int | None, otherwise: Callable[[int], bool]) -> tuple[int | None, ...]:
     """The window of each layer: as layer_types says, and else of layers that `otherwise` names."""
     kinds = c.get("layer_types")
-    if isinstance(kinds, list):
+    if kinds is not None:
+        if not isinstance(kinds, list):
+            raise ModelError(f"layer_types is {kinds!r}; expected a list. The config is damaged.")
         unknown = sorted({str(k) for k in kinds} - {"full_attention", "sliding_attention"})
         if unknown:
             raise ModelError(

@@ -29,7 +29,7 @@ from specinfer.models.hf_config import HfFamily, config_to_hf
 from specinfer.models.quantized.checkpoint import STORED, dequantized, quantization_of
 from specinfer.models.quantized.integers import IntegerMatrix
 from specinfer.models.quantized.pieces import StoredTensor
-from specinfer.models.sources import Sources, read_rows
+from specinfer.models.sources import Sources
 from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 
 _NAMES: Final = {
@@ -47,9 +47,10 @@ FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float1
 EAGLE_3: Final = "EAGLE-3"
 _MAX_HEADER = 100 << 20  # the format's own limit
 _MOST_BYTES: Final = 1 << 62
-# Tables that older files carry along, and a version number of OPT's: nothing computes with them.
-UNUSED: Final = re.compile(
-    r"(?:\.rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|\.masked_bias|decoder\.version)$"
+# Tables and masks that older files carry along, and a version number of OPT's: nothing computes with them.
+_UNUSED: Final = re.compile(
+    r"(?:\.rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|\.masked_bias|\.attn\.bias|\.attention\.bias"
+    r"|decoder\.version)$"
 )
 
 
@@ -144,15 +145,21 @@ class SafetensorsFolder:
 
         They are in the file's dtype, or float32 where the tensor is quantized.
         """
-        source = self._sources[name]
-        return read_rows(self._entries[source.name].read_rows, source.rows, start, stop)
+        return self._sources.read(name, self._read, start, stop)
+
+    def _read(self, there: str, start: int, stop: int) -> Tensor:
+        return self._entries[there].read_rows(start, stop)
 
     def int4_reader(self, name: str) -> Callable[[int, int], Tensor] | None:
         """As PackedFile says."""
         source = self._sources[name]
         matrix = self._entries[source.name]
-        read = matrix.int4_reader() if isinstance(matrix, IntegerMatrix) else None
-        return None if read is None else partial(read_rows, read, source.rows)
+        if not isinstance(matrix, IntegerMatrix) or source.transposed:
+            return None
+        read = matrix.int4_reader()
+        if read is None:
+            return None
+        return partial(self._sources.read, name, lambda _, start, stop: read(start, stop))
 
 
 def head_kind(names: Collection[str]) -> str | None:
@@ -176,7 +183,7 @@ def tensor_names(files: Sequence[Path]) -> list[str]:
 
 
 def read_entries(files: Sequence[Path], dtypes: Mapping[str, torch.dtype] = FLOATS) -> dict[str, TensorEntry]:
-    """The tensors of safetensors files by name, all of these dtypes; their bytes stay where they are.
+    """The tensors of safetensors files by name, all of these dtypes, but for those nothing computes with.
 
     Raises ModelFileError where a file is damaged, or a name is in two of them.
     """
@@ -184,6 +191,8 @@ def read_entries(files: Sequence[Path], dtypes: Mapping[str, torch.dtype] = FLOA
     for file in files:
         header, start, size = _read_header(file)
         for name, value in header.items():
+            if _UNUSED.search(name):
+                continue
             entry = _entry(file, name, value, start, size, dtypes)
             if name in entries:
                 raise ModelFileError(
@@ -267,7 +276,7 @@ def _bare_names(
         )
     found: dict[str, StoredTensor] = {}
     for name, entry in entries.items():
-        if UNUSED.search(name) or name.startswith(family.others):
+        if name.startswith(family.others):
             continue
         if name in ("lm_head.weight", "language_model.lm_head.weight"):
             found["lm_head.weight"] = entry

@@ -7,7 +7,7 @@ one tensor each, and for heads whose pairs of rotated elements stand half a head
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
@@ -17,21 +17,26 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import ModelFileError
-from specinfer.models.config import ModelConfig
+from specinfer.models.config import ModelConfig, QkNorm
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP: Final = ("mlp.gate_proj", "mlp.up_proj")
 Rows = range | tuple[int, ...]
+Inside = Mapping[str, str | tuple[str, ...]]
 _LAYER: Final = "model.layers."  # the decoder's name of what is inside one, up to its number
 _ROTATED: Final = re.compile(r"self_attn\.(?:[qk]_proj\.(?:weight|bias)|[qk]_norm\.weight)$")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor of a file, and those of its rows that are the decoder's tensor, in their order; None: all."""
+    """A tensor of a file, and those of its rows that are the decoder's tensor, in their order; None: all.
+
+    Of one that is `transposed` its columns are rows.
+    """
 
     name: str
     rows: Rows | None = None
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +49,13 @@ class Names:
 
     layers: str = _LAYER  # what names inside a layer begin with, up to its number
     outside: Mapping[str, str] = field(default_factory=dict)  # the file's name -> the decoder's
-    inside: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)  # several: stacked by rows
+    inside: Inside = field(default_factory=dict)  # several: stacked by rows
     # Whether a stack of q, k and v has for each key-value head its query heads, its key and its value, where
     # others have all queries first.
     by_key_head: bool = False
+    # The decoder's vectors that are 1 everywhere, and that files do not hold.
+    ones: tuple[str, ...] = ()
+    transposed: Collection[str] = ()  # matrices inside layers that have a row for each input
     # Whether rope's pair i is elements 2 i and 2 i + 1 of a head, where others have the two halves of what is
     # rotated.
     neighbours: bool = False
@@ -65,7 +73,8 @@ class Names:
         found = {}
         for part, rows in zip(stack, self._stacked(stack, config), strict=True):
             here = f"{_LAYER}{number}.{part}.{kind}"
-            found[here] = Source(name, self._in_order(here, rows, config))
+            turned = own in self.transposed and kind == "weight"
+            found[here] = Source(name, self._in_order(here, rows, config), turned)
         return found
 
     def _stacked(self, stack: Sequence[str], config: ModelConfig) -> Sequence[Rows | None]:
@@ -91,7 +100,7 @@ class Names:
         if order is None:
             return rows
         heads = config.num_heads if "self_attn.q_" in name else config.num_kv_heads
-        if "_norm." in name:
+        if "_norm." in name and config.qk_norm is not QkNorm.WHOLE:
             heads = 1
         return _reordered(range(heads * config.head_dim) if rows is None else rows, order)
 
@@ -108,8 +117,11 @@ class Sources:
         """`shapes` are the tensors of the file, `path` is for messages."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._sources: dict[str, Source] = {}
+        self._turned: tuple[str, Tensor] | None = None
         for there, shape in shapes.items():
             found = names.sources(there, config)
+            if any(source.transposed for source in found.values()):
+                shape = shape[::-1]
             stacked = [source.rows for source in found.values() if source.rows is not None]
             if stacked and sum(map(len, stacked)) != shape[0]:
                 raise ModelFileError(
@@ -125,6 +137,10 @@ class Sources:
                     )
                 self._sources[name] = source
                 self.shapes[name] = shape if source.rows is None else (len(source.rows), *shape[1:])
+        inside = [f"{_LAYER}{layer}." for layer in range(config.num_layers)]
+        for stem in names.ones:
+            for prefix in [""] if stem.startswith("model.") else inside:
+                self.shapes[f"{prefix}{stem}.weight"] = (config.hidden_size,)
 
     def __contains__(self, name: str) -> bool:
         return name in self._sources
@@ -132,16 +148,29 @@ class Sources:
     def __getitem__(self, name: str) -> Source:
         return self._sources[name]
 
+    def read(self, name: str, read: Callable[[str, int, int], Tensor], start: int, stop: int) -> Tensor:
+        """Rows start..stop of a tensor of the decoder; `read` reads those of a file's tensor."""
+        if name not in self._sources:
+            return torch.ones(stop - start)
+        source = self._sources[name]
+        there, rows = source.name, source.rows
+        if source.transposed:
+            chosen = range(self.shapes[name][0]) if rows is None else rows
+            return self._turn(there, self.shapes[name][1], read)[torch.tensor(chosen[start:stop])]
+        if rows is None:
+            return read(there, start, stop)
+        wanted = rows[start:stop]
+        if isinstance(wanted, range):
+            return read(there, wanted.start, wanted.stop)
+        first = min(wanted)
+        return read(there, first, max(wanted) + 1)[torch.tensor(wanted) - first]
 
-def read_rows(read: Callable[[int, int], Tensor], rows: Rows | None, start: int, stop: int) -> Tensor:
-    """Rows start..stop of a decoder's tensor, which are these `rows` of the one that `read` reads."""
-    if rows is None:
-        return read(start, stop)
-    wanted = rows[start:stop]
-    if isinstance(wanted, range):
-        return read(wanted.start, wanted.stop)
-    first = min(wanted)
-    return read(first, max(wanted) + 1)[torch.tensor(wanted) - first]
+    def _turn(self, there: str, rows: int, read: Callable[[str, int, int], Tensor]) -> Tensor:
+        """A tensor of the file whose columns are rows; the last one is kept, for the next of its rows."""
+        kept = self._turned
+        if kept is None or kept[0] != there:
+            self._turned = kept = (there, read(there, 0, rows).T)
+        return kept[1]
 
 
 def _head_order(size: int, rotated: int | None, neighbours: bool) -> tuple[int, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,6 +53,39 @@ _GLM = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
 
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_SIDE_BY_SIDE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_FALCON = {**_SIDE_BY_SIDE, "ffn_hidden_size": 56}
+_NEOX = {
+    **_SIDE_BY_SIDE,
+    "intermediate_size": 56,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+_BIGCODE = {
+    "vocab_size": 96,
+    "n_embd": 32,
+    "n_inner": 56,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MPT = {"vocab_size": 96, "d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 128, "eos_token_id": 2}
+
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", _DECODER),
     "llama-biases": ("LlamaConfig", {**_DECODER, "attention_bias": True, "mlp_bias": True}),
@@ -83,6 +117,13 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
             },
         },
     ),
+    "seed-oss": ("SeedOssConfig", {**_DECODER, "head_dim": 8, "mlp_bias": True}),
+    "ernie": ("Ernie4_5Config", {**_DECODER, "head_dim": 16, "use_bias": True}),
+    "helium": ("HeliumConfig", {**_DECODER, "head_dim": 8, "attention_bias": True}),
+    "cwm": (
+        "CwmConfig",
+        {**_DECODER, "head_dim": 8, "sliding_window": 5, "rope_parameters": _LLAMA3},
+    ),
     "phi3": ("Phi3Config", {**_DECODER, "sliding_window": 5, "pad_token_id": 0}),
     "phi3-partial-rope": ("Phi3Config", {**_GLM, "head_dim": 8}),
     "glm": ("GlmConfig", _GLM),
@@ -90,16 +131,99 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "opt": ("OPTConfig", _OPT),
     "opt-350m": ("OPTConfig", {**_OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
     "opt-no-bias": ("OPTConfig", {**_OPT, "enable_bias": False}),
+    "gemma2": (
+        "Gemma2Config",
+        {**_GEMMA, "num_hidden_layers": 3, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "olmo": ("OlmoConfig", {**_DECODER, "clip_qkv": 0.5}),
+    "olmo2": ("Olmo2Config", {**_DECODER, "attention_bias": True}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            **_DECODER,
+            "num_hidden_layers": 5,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": _YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "exaone": ("Exaone4Config", {**_DECODER, "num_hidden_layers": 5, "sliding_window": 5}),
+    "exaone-full": (
+        "Exaone4Config",
+        {**_DECODER, "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            **_DECODER,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "smollm3": ("SmolLM3Config", {**_DECODER, "no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
+    "smollm3-window": (
+        "SmolLM3Config",
+        {
+            **_DECODER,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "pad_token_id": 0,
+        },
+    ),
+    "cohere": ("CohereConfig", {**_DECODER, "logit_scale": 0.25, "attention_bias": True}),
+    "cohere2": (
+        "Cohere2Config",
+        {**_DECODER, "num_hidden_layers": 5, "sliding_window": 5, "logit_scale": 0.25},
+    ),
+    "gpt2": ("GPT2Config", _BIGCODE),
+    "starcoder": ("GPTBigCodeConfig", _BIGCODE),
+    "starcoder-heads": ("GPTBigCodeConfig", {**_BIGCODE, "multi_query": False, "scale_attn_weights": False}),
+    "starcoder2": ("Starcoder2Config", {**_DECODER, "sliding_window": 5}),
+    "starcoder2-no-bias": ("Starcoder2Config", {**_DECODER, "use_bias": False}),
+    "falcon-7b": ("FalconConfig", _FALCON),
+    "falcon-40b": ("FalconConfig", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-11b": (
+        "FalconConfig",
+        {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-rw": (
+        "FalconConfig",
+        {**_FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "mpt": ("MptConfig", {**_MPT, "attn_config": {"clip_qkv": 0.5}}),
+    "mpt-heads": ("MptConfig", {**_MPT, "d_model": 48, "n_heads": 6, "attn_config": {"softmax_scale": 0.3}}),
+    "gpt-neox": ("GPTNeoXConfig", _NEOX),
+    "gpt-neox-serial": ("GPTNeoXConfig", {**_NEOX, "use_parallel_residual": False, "attention_bias": False}),
+    "stablelm": ("StableLmConfig", {**_NEOX, "num_key_value_heads": 2, "use_qkv_bias": True}),
+    "stablelm-parallel": (
+        "StableLmConfig",
+        {**_NEOX, "num_key_value_heads": 4, "use_parallel_residual": True},
+    ),
 }
+
+
+def config_of(name: str, **more: object) -> Any:
+    """transformers' config of that case; `more` are further fields."""
+    import transformers  # seconds, which only those who make such a model should wait
+
+    config_class, values = CASES[name]
+    return getattr(transformers, config_class)(**{**values, **more})
 
 
 def save_random(name: str, folder: Path, *, tied: bool, **more: object) -> torch.nn.Module:
     """Save a random model of that case and return it, float32, in eval mode; `more` is of its config."""
-    import transformers  # seconds, which only those who make such a model should wait
+    import transformers  # seconds, as above
 
-    config_class, values = CASES[name]
-    config = getattr(transformers, config_class)(**{**values, **more}, tie_word_embeddings=tied)
-    config._attn_implementation = "eager"
+    config = config_of(name, **more, tie_word_embeddings=tied)
+    # Falcon's own loop adds ALiBi twice: with the scores, and with the mask.
+    config._attn_implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
     torch.manual_seed(11)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():

@@ -16,11 +16,31 @@ _ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "gemma": "gemma",
+    "gemma2": "gemma2",
+    "olmo": "olmo",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "granite": "granite",
+    "smollm3": "smollm3",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
+    "gpt2": "gpt2",
+    "gpt_bigcode": "starcoder",
+    "starcoder2": "starcoder2",
+    "falcon": "falcon",
+    "mpt": "mpt",
+    "gpt_neox": "gptneox",
+    "stablelm": "stablelm",
+    "seed_oss": "seed_oss",
+    "ernie4_5": "ernie4_5",
+    "exaone4": "exaone4",
     "gemma3_text": "gemma3",
     "phi3": "phi3",
     "glm": "chatglm",
     "glm4": "glm4",
 }
+_HALVES_BECOME_NEIGHBOURS = {"llama", "olmo", "granite", "smollm3"}
+_KEY_HEADS_BECOME_STACKS = {"falcon", "gptneox"}
 _LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -35,13 +55,41 @@ _LAYER = {
     "mlp.down_proj": "ffn_down",
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    # GPTBigCode
+    "ln_1": "attn_norm",
+    "ln_2": "ffn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    # Falcon and GPT-NeoX
+    "ln_mlp": "attn_norm",
+    "ln_attn": "attn_norm_2",
+    "self_attention.query_key_value": "attn_qkv",
+    "self_attention.dense": "attn_output",
+    "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
+    # MPT
+    "norm_1": "attn_norm",
+    "norm_2": "ffn_norm",
+    "attn.Wqkv": "attn_qkv",
+    "attn.out_proj": "attn_output",
+    "ffn.up_proj": "ffn_up",
+    "ffn.down_proj": "ffn_down",
+}
+_BEHIND = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 _OF_ARCHITECTURE = {
-    "gemma3": {
-        "post_attention_layernorm": "post_attention_norm",
-        "pre_feedforward_layernorm": "ffn_norm",
-        "post_feedforward_layernorm": "post_ffw_norm",
-    },
+    "gemma2": _BEHIND,
+    "gemma3": _BEHIND,
+    "olmo2": _BEHIND,
+    "exaone4": _BEHIND,
+    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
     "glm4": {
         "post_self_attn_layernorm": "post_attention_norm",
         "post_mlp_layernorm": "post_ffw_norm",
@@ -49,8 +97,27 @@ _OF_ARCHITECTURE = {
 }
 _TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
+    "model.norm": "output_norm",
     "lm_head.weight": "output.weight",
+    "transformer.wte.weight": "token_embd.weight",
+    "transformer.wpe.weight": "position_embd.weight",
+    "transformer.word_embeddings.weight": "token_embd.weight",
+    "transformer.ln_f": "output_norm",
+    "transformer.norm_f": "output_norm",
+    "gpt_neox.embed_in.weight": "token_embd.weight",
+    "gpt_neox.final_layer_norm": "output_norm",
+    "embed_out.weight": "output.weight",
+}
+# Keys that only some architectures have, by the name of the config's field.
+_SCALES = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "embedding_multiplier": "embedding_scale",
+    "attention_multiplier": "attention.scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
+    "clip_qkv": "attention.clamp_kqv",
 }
 
 
@@ -75,15 +142,24 @@ def write_gguf(
     """
     config = model.config
     arch = architecture or _ARCHITECTURES[config.model_type]
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    kv_heads = key_heads(config)
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    inner = _field(config, "intermediate_size", "ffn_hidden_size", "n_inner") or 4 * hidden
+    context = _field(config, "max_position_embeddings", "max_seq_len")
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
+    writer.add_context_length(context)
+    writer.add_embedding_length(hidden)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    if (eps := _field(config, "rms_norm_eps")) is not None:
+        writer.add_layer_norm_rms_eps(eps)
+    else:
+        writer.add_layer_norm_eps(
+            _field(config, "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon") or 1e-5
+        )
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
@@ -91,17 +167,24 @@ def write_gguf(
     writer.add_eos_token_id(2)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
-    share = config.rope_parameters.get("partial_rotary_factor", 1.0)
-    if rotated is None and share != 1:
-        rotated = int(head_dim * share)
-    if arch == "gemma3":
-        writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
-    else:
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if arch == "llama":
-        writer.add_rope_dimension_count(rotated or head_dim)
-    elif rotated is not None:
-        writer.add_rope_dimension_count(rotated)
+    attention = getattr(config, "attn_config", None)
+    for source in filter(None, (config, attention)):
+        for field, key in _SCALES.items():
+            if getattr(source, field, None) is not None:
+                writer.add_float32(f"{arch}.{key}", getattr(source, field))
+    if attention is not None:
+        writer.add_max_alibi_bias(float(attention.alibi_bias_max))
+    if hasattr(config, "use_parallel_residual"):
+        writer.add_parallel_residual(config.use_parallel_residual)
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    if rope:
+        writer.add_rope_freq_base(rope["rope_theta"])
+        share = rope.get("partial_rotary_factor", 1.0)
+        writer.add_rope_dimension_count(rotated or int(head_dim * share))
+    if arch == "olmo2" and rope["rope_type"] == "yarn":
+        own = {"factor": rope["factor"], "original_context_length": rope["original_max_position_embeddings"]}
+        more = {"type": "yarn", **own, **(more or {})}
     for key, value in (more or {}).items():
         add_value = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
         add_value(f"{arch}.rope.scaling.{key}", value)
@@ -111,17 +194,23 @@ def write_gguf(
     state = model.state_dict() if tensors is None else load_file(tensors / "model.safetensors")
     for name, tensor in state.items():
         there = gguf_name(name, arch)
-        if there == leave_out or (name == "lm_head.weight" and config.tie_word_embeddings):
+        if there == leave_out or (there == "output.weight" and config.tie_word_embeddings):
             continue
         values = tensor.numpy().astype(np.float32)
         if arch.startswith("gemma") and "norm" in name:
             values = values + 1
-        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+        if arch == "gpt2" and values.ndim == 2 and ".h." in name:
+            values = values.T
+        if arch in _KEY_HEADS_BECOME_STACKS and "query_key_value" in name:
+            groups = values.reshape(kv_heads, heads // kv_heads + 2, head_dim, *values.shape[1:])
+            parts = (groups[:, :-2], groups[:, [-2]], groups[:, [-1]])
+            values = np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
+        if arch in _HALVES_BECOME_NEIGHBOURS and (".q_proj." in name or ".k_proj." in name):
             # llama.cpp rotates neighbours, transformers the two halves of what is rotated of a head.
-            heads, part = values.reshape(-1, head_dim, *values.shape[1:]), rotated or head_dim
-            halves = heads[:, :part].reshape(len(heads), 2, part // 2, *values.shape[1:]).swapaxes(1, 2)
-            turned = halves.reshape(len(heads), part, *values.shape[1:])
-            values = np.concatenate((turned, heads[:, part:]), axis=1).reshape(values.shape)
+            each, part = values.reshape(-1, head_dim, *values.shape[1:]), rotated or head_dim
+            halves = each[:, :part].reshape(len(each), 2, part // 2, *values.shape[1:]).swapaxes(1, 2)
+            turned = halves.reshape(len(each), part, *values.shape[1:])
+            values = np.concatenate((turned, each[:, part:]), axis=1).reshape(values.shape)
         as_kind = kind if values.ndim == 2 else GGMLQuantizationType.F32
         written[there] = _encode(values, as_kind)
         writer.add_tensor(there, written[there], raw_dtype=as_kind)
@@ -135,11 +224,28 @@ def write_gguf(
 
 
 def gguf_name(name: str, arch: str) -> str:
+    stem, _, kind = name.rpartition(".")
     if name in _TOP:
         return _TOP[name]
-    layer, rest = name.removeprefix("model.layers.").split(".", 1)
-    stem, _, kind = rest.rpartition(".")
-    return f"blk.{layer}.{(_LAYER | _OF_ARCHITECTURE.get(arch, {}))[stem]}.{kind}"
+    if stem in _TOP:
+        return f"{_TOP[stem]}.{kind}"
+    roots = ("model.layers.", "transformer.h.", "transformer.blocks.", "gpt_neox.layers.")
+    root = next(root for root in roots if name.startswith(root))
+    layer, own = stem.removeprefix(root).split(".", 1)
+    return f"blk.{layer}.{(_LAYER | _OF_ARCHITECTURE.get(arch, {}))[own]}.{kind}"
+
+
+def key_heads(config: object) -> int:
+    """The key-value heads of a config of transformers."""
+    heads = config.num_attention_heads
+    if config.model_type == "falcon":
+        many = config.new_decoder_architecture or not config.multi_query
+        return config.num_kv_heads if many else 1
+    return getattr(config, "num_key_value_heads", heads)
+
+
+def _field(config: object, *names: str) -> object:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
 def _encode(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:

@@ -36,7 +36,7 @@ def check(theirs, path, tolerance=1e-4):
     "name",
     [
         *("llama", "llama-biases", "mistral-full", "qwen2", "qwen3"),
-        *("gemma", "phi3", "phi3-partial-rope", "glm", "glm4"),
+        *("seed-oss", "ernie", "gemma", "phi3", "phi3-partial-rope", "glm", "glm4"),
     ],
 )
 def test_families(name, tied, tmp_path):

@@ -38,6 +38,19 @@ _GEMMA_3: Final[Fields] = {
     "rope_local_base_freq": 1e4,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+_GEMMA_2: Final[Fields] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
 _GEMMA: Final[Fields] = {
     "num_key_value_heads": 16,
     "head_dim": 256,
@@ -68,6 +81,42 @@ def _gemma(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
 def _gemma_from_gguf(head: GgufHead) -> ModelConfig:
     shared = decoder_from_gguf(Family.GEMMA, head)
     return replace(shared, embedding_scale=shared.hidden_size**0.5, activation=Activation.GELU_TANH)
+
+
+def _gemma2(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    c = {**_GEMMA_2, **c}
+    refuse(c, "use_bidirectional_attention")
+    shared = decoder_from_hf(Family.GEMMA2, c, ids, rope=rope_from_hf(c, head_dim(c)), keys=_KEYS)
+    bias = bool(c.get("attention_bias", False))
+    return replace(
+        shared,
+        layer_windows=windows(c, window_of(c), lambda layer: layer % 2 == 0),
+        qkv_bias=bias,
+        o_bias=bias,
+        embedding_scale=shared.hidden_size**0.5,
+        norm_weight_offset=1.0,
+        norm_place=NormPlace.BOTH,
+        attention_scale=positive(c, "query_pre_attn_scalar") ** -0.5,
+        attention_softcap=optional_positive(c, "attn_logit_softcapping"),
+        logit_softcap=optional_positive(c, "final_logit_softcapping"),
+    )
+
+
+def _gemma2_from_gguf(head: GgufHead) -> ModelConfig:
+    c, shared = head.fields, decoder_from_gguf(Family.GEMMA2, head)
+    window, layers = gguf_window(c), shared.num_layers
+    # No key holds query_pre_attn_scalar; of the Gemma 2 models only the 27B's differs from head_dim.
+    scalar = shared.hidden_size / shared.num_heads if layers == 46 else float(shared.head_dim)
+    return replace(
+        shared,
+        layer_windows=tuple(None if i % 2 else window for i in range(layers)),
+        embedding_scale=shared.hidden_size**0.5,
+        norm_place=NormPlace.BOTH,
+        activation=Activation.GELU_TANH,
+        attention_scale=scalar**-0.5,
+        attention_softcap=positive(c, "attn_logit_softcapping", 50.0),
+        logit_softcap=positive(c, "final_logit_softcapping", 30.0),
+    )
 
 
 def _gemma3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
@@ -119,12 +168,12 @@ def _gemma3_from_gguf(head: GgufHead) -> ModelConfig:
         norm_place=NormPlace.BOTH,
         activation=Activation.GELU_TANH,
         attention_scale=scalar**-0.5,
-        logit_softcap=optional_positive(c, "final_logit_softcapping"),
     )
 
 
 HF: Final = (
     HfFamily(("gemma",), _gemma),
+    HfFamily(("gemma2",), _gemma2),
     HfFamily(
         ("gemma3", "gemma3_text"),
         _gemma3,
@@ -139,6 +188,7 @@ HF: Final = (
 )
 GGUF: Final = (
     GgufFamily("gemma", _gemma_from_gguf),
+    GgufFamily("gemma2", _gemma2_from_gguf, BOTH_SIDES),
     GgufFamily(
         "gemma3",
         _gemma3_from_gguf,

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3: RMSNorm, rope and a gated MLP, with other biases, windows and norms."""
+"""Llama, Mistral, Qwen2, Qwen3 and SmolLM3: RMSNorm, rope, a gated MLP; other biases, windows and norms."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from specinfer.errors import ModelError
 from specinfer.models.config import Family, ModelConfig, QkNorm
-from specinfer.models.fields import Fields, integer
-from specinfer.models.gguf_config import GgufFamily, decoder_from_gguf
+from specinfer.models.fields import Fields, count, integer
+from specinfer.models.gguf_config import GgufFamily, GgufHead, decoder_from_gguf
 from specinfer.models.hf_config import HfFamily, decoder_from_hf, head_dim, refuse, window_of, windows
 from specinfer.models.rope_config import rope_from_hf
 
 # What transformers fills in when config.json leaves it out.
 _DEFAULTS: Final[Fields] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _QWEN: Final[Fields] = {**_DEFAULTS, "max_position_embeddings": 32768, "max_window_layers": 28}
+_SMOLLM3: Final[Fields] = {
+    **_DEFAULTS,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 4,
+    "no_rope_layer_interval": 4,
+    "rope_theta": 2000000.0,
+    "tie_word_embeddings": True,
+}
 
 
 def _shared(family: Family, c: Fields, ids: Sequence[Fields]) -> ModelConfig:
@@ -56,6 +65,41 @@ def _qwen3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     )
 
 
+def _smollm3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    c = {**_SMOLLM3, **c}
+    shared, bias = _shared(Family.SMOLLM3, c, ids), bool(c.get("attention_bias", False))
+    plain = _without_rope(c, shared.num_layers)
+    window = window_of(c) if c.get("use_sliding_window", False) else None
+    return replace(
+        shared,
+        layer_windows=windows(c, window, lambda layer: layer in plain),
+        layers_without_rope=plain,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bool(c.get("mlp_bias", False)),
+    )
+
+
+def _without_rope(c: Fields, layers: int) -> frozenset[int]:
+    """The layers that the config gives no rope: every fourth, or those whose entry of a list is 0."""
+    said = c.get("no_rope_layers")
+    if said is None:
+        every = count(c, "no_rope_layer_interval")
+        said = [int((layer + 1) % every != 0) for layer in range(layers)]
+    if not isinstance(said, list) or len(said) < layers or any(one not in (0, 1) for one in said):
+        raise ModelError(
+            f"no_rope_layers is {str(said)[:80]}; expected 0 or 1 for each of {layers} layers. "
+            "The config is damaged."
+        )
+    return frozenset(layer for layer in range(layers) if not said[layer])
+
+
+def _smollm3_from_gguf(head: GgufHead) -> ModelConfig:
+    """No key holds which layers have no rope: llama.cpp takes every fourth."""
+    shared = decoder_from_gguf(Family.SMOLLM3, head)
+    return replace(shared, layers_without_rope=_without_rope(_SMOLLM3, shared.num_layers))
+
+
 def _qwen_windows(c: Fields) -> tuple[int | None, ...]:
     first = integer(c, "max_window_layers")
     window = window_of(c) if c.get("use_sliding_window", False) else None
@@ -67,10 +111,12 @@ HF: Final = (
     HfFamily(("mistral",), _mistral),
     HfFamily(("qwen2",), _qwen2),
     HfFamily(("qwen3",), _qwen3),
+    HfFamily(("smollm3",), _smollm3),
 )
 GGUF: Final = (
     # Mistral's files say llama, too.
     GgufFamily("llama", lambda head: decoder_from_gguf(Family.LLAMA, head), neighbours=True),
     GgufFamily("qwen2", lambda head: decoder_from_gguf(Family.QWEN2, head)),
     GgufFamily("qwen3", lambda head: decoder_from_gguf(Family.QWEN3, head)),
+    GgufFamily("smollm3", _smollm3_from_gguf, neighbours=True),
 )

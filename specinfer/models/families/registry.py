@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from specinfer.errors import ModelError
 from specinfer.models.config import ModelConfig
-from specinfer.models.families import gemma, glm, llama, opt, phi
+from specinfer.models.families import (
+    cohere,
+    falcon,
+    gemma,
+    glm,
+    gpt,
+    granite,
+    llama,
+    llama_like,
+    mpt,
+    neox,
+    olmo,
+    opt,
+    phi,
+)
 from specinfer.models.fields import Fields, mapping
-from specinfer.models.gguf_config import GgufFamily, GgufHead
+from specinfer.models.gguf_config import GgufFamily
 from specinfer.models.hf_config import HfFamily
 
 HF_FAMILIES: Final[Mapping[str, HfFamily]] = {
     kind: family
-    for family in (*llama.HF, *gemma.HF, *phi.HF, *glm.HF, *opt.HF)
+    for family in (
+        *(*llama.HF, *gemma.HF, *phi.HF, *olmo.HF, *granite.HF, *glm.HF, *cohere.HF),
+        *(*llama_like.HF, *gpt.HF, *falcon.HF, *mpt.HF, *neox.HF, *opt.HF),
+    )
     for kind in family.model_types
 }
 GGUF_FAMILIES: Final[Mapping[str, GgufFamily]] = {
-    family.architecture: family for family in (*llama.GGUF, *gemma.GGUF, *phi.GGUF, *glm.GGUF)
+    family.architecture: family
+    for family in (
+        *(*llama.GGUF, *gemma.GGUF, *phi.GGUF, *olmo.GGUF, *granite.GGUF, *glm.GGUF, *cohere.GGUF),
+        *(*llama_like.GGUF, *gpt.GGUF, *falcon.GGUF, *mpt.GGUF, *neox.GGUF),
+    )
 }
 
 
@@ -53,17 +74,3 @@ def config_from_hf(config: Fields, generation_config: Fields | None = None) -> M
     family = hf_family(config)
     text = mapping(config, "text_config") if config["model_type"] in family.text_in else config
     return family.config(text, (text, config, generation_config or {}))
-
-
-def config_from_gguf(
-    metadata: Fields,
-    shapes: Mapping[str, Sequence[int]],
-    rope: Mapping[str, tuple[float, ...]] | None = None,
-) -> ModelConfig:
-    """The config of a GGUF file; raises ModelError on anything unsupported.
-
-    `shapes` are the file's tensors by name, rows first ([out, in]); `rope` are the values of those of
-    ROPE_TENSORS that it has.
-    """
-    family = gguf_family(metadata)
-    return family.config(GgufHead(family.architecture, metadata, shapes, rope or {}))

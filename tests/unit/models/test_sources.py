@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from specinfer.errors import ModelFileError
-from specinfer.models.config import ModelConfig, Rope
+from specinfer.models.config import ModelConfig, QkNorm, Rope
 from specinfer.models.families.registry import config_from_hf
-from specinfer.models.sources import GATE_UP, QKV, Names, Source, Sources, read_rows
+from specinfer.models.sources import GATE_UP, QKV, Names, Source, Sources
 
 # Four query heads and two key-value heads of four elements.
 CONFIG = config_from_hf(
@@ -87,6 +87,8 @@ def test_rotated_elements_stand_half_a_head_apart() -> None:
     assert order(4, key) == order(4, norm) == (0, 1, 4, 5, 2, 3, 6, 7)
     assert order(6, key) == (0, 1, 2, 6, 3, 4, 5, 7)
     assert order(8, key) is None
+    several = replace(wide, num_heads=2, qk_norm=QkNorm.WHOLE, rope=Rope(10.0, rotated=4))
+    assert Names().sources(norm, several)[norm].rows == (0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15)
     assert order(4, key.replace("k_proj", "v_proj")) is None
 
 
@@ -99,17 +101,44 @@ def test_neighbours_that_are_pairs_stand_half_a_head_apart() -> None:
     assert by_head["self_attn.k_proj.weight"] == (8, 10, 9, 11, 24, 26, 25, 27)
 
 
-@pytest.mark.parametrize("rows", [None, range(3, 9), (8, 1, 5, 0, 2)], ids=str)
-def test_rows_are_read_alike_however_they_are_cut(rows: range | tuple[int, ...] | None) -> None:
-    tensor = torch.arange(20).view(10, 2)
+@pytest.mark.parametrize("by_key_head", [False, True])
+def test_rows_are_read_alike_however_they_are_cut(by_key_head: bool) -> None:
+    names, there = Names("blk.", {}, FUSED, by_key_head=by_key_head), "blk.0.attn.qkv.weight"
+    tensor = torch.arange(64).view(32, 2)
+    sources = Sources("x", names, {there: (32, 2), "blk.0.attn.out.weight": (32, 2)}, CONFIG)
 
-    def read(start: int, stop: int) -> torch.Tensor:
-        assert 0 <= start < stop <= 10
+    def read(name: str, start: int, stop: int) -> torch.Tensor:
+        assert name in (there, "blk.0.attn.out.weight")
+        assert 0 <= start < stop <= 32
         return tensor[start:stop]
 
-    want = tensor if rows is None else tensor[list(rows)]
-    for start, stop in ((0, 5), (1, 2), (2, 5)):
-        assert torch.equal(read_rows(read, rows, start, stop), want[start:stop])
+    for name, source in rows_of(names, "blk.0.attn.qkv.weight").items():
+        want = tensor[list(source)]
+        for start, stop in ((0, 8), (1, 2), (2, 7)):
+            got = sources.read(f"model.layers.0.{name.removeprefix('model.layers.0.')}", read, start, stop)
+            assert torch.equal(got, want[start:stop])
+    assert torch.equal(sources.read("model.layers.0.self_attn.o_proj.weight", read, 3, 30), tensor[3:30])
+
+
+def test_matrices_with_a_row_for_each_input_are_turned() -> None:
+    names, there = Names("blk.", {}, FUSED, transposed=("attn.qkv",)), "blk.0.attn.qkv.weight"
+    tensor = torch.arange(3 * 32).view(3, 32)
+    sources = Sources("x", names, {there: (3, 32), "blk.0.attn.qkv.bias": (32,)}, CONFIG)
+    name = "model.layers.0.self_attn.k_proj"
+    assert (sources.shapes[f"{name}.weight"], sources.shapes[f"{name}.bias"]) == ((8, 3), (8,))
+    for start, stop in ((0, 8), (3, 5)):
+        got = sources.read(f"{name}.weight", lambda _, a, b: tensor[a:b], start, stop)
+        assert torch.equal(got, tensor[:, 16 + start : 16 + stop].T)
+    with pytest.raises(ModelFileError, match=r"shape \[31, 5\], the config asks for \[32, 5\]"):
+        Sources("x", names, {there: (5, 31)}, CONFIG)
+
+
+def test_vectors_that_files_do_not_hold_are_ones() -> None:
+    names = Names("blk.", {}, FUSED, ones=("model.norm", "input_layernorm"))
+    sources = Sources("x", names, {}, CONFIG)
+    inside = [f"model.layers.{layer}.input_layernorm.weight" for layer in range(2)]
+    assert sources.shapes == dict.fromkeys(["model.norm.weight", *inside], (16,))
+    assert sources.read(inside[1], None, 3, 9).tolist() == [1.0] * 6
 
 
 def test_a_stack_of_other_rows_than_the_config_says_is_refused() -> None:

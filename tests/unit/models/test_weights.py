@@ -104,6 +104,7 @@ def test_other_prefixes_and_old_tables(tmp_path):
         tensors["language_model.model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
         tensors["language_model.model.layers.1.self_attn.rotary_emb.cos_cached"] = torch.zeros(4)
         tensors["language_model.model.layers.1.self_attn.masked_bias"] = torch.zeros(())
+        tensors["language_model.model.layers.1.attention.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.bool)
 
     rewrite(folder, rename)
     assert torch.equal(logits_of(load(folder)), before)

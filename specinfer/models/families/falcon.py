@@ -1,0 +1,113 @@
+"""Falcon: attention and MLP side by side, few key-value heads; in the first 1B and 7B RW models ALiBi.
+
+The config does not say which of three layouts a model has but by two switches: one key-value head for all,
+one key and value beside each query head, and since the 40B (`new_decoder_architecture`) a number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from specinfer.errors import ModelError
+from specinfer.models.config import Activation, Alibi, Family, ModelConfig, Norm
+from specinfer.models.fields import Fields, count
+from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf
+from specinfer.models.hf_config import ConfigKeys, HfFamily, decoder_from_hf, head_dim
+from specinfer.models.rope_config import rope_from_hf
+from specinfer.models.sources import QKV, Names
+
+_DEFAULTS: Final[Fields] = {
+    "layer_norm_epsilon": 1e-5,
+    "activation": "gelu",
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "multi_query": True,
+    "parallel_attn": True,
+}
+_OLD_WORDS: Final = {
+    "n_embed": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_head_kv": "num_kv_heads",
+    "n_layer": "num_hidden_layers",
+}
+_KEYS: Final = ConfigKeys(
+    inner="ffn_hidden_size", kv_heads="num_kv_heads", norm_eps="layer_norm_epsilon", activation="activation"
+)
+
+
+def _falcon(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    c = {**_DEFAULTS, **c}
+    c = {**{new: c[old] for old, new in _OLD_WORDS.items() if old in c}, **c}
+    hidden, heads = count(c, "hidden_size"), count(c, "num_attention_heads")
+    new, parallel = bool(c.get("new_decoder_architecture", False)), bool(c["parallel_attn"])
+    if not new:
+        c = {**c, "num_kv_heads": 1 if c["multi_query"] else heads}
+    if c.get("ffn_hidden_size") is None:
+        c = {**c, "ffn_hidden_size": 4 * hidden}
+    norms = count(c, "num_ln_in_parallel_attn", 2 if new else 1)
+    if norms > 2 or (norms == 2 and not new) or (new and not parallel):
+        raise ModelError(
+            f"config.json has new_decoder_architecture = {new}, parallel_attn = {parallel} and "
+            f"num_ln_in_parallel_attn = {norms}; supported: what published Falcons have of these"
+        )
+    alibi = Alibi.of(heads, rounded=True) if c.get("alibi", False) else None
+    rope = None if alibi is not None else rope_from_hf(c, head_dim(c))
+    bias = bool(c.get("bias", False))
+    return replace(
+        decoder_from_hf(Family.FALCON, c, ids, rope=rope, keys=_KEYS),
+        alibi=alibi,
+        norm=Norm.LAYER,
+        norm_bias=True,
+        gated_mlp=False,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        parallel_block=parallel,
+        shared_norm=parallel and norms == 1,
+    )
+
+
+def _falcon_from_gguf(head: GgufHead) -> ModelConfig:
+    return replace(
+        decoder_from_gguf(Family.FALCON, head, norm=Norm.LAYER),
+        gated_mlp=False,
+        activation=Activation.GELU,
+        parallel_block=True,
+        shared_norm="blk.0.attn_norm_2.weight" not in head.shapes,
+    )
+
+
+def _gguf_inside(head: GgufHead) -> dict[str, str | tuple[str, ...]]:
+    """Where there are two norms, attn_norm is the MLP's."""
+    two = "blk.0.attn_norm_2.weight" in head.shapes
+    return {
+        **INSIDE,
+        "attn_qkv": QKV,
+        "attn_norm": "post_attention_layernorm" if two else "input_layernorm",
+        "attn_norm_2": "input_layernorm",
+    }
+
+
+HF: Final = (
+    HfFamily(
+        ("falcon", "RefinedWeb", "RefinedWebModel"),
+        _falcon,
+        Names(
+            "transformer.h.",
+            {"transformer.word_embeddings": "model.embed_tokens", "transformer.ln_f": "model.norm"},
+            {
+                "ln_attn": "input_layernorm",
+                "ln_mlp": "post_attention_layernorm",
+                "self_attention.query_key_value": QKV,
+                "self_attention.dense": "self_attn.o_proj",
+                "mlp.dense_h_to_4h": "mlp.up_proj",
+                "mlp.dense_4h_to_h": "mlp.down_proj",
+            },
+            by_key_head=True,
+        ),
+        embeddings="transformer.word_embeddings.weight",
+    ),
+)
+GGUF: Final = (GgufFamily("falcon", _falcon_from_gguf, _gguf_inside),)

@@ -1,0 +1,81 @@
+"""No key of a config.json is skipped in silence: another value is another config, or is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specinfer.errors import ModelError
+from specinfer.models.families.registry import config_from_hf
+
+from .families import CASES, config_of
+
+# Keys whose values no logit depends on.
+HARMLESS = {
+    *("architectures", "dtype", "transformers_version", "model_type", "_name_or_path", "is_encoder_decoder"),
+    *("use_cache", "bos_token_id", "pad_token_id", "initializer_range", "init_device", "embedding_fraction"),
+    *("attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "classifier_dropout"),
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "emb_pdrop", "dropout", "layerdrop", "init_std"),
+    *("output_hidden_states", "output_attentions", "return_dict", "problem_type", "id2label", "label2id"),
+    *("chunk_size_feed_forward", "pretraining_tp", "cross_attention_hidden_size", "is_decoder"),
+    *("reorder_and_upcast_attn", "n_ctx", "task_specific_params", "summary_type", "summary_use_proj"),
+    *("summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
+    *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),  # sums are float32 here anyway
+}
+# Those that are read where another key is not there.
+INSTEAD = {
+    "sliding_window": {"layer_types"},
+    "_sliding_window_pattern": {"layer_types"},
+    "sliding_window_pattern": {"layer_types"},
+    "use_sliding_window": {"layer_types"},
+    "max_window_layers": {"layer_types"},
+    "no_rope_layer_interval": {"no_rope_layers"},
+    "rope_theta": {"rope_parameters"},
+}
+# Those that transformers itself passes over in models of such a kind.
+PASSED_OVER = {
+    "phi3": {"original_max_position_embeddings"},  # rope is not scaled
+    "phi3-partial-rope": {"original_max_position_embeddings"},
+    "opt-350m": {"_remove_final_layer_norm"},  # it has none
+    "starcoder": {"num_key_value_heads"},  # multi_query says it
+    "starcoder-heads": {"num_key_value_heads"},
+    "falcon-7b": {"num_kv_heads"},
+    "falcon-40b": {"multi_query"},
+    "falcon-11b": {"multi_query"},
+    "falcon-rw": {"num_kv_heads", "rope_parameters"},  # ALiBi
+    "mpt": {"learned_pos_emb"},  # ALiBi
+    "mpt-heads": {"learned_pos_emb"},
+}
+
+
+def other(value: object) -> object:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return 3 * value + 1
+    if isinstance(value, float):
+        return value / 2 + 0.01
+    if isinstance(value, str):
+        return f"no {value}"
+    return 5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_key_is_read_or_refused(name: str, tmp_path: Path) -> None:
+    config_of(name).save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    want = config_from_hf(said)
+    skipped = set()
+    for key, value in said.items():
+        if key in HARMLESS | PASSED_OVER.get(name, set()) or any(
+            there in said for there in INSTEAD.get(key, ())
+        ):
+            continue
+        try:
+            if config_from_hf({**said, key: other(value)}) == want:
+                skipped.add(key)
+        except ModelError:
+            continue
+    assert skipped == set()

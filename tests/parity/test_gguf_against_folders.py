@@ -1,0 +1,64 @@
+"""A GGUF file of each family is the model of the folder it was made of: the same config, the same tensors."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from specinfer.hub.gguf_header import read_header
+from specinfer.models.gguf import GGUFFile
+from specinfer.models.safetensors import SafetensorsFolder
+
+from .families import CASES, save_random
+from .gguf_files import write_gguf
+
+# Without what GGUF has no keys for: ReLU, windows of some layers, scales of scores, layers with and without
+# rope in another order than every fourth, ALiBi in Falcon, and StarCoder with many key heads.
+NOT_WRITTEN = {
+    *("llama-relu", "llama-llama3-rope", "llama-linear-rope", "mistral", "qwen2-window", "gemma3-softcap"),
+    *("opt", "opt-350m", "opt-no-bias", "gemma3", "gemma2", "smollm3", "smollm3-window", "mpt-heads"),
+    *("helium", "cwm", "falcon-rw", "starcoder-heads", "starcoder2", "gpt-neox-serial", "stablelm-parallel"),
+}
+MORE = {
+    "gemma3": {"query_pre_attn_scalar": 16, "rope_parameters": None},
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "smollm3": {"no_rope_layers": None, "num_hidden_layers": 5},
+    "mpt-heads": {"attn_config": {"clip_qkv": 0.5}},
+    "starcoder2": {"sliding_window": None},
+    "gpt-neox-serial": {},
+    "stablelm-parallel": {},
+}
+NAMES = [name for name in CASES if name not in NOT_WRITTEN or name in MORE]
+OTHERWISE = {"norm_weight_offset", "eos_ids", "part"}  # of a file, and of a folder
+
+
+def same(one: object, other: object) -> bool:
+    """Whether two values are equal, numbers to what float32 tells apart."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return one == pytest.approx(other, rel=1e-6)
+    return one == other
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", NAMES)
+def test_config_and_tensors(name: str, tied: bool, tmp_path: Path) -> None:
+    theirs = save_random(name, tmp_path, tied=tied, **MORE.get(name, {}))
+    write_gguf(theirs, tmp_path / "model.gguf")
+    folder = SafetensorsFolder(tmp_path, [tmp_path / "model.safetensors"])
+    file = GGUFFile(read_header(tmp_path / "model.gguf"))
+    got, want = asdict(file.config), asdict(folder.config)
+    if want["family"] == "mistral":  # a file says llama of it
+        want["family"] = "llama"
+    assert {k: (got[k], want[k]) for k in want if k not in OTHERWISE and not same(got[k], want[k])} == {}
+    assert file.shapes == folder.shapes
+    for tensor, shape in folder.shapes.items():
+        offset = folder.config.norm_weight_offset if "norm" in tensor else 0.0
+        here, there = (model.read_rows(tensor, 0, shape[0]) for model in (folder, file))
+        assert torch.equal(here + offset, there), tensor
