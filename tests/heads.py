@@ -17,7 +17,8 @@ from specinfer.heads.eagle import EagleHead
 from specinfer.heads.layers import initialise
 from specinfer.heads.medusa import MedusaHead
 from specinfer.heads.speculators import body_to_hf, write_head
-from specinfer.models.config import Family, ModelConfig, QkNorm, Rope
+from specinfer.models.config import Family, ModelConfig, QkNorm
+from specinfer.models.positions import Rope
 
 VOCAB, SIZE, NAMED = 64, 32, 24  # of the target; tokens a head can name
 IDS = [*range(0, 2 * NAMED, 2)]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.choice import Kernels
-from specinfer.models.config import Activation, Alibi, Family, ModelConfig, Norm, NormPlace, QkNorm, Rope
+from specinfer.models.config import Activation, Family, ModelConfig, Norm, NormPlace, QkNorm
 from specinfer.models.decoder import Decoder, decoder_shapes
+from specinfer.models.positions import Alibi, Rope
 from specinfer.models.weight_memory import Weights
 from specinfer.models.weight_reader import WeightReader
 from specinfer.progress import NoProgress

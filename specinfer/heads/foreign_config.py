@@ -26,8 +26,9 @@ from typing import Final
 from specinfer.errors import ModelError
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.speculators import body_from_hf, config_from_speculators, flag, is_causal, taps_of
-from specinfer.models.config import QkNorm, Rope
+from specinfer.models.config import QkNorm
 from specinfer.models.fields import count, integer, mapping
+from specinfer.models.positions import Rope
 from specinfer.models.safetensors import EAGLE_3, head_kind
 
 _EAGLE_LAYERS: Final = "eagle_aux_hidden_state_layer_ids"

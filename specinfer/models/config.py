@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from specinfer.errors import ModelError
 from specinfer.kernels.parts import SumParts
+from specinfer.models.positions import Alibi, Rope, check_rope
 
 
 class Family(StrEnum):
@@ -89,107 +90,6 @@ class QkNorm(StrEnum):
     NONE = "none"
     HEAD = "head"  # of each head, with the same weights for all (Qwen3, Gemma 3)
     WHOLE = "whole"  # of all queries, and of all keys, of a row together (OLMo 2 and 3, OLMoE)
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Llama 3.1's rope scaling: long wavelengths are divided by `factor`, short ones kept."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
-
-
-@dataclass(frozen=True, slots=True)
-class YarnScaling:
-    """YaRN: frequencies that turn rarely within the original context are divided by `factor`, others kept."""
-
-    factor: float
-    original_context: int
-    attention_factor: float  # cos and sin are multiplied by it
-    beta_fast: float = 32.0  # frequencies that turn more often than this are kept
-    beta_slow: float = 1.0  # those that turn less often are divided; between the two there is a ramp
-    truncate: bool = True  # the ends of the ramp are whole frequencies
-
-
-@dataclass(frozen=True, slots=True)
-class DynamicScaling:
-    """NTK scaling that begins behind the original context: theta grows with a token's position.
-
-    The token at position p is rotated as in a text that ends with it, of p + 1 tokens. So a rotation depends
-    on its position alone, and a key that is cached stays right.
-    """
-
-    factor: float
-    original_context: int
-
-
-@dataclass(frozen=True, slots=True)
-class LongRope:
-    """LongRoPE: frequencies are divided by factors of their own, and there are two sets of these.
-
-    One set is for texts of up to the original context, the other for longer ones. A key that is cached must
-    stay right while its text grows, so a model that is open has one set (`ModelConfig.for_texts_of`).
-    """
-
-    short: tuple[float, ...]
-    long: tuple[float, ...]
-    original_context: int
-    extended_context: int  # of the longest texts there may be
-    attention_factor: float  # cos and sin are multiplied by it, whichever set it is
-    extended: bool = False  # which set it is: False: the short one
-
-    @property
-    def divisors(self) -> tuple[float, ...]:
-        """What frequencies are divided by."""
-        return self.long if self.extended else self.short
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """One rotary embedding; at most one of the scalings is set."""
-
-    theta: float
-    linear_factor: float = 1.0  # positions are divided by it
-    llama3: Llama3Scaling | None = None
-    divisors: tuple[float, ...] | None = None  # one per frequency (GGUF rope_freqs)
-    yarn: YarnScaling | None = None
-    dynamic: DynamicScaling | None = None
-    longrope: LongRope | None = None
-    # Elements of a head that are rotated; the others stay as they are. None: all. Pair i is elements i and
-    # i + head_dim / 2 even so: model files are read in that order (sources.py).
-    rotated: int | None = None
-
-    @property
-    def attention_factor(self) -> float:
-        """What cos and sin are multiplied by."""
-        scaling = self.yarn or self.longrope
-        return 1.0 if scaling is None else scaling.attention_factor
-
-
-@dataclass(frozen=True, slots=True)
-class Alibi:
-    """ALiBi (Press et al., 2022): each head's scores fall with the distance of a key, in place of rope.
-
-    Distances are those along a row's own path.
-    """
-
-    slopes: tuple[float, ...]  # of each query head
-    # Falcon adds slope * position of the key to scores before they are scaled, both rounded to bfloat16.
-    rounded: bool = False
-
-    @classmethod
-    def of(cls, heads: int, *, steepest: float = 8.0, rounded: bool = False) -> Alibi:
-        """The slopes of so many heads as the paper has them: 2 ** (-steepest * i / heads), i = 1, 2, ...
-
-        Where `heads` is no power of two, they are every other one of the next power's, and as many of the
-        rest as are needed. `steepest` is MPT's `alibi_bias_max`.
-        """
-        power = 1 << (heads - 1).bit_length()
-        all_of_them = [2.0 ** (-steepest * i / power) for i in range(1, power + 1)]
-        chosen = all_of_them if power == heads else all_of_them[1::2] + all_of_them[::2]
-        return cls(tuple(chosen[:heads]), rounded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +200,7 @@ class ModelConfig:
             )
         for rope in (self.rope, self.local_rope):
             if rope is not None:
-                _check_rope(rope, self.head_dim)
+                check_rope(rope, self.head_dim)
         _check_positions(self)
         _check_block(self)
         if len(self.layer_windows) != self.num_layers:
@@ -387,32 +287,6 @@ def _check_block(config: ModelConfig) -> None:
         value = getattr(config, name)
         if value is not None and not 0 < value < math.inf:
             raise ModelError(f"{name} is {value}; allowed: more than 0")
-
-
-def _check_rope(rope: Rope, head_dim: int) -> None:
-    rotated = head_dim if rope.rotated is None else rope.rotated
-    if head_dim % 2:
-        raise ModelError(f"head size {head_dim} is odd; rotary embeddings need an even one")
-    if rotated % 2 or not 2 <= rotated <= head_dim:
-        raise ModelError(
-            f"rotary embeddings rotate {rotated} of a head's {head_dim} elements; allowed: an even number"
-        )
-    if rope.divisors is not None and len(rope.divisors) != rotated // 2:
-        raise ModelError(
-            f"rope_freqs has {len(rope.divisors)} values for {rotated // 2} frequencies; "
-            "the file is damaged, get it again"
-        )
-    if rope.longrope is not None:
-        for name, factors in (("long", rope.longrope.long), ("short", rope.longrope.short)):
-            if len(factors) != rotated // 2:
-                raise ModelError(
-                    f"longrope's {name} factors are {len(factors)}, for {rotated // 2} frequencies; "
-                    "the config is damaged, get it again"
-                )
-    if rope.yarn is not None and rope.theta <= 1:
-        raise ModelError(f"rope_theta is {rope.theta}; YaRN needs more than 1")
-    if rope.dynamic is not None and rotated < 4:
-        raise ModelError(f"dynamic rope scaling of {rotated} rotated elements; allowed: 4 or more")
 
 
 def _positive(name: str, value: int) -> None:

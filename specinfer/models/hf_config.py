@@ -12,8 +12,9 @@ from typing import Final
 
 from specinfer.errors import ModelError
 from specinfer.hub.foreign_format import quantized_config
-from specinfer.models.config import Activation, Family, ModelConfig, Rope
+from specinfer.models.config import Activation, Family, ModelConfig
 from specinfer.models.fields import MOST_LAYERS, Fields, all_ids, count, integer, number
+from specinfer.models.positions import Rope
 from specinfer.models.rope_config import longest_text
 from specinfer.models.sources import Names
 

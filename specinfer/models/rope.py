@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.attention.backend import Rotation
-from specinfer.models.config import DynamicScaling, Llama3Scaling, Rope, YarnScaling
+from specinfer.models.positions import DynamicScaling, Llama3Scaling, Rope, YarnScaling
 
 _FEWEST: Final = 512  # positions that rotations are made of at once
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from specinfer.errors import ModelError
-from specinfer.models.config import DynamicScaling, Llama3Scaling, LongRope, Rope, YarnScaling
 from specinfer.models.fields import (
     Fields,
     boolean,
@@ -21,6 +20,7 @@ from specinfer.models.fields import (
     optional_positive,
     positive,
 )
+from specinfer.models.positions import DynamicScaling, Llama3Scaling, LongRope, Rope, YarnScaling
 
 # Tensors of GGUF files that are part of the config.
 ROPE_TENSORS: Final = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")

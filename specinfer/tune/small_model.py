@@ -22,7 +22,8 @@ from specinfer.errors import ModelError, TuneError
 from specinfer.heads.checkpoint import is_head
 from specinfer.heads.layers import HeadLayer, HeadNorm, Rotation, initialise, rotation_at
 from specinfer.hub import resolve
-from specinfer.models.config import Family, ModelConfig, Rope
+from specinfer.models.config import Family, ModelConfig
+from specinfer.models.positions import Rope
 from specinfer.models.safetensors import write_model
 from specinfer.models.weight_reader import TensorFile
 from specinfer.models.weights import OpenModel, open_model

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from specinfer.errors import ModelError
-from specinfer.models.config import ModelConfig, Rope
+from specinfer.models.config import ModelConfig
 from specinfer.models.families.registry import HF_FAMILIES
+from specinfer.models.positions import Rope
 from specinfer.models.weights import load_model, open_model
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import ModelRunner

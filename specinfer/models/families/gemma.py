@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Activation, Family, ModelConfig, NormPlace, QkNorm, Rope
+from specinfer.models.config import Activation, Family, ModelConfig, NormPlace, QkNorm
 from specinfer.models.fields import Fields, count, optional_positive, positive
 from specinfer.models.gguf_config import BOTH_SIDES, GgufFamily, GgufHead, decoder_from_gguf
 from specinfer.models.gguf_config import window_of as gguf_window
@@ -20,6 +20,7 @@ from specinfer.models.hf_config import (
     window_of,
     windows,
 )
+from specinfer.models.positions import Rope
 from specinfer.models.rope_config import rope_from_hf, ropes_by_layer_type
 
 # What transformers fills in when config.json leaves it out, as Gemma's own files often do.

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Final
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Activation, Alibi, Family, ModelConfig, Norm
+from specinfer.models.config import Activation, Family, ModelConfig, Norm
 from specinfer.models.fields import Fields, count, mapping, optional_positive, positive
 from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf
 from specinfer.models.hf_config import ConfigKeys, HfFamily, decoder_from_hf
+from specinfer.models.positions import Alibi
 from specinfer.models.sources import QKV, Names
 
 _DEFAULTS: Final[Fields] = {

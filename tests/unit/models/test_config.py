@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Alibi, Norm, NormPlace, QkNorm
+from specinfer.models.config import Norm, NormPlace, QkNorm
+from specinfer.models.positions import Alibi
 from tests.heads import tiny_body
 
 BODY = tiny_body()  # of 4 heads, and one layer

@@ -7,9 +7,10 @@ import math
 import pytest
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Family, LongRope, Rope, YarnScaling
+from specinfer.models.config import Family
 from specinfer.models.families.registry import gguf_family
 from specinfer.models.gguf_config import GgufHead
+from specinfer.models.positions import LongRope, Rope, YarnScaling
 
 GGUF = {
     "general.architecture": "llama",

@@ -7,18 +7,9 @@ import math
 import pytest
 
 from specinfer.errors import ModelError
-from specinfer.models.config import (
-    Activation,
-    DynamicScaling,
-    Family,
-    Llama3Scaling,
-    LongRope,
-    NormPlace,
-    QkNorm,
-    Rope,
-    YarnScaling,
-)
+from specinfer.models.config import Activation, Family, NormPlace, QkNorm
 from specinfer.models.families.registry import config_from_hf
+from specinfer.models.positions import DynamicScaling, Llama3Scaling, LongRope, Rope, YarnScaling
 from specinfer.models.rope_config import rope_to_hf
 
 LLAMA = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specinfer.attention.sdpa import rotated
-from specinfer.models.config import DynamicScaling, Llama3Scaling, Rope, YarnScaling
+from specinfer.models.positions import DynamicScaling, Llama3Scaling, Rope, YarnScaling
 from specinfer.models.rope import RotaryEmbedding, rope_frequencies, rotations
 
 

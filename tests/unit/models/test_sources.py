@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from specinfer.errors import ModelFileError
-from specinfer.models.config import ModelConfig, QkNorm, Rope
+from specinfer.models.config import ModelConfig, QkNorm
 from specinfer.models.families.registry import config_from_hf
+from specinfer.models.positions import Rope
 from specinfer.models.sources import GATE_UP, QKV, Names, Source, Sources
 
 # Four query heads and two key-value heads of four elements.

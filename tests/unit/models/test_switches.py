@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from specinfer.attention.native import NativeAttend
-from specinfer.models.config import Activation, Alibi, NormPlace
+from specinfer.models.config import Activation, NormPlace
 from specinfer.models.layers import attention_spec
+from specinfer.models.positions import Alibi
 from specinfer.models.weight_memory import Weights
 from specinfer.models.weight_reader import WeightReader
 from specinfer.parallel.share import Layout, Share

@@ -9,7 +9,8 @@ import pytest
 
 from specinfer.errors import ConfigError
 from specinfer.kernels.parts import SumParts
-from specinfer.models.config import Alibi, Family, ModelConfig, PipelineStage, QkNorm, Ranges, Rope
+from specinfer.models.config import Family, ModelConfig, PipelineStage, QkNorm, Ranges
+from specinfer.models.positions import Alibi, Rope
 from specinfer.parallel.share import Layout, Share
 
 SMOL = ModelConfig(
