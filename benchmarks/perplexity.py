@@ -29,7 +29,7 @@ from specinfer.report.dataset import Conversation, read_dataset
 from specinfer.tokenizer import Tokenizer
 
 BASE = "none"
-ALLOWED = {"int8": 1.0, "int4": 6.0}  # percent of perplexity a quantization may cost
+ALLOWED = {"gguf": 0.5, "int8": 1.0, "int4": 6.0}  # percent of perplexity a quantization may cost
 
 
 def main() -> None:
@@ -119,7 +119,7 @@ def page(kinds: Sequence[str], rows: Sequence[dict[str, Any]], settings: dict[st
     for kind in kinds:
         divergence = sum(cell[kind]["divergence"] for cell in rows) / tokens
         cost = "" if kind == BASE else f"{_cost(kind, rows):+.2f}%"
-        allowed = f"+{ALLOWED[kind]:.0f}%" if kind in ALLOWED else ""
+        allowed = f"+{ALLOWED[kind]:g}%" if kind in ALLOWED else ""
         name = "bfloat16" if kind == BASE else kind
         lines.append(row(name, f"{_perplexity(kind, rows):.4f}", cost, allowed, f"{divergence:.5f}"))
     return lines

@@ -99,7 +99,8 @@ class EngineConfig:
     quantization: Quantization = option(
         "none",
         "How matrices are kept, on a CPU.",
-        more="The output layer stays int8 where others are int4.",
+        more="The output layer stays int8 where others are int4. `gguf`: the blocks of a GGUF file as they "
+        "are, with nothing rounded ([checkpoints.md](checkpoints.md)).",
     )
     kernels: KernelChoice = option(
         "auto",
@@ -252,6 +253,16 @@ class EngineConfig:
                 f"sum_parts is {self.parts_of_sums} {told} and quantization {self.quantization!r}; allowed "
                 f"there: {self.tensor_parallel} or more, as each process has a part of every sum"
             )
+        kinds = {
+            "quantization": self.quantization,
+            "draft_quantization": self.speculation.draft_quantization,
+        }
+        for name, kind in kinds.items():
+            if kind == "gguf" and self.tensor_parallel > 1:
+                raise ConfigError(
+                    f"{name} is 'gguf' {told}; allowed there: none, int8, int4, as columns of blocks are not "
+                    "dealt out"
+                )
         if self.offload != "never":
             raise ConfigError(
                 f"offload is {self.offload!r} {told}; allowed there: never, as ranks keep their weights"

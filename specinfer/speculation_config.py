@@ -12,7 +12,7 @@ from specinfer.option import check_options, option
 from specinfer.tree.draw import PAIRS, DraftDraw, DrawRule, Verifier, draw_rule
 from specinfer.tree.expansion import Expansion
 
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["none", "int8", "int4", "gguf"]
 TreeSize = Literal["cost", "fixed"]
 Clock = Literal["measured", "curve"]
 DraftTokens = Literal["auto", "shared", "text"]

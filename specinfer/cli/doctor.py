@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--model", "-m", "models", multiple=True, metavar="NAME", help="Time a pass of it; repeatable.")
 @click.option(
-    "--quantization", "quantizations", multiple=True, help="none, int8 or int4, of models; repeatable."
+    "--quantization", "quantizations", multiple=True, help="none, int8, int4 or gguf, of models; repeatable."
 )
 @click.option(
     "--offload-folder",

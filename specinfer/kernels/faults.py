@@ -21,7 +21,15 @@ from torch import Tensor
 from specinfer.attention.backend import AlibiSpec, AttentionSpec, Paths, Rotation
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.choice import TORCH, Kernels, native_kernels
-from specinfer.kernels.layout import GROUP, Int4Weight, lay_out_int8, pack_levels, padded
+from specinfer.kernels.file_blocks import BlockForm, block_rows, lay_out_blocks
+from specinfer.kernels.layout import (
+    GROUP,
+    BlocksWeight,
+    Int4Weight,
+    lay_out_int8,
+    pack_levels,
+    padded,
+)
 from specinfer.kernels.library import (
     ACTIVATIONS,
     BLOCK,
@@ -46,6 +54,7 @@ _NEAR: Final = 1e-2  # of the size of a bfloat16 result
 _FEW: Final = 8  # rows, that a loose product takes in another way
 _ROWS: Final = (1, 2, 5, 9, 16, 17, 33, 64, 80)
 _SHAPES: Final = ((33, 96), (80, 800))  # channels, inner
+_BLOCKS: Final = {"blocks4": BlockForm(4, 8, True, True), "blocks8": BlockForm(8, 1, True, True)}
 
 
 def faults(library: Library) -> Iterator[str]:
@@ -67,7 +76,7 @@ class _Trial:
     ) -> None:
         self._library, self._kind = library, kind
         self._channels, self._inner = channels, inner
-        self._exact = kind == "int8" or (kind == "int4" and bool(library.int4_is_exact()))
+        self._exact = kind in ("int8", *_BLOCKS) or (kind == "int4" and bool(library.int4_is_exact()))
         self._bias = torch.randn(channels, generator=chance)
         blocks, size = num_blocks(channels), padded(inner)
         groups = (blocks, size // GROUP, BLOCK)
@@ -83,6 +92,7 @@ class _Trial:
             torch.empty(groups).uniform_(0.01, 0.1, generator=chance).half(),
             _integers(0, 256, *groups, chance=chance).to(torch.uint8),
         )
+        self._blocks = {kind: _blocks(form, channels, size) for kind, form in _BLOCKS.items()}
 
     def faults(self, x: Tensor) -> Iterator[str]:
         """What is wrong with the product of some first rows of x, and of all of them."""
@@ -129,8 +139,27 @@ class _Trial:
             return products.int8(self._int8, self._bias, self._inner, self._channels)
         if self._kind == "int4":
             return products.int4(self._int4, self._bias, self._inner, self._channels)
+        if self._kind in self._blocks:
+            return products.blocks(self._blocks[self._kind], self._bias, self._inner, self._channels)
         dtype = torch.float32 if self._kind == "float32" else torch.bfloat16
         return products.floats(self._floats.to(dtype), self._bias.to(dtype))
+
+
+def _blocks(form: BlockForm, channels: int, inner: int) -> BlocksWeight:
+    """A random matrix of blocks of that form."""
+    sizes, chance = (channels, inner // GROUP), torch.Generator().manual_seed(1)
+    low, high = (0, 16) if form.bits == 4 else (-127, 128)
+    scales, mins = (torch.empty(sizes).uniform_(0.001, 0.01, generator=chance).half() for _ in range(2))
+    firsts = torch.arange(sizes[1]) // form.span * form.span  # groups of a span have one scale
+    steps = _integers(-63, 64, *sizes, 2, chance=chance).to(torch.int8)
+    rows = block_rows(
+        _integers(low, high, *sizes, GROUP, chance=chance).to(torch.int8),
+        scales[:, firsts],
+        steps[..., :1].expand_as(steps).contiguous() if form.bits == 4 else steps,
+        mins[:, firsts],
+        _integers(0, 64, *sizes, chance=chance).to(torch.uint8),
+    )
+    return lay_out_blocks(rows, form)
 
 
 def _integers(low: int, high: int, *shape: int, chance: torch.Generator) -> Tensor:

@@ -8,7 +8,7 @@ the first word of each of its 16 rows, then the second, and so on. int4 weights 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,45 @@ class Int4Weight(NamedTuple):
     zeros: Tensor  # uint8 [blocks, groups, BLOCK]
 
 
-Weight = FloatTable | FloatWeight | Int8Weight | Int4Weight
+class BlocksWeight(NamedTuple):
+    """A matrix of GGUF blocks (file_blocks.py).
+
+    Where all steps are 1, or there are no mins, these have one entry for each block of rows.
+    """
+
+    levels: Tensor  # uint8: of 4 bits as an Int4Weight's, of 8 [blocks, groups * 8, BLOCK, 4], level + 128
+    scales: Tensor  # float16 [blocks, spans, BLOCK]
+    steps: Tensor  # uint8 [blocks, groups * n, BLOCK], step + 128; n is 1, of 8 bits 2
+    mins: Tensor  # float16 [blocks, spans, BLOCK]
+    min_steps: Tensor  # uint8 [blocks, groups, BLOCK]
+
+    @property
+    def bits(self) -> Literal[4, 8]:
+        """Of a level."""
+        return 4 if self.levels.dim() == 5 else 8
+
+    @property
+    def groups(self) -> int:
+        """Of a row."""
+        return self.levels.shape[1] // (1 if self.bits == 4 else GROUP // 4)
+
+    @property
+    def span(self) -> int:
+        """Groups that share a scale."""
+        return -(-self.groups // self.scales.shape[1])
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether there is a step for each group."""
+        return self.steps.shape[1] == self.groups * (1 if self.bits == 4 else 2)
+
+    @property
+    def has_mins(self) -> bool:
+        """Whether there is a min for each group."""
+        return self.min_steps.shape[1] == self.groups
+
+
+Weight = FloatTable | FloatWeight | Int8Weight | Int4Weight | BlocksWeight
 
 
 def in_huge_pages(library: Library | None, fresh: Tensor) -> Tensor:

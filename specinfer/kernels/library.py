@@ -11,15 +11,21 @@ from typing import Any, Final, Literal
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.machine import Level
 
-Kind = Literal["float32", "bfloat16", "int8", "int4"]
+Kind = Literal["float32", "bfloat16", "int8", "int4", "blocks4", "blocks8"]
 FloatType = Literal["float32", "bfloat16"]
 Form = Literal["serial", "after sum", "parallel"]  # of a layer, as cpu/layers.h says
-KINDS: Final[dict[Kind, int]] = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+KINDS: Final[dict[Kind, int]] = {
+    **{"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3},
+    **{"blocks4": 4, "blocks8": 5},  # of GGUF files as they are
+}
 TYPES: Final[dict[FloatType, int]] = {"float32": 0, "bfloat16": 1}
 ACTIVATIONS: Final = {"silu": 0, "gelu_tanh": 1, "relu": 2, "gelu": 3}
 FORMS: Final[dict[Form, int]] = {"serial": 0, "after sum": 1, "parallel": 2}
 STAGES: Final = ("norms", "products", "rope and K, V", "attention", "gates", "embeddings")
-_PADDED: Final[dict[Kind, int]] = {"float32": 1, "bfloat16": 32, "int8": 64, "int4": 32}
+_PADDED: Final[dict[Kind, int]] = {
+    **{"float32": 1, "bfloat16": 32, "int8": 64, "int4": 32},
+    **{"blocks4": 32, "blocks8": 32},
+}
 BLOCK: Final = 16  # output channels that lie side by side
 
 
@@ -33,6 +39,12 @@ class PartsArgs(ctypes.Structure):
         ("shares", c_void_p),
         ("ranks", c_int64),
     )
+
+
+class BlockPartsArgs(ctypes.Structure):
+    """What weights of blocks have beside levels and scales, as cpu/product.h has it."""
+
+    _fields_ = (("steps", c_void_p), ("mins", c_void_p), ("min_steps", c_void_p), ("span", c_int64))
 
 
 class ProductArgs(ctypes.Structure):
@@ -51,6 +63,7 @@ class ProductArgs(ctypes.Structure):
         ("nontemporal", c_int32),
         ("exchange", c_void_p),
         ("parts", PartsArgs),
+        ("blocks", BlockPartsArgs),
     )
 
 

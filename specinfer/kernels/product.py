@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.exchange import SharedExchange
-from specinfer.kernels.layout import empty_floats, lay_out_floats
+from specinfer.kernels.layout import BlocksWeight, empty_floats, lay_out_floats
 from specinfer.kernels.library import (
     BLOCK,
     KINDS,
     TYPES,
+    BlockPartsArgs,
     FloatType,
     Kind,
     Library,
@@ -146,21 +147,26 @@ class NativeProduct:
         bias: Tensor | None = None,
         use: Use = USUAL,
         parts: SumParts | None = None,
+        blocks: BlocksWeight | None = None,
     ) -> None:
         """Tensors may be views of memory that is filled later: only their addresses and sizes are read here.
 
         `bias` is float32 [channels]; no scale of an int4 weight is above `largest`, where it has columns of a
-        matrix that of all. With `parts` sums are added as these say. Raises ValueError where a tensor is not
-        contiguous, or not of the size it must have, TypeError for parts of int8, whose sums are exact.
+        matrix that of all. With `parts` sums are added as these say. `blocks` is all of
+        such a weight. Raises ValueError where a tensor is not contiguous, or not of the size it must have,
+        TypeError for parts of int8, whose sums are exact.
         """
-        blocks, padded = num_blocks(channels), padded_inner(kind, inner)
-        elements = blocks * BLOCK * padded
+        rows, padded = num_blocks(channels) * BLOCK, padded_inner(kind, inner)
+        elements = rows * padded
         groups = elements // 32
+        spans = 0 if blocks is None else rows * -(-padded // 32 // blocks.span)
         wanted = {
             "float32": (elements * 4, 0, 0),
             "bfloat16": (elements * 2, 0, 0),
-            "int8": (elements, blocks * BLOCK * 4, 0),
+            "int8": (elements, rows * 4, 0),
             "int4": (elements // 2, groups * 2, groups),
+            "blocks4": (elements // 2, spans * 2, 0),
+            "blocks8": (elements, spans * 2, 0),
         }[kind]
         self._kept = [weight, scales, zeros, bias]
         if not all(tensor is None or tensor.is_contiguous() for tensor in self._kept):
@@ -184,6 +190,12 @@ class NativeProduct:
             nontemporal=use.nontemporal,
         )
         self._library = library
+        if blocks is not None:
+            more = _block_parts(blocks)
+            self._kept += more
+            self.args.blocks = BlockPartsArgs(
+                *(None if tensor is None else tensor.data_ptr() for tensor in more), blocks.span
+            )
         self.parts = parts
         if parts is not None:
             if kind == "int8":
@@ -303,3 +315,18 @@ class NativeProduct:
             raise TypeError(
                 f"a product with {self.kind} weights has no exact sums that parts could add up; int8 has"
             )
+
+
+def _block_parts(weight: BlocksWeight) -> list[Tensor | None]:
+    """Steps, mins and steps of these, None where there are none; raises ValueError where they do not fit."""
+    groups, spans = weight.groups, weight.scales.shape[1]
+    blocks, halves = len(weight.levels), 1 if weight.bits == 4 else 2
+    steps = weight.steps if weight.has_steps else None
+    mins, min_steps = (weight.mins, weight.min_steps) if weight.has_mins else (None, None)
+    wanted = {"steps": (steps, groups * halves), "mins": (mins, spans), "min_steps": (min_steps, groups)}
+    for name, (tensor, entries) in wanted.items():
+        if tensor is not None and (tensor.shape != (blocks, entries, BLOCK) or not tensor.is_contiguous()):
+            raise ValueError(
+                f"{name} must be contiguous [{blocks}, {entries}, {BLOCK}], got {list(tensor.shape)}"
+            )
+    return [steps, mins, min_steps]

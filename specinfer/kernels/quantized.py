@@ -25,8 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specinfer.kernels.file_blocks import blocks_sums
 from specinfer.kernels.layout import (
     GROUP,
+    BlocksWeight,
     FloatWeight,
     Int4Weight,
     Int8Weight,
@@ -118,6 +120,21 @@ class Products:
         sums = [group_sums(weight, range(begin, end)) for begin, end in pairwise(groups)]
         return PartsProduct(sums, bias, parts, channels, inner)
 
+    def blocks(
+        self,
+        weight: BlocksWeight,
+        bias: Tensor | None,
+        inner: int,
+        channels: int,
+        parts: SumParts | None = None,
+    ) -> Product:
+        """The same with a weight of GGUF blocks."""
+        _check_inner(padded(inner), weight.groups * GROUP)
+        parts = _checked(parts, inner)
+        groups = (0, *(-(-end // GROUP) for end in parts.ends))
+        sums = [blocks_sums(weight, range(begin, end)) for begin, end in pairwise(groups)]
+        return PartsProduct(sums, bias, parts, channels, inner)
+
 
 class NativeProducts(Products):
     """Products of the native library, which reads a weight where it lies."""
@@ -185,6 +202,26 @@ class NativeProducts(Products):
             bias=bias,
             use=self.use,
             parts=parts,
+        )
+
+    def blocks(
+        self,
+        weight: BlocksWeight,
+        bias: Tensor | None,
+        inner: int,
+        channels: int,
+        parts: SumParts | None = None,
+    ) -> Product:
+        """As Products says."""
+        return NativeProduct(
+            *(self.library, "blocks4" if weight.bits == 4 else "blocks8", weight.levels),
+            channels=channels,
+            inner=inner,
+            scales=weight.scales,
+            bias=bias,
+            use=self.use,
+            parts=parts,
+            blocks=weight,
         )
 
 

@@ -6,18 +6,22 @@ reads their heads, and models/families what these say of the model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from specinfer.errors import ModelFileError
+from specinfer.errors import ModelError, ModelFileError
 from specinfer.files import read_exactly
 from specinfer.hub.gguf_header import TENSOR_KINDS, GgufHeader, TensorKind, tensor_kind
+from specinfer.kernels.file_blocks import BlockForm
 from specinfer.models.families.registry import gguf_family
+from specinfer.models.gguf_blocks import FILE_BLOCKS, check_levels
 from specinfer.models.gguf_config import GgufHead
 from specinfer.models.rope_config import ROPE_TENSORS
 from specinfer.models.sources import Sources
@@ -77,9 +81,30 @@ class GGUFFile:
         rows, scale = self._read(self._tensors[there], start, stop), self._scales.get(there)
         return rows if scale is None else rows.float() * scale
 
+    def block_form(self, name: str) -> BlockForm:
+        """As BlocksFile says."""
+        source = self._sources[name]
+        kind = self._tensors[source.name].kind.name
+        if kind not in FILE_BLOCKS or source.name in self._scales or source.transposed:
+            raise ModelError(
+                f"{self.path}: tensor {source.name!r} is of type {kind}, which does not run as it is; "
+                f"quantization 'gguf' runs {', '.join(FILE_BLOCKS)}. Use quantization int8 or int4, or none"
+            )
+        return FILE_BLOCKS[kind].form
+
+    def block_reader(self, name: str) -> Callable[[int, int], Tensor]:
+        """As BlocksFile says."""
+        return partial(self._sources.read, name, self._read_blocks)
+
+    def _read_blocks(self, there: str, start: int, stop: int) -> Tensor:
+        kind = self._tensors[there].kind
+        octets = torch.from_numpy(_octets(self._tensors[there], start, stop))
+        rows = FILE_BLOCKS[kind.name].rows(octets.view(stop - start, -1, kind.block_bytes))
+        check_levels(there, rows)
+        return rows
+
     def _read(self, tensor: _Placed, start: int, stop: int) -> Tensor:
-        data = np.empty((stop - start) * tensor.row_bytes, dtype=np.uint8)
-        read_exactly(tensor.path, tensor.offset + start * tensor.row_bytes, data.data)
+        data = _octets(tensor, start, stop)
         shape = (stop - start, *tensor.shape[1:])
         dtype = _PLAIN.get(tensor.kind.name)
         if dtype is not None:
@@ -99,6 +124,13 @@ class GGUFFile:
 
     def _numbers(self, tensor: _Placed) -> tuple[float, ...]:
         return tuple(self._read(tensor, 0, tensor.shape[0]).to(torch.float32).tolist())
+
+
+def _octets(tensor: _Placed, start: int, stop: int) -> NDArray[np.uint8]:
+    """The bytes of rows start..stop."""
+    data = np.empty((stop - start) * tensor.row_bytes, dtype=np.uint8)
+    read_exactly(tensor.path, tensor.offset + start * tensor.row_bytes, data.data)
+    return data
 
 
 def _read_table(header: GgufHeader) -> dict[str, _Placed]:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.choice import Kernels
+from specinfer.kernels.file_blocks import empty_blocks
 from specinfer.kernels.layout import (
+    BlocksWeight,
     FloatTable,
     FloatWeight,
     Int4Weight,
@@ -205,7 +207,9 @@ class Weights:
             whole = self.tensor(*matrices) if whole is None else whole
             weight: Weight = FloatTable(whole if chosen is None else chosen_rows(whole, chosen))
         else:
-            weight = self._filled(matrices, self._empty(channels, inner, output_layer, library), chosen)
+            weight = self._filled(
+                matrices, self._empty(matrices, channels, inner, output_layer, library), chosen
+            )
         return self._product(weight, b, inner, channels, parts=parts)
 
     def _part(
@@ -226,10 +230,10 @@ class Weights:
             stacked.append(range(first + own.start, first + own.stop))
             first += count
         within = range(inner) if columns is None else columns
-        whole = self._filled(matrices, self._empty(channels, inner, output_layer, None), None)
+        whole = self._filled(matrices, self._empty(matrices, channels, inner, output_layer, None), None)
         largest = float(whole.scales.max()) if isinstance(whole, Int4Weight) else None
         channels = sum(map(len, stacked))
-        weight = self._empty(channels, len(within), output_layer, self.kernels.products.library)
+        weight = self._empty(matrices, channels, len(within), output_layer, self.kernels.products.library)
         cut(whole, stacked, within, weight)
         if bias is not None:
             bias = torch.cat([bias[one.start : one.stop] for one in stacked])
@@ -252,9 +256,13 @@ class Weights:
         lacking = self.kernels.products.library is None or not self._reader.keeps
         return self._reader.quantization == "none" and lacking
 
-    def _empty(self, channels: int, inner: int, output_layer: bool, library: Library | None) -> Weight:
+    def _empty(
+        self, matrices: Sequence[str], channels: int, inner: int, output_layer: bool, library: Library | None
+    ) -> Weight:
         """Memory for a matrix of this model's kind, not yet filled; with a library in large pages."""
         quantization = self._reader.quantization
+        if quantization == "gguf":
+            return empty_blocks(channels, inner, self._reader.block_form(matrices), library)
         if self._plain:
             return FloatTable(torch.empty(channels, inner, dtype=self.dtype, device=self.device))
         if quantization == "none":
@@ -292,6 +300,8 @@ class Weights:
             return products.laid_out(weight, bias, inner, channels, parts)
         if isinstance(weight, Int8Weight):
             return products.int8(weight, bias, inner, channels)
+        if isinstance(weight, BlocksWeight):
+            return products.blocks(weight, bias, inner, channels, parts)
         return products.int4(weight, bias, inner, channels, largest, parts)
 
     def each(self, make: Callable[[int], _Part], count: int) -> Sequence[_Part]:

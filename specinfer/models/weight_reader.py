@@ -21,7 +21,10 @@ from typing import Final, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from specinfer.errors import ModelError
+from specinfer.kernels.file_blocks import BlockForm, empty_blocks, lay_out_blocks, one_form
 from specinfer.kernels.layout import (
+    BlocksWeight,
     FloatTable,
     FloatWeight,
     Int4Weight,
@@ -69,6 +72,29 @@ class PackedFile(Protocol):
     def int4_reader(self, name: str) -> Callable[[int, int], Tensor] | None:
         """What reads rows of a matrix as `int4_rows` has them, with nothing rounded; None: it is another."""
         ...
+
+
+@runtime_checkable
+class BlocksFile(Protocol):
+    """A TensorFile whose matrices are GGUF blocks that run as they are."""
+
+    def block_form(self, name: str) -> BlockForm:
+        """How a matrix's blocks lie in memory; raises ModelError where they do not run."""
+        ...
+
+    def block_reader(self, name: str) -> Callable[[int, int], Tensor]:
+        """What reads rows of such a matrix as `block_rows` has them."""
+        ...
+
+
+def blocks_file(file: TensorFile) -> BlocksFile:
+    """A file whose matrices are GGUF blocks; raises ModelError where they are not."""
+    if not isinstance(file, BlocksFile):
+        raise ModelError(
+            f"quantization 'gguf' runs the blocks of a GGUF file as they are, and {file.path.name} is none; "
+            "use quantization none, int8 or int4"
+        )
+    return file
 
 
 class WeightReader:
@@ -122,9 +148,9 @@ class WeightReader:
     def read(self, names: Sequence[str], into: Weight, rows: Sequence[int] | None = None) -> None:
         """Fill `into` with these tensors, stacked, or with some `rows` of the stack, in their order.
 
-        The kind of `into` is the precision; rows are chosen of FloatWeights and Int8Weights. A FloatTable is
-        of any device, the others are on the CPU. Raises DamagedFileError where a matrix that was kept is not
-        what was written.
+        The kind of `into` is the precision; rows are chosen of FloatWeights, Int8Weights and BlocksWeights. A
+        FloatTable is of any device, the others are on the CPU. Raises DamagedFileError where a matrix that
+        was kept is not what was written.
         """
         if rows is not None:
             whole = self._whole(names, into)
@@ -150,9 +176,15 @@ class WeightReader:
         self._counted.add(key)
         self._count(math.prod(self.shape(names)), fresh)
 
-    def _whole(self, names: Sequence[str], like: Weight) -> FloatWeight | Int8Weight:
+    def block_form(self, names: Sequence[str]) -> BlockForm:
+        """How these matrices lie in memory as one of GGUF blocks; raises ModelError where that cannot be."""
+        return one_form([blocks_file(self._file).block_form(name) for name in names])
+
+    def _whole(self, names: Sequence[str], like: Weight) -> FloatWeight | Int8Weight | BlocksWeight:
         """Memory for all rows of these tensors."""
         channels, inner = self.shape(names)
+        if isinstance(like, BlocksWeight):
+            return empty_blocks(channels, inner, self.block_form(names))
         if isinstance(like, FloatWeight):
             return empty_floats(channels, inner, like.values.dtype)
         return empty_int8(channels, inner)
@@ -167,18 +199,28 @@ class WeightReader:
             self._read_floats(names, matrix, fresh)
             lay_out_floats(matrix, into)
             return
-        readers = self._packed(names) if isinstance(into, Int4Weight) else None
+        make, readers = self._makers(names, into)
         done, inner = 0, self._shapes[names[0]][1]
-        for part in self._parts(names, readers or [partial(self._read_floats_of, name) for name in names]):
-            found: Int8Weight | Int4Weight
-            if not isinstance(into, Int4Weight):
-                found = quantize_int8(part)
-            else:
-                found = quantize_int4(part) if readers is None else lay_out_int4(part)
+        for part in self._parts(names, readers):
+            found = make(part)
             for here, tensor in zip(into, found, strict=True):
                 here[done : done + len(tensor)] = tensor
             done += len(found[0])
             self._count(len(part) * inner, fresh)
+
+    def _makers(
+        self, names: Sequence[str], into: Weight
+    ) -> tuple[Callable[[Tensor], Weight], Sequence[_Reader]]:
+        """What makes whole blocks of rows into weights of that kind, and what reads rows of each matrix."""
+        if isinstance(into, BlocksWeight):
+            file = blocks_file(self._file)
+            make = partial(lay_out_blocks, form=self.block_form(names))
+            return make, [file.block_reader(name) for name in names]
+        floats = [partial(self._read_floats_of, name) for name in names]
+        if not isinstance(into, Int4Weight):
+            return quantize_int8, floats
+        packed = self._packed(names)
+        return (quantize_int4, floats) if packed is None else (lay_out_int4, packed)
 
     def _packed(self, names: Sequence[str]) -> list[_Reader] | None:
         """What reads each of these matrices as int4 weights; None unless all of them have such numbers."""

@@ -18,6 +18,7 @@ from specinfer.errors import DamagedFileError, ModelError, ModelFileError, Model
 from specinfer.hub.model_files import ModelFiles, local_model
 from specinfer.kernels.choice import TORCH, Kernels, sharing
 from specinfer.kernels.disk import DiskRate
+from specinfer.kernels.file_blocks import blocks_bytes
 from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.kernels.machine import give_back_memory
 from specinfer.models.config import ModelConfig
@@ -36,13 +37,15 @@ from specinfer.models.prepared import (
 from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.models.streamed import StreamedWeights
 from specinfer.models.weight_memory import PassingWeights, Shared, Weights
-from specinfer.models.weight_reader import TensorFile, WeightReader
+from specinfer.models.weight_reader import TensorFile, WeightReader, blocks_file
 from specinfer.parallel.group import Group
 from specinfer.progress import NoProgress, Progress
 from specinfer.speculation_config import Quantization
 
 _LOG = logging.getLogger(__name__)
 _LAYER: Final = re.compile(r"\blayers\.(\d+)\.")
+_TABLE: Final = "model.embed_tokens.weight"
+_LOOKED_UP: Final = ("embed_tokens.weight", "embed_positions.weight")  # tables: they stay floats
 _Part = TypeVar("_Part")
 
 
@@ -283,8 +286,16 @@ def estimate_bytes(
 
     Counts the second copy of tied embeddings that native or quantized products read. Raises as `open_model`.
     """
-    config = (open_model(model) if isinstance(model, Path) else model).config
-    return weight_bytes(config, dtype, kernels, quantization)
+    opened = open_model(model) if isinstance(model, Path) else model
+    if quantization != "gguf":
+        return weight_bytes(opened.config, dtype, kernels, quantization)
+    size = 0
+    for name, shape in opened.shapes.items():
+        floats = len(shape) < 2 or name.endswith(_LOOKED_UP)
+        size += _matrix_bytes(opened, name, dtype, "none" if floats else quantization)
+    if opened.config.tie_embeddings:  # the output layer's blocks, beside the table in floats
+        size += _matrix_bytes(opened, _TABLE, dtype, quantization)
+    return size
 
 
 def weight_bytes(
@@ -302,7 +313,7 @@ def weight_bytes(
             continue
         if name.endswith("embed_tokens.weight") and part.table is not None:
             size += len(part.table) * config.embedding_size * dtype.itemsize
-        elif floats or len(shape) < 2 or name.endswith(("embed_tokens.weight", "embed_positions.weight")):
+        elif floats or len(shape) < 2 or name.endswith(_LOOKED_UP):
             size += math.prod(shape) * dtype.itemsize
         else:
             size += (int4_bytes if quantization == "int4" else int8_bytes)(shape[0], shape[1])
@@ -314,12 +325,20 @@ def layer_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization
     found = [0] * model.config.num_layers
     for name, shape in decoder_shapes(model.config).items():
         if len(shape) > 1 and (layer := _LAYER.search(name)) is not None:
-            if quantization == "none":
-                size = math.prod(shape) * dtype.itemsize
-            else:
-                size = (int4_bytes if quantization == "int4" else int8_bytes)(shape[0], shape[1])
+            size = _matrix_bytes(model, name, dtype, quantization)
             found[int(layer[1])] += size
     return found
+
+
+def _matrix_bytes(model: OpenModel, name: str, dtype: torch.dtype, quantization: Quantization) -> int:
+    """The bytes of a matrix by itself; stacked with others of other blocks it may take more."""
+    shape = model.shapes[name]
+    if quantization == "none":
+        return math.prod(shape) * dtype.itemsize
+    channels, inner = math.prod(shape[:-1]), shape[-1]
+    if quantization == "gguf":
+        return blocks_bytes(channels, inner, blocks_file(model).block_form(name))
+    return (int4_bytes if quantization == "int4" else int8_bytes)(channels, inner)
 
 
 def _check(file: OpenModel) -> None:

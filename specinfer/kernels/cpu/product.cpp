@@ -10,6 +10,8 @@ void multiply(const Product& product, const Rows& rows, void* out) {
   if (product.exchange != nullptr && !rows.partial) return multiply_with_others(product, rows, out);
   const Output output(product, rows, out);
   switch (product.kind) {
+    case Kind::kBlocks4:
+    case Kind::kBlocks8: return multiply_blocks(product, rows, output);
 #if defined(SPECINFER_TILED)
     case Kind::kInt4:
       if (product.loose != 0 && rows.count <= kFewRows) return multiply_int4(product, rows, output);

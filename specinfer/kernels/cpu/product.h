@@ -8,6 +8,15 @@
 //   scales    int8 float32 [blocks, 16], int4 float16 [blocks, groups, 16]
 //   zeros     int4 uint8 [blocks, groups, 16]     a weight is scale * (level - zero / 16)
 //
+// and, of GGUF files as they are (blocks_product.cpp; both padded to 32):
+//
+//   blocks4   as int4                             levels 0 .. 15
+//   blocks8   as int8, -127 .. 127
+//   scales    float16 [blocks, spans, 16]         of `span` groups each
+//   steps     uint8 [blocks, groups, n, 16]       step + 128, for each of n parts of a group: blocks4 one, blocks8 two
+//   mins      float16 [blocks, spans, 16], and min_steps uint8 [blocks, groups, 16]
+//             a weight is scale * step * level - min * min_step
+//
 // So one register, and one row of a tile of the matrix unit, holds the same inner elements of 16 channels, and
 // one layout serves one row and many. kernels/quantized.py says what the numbers mean. A row's result is the
 // same for every number of rows, unless a product is loose. Of int8 weights, and of int4 where there is no
@@ -30,10 +39,10 @@ namespace specinfer {
 
 class Exchange;
 
-enum class Kind : int32_t { kFloat32, kBFloat16, kInt8, kInt4 };
+enum class Kind : int32_t { kFloat32, kBFloat16, kInt8, kInt4, kBlocks4, kBlocks8 };
 enum class Type : int32_t { kFloat32, kBFloat16 };
 
-// The parts of inner elements whose sums are added as part_tree.h says; of weights of floats and int4. Each ends behind
+// The parts of inner elements whose sums are added as part_tree.h says; of all weights but int8. Each ends behind
 // whole groups of 32, but for the last.
 struct Parts {
   const int64_t* ends;    // of those of this product; null: its inner elements are one sum
@@ -41,6 +50,14 @@ struct Parts {
   int64_t first;          // the number of the first one, of those of all ranks
   const int64_t* shares;  // [ranks + 1]: the number of each rank's first one, and of all
   int64_t ranks;
+};
+
+// What weights of blocks have beside levels and scales.
+struct BlockParts {
+  const void* steps;      // null: all are 1
+  const void* mins;       // null, as min_steps: all are 0
+  const void* min_steps;
+  int64_t span;
 };
 
 // As kernels/library.py has it.
@@ -59,6 +76,7 @@ struct Product {
   // Of the ranks that have the other inner elements, where these weights have some of them; null: these are all.
   Exchange* exchange;
   Parts parts;
+  BlockParts blocks;
 };
 
 // Rows as they come: contiguous, [count, inner of the product].
@@ -104,7 +122,7 @@ constexpr int64_t kPieceBytes = 1 << 16;    // of weights: worth being shared ou
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 // Inner sizes as they lie in memory.
 inline int64_t padded_inner(Kind kind, int64_t inner) {
-  constexpr int64_t to[] = {1, 32, 64, kGroup};
+  constexpr int64_t to[] = {1, 32, 64, kGroup, kGroup, kGroup};
   return round_up(inner, to[static_cast<int>(kind)]);
 }
 
@@ -170,6 +188,7 @@ void share_blocks(int64_t blocks, int64_t block_bytes, const F& f) {
 void multiply_floats(const Product& product, const Rows& rows, const Output& out);
 void multiply_int8(const Product& product, const Rows& rows, const Output& out);
 void multiply_int4(const Product& product, const Rows& rows, const Output& out);
+void multiply_blocks(const Product& product, const Rows& rows, const Output& out);
 
 #if defined(SPECINFER_TILED)
 constexpr int64_t kFewRows = 8;  // of int4, which registers are quicker for

@@ -27,11 +27,13 @@ from specinfer.kernels.library import ACTIVATIONS
 from specinfer.kernels.machine import VARIABLE, levels_here
 from specinfer.kernels.native import load_library
 from specinfer.kernels.sampling import NativeScan
+from specinfer.models.gguf_blocks import FILE_BLOCKS
 from tests.switched import SWITCHED
 from tests.unit.attention import test_backends, test_independence
 from tests.unit.attention.paths import Layer
 from tests.unit.kernels import (
     test_changed_rows,
+    test_file_blocks,
     test_floats,
     test_layers,
     test_ops,
@@ -90,6 +92,13 @@ def quantized_products(native: Kernels, folder: Path) -> None:
         for value in (NAN, INFINITY):
             test_quantized.test_what_is_not_finite_stays_so(products, kind, value)
         test_quantized.test_a_weight_that_is_no_number_gives_none(products, kind)
+    for kind, wide in product(FILE_BLOCKS, (False, True)):
+        for dtype in DTYPES:
+            test_file_blocks.test_native_products_and_twins_give_the_same_bits(products, kind, wide, dtype)
+    for kind in FILE_BLOCKS:
+        test_file_blocks.test_a_row_does_not_depend_on_the_rows_beside_it(products, kind)
+    for kind in ("Q4_K", "Q6_K"):
+        test_file_blocks.test_sums_of_parts_are_those_of_the_twin(products, kind)
     for kind in test_parts.KINDS:
         test_parts.check_order(native.products, kind)
         test_parts.check_shares(native.products, kind)

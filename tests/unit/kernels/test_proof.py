@@ -9,6 +9,7 @@ import logging
 import re
 import subprocess
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from specinfer.errors import KernelBuildError
 from specinfer.kernels import native
 from specinfer.kernels.build import find_compiler
 from specinfer.kernels.faults import faults, other_faults
-from specinfer.kernels.library import Library
+from specinfer.kernels.library import KINDS, Library
 from specinfer.kernels.machine import LEVELS, VARIABLE, Level
 from specinfer.kernels.native import find_best, load_library, prove
 from tests.kernels import kernels
@@ -379,17 +380,17 @@ def test_a_row_that_depends_on_the_others_is_named(real: Library) -> None:
     assert list(faults(disturbed(real, rows=17))) == [
         f"{kind} {shape}: 17 rows are not what they are among 80"
         for shape in ("33 x 96", "80 x 800")
-        for kind in ("float32", "bfloat16", "int8", "int4")
+        for kind in KINDS
     ]
 
 
 @pytest.mark.parametrize("name", ["find_maxima", "add_up", "finish"])
 def test_parts_that_do_not_add_up_are_named(real: Library, name: str) -> None:
-    other, honest = copy.copy(real), getattr(real, name)
+    other, honest, bits = copy.copy(real), getattr(real, name), cycle((1, 2))  # which do not cancel out
 
     def wrong(*args: Any) -> None:
         honest(*args)
-        ctypes.c_uint8.from_address(args[-1]).value ^= 1
+        ctypes.c_uint8.from_address(args[-1]).value ^= next(bits)
 
     setattr(other, name, wrong)
     assert list(faults(other)) == [
@@ -404,6 +405,6 @@ def test_a_single_wrong_bit_of_exact_products_is_named(real: Library) -> None:
     assert list(faults(disturbed(real))) == [
         f"{kind} {shape}: {fault.format(results)}"
         for shape, results in (("33 x 96", 2640), ("80 x 800", 6400))
-        for kind, known in (("int8", exact), ("int4", of_int4))
+        for kind, known in (("int8", exact), ("int4", of_int4), ("blocks4", exact), ("blocks8", exact))
         for fault in known
     ]

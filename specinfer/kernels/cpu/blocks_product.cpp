@@ -1,0 +1,179 @@
+// Products with the blocks of GGUF files as they are: levels of 4 or 8 bits, whose scales are products themselves.
+//
+// Rows are quantized in groups of 32, as for int4. A group's products are added exactly, and with its scales they are
+// two float operations in a fixed order: so every CPU and the PyTorch twin (kernels/file_blocks.py) give the same bits.
+
+#include "byte_products.h"
+#include "register_tiles.h"
+#include "scratch.h"
+
+namespace specinfer {
+namespace {
+
+constexpr int kHalves = 2;  // of a group, each of which may have a step of its own
+
+// Rows as they are multiplied.
+struct QuantizedRows {
+  StraightRows place;
+  float* scales;     // [rows, groups]
+  float* of_mins;    // [rows, groups]: minus the sum of a group, times its scale
+  int32_t* offsets;  // [rows, groups, halves]: what makes up for the 128 that values of 8 bits are too large
+};
+
+template <typename T>
+void quantize_row(const T* x, int64_t n, int64_t groups, int64_t row, const QuantizedRows& to) {
+  for (int64_t g = 0; g < groups; ++g) {
+    const GroupOf32 group = load_group(x + g * kGroup, n - g * kGroup);
+    const float most = largest(larger(larger(Ints(0), group.low), group.high)), inverse = inverse_of(most);
+    const Ints low = rounded(group.low * inverse), high = rounded(group.high * inverse);
+    int8_t* const values = to.place(row).values(g);
+    store_bytes(values, low);
+    store_bytes(values + kLanes, high);
+    const int32_t first = sum(low), second = sum(high);
+    const int64_t at = row * groups + g;
+    to.scales[at] = int8_scale(most);
+    to.of_mins[at] = static_cast<float>(-(first + second)) * to.scales[at];
+    to.offsets[kHalves * at] = -128 * first;
+    to.offsets[kHalves * at + 1] = -128 * second;
+  }
+}
+
+QuantizedRows quantized(const Product& product, const Rows& rows, int64_t groups) {
+  constexpr int64_t kPieceElements = 1 << 10;  // worth being shared out
+  Scratch& scratch = Scratch::get();
+  const int64_t all = rows.count * groups;
+  const QuantizedRows to{{scratch.take<int8_t>(all * kGroup), groups},
+                         scratch.take<float>(all),
+                         scratch.take<float>(all),
+                         scratch.take<int32_t>(all * kHalves)};
+  const auto each_row = [&](const auto* x) {
+    Pool::get().split(rows.count, kPieceElements / (groups * kGroup) + 1, [&](int64_t first, int64_t last) {
+      for (int64_t r = first; r < last; ++r) quantize_row(x + r * product.inner, product.inner, groups, r, to);
+    });
+  };
+  if (rows.type == Type::kBFloat16) {
+    each_row(static_cast<const BFloat16*>(rows.data));
+  } else {
+    each_row(static_cast<const float*>(rows.data));
+  }
+  return to;
+}
+
+inline Ints steps_at(const uint8_t* from) { return bits_as<int32_t>(widened(from)) - 128; }
+
+// ---- tiles: R rows by B blocks ----
+
+template <bool Nontemporal, bool Divided, int Bits>
+struct BlocksWeight {
+  const uint8_t* levels;
+  const Half* scales;
+  const uint8_t* steps;
+  const Half* mins;
+  const uint8_t* min_steps;
+  int64_t span, spans;
+  const QuantizedRows& x;
+  int64_t rows, blocks, groups, block_bytes;
+  const Division& division;
+  const Output& out;
+
+  static constexpr int kRows = kRegister == 64 ? 8 : 2;
+  static constexpr int kPairRows = 0;
+
+  template <int R, int B>
+  void tile(int64_t row, int64_t block) const {
+    static_assert(B == 1);
+    add_tile<R, 1, Divided>(
+        division, out, row, block,
+        [&](TileResults<R, 1>& to, int64_t begin, int64_t end) __attribute__((always_inline)) {
+          add_groups(row, block, begin / kGroup, end / kGroup, to);
+        });
+  }
+
+ private:
+  template <int R>
+  [[gnu::always_inline]] void add_groups(int64_t row, int64_t block, int64_t begin, int64_t end,
+                                         TileResults<R, 1>& results) const {
+    const int64_t first = row * groups;
+    Floats total[R];
+    each<R>([&](auto r) { total[r] = Floats(0.0f); });
+    for (int64_t g = begin; g < end; ++g) {
+      const int64_t group = block * groups + g, of_span = (block * spans + g / span) * kBlock;
+      Ints sums[R];
+      Floats of_channels = load(scales + of_span);
+      if constexpr (Bits == 4) {
+        add_levels(first + g, group, sums);
+        of_channels = of_channels * 0.0625f;  // sums are 16 times too large
+        if (steps != nullptr) of_channels = of_channels * to_floats(steps_at(steps + group * kBlock));
+      } else {
+        add_values(first + g, group, sums);
+      }
+      each<R>([&](auto r) {
+        total[r] = total[r] + to_floats(sums[r]) * (of_channels * x.scales[first + r * groups + g]);
+      });
+      if (mins != nullptr) {
+        const Ints times = bits_as<int32_t>(widened(min_steps + group * kBlock));
+        const Floats least = load(mins + of_span) * to_floats(times);
+        each<R>([&](auto r) { total[r] = total[r] + least * x.of_mins[first + r * groups + g]; });
+      }
+    }
+    each<R>([&](auto r) { results.of[r][0] = total[r]; });
+  }
+
+  const int8_t* values(int64_t at, int64_t row) const { return x.place.to + (at + row * groups) * kGroup; }
+
+  // 16 times the sums of a group of 4-bit levels; `at` is that group of the first row.
+  template <int R>
+  [[gnu::always_inline]] void add_levels(int64_t at, int64_t group, Ints (&sums)[R]) const {
+    GroupSum of_rows[R];
+    each<4>([&](auto j) {
+      const uint8_t* const from = levels + group * kGroupBytes + 64 * j;
+      prefetch<Nontemporal>(from);
+      const Bytes both = load_bytes(from), low = low_halves(both), high = high_halves(both);
+      each<R>([&](auto r) { of_rows[r].add(low, high, values(at, r) + 8 * j); });
+    });
+    each<R>([&](auto r) { sums[r] = of_rows[r].with(Ints(0), 0); });
+  }
+
+  // The sums of a group of values of 8 bits, each half times its step.
+  template <int R>
+  [[gnu::always_inline]] void add_values(int64_t at, int64_t group, Ints (&sums)[R]) const {
+    each<kHalves>([&](auto half) {
+      Ints own[R];
+      each<R>([&](auto r) { own[r] = Ints(kOffset ? x.offsets[kHalves * (at + r * groups) + half] : 0); });
+      each<4>([&](auto j) {
+        const uint8_t* const from = levels + (group * 8 + 4 * half + j) * 64;
+        prefetch<Nontemporal>(from);
+        const Bytes four = multiplicand(load_bytes(from));
+        each<R>([&](auto r) { own[r] = add_products(own[r], four, values(at, r) + 16 * half + 4 * j); });
+      });
+      if (steps != nullptr) {
+        const Ints step = steps_at(steps + (kHalves * group + half) * kBlock);
+        each<R>([&](auto r) { own[r] = own[r] * step; });
+      }
+      each<R>([&](auto r) { sums[r] = half == 0 ? own[r] : sums[r] + own[r]; });
+    });
+  }
+};
+
+template <int Bits>
+void multiply_with(const Product& product, const Rows& rows, const Output& out) {
+  const int64_t groups = padded_inner(product.kind, product.inner) / kGroup, span = product.blocks.span;
+  const QuantizedRows x = quantized(product, rows, groups);
+  const Division division(product, rows);
+  by_division(product, division, [&](auto nontemporal, auto divided) {
+    multiply_in_registers(BlocksWeight<nontemporal, divided, Bits>{
+        static_cast<const uint8_t*>(product.weight), static_cast<const Half*>(product.scales),
+        static_cast<const uint8_t*>(product.blocks.steps), static_cast<const Half*>(product.blocks.mins),
+        static_cast<const uint8_t*>(product.blocks.min_steps), span, (groups + span - 1) / span, x, rows.count,
+        blocks_of(product.channels), groups, groups * kGroup * kBlock * Bits / 8, division, out});
+  });
+}
+
+}  // namespace
+
+void multiply_blocks(const Product& product, const Rows& rows, const Output& out) {
+  if (product.kind == Kind::kBlocks4) return multiply_with<4>(product, rows, out);
+  multiply_with<8>(product, rows, out);
+}
+
+}  // namespace specinfer

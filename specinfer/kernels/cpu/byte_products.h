@@ -1,0 +1,195 @@
+// Products of the bytes of weights and rows, in vector registers.
+
+#pragma once
+
+#include "quantized_rows.h"
+
+namespace specinfer {
+
+// ---- four products a channel at once ----
+
+// 64 unsigned bytes: four inner elements of 16 channels.
+struct Bytes {
+  using Part = uint8_t __attribute__((vector_size(kRegister)));
+  Part part[kParts];
+};
+
+inline Bytes load_bytes(const uint8_t* from) {
+  Bytes bytes;
+  each<kParts>([&](auto i) { std::memcpy(&bytes.part[i], from + i * kRegister, kRegister); });
+  return bytes;
+}
+
+inline int32_t word_at(const int8_t* a) {
+  int32_t four;
+  std::memcpy(&four, a, sizeof four);
+  return four;
+}
+
+#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || defined(__AVXVNNI__) || \
+    (defined(__aarch64__) && defined(__ARM_FEATURE_MATMUL_INT8))
+
+// The unsigned bytes of weights as they are multiplied with the signed ones of rows.
+inline Bytes multiplicand(Bytes weights) { return weights; }
+constexpr bool kOffset = true;  // int8 weights are 128 too large, which the sum of the row makes up for
+
+// The halves of bytes, 16 times too large, as the high ones are where they lie.
+inline Bytes low_halves(Bytes v) {
+  using Shorts = uint16_t __attribute__((vector_size(kRegister)));
+  each<kParts>([&](auto i) { v.part[i] = (Bytes::Part)((Shorts)v.part[i] << 4) & 0xf0; });
+  return v;
+}
+inline Bytes high_halves(Bytes v) {
+  each<kParts>([&](auto i) { v.part[i] = v.part[i] & 0xf0; });
+  return v;
+}
+constexpr int kTimes = 16;
+
+// sums[c] += four elements of channel c times the four of `a`.
+inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
+  const int32_t four = word_at(a);
+#if defined(__AVX512F__)
+  sums.part[0] = (Ints::Part)_mm512_dpbusd_epi32((__m512i)sums.part[0], (__m512i)weights.part[0],
+                                                 _mm512_set1_epi32(four));
+#elif defined(__aarch64__)
+  each<kParts>([&](auto i) {
+    sums.part[i] = (Ints::Part)vusdotq_s32((int32x4_t)sums.part[i], (uint8x16_t)weights.part[i],
+                                           vreinterpretq_s8_s32(vdupq_n_s32(four)));
+  });
+#else
+  each<kParts>([&](auto i) {
+    sums.part[i] = (Ints::Part)_mm256_dpbusd_avx_epi32((__m256i)sums.part[i], (__m256i)weights.part[i],
+                                                       _mm256_set1_epi32(four));
+  });
+#endif
+  return sums;
+}
+
+#else
+
+// Signed bytes: products of pairs, of at most 2 * 127 * 127, stay exact in 16 bits.
+inline Bytes multiplicand(Bytes weights) {
+  each<kParts>([&](auto i) { weights.part[i] = weights.part[i] ^ 0x80; });
+  return weights;
+}
+constexpr bool kOffset = false;
+
+inline Bytes low_halves(Bytes v) {
+  each<kParts>([&](auto i) { v.part[i] = v.part[i] & 15; });
+  return v;
+}
+
+#if defined(__AVX2__)
+
+inline Bytes high_halves(Bytes v) {
+  using Shorts = uint16_t __attribute__((vector_size(kRegister)));
+  each<kParts>([&](auto i) { v.part[i] = (Bytes::Part)((Shorts)v.part[i] >> 4) & 15; });
+  return v;
+}
+
+inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
+  const __m256i four = _mm256_set1_epi32(word_at(a)), size = _mm256_abs_epi8(four);
+  each<kParts>([&](auto i) {
+    const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8((__m256i)weights.part[i], four));
+    sums.part[i] += (Ints::Part)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  });
+  return sums;
+}
+
+#else
+
+inline Bytes high_halves(Bytes v) {
+  each<kParts>([&](auto i) { v.part[i] = v.part[i] >> 4; });
+  return v;
+}
+constexpr int kTimes = 1;
+
+inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
+  const int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(word_at(a)));
+  each<kParts>([&](auto i) {
+    const auto w = (int8x16_t)weights.part[i];
+#if defined(__ARM_FEATURE_DOTPROD)
+    sums.part[i] = (Ints::Part)vdotq_s32((int32x4_t)sums.part[i], w, four);
+#else
+    const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(four)), high = vmull_high_s8(w, four);
+    sums.part[i] += (Ints::Part)vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
+#endif
+  });
+  return sums;
+}
+
+#endif
+#endif
+
+// ---- a group of an int4 weight ----
+//
+// A GroupSum adds a row's products with a group up, eight elements at a time. with(zeros, values) is 16 times their
+// sum + zeros times `values`, minus the sum of the row's values (quantized_rows.h); both fit 16 bits.
+
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+
+// Eight sums of two products of at most 15 * 127 fit 16 bits.
+struct GroupSum {
+  using Shorts = int16_t __attribute__((vector_size(kRegister)));
+  Shorts pairs[kParts] = {};
+
+  void add(const Bytes& low, const Bytes& high, const int8_t* a) {
+    const __m256i four = _mm256_set1_epi32(word_at(a)), next = _mm256_set1_epi32(word_at(a + 4));
+    each<kParts>([&](auto i) {
+      pairs[i] += (Shorts)_mm256_maddubs_epi16((__m256i)low.part[i], four);
+      pairs[i] += (Shorts)_mm256_maddubs_epi16((__m256i)high.part[i], next);
+    });
+  }
+
+  Ints with(Ints zeros, int32_t values) const {
+    Ints sums;
+    each<kParts>([&](auto i) {
+      const __m256i all = _mm256_madd_epi16((__m256i)pairs[i], _mm256_set1_epi16(16));
+      const __m256i of_zeros = _mm256_madd_epi16((__m256i)zeros.part[i], _mm256_set1_epi32(values));
+      sums.part[i] = (Ints::Part)_mm256_add_epi32(all, of_zeros);
+    });
+    return sums;
+  }
+};
+
+#else
+
+struct GroupSum {
+  Ints products = 0;
+
+  void add(const Bytes& low, const Bytes& high, const int8_t* a) {
+    products = add_products(add_products(products, low, a), high, a + 4);
+  }
+
+  Ints with(Ints zeros, int32_t values) const {
+#if defined(__AVX512F__)
+    return std::bit_cast<Ints>(_mm512_dpwssd_epi32((__m512i)products.part[0], (__m512i)zeros.part[0],
+                                                   _mm512_set1_epi32(values)));
+#elif defined(__AVXVNNI__)
+    return by_parts<int32_t>(
+        [&](auto p, auto z) { return _mm256_dpwssd_avx_epi32((__m256i)p, (__m256i)z, _mm256_set1_epi32(values)); },
+        products, zeros);
+#else
+    return bits_as<int32_t>(bits_as<uint32_t>(products) << (kTimes == 16 ? 0 : 4)) + zeros * values;
+#endif
+  }
+};
+
+#endif
+
+// ---- rows, one behind the other ----
+
+struct StraightRow {
+  int8_t* to;
+
+  int8_t* values(int64_t group) const { return to + group * kGroup; }
+};
+
+struct StraightRows {
+  int8_t* to;
+  int64_t groups;
+
+  StraightRow operator()(int64_t row) const { return {to + row * groups * kGroup}; }
+};
+
+}  // namespace specinfer

@@ -1,0 +1,155 @@
+"""GGUF blocks -> rows of levels, scales and mins (kernels/file_blocks.py), with nothing rounded.
+
+Source: the layouts of ggml's quantized types, as the gguf package dequantizes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specinfer.errors import ModelFileError
+from specinfer.kernels.file_blocks import SPAN, BlockForm, block_rows
+from specinfer.kernels.layout import GROUP
+
+_MOST_LEVEL: Final = 127  # whose negative is the least one, as the products of some CPUs need it
+
+
+class FileBlocks(NamedTuple):
+    """A kind of blocks that runs as it is."""
+
+    form: BlockForm
+    # Bytes of rows, uint8 [rows, blocks, bytes of a block], as `block_rows` has them.
+    rows: Callable[[Tensor], Tensor]
+
+
+def check_levels(name: str, rows: Tensor) -> None:
+    """Raise ModelFileError where a level is -128, which no program writes."""
+    if bool((rows[..., :GROUP].view(torch.int8) < -_MOST_LEVEL).any()):
+        raise ModelFileError(f"tensor {name!r} has a level of -128; allowed of Q8_0: -127 .. 127")
+
+
+def _half(octets: Tensor) -> Tensor:
+    """Two bytes as a float16 number: [..., 2] -> [...]."""
+    return octets.contiguous().view(torch.float16).squeeze(-1)
+
+
+def _halves(octets: Tensor) -> Tensor:
+    """The low halves of bytes, then the high ones: [..., n] -> [..., 2 n]."""
+    return torch.cat((octets & 15, octets >> 4), -1)
+
+
+def _bits(octets: Tensor) -> Tensor:
+    """[..., n] -> [..., 8 n], the lowest bit of each byte first."""
+    return (octets[..., None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).flatten(-2)
+
+
+def _split(tensor: Tensor, *sizes: int) -> Tensor:
+    """The last dimension as several of these sizes."""
+    return tensor.reshape(*tensor.shape[:-1], *sizes)
+
+
+def _signed(levels: Tensor) -> Tensor:
+    """Unsigned numbers up to 127 as int8."""
+    return levels.contiguous().view(torch.int8)
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return block_rows(_signed(blocks[..., 2:]), _half(blocks[..., :2]))
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    scales = _half(blocks[..., :2])
+    eights = torch.full(scales.shape, 8, dtype=torch.uint8)  # a level of 8 stands for 0
+    return block_rows(_signed(_halves(blocks[..., 2:])), scales, mins=scales, min_steps=eights)
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    scales, least = _half(blocks[..., :2]), _half(blocks[..., 2:4])
+    ones = torch.ones(scales.shape, dtype=torch.uint8)
+    return block_rows(_signed(_halves(blocks[..., 4:])), scales, mins=-least, min_steps=ones)
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    levels = _halves(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4
+    return block_rows(_signed(levels) - 16, _half(blocks[..., :2]))
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    scales, least = _half(blocks[..., :2]), _half(blocks[..., 2:4])
+    levels = _halves(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4
+    ones = torch.ones(scales.shape, dtype=torch.uint8)
+    return block_rows(_signed(levels), scales, mins=-least, min_steps=ones)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    return _with_mins(blocks, _in_pairs(blocks[..., 16:]))
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    fifth = _split(_bits(blocks[..., 16:48]), GROUP, SPAN).transpose(-1, -2)
+    return _with_mins(blocks, _in_pairs(blocks[..., 48:]) | fifth << 4)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    """Two halves of 128 levels, whose quarters have their high bits in the pairs of bits of 32 bytes."""
+    both = _split(blocks[..., :128], 2, 2, GROUP)
+    low = torch.cat((both & 15, both >> 4), -2)
+    high = _split(blocks[..., 128:192], 2, 1, GROUP)
+    pairs = (high >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]).bitwise_and_(3)
+    levels = (low | pairs << 4).flatten(-3, -2)  # [rows, blocks, SPAN, GROUP]
+    steps = _split(_signed(blocks[..., 192:208]), SPAN, 2)
+    return _by_groups(_signed(levels) - 32, _half(blocks[..., 208:]), steps)
+
+
+def _in_pairs(octets: Tensor) -> Tensor:
+    """Bytes [..., 128] as levels [..., SPAN, GROUP]: 32 of them have two groups, the low halves the first."""
+    both = _split(octets, SPAN // 2, 1, GROUP)
+    return torch.cat((both & 15, both >> 4), -2).flatten(-3, -2)
+
+
+def _with_mins(blocks: Tensor, levels: Tensor) -> Tensor:
+    """Rows of Q4_K or Q5_K: eight steps and eight steps of mins, of six bits, are packed into 12 bytes."""
+    first, second, third = _split(blocks[..., 4:16], 3, 4).unbind(-2)
+    steps = torch.cat((first & 63, third & 15 | first >> 6 << 4), -1)
+    min_steps = torch.cat((second & 63, third >> 4 | second >> 6 << 4), -1)
+    scales, mins = _half(blocks[..., :2]), _half(blocks[..., 2:4])
+    both = _signed(steps)[..., None].expand(*steps.shape, 2)
+    return _by_groups(_signed(levels), scales, both, mins, min_steps)
+
+
+def _by_groups(
+    levels: Tensor,
+    scales: Tensor,
+    steps: Tensor,
+    mins: Tensor | None = None,
+    min_steps: Tensor | None = None,
+) -> Tensor:
+    """Blocks of SPAN groups, [rows, blocks, SPAN, ...], as groups one behind the other."""
+
+    def of_groups(one: Tensor) -> Tensor:
+        return one[..., None].expand(*one.shape, SPAN).flatten(1)
+
+    return block_rows(
+        levels.flatten(1, 2).contiguous(),
+        of_groups(scales),
+        steps.flatten(1, 2).contiguous(),
+        None if mins is None else of_groups(mins),
+        None if min_steps is None else min_steps.flatten(1),
+    )
+
+
+# By the names of ggml's types.
+FILE_BLOCKS: Final = {
+    "Q8_0": FileBlocks(BlockForm(8, 1, steps=False, mins=False), _q8_0),
+    "Q4_0": FileBlocks(BlockForm(4, 1, steps=False, mins=True), _q4_0),
+    "Q4_1": FileBlocks(BlockForm(4, 1, steps=False, mins=True), _q4_1),
+    "Q5_0": FileBlocks(BlockForm(8, 1, steps=False, mins=False), _q5_0),
+    "Q5_1": FileBlocks(BlockForm(8, 1, steps=False, mins=True), _q5_1),
+    "Q4_K": FileBlocks(BlockForm(4, SPAN, steps=True, mins=True), _q4_k),
+    "Q5_K": FileBlocks(BlockForm(8, SPAN, steps=True, mins=True), _q5_k),
+    "Q6_K": FileBlocks(BlockForm(8, SPAN, steps=True, mins=False), _q6_k),
+}

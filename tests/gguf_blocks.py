@@ -1,0 +1,75 @@
+"""Random GGUF blocks of a size that models compute with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as Kind
+
+# Where the float16 numbers of a block lie.
+HALVES = {
+    **{"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2)},
+    **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
+}
+# The scale that gives weights of about a tenth.
+SIZES = {
+    **{"Q8_0": 0.0015, "Q4_0": 0.02, "Q4_1": 0.02, "Q5_0": 0.01, "Q5_1": 0.01},
+    **{"Q4_K": 0.0005, "Q5_K": 0.0003, "Q6_K": 0.0001},
+}
+VOCAB, HIDDEN, INNER, HEAD = 40, 256, 512, 32
+MATRICES = {
+    "token_embd.weight": (VOCAB, HIDDEN),
+    "output.weight": (VOCAB, HIDDEN),
+    "blk.0.attn_q.weight": (HIDDEN, HIDDEN),
+    "blk.0.attn_k.weight": (HIDDEN // 2, HIDDEN),
+    "blk.0.attn_v.weight": (HIDDEN // 2, HIDDEN),
+    "blk.0.attn_output.weight": (HIDDEN, HIDDEN),
+    "blk.0.ffn_gate.weight": (INNER, HIDDEN),
+    "blk.0.ffn_up.weight": (INNER, HIDDEN),
+    "blk.0.ffn_down.weight": (HIDDEN, INNER),
+}
+
+
+def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Bytes of rows of blocks; levels and steps are any, scales and mins of both signs."""
+    random = np.random.default_rng(seed)
+    block, size = GGML_QUANT_SIZES[Kind[kind]]
+    octets = random.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    for at in HALVES[kind]:
+        halves = SIZES[kind] * random.standard_normal((rows, columns // block, 1))
+        octets[..., at : at + 2] = halves.astype(np.float16).view(np.uint8)
+    if kind == "Q8_0":
+        octets[octets == 128] = 127  # -128, which is never written
+        octets[..., :2] = (
+            (SIZES[kind] * random.random((rows, columns // block, 1))).astype(np.float16).view(np.uint8)
+        )
+    return octets.reshape(rows, -1)
+
+
+def write_blocks(path: Path, kinds: dict[str, str], usual: str) -> Path:
+    """A one-layer llama whose matrices are of these kinds by name, the others of the `usual` one."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HIDDEN // HEAD)
+    writer.add_head_count_kv(HIDDEN // HEAD // 2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for number, (name, (rows, columns)) in enumerate(MATRICES.items()):
+        kind = kinds.get(name, usual)
+        if kind == "F32":
+            values = np.random.default_rng(number).standard_normal((rows, columns)).astype(np.float32)
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, random_blocks(kind, rows, columns, number), raw_dtype=Kind[kind])
+    for name in ("output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"):
+        writer.add_tensor(name, np.ones(HIDDEN, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

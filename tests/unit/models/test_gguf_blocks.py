@@ -1,0 +1,117 @@
+"""GGUF files whose own blocks run: what a model computes, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specinfer.config import EngineConfig
+from specinfer.errors import ConfigError, ModelError, ModelFileError
+from specinfer.kernels.choice import TORCH, Kernels
+from specinfer.kernels.disk import DiskRate
+from specinfer.models.gguf_blocks import FILE_BLOCKS
+from specinfer.models.placement import Placement
+from specinfer.models.streamed import layer_records
+from specinfer.models.weights import estimate_bytes, load_model, load_streamed, open_model, prepare
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.executor import ModelRunner
+from specinfer.speculation_config import Quantization
+from tests.gguf_blocks import MATRICES, random_blocks, write_blocks
+from tests.kernels import kernels
+from tests.tiny_models import write_tiny_llama
+
+PROMPT = [5, 17, 39, 3, 31, 12, 12, 29]
+# As llama.cpp mixes them: what is stacked is of several kinds.
+MIXED = {"blk.0.attn_v.weight": "Q6_K", "blk.0.ffn_down.weight": "Q6_K", "output.weight": "Q6_K"}
+
+
+def logits(path: Path, quantization: Quantization, chosen: Kernels = TORCH) -> Tensor:
+    model = load_model(
+        path,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        quantization=quantization,
+        kernels=chosen,
+        cache=path.parent / "cache",
+    )
+    runner = ModelRunner(model, num_blocks=4, block_size=4)
+    return runner.forward([Rows(PROMPT, 0, [0, 1, 2, 3], 0)])
+
+
+@pytest.mark.parametrize("kind", [*FILE_BLOCKS, "mixed"])
+def test_a_model_is_near_that_of_the_floats(kind: str, tmp_path: Path) -> None:
+    """Only activations are rounded, to 8 bits."""
+    mixed = kind == "mixed"
+    path = write_blocks(tmp_path / "m.gguf", MIXED if mixed else {}, "Q4_K" if mixed else kind)
+    want, found = logits(path, "none"), logits(path, "gguf")
+    assert want.isfinite().all()
+    assert (found - want).norm() <= 0.05 * want.norm()
+    assert torch.equal(logits(path, "gguf"), found)  # as it was kept
+    native = logits(path, "gguf", kernels("native"))
+    assert (native - found).norm() <= 0.03 * want.norm()
+
+
+def test_a_layer_that_is_streamed_has_the_same_bits(tmp_path: Path) -> None:
+    path = write_blocks(tmp_path / "m.gguf", MIXED, "Q4_K")
+    want, native = logits(path, "gguf", kernels("native")), kernels("native")
+    options: dict[str, Any] = {"dtype": torch.float32, "kernels": native, "quantization": "gguf"}
+    model = open_model(path)
+    prepared = prepare(model, cache=path.parent / "cache", **options)
+    layers = [prepared.records[name].length for name in layer_records(prepared)]
+    disk = DiskRate(readers=2, piece=4096, bytes_per_second=1e9, direct=True)
+    streamed = load_streamed(model, prepared, Placement(1 << 30, {}, layers, 2, (0,)), disk, **options)
+    runner = ModelRunner(streamed, num_blocks=4, block_size=4)
+    assert torch.equal(runner.forward([Rows(PROMPT, 0, [0, 1, 2, 3], 0)]), want)
+    assert streamed.stream is not None
+    streamed.stream.close()
+
+
+def test_no_weight_is_rounded_a_second_time(tmp_path: Path) -> None:
+    path = write_blocks(tmp_path / "m.gguf", MIXED, "Q4_K")
+    want = logits(path, "none")
+    own, second = ((logits(path, kind) - want).norm() for kind in ("gguf", "int4"))
+    assert own < 0.5 * second
+
+
+def test_the_estimate_is_of_what_is_kept(tmp_path: Path) -> None:
+    sizes = [
+        estimate_bytes(write_blocks(tmp_path / f"{kind}.gguf", {}, kind), torch.float32, quantization="gguf")
+        for kind in ("Q4_K", "Q4_0", "Q8_0", "Q6_K")
+    ]
+    assert sizes == sorted(sizes)
+    assert len({*sizes}) == 4
+
+
+def test_blocks_that_do_not_run_are_named(tmp_path: Path) -> None:
+    path = write_blocks(tmp_path / "m.gguf", {"blk.0.ffn_up.weight": "F32"}, "Q4_K")
+    with pytest.raises(
+        ModelError, match=r"tensor 'blk\.0\.ffn_up\.weight' is of type F32, which does not run"
+    ):
+        logits(path, "gguf")
+
+
+def test_a_folder_has_no_blocks(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "m")
+    with pytest.raises(ModelError, match="runs the blocks of a GGUF file as they are, and m is none; use"):
+        logits(folder, "gguf")
+
+
+def test_a_level_that_products_would_overflow_by_is_refused(tmp_path: Path) -> None:
+    path = write_blocks(tmp_path / "m.gguf", {}, "Q8_0")
+    octets = bytearray(path.read_bytes())
+    down = random_blocks("Q8_0", *MATRICES["blk.0.ffn_down.weight"], seed=len(MATRICES) - 1).tobytes()
+    octets[octets.index(down) + 34 * 100 + 2] = 128
+    path.write_bytes(octets)
+    with pytest.raises(ModelFileError, match=r"ffn_down\.weight' has a level of -128; allowed of Q8_0"):
+        logits(path, "gguf")
+
+
+def test_ranks_do_not_share_blocks_out() -> None:
+    with pytest.raises(
+        ConfigError, match="quantization is 'gguf' with tensor_parallel 2; allowed there: none"
+    ):
+        EngineConfig.from_options("m", {"quantization": "gguf", "tensor_parallel": 2})
