@@ -128,6 +128,8 @@ def _load_models(
     target = find(config.model, show, longest)
     path = target.files.path  # hashed before it is read, wherever a machine has it
     origin = {**identity(path, config.quantization, dtype), "model": hash_of(path)}
+    if target.config.extends(longest or 0):
+        origin["rope"] = "extended"  # another text than that of a shorter context
     found = find_drafts(config.speculation.drafts, target, config.model, show, longest)
     drafts = {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
     check_options(config.speculation, drafts)
@@ -310,6 +312,12 @@ def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Mo
                 f"{name} is {asked!r}, and a variant shares weights that were loaded with {loaded!r}; "
                 "leave it out, or make an LLM of its own"
             )
+    lengths = [one.scheduler.max_context or 0 for one in (wanted, config)]
+    if len({models.target.config.extends(length) for length in lengths}) > 1:
+        raise ConfigError(
+            f"max_context is {lengths[0]}, and a variant shares a model whose positions are turned for "
+            f"texts of {lengths[1]} tokens (LongRoPE); leave it out, or make an LLM of its own"
+        )
     left = list(zip(config.speculation.drafts, models.drafts.items(), strict=True))
     drafts = {}
     for draft in wanted.speculation.drafts:

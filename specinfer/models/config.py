@@ -219,10 +219,15 @@ class ModelConfig:
         """Which layers of the whole model these are."""
         return self.part.stage or PipelineStage(0, self.num_layers, self.num_layers)
 
+    def extends(self, tokens: int) -> bool:
+        """Whether positions are turned otherwise where texts of so many tokens are asked for (LongRope)."""
+        longrope = None if self.rope is None else self.rope.longrope
+        return longrope is not None and tokens > longrope.original_context
+
     def for_texts_of(self, tokens: int) -> ModelConfig:
         """The config of the model for texts of up to so many tokens, where that is another one (LongRope)."""
         longrope = None if self.rope is None else self.rope.longrope
-        if self.rope is None or longrope is None or tokens <= longrope.original_context:
+        if self.rope is None or longrope is None or not self.extends(tokens):
             return self
         return replace(
             self,

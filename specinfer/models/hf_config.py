@@ -109,7 +109,7 @@ def refuse(c: Fields, *switches: str) -> None:
 
 def window_of(c: Fields) -> int | None:
     """The sliding window, of layers that have it."""
-    return None if c.get("sliding_window") is None else integer(c, "sliding_window")
+    return None if c.get("sliding_window") is None else count(c, "sliding_window")
 
 
 def windows(c: Fields, window: int | None, otherwise: Callable[[int], bool]) -> tuple[int | None, ...]:

@@ -49,6 +49,11 @@ def ropes_by_layer_type(c: Fields, head_dim: int, *, theta: float, local_theta: 
     else:
         if not isinstance(parameters, dict):
             raise ModelError(f"rope_parameters is {parameters!r}; expected one entry per layer type")
+        if unknown := sorted(map(str, parameters.keys() - {"full_attention", "sliding_attention"})):
+            raise ModelError(
+                f"rope_parameters holds {unknown}; expected an entry for 'full_attention' and one for "
+                "'sliding_attention'"
+            )
         of_all = _rope(parameters.get("full_attention"), theta, c, head_dim)
         local = _rope(parameters.get("sliding_attention"), local_theta, c, head_dim)
     if of_all.rotated != local.rotated:

@@ -353,12 +353,21 @@ def _check(file: OpenModel) -> None:
                 f"{file.path}: tensor {name!r} has shape {list(found[name])}, the config asks for "
                 f"{list(shape)}; config and weights belong to different models, get both again"
             )
-    extra = [name for name in found if name not in wanted]
+    extra = [name for name in found if name not in wanted and not _adds_nothing(file, name, wanted)]
     if extra:
         raise ModelFileError(
             f"{file.path} has unexpected {_some(extra)}; ignoring weights would change the text. "
             f"This is not a plain {file.config.family} model: merge adapters into it, or use another."
         )
+
+
+def _adds_nothing(file: OpenModel, name: str, wanted: Collection[str]) -> bool:
+    """Whether a tensor is a bias of zeros, as GPTQ's tools write beside matrices that have none."""
+    stem, _, end = name.rpartition(".")
+    shape = file.shapes[name]
+    if end != "bias" or f"{stem}.weight" not in wanted or len(shape) != 1:
+        return False
+    return not bool(file.read_rows(name, 0, shape[0]).any())
 
 
 def _some(names: list[str]) -> str:

@@ -15,7 +15,12 @@ from specinfer.models.rope_config import rope_from_hf
 
 # What transformers fills in when config.json leaves it out.
 _DEFAULTS: Final[Fields] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-_QWEN: Final[Fields] = {**_DEFAULTS, "max_position_embeddings": 32768, "max_window_layers": 28}
+_QWEN: Final[Fields] = {
+    **_DEFAULTS,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 _SMOLLM3: Final[Fields] = {
     **_DEFAULTS,
     "max_position_embeddings": 32768,

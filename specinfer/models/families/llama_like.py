@@ -44,6 +44,7 @@ _CWM: Final[Fields] = {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "sliding_window": 8192,
+    "rope_theta": 1000000.0,
     "tie_word_embeddings": False,
 }
 _CWM_ROPE: Final[Fields] = {
@@ -86,6 +87,8 @@ def _cwm(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     c = {**_CWM, **c}
     if c.get("rope_parameters") is None and c.get("rope_scaling") is None:
         c = {**c, "rope_parameters": _CWM_ROPE}
+    if c["sliding_window"] == 0:  # as transformers reads it
+        c = {**c, "sliding_window": None}
     shared = _like(Family.CWM, {}, qkv="", o="", mlp="mlp_bias")(c, ids)
     return replace(
         shared,
@@ -97,7 +100,9 @@ def _cwm(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
 def _exaone(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     c = {**_EXAONE, **c}
     window = window_of(c)
-    pattern = 1 if window is None else count(c, "sliding_window_pattern")
+    # Nobody reads the pattern beside layer_types; it is "LLLG" in some files.
+    said = window is None or c.get("layer_types") is not None
+    pattern = 1 if said else count(c, "sliding_window_pattern")
     shared = _like(Family.EXAONE4, {}, qkv="", o="", mlp="")(c, ids)
     return _behind(shared, windows(c, window, lambda layer: (layer + 1) % pattern != 0), window)
 

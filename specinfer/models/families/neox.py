@@ -100,7 +100,7 @@ HF: Final = (
         ),
         embeddings="gpt_neox.embed_in.weight",
     ),
-    HfFamily(("stablelm", "stablelm_epoch"), _stablelm),
+    HfFamily(("stablelm",), _stablelm),
 )
 GGUF: Final = (
     GgufFamily("gptneox", _neox_from_gguf, {**INSIDE, "attn_qkv": QKV}),

@@ -77,7 +77,7 @@ def scaled(
     channels, inner = values.shape
     shape = tuple(size for size in scales.shape if size != 1)
     if block is not None and scales.shape == (-(-channels // block[0]), -(-inner // block[1])):
-        return ScaledMatrix(values, scales, block)
+        return ScaledMatrix(values, scales, block, zeros=zeros)
     if not shape:
         return ScaledMatrix(values, scales, (channels, inner), zeros=zeros)
     if scales.shape in ((channels, 1), (channels,)):

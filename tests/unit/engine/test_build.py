@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from specinfer.config import EngineConfig
 from specinfer.engine import models as loading
 from specinfer.engine.build import build_engine, resolved
 from specinfer.engine.memory import Wanted
-from specinfer.engine.models import Models, load_models, threads_of_torch
+from specinfer.engine.models import Models, load_models, models_for, threads_of_torch
 from specinfer.errors import ConfigError
 from specinfer.hub import gguf_header
 from specinfer.llm import LLM
@@ -247,8 +248,15 @@ def test_longrope_has_the_long_factors_where_a_long_context_is_asked_for(tmp_pat
         assert [model.config.max_context for model in (models.target, *models.drafts.values())] == [
             contexts[0]
         ] * 2
+        assert ("rope" in models.origin) == (contexts[0] == 256), (
+            "engines with other factors go on with no text"
+        )
         _, built = build_engine(engine, models)
         assert built.admission.max_context == contexts[1]
+    short = replace(engine, scheduler=replace(engine.scheduler, max_context=64))
+    with pytest.raises(ConfigError, match=r"max_context is 64.* texts of 100 tokens \(LongRoPE\)"):
+        models_for(short, engine, models)
+    assert models_for(engine, engine, models).target is models.target
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,16 @@ def test_a_head_that_borrows_tables_of_another_size_is_refused(
         HeadFolder(tmp_path, wider)
 
 
+@pytest.mark.parametrize("more", [{"logit_scale": 0.5}, {"logit_softcap": 30.0}, {"embedding_size": 16}])
+def test_a_head_that_borrows_an_output_layer_is_refused_where_logits_are_more(
+    tmp_path: Path, target_config: ModelConfig, more: dict[str, Any]
+) -> None:
+    write_tiny_head(tiny_head(eagle_config(own_head=False)), tmp_path)
+    HeadFolder(tmp_path, target_config)
+    with pytest.raises(ModelError, match="uses its target's output layer"):
+        HeadFolder(tmp_path, replace(target_config, **more))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

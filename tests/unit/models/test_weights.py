@@ -171,6 +171,12 @@ def test_missing_unexpected_and_misshapen_tensors(tmp_path):
     rewrite(folder, lambda t: t.update({"model.layers.0.self_attn.q_proj.lora_A": torch.zeros(2)}))
     with pytest.raises(ModelFileError, match=r"has unexpected tensor 'model\.layers\.0.*lora_A'"):
         load(folder)
+    folder = write_tiny_llama(tmp_path / "bias")
+    rewrite(folder, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}))
+    load(folder)  # as GPTQ's tools write it
+    rewrite(folder, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}))
+    with pytest.raises(ModelFileError, match=r"has unexpected tensor 'model\.layers\.0.*q_proj\.bias'"):
+        load(folder)
     folder = write_tiny_llama(tmp_path / "shape")
     rewrite(folder, lambda t: t.update({"model.norm.weight": torch.zeros(31)}))
     with pytest.raises(ModelFileError, match=r"shape \[31\], the config asks for \[32\]"):
