@@ -17,6 +17,7 @@ KernelChoice = Literal["auto", "native", "torch"]
 GenerationConfig = Literal["auto", "none"]
 SpecialTokens = Literal["text", "special"]  # what their names are where users write them
 Offload = Literal["never", "layers", "auto"]
+ModelImpl = Literal["auto", "native", "transformers"]
 
 MOST_PARTS: Final = 256  # of a sum
 _PARTS: Final = 8  # of one that several processes share, unless told otherwise
@@ -107,6 +108,17 @@ class EngineConfig:
         "auto: native ones on a CPU where they can be had.",
         more="`native`: for this kind of CPU, from the wheel or compiled on first use; `torch`: their slow "
         "PyTorch twins.",
+    )
+    model_impl: ModelImpl = option(
+        "auto",
+        "Whose code runs the layers of a folder: native, transformers, or auto.",
+        more="`auto`: native where there is such a family, else transformers' own code over our attention, "
+        "products and caches, with `pip install 'specinfer[transformers]'` ([models.md](models.md)).",
+    )
+    trust_remote_code: bool = option(
+        False,
+        "Whether code that a model's folder brings may run, through transformers.",
+        more="It can do whatever you can.",
     )
     threads: int | None = option(
         None,

@@ -26,7 +26,16 @@ DEFAULT_MODEL = "smollm2-135m"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 # Of the engine's options those that commands have which answer at a terminal; a server has all.
 _MODEL: Final = (
-    *("dtype", "quantization", "device", "threads", "tensor_parallel", "pipeline_parallel"),
+    *(
+        "model_impl",
+        "trust_remote_code",
+        "dtype",
+        "quantization",
+        "device",
+        "threads",
+        "tensor_parallel",
+        "pipeline_parallel",
+    ),
     *("master", "key_file", "local_ranks", "sum_parts", "chat_template", "memory"),
     *("kv_cache_memory", "offload", "offload_folder", "max_context"),
 )

@@ -25,6 +25,7 @@ from specinfer.engine.models import Models, threads_of_torch
 from specinfer.engine.scheduler import Scheduler
 from specinfer.errors import ConfigError
 from specinfer.heads.runner import HeadModel
+from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve, Timed
@@ -105,6 +106,8 @@ def _target_curves(
     variant = f"{config.quantization}, {models.target.config.vocab_size} logits"
     if config.parts_of_sums > 1:
         variant += f", sums of {config.parts_of_sums} parts"
+    if isinstance(models.target, HostedModel):
+        variant += f", {models.target.told}"
     if (group := models.target.group) is not None:
         variant += f", {group.size} ranks over {group.transport}"
         if group.stages > 1:

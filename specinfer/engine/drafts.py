@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specinfer.config import ModelImpl
 from specinfer.errors import ConfigError, ModelError
 from specinfer.heads.checkpoint import HeadFolder, head_bytes, is_head, open_head
 from specinfer.heads.kinds import AnyHeadModel
@@ -15,6 +16,8 @@ from specinfer.heads.runner import HeadModel
 from specinfer.hub import ModelFiles, resolve
 from specinfer.kernels.choice import Kernels
 from specinfer.models.config import ModelConfig
+from specinfer.models.hosted.folder import HostedFolder
+from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import OpenModel, estimate_bytes, open_model
 from specinfer.progress import Progress
@@ -96,12 +99,19 @@ def draft_kind(draft: str, speculation: SpeculationConfig, target: Quantization)
     return kind
 
 
-def find(name: str, progress: Progress, max_context: int | None = None) -> Found:
+def find(
+    name: str,
+    progress: Progress,
+    impl: ModelImpl = "auto",
+    *,
+    max_context: int | None = None,
+    trust_remote_code: bool = False,
+) -> Found:
     """The model of that name, found and opened; else as `open_model`, and raises as `resolve` and that."""
-    files = resolve(name, progress=progress)
+    files = resolve(name, progress=progress, code=trust_remote_code)
     if is_head(files.path):
         raise ModelError(f"{name} is a draft head, which makes no text: name it in drafts, beside its target")
-    return Found(files, open_model(files, max_context=max_context))
+    return Found(files, open_model(files, impl, max_context=max_context, trust_remote_code=trust_remote_code))
 
 
 def find_drafts(
@@ -109,19 +119,27 @@ def find_drafts(
     target: Found,
     target_name: str,
     progress: Progress,
+    *,
     max_context: int | None = None,
+    trust_remote_code: bool = False,
 ) -> dict[str, Found | FoundHead]:
     """Every draft by its name: found, and opened once however often it is named; "self" is the target."""
     found: dict[str, Found | FoundHead] = {target_name: target, SELF: target}
     for name in names:
         if name not in found:
-            files = resolve(name, progress=progress)
-            head = is_head(files.path)
-            found[name] = (
-                FoundHead(files, open_head(files, target.model))
-                if head
-                else Found(files, open_model(files, max_context=max_context))
-            )
+            files = resolve(name, progress=progress, code=trust_remote_code)
+            if not is_head(files.path):
+                opened = open_model(
+                    files, "auto", max_context=max_context, trust_remote_code=trust_remote_code
+                )
+                found[name] = Found(files, opened)
+                continue
+            if isinstance(target.model, HostedFolder):
+                raise ConfigError(
+                    f"drafts names {name}, a head, and {target.files.name} runs through transformers, where "
+                    "heads cannot read between layers; name a small model, or leave it out"
+                )
+            found[name] = FoundHead(files, open_head(files, target.model))
     return found
 
 
@@ -222,7 +240,8 @@ def what_is_timed(model: AnyDraft, vocabulary: DraftVocabulary | None) -> str:
     """What a draft's pass depends on besides its layers."""
     if isinstance(model, HeadModel):
         return f"{len(model.ids)} logits, {model.head}"
-    return f"{model.config.vocab_size if vocabulary is None else len(vocabulary.ids)} logits"
+    logits = f"{model.config.vocab_size if vocabulary is None else len(vocabulary.ids)} logits"
+    return f"{logits}, {model.told}" if isinstance(model, HostedModel) else logits
 
 
 def make_draft(

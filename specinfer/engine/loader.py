@@ -24,7 +24,7 @@ from specinfer.kernels.choice import Kernels, guessing, streaming
 from specinfer.kernels.machine import give_back_memory
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.config import ModelConfig
-from specinfer.models.language_model import LanguageModel
+from specinfer.models.language_model import LanguageModel, LayeredModel
 from specinfer.models.lent_memory import LentMemory
 from specinfer.models.prepared import PreparedFile
 from specinfer.models.streamed import layer_records, table_on_disk
@@ -203,6 +203,7 @@ class Loader:
         self, found: FoundHead, target: Found, model: LanguageModel, quantization: Quantization
     ) -> AnyHeadModel:
         """A head, which reads the target `model`."""
+        assert isinstance(model, LayeredModel), "heads of others were refused when they were found"
         return load_head(
             found.head,
             target.model,

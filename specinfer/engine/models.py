@@ -42,6 +42,8 @@ from specinfer.hub.pool import is_pool, member_folders, read_pool
 from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.machine import thread_count
 from specinfer.models.fingerprint import is_of
+from specinfer.models.hosted.folder import HostedFolder
+from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.lent_memory import LentMemory
 from specinfer.models.prepared import identity
@@ -57,7 +59,7 @@ from specinfer.tokenizer import Tokenizer
 _LOG = logging.getLogger(__name__)
 # What decides which weights are loaded and what runs them; `drafts` may name fewer.
 _LOADED = (
-    *("model", "dtype", "device", "quantization", "kernels", "threads"),
+    *("model", "model_impl", "trust_remote_code", "dtype", "device", "quantization", "kernels", "threads"),
     *("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts"),
     *("chat_template", "memory", "offload", "offload_folder"),
 )
@@ -124,13 +126,25 @@ def _load_models(
     lacking: str | None,
     show: Progress,
 ) -> Models:
-    longest = config.scheduler.max_context
-    target = find(config.model, show, longest)
+    trust, longest = config.trust_remote_code, config.scheduler.max_context
+    target = find(config.model, show, config.model_impl, max_context=longest, trust_remote_code=trust)
+    if isinstance(target.model, HostedFolder):
+        _check_hosted(config, target)
+        line = f"{_name(target)}: {target.model.told}"
+        show.say(line)
+        _LOG.info(line)
     path = target.files.path  # hashed before it is read, wherever a machine has it
     origin = {**identity(path, config.quantization, dtype), "model": hash_of(path)}
     if target.config.extends(longest or 0):
         origin["rope"] = "extended"  # another text than that of a shorter context
-    found = find_drafts(config.speculation.drafts, target, config.model, show, longest)
+    found = find_drafts(
+        config.speculation.drafts,
+        target,
+        config.model,
+        show,
+        max_context=longest,
+        trust_remote_code=trust,
+    )
     drafts = {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
     check_options(config.speculation, drafts)
     tokenizer = Tokenizer.load(target.files, config.chat_template)
@@ -199,11 +213,11 @@ def _load_models(
         ranks = Ranks(target, config, layout, can, whole_table=reads_table)
         loaded, shared = loader.shared_out(ranks, can)
         loaded_drafts |= shared
-        line = f"{Path(target.files.name).name or target.files.name}: {ranks}"
+        line = f"{_name(target)}: {ranks}"
         show.say(line)
         _LOG.info(line)
     if plan is not None:
-        line = f"{Path(target.files.name).name or target.files.name}: {plan}"
+        line = f"{_name(target)}: {plan}"
         show.say(line)
         _LOG.info(line)
     for name, draft in drafts.items():
@@ -228,6 +242,21 @@ def _load_models(
         hosts=[] if ranks is None else ranks.hosts,
         lent=lent,
     )
+
+
+def _name(found: Found) -> str:
+    return Path(found.files.name).name or found.files.name
+
+
+def _check_hosted(config: EngineConfig, target: Found) -> None:
+    """Raise ConfigError for options that a target which runs through transformers has no use for."""
+    usual = EngineConfig(model=config.model)
+    for name in ("tensor_parallel", "pipeline_parallel", "sum_parts", "offload"):
+        if (asked := getattr(config, name)) != (default := getattr(usual, name)):
+            raise ConfigError(
+                f"{name} is {asked!r}, and {target.files.name} runs through transformers, whose layers are "
+                f"neither shared out nor streamed; allowed there: {default!r}"
+            )
 
 
 def _wanted(
@@ -380,6 +409,8 @@ def threads_of_torch(config: EngineConfig, models: Models) -> int:
     threads need: a pass of 8 rows of a small model took 18 ms instead of 13 after one cosine.
     """
     loaded = (models.target, *models.drafts.values())
+    if isinstance(models.target, HostedModel):
+        return 1  # whose rows PyTorch would cut anywhere for several
     native = all(isinstance(model.kernels.attention, NativeAttention) for model in loaded)
     return 1 if native else thread_count(config.threads, config.ranks_here)
 

@@ -34,7 +34,7 @@ from specinfer.kernels.block_head import BlockHeadParts, NativeBlockHead
 from specinfer.kernels.decoder import NativeLayers
 from specinfer.kernels.layout import in_huge_pages
 from specinfer.models.decoder import Decoder, DecoderLayer
-from specinfer.models.language_model import LanguageModel
+from specinfer.models.language_model import LayeredModel
 from specinfer.models.layers import RowNorm
 from specinfer.models.rope import RotaryEmbedding, rotations
 from specinfer.models.weight_memory import EmbeddingTable, Weights
@@ -189,9 +189,7 @@ class BlockText:
 class BlockModel(HeadModel[BlockConfig, BlockText]):
     """The head over products and attention of the kernels, and by one native call where it can be."""
 
-    def __init__(
-        self, head: BlockConfig, weights: Weights, target: LanguageModel, ids: Sequence[int]
-    ) -> None:
+    def __init__(self, head: BlockConfig, weights: Weights, target: LayeredModel, ids: Sequence[int]) -> None:
         """As HeadModel."""
         super().__init__(head, weights, target, ids)
         body = head.body

@@ -29,7 +29,7 @@ from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.models.config import ModelConfig
 from specinfer.models.fingerprint import is_of
 from specinfer.models.hf_config import check_unquantized
-from specinfer.models.language_model import LanguageModel
+from specinfer.models.language_model import LayeredModel
 from specinfer.models.safetensors import FLOATS, TensorEntry, head_kind, read_entries, tensor_names
 from specinfer.models.weights import OpenModel, load_parts
 from specinfer.progress import Progress
@@ -240,7 +240,7 @@ class _Tensors:
 def load_head(
     head: HeadFolder,
     target_files: OpenModel,
-    target: LanguageModel,
+    target: LayeredModel,
     *,
     progress: Progress | None = None,
     name: str | None = None,

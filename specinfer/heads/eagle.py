@@ -30,7 +30,7 @@ from specinfer.heads.layers import HeadLayer, HeadNorm, Rotation, rotation_at, s
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
 from specinfer.heads.vocabulary import HeadVocabulary, Tables
 from specinfer.models.decoder import DecoderLayer
-from specinfer.models.language_model import LanguageModel, Residual
+from specinfer.models.language_model import LayeredModel, Residual
 from specinfer.models.layers import RowNorm
 from specinfer.models.rope import RotaryEmbedding
 from specinfer.models.weight_memory import Weights
@@ -173,9 +173,7 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
     of EAGLE-1 and 2 is given what fc made of both, without a norm.
     """
 
-    def __init__(
-        self, head: EagleConfig, weights: Weights, target: LanguageModel, ids: Sequence[int]
-    ) -> None:
+    def __init__(self, head: EagleConfig, weights: Weights, target: LayeredModel, ids: Sequence[int]) -> None:
         """As HeadModel."""
         super().__init__(head, weights, target, ids)
         body = head.body

@@ -27,7 +27,7 @@ from specinfer.heads.medusa import (
 )
 from specinfer.heads.runner import HeadModel
 from specinfer.heads.vocabulary import Entries, named_by_offsets, own_tensors
-from specinfer.models.language_model import LanguageModel
+from specinfer.models.language_model import LayeredModel
 from specinfer.models.weight_memory import Weights
 
 HeadModule = EagleHead | BlockHead | MedusaHead
@@ -53,7 +53,7 @@ class HeadKind:
 
     reader: FolderReader
     module: Callable[[Any, Sequence[int]], HeadModule]  # trains, and says what the engine's has to compute
-    model: Callable[[Any, Weights, LanguageModel, Sequence[int]], AnyHeadModel]  # the engine's
+    model: Callable[[Any, Weights, LayeredModel, Sequence[int]], AnyHeadModel]  # the engine's
 
 
 _PUBLISHED: Final = FolderReader(is_head_config, named_as_here, published_config, named_by_offsets)

@@ -30,7 +30,7 @@ from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
 from specinfer.heads.speculators import flag
 from specinfer.heads.vocabulary import ChosenRows, Entries, id_maps, whole_numbers
 from specinfer.models.fields import count, integer
-from specinfer.models.language_model import LanguageModel, Residual
+from specinfer.models.language_model import LayeredModel, Residual
 from specinfer.models.safetensors import TensorEntry
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.features import TappedRows, joined
@@ -95,7 +95,7 @@ class MedusaModel(HeadModel[MedusaConfig, MedusaText]):
     """The heads over products of the kernels."""
 
     def __init__(
-        self, head: MedusaConfig, weights: Weights, target: LanguageModel, ids: Sequence[int]
+        self, head: MedusaConfig, weights: Weights, target: LayeredModel, ids: Sequence[int]
     ) -> None:
         """As HeadModel; `target` has the norm behind which hidden states are read."""
         super().__init__(head, weights, target, ids)

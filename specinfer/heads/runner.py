@@ -21,7 +21,7 @@ from specinfer.errors import ensure
 from specinfer.heads.config import HeadConfig
 from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig
-from specinfer.models.language_model import LanguageModel
+from specinfer.models.language_model import LayeredModel
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.features import TappedRows
 from specinfer.runtime.flight import inference
@@ -72,7 +72,7 @@ class HeadCache:
 class HeadModel(ABC, Generic[Config, Text]):
     """A head over products and attention of the kernels; it knows neither requests nor who owns a cache."""
 
-    def __init__(self, head: Config, weights: Weights, target: LanguageModel, ids: Sequence[int]) -> None:
+    def __init__(self, head: Config, weights: Weights, target: LayeredModel, ids: Sequence[int]) -> None:
         """`target` embeds tokens where the head has no embeddings; the head can name the tokens `ids`."""
         self.head: Config = head
         self.config: ModelConfig = head.body or target.config  # of its layers, or whose sizes it has

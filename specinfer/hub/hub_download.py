@@ -70,10 +70,10 @@ def fetch_file(repository: str, revision: str | None, file: str, progress: Progr
     return _fetch(repository, revision, {name: files[name] for name in parts}, progress)[parts[0]]
 
 
-def fetch_folder(repository: str, revision: str | None, progress: Progress) -> Path:
+def fetch_folder(repository: str, revision: str | None, progress: Progress, *, code: bool = False) -> Path:
     """The folder of a repository's config, tokenizer and safetensors, from the cache or the hub.
 
-    Without a network a whole copy in the cache is used.
+    With `code` its Python files come, too. Without a network a whole copy in the cache is used.
     """
     if offline():
         folder = _cached_folder(repository, revision)
@@ -89,9 +89,8 @@ def fetch_folder(repository: str, revision: str | None, progress: Progress) -> P
         return folder
     if (what := foreign_files(files)) is not None:
         raise ModelError(f"{repository} is {what}")
-    wanted = {
-        name: size for name, size in files.items() if "/" not in name and name.endswith(WANTED_SUFFIXES)
-    }
+    suffixes = (*WANTED_SUFFIXES, ".py") if code else WANTED_SUFFIXES
+    wanted = {name: size for name, size in files.items() if "/" not in name and name.endswith(suffixes)}
     if "config.json" not in wanted or not any(name.endswith(".safetensors") for name in wanted):
         ggufs = first_parts(name for name in files if name.endswith(".gguf"))
         if ggufs:

@@ -29,8 +29,10 @@ class HubName:
     file: str | None
 
 
-def resolve(name: str, *, progress: Progress | None = None) -> ModelFiles:
+def resolve(name: str, *, progress: Progress | None = None, code: bool = False) -> ModelFiles:
     """Find a model's files, pulling them first where the name is not a local path.
+
+    With `code` those are among them that a hub folder's own code is in.
 
     `name` is a folder with config.json and safetensors, a .gguf file, a short name of the catalogue or of a
     head in the package, or a hub name: org/name, org/name@revision, org/name:file.gguf. A path that exists
@@ -58,7 +60,7 @@ def resolve(name: str, *, progress: Progress | None = None) -> ModelFiles:
     if hub_name.file is not None:
         file = fetch_file(hub_name.repository, hub_name.revision, hub_name.file, show)
         return local_model(name, file)
-    return local_model(name, fetch_folder(hub_name.repository, hub_name.revision, show))
+    return local_model(name, fetch_folder(hub_name.repository, hub_name.revision, show, code=code))
 
 
 def parse_hub_name(name: str) -> HubName | None:

@@ -48,6 +48,7 @@ class Family(StrEnum):
     NEOX = "gpt_neox"
     STABLELM = "stablelm"
     OPT = "opt"
+    TRANSFORMERS = "transformers"  # any whose layers transformers' own code runs (models/hosted/)
 
 
 class Activation(StrEnum):

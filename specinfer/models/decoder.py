@@ -20,13 +20,13 @@ from specinfer.kernels.library import Form
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig, NormPlace, QkNorm
-from specinfer.models.language_model import LanguageModel, PassContext, Read, Residual, Taps, check_taps
+from specinfer.models.language_model import LayeredModel, PassContext, Read, Residual, Taps, check_taps
 from specinfer.models.layers import MLP, Attention, RowNorm, attention_spec, embedding_and_output
 from specinfer.models.rope import RotaryEmbedding, rotations
 from specinfer.models.weight_memory import Weights
 
 
-class Decoder(LanguageModel):
+class Decoder(LayeredModel):
     """A decoder-only transformer."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:

@@ -54,7 +54,7 @@ class Read(NamedTuple):
 class LanguageModel(ABC):
     """Rows of tokens in, logits out; it knows neither requests nor caches.
 
-    A pass is `read`, then `logits`; `embed`, `run_layers` and `final_norm` are what `read` is made of.
+    A pass is `read`, then `logits`.
     """
 
     table: EmbeddingTable  # of its tokens
@@ -71,6 +71,7 @@ class LanguageModel(ABC):
             weights.stream
         )  # brings the weights of some layers while a pass runs; None: all are there
 
+    @abstractmethod
     def read(
         self,
         token_ids_T: Tensor,
@@ -82,11 +83,36 @@ class LanguageModel(ABC):
     ) -> Read:
         """A whole pass up to the head, of which these rows (int64; None: all) are read.
 
-        A model that makes it in one call gives the bits of these steps. Where no more than `most_logits` rows
-        are read, logits may come along, which are those that `logits` makes. A later pipeline stage is given
-        what the one before has handed on, which is used up; one with others behind it reads no rows. Raises
-        ValueError for taps of layers the model lacks.
+        Where no more than `most_logits` rows are read, logits may come along, which are those that `logits`
+        makes. A later pipeline stage is given what the one before has handed on, which is used up; one with
+        others behind it reads no rows. Raises ValueError for taps of layers the model lacks.
         """
+
+    @abstractmethod
+    def logits(self, h_RD: Tensor) -> Tensor:
+        """The logits of rows of `read`, [R, V]; a rank's those of its part of the vocabulary.
+
+        On a CPU a row's depend on that row alone, but for a draft's products, which may be loose.
+        """
+
+
+class LayeredModel(LanguageModel):
+    """A model whose layers are ours, so that heads read what goes from one to the next.
+
+    `embed`, `run_layers` and `final_norm` are what `read` is made of; a model that makes it in one call gives
+    the bits of these steps.
+    """
+
+    def read(
+        self,
+        token_ids_T: Tensor,
+        context: PassContext,
+        rows: Tensor | None = None,
+        *,
+        most_logits: int = 0,
+        given_TD: Tensor | None = None,
+    ) -> Read:
+        """A whole pass up to the head; see LanguageModel."""
         residual = self.embed(token_ids_T, context.positions_T) if given_TD is None else Residual(given_TD)
         residual, tapped_TND = self.run_layers(residual, context)
         if self.config.stage.ends:
@@ -113,13 +139,6 @@ class LanguageModel(ABC):
     @abstractmethod
     def final_norm(self, residual: Residual, rows: Tensor | None = None) -> Tensor:
         """What the head reads of these rows (int64; None: all), [R, D]; `residual` stays as it is."""
-
-    @abstractmethod
-    def logits(self, h_RD: Tensor) -> Tensor:
-        """The logits of rows of `final_norm`, [R, V]; a rank's those of its part of the vocabulary.
-
-        On a CPU a row's depend on that row alone, but for a draft's products, which may be loose.
-        """
 
 
 class Taps:

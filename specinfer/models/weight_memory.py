@@ -164,6 +164,12 @@ class Weights:
         self._reader.read(names, FloatTable(tensor))
         return tensor.add_(plus) if plus else tensor
 
+    def exact(self, name: str) -> Tensor:
+        """The tensor of that name in float32, whatever dtype the model has."""
+        tensor = torch.empty(self._reader.shape([name]), device=self.device)
+        self._reader.read([name], FloatTable(tensor))
+        return tensor
+
     def table(self, name: str, rows: range | None = None) -> EmbeddingTable:
         """The embedding table of that name, of which this rank has these rows alone; None: all."""
         if self._shared.table is not None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
 import torch
 
+from specinfer.config import ModelImpl
 from specinfer.errors import DamagedFileError, ModelError, ModelFileError, ModelNotFoundError
-from specinfer.hub.model_files import ModelFiles, local_model
+from specinfer.hub.model_files import ModelFiles, local_model, read_json
 from specinfer.kernels.choice import TORCH, Kernels, sharing
 from specinfer.kernels.disk import DiskRate
 from specinfer.kernels.file_blocks import blocks_bytes
@@ -23,7 +24,11 @@ from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.kernels.machine import give_back_memory
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder, decoder_shapes
+from specinfer.models.families.registry import HF_FAMILIES
 from specinfer.models.gguf import GGUFFile
+from specinfer.models.hosted.folder import HostedFolder, hosted
+from specinfer.models.hosted.library import UnhostedError
+from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.lent_memory import LentMemory
 from specinfer.models.placement import Placement
@@ -49,13 +54,23 @@ _LOOKED_UP: Final = ("embed_tokens.weight", "embed_positions.weight")  # tables:
 _Part = TypeVar("_Part")
 
 
-OpenModel = SafetensorsFolder | GGUFFile  # with its tensors under the decoder's names
+# With its tensors under the decoder's names, or under those that transformers' modules have.
+OpenModel = SafetensorsFolder | GGUFFile | HostedFolder
 
 
-def open_model(files: ModelFiles | Path, *, max_context: int | None = None) -> OpenModel:
+def open_model(
+    files: ModelFiles | Path,
+    impl: ModelImpl = "native",
+    *,
+    max_context: int | None = None,
+    trust_remote_code: bool = False,
+) -> OpenModel:
     """A model whose config is read and whose tensors are what the config promises; reads no weights.
 
-    `max_context` is the length of the longest text, in tokens; None: that of the model's own choice.
+    `impl` says whose code runs it: that of a family of ours, transformers' own, which may be custom code of
+    the folder where that is trusted, or the first of these that there is. `max_context` is the length of the
+    longest text, in tokens; None: that of the model's own choice.
+
     Raises ModelNotFoundError if there is nothing at a path, ModelFileError if a file is damaged, incomplete
     or of another shape than its config says, ModelError if the model is not supported.
     """
@@ -64,11 +79,22 @@ def open_model(files: ModelFiles | Path, *, max_context: int | None = None) -> O
             raise ModelNotFoundError(f"{files} does not exist; give a model folder or a .gguf file")
         files = local_model(str(files), files)
     header = files.header
+    if header is None and (impl == "transformers" or (impl == "auto" and not _is_ours(files.path))):
+        return hosted(files.path, files.weights, trust_remote_code=trust_remote_code)
+    if impl == "transformers":
+        raise ModelError(
+            f"{files.name} is a GGUF file, which transformers' code does not run here; name a folder with "
+            "config.json and safetensors, or leave model_impl out"
+        )
     opened: OpenModel = SafetensorsFolder(files.path, files.weights) if header is None else GGUFFile(header)
     if max_context is not None:
         opened.config = opened.config.for_texts_of(max_context)
     _check(opened)
     return opened
+
+
+def _is_ours(folder: Path) -> bool:
+    return read_json(folder / "config.json").get("model_type") in HF_FAMILIES
 
 
 def load_model(
@@ -102,8 +128,8 @@ def load_model(
         kernels = sharing(kernels)
     loaded = load_parts(
         file,
-        lambda weights: Decoder(part or config, weights),
-        tensors=decoder_shapes(part or config),
+        lambda weights: _built(file, part or config, weights),
+        tensors=_tensors(file, part or config),
         dtype=dtype,
         device=device,
         progress=progress,
@@ -197,6 +223,8 @@ def load_parts(
     kind = _kind(kernels, quantization)
     if kind is None:
         return load(None)
+    if isinstance(file, HostedFolder):  # whose matrices are not stacked as our layers have them
+        kind = f"{kind}-hosted"
     path = prepared_path(file.path, kind, dtype, cache)
     made_from = identity(file.path, kind, dtype, borrowed)
     try:
@@ -233,6 +261,8 @@ def prepare(
     """
     kind = _kind(kernels, quantization)
     assert kind is not None, "only matrices of native products are prepared as they are"
+    if isinstance(model, HostedFolder):
+        raise ModelError(f"{model.path.name} runs through transformers, and is prepared as it is loaded")
     path, made_from = prepared_path(model.path, kind, dtype, cache), identity(model.path, kind, dtype)
     if (prepared := PreparedFile.open(path, made_from)) is not None:
         return prepared
@@ -265,6 +295,15 @@ def prepare(
     return prepared
 
 
+def _built(file: OpenModel, config: ModelConfig, weights: Weights) -> LanguageModel:
+    if isinstance(file, HostedFolder):
+        try:
+            return HostedModel(file, weights)
+        except UnhostedError as error:
+            raise ModelError(f"{file.path.name} {error}: transformers' code cannot run it here") from error
+    return Decoder(config, weights)
+
+
 def _kind(kernels: Kernels, quantization: Quantization) -> str | None:
     """What the matrices of a prepared file are; None: there is none of such a model."""
     if quantization == "none":
@@ -287,6 +326,10 @@ def estimate_bytes(
     Counts the second copy of tied embeddings that native or quantized products read. Raises as `open_model`.
     """
     opened = open_model(model) if isinstance(model, Path) else model
+    if isinstance(opened, HostedFolder):
+        if quantization == "gguf":
+            blocks_file(opened)  # which it is not
+        return opened.weight_bytes(dtype, quantization)
     if quantization != "gguf":
         return weight_bytes(opened.config, dtype, kernels, quantization)
     size = 0
@@ -339,6 +382,11 @@ def _matrix_bytes(model: OpenModel, name: str, dtype: torch.dtype, quantization:
     if quantization == "gguf":
         return blocks_bytes(channels, inner, blocks_file(model).block_form(name))
     return (int4_bytes if quantization == "int4" else int8_bytes)(channels, inner)
+
+
+def _tensors(file: OpenModel, config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
+    """The tensors that a model of that file asks for."""
+    return file.shapes if isinstance(file, HostedFolder) else decoder_shapes(config)
 
 
 def _check(file: OpenModel) -> None:

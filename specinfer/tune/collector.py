@@ -21,7 +21,7 @@ from specinfer.config import EngineConfig
 from specinfer.engine.admission import Admitted
 from specinfer.errors import TuneError
 from specinfer.llm import LLM
-from specinfer.models.language_model import LanguageModel, Residual
+from specinfer.models.language_model import LayeredModel, Residual
 from specinfer.plan import StepPlan
 from specinfer.progress import Progress
 from specinfer.request import Delta, FinishReason
@@ -226,7 +226,9 @@ class Collector:
         if heard is None or len(tokens) < len(ids) + 2:
             return None
         heard = heard[: len(tokens) - 1]
-        labels = _labels(self._llm.models.target, heard[len(ids) - 1 :, -1])
+        target = self._llm.models.target
+        assert isinstance(target, LayeredModel), "layers of others have no taps"
+        labels = _labels(target, heard[len(ids) - 1 :, -1])
         taps = heard[:, :-1].cpu().contiguous()
         one = flying.one
         return TunedText(torch.tensor(tokens), len(ids), taps, *labels, one.key, one.held_out)
@@ -258,7 +260,7 @@ def in_order(prompts: Sequence[Asked], seed: int) -> list[Asked]:
 
 
 @torch.inference_mode()
-def _labels(target: LanguageModel, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
+def _labels(target: LayeredModel, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
     """The likeliest tokens behind rows of the last layer's output, and their log-probabilities, [R, K]."""
     vocab = target.config.vocab_size
     count = min(LABELS, vocab)

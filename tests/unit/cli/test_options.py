@@ -72,7 +72,8 @@ FLAGS = (
     *("--stored-responses", "--sum-parts", "--suffix", "--suffix-depth", "--suffix-memory", "--suffix-nodes"),
     *("--tensor-parallel", "--threads", "--tree-size", "--trusted-proxy", "--unknown-fields", "--verifier"),
     *("--memory", "--offload", "--offload-folder", "--pipeline-parallel", "--replicas", "--session-header"),
-    *("--key-file", "--local-ranks", "--master"),
+    *("--key-file", "--local-ranks", "--master", "--model-impl"),
+    *("--no-trust-remote-code", "--trust-remote-code"),
 )
 
 

@@ -1,0 +1,183 @@
+"""Attention of a hosted model: heads as its code brings them, after their rotation, over our caches.
+
+A pass calls attention in the same order each time, so a call's place is its layer in the cache. A trial pass
+writes down who calls, with which heads; what our attention does not compute is refused then.
+
+Shapes: T rows of a step, N query heads, K key-value heads, H head size of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specinfer.attention.backend import Attend, AttentionSpec
+from specinfer.errors import ensure
+from specinfer.models.hosted.library import UnhostedError
+
+# Arguments that change nothing here: what they tell, paths and positions know, or kernels of others need.
+_KNOWN: Final = frozenset(
+    (
+        *("dropout", "scaling", "sliding_window", "is_causal", "position_ids", "use_cache", "cache"),
+        *("output_attentions", "output_hidden_states", "position_embeddings", "past_key_values"),
+        *("return_dict", "layer_idx", "use_return_dict", "softcap", "s_aux"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one call of attention in a pass is about."""
+
+    module: nn.Module
+    num_heads: int
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    scale: float
+    window: int | None
+    softcap: float | None = None
+    sinks: str | None = None  # the module's parameter that has them
+
+
+class AttentionTrial:
+    """Attention of a trial pass: zeros, and a list of the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: object,
+        named: Mapping[str, object],
+    ) -> Tensor:
+        """As transformers calls it; raises UnhostedError where it is not attention as ours."""
+        if key.shape[2] != query.shape[2] or key.shape[:3] != value.shape[:3]:
+            raise UnhostedError("has attention to other rows than a text's own")
+        heads, kv_heads = query.shape[1], key.shape[1]
+        if heads % kv_heads or query.shape[3] != key.shape[3]:
+            raise UnhostedError(
+                f"has {heads} query heads of {query.shape[3]} over {kv_heads} of {key.shape[3]} in one layer"
+            )
+        for name, told in named.items():
+            if name not in _KNOWN and told is not None and told is not False:
+                raise UnhostedError(f"has attention with {name}")
+        scaling, softcap = named.get("scaling"), named.get("softcap")
+        self.calls.append(
+            Call(
+                module,
+                heads,
+                kv_heads,
+                key_size=query.shape[3],
+                value_size=value.shape[3],
+                scale=query.shape[3] ** -0.5 if scaling is None else float(scaling),  # type: ignore[arg-type]
+                window=_window(module, mask),
+                softcap=float(softcap) if softcap else None,  # type: ignore[arg-type]
+                sinks=_sinks(module, named.get("s_aux"), heads),
+            )
+        )
+        return query.new_zeros(query.shape[0], query.shape[2], heads, value.shape[3])
+
+
+def _window(module: nn.Module, mask: object) -> int | None:
+    if mask is None and getattr(module, "is_causal", True):
+        return None
+    if isinstance(mask, Tensor) and mask.dtype is torch.int64 and mask.numel() == 1:
+        return int(mask) or None
+    raise UnhostedError("has attention with a mask or biases of its own")
+
+
+def _sinks(module: nn.Module, given: object, heads: int) -> str | None:
+    """The parameter with logits that no value belongs to, one for each head; None: there are none."""
+    if given is None:
+        return None
+    name = next((name for name, one in module.named_parameters(recurse=False) if one is given), None)
+    if name is None or not isinstance(given, Tensor) or given.shape != (heads,):
+        raise UnhostedError("has attention with sinks that are no parameter, one for each head")
+    return name
+
+
+def specs_of(calls: Sequence[Call], dtype: torch.dtype) -> tuple[AttentionSpec, ...]:
+    """The attention of each call in that dtype, over a cache whose heads all have the largest size.
+
+    The parameters that calls name are there, and keep their memory.
+    """
+    size = max(max(call.key_size, call.value_size) for call in calls)
+    return tuple(
+        AttentionSpec(
+            layer=layer,
+            num_heads=call.num_heads,
+            num_kv_heads=call.num_kv_heads,
+            head_dim=size,
+            scale=call.scale,
+            window=call.window,
+            q_norm=None,
+            k_norm=None,
+            norm_eps=0.0,
+            softcap=call.softcap,
+            sinks_N=None if call.sinks is None else getattr(call.module, call.sinks).detach().to(dtype),
+        )
+        for layer, call in enumerate(calls)
+    )
+
+
+def check_calls(calls: Sequence[Call]) -> None:
+    """Raise UnhostedError unless one cache can have the keys and values of all calls."""
+    counts = sorted({call.num_kv_heads for call in calls})
+    if len(counts) > 1:
+        raise UnhostedError(f"has layers with {' and '.join(map(str, counts))} key-value heads")
+
+
+@dataclass(slots=True)
+class PassAttention:
+    """Attention of one pass after another, which `attend` computes meanwhile."""
+
+    specs: Sequence[AttentionSpec]
+    value_sizes: Sequence[int]
+    attend: Attend | None = None
+    place: int = field(default=0)  # of the next call
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: object,
+        named: Mapping[str, object],
+    ) -> Tensor:
+        """As transformers calls it; writes K and V of every row to this layer's cache."""
+        assert self.attend is not None, "a pass has begun"
+        spec, value_size = self.specs[self.place], self.value_sizes[self.place]
+        self.place += 1
+        rows, size = query.shape[2], spec.head_dim
+        parts = [_sized(x[0].transpose(0, 1), size) for x in (query, key, value)]
+        qkv_TC = torch.cat(parts, 1).view(rows, -1)
+        out_TC = self.attend(spec, qkv_TC, None)
+        return out_TC.view(1, rows, spec.num_heads, size)[..., :value_size]
+
+    def begin(self, attend: Attend) -> None:
+        """A pass begins, whose attention that is."""
+        self.attend, self.place = attend, 0
+
+    def end(self) -> None:
+        """It has ended; raises IntegrityError unless it called attention as often as in the trial."""
+        self.attend = None
+        ensure(
+            self.place == len(self.specs), f"attention was called {self.place} times, not {len(self.specs)}"
+        )
+
+
+def _sized(x_TNH: Tensor, size: int) -> Tensor:
+    """Heads of that size, which zeros make longer: no product of them changes."""
+    missing = size - x_TNH.shape[-1]
+    return F.pad(x_TNH, (0, missing)) if missing else x_TNH

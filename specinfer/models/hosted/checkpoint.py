@@ -1,0 +1,146 @@
+"""A model's files under the names of its parameters, as transformers renames, stacks and cuts tensors.
+
+Files often hold experts one by one, where code has all of a layer in one parameter; its conversions say how
+one becomes the other. They are run on tensors without memory to learn names and shapes, and on as few tensors
+as an expert needs when one is read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from specinfer.models.hosted.library import UnhostedError
+from specinfer.models.quantized.pieces import StoredTensor
+
+_KEPT: Final = 4  # tensors that were read whole, as others read rows of them one after another
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversion:
+    """Tensors of files that become one parameter or several together."""
+
+    converter: Any  # transformers' own
+    first: str  # the parameter by which it knows its targets
+    sources: tuple[tuple[str, str], ...]  # a pattern of the converter's, a tensor's name
+
+    def made(self, model: Any, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Parameters by name, made of these tensors, one for each source."""
+        converter = copy.deepcopy(self.converter)
+        for (pattern, name), tensor in zip(self.sources, tensors, strict=True):
+            converter.add_tensor(self.first, name, pattern, tensor)
+        try:
+            made = converter.convert(self.first, model=model, config=model.config)
+        except Exception as error:
+            raise UnhostedError(f"has {self.first} in files as it cannot be converted ({error})") from error
+        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+
+    def of_expert(self, number: int) -> _Conversion | None:
+        """The same of one expert's tensors alone, where each makes a slice of its own."""
+        first, *others = self.converter.operations
+        along = [getattr(operation, "dim", None) for operation in others]
+        if type(first).__name__ != "MergeModulelist" or first.dim != 0 or not all(along):
+            return None
+        own: dict[str, list[str]] = {}
+        for pattern, name in self.sources:
+            own.setdefault(pattern, []).append(name)
+        return _Conversion(
+            self.converter, self.first, tuple((pattern, names[number]) for pattern, names in own.items())
+        )
+
+
+class ParameterFiles:
+    """The tensors of files, by parameter."""
+
+    def __init__(self, path: Path, entries: Mapping[str, StoredTensor], model: Any) -> None:
+        """Reads no weights; raises UnhostedError where tensors cannot be converted."""
+        from transformers import core_model_loading as loading
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        self.path = path
+        self.unused: list[str] = []  # names of tensors that no parameter is made of
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._entries = entries
+        self._model = model
+        self._plain: dict[str, str] = {}
+        self._converted: dict[str, _Conversion] = {}
+        self._kept: OrderedDict[tuple[str, int | None], Tensor] = OrderedDict()
+        self._lock = Lock()
+        wanted = model.state_dict()
+        mapping = get_model_conversion_mapping(model)
+        renamings = [one for one in mapping if isinstance(one, loading.WeightRenaming)]
+        converters = [one for one in mapping if isinstance(one, loading.WeightConverter)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        groups: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+        for name in sorted(entries, key=loading.dot_natural_key):
+            prefix = model.base_model_prefix
+            parameter, pattern = loading.rename_source_key(name, renamings, converters, prefix, wanted)
+            if parameter not in wanted and name in wanted:
+                parameter, pattern = loading.rename_source_key(name, [], [], prefix, wanted)
+            if parameter not in wanted:
+                self.unused.append(name)
+            elif pattern is None:
+                self._plain[parameter] = name
+                self.shapes[parameter] = entries[name].shape
+            else:
+                _, sources = groups.setdefault(parameter, (by_pattern[pattern], []))
+                sources.append((pattern, name))
+        for first, (converter, sources) in groups.items():
+            conversion = _Conversion(converter, first, tuple(sources))
+            shapes = [torch.empty(entries[name].shape, device="meta") for _, name in sources]
+            for parameter, made in conversion.made(model, shapes).items():
+                self._converted[parameter] = conversion
+                self.shapes[parameter] = tuple(made.shape)
+
+    def dtype(self, parameter: str) -> torch.dtype | None:
+        """The dtype of a parameter in files; None where it is quantized."""
+        name = self._plain.get(parameter)
+        return self._entries[self._converted[parameter].sources[0][1] if name is None else name].dtype
+
+    def read_rows(self, parameter: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop of a parameter, on the CPU, in the files' dtype."""
+        name = self._plain.get(parameter)
+        if name is None or not self._entries[name].shape:
+            whole = self._whole(parameter, None)
+            return whole[start:stop] if whole.dim() else whole.view(1)
+        return self._entries[name].read_rows(start, stop)
+
+    def matrix(self, parameter: str, expert: int | None) -> Tensor:
+        """A whole parameter, or that slice of it along its first dimension."""
+        return self._whole(parameter, expert)
+
+    def _whole(self, parameter: str, expert: int | None) -> Tensor:
+        key = (parameter, expert)
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = self._read(parameter, expert)
+                while len(self._kept) > _KEPT:
+                    self._kept.popitem(last=False)
+            return self._kept[key]
+
+    def _read(self, parameter: str, expert: int | None) -> Tensor:
+        name = self._plain.get(parameter)
+        if name is not None:
+            if expert is not None:
+                return self._entries[name].read_rows(expert, expert + 1)[0]
+            return self._read_entry(name)
+        conversion = self._converted[parameter]
+        of_expert = None if expert is None else conversion.of_expert(expert)
+        used = of_expert or conversion
+        made = used.made(self._model, [self._read_entry(name) for _, name in used.sources])[parameter]
+        if expert is None:
+            return made
+        return made[0] if of_expert is not None else made[expert].clone()
+
+    def _read_entry(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        rows = entry.shape[0] if entry.shape else 1
+        return entry.read_rows(0, rows).view(entry.shape)

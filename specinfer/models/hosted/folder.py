@@ -1,0 +1,314 @@
+"""A folder whose model transformers' code runs: opened, tried and named without reading a weight."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from specinfer.errors import ModelError, ModelFileError
+from specinfer.hub.foreign_format import quantized_tensor
+from specinfer.hub.model_files import read_json
+from specinfer.kernels.layout import int4_bytes, int8_bytes
+from specinfer.models.config import Family, ModelConfig
+from specinfer.models.fields import all_ids
+from specinfer.models.hosted.checkpoint import ParameterFiles
+from specinfer.models.hosted.library import UnhostedError, transformers
+from specinfer.models.hosted.modules import ProductLinear
+from specinfer.models.hosted.skeleton import OUTPUT, Skeleton, is_experts
+from specinfer.models.quantized.checkpoint import STORED, dequantized, quantization_of
+from specinfer.models.quantized.pieces import StoredTensor
+from specinfer.models.safetensors import FLOATS, read_entries
+from specinfer.speculation_config import Quantization
+
+_CONTEXTS: Final = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx"),
+)
+# Tables and masks that files of older versions carry along.
+_UNUSED: Final = re.compile(
+    r"(?:\.rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|attn\.(?:masked_)?bias|attention\.(?:masked_)?bias"
+    r"|embeddings\.(?:position_ids|token_type_ids))$"
+)
+_KINDS: Final = {**FLOATS, "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8}
+_ALL: Final = {**_KINDS, **STORED}
+_LIMITED_ROPES: Final = ("dynamic", "longrope")  # whose angles depend on the longest row of a pass
+
+
+@dataclass(frozen=True, slots=True)
+class HostedTensor:
+    """A tensor as our products and modules ask for it."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    expert: int | None = None  # the slice of the parameter that it is
+    transposed: bool = False  # files have it the other way round
+
+
+class HostedFolder:
+    """An open folder: a config, and the tensors that the model's modules ask for; reads no weights.
+
+    Raises ModelError where transformers is missing, UnhostedError where its code cannot run the model here,
+    ModelFileError where tensors are missing, unexpected or of other shapes.
+    """
+
+    def __init__(self, path: Path, weights: Sequence[Path], *, trust_remote_code: bool = False) -> None:
+        """`weights` are the folder's safetensors files; custom code runs where it is trusted alone."""
+        self.path = path
+        told = read_json(path / "config.json")
+        quantized = quantization_of(told)
+        self._make = self._maker(told, trust_remote_code)
+        self.skeleton = skeleton = self.made(torch.float32)
+        model = skeleton.model
+        entries: Mapping[str, StoredTensor] = read_entries(weights, _KINDS if quantized is None else _ALL)
+        if quantized is not None:
+            entries = dequantized(path, quantized, entries)
+        for name in entries:
+            if (by := quantized_tensor(name)) is not None and name not in model.state_dict():
+                raise ModelFileError(f"{path} is quantized by {by} (tensor {name!r}), which is not read")
+        self._checkpoint = ParameterFiles(path, entries, model)
+        self.tied = skeleton.head_is_tied and f"{skeleton.head_path}.weight" not in self._checkpoint.shapes
+        self._tensors = dict(_tensors(skeleton, self.tied))
+        self._check()
+        generation = path / "generation_config.json"
+        texts = (told, read_json(generation) if generation.is_file() else {})
+        self.config = self._config(texts)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every tensor that modules ask for."""
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    @property
+    def architecture(self) -> str:
+        """transformers' class."""
+        return type(self.skeleton.model).__name__
+
+    @property
+    def told(self) -> str:
+        """Who runs it, in a line for a person."""
+        return f"{self.architecture} runs through transformers {transformers().__version__}"
+
+    def made(self, dtype: torch.dtype) -> Skeleton:
+        """A skeleton of this model, in a dtype of its weights."""
+        return self._make(dtype)
+
+    def has(self, name: str) -> bool:
+        """Whether files have that tensor."""
+        tensor = self._tensors.get(name)
+        return tensor is not None and self._source(tensor.parameter) in self._checkpoint.shapes
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The dtype of a tensor in files; None where it is quantized."""
+        return self._checkpoint.dtype(self._source(self._tensors[name].parameter))
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop of a tensor, on the CPU, in the files' dtype."""
+        tensor = self._tensors[name]
+        parameter = self._source(tensor.parameter)
+        if tensor.expert is None and not tensor.transposed:
+            return self._checkpoint.read_rows(parameter, start, stop)
+        matrix = self._checkpoint.matrix(parameter, tensor.expert)
+        return (matrix.T if tensor.transposed else matrix)[start:stop].contiguous()
+
+    def weight_bytes(self, dtype: torch.dtype, quantization: Quantization) -> int:
+        """The bytes that its weights will take, those of a second copy of tied embeddings among them."""
+        size = 0
+        for name, shape in self.shapes.items():
+            if quantization == "none" or not self._is_product(name):
+                size += math.prod(shape) * dtype.itemsize
+            else:
+                int4 = quantization == "int4" and not name.startswith(f"{OUTPUT}.")
+                size += (int4_bytes if int4 else int8_bytes)(*shape)
+        if self.tied:
+            output = self.skeleton.head.out_features, self.skeleton.head.in_features
+            size += int8_bytes(*output) if quantization != "none" else math.prod(output) * dtype.itemsize
+        return size
+
+    def _is_product(self, name: str) -> bool:
+        tensor = self._tensors[name]
+        if len(tensor.shape) != 2:
+            return False
+        if tensor.expert is not None:
+            return True
+        return isinstance(
+            self.skeleton.model.get_submodule(tensor.parameter.rpartition(".")[0]), ProductLinear
+        )
+
+    def _source(self, parameter: str) -> str:
+        """The parameter in files that has the values of this one."""
+        while parameter not in self._checkpoint.shapes and parameter in self.skeleton.ties:
+            parameter = self.skeleton.ties[parameter]
+        return parameter
+
+    def _maker(self, told: Mapping[str, object], trust: bool) -> Callable[[torch.dtype], Skeleton]:
+        """Makes skeletons of the folder's config; raises UnhostedError for one that transformers lacks."""
+        library = transformers()
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        kind, custom = told.get("model_type"), told.get("auto_map")
+        known = isinstance(kind, str) and kind in library.CONFIG_MAPPING
+        if not known and not (custom and trust):
+            hint = "; it brings code of its own, which runs with trust_remote_code alone" if custom else ""
+            raise UnhostedError(
+                f"is of model_type {kind!r}, which transformers {library.__version__} lacks{hint}"
+            )
+        try:
+            read = library.AutoConfig.from_pretrained
+            if known and not (custom and trust):
+                read = library.CONFIG_MAPPING[kind].from_pretrained
+                made_config = read(str(self.path), local_files_only=True)
+            else:
+                made_config = read(str(self.path), trust_remote_code=True, local_files_only=True)
+        except Exception as error:
+            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UnhostedError(f"has a config that its class does not take ({line})") from error
+        if type(made_config) in MODEL_FOR_CAUSAL_LM_MAPPING and not (custom and trust):
+            model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(made_config)]
+        elif isinstance(custom, dict) and trust and "AutoModelForCausalLM" in custom:
+            from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+            model_class = get_class_from_dynamic_module(custom["AutoModelForCausalLM"], str(self.path))
+        else:
+            raise UnhostedError(f"is of model_type {kind!r}, which makes no text in transformers")
+        return lambda dtype: Skeleton.of(copy.deepcopy(made_config), model_class, dtype)
+
+    def _check(self) -> None:
+        """Raise ModelFileError unless files have what modules ask for, in that shape, and nothing else."""
+        model, found = self.skeleton.model, self._checkpoint
+        wanted = {name: tuple(one.shape) for name, one in model.state_dict().items()}
+        missing = [
+            name
+            for name in wanted
+            if self._source(name) not in found.shapes
+            and not _matches(name, model._keys_to_ignore_on_load_missing)
+            and name not in self.skeleton.ties
+        ]
+        if missing:
+            raise ModelFileError(f"{self.path} lacks {_some(missing)}; the model is incomplete, get it again")
+        for name, shape in found.shapes.items():
+            if shape != wanted.get(name, shape):
+                raise ModelFileError(
+                    f"{self.path}: {name!r} has shape {list(shape)}, its config asks for "
+                    f"{list(wanted[name])}; config and weights belong to different models, get both again"
+                )
+        unused = [
+            name
+            for name in found.unused
+            if not _UNUSED.search(name) and not _matches(name, model._keys_to_ignore_on_load_unexpected)
+        ]
+        if unused:
+            raise ModelFileError(
+                f"{self.path} has unexpected {_some(unused)}; ignoring weights would change the text"
+            )
+
+    def _config(self, told: Sequence[Mapping[str, object]]) -> ModelConfig:
+        """What an engine needs to know of the model; caches hold its calls of attention as layers."""
+        skeleton = self.skeleton
+        text = skeleton.model.config.get_text_config()
+        call = skeleton.calls[0]
+        inner = getattr(text, "intermediate_size", None)
+        nested = told[0].get("text_config")
+        texts = (*([nested] if isinstance(nested, dict) else []), *told)
+        return ModelConfig(
+            family=Family.TRANSFORMERS,
+            vocab_size=skeleton.head.out_features,
+            hidden_size=skeleton.hidden_size,
+            embedding_size=skeleton.hidden_size,
+            intermediate_size=inner if isinstance(inner, int) and inner > 0 else skeleton.hidden_size,
+            num_layers=len(skeleton.calls),
+            num_heads=max(one.num_heads for one in skeleton.calls),
+            num_kv_heads=call.num_kv_heads,
+            head_dim=max(max(one.key_size, one.value_size) for one in skeleton.calls),
+            norm_eps=0.0,
+            rope=None,
+            layer_windows=(None,) * len(skeleton.calls),
+            tie_embeddings=self.tied,
+            attention_scale=call.scale,
+            max_context=_context(text),
+            eos_ids=all_ids(texts, "eos_token_id"),
+        )
+
+
+def _tensors(skeleton: Skeleton, tied: bool) -> Any:
+    """The tensors that modules ask for, by the names they are asked by."""
+    for path, module in skeleton.model.named_modules():
+        if isinstance(module, ProductLinear):
+            name = skeleton.product_name(module, path)
+            shape = (module.out_features, module.in_features)
+            if module is skeleton.head and tied:
+                name = skeleton.embedding_path  # the same matrix, which reads its bias under that name
+            else:
+                yield f"{name}.weight", HostedTensor(f"{path}.weight", shape, transposed=module.transposed)
+            if module.bias is not None:
+                yield f"{name}.bias", HostedTensor(f"{path}.bias", (module.out_features,))
+            continue
+        products = experts_of(module) if is_experts(module) else {}
+        for name, (parameter, bias) in products.items():
+            count, *both = getattr(module, parameter).shape
+            shape = tuple(reversed(both) if module.is_transposed else both)
+            for expert in range(count):
+                own = f"{path}.{name}.{expert}"
+                transposed = bool(module.is_transposed)
+                yield f"{own}.weight", HostedTensor(f"{path}.{parameter}", shape, expert, transposed)
+                if bias is not None:
+                    yield f"{own}.bias", HostedTensor(f"{path}.{bias}", (shape[0],), expert)
+        done = {one for pair in products.values() for one in pair}
+        for name, tensor in own_tensors(module):
+            if name not in done:
+                full = f"{path}.{name}" if path else name
+                yield full, HostedTensor(full, tuple(tensor.shape))
+
+
+def experts_of(module: Any) -> dict[str, tuple[str, str | None]]:
+    """The products of each expert: what they are called, with the parameters of their weights and biases."""
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    return {name: (name, f"{name}_bias" if module.has_bias else None) for name in (first, "down_proj")}
+
+
+def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a module itself that files have."""
+    buffers = [
+        (name, one) for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set
+    ]
+    return [(name, one) for name, one in (*module._parameters.items(), *buffers) if one is not None]
+
+
+def _context(text: Any) -> int:
+    """Tokens of the longest text, as a config says; as far as rotary embeddings are those of each row."""
+    said = next((value for name in _CONTEXTS if isinstance(value := getattr(text, name, None), int)), None)
+    if said is None or said < 1:
+        raise UnhostedError("does not say how long a text may be")
+    ropes = getattr(text, "rope_parameters", None) or {}
+    kinds = [ropes, *(one for one in ropes.values() if isinstance(one, dict))]
+    if any(one.get("rope_type") in _LIMITED_ROPES for one in kinds):
+        original = [one.get("original_max_position_embeddings") for one in kinds]
+        lengths = [one for one in (*original, said) if isinstance(one, int)]
+        return min(lengths)
+    return said
+
+
+def _matches(name: str, patterns: Any) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns or ())
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def hosted(path: Path, weights: Sequence[Path], *, trust_remote_code: bool) -> HostedFolder:
+    """A HostedFolder; raises ModelError, in a sentence on the folder, where there can be none."""
+    try:
+        return HostedFolder(path, weights, trust_remote_code=trust_remote_code)
+    except UnhostedError as error:
+        raise ModelError(
+            f"{path.name} {error}: there is no family of ours for it, and transformers' code cannot run it "
+            "here; docs/models.md has a list of what runs"
+        ) from error

@@ -1,0 +1,360 @@
+"""The model of a hosted folder: a pass runs transformers' code on all rows of a step, as if one text.
+
+Which rows a row sees, paths say; where it stands in its text, its position id. Each model is tried when it is
+loaded: rows read one by one, as a chain and as nodes of a tree must have the same bits, or the code between
+products is given one row at a time; a model that fails even so is refused.
+
+Shapes: T rows of a step, R of them that are read, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specinfer.attention.backend import Attend, Paths
+from specinfer.kernels.product import Product
+from specinfer.models.hosted.attention import PassAttention, specs_of
+from specinfer.models.hosted.folder import HostedFolder, experts_of, own_tensors
+from specinfer.models.hosted.library import ATTENTION, EXPERTS, UnhostedError
+from specinfer.models.hosted.modules import (
+    VECTOR,
+    Expert,
+    NativeNorm,
+    PassRows,
+    ProductExperts,
+    ProductLinear,
+    RowByRow,
+    WholeVectors,
+)
+from specinfer.models.hosted.skeleton import (
+    OUTPUT,
+    given_states,
+    is_experts,
+    is_llama_norm,
+    keeps_float32,
+)
+from specinfer.models.language_model import LanguageModel, PassContext, Read
+from specinfer.models.weight_memory import Weights
+
+_LOG = logging.getLogger(__name__)
+# The rows of a trial: a text, and a tree below its fourth token that has the rest of it as one path.
+_TEXT: Final = 6
+_BEFORE: Final = 3
+_TREE: Final = (-1, 0, 0, 1, 2, 2, 2, 5, 5, 0, 1, 1, 3, 3, 4, 4, 0)  # parents
+_PATH: Final = (0, 2, 5)  # nodes that have the tokens of the text
+_BLOCK: Final = 8
+
+
+class HostedModel(LanguageModel):
+    """A model whose layers transformers computes, over our attention, products and caches."""
+
+    def __init__(self, folder: HostedFolder, weights: Weights) -> None:
+        """Reads all weights; raises UnhostedError where rows depend on their neighbours whatever is done."""
+        super().__init__(folder.config, weights)
+        skeleton = folder.made(weights.dtype)
+        self.told = folder.told  # who runs it
+        self._skeleton = skeleton
+        self._model = skeleton.model
+        self._rows = PassRows()
+        self._alone = False  # whether logits are made of one row at a time
+        self._offset = 0  # the position id of a text's first token
+        self._fill(folder, weights)
+        self._attention = PassAttention(
+            specs_of(skeleton.calls, self.dtype), [one.value_size for one in skeleton.calls]
+        )
+        calling = {id(call.module) for call in skeleton.calls}
+        for module in self._model.modules():
+            setattr(module, ATTENTION, self._attention)
+            kind: Any = type(module)
+            if _multiplies(module) and not any(id(one) in calling for one in module.modules()):
+                module.forward = RowByRow(module.forward, self._rows)
+            elif is_llama_norm(kind):
+                module.forward = NativeNorm(module, self.kernels.ops)
+            elif self._is_uneven(module):
+                module.forward = WholeVectors(module.forward)
+        self._offset = self._first_position()
+        if self._offset:
+            self.config = replace(self.config, max_context=self.config.max_context - self._offset)
+        if self.device.type == "cpu":
+            self._try_rows(folder)
+
+    def read(
+        self,
+        token_ids_T: Tensor,
+        context: PassContext,
+        rows: Tensor | None = None,
+        *,
+        most_logits: int = 0,
+        given_TD: Tensor | None = None,
+    ) -> Read:
+        """A whole pass up to the head; see LanguageModel."""
+        if context.taps or given_TD is not None:
+            raise ValueError("a hosted model has no taps, and no stages")
+        if not len(token_ids_T):
+            return Read(torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=self.device))
+        positions_T = context.positions_T + self._offset if self._offset else context.positions_T
+        hidden_TD = self._run(token_ids_T, positions_T, context.attend)
+        return Read(hidden_TD if rows is None else hidden_TD.index_select(0, rows))
+
+    def _run(self, token_ids_T: Tensor, position_ids_T: Tensor | None, attend: Attend) -> Tensor:
+        """What the model's own code makes of rows, [T, D]."""
+        self._rows.count = len(token_ids_T)
+        self._attention.begin(attend)
+        places = {} if position_ids_T is None else {"position_ids": position_ids_T[None]}
+        with _one_thread(self.device):
+            made = self._skeleton.base(input_ids=token_ids_T[None], use_cache=False, **places)
+        self._attention.end()
+        hidden_TD: Tensor = made.last_hidden_state[0]
+        return hidden_TD
+
+    def logits(self, h_RD: Tensor) -> Tensor:
+        """The logits of rows of `read`, [R, V]; see LanguageModel."""
+        if self._skeleton.plain_head:
+            return self.output(h_RD.contiguous())
+        if not len(h_RD):
+            return self.output(h_RD)
+        parts = h_RD.tensor_split(len(h_RD)) if self._alone else [h_RD]
+        return torch.cat([self._logits(part) for part in parts])
+
+    def _logits(self, h_RD: Tensor) -> Tensor:
+        """The same of few rows at once, by the model's own code."""
+        self._rows.count = len(h_RD)
+        tokens = torch.zeros(1, len(h_RD), dtype=torch.int64, device=self.device)
+        with _one_thread(self.device), given_states(self._model, self._skeleton.base_name) as given:
+            given.hidden = h_RD[None]
+            made: Tensor = self._model(input_ids=tokens, use_cache=False).logits
+        return made[0].to(self.dtype).contiguous()
+
+    def _fill(self, folder: HostedFolder, weights: Weights) -> None:
+        """Give all modules their weights."""
+        skeleton, model = self._skeleton, self._model
+        self.table = weights.table(f"{skeleton.embedding_path}.weight")
+        paths = {id(module): path for path, module in model.named_modules()}
+        for path, module in model.named_modules():
+            if isinstance(module, ProductLinear):
+                if module.stack is None:
+                    module.product = self._product(folder, weights, module, path)
+                elif module is module.stack.layers[-1]:
+                    names = [skeleton.product_name(one, paths[id(one)]) for one in module.stack.layers]
+                    module.stack.product = weights.linear(*names, bias=module.bias is not None)
+                continue
+            done: set[str] = set()
+            if is_experts(module):
+                products = experts_of(module)
+                done = {one for pair in products.values() for one in pair if one is not None}
+                made = [
+                    [
+                        weights.linear(f"{path}.{name}.{number}", bias=bias is not None)
+                        for name, (_, bias) in products.items()
+                    ]
+                    for number in range(module.num_experts)
+                ]
+                setattr(module, EXPERTS, ProductExperts([Expert(*one) for one in made]))
+            for name, kept in own_tensors(module):
+                if name not in done:
+                    full = f"{path}.{name}" if path else name
+                    self._put(module, name, self._tensor(folder, weights, full, kept))
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    raise UnhostedError(f"makes {path}.{name} of nothing that files have")
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.device)
+        assert skeleton.head.product is not None, "it is one of the model's modules"
+        self.output = skeleton.head.product
+
+    def _product(self, folder: HostedFolder, weights: Weights, module: ProductLinear, path: str) -> Product:
+        """The product of a linear layer."""
+        bias = module.bias is not None
+        if module is self._skeleton.head:
+            if folder.tied:
+                return weights.linear(self._skeleton.embedding_path, bias=bias, tied=self.table)
+            return weights.linear(OUTPUT, bias=bias)
+        name = self._skeleton.product_name(module, path)
+        if keeps_float32(self._model, path) and self.dtype is not torch.float32:
+            b = weights.exact(f"{name}.bias") if bias else None
+            return partial(_row_by_row, weight=weights.exact(f"{name}.weight"), bias=b)
+        return weights.linear(name, bias=bias)
+
+    def _tensor(self, folder: HostedFolder, weights: Weights, name: str, kept: Tensor) -> Tensor:
+        """A tensor as a module keeps it; files may lack one that is computed."""
+        if name == f"{self._skeleton.embedding_path}.weight" and self.table.whole is not None:
+            return self.table.whole
+        if not folder.has(name):
+            if kept.is_meta:
+                raise UnhostedError(f"makes {name} of nothing that files have")
+            return kept.to(self.device)
+        if not kept.is_floating_point() or not kept.dim():
+            rows = kept.shape[0] if kept.dim() else 1
+            return folder.read_rows(name, 0, rows).view(kept.shape).to(self.device, kept.dtype)
+        exact = kept.dtype is torch.float32 or keeps_float32(self._model, name)
+        return weights.exact(name) if exact else weights.tensor(name)
+
+    @staticmethod
+    def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+        if name in module._buffers:
+            module._buffers[name] = tensor
+        else:
+            module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+
+    def _is_uneven(self, module: Any) -> bool:
+        """Whether a module may give PyTorch rows of no whole number of vectors."""
+        if "Rotary" in type(module).__name__:
+            return any(bool(one.numel() % VECTOR) for one in module.buffers())
+        if is_experts(module):
+            return bool(module.gate_up_proj.shape[1] % (2 * VECTOR)) if module.has_gate else True
+        return any(
+            isinstance(child, ProductLinear)
+            and child is not self._skeleton.head
+            and child.out_features % (2 * VECTOR)
+            for child in module.children()
+        )
+
+    @torch.inference_mode()
+    def _first_position(self) -> int:
+        """The position id that the model's own code gives a text's first token.
+
+        It is 0, or stands behind that of padding. Raises UnhostedError where it is neither.
+        """
+        padding = getattr(self._model.config.get_text_config(), "pad_token_id", None)
+        vocab = self.config.vocab_size
+        tokens = [one for one in range(vocab) if one != padding][-_TEXT:]
+        said = self._pass(self._caches(), tokens, 0, [*range(1, _TEXT + 1)], [], None)
+        for offset in (0, *([padding + 1] if isinstance(padding, int) else [])):
+            places = range(offset, offset + _TEXT)
+            if torch.equal(self._pass(self._caches(), tokens, 0, [*range(1, _TEXT + 1)], [], places), said):
+                return offset
+        raise UnhostedError("makes positions of tokens by rules of its own")
+
+    def _try_rows(self, folder: HostedFolder) -> None:
+        """See that rows do not depend on their neighbours, or have code see one row at a time."""
+        with torch.inference_mode():
+            if self._rows_are_independent():
+                return
+            self._alone = True
+            calling = {id(call.module) for call in self._skeleton.calls}
+            _isolate(self._skeleton.base, calling, self._rows)
+            if not self._rows_are_independent():
+                raise UnhostedError("has rows that depend on their neighbours")
+        _LOG.warning(
+            "%s: rows of %s depend on their neighbours in a pass; what lies between its products is computed "
+            "one row at a time",
+            *(folder.path.name, folder.architecture),
+        )
+
+    def _rows_are_independent(self) -> bool:
+        vocab = self.config.vocab_size
+        tokens = [(7919 * (place + 1)) % vocab for place in range(_TEXT)]
+        single, chain, tree = (self._caches() for _ in range(3))
+        want = torch.cat(
+            [self._rows_of(single, [token], place, [place + 1]) for place, token in enumerate(tokens)]
+        )
+        together = self._rows_of(chain, tokens, 0, [*range(1, _TEXT + 1)])
+        self._rows_of(tree, tokens[:_BEFORE], 0, [*range(1, _BEFORE + 1)])
+        nodes = [(104729 * (place + 1)) % vocab for place in range(len(_TREE))]
+        for node, token in zip(_PATH, tokens[_BEFORE:], strict=True):
+            nodes[node] = token
+        paths = [_below(node) for node in range(len(_TREE))]
+        depths = [_BEFORE + len(path) for path in paths]
+        tails = [[_BEFORE + one for one in path] for path in paths]
+        shared = [_BEFORE + 1] * len(nodes)
+        of_tree = self._pass(tree, nodes, _BEFORE, shared, tails, [self._offset + depth for depth in depths])[
+            list(_PATH)
+        ]
+        same = torch.equal(together, want) and torch.equal(of_tree, want[_BEFORE:])
+        alone = torch.cat([self.logits(row) for row in want.tensor_split(len(want))])
+        return same and torch.equal(self.logits(want), alone)
+
+    def _rows_of(self, attention: Any, tokens: Sequence[int], before: int, shared: Sequence[int]) -> Tensor:
+        """As `_pass`, of rows of text."""
+        first = self._offset + before
+        return self._pass(attention, tokens, before, shared, [], range(first, first + len(tokens)))
+
+    def _pass(
+        self,
+        attention: Any,
+        tokens: Sequence[int],
+        before: int,
+        shared: Sequence[int],
+        tails: Sequence[Sequence[int]],
+        positions: Sequence[int] | None,
+    ) -> Tensor:
+        """What the head would read of these rows of a text, behind `before` positions of a cache.
+
+        Position ids are these; None: the model's code makes them.
+        """
+        count = len(tokens)
+        ends = [0]
+        for row in range(count):
+            ends.append(ends[-1] + (len(tails[row]) if tails else 0))
+        paths = Paths.of(
+            [0, count, 0, before + count],
+            shared,
+            ends,
+            [one for tail in tails for one in tail],
+            tables=[[*range(-(-(before + count) // _BLOCK))]],
+            block_size=_BLOCK,
+        )
+        tokens_T = torch.tensor(tokens, device=self.device)
+        positions_T = None if positions is None else torch.tensor(positions, device=self.device)
+        return self._run(tokens_T, positions_T, attention.bind(paths))
+
+    def _caches(self) -> Any:
+        """Attention over a cache of its own, for a trial."""
+        config = self.config
+        shape = (4 * _BLOCK, config.num_kv_heads, config.head_dim)
+        zeros = partial(torch.zeros, shape, dtype=self.dtype, device=self.device)
+        return self.kernels.attention.over(*([zeros() for _ in range(config.num_layers)] for _ in range(2)))
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether a module has matrices of its own that no product of ours takes."""
+    if isinstance(module, ProductLinear | nn.Embedding) or is_experts(module):
+        return False
+    own = any(one is not None and one.dim() > 1 for one in module._parameters.values())
+    return own or any(isinstance(child, nn.Linear) for child in module.children())
+
+
+def _below(node: int) -> list[int]:
+    """A node of the trial's tree and its ancestors below the root, ascending."""
+    path: list[int] = []
+    while node > 0:
+        path.append(node)
+        node = _TREE[node]
+    return path[::-1]
+
+
+def _row_by_row(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A product in float32 whatever x is, one row after another."""
+    return torch.cat([F.linear(row.float(), weight, bias) for row in x.tensor_split(len(x))])
+
+
+def _isolate(module: nn.Module, calling: set[int], rows: PassRows) -> None:
+    """Have what is below `module` computed one row at a time, but for products and what calls attention."""
+    for child in module.children():
+        if any(id(one) in calling for one in child.modules()):
+            _isolate(child, calling, rows)
+        elif not isinstance(child, ProductLinear | nn.Embedding) and not isinstance(child.forward, RowByRow):
+            child.forward = RowByRow(child.forward, rows)
+
+
+@contextlib.contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """PyTorch computes with one thread inside the block: it cuts tensors anywhere for several."""
+    before = torch.get_num_threads()
+    if device.type != "cpu" or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,236 @@
+"""What takes the place of transformers' modules: products, experts, and code that is given row after row.
+
+A row's bits must not depend on its neighbours. Products see to that themselves. PyTorch's own operations do
+where they compute each row alone (norms, softmax) or round each element alone (sums, products); a
+non-linearity rounds the last elements of a tensor differently, and so is given whole vectors of them. What is
+left, matrices that modules multiply with by themselves above all, is given one row at a time.
+
+Shapes: T rows, D hidden size, S choices of experts of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from specinfer.kernels.ops import NormParts, Ops
+from specinfer.kernels.product import Product
+
+VECTOR: Final = 64  # elements that are whole vectors for PyTorch's kernels on every CPU, in every dtype
+# Functions of single elements that are no sum, product, quotient or root, which all round alike.
+_ROUNDED: Final = frozenset(
+    (
+        *("sigmoid", "tanh", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "erf", "erfc", "pow"),
+        *("sin", "cos", "tan", "sinh", "cosh", "atan", "silu", "gelu", "softplus", "mish", "selu", "elu"),
+        *("celu", "logsigmoid", "log_sigmoid", "__pow__", "rsqrt", "hardswish", "softsign"),
+        *("sigmoid_", "tanh_", "exp_", "silu_"),
+    )
+)
+
+
+class ProductLinear(nn.Module):
+    """A linear layer that is one of our products; in a trial pass, without one, it gives zeros."""
+
+    weight: nn.Parameter
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> None:
+        """Keeps both as they are, for whoever asks for their kind: they have no memory.
+
+        `transposed` says that files have the weight as [inner, channels].
+        """
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.transposed = transposed
+        self.in_features, self.out_features = weight.shape if transposed else reversed(weight.shape)
+        self.product: Product | None = None
+        self.stack: Stack | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., inner] -> [..., channels]."""
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"a layer of {self.in_features} elements is given {x.shape[-1]}")
+        if self.stack is not None:
+            return self.stack.part(self, x)
+        return multiplied(self.product, x, self.out_features)
+
+
+def multiplied(product: Product | None, x: Tensor, channels: int) -> Tensor:
+    """x [..., inner] -> [..., channels of the product]; so many zeros where there is none."""
+    if product is None:
+        return x.new_zeros(*x.shape[:-1], channels)
+    return product(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
+
+
+class Stack:
+    """Linear layers that are called one after another with one tensor: one product makes what all of them do.
+
+    A channel's sum is its own, so nothing else changes.
+    """
+
+    def __init__(self, layers: Sequence[ProductLinear]) -> None:
+        self.layers = layers
+        self.product: Product | None = None
+        self._starts, self._channels = dict[int, int](), 0
+        for layer in layers:
+            self._starts[id(layer)] = self._channels
+            self._channels += layer.out_features
+        self._given: Tensor | None = None
+        self._made: Tensor | None = None
+
+    def part(self, layer: ProductLinear, x: Tensor) -> Tensor:
+        """What one of these layers makes of x."""
+        if self._given is not x or self._made is None:
+            self._given, self._made = x, multiplied(self.product, x, self._channels)
+        part = self._made.narrow(-1, self._starts[id(layer)], layer.out_features)
+        if layer is self.layers[-1]:
+            self._given = self._made = None
+        return part
+
+
+class NativeNorm:
+    """The forward of a norm that has Llama's code, by our kernels."""
+
+    def __init__(self, module: Any, ops: Ops) -> None:
+        self._norm, self._ops = NormParts(module.weight.detach(), module.variance_epsilon), ops
+        self._forward = module.forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x / rms(x) * weight."""
+        if x.dtype is not self._norm.weight_D.dtype:
+            made: Tensor = self._forward(x)
+            return made
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return self._ops.norm_of_sum(rows, None, self._norm).view(x.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """The products of one expert."""
+
+    first: Product  # gate and up, or up alone
+    down: Product
+
+
+@dataclass(frozen=True, slots=True)
+class ProductExperts:
+    """Experts as products, computed in the order of their numbers; none: a trial pass, which gives zeros."""
+
+    experts: Sequence[Expert]
+
+    def __call__(self, module: nn.Module, x_TD: Tensor, chosen_TS: Tensor, weights_TS: Tensor) -> Tensor:
+        """What transformers asks of a module of experts, [T, D].
+
+        Rows are grouped by expert, and what these make is added in the order of the experts, whichever rows
+        there are.
+        """
+        out_TD = torch.zeros_like(x_TD)
+        places: dict[int, list[tuple[int, int]]] = {}
+        for row, chosen in enumerate(chosen_TS.tolist()):
+            for slot, expert in enumerate(chosen):
+                places.setdefault(expert, []).append((row, slot))
+        own: Any = module
+        for number in sorted(places):
+            if number >= len(self.experts):
+                continue  # of a trial, or no expert at all
+            rows, slots = torch.tensor(places[number], device=x_TD.device).T
+            expert = self.experts[number]
+            y = expert.first(x_TD[rows])
+            y = own._apply_gate(y) if own.has_gate else own.act_fn(y)
+            y = expert.down(y.contiguous())
+            if own.has_post_expert_norm:
+                y = own.post_expert_norm(y)
+            y = y * weights_TS[rows, slots, None]
+            out_TD.index_add_(0, rows, y.to(out_TD.dtype))
+        return out_TD
+
+
+class WholeVectors:
+    """A module's forward, whose non-linearities PyTorch is given in whole vectors: all elements round alike.
+
+    Other operations stay as they are; looking at each of them costs microseconds.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """As the module's forward."""
+        with _InWholeVectors():
+            return self._forward(*given, **named)
+
+
+class _InWholeVectors(TorchFunctionMode):
+    """Functions of single elements get rows that zeros make longer."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if getattr(func, "__name__", "") in _ROUNDED and args and isinstance(args[0], Tensor):
+            x = args[0]
+            others = all(not isinstance(one, Tensor) or one.dim() == 0 for one in args[1:])
+            if others and x.dim() and (missing := -x.shape[-1] % VECTOR):
+                longer: Tensor = func(F.pad(x, (0, missing)), *args[1:], **named)
+                return longer.narrow(-1, 0, x.shape[-1]).contiguous()
+        return func(*args, **named)
+
+
+@dataclass(slots=True)
+class PassRows:
+    """How many rows the pass has that runs."""
+
+    count: int = 1
+
+
+class RowByRow:
+    """A module's forward, which is given one row at a time; it must have no state."""
+
+    def __init__(self, forward: Callable[..., Any], rows: PassRows) -> None:
+        self.forward = forward
+        self._rows = rows
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """As the module's forward; tensors of as many rows as the pass are cut along these."""
+        count = self._rows.count
+        if count == 1:
+            return self.forward(*given, **named)
+        axes = [_axis(one, count) for one in given]
+        named_axes = {name: _axis(one, count) for name, one in named.items()}
+        found = []
+        for row in range(count):
+            of_row = [_row(one, axis, row) for one, axis in zip(given, axes, strict=True)]
+            named_of_row = {name: _row(one, named_axes[name], row) for name, one in named.items()}
+            found.append(self.forward(*of_row, **named_of_row))
+        usual = next((axis for axis in (*axes, *named_axes.values()) if axis is not None), None)
+        return found[0] if usual is None else _joined(found, usual)
+
+
+def _axis(given: object, count: int) -> int | None:
+    """The dimension along which a tensor has the rows of the pass, if it has."""
+    if not isinstance(given, Tensor):
+        return None
+    if given.dim() > 0 and given.shape[0] == count:
+        return 0
+    return 1 if given.dim() > 1 and given.shape[:2] == (1, count) else None
+
+
+def _row(given: Any, axis: int | None, row: int) -> Any:
+    return given if axis is None else given.narrow(axis, row, 1).clone()
+
+
+def _joined(found: Sequence[Any], usual: int) -> Any:
+    first = found[0]
+    if isinstance(first, Tensor):
+        if first.dim() == 0:
+            return found[-1]
+        axis = usual if first.dim() > usual and first.shape[usual] == 1 else 0
+        return torch.cat(list(found), axis)
+    if isinstance(first, tuple | list):
+        return type(first)(_joined(parts, usual) for parts in zip(*found, strict=True))
+    return first

@@ -1,0 +1,266 @@
+"""Models whose layers transformers computes: the same logits as there, and rows that know no neighbours."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from specinfer.config import EngineConfig
+from specinfer.engine.models import load_models
+from specinfer.errors import ConfigError, ModelError, ModelFileError
+from specinfer.kernels.choice import Kernels
+from specinfer.llm import LLM
+from specinfer.models.hosted import library
+from specinfer.models.hosted.folder import HostedFolder
+from specinfer.models.hosted.library import UnhostedError, window_of
+from specinfer.models.hosted.modules import PassRows, RowByRow, WholeVectors
+from specinfer.models.safetensors import SafetensorsFolder
+from specinfer.models.weights import load_model, open_model
+from specinfer.sampling_params import SamplingParams
+from specinfer.speculation_config import Quantization
+from tests.hosted import PROMPT, difference, load_hosted, logits_of, same_with_a_tree, save_tiny, tiny_config
+from tests.kernels import kernels
+from tests.tiny_models import write_tiny_llama
+
+TOLERANCE = 1e-4
+CPU = torch.device("cpu")
+# A decoder as ours; transposed weights and learned positions; windows in some layers; experts that files have
+# one by one; latent attention, whose keys are longer than its values; a block in parallel, with biases.
+KINDS = ("llama", "gpt2", "cohere2", "mixtral", "deepseek_v3", "phi")
+
+
+@pytest.fixture(params=KINDS, scope="module")
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """A model of transformers', and the folder it was saved to."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return save_tiny(request.param, folder), folder
+
+
+def test_logits_are_transformers_own(both: tuple[nn.Module, Path]) -> None:
+    theirs, folder = both
+    ours = load_hosted(folder, kernels("native"))
+    assert difference(theirs, ours) < TOLERANCE
+    assert same_with_a_tree(ours)
+
+
+def test_the_twins_have_the_same_logits(both: tuple[nn.Module, Path]) -> None:
+    theirs, folder = both
+    ours = load_hosted(folder, kernels("torch"))
+    assert difference(theirs, ours) < TOLERANCE
+    assert same_with_a_tree(ours)
+
+
+def test_bfloat16_stays_near(both: tuple[nn.Module, Path]) -> None:
+    theirs, folder = both
+    ours = load_hosted(folder, kernels("native"), torch.bfloat16)
+    with torch.no_grad():
+        want = theirs(torch.tensor([PROMPT])).logits[0]
+        rounded = copy.deepcopy(theirs).bfloat16()(torch.tensor([PROMPT])).logits[0]
+    # Not the largest difference: a token may go to another expert.
+    usual = float((rounded.float() - want).abs().mean())
+    assert float((logits_of(ours).float() - want).abs().mean()) < 1.5 * usual
+    assert same_with_a_tree(ours)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_matrices_are_quantized_once_and_read_from_then_on(
+    kind: str, quantization: Quantization, tmp_path: Path
+) -> None:
+    save_tiny(kind, tmp_path / "model")
+    opened, cache = open_model(tmp_path / "model", "transformers"), tmp_path / "cache"
+
+    def load(run: Kernels) -> Tensor:
+        ours = load_model(
+            opened, dtype=torch.float32, device=CPU, kernels=run, quantization=quantization, cache=cache
+        )
+        assert same_with_a_tree(ours)
+        return logits_of(ours)
+
+    first = load(kernels("native"))
+    made = list(cache.glob("*.safetensors"))
+    assert len(made) == 1
+    before = made[0].stat().st_mtime_ns
+    assert torch.equal(load(kernels("native")), first)
+    assert made[0].stat().st_mtime_ns == before
+    exact = load_hosted(tmp_path / "model", kernels("native"))
+    spread = float(logits_of(exact).std())
+    assert float((first - logits_of(exact)).abs().mean()) < (0.8 if quantization == "int4" else 0.1) * spread
+
+
+def test_a_family_of_ours_stays_ours_unless_told_otherwise(tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path)
+    assert isinstance(open_model(tmp_path, "auto"), SafetensorsFolder)
+    assert isinstance(open_model(tmp_path, "native"), SafetensorsFolder)
+    assert isinstance(open_model(tmp_path, "transformers"), HostedFolder)
+
+
+def test_what_is_no_family_of_ours_runs_through_transformers(tmp_path: Path) -> None:
+    save_tiny("apertus", tmp_path)
+    opened = open_model(tmp_path, "auto")
+    assert isinstance(opened, HostedFolder)
+    assert opened.told.startswith("ApertusForCausalLM runs through transformers ")
+    with pytest.raises(ModelError, match=r"model_type is 'apertus'; supported"):
+        open_model(tmp_path, "native")
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("mamba", "has layers with a state"),
+        ("gpt_neox_japanese", "does not compute attention through transformers' attention interface"),
+        ("bart", "has an encoder"),
+        ("doge", "has attention with a mask or biases of its own"),
+        ("llama4_text", "hides tokens by other rules than a sliding window"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_a_weight_is_read(kind: str, why: str, tmp_path: Path) -> None:
+    tiny_config(kind).save_pretrained(tmp_path)
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=why):
+        open_model(tmp_path, "transformers")
+
+
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="makes no text in transformers"):
+        open_model(tmp_path, "transformers")
+
+
+def test_code_of_a_folder_is_not_run_unless_it_is_trusted(tmp_path: Path) -> None:
+    config = {
+        "model_type": "made_up",
+        "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("raise RuntimeError('it ran')\n")
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="which runs with trust_remote_code alone"):
+        open_model(tmp_path, "auto")
+    with pytest.raises(ModelError, match="it ran"):
+        open_model(tmp_path, "auto", trust_remote_code=True)
+
+
+def change(folder: Path, how: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    how(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_tensor_too_many_or_too_few_is_named(tmp_path: Path) -> None:
+    name = "transformer.h.0.attn.c_attn.weight"
+    save_tiny("gpt2", tmp_path)
+    change(tmp_path, lambda tensors: tensors.update(stranger=torch.zeros(2)))
+    with pytest.raises(ModelFileError, match="unexpected 'stranger'"):
+        open_model(tmp_path, "transformers")
+    change(tmp_path, lambda tensors: tensors.pop("stranger"))
+    change(tmp_path, lambda tensors: tensors.update({name: tensors[name].T.contiguous()}))
+    with pytest.raises(ModelFileError, match=r"c_attn.weight' has shape"):
+        open_model(tmp_path, "transformers")
+    change(tmp_path, lambda tensors: tensors.pop(name))
+    with pytest.raises(ModelFileError, match=f"lacks '{name}'"):
+        open_model(tmp_path, "transformers")
+
+
+def test_names_without_the_models_prefix_are_read(tmp_path: Path) -> None:
+    theirs = save_tiny("gpt2", tmp_path)
+
+    def strip(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+
+    change(tmp_path, strip)
+    assert difference(theirs, load_hosted(tmp_path, kernels("native"))) < TOLERANCE
+
+
+def test_options_that_such_a_model_has_no_use_for_are_refused(tmp_path: Path) -> None:
+    save_tiny("apertus", tmp_path)
+    model = str(tmp_path)
+    for name, value in (
+        ("tensor_parallel", 2),
+        ("pipeline_parallel", 2),
+        ("sum_parts", 4),
+        ("offload", "auto"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} is {value!r}, and .* runs through transformers"):
+            load_models(EngineConfig(model=model).with_options({name: value}))
+
+
+def test_without_transformers_one_is_told_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny("gpt2", tmp_path)
+    library.transformers.cache_clear()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModelError, match=r"pip install 'specinfer\[transformers\]'"):
+        open_model(tmp_path, "transformers")
+
+
+def test_texts_are_the_same_with_and_without_guesses_and_as_of_a_family_of_ours(tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path, tokenizer=True, hidden_size=64, intermediate_size=128)
+    prompts = ["ab ab ab ab", "0123 0123 01"]
+    params = SamplingParams(max_tokens=12, temperature=0)
+
+    def texts(**options: object) -> list[list[int]]:
+        common = {"dtype": "float32", "kv_cache_memory": 1 << 24, "tree_size": "fixed"}
+        with LLM(str(tmp_path), **{**common, **options}) as llm:
+            return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+    plain = texts(model_impl="transformers", lookup=False)
+    assert texts(model_impl="transformers", lookup=True, drafts=[str(tmp_path)]) == plain
+    assert texts(model_impl="native", lookup=False) == plain
+
+
+def test_a_mask_is_a_window_or_is_refused() -> None:
+    def causal(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return k <= q
+
+    def within(size: int) -> Callable[..., Tensor]:
+        return lambda batch, head, q, k: (k <= q) & (k > q - size)
+
+    assert window_of(causal, None) is None
+    assert window_of(within(5), 5) == 5
+    with pytest.raises(UnhostedError, match="those behind it"):
+        window_of(lambda batch, head, q, k: k >= 0, None)
+    with pytest.raises(UnhostedError, match="other rules"):
+        window_of(lambda batch, head, q, k: (k <= q) & (k // 5 == q // 5), 5)
+    with pytest.raises(UnhostedError, match="other rules"):
+        window_of(within(5), 4)
+
+
+def test_row_by_row_cuts_what_has_as_many_rows_as_the_pass() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def forward(x: Tensor, *, scale: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append((*x.shape, *scale.shape, *table.shape))
+        return x * scale + table.sum(), x[0]
+
+    rows = PassRows(3)
+    x, scale, table = torch.arange(12.0).view(1, 3, 4), torch.arange(3.0)[:, None], torch.ones(2, 2)
+    together, first = RowByRow(forward, rows)(x, scale=scale, table=table)
+    assert seen == [(1, 1, 4, 1, 1, 2, 2)] * 3
+    assert torch.equal(together, x * scale + 4)
+    assert torch.equal(first, x[0])
+    rows.count = 1
+    RowByRow(forward, rows)(x, scale=scale[:1], table=table)
+    assert seen[-1] == (1, 3, 4, 1, 1, 2, 2)
+
+
+def test_functions_of_single_elements_round_alike_wherever_these_stand() -> None:
+    x = torch.randn(37, 10, generator=torch.Generator().manual_seed(0)) * 4
+
+    def forward(x: Tensor) -> Tensor:
+        return torch.tanh(torch.sigmoid(x) * 3).exp() ** 0.3
+
+    alone = torch.cat([WholeVectors(forward)(row) for row in x.split(1)])
+    assert torch.equal(WholeVectors(forward)(x), alone)
+    torch.testing.assert_close(alone, forward(x))

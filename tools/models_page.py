@@ -1,0 +1,132 @@
+"""Write the table of docs/models.md anew: python tools/models_page.py [--try] [MODEL_TYPE ...].
+
+With `--try` every decoder that transformers has is made tiny, random and of its config alone, saved, loaded
+through transformers' code and compared with transformers itself (some minutes; only those that are named,
+where some are). Without it only the column of native families is written anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from specinfer.models.families.registry import HF_FAMILIES
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+BEGIN, END = "<!-- models: tools/models_page.py -->\n", "<!-- end -->"
+HEAD = "| model_type | native | through transformers | logits differ by | |\n|---|---|---|---|---|\n"
+COUNTS = re.compile(r"Of the \d+ .*?: \d+ run natively, \d+ through transformers, \d+ are refused\.")
+TOLERANCE = 1e-4
+
+
+class Tried(NamedTuple):
+    """What became of a model_type through transformers' code."""
+
+    kind: str
+    runs: bool
+    differs: str  # the largest difference of logits
+    remark: str
+
+
+def rows_of(page: str) -> list[Tried]:
+    """The rows of the page's table."""
+    table = page[page.index(BEGIN) + len(BEGIN) : page.index(END)].removeprefix(HEAD)
+    found = []
+    for line in table.splitlines():
+        kind, _, runs, differs, remark = (cell.strip() for cell in line.strip("|").split("|"))
+        found.append(Tried(kind.strip("`"), runs == "yes", differs, remark))
+    return found
+
+
+def with_rows(page: str, rows: Sequence[Tried]) -> str:
+    """The page with these rows, sorted, and their counts in its text."""
+    lines = []
+    for row in sorted(rows):
+        native = "yes" if row.kind in HF_FAMILIES else ""
+        runs = "yes" if row.runs else "no"
+        lines.append(f"| `{row.kind}` | {native} | {runs} | {row.differs} | {row.remark} |\n")
+    ours = sum(row.kind in HF_FAMILIES for row in rows)
+    runs = sum(row.runs for row in rows)
+    refused = sum(not row.runs and row.kind not in HF_FAMILIES for row in rows)
+    counts = (
+        f"Of the {len(rows)} decoders in the table: {ours} run natively, {runs} through transformers, "
+        f"{refused} are refused."
+    )
+    before, _, after = page.partition(BEGIN)
+    return COUNTS.sub(counts, before) + BEGIN + HEAD + "".join(lines) + after[after.index(END) :]
+
+
+def written(page: str) -> str:
+    """The page as the families that there are have it."""
+    return with_rows(page, rows_of(page))
+
+
+def tried(kind: str) -> Tried:
+    """Make a model of that kind tiny, run it, and say what became of it."""
+    from specinfer.errors import ModelError
+    from specinfer.models.hosted.library import UnhostedError, transformers
+    from specinfer.models.hosted.skeleton import check_config
+    from tests.hosted import difference, load_hosted, same_with_a_tree, save_tiny, tiny_config
+    from tests.kernels import kernels
+
+    transformers()
+    with tempfile.TemporaryDirectory(prefix="it-") as place:
+        folder = Path(place) / "it"
+        try:
+            check_config(tiny_config(kind, is_decoder=True))
+            theirs = save_tiny(kind, folder)
+        except UnhostedError as error:
+            return Tried(kind, False, "", str(error))
+        except Exception as error:
+            return Tried(kind, False, "", f"cannot be made of its config: {_line(error)}")
+        try:
+            ours = load_hosted(folder, kernels("native"))
+            differs = difference(theirs, ours)
+        except ModelError as error:
+            reason = _line(error).removeprefix("it ").partition(": there is no family")[0]
+            return Tried(kind, False, "", reason)
+        if not differs < TOLERANCE:
+            return Tried(kind, False, f"{differs:.0e}", "has other logits")
+        if not same_with_a_tree(ours):
+            return Tried(kind, False, f"{differs:.0e}", "has other logits in a tree")
+        return Tried(kind, True, f"{differs:.0e}", "")
+
+
+def kinds() -> list[str]:
+    """All decoders of text that transformers lists."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.replace("|", "/")[:160]
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--try", dest="trying", action="store_true")
+    parser.add_argument("kinds", nargs="*")
+    given = parser.parse_args()
+    page = PAGE.read_text(encoding="utf-8")
+    rows = {row.kind: row for row in rows_of(page)}
+    if given.trying:
+        named = given.kinds or kinds()
+        rows = {kind: row for kind, row in rows.items() if kind in set(kinds())}
+        for kind in named:
+            rows[kind] = tried(kind)
+            print(*rows[kind], flush=True)
+    PAGE.write_text(with_rows(page, list(rows.values())), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
