@@ -16,19 +16,43 @@ from specinfer.runtime.executor import ModelRunner
 from .families import save_random
 
 PROMPT = [5, 17, 40, 3, 88, 61, 12, 12, 70, 29, 9, 54]
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "opt", "opt-350m")
-TIED_BY_DEFAULT = ("gemma3", "opt", "opt-350m")
+TIED_BY_DEFAULT = (
+    *(
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "smollm3",
+        "ernie",
+        "cohere",
+        "cohere2",
+        "gpt2",
+        "starcoder",
+        "starcoder2",
+    ),
+    *("falcon-7b", "mpt", "opt", "opt-350m"),
+)
+UNTIED_BY_DEFAULT = (
+    *("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo", "olmo2", "olmo3", "granite", "glm", "glm4"),
+    *("seed-oss", "exaone", "helium", "cwm", "gpt-neox", "stablelm"),
+)
+TABLES = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "embed_in.weight")
+QUICK = {"llama", "mistral", "qwen2", "qwen3", "gemma3", "opt", "opt-350m", "falcon-7b", "gpt-neox"}
+FAMILIES = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough)
+    for name in (*TIED_BY_DEFAULT, *UNTIED_BY_DEFAULT)
+]
 
 
 def write(family, folder, flag, tensor):
     """A model whose config.json has this flag (None: none), and its files this lm_head."""
     save_random(family, folder, tied=False)
     tensors = load_file(folder / "model.safetensors")
-    [embeddings] = [weight for name, weight in tensors.items() if "embed_tokens" in name]
+    [embeddings] = [weight for name, weight in tensors.items() if name.endswith(TABLES)]
+    head = "embed_out.weight" if family == "gpt-neox" else "lm_head.weight"
     if tensor == "absent":
-        del tensors["lm_head.weight"]
+        del tensors[head]
     if tensor == "equal":
-        tensors["lm_head.weight"] = embeddings.clone()
+        tensors[head] = embeddings.clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     del config["tie_word_embeddings"]

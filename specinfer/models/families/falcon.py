@@ -42,7 +42,8 @@ def _falcon(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     c = {**_DEFAULTS, **c}
     c = {**{new: c[old] for old, new in _OLD_WORDS.items() if old in c}, **c}
     hidden, heads = count(c, "hidden_size"), count(c, "num_attention_heads")
-    new, parallel = bool(c.get("new_decoder_architecture", False)), bool(c["parallel_attn"])
+    new = bool(c.get("new_decoder_architecture", c.get("model_type") == "RefinedWeb"))
+    parallel = bool(c["parallel_attn"])
     if not new:
         c = {**c, "num_kv_heads": 1 if c["multi_query"] else heads}
     if c.get("ffn_hidden_size") is None:

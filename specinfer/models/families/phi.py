@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from specinfer.models.config import Family, ModelConfig
-from specinfer.models.fields import Fields
+from specinfer.models.fields import Fields, integer
 from specinfer.models.gguf_config import INSIDE, GgufFamily, decoder_from_gguf
 from specinfer.models.hf_config import HfFamily, decoder_from_hf, head_dim, window_of
 from specinfer.models.rope_config import rope_from_hf
@@ -25,7 +25,10 @@ _OLD_WORDS: Final = ("su", "yarn")  # for longrope
 def _phi3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     c = _in_new_words({**_DEFAULTS, **c})
     shared = decoder_from_hf(Family.PHI3, c, ids, rope=rope_from_hf(c, head_dim(c)))
-    return replace(shared, layer_windows=(window_of(c),) * shared.num_layers)
+    window = window_of(c)
+    if window is not None and window >= integer(c, "max_position_embeddings"):
+        window = None  # Phi-4-mini's
+    return replace(shared, layer_windows=(window,) * shared.num_layers)
 
 
 def _in_new_words(c: Fields) -> Fields:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from specinfer.models.families.registry import GGUF_FAMILIES, HF_FAMILIES
+import pytest
 
+from specinfer.errors import ModelError
+from specinfer.models.families.registry import GGUF_FAMILIES, HF_FAMILIES, config_from_hf
+
+SIZES = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 DOCS = Path(__file__).parents[3] / "docs" / "options.md"
 
 
@@ -16,3 +20,56 @@ def test_the_docs_list_every_family() -> None:
     listed = [[name for row in columns for name in re.findall(r"`(.+?)`", (*row, "")[i])] for i in (1, 2)]
     assert sorted(listed[0]) == sorted(HF_FAMILIES)
     assert sorted({*listed[1]}) == sorted(GGUF_FAMILIES)
+
+
+def test_falcons_of_before_they_were_called_so() -> None:
+    """Their config.json has other words, and of the 40B it does not say which layout it has."""
+    old = {"vocab_size": 100, "hidden_size": 64, "n_layer": 2, "n_head": 4}
+    small = config_from_hf({**old, "model_type": "RefinedWebModel", "multi_query": True})
+    assert (small.num_layers, small.num_heads, small.num_kv_heads, small.shared_norm) == (2, 4, 1, True)
+    large = config_from_hf({**old, "model_type": "RefinedWeb", "n_head_kv": 2})
+    assert (large.num_kv_heads, large.shared_norm, large.intermediate_size) == (2, False, 256)
+
+
+def test_a_window_of_the_whole_context_is_none() -> None:
+    phi = {**SIZES, "model_type": "phi3", "intermediate_size": 96, "max_position_embeddings": 512}
+    windows = [config_from_hf({**phi, "sliding_window": window}).window for window in (511, 512, None)]
+    assert windows == [511, None, None]
+
+
+MPT = {"model_type": "mpt", "vocab_size": 100, "d_model": 64, "n_layers": 2, "n_heads": 4}
+FALCON = {**SIZES, "model_type": "falcon"}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({**MPT, "attn_config": {"alibi": False}}, "alibi = False; supported of MPT: True"),
+        ({**MPT, "attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max = 16; supported of MPT: 8"),
+        ({**MPT, "attn_config": {"qk_ln": True}}, "qk_ln = True; supported of MPT: False"),
+        ({**MPT, "no_bias": False}, "no_bias = False; supported of MPT: True"),
+        ({**FALCON, "new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn = False and"),
+        ({**FALCON, "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2; supported: what"),
+        (
+            {**SIZES, "model_type": "cohere", "intermediate_size": 96, "use_qk_norm": True},
+            "sets use_qk_norm = True, which is not supported",
+        ),
+        (
+            {**SIZES, "model_type": "stablelm", "intermediate_size": 96, "qk_layernorm": True},
+            "sets qk_layernorm = True",
+        ),
+        (
+            {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 1}
+            | {"scale_attn_by_inverse_layer_idx": True},
+            "sets scale_attn_by_inverse_layer_idx = True",
+        ),
+        (
+            {**SIZES, "model_type": "smollm3", "intermediate_size": 96, "no_rope_layers": [1]},
+            r"no_rope_layers is \[1\]; expected 0 or 1 for each of 2 layers",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_switches_that_nobody_computes_are_named(config: dict[str, object], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        config_from_hf(config)

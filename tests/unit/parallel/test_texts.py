@@ -55,6 +55,23 @@ FAMILIES: dict[str, dict[str, object]] = {
     "mpt": {"d_model": 96, "n_heads": 3},
     "starcoder": {"n_embd": 96, "n_head": 3, "n_inner": 144},
 }
+_WIDE = {"hidden_size": 192, "num_attention_heads": 6, "vocab_size": 100}
+# Caps, parallel blocks, ALiBi, learned positions, scales, stacks of q, k and v in every order.
+THOROUGH: dict[str, dict[str, object]] = {
+    "gemma2": GROUPED,
+    "phi3": {**_WIDE, "num_key_value_heads": 3, "intermediate_size": 144},
+    "glm4": GROUPED,
+    "granite": {**_WIDE, "num_key_value_heads": 3, "intermediate_size": 144},
+    "cohere": {**_WIDE, "num_key_value_heads": 3, "intermediate_size": 144},
+    "exaone": GROUPED,
+    "starcoder2": {**_WIDE, "num_key_value_heads": 3, "intermediate_size": 144},
+    "falcon-40b": {**_WIDE, "num_kv_heads": 3, "ffn_hidden_size": 144},
+    "falcon-rw": {**_WIDE, "num_attention_heads": 6, "ffn_hidden_size": 144},
+    "mpt-heads": {"d_model": 192, "vocab_size": 100},
+    "gpt2": {"n_embd": 192, "n_head": 6, "n_inner": 144, "vocab_size": 100},
+    "gpt-neox": {**_WIDE, "intermediate_size": 144},
+}
+EVERY = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)]
 
 
 def said(model: LanguageModel, taps: Sequence[int] = (1,)) -> list[Tensor]:
@@ -71,11 +88,11 @@ def said(model: LanguageModel, taps: Sequence[int] = (1,)) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "none"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_logits_are_those_of_one_process(
     family: str, name: Literal["torch", "native"], kind: Quantization, tmp_path: Path
 ) -> None:
-    save_random(family, tmp_path / "model", tied=family in ("gemma3", "opt"), **FAMILIES[family])
+    save_random(family, tmp_path / "model", tied=family in ("gemma3", "opt"), **(FAMILIES | THOROUGH)[family])
     path, chosen = tmp_path / "model", kernels(name)
     dtype = torch.bfloat16 if name == "native" else torch.float32
     want = said(whole_model(path, chosen, tmp_path, dtype, kind))
