@@ -224,7 +224,7 @@ def load_parts(
     if kind is None:
         return load(None)
     if isinstance(file, HostedFolder):  # whose matrices are not stacked as our layers have them
-        kind = f"{kind}-hosted"
+        kind = f"{kind}-hosted-{file.code}"
     path = prepared_path(file.path, kind, dtype, cache)
     made_from = identity(file.path, kind, dtype, borrowed)
     try:

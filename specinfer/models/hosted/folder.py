@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -95,6 +96,15 @@ class HostedFolder:
         """Who runs it, in a line for a person."""
         return f"{self.architecture} runs through transformers {transformers().__version__}"
 
+    @property
+    def code(self) -> str:
+        """A digest of the code that names and runs its matrices, which decides what tensors of files are."""
+        module = type(self.skeleton.model).__module__
+        digest = hashlib.sha256(f"{transformers().__version__} {module} {self.architecture}".encode())
+        for file in sorted(self.path.glob("*.py")):
+            digest.update(file.read_bytes())
+        return digest.hexdigest()[:12]
+
     def made(self, dtype: torch.dtype) -> Skeleton:
         """A skeleton of this model, in a dtype of its weights."""
         return self._make(dtype)
@@ -153,6 +163,13 @@ class HostedFolder:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
         kind, custom = told.get("model_type"), told.get("auto_map")
+        if trust and isinstance(custom, dict):
+            for named in custom.values():
+                if "--" in str(named):  # which transformers would fetch, and run
+                    raise UnhostedError(
+                        f"names code of another repository, {named}; code in the folder alone is trusted: "
+                        "put it there"
+                    )
         known = isinstance(kind, str) and kind in library.CONFIG_MAPPING
         if not known and not (custom and trust):
             hint = "; it brings code of its own, which runs with trust_remote_code alone" if custom else ""
@@ -174,7 +191,9 @@ class HostedFolder:
         elif isinstance(custom, dict) and trust and "AutoModelForCausalLM" in custom:
             from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-            model_class = get_class_from_dynamic_module(custom["AutoModelForCausalLM"], str(self.path))
+            model_class = get_class_from_dynamic_module(
+                custom["AutoModelForCausalLM"], str(self.path), local_files_only=True
+            )
         else:
             raise UnhostedError(f"is of model_type {kind!r}, which makes no text in transformers")
         return lambda dtype: Skeleton.of(copy.deepcopy(made_config), model_class, dtype)

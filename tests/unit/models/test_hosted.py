@@ -148,6 +148,19 @@ def test_code_of_a_folder_is_not_run_unless_it_is_trusted(tmp_path: Path) -> Non
         open_model(tmp_path, "auto")
     with pytest.raises(ModelError, match="it ran"):
         open_model(tmp_path, "auto", trust_remote_code=True)
+    config["auto_map"] = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "somebody/else--own.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="names code of another repository"):
+        open_model(tmp_path, "auto", trust_remote_code=True)
+
+
+def test_matrices_are_kept_for_the_code_that_they_were_read_by(tmp_path: Path) -> None:
+    save_tiny("gpt2", tmp_path)
+    folder = open_model(tmp_path, "transformers")
+    assert isinstance(folder, HostedFolder)
+    before = folder.code
+    (tmp_path / "modeling_own.py").write_text("turned = True\n")
+    assert before != folder.code
 
 
 def change(folder: Path, how: Callable[[dict[str, Tensor]], object]) -> None:
