@@ -79,7 +79,7 @@ class HostedModel(LanguageModel):
                 module.forward = RowByRow(module.forward, self._rows)
             elif is_llama_norm(kind):
                 module.forward = NativeNorm(module, self.kernels.ops)
-            elif self._is_uneven(module):
+            elif self._is_uneven(module, VECTOR if id(module) in calling else 2 * VECTOR):
                 module.forward = WholeVectors(module.forward)
         self._offset = self._first_position()
         if self._offset:
@@ -205,8 +205,12 @@ class HostedModel(LanguageModel):
         else:
             module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
-    def _is_uneven(self, module: Any) -> bool:
-        """Whether a module may give PyTorch rows of no whole number of vectors."""
+    def _is_uneven(self, module: Any, whole: int) -> bool:
+        """Whether a module may give PyTorch rows of no whole number of vectors.
+
+        It has them where its layers make multiples of `whole` elements: twice a vector where what they make
+        may be cut in two, a gate and what it is for.
+        """
         if "Rotary" in type(module).__name__:
             return any(bool(one.numel() % VECTOR) for one in module.buffers())
         if is_experts(module):
@@ -214,7 +218,7 @@ class HostedModel(LanguageModel):
         return any(
             isinstance(child, ProductLinear)
             and child is not self._skeleton.head
-            and child.out_features % (2 * VECTOR)
+            and child.out_features % whole
             for child in module.children()
         )
 
