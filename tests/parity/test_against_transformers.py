@@ -126,13 +126,7 @@ def test_a_config_as_transformers_4_wrote_it(tmp_path):
 
 
 @pytest.mark.parametrize("run", NAMES)
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("llama", "qwen2", "qwen3", "gemma3", "opt"),
-        *("phi3", "glm4", "olmo2", "cohere", "starcoder2", "falcon-40b", "mpt", "gpt-neox"),
-    ],
-)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "opt"])
 def test_bf16_stays_near_float32(name, run, tmp_path):
     """The packed bf16 products: not to 1e-4, but the same model."""
     theirs = save_random(name, tmp_path, tied=False)

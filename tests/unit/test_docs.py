@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import runpy
 import shlex
@@ -73,6 +74,15 @@ def test_the_computed_table_of_offloading_is_the_plans() -> None:
     tool = runpy.run_path(str(ROOT / "tools" / "offload_page.py"))
     page = tool["PAGE"].read_text(encoding="utf-8")
     assert tool["written"](page) == page, "run python tools/offload_page.py"
+
+
+def test_the_table_of_models_has_the_families_that_there_are() -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "models_page.py"))
+    page = tool["PAGE"].read_text(encoding="utf-8")
+    assert tool["written"](page) == page, "run python tools/models_page.py"
+    assert sum(row.runs for row in tool["rows_of"](page)) >= 80
+    if f"transformers {'.'.join(importlib.metadata.version('transformers').split('.')[:2])} " in page:
+        assert [row.kind for row in tool["rows_of"](page)] == tool["kinds"]()
 
 
 @pytest.mark.slow
