@@ -31,7 +31,7 @@ def inner_names(source: str) -> list[str]:
         name
         for name in set(used)
         if name.startswith("torch.")
-        and any(part in INNER or (part[0] == "_" and part[:2] != "__") for part in name.split(".")[1:])
+        and any(part in INNER or (part[:1] == "_" and part[:2] != "__") for part in name.split(".")[1:])
     )
 
 
