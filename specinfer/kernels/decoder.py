@@ -31,6 +31,7 @@ from specinfer.kernels.library import (
     RotationsArgs,
     TapsArgs,
 )
+from specinfer.kernels.low_rank import AdaptedRows, NativeAdaptedRows
 from specinfer.kernels.ops import NativeOps, NormParts, Ops
 from specinfer.kernels.product import FLOATS, NativeProduct, Product
 
@@ -229,14 +230,15 @@ class NativeDecoder:
         taps: Sequence[int],
         most_logits: int,
         embedding_ND: Tensor | None = None,
+        adapted: AdaptedRows | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """What the output layer reads of these rows (None: all), [R, D], taps, and perhaps logits, [R, V].
 
         Writes K and V of every row. `taps` are layers of the decoder or the number of all, and their inputs
         [T, N, D]; there are logits if at most so many rows are chosen. With `embedding_ND` token ids are
-        places in that table. Raises IndexError for a token the embeddings lack, and for a position below 0 or
-        behind the last one of learned positions; ValueError for other caches and numbers; PeerLostError where
-        a rank that shares the layers is lost.
+        places in that table; `adapted` are rows that have adapters. Raises IndexError for a token the
+        embeddings lack, and for a position below 0 or behind the last one of learned positions; ValueError
+        for other caches and numbers; PeerLostError where a rank that shares the layers is lost.
         """
         self._layers.check(attend.cache, self._type)
         count, size = attend.paths.rows, self._size
@@ -258,6 +260,9 @@ class NativeDecoder:
             positions_T.data_ptr(),
             None if rows_R is None else rows_R.data_ptr(),
             chosen,
+            ctypes.pointer(adapted.args(count, self._type))
+            if isinstance(adapted, NativeAdaptedRows)
+            else None,
         )
         tapping = TapsArgs(ctypes.addressof(ids), len(taps), out)
 

@@ -42,6 +42,7 @@ from specinfer.kernels.library import (
     Library,
     num_blocks,
 )
+from specinfer.kernels.low_rank import AdaptedRows, Adapter, LowRank, LowRankPart, Span
 from specinfer.kernels.machine import LEVELS
 from specinfer.kernels.native import REFUSED, WRONG
 from specinfer.kernels.ops import NormParts
@@ -187,6 +188,7 @@ def other_faults(library: Library) -> Iterator[str]:
     mass = scan.mass(logits, highest, 1.0)
     if not np.isclose(mass, TORCH.scan.mass(logits, highest, 1.0), rtol=1e-4):
         yield f"the mass of a row is not {mass:.6g}"
+    yield from _faults_of_adapters(library)
     yield from _faults_of_scans(native, logits)
     yield from _faults_of_trees(library, np.random.default_rng(1))
 
@@ -239,6 +241,30 @@ def _small_ops(kernels: Kernels, dtype: torch.dtype) -> dict[str, Tensor]:
         "attention": attend(spec, qkv, turns),
         "attention with a cap, biases and sinks": attend(otherwise, qkv, turns),
     }
+
+
+def _faults_of_adapters(library: Library) -> Iterator[str]:
+    """What is wrong with what an adapter adds to rows."""
+    chance, (channels, inner), rank = torch.Generator().manual_seed(3), _SHAPES[0], 5
+    rows, cut = max(_ROWS), 20
+    down, up, weight, x = (
+        torch.randn(shape, generator=chance)
+        for shape in ((rank, inner), (channels - 1, rank), (channels, inner), (rows, inner))
+    )
+    for dtype, name in FLOATS.items():
+        part = LowRankPart(range(1, channels), range(rank), up.to(dtype), 0.5)
+        low, given = LowRank(down.to(dtype), [part]), x.to(dtype)
+        found = []
+        for lib, products in ((library, NativeProducts(library)), (None, Products())):
+            spans = [Span(range(cut, rows), Adapter.of([low], lib))]
+            adapted = AdaptedRows.of(spans, rows, lib)
+            assert adapted is not None, "rows have one"
+            found.append(adapted.multiply(products.floats(weight.to(dtype), None), 0, given))
+        plain = NativeProducts(library).floats(weight.to(dtype), None)(given)
+        if not near(*found):
+            yield f"an adapter of {name} is off by {float((found[0] - found[1]).abs().max()):.3g}"
+        elif not torch.equal(found[0][:cut], plain[:cut]):
+            yield f"rows of {name} without an adapter differ beside others with one"
 
 
 def _faults_of_trees(library: Library, chance: np.random.Generator) -> Iterator[str]:

@@ -73,6 +73,42 @@ class NormArgs(ctypes.Structure):
     _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("centred", c_int32))
 
 
+class LowRankPartArgs(ctypes.Structure):
+    """What an adapter adds to one matrix of those that a product stacks, as cpu/low_rank.h has it."""
+
+    _fields_ = (
+        ("first", c_int64),
+        ("channels", c_int64),
+        ("offset", c_int64),
+        ("rank", c_int64),
+        ("up", c_void_p),
+        ("scale", c_float),
+    )
+
+
+class LowRankArgs(ctypes.Structure):
+    """What an adapter adds to one product, as cpu/low_rank.h has it."""
+
+    _fields_ = (
+        ("down", c_void_p),
+        ("ranks", c_int64),
+        ("parts", POINTER(LowRankPartArgs)),
+        ("count", c_int64),
+    )
+
+
+class AdaptedRowsArgs(ctypes.Structure):
+    """The rows of a pass that have adapters, as cpu/low_rank.h has them."""
+
+    _fields_ = (
+        ("rows", c_void_p),
+        ("ends", c_void_p),
+        ("adapters", c_void_p),
+        ("count", c_int64),
+        ("places", c_void_p),
+    )
+
+
 class HeadsArgs(ctypes.Structure):
     """The heads of an attention block, as cpu/layer_ops.h has them."""
 
@@ -167,7 +203,13 @@ class DecoderArgs(ctypes.Structure):
 class DecoderRowsArgs(ctypes.Structure):
     """The rows of a decoder's pass, as cpu/decoder.h has them."""
 
-    _fields_ = (("tokens", c_void_p), ("positions", c_void_p), ("chosen", c_void_p), ("num_chosen", c_int64))
+    _fields_ = (
+        ("tokens", c_void_p),
+        ("positions", c_void_p),
+        ("chosen", c_void_p),
+        ("num_chosen", c_int64),
+        ("adapted", POINTER(AdaptedRowsArgs)),
+    )
 
 
 class BlockHeadArgs(ctypes.Structure):
@@ -277,6 +319,10 @@ class Library:
         self.threads = _function(library.specinfer_threads, c_int32)
         self.want_huge_pages = _function(library.specinfer_want_huge_pages, None, address, count)
         self.multiply = _function(library.specinfer_multiply, None, product, flag, address, count, address)
+        self.multiply_adapted = _function(
+            *(library.specinfer_multiply_adapted, None, product, flag, address, count),
+            *(POINTER(AdaptedRowsArgs), count, address),
+        )
         self.find_maxima = _function(
             library.specinfer_find_maxima, None, product, flag, address, count, address
         )

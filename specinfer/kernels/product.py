@@ -16,6 +16,7 @@ from specinfer.kernels.library import (
     BLOCK,
     KINDS,
     TYPES,
+    AdaptedRowsArgs,
     BlockPartsArgs,
     FloatType,
     Kind,
@@ -235,6 +236,17 @@ class NativeProduct:
         self._library.multiply(ctypes.byref(self.args), code, x.data_ptr(), len(x), out.data_ptr())
         if self.exchange is not None:
             self.exchange.check()
+        return out
+
+    def adapted(self, x: Tensor, rows: AdaptedRowsArgs, number: int) -> Tensor:
+        """The same, with what adapters of some rows add to a model's product of this number."""
+        code = self._check_rows(x)
+        assert self.exchange is None, "no rank has a part of an adapter"
+        out = x.new_empty(len(x), self.channels)
+        self._library.multiply_adapted(
+            *(ctypes.byref(self.args), code, x.data_ptr(), len(x)),
+            *(ctypes.byref(rows), number, out.data_ptr()),
+        )
         return out
 
     def join(self, exchange: SharedExchange) -> None:

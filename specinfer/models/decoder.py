@@ -17,6 +17,7 @@ from specinfer.attention.backend import Attend, AttentionSpec, Rotation
 from specinfer.attention.native import NativeAttend
 from specinfer.kernels.decoder import LayerParts, NativeDecoder, NativeLayers, Places
 from specinfer.kernels.library import Form
+from specinfer.kernels.low_rank import AdaptedLayer
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig, NormPlace, QkNorm
@@ -28,6 +29,8 @@ from specinfer.models.weight_memory import Weights
 
 class Decoder(LayeredModel):
     """A decoder-only transformer."""
+
+    takes_adapters = True
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
@@ -108,7 +111,8 @@ class Decoder(LayeredModel):
         elif self.table.whole is None:
             embedding_ND, token_ids_T = self.table.rows(token_ids_T)
         hidden_RD, tapped_TND, logits_RV = self._native(
-            *(token_ids_T, context.positions_T, rows, attend, taps, most_logits, embedding_ND)
+            *(token_ids_T, context.positions_T, rows, attend, taps, most_logits, embedding_ND),
+            adapted=context.adapted,
         )
         if stage.ends or tapped_TND is None:
             return Read(hidden_RD, tapped_TND, logits_RV)
@@ -137,7 +141,8 @@ class Decoder(LayeredModel):
         seen = Taps(context.taps, residual.x_TD)
         for i, layer in enumerate(self._layers, start=stage.first):
             seen.see(i, residual)
-            y_TD = layer(residual.x_TD, residual.y_TD, turns[layer.rope], context.attend)
+            adapted = AdaptedLayer.of(context.adapted, i - stage.first)
+            y_TD = layer(residual.x_TD, residual.y_TD, turns[layer.rope], context.attend, adapted)
             residual = Residual(residual.x_TD, y_TD)
         seen.see(stage.behind, residual)
         return residual, seen.tapped_TND
@@ -222,22 +227,32 @@ class DecoderLayer:
         return self._attention.heads
 
     def __call__(
-        self, x_TD: Tensor, y_TD: Tensor | None, rope: Rotation | None, attend: Attend
+        self,
+        x_TD: Tensor,
+        y_TD: Tensor | None,
+        rope: Rotation | None,
+        attend: Attend,
+        adapted: AdaptedLayer | None = None,
     ) -> Tensor | None:
         """What is to be added to x, [T, D], if anything is; x += y in place, and more of the layer's own."""
-        return self.of_normed(x_TD, _entered(x_TD, y_TD, self._before_attention), rope, attend)
+        return self.of_normed(x_TD, _entered(x_TD, y_TD, self._before_attention), rope, attend, adapted)
 
     def of_normed(
-        self, x_TD: Tensor, given_TC: Tensor, rope: Rotation | None, attend: Attend
+        self,
+        x_TD: Tensor,
+        given_TC: Tensor,
+        rope: Rotation | None,
+        attend: Attend,
+        adapted: AdaptedLayer | None = None,
     ) -> Tensor | None:
         """The same where q, k and v are products with `given_TC`, and nothing is to be added to x first."""
-        made_TD = self._attention(given_TC, rope, attend)
+        made_TD = self._attention(given_TC, rope, attend, adapted)
         if self._config.parallel_block:
             if self._before_mlp is not None:
                 given_TC = self._before_mlp(x_TD)
-            return self._left(x_TD, made_TD + self._mlp(given_TC), None)
+            return self._left(x_TD, made_TD + self._mlp(given_TC, adapted), None)
         y_TD = self._left(x_TD, made_TD, self._after_attention)
-        made_TD = self._mlp(_entered(x_TD, y_TD, self._before_mlp))
+        made_TD = self._mlp(_entered(x_TD, y_TD, self._before_mlp), adapted)
         return self._left(x_TD, made_TD, self._after_mlp)
 
     def _left(self, x_TD: Tensor, made_TD: Tensor, after: RowNorm | None) -> Tensor | None:

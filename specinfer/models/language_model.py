@@ -8,11 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from specinfer.attention.backend import Attend
+from specinfer.kernels.low_rank import AdaptedRows
 from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig, PipelineStage
 from specinfer.models.weight_memory import EmbeddingTable, Weights
@@ -40,6 +41,7 @@ class PassContext:
     positions_T: Tensor  # int64: where each row's token stands in its text
     attend: Attend  # writes K and V of every row
     taps: Sequence[int] = ()  # layers whose inputs somebody wants
+    adapted: AdaptedRows | None = None  # rows that have adapters; None: no row has one
 
 
 class Read(NamedTuple):
@@ -57,6 +59,7 @@ class LanguageModel(ABC):
     A pass is `read`, then `logits`.
     """
 
+    takes_adapters: ClassVar[bool] = False  # whether rows of a pass may have some (PassContext.adapted)
     table: EmbeddingTable  # of its tokens
     output: Product  # that makes logits
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.backend import AlibiSpec, Attend, AttentionSpec, Rotation
+from specinfer.kernels.low_rank import DOWN, OUT, QKV, UP, AdaptedLayer, times
 from specinfer.kernels.ops import NormParts, Ops
 from specinfer.kernels.product import Product
 from specinfer.models.config import Activation, ModelConfig, Norm, QkNorm
@@ -57,9 +58,10 @@ class MLP:
         self._activation = activation.value
         self._act = ops.gate if gated else ops.activate
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
+    def __call__(self, x_TD: Tensor, adapted: AdaptedLayer | None = None) -> Tensor:
         """[T, D] -> [T, D]."""
-        return self.down(self._act(self.up(x_TD), self._activation))
+        inner_TF = self._act(times(self.up, UP, x_TD, adapted), self._activation)
+        return times(self.down, DOWN, inner_TF, adapted)
 
 
 class Attention:
@@ -74,12 +76,14 @@ class Attention:
         self.o = o
         self.clip = clip
 
-    def __call__(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+    def __call__(
+        self, x_TD: Tensor, rotation: Rotation | None, attend: Attend, adapted: AdaptedLayer | None = None
+    ) -> Tensor:
         """[T, D] -> [T, D]; `attend` writes this layer's K and V."""
-        qkv_TC = self.qkv(x_TD)
+        qkv_TC = times(self.qkv, QKV, x_TD, adapted)
         if self.clip is not None:
             qkv_TC = qkv_TC.clamp_(-self.clip, self.clip)
-        return self.o(attend(self.heads, qkv_TC, rotation))
+        return times(self.o, OUT, attend(self.heads, qkv_TC, rotation), adapted)
 
 
 def attention_spec(layer: int, config: ModelConfig, weights: Weights, prefix: str) -> AttentionSpec:

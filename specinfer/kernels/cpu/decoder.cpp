@@ -38,7 +38,7 @@ Fault run_decoder(const Decoder& decoder, const DecoderRows& rows, const Paths& 
     if (decoder.num_rotations > 1) ropes[1] = decoder.rotations[1].of(rows.positions, count, half);
   }
   const Left left =
-      run_layers(decoder.layers, decoder.num_layers, type, paths, ropes, keys, values, x, y, taps);
+      run_layers(decoder.layers, decoder.num_layers, type, paths, ropes, keys, values, x, y, taps, rows.adapted);
   if (left.lost) return Fault::kLost;
   {
     const Timed timed(Stage::kNorm);

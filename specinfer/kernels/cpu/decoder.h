@@ -31,6 +31,7 @@ struct DecoderRows {
   const int64_t *tokens, *positions;  // [T]
   const int64_t* chosen;
   int64_t num_chosen;
+  const AdaptedRows* adapted;  // null: no row has an adapter
 };
 
 enum class Fault : int32_t { kNone, kToken, kPosition, kLost };

@@ -15,7 +15,8 @@ Rope Rotations::of(const int64_t* at, int64_t rows, int64_t half) const {
 }
 
 Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& paths, const Rope ropes[3],
-                const void* const* keys, const void* const* values, void* x, void* y, const Taps& taps) {
+                const void* const* keys, const void* const* values, void* x, void* y, const Taps& taps,
+                const AdaptedRows* adapted) {
   const Scratch::Mark mark;
   const int64_t rows = paths.rows, size = layers[0].qkv.inner, element = type == Type::kBFloat16 ? 2 : 4;
   int64_t wide = 0, inside = 0, attended = 0, beside = 0;
@@ -60,15 +61,15 @@ Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& path
       copy_rows(type, x, added, to, taps.count * size, rows, size);
     }
   };
-  const auto times = [&](const Product& by, const void* from, void* to) {
+  const auto times = [&](const Product& by, int64_t number, const void* from, void* to) {
     const Timed timed(Stage::kProduct);
-    multiply(by, {from, type, rows}, to);
+    multiply_adapted(by, {from, type, rows}, adapted, number, to);
   };
   const auto attend = [&](int64_t i, const void* from, void* to) {
     const Layer& layer = layers[i];
     auto* const k = const_cast<void*>(keys[i]);
     auto* const v = const_cast<void*>(values[i]);
-    times(layer.qkv, from, product);
+    times(layer.qkv, 4 * i, from, product);
     {
       const Timed timed(Stage::kRope);
       const Rope& own = ropes[layer.rope];
@@ -79,15 +80,16 @@ Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& path
       const Timed timed(Stage::kAttention);
       tree_attention(type, layer.heads, paths, queries, k, v, inner);
     }
-    times(layer.o, inner, to);
+    times(layer.o, 4 * i + 1, inner, to);
   };
-  const auto think = [&](const Layer& layer, const void* from, void* to) {
-    times(layer.up, from, product);
+  const auto think = [&](int64_t i, const void* from, void* to) {
+    const Layer& layer = layers[i];
+    times(layer.up, 4 * i + 2, from, product);
     {
       const Timed timed(Stage::kGate);
       (layer.gated != 0 ? gate : activate)(type, layer.activation, product, inner, rows, layer.down.inner);
     }
-    times(layer.down, inner, to);
+    times(layer.down, 4 * i + 3, inner, to);
   };
 
   const void* added = nullptr;
@@ -98,12 +100,12 @@ Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& path
     attend(i, given, y);
     if (layer.form == Form::kParallel) {
       if (layer.before_mlp.weight != nullptr) given = entered(nullptr, layer.before_mlp);
-      think(layer, given, other);
+      think(i, given, other);
       const Timed timed(Stage::kNorm);
       copy_rows(type, y, other, y, size, rows, size);
     } else {
       added = left(layer, y, layer.after_attention);
-      think(layer, entered(added, layer.before_mlp), y);
+      think(i, entered(added, layer.before_mlp), y);
     }
     if (lost(layer.down)) return {nullptr, true};
     added = left(layer, y, layer.after_mlp);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "layer_ops.h"
+#include "low_rank.h"
 #include "profile.h"
 
 namespace specinfer {
@@ -56,8 +57,10 @@ struct Left {
 };
 
 // All `count` layers. ropes: by their numbers; keys, values: caches [P, K, H] of each layer. x [T, D] is the residual
-// stream; what is still to be added to it lies in y [T, D].
+// stream; what is still to be added to it lies in y [T, D]. adapted: rows with adapters, which know layer i's products as
+// 4 i and on; null: no row has one.
 Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& paths, const Rope ropes[3],
-                const void* const* keys, const void* const* values, void* x, void* y, const Taps& taps);
+                const void* const* keys, const void* const* values, void* x, void* y, const Taps& taps,
+                const AdaptedRows* adapted = nullptr);
 
 }  // namespace specinfer

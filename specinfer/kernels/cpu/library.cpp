@@ -8,6 +8,7 @@
 #include "decoder.h"
 #include "exchange.h"
 #include "lookups.h"
+#include "low_rank.h"
 #include "memory.h"
 #include "sampling.h"
 #include "stream.h"
@@ -47,6 +48,14 @@ void specinfer_multiply(const Product* product, int32_t type, const void* x, int
   const Claim claim;
   const Timed timed(Stage::kProduct);
   multiply(*product, {x, static_cast<Type>(type), rows}, out);
+}
+
+// The same with what adapters add to product `number`.
+void specinfer_multiply_adapted(const Product* product, int32_t type, const void* x, int64_t rows,
+                                const AdaptedRows* adapted, int64_t number, void* out) {
+  const Claim claim;
+  const Timed timed(Stage::kProduct);
+  multiply_adapted(*product, {x, static_cast<Type>(type), rows}, adapted, number, out);
 }
 
 void specinfer_find_maxima(const Product* product, int32_t type, const void* x, int64_t rows, float* maxima) {

@@ -87,6 +87,10 @@ struct Rows {
   bool partial = false;  // they are parts of rows
   // Of parts of rows, of a product with int8 weights: the largest values of whole rows, as find_maxima gives them.
   const float* maxima = nullptr;
+  // What is added to results of whole rows before they are rounded (low_rank.h), [.., channels]; null: nothing. `places`
+  // is where each row's lies, below 0: it has none.
+  const float* added = nullptr;
+  const int64_t* places = nullptr;
 };
 
 // Parts of rows give sums instead of results: int32 [count, channels], or of floats and int4 weights float32
@@ -128,7 +132,7 @@ inline int64_t padded_inner(Kind kind, int64_t inner) {
 
 inline int64_t blocks_of(int64_t channels) { return (channels + kBlock - 1) / kBlock; }
 
-// Where results go: + bias, in the rows' type.
+// Where results go: + bias, + what is added to a row, in the rows' type.
 class Output {
  public:
   Output(const Product& product, const Rows& rows, void* out)
@@ -138,12 +142,15 @@ class Output {
         halves_(rows.type == Type::kBFloat16),
         partial_(rows.partial),
         rows_(rows.count),
+        added_(rows.added),
+        places_(rows.places),
         data_(out) {}
 
   // The channels from 16 * block on.
   void store(int64_t row, int64_t block, Floats y) const {
     const int64_t first = block * kBlock, n = std::min(kBlock, channels_ - first);
     if (bias_ != nullptr) y = y + load(bias_ + first, n);
+    if (added_ != nullptr) [[unlikely]] y = with_added(row, first, n, y);
     const int64_t at = row * channels_ + first;
     if (halves_) {
       specinfer::store(static_cast<BFloat16*>(data_) + at, y, n);
@@ -171,11 +178,18 @@ class Output {
     specinfer::store(to, sums, std::min(kBlock, channels_ - first));
   }
 
+  [[gnu::noinline]] Floats with_added(int64_t row, int64_t first, int64_t n, Floats y) const {
+    const int64_t place = places_[row];
+    return place < 0 ? y : y + load(added_ + place * channels_ + first, n);
+  }
+
   const float* scales_;  // of int8 channels
   const float* bias_;
   int64_t channels_;
   bool halves_, partial_;
   int64_t rows_;
+  const float* added_;
+  const int64_t* places_;
   void* data_;
 };
 
