@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from specinfer.errors import UserError as UserError
     from specinfer.llm import LLM as LLM
     from specinfer.request import FinishReason as FinishReason
+    from specinfer.request import LoRARequest as LoRARequest
     from specinfer.request import RequestOutput as RequestOutput
     from specinfer.request import SpeculationFigures as SpeculationFigures
     from specinfer.sampling_params import SamplingParams as SamplingParams
@@ -24,6 +25,7 @@ _HOMES = {
     "EngineConfig": "specinfer.config",
     "FinishReason": "specinfer.request",
     "LLM": "specinfer.llm",
+    "LoRARequest": "specinfer.request",
     "RequestOutput": "specinfer.request",
     "SamplingParams": "specinfer.sampling_params",
     "SpecInferError": "specinfer.errors",

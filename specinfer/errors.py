@@ -63,6 +63,14 @@ class ModelFileError(ModelError):
     """A model file is missing, truncated, or not of the expected kind."""
 
 
+class AdapterError(ModelError):
+    """An adapter that requests have named cannot be read any more."""
+
+    def __init__(self, message: str, adapter: str) -> None:
+        super().__init__(message)
+        self.adapter = adapter  # its name
+
+
 class DamagedFileError(ModelFileError):
     """A prepared file does not hold what was written; it must be made anew."""
 

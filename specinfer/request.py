@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
+from os import PathLike
 from typing import Any
 
+from specinfer.errors import RequestError
 from specinfer.sampling_params import SamplingParams
 
 
@@ -21,11 +23,30 @@ class Request:
     seed: int  # params.seed, or the one drawn for this request
     prediction: tuple[int, ...] = ()  # params.prediction as token ids
     index: int = 0  # which of the prompt's n completions
+    adapter: str | None = None  # the name of a low-rank adapter (LoRA) that the target has for it
 
     @property
     def scores_prompt(self) -> bool:
         """Whether it computes log-probabilities of the prompt; the first of n completions does so for all."""
         return self.params.prompt_logprobs is not None and self.index == 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """The low-rank adapter (LoRA) of a request, as vLLM has it: a name, a number, and a PEFT folder.
+
+    Without a path it is one that was named before. Raises RequestError for no name, or a number below 1.
+    """
+
+    lora_name: str
+    lora_int_id: int  # that no other adapter has
+    lora_path: str | PathLike[str] = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise RequestError(f"lora_name is {self.lora_name!r}; allowed: a name", "lora_request")
+        if type(self.lora_int_id) is not int or self.lora_int_id < 1:
+            raise RequestError(f"lora_int_id is {self.lora_int_id!r}; allowed: 1, 2, ...", "lora_request")
 
 
 class FinishReason(StrEnum):

@@ -13,8 +13,8 @@ import specinfer
 def test_the_public_names_are_these() -> None:
     # At most 12 beside the version. A new one is a promise: think twice, then add it here.
     names = (
-        "EngineConfig FinishReason LLM RequestOutput SamplingParams SpecInferError SpeculationFigures "
-        "SpeculationParams Speculator TokenTree UserError"
+        "EngineConfig FinishReason LLM LoRARequest RequestOutput SamplingParams SpecInferError "
+        "SpeculationFigures SpeculationParams Speculator TokenTree UserError"
     )
     assert sorted(set(specinfer.__all__) - {"__version__"}) == names.split()
     assert len(specinfer.__all__) <= 13

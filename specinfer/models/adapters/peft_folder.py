@@ -1,0 +1,302 @@
+"""A PEFT folder: adapter_config.json and adapter_model.safetensors -> what an adapter adds to each product.
+
+A folder is checked whole before anything of it is used: each tensor against its config and the model it is
+for, and the config's modules against the tensors. What does not fit is refused in one line that names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specinfer.errors import ModelError, ModelFileError
+from specinfer.hub.model_files import PICKLES, read_json
+from specinfer.kernels.library import Library
+from specinfer.kernels.low_rank import DOWN, OUT, PER_LAYER, QKV, UP, Adapter, LowRank, LowRankPart
+from specinfer.models.adapters.adapter_config import AdapterConfig, adapter_config
+from specinfer.models.config import ModelConfig
+from specinfer.models.families.registry import HF_FAMILIES
+from specinfer.models.safetensors import TensorEntry, read_entries
+from specinfer.models.sources import Names, Rows
+
+_CONFIG: Final = "adapter_config.json"
+_WEIGHTS: Final = "adapter_model.safetensors"
+_TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+# Tensors of other kinds, and why they are refused.
+_OTHERS: Final = {
+    "lora_magnitude_vector": "is of DoRA, which is not supported; merge the adapter into the model",
+    "lora_embedding_": "adapts embeddings, which is not supported; merge the adapter into the model",
+    ".lora_B.bias": "is a bias of an adapter (lora_bias), which is not supported",
+    ".lora_A.bias": "is a bias of an adapter (lora_bias), which is not supported",
+    ".modules_to_save.": "replaces a module (modules_to_save), which is not supported",
+}
+
+
+class Slot(NamedTuple):
+    """Where one of the decoder's matrices stands among its products."""
+
+    product: int
+    channels: range
+    inner: int
+
+
+def slots(config: ModelConfig) -> dict[str, Slot]:
+    """The decoder's matrices that may have adapters, by their names without `.weight`."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    in_layer = {
+        "self_attn.q_proj": (QKV, range(q), hidden),
+        "self_attn.k_proj": (QKV, range(q, q + kv), hidden),
+        "self_attn.v_proj": (QKV, range(q + kv, q + 2 * kv), hidden),
+        "self_attn.o_proj": (OUT, range(hidden), q),
+        "mlp.up_proj": (UP, range(inner), hidden),
+        "mlp.down_proj": (DOWN, range(hidden), inner),
+    }
+    if config.gated_mlp:
+        in_layer["mlp.gate_proj"] = UP, range(inner), hidden
+        in_layer["mlp.up_proj"] = UP, range(inner, 2 * inner), hidden
+    return {
+        f"model.layers.{layer}.{name}": Slot(PER_LAYER * layer + product, channels, size)
+        for layer in range(config.num_layers)
+        for name, (product, channels, size) in in_layer.items()
+    }
+
+
+class AdaptedMatrix(NamedTuple):
+    """One of the decoder's matrices that a module of the file is, or has among others."""
+
+    slot: Slot
+    rows: Rows | None  # of the module's; None: all
+
+
+class AdaptedModule(NamedTuple):
+    """A linear module of the model, as its files have it."""
+
+    name: str
+    layer: int
+    matrices: tuple[AdaptedMatrix, ...]
+
+
+def modules(config: ModelConfig) -> dict[str, AdaptedModule]:
+    """The linear modules of a model that may have adapters, by the names they have in Hugging Face files."""
+    names, there = HF_FAMILIES[config.family.value].names, slots(config)
+    kinds = dict.fromkeys(name.split(".", 3)[3] for name in there)
+    stacked = {part for inside in names.inside.values() for part in _several(inside)}
+    own = [*names.inside, *(kind for kind in kinds if kind not in stacked)]
+    found: dict[str, AdaptedModule] = {}
+    for layer in range(config.num_layers):
+        for kind in own:
+            name = f"{names.layers}{layer}.{kind}"
+            matrices = _matrices(names, name, there, config)
+            if matrices:
+                found[name] = AdaptedModule(name, layer, matrices)
+    return found
+
+
+def _several(inside: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (inside,) if isinstance(inside, str) else inside
+
+
+def _matrices(
+    names: Names, module: str, there: Mapping[str, Slot], config: ModelConfig
+) -> tuple[AdaptedMatrix, ...]:
+    sources = names.sources(f"{module}.weight", config)
+    if not all(name.removesuffix(".weight") in there for name in sources):
+        return ()
+    return tuple(
+        AdaptedMatrix(there[name.removesuffix(".weight")], source.rows) for name, source in sources.items()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleAdapter:
+    """The two tensors of one module's adapter, not yet read."""
+
+    module: AdaptedModule
+    down: TensorEntry  # A
+    up: TensorEntry  # B
+    names: tuple[str, str]
+    scale: float
+
+
+class PeftFolder:
+    """An adapter's folder whose config and headers are checked against a model; its numbers are not read."""
+
+    def __init__(self, name: str, path: Path, config: ModelConfig) -> None:
+        """Raises ModelError for what is not supported, ModelFileError for what is damaged or does not fit."""
+        self.name, self.path = name, path
+        if not path.is_dir():
+            raise ModelFileError(f"adapter {name!r}: {path} is no folder; give one that PEFT has saved")
+        files = path / _CONFIG, path / _WEIGHTS
+        for file in files:
+            if not file.is_file():
+                raise ModelFileError(f"adapter {name!r}: {path} has no {file.name}; {self._instead()}")
+        self._files = files
+        self._as_it_was = self._state()
+        try:
+            self._own = adapter_config(read_json(files[0]))
+            self._adapters = self._checked(config, self._own, read_entries([files[1]]))
+        except ModelError as error:
+            raise type(error)(f"adapter {name!r} ({path}): {error}") from None
+
+    def digest(self) -> str:
+        """A hash of its files."""
+        found = hashlib.sha256()
+        for file in self._files:
+            found.update(file.read_bytes())
+        return found.hexdigest()
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """The memory its numbers take, about."""
+        elements = sum(
+            one.down.shape[0] * one.down.shape[1] + one.up.shape[0] * one.up.shape[1]
+            for one in self._adapters
+        )
+        return elements * dtype.itemsize
+
+    def load(
+        self, products: int, dtype: torch.dtype, device: torch.device, library: Library | None
+    ) -> Adapter:
+        """Its numbers, for so many products of a model.
+
+        Raises ModelFileError where they are no finite numbers, or files were changed since they were checked.
+        """
+        stacks: dict[int, _Stack] = {}
+        for one in self._adapters:
+            down, up = (
+                self._read(entry, name, dtype, device)
+                for entry, name in zip((one.down, one.up), one.names, strict=True)
+            )
+            product = one.module.matrices[0].slot.product
+            stacks.setdefault(product, _Stack()).add(one, down, up)
+        if self._state() != self._as_it_was:
+            raise ModelFileError(
+                f"adapter {self.name!r} ({self.path}): its files were changed since it was named; "
+                "give the new ones another name"
+            )
+        made = {number: stack.made() for number, stack in stacks.items()}
+        return Adapter.of([made.get(number) for number in range(products)], library)
+
+    def _read(self, entry: TensorEntry, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        tensor = entry.read_rows(0, entry.shape[0]).to(device=device, dtype=dtype)
+        if not bool(torch.isfinite(tensor).all()):
+            raise ModelFileError(
+                f"adapter {self.name!r} ({self.path}): tensor {name!r} holds values that are no finite "
+                f"{str(dtype).removeprefix('torch.')} numbers; get it again"
+            )
+        return tensor
+
+    def _state(self) -> list[tuple[int, int]]:
+        return [((found := file.stat()).st_size, found.st_mtime_ns) for file in self._files]
+
+    def _instead(self) -> str:
+        pickles = sorted(file.name for file in self.path.glob("adapter_model.*") if file.suffix in PICKLES)
+        if not pickles:
+            return "give a folder that PEFT has saved"
+        return (
+            f"{pickles[0]} is pickled, which can run any code and is never read: save the adapter as "
+            "safetensors (save_pretrained does so)"
+        )
+
+    def _checked(
+        self, config: ModelConfig, own: AdapterConfig, entries: Mapping[str, TensorEntry]
+    ) -> list[ModuleAdapter]:
+        known = modules(config)
+        halves: dict[str, dict[str, str]] = {}  # module -> A or B -> the tensor
+        for name in entries:
+            for part, why in _OTHERS.items():
+                if part in name:
+                    raise ModelError(f"tensor {name!r} {why}")
+            match = _TENSOR.fullmatch(name)
+            if match is None:
+                raise ModelFileError(f"tensor {name!r} is of no low-rank adapter")
+            module = match[1].replace("language_model.", "", 1)  # of a model that also sees
+            if module not in known:
+                raise ModelError(
+                    f"tensor {name!r} is of a module that has no adapters here; allowed: "
+                    f"{', '.join(_kinds(known))} of {config.num_layers} layers. It is of another model, or "
+                    "must be merged into this one"
+                )
+            halves.setdefault(module, {})[match[2]] = name
+            if not own.adapts(match[1], known[module].layer):
+                key = "layers_to_transform" if own.layers is not None else "target_modules"
+                raise ModelFileError(f"tensor {name!r} is of a module that {key} does not name")
+        missing = next(
+            (one for one in known.values() if own.adapts(one.name, one.layer) and one.name not in halves),
+            None,
+        )
+        if missing is not None:
+            raise ModelFileError(f"target_modules names {missing.name}, of which there is no tensor")
+        if not halves:
+            wanted = own.targets if isinstance(own.targets, str) else ", ".join(own.targets)
+            raise ModelError(
+                f"target_modules is {wanted}, which names no module of the model; it has "
+                f"{', '.join(_kinds(known))}"
+            )
+        return [self._module(known[module], names, own, entries) for module, names in halves.items()]
+
+    def _module(
+        self,
+        module: AdaptedModule,
+        names: Mapping[str, str],
+        own: AdapterConfig,
+        entries: Mapping[str, TensorEntry],
+    ) -> ModuleAdapter:
+        if len(names) < 2:
+            [found] = names.values()
+            raise ModelFileError(
+                f"tensor {found!r} is without the other half of its adapter (lora_A, lora_B)"
+            )
+        down, up = entries[names["A"]], entries[names["B"]]
+        raw = _TENSOR.fullmatch(names["A"])
+        assert raw is not None, "it was one before"
+        rank = own.rank_of(raw[1])
+        inner = module.matrices[0].slot.inner
+        channels = sum(len(one.slot.channels) for one in module.matrices)
+        for name, entry, shape, place in (
+            (names["A"], down, (rank, inner), 0),
+            (names["B"], up, (channels, rank), 1),
+        ):
+            if len(entry.shape) == 2 and entry.shape[place] != rank:
+                raise ModelFileError(
+                    f"tensor {name!r} has shape {list(entry.shape)}, and the config's rank is {rank}"
+                )
+            if entry.shape != shape:
+                raise ModelFileError(
+                    f"tensor {name!r} has shape {list(entry.shape)}, the model's has {list(shape)}; it is an "
+                    "adapter of another model"
+                )
+        return ModuleAdapter(module, down, up, (names["A"], names["B"]), own.scale_of(raw[1]))
+
+
+def _kinds(known: Mapping[str, AdaptedModule]) -> list[str]:
+    """The modules of a layer."""
+    return [name.rsplit(".", 1)[1] for name, one in known.items() if one.layer == 0]
+
+
+class _Stack:
+    """What adapters of modules add to one product."""
+
+    def __init__(self) -> None:
+        self._downs: list[Tensor] = []
+        self._parts: list[LowRankPart] = []
+
+    def add(self, one: ModuleAdapter, down: Tensor, up: Tensor) -> None:
+        """Put a module's A below the others'."""
+        first = sum(map(len, self._downs))
+        for matrix in one.module.matrices:
+            rows = up if matrix.rows is None else up[torch.tensor([*matrix.rows], device=up.device)]
+            ranks = range(first, first + len(down))
+            self._parts.append(LowRankPart(matrix.slot.channels, ranks, rows.contiguous(), one.scale))
+        self._downs.append(down)
+
+    def made(self) -> LowRank:
+        """All of it."""
+        return LowRank(torch.cat(self._downs), self._parts)
