@@ -171,6 +171,19 @@ class EngineConfig:
         shown="1, with tensor_parallel 8",
         least=1,
     )
+    lora: tuple[str, ...] = option(
+        (),
+        "NAME=FOLDER: a low-rank adapter that PEFT has saved, which requests name.",
+        more="May be given several times. Requests with any of them and with none share the steps "
+        "([lora.md](lora.md)).",
+    )
+    max_loras: int = option(
+        8,
+        "Adapters in memory at once.",
+        more="Others are read when a request names them, in place of those that were used the longest time "
+        "ago.",
+        least=1,
+    )
     chat_template: str | None = option(
         None,
         "A file with a chat template in place of the model's own.",
@@ -219,14 +232,34 @@ class EngineConfig:
         for name in ("chat_template", "offload_folder", "key_file"):
             if isinstance(path := getattr(self, name), PathLike):
                 object.__setattr__(self, name, fspath(path))
+        if isinstance(self.lora, Mapping):
+            object.__setattr__(self, "lora", tuple(f"{name}={path}" for name, path in self.lora.items()))
+        elif isinstance(self.lora, list):
+            object.__setattr__(self, "lora", tuple(self.lora))
         check_options(self)
         if self.chat_template == "":
             raise ConfigError("chat_template is ''; allowed: the path of a file, or None")
         if (self.sum_parts or 1) > MOST_PARTS:
             raise ConfigError(f"sum_parts is {self.sum_parts}; allowed: 1 to {MOST_PARTS}")
+        for name in self.adapters:
+            if name == self.model:
+                raise ConfigError(f"lora names an adapter {name!r}, like the model; give it another name")
         self._check_hosts()
         if self.ranks > 1:
             self._check_ranks()
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The folders of adapters by name; raises ConfigError for what is no NAME=FOLDER, or named twice."""
+        found: dict[str, str] = {}
+        for given in self.lora:
+            name, sign, folder = given.partition("=")
+            if not (name and sign and folder):
+                raise ConfigError(f"lora is {given!r}; allowed: NAME=FOLDER")
+            if name in found:
+                raise ConfigError(f"lora names {name!r} twice; give each adapter a name of its own")
+            found[name] = folder
+        return found
 
     @property
     def ranks(self) -> int:
@@ -275,6 +308,11 @@ class EngineConfig:
                     f"{name} is 'gguf' {told}; allowed there: none, int8, int4, as columns of blocks are not "
                     "dealt out"
                 )
+        if self.lora:
+            raise ConfigError(
+                f"lora names adapters {told}; allowed there: none, as no rank has a part of one: leave it "
+                "out, or merge them into the model"
+            )
         if self.offload != "never":
             raise ConfigError(
                 f"offload is {self.offload!r} {told}; allowed there: never, as ranks keep their weights"

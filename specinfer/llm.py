@@ -13,14 +13,14 @@ from specinfer.config import EngineConfig, SpecialTokens
 from specinfer.engine.admission import Admitted
 from specinfer.engine.build import build_engine
 from specinfer.engine.engine import Engine
-from specinfer.engine.intake import Intake, Message, Params, Prompt, Tool
+from specinfer.engine.intake import Intake, LoRA, Message, Params, Prompt, Tool
 from specinfer.engine.loop import EngineLoop
 from specinfer.engine.models import Models, load_models, models_for, with_members
 from specinfer.engine.steps import Statistics
 from specinfer.engine.trace import TreeEvent
 from specinfer.errors import ClosedError, PeerLostError
 from specinfer.progress import NoProgress, Progress, default_progress
-from specinfer.request import RequestOutput
+from specinfer.request import LoRARequest, RequestOutput
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.speculator import Speculator
 from specinfer.tokenizer import Tokenizer
@@ -99,7 +99,7 @@ class LLM:
     ) -> None:
         self.config, engine = build_engine(config, models, speculators, progress)
         recommended: Mapping[str, Any] = models.sampling if config.generation_config == "auto" else {}
-        intake = Intake(engine.admission, SamplingParams(**recommended))
+        intake = Intake(engine.admission, SamplingParams(**recommended), models.adapters)
         self._parts: _Open | None = _Open(models, engine, intake, EngineLoop(engine))
 
     def variant(
@@ -221,17 +221,24 @@ class LLM:
         self._open.loop.check_integrity()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, on_output: OnOutput | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        lora_request: LoRA = None,
+        on_output: OnOutput | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts, batched as they fit; outputs in the order of the prompts.
 
         `params` is one for all or one per prompt, without it `default_params`; where it asks for n
-        completions, an output has all of them in `outputs`. `on_output` sees every completion's progress
+        completions, an output has all of them in `outputs`. `lora_request` is an adapter, for all or one per
+        prompt, that the model has for it (docs/lora.md). `on_output` sees every completion's progress
         after each of its steps; when it raises, all these requests are cancelled. A request whose parameters
         leave no token to choose ends with finish reason "error" and stops no other. Raises RequestError for
-        the first prompt that cannot be served, before any is run.
+        the first prompt that cannot be served, before any is run, ModelError for an adapter that cannot be
+        used.
         """
-        return self._answer(self.intake.prompts(prompts, params), on_output)
+        return self._answer(self.intake.prompts(prompts, params, lora_request), on_output)
 
     def chat(
         self,
@@ -240,6 +247,7 @@ class LLM:
         *,
         tools: Sequence[Tool] = (),
         special_tokens_in_messages: SpecialTokens = "text",
+        lora_request: LoRA = None,
         on_output: OnOutput | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template; else as `generate`.
@@ -254,17 +262,23 @@ class LLM:
         tools that the template knows nothing of.
         """
         groups = self.intake.conversations(
-            messages, params, tools=tools, special_tokens=special_tokens_in_messages
+            *(messages, params), tools=tools, special_tokens=special_tokens_in_messages, lora=lora_request
         )
         return self._answer(groups, on_output)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Generator[RequestOutput]:
         """Answer one prompt; yields the output after every step of it, `new_text` is the part that is new.
 
         Of n completions each yields its own outputs, told apart by `index`. A stream that is dropped or
         closed cancels its request. Raises RequestError at once, before the first output is asked for.
         """
-        [requests] = self.intake.prompts([prompt], params)
+        [requests] = self.intake.prompts([prompt], params, lora_request)
         return self._stream(requests)
 
     def stream_chat(
@@ -274,10 +288,11 @@ class LLM:
         *,
         tools: Sequence[Tool] = (),
         special_tokens_in_messages: SpecialTokens = "text",
+        lora_request: LoRARequest | None = None,
     ) -> Generator[RequestOutput]:
         """Answer one conversation as `stream` answers a prompt; the rest is as `chat` has it."""
         [requests] = self.intake.conversations(
-            [messages], params, tools=tools, special_tokens=special_tokens_in_messages
+            *([messages], params), tools=tools, special_tokens=special_tokens_in_messages, lora=lora_request
         )
         return self._stream(requests)
 

@@ -208,6 +208,7 @@ def build_engine(
         limit=_cache_limit(config, models),
         memory=config.memory if models.plan is None else None,
         hosts=models.hosts,
+        adapters=models.adapters,
     )
     vocab = models.target.config.vocab_size
     threads = threads_of_torch(config, models)
@@ -282,6 +283,7 @@ def build_engine(
             tree_nodes=speculation.most_nodes,
             max_context=max_context,
             prefix_reuse=config.cache.prefix_reuse,
+            max_adapters=config.max_loras,
         ),
         verifier=speculation.verifier,
         threads=threads,

@@ -19,7 +19,7 @@ from specinfer.engine.steps import Stage, StageClock, Statistics, Suspects
 from specinfer.engine.target_laws import TargetLaws, verify_trees
 from specinfer.engine.trace import TreeEvent
 from specinfer.engine.transcript import Transcript
-from specinfer.errors import ModelFileError, PeerLostError, RequestError, UserError, ensure
+from specinfer.errors import AdapterError, ModelFileError, PeerLostError, RequestError, UserError, ensure
 from specinfer.models.stream import StoppedError
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Delta, Logprobs, Request
@@ -381,7 +381,10 @@ class Engine:
 
     def _failed(self, plan: StepPlan | None, error: Exception) -> None:
         """Count a failure, and end the request whose fault it is, once that is known."""
-        if plan is not None and isinstance(error, ModelFileError):
+        if plan is not None and isinstance(error, AdapterError):
+            ended = [one.request.request_id for one in plan.entries if one.request.adapter == error.adapter]
+            reason = str(error)
+        elif plan is not None and isinstance(error, ModelFileError):
             _LOG.error("the requests of a step end, as the model cannot be read: %s", str(error))
             ended = [entry.request.request_id for entry in plan.entries]
             reason = f"the model cannot be read: {error}"

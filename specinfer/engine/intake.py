@@ -12,21 +12,25 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from specinfer.config import SpecialTokens
 from specinfer.engine.admission import Admission, Admitted
 from specinfer.errors import RequestError, naming
-from specinfer.request import Request
+from specinfer.request import LoRARequest, Request
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.lookups.alignment import within_reach
 from specinfer.tokenizer import Tokenizer
 from specinfer.verify.noise import completion_seed
 
+if TYPE_CHECKING:  # who only asks for texts loads no models
+    from specinfer.models.adapters.adapter_shelf import AdapterShelf
+
 Prompt = str | Sequence[int]  # text, or token ids
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name": ..., "parameters": ...}}
 Params = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one per prompt
+LoRA = LoRARequest | Sequence[LoRARequest | None] | None  # the same; None: the model as it is
 
 
 class Intake:
@@ -36,9 +40,15 @@ class Intake:
     anything. Request ids are made here, where callers have none of their own, and no two are the same.
     """
 
-    def __init__(self, admission: Admission, usual: SamplingParams | None = None) -> None:
-        """`usual` are the parameters of requests that come without any."""
+    def __init__(
+        self,
+        admission: Admission,
+        usual: SamplingParams | None = None,
+        adapters: AdapterShelf | None = None,
+    ) -> None:
+        """`usual` are the parameters of requests that come without any, `adapters` those they may name."""
         self._admission = admission
+        self._adapters = adapters
         self.usual = usual or SamplingParams()
         self._numbers = itertools.count()
 
@@ -62,11 +72,13 @@ class Intake:
         """The names of the engine's speculators, in the order they are asked."""
         return self._admission.speculators
 
-    def prompts(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[list[Admitted]]:
-        """For one prompt or for each of several its n requests."""
+    def prompts(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, lora: LoRA = None
+    ) -> list[list[Admitted]]:
+        """For one prompt or for each of several its n requests; ModelError for an adapter that is wrong."""
         with naming("prompt"):
             encoded = [self._encode(prompt) for prompt in _as_prompts(prompts)]
-        return self._admit(encoded, params, "prompt")
+        return self._admit(encoded, params, "prompt", lora)
 
     def conversations(
         self,
@@ -75,6 +87,7 @@ class Intake:
         *,
         tools: Sequence[Tool] = (),
         special_tokens: SpecialTokens = "text",
+        lora: LoRA = None,
     ) -> list[list[Admitted]]:
         """For one conversation or for each of several its n requests, through the chat template.
 
@@ -89,7 +102,7 @@ class Intake:
         more: dict[str, Any] = {"tools": _as_tools(tools), "special_tokens": special_tokens}
         with naming("messages"):
             encoded = [self.tokenizer.encode_chat(chat, **more) for chat in _as_conversations(messages)]
-        return self._admit(encoded, params, "messages")
+        return self._admit(encoded, params, "messages", lora)
 
     def completion(
         self,
@@ -99,11 +112,12 @@ class Intake:
         index: int = 0,
         said: Sequence[int] = (),
         request_id: str | None = None,
+        adapter: str | None = None,
     ) -> Admitted:
         """The request of one of the prompt's completions, the `index`-th, whatever `params.n`.
 
-        `request_id` is one that no other request has; None: one is made. Only the completion of index 0
-        reports `prompt_logprobs`: the others would compute the same.
+        `adapter` is the name of one. `request_id` is one that no other request has; None: one is made. Only
+        the completion of index 0 reports `prompt_logprobs`: the others would compute the same.
 
         With `said`, output tokens that an engine which is gone gave already, it goes on behind them. Under
         the coupled verifier the text is a function of the target, the prompt and `params.seed`, so it is
@@ -111,7 +125,9 @@ class Intake:
         """
         with naming("prompt"):
             encoded = self._encode(prompt)
-        [request] = self._completions(tuple(encoded), params, [index])
+        if adapter is not None and (self._adapters is None or adapter not in self._adapters.names):
+            raise RequestError(f"the adapter {adapter!r} is not known here", "model")
+        [request] = self._completions(tuple(encoded), params, [index], adapter)
         if request_id is not None:
             request = replace(request, request_id=request_id)
         return self._admission.admit(request, "prompt", said)
@@ -123,20 +139,35 @@ class Intake:
             raise RequestError("the prompt is empty; give at least one token of text")
         return self.tokenizer.encode(prompt)
 
-    def _admit(self, prompts: Sequence[Sequence[int]], params: Params, source: str) -> list[list[Admitted]]:
+    def _admit(
+        self, prompts: Sequence[Sequence[int]], params: Params, source: str, lora: LoRA
+    ) -> list[list[Admitted]]:
         """The requests of prompts whose token ids came from the parameter `source`."""
         each = _params_of(prompts, self.usual if params is None else params)
+        adapters = [self._adapter(one) for one in _lora_of(prompts, lora)]
         admitted: list[list[Admitted]] = []
-        for prompt, own in zip(prompts, each, strict=True):
-            first, *others = self._completions(tuple(prompt), own, range(own.n))
+        for prompt, own, adapter in zip(prompts, each, adapters, strict=True):
+            first, *others = self._completions(tuple(prompt), own, range(own.n), adapter)
             group = [self._admission.admit(first, source)]
             reports = group[0].transcript.prompt_logprobs  # that the first computes for all
             group.extend(self._admission.admit(one, source, prompt_logprobs=reports) for one in others)
             admitted.append(group)
         return admitted
 
+    def _adapter(self, lora: LoRARequest | None) -> str | None:
+        """The name of an adapter, which is read and checked where it is new."""
+        if lora is None:
+            return None
+        if self._adapters is None:
+            raise RequestError("the model takes no adapters; leave lora_request out", "lora_request")
+        return self._adapters.named(lora)
+
     def _completions(
-        self, prompt: tuple[int, ...], params: SamplingParams, indices: Iterable[int]
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        indices: Iterable[int],
+        adapter: str | None,
     ) -> list[Request]:
         """Some of one prompt's n requests."""
         number = next(self._numbers)
@@ -153,6 +184,7 @@ class Intake:
                 seed=completion_seed(seed, index),
                 prediction=guess,
                 index=index,
+                adapter=adapter,
             )
             for index in indices
         ]
@@ -202,6 +234,22 @@ def _params_of(prompts: Sequence[Sequence[int]], params: object) -> Sequence[Sam
             "params",
         )
     return params
+
+
+def _lora_of(prompts: Sequence[Sequence[int]], lora: object) -> Sequence[LoRARequest | None]:
+    """The adapter of each of `prompts`, or None."""
+    if lora is None or isinstance(lora, LoRARequest):
+        return [lora] * len(prompts)
+    if not isinstance(lora, Sequence) or not all(isinstance(one, LoRARequest | None) for one in lora):
+        raise RequestError(
+            f"lora_request is {lora!r}; allowed: a LoRARequest, or one or None per prompt", "lora_request"
+        )
+    if len(lora) != len(prompts):
+        raise RequestError(
+            f"{len(lora)} LoRARequests for {len(prompts)} prompts; give one, or one per prompt",
+            "lora_request",
+        )
+    return lora
 
 
 def _is_id(value: object) -> bool:

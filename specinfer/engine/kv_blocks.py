@@ -219,9 +219,9 @@ class SequenceState:
         return min(self.request.params.max_tokens - self.num_output, max_context - len(self.token_ids))
 
     def hash_blocks(self, block_size: int) -> list[bytes]:
-        """The hash of every full block of the text: of the cache salt and all tokens up to its end."""
+        """The hash of every full block of the text: of salt, adapter and all tokens up to its end."""
         for block in range(len(self.block_hashes), len(self.token_ids) // block_size):
-            before = self.block_hashes[-1] if self.block_hashes else _root(self.request.params.cache_salt)
+            before = self.block_hashes[-1] if self.block_hashes else _root(self.request)
             tokens = array("q", self.token_ids[block * block_size : (block + 1) * block_size])
             self.block_hashes.append(blake2b(before + tokens.tobytes(), digest_size=32).digest())
         return self.block_hashes
@@ -239,8 +239,13 @@ class SequenceState:
             raise IntegrityError(f"{self.published} blocks are published, {self.computed} tokens computed")
 
 
-def _root(salt: str | None) -> bytes:
-    """What the first block's hash hangs from; no salt is a salt of its own."""
+def _root(request: Request) -> bytes:
+    """What the first block's hash hangs from; no salt is a salt of its own, no adapter one of its own."""
+    salt = request.params.cache_salt
     # Any string is a salt, also one with half a character, which JSON can write and UTF-8 cannot.
     salted = b"" if salt is None else b"salt " + salt.encode(errors="surrogatepass")
-    return blake2b(salted, digest_size=32).digest()
+    root = blake2b(salted, digest_size=32).digest()
+    if request.adapter is None:
+        return root
+    named = b" adapter " + request.adapter.encode(errors="surrogatepass")
+    return blake2b(root + named, digest_size=32).digest()

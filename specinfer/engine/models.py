@@ -41,6 +41,7 @@ from specinfer.hub.model_files import hash_of, sampling_defaults
 from specinfer.hub.pool import is_pool, member_folders, read_pool
 from specinfer.kernels.choice import Kernels, choose_kernels
 from specinfer.kernels.machine import thread_count
+from specinfer.models.adapters.adapter_shelf import AdapterShelf
 from specinfer.models.fingerprint import is_of
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.hosted.model import HostedModel
@@ -61,7 +62,7 @@ _LOG = logging.getLogger(__name__)
 _LOADED = (
     *("model", "model_impl", "trust_remote_code", "dtype", "device", "quantization", "kernels", "threads"),
     *("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts"),
-    *("chat_template", "memory", "offload", "offload_folder"),
+    *("chat_template", "memory", "offload", "offload_folder", "lora", "max_loras"),
 )
 _BESIDE = 4  # variants have room for KV together, where memory was planned for one engine
 _OF_DRAFTS = ("draft_quantization", "draft_vocabulary", "draft_tokens")
@@ -84,6 +85,7 @@ class Models:
     plan: MemoryPlan | None = None  # of the memory of a target that is streamed
     origin: Mapping[str, str] = field(default_factory=dict)  # the target's files, and what is made of them
     hosts: Sequence[Host] = ()  # of ranks, this one first; none where the target is whole
+    adapters: AdapterShelf | None = None  # that requests may name; None: of models that others have made
     lent: LentMemory | None = None  # of a twin, which layers of the target may have while nobody guesses
 
     def settled(self, config: EngineConfig) -> EngineConfig:
@@ -230,6 +232,22 @@ def _load_models(
             loaded_drafts[name] = loader.twin(draft, loaded, kinds[name], ids[name], lent)
         else:
             loaded_drafts[name] = loader.draft(draft, kinds[name], ids[name])
+    refused: str | None = None
+    if not loaded.takes_adapters:
+        refused = f"models of {loaded.config.family} run without; merge it into the model"
+    if ranks is not None:
+        refused = "no rank has a part of one; leave tensor_parallel and pipeline_parallel out"
+    adapters = AdapterShelf(
+        loaded.config,
+        dtype=loaded.dtype,
+        device=device,
+        library=loaded.kernels.products.library,
+        most=config.max_loras,
+        refused=refused,
+    )
+    for name, folder in config.adapters.items():
+        adapters.add(name, Path(folder))
+    origin |= {f"lora {name}": digest for name, digest in adapters.digests.items()}
     return Models(
         target=loaded,
         tokenizer=tokenizer,
@@ -240,6 +258,7 @@ def _load_models(
         plan=plan,
         origin=origin,
         hosts=[] if ranks is None else ranks.hosts,
+        adapters=adapters,
         lent=lent,
     )
 

@@ -48,7 +48,9 @@ class Scheduler:
         tree_nodes: int,
         max_context: int,
         prefix_reuse: bool = True,
+        max_adapters: int | None = None,
     ) -> None:
+        """Requests of so many different adapters run at once; None: of any number."""
         self._config = config
         self._pool = pool
         self._tree_nodes = tree_nodes  # the budget of a tree when nothing limits it; 1: no speculation
@@ -56,6 +58,7 @@ class Scheduler:
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []  # oldest first
         self._prefix_reuse = prefix_reuse
+        self._max_adapters = max_adapters
         self._short_alone = False  # whether the last step read short prompts and left long ones
         self.preemptions = 0
         self.prefix_queries = 0  # tokens of texts that were looked up in the cache
@@ -128,11 +131,17 @@ class Scheduler:
         """Let the next waiting request run, with blocks for all of its text, where there are so many.
 
         First come, first served; but those that wait for a running request to compute a block of theirs are
-        passed over. `awaited` are the blocks found so in this step, with their places; more are added.
+        passed over. Behind one whose adapter has no room beside those in use all others with adapters wait.
+        `awaited` are the blocks found so in this step, with their places; more are added.
         """
+        adapted = True  # whether one with an adapter may begin
         for waiting in self.waiting:
             if alone not in (None, waiting):
                 continue
+            if waiting.request.adapter is not None:
+                adapted = adapted and self._has_room_for(waiting.request.adapter)
+                if not adapted:
+                    continue
             found = self._find(waiting, awaited)
             if found is None:
                 continue
@@ -145,6 +154,11 @@ class Scheduler:
             self.running.append(waiting)
             return waiting
         return None
+
+    def _has_room_for(self, adapter: str) -> bool:
+        """Whether this adapter may be in use beside those of running requests."""
+        used = {one.request.adapter for one in self.running} - {None}
+        return adapter in used or self._max_adapters is None or len(used) < self._max_adapters
 
     def _text_ends(self, running: Sequence[SequenceState], rows: int) -> list[int]:
         """Where the text ends that each computes in this step, with `rows` beside the one that each has.

@@ -36,6 +36,7 @@ class Rows:
     block_table: Sequence[int]
     logits_from: int  # rows from this one on yield logits; n for none
     parents: Sequence[int] | None = None
+    adapter: str | None = None  # that all of these rows have
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class ModelBatch:
     positions_T: Tensor  # where each token stands in its own text
     paths: Paths
     logit_rows: Tensor | None  # None: every row
+    adapted: Sequence[tuple[range, str]] = ()  # rows that have adapters, with the adapter's name
 
 
 def chain_rows(token_ids: Sequence[int], start: int, block_table: Sequence[int], *, logits: bool) -> Rows:
@@ -109,13 +111,16 @@ def _entry_rows(entry: PlanEntry, tree: TokenTree | None) -> Rows:
     if tree is None or tree.num_nodes == 1:
         text = entry.token_ids[entry.start : entry.end]
         wanted = 0 if scores else chain - (tree is not None)
-        return Rows(text, entry.start, entry.block_table, logits_from=wanted)
+        return Rows(
+            *(text, entry.start, entry.block_table), logits_from=wanted, adapter=entry.request.adapter
+        )
     return Rows(
         token_ids=[*entry.token_ids[entry.start : root], *tree.token_ids],
         start=entry.start,
         block_table=entry.block_table,
         logits_from=0 if scores else chain - 1,
         parents=tree.parents,
+        adapter=entry.request.adapter,
     )
 
 
@@ -143,8 +148,11 @@ def build_batch(rows: Sequence[Rows], *, block_size: int, device: torch.device) 
     tails: list[int] = []
     tail_ends = [0]
     num_blocks = 0
+    adapted: list[tuple[range, str]] = []
     for part in rows:
         first, n = len(tokens), len(part.token_ids)
+        if part.adapter is not None:
+            adapted.append((range(first, first + n), part.adapter))
         branched = _branched(part)
         text = part.start + n - len(branched)  # behind the rows that stand where tokens of a text would
         tokens.extend(part.token_ids)
@@ -177,6 +185,7 @@ def build_batch(rows: Sequence[Rows], *, block_size: int, device: torch.device) 
             block_size=block_size,
         ),
         logit_rows=None if every else numbers[2 * count :],
+        adapted=adapted,
     )
 
 

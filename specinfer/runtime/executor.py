@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specinfer.models.adapters.adapter_shelf import AdapterShelf
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel, PassContext, Read
 from specinfer.models.stream import LayerStream, StoppedError
@@ -86,8 +87,15 @@ class Host:
 class LocalExecutor:
     """The Executor of one process: models, their caches and what their passes cost, on one device."""
 
-    def __init__(self, target: LanguageModel, *, num_blocks: int, block_size: int) -> None:
-        """Make the target's cache; every draft's has as many blocks.
+    def __init__(
+        self,
+        target: LanguageModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        adapters: AdapterShelf | None = None,
+    ) -> None:
+        """Make the target's cache; every draft's has as many blocks. `adapters` are the target's.
 
         Passes of a target whose weights are streamed run in a thread of their own: an interrupt does not wait
         for the disk.
@@ -97,7 +105,7 @@ class LocalExecutor:
         self._closed = False
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.target = self.runner(target)
+        self.target = ModelRunner(target, num_blocks=num_blocks, block_size=block_size, adapters=adapters)
 
     @classmethod
     def within_memory(
@@ -111,6 +119,7 @@ class LocalExecutor:
         limit: int | None,
         memory: int | None = None,
         hosts: Sequence[Host] = (),
+        adapters: AdapterShelf | None = None,
     ) -> LocalExecutor:
         """One whose caches, of the target and of these drafts, fit into memory (`kv_cache.num_blocks`).
 
@@ -130,14 +139,14 @@ class LocalExecutor:
         found = [
             fit(
                 [*models, *((part, target.dtype) for part in here.parts)],
-                free=free_bytes(target.device, memory),
+                free=free_bytes(target.device, memory) - (0 if adapters is None else adapters.missing_bytes),
                 where=str(target.device),
             )
         ]
         for host in others:
             parts = [(part, target.dtype) for part in host.parts]
             found.append(fit(parts, free=host.free, where=host.address))
-        executor = cls(target, num_blocks=min(found), block_size=block_size)
+        executor = cls(target, num_blocks=min(found), block_size=block_size, adapters=adapters)
         for host in others:
             size = executor.num_blocks * bytes_per_block(
                 [(part, target.dtype) for part in host.parts], block_size
@@ -253,8 +262,16 @@ class ModelRunner:
     Of a model that several ranks share rank 0's runner has the others run the same, over caches of theirs.
     """
 
-    def __init__(self, model: LanguageModel, *, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        adapters: AdapterShelf | None = None,
+    ) -> None:
         self.model = model
+        self._adapters = adapters
         self.block_size = block_size
         self.cache = KvCache.of(model.config, num_blocks * block_size, model.dtype, model.device)
         self._attention = model.kernels.attention.over(self.cache.keys, self.cache.values)
@@ -356,8 +373,11 @@ class ModelRunner:
         """How these rows are run by this process's layers."""
         model = self.model
         batch = build_batch(rows, block_size=self.block_size, device=model.device)
-        context = PassContext(batch.positions_T, self._attention.bind(batch.paths), taps)
-        ids, chosen = batch.token_ids_T, batch.logit_rows
+        ids, chosen, adapted = batch.token_ids_T, batch.logit_rows, None
+        if batch.adapted:
+            assert self._adapters is not None, "requests have adapters that were named"
+            adapted = self._adapters.rows(batch.adapted, len(ids))
+        context = PassContext(batch.positions_T, self._attention.bind(batch.paths), taps, adapted)
 
         def read(given_TD: Tensor | None) -> Read:
             return model.read(ids, context, chosen, most_logits=most_logits, given_TD=given_TD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -397,3 +398,36 @@ def test_the_lowest_blocks_are_handed_out_first_so_that_they_lie_in_a_row() -> N
     assert (second, pool.num_free) == ([2, 0, 1], 3)
     assert not pool.extend(second, 40)
     assert second == [2, 0, 1]
+
+
+def adapted(name: str, adapter: str | None, prompt: int = 4) -> SequenceState:
+    state = sequence(name, prompt)
+    return of(replace(state.request, adapter=adapter))
+
+
+def test_requests_of_few_adapters_run_at_once_and_none_waits_for_ever() -> None:
+    config = SchedulerConfig(max_step_tokens=64, max_batch_size=16)
+    s = Scheduler(config, BlockPool(100, block_size=4), tree_nodes=1, max_context=1000, max_adapters=2)
+    names = [("a", "x"), ("b", "y"), ("c", "z"), ("d", None), ("e", "x"), ("f", "z"), ("g", None)]
+    states = {name: adapted(name, adapter) for name, adapter in names}
+    for state in states.values():
+        s.add(state)
+
+    def running() -> str:
+        commit(s.schedule(), list(states.values()))
+        return "".join(state.request.request_id for state in s.running)
+
+    assert running() == "abdg"  # those of x that came behind z wait, too
+    s.remove(states["a"])
+    assert running() == "bdgc"
+    s.remove(states["b"])
+    assert running() == "dgcef"
+    s.check_integrity()
+
+
+def test_blocks_of_an_adapter_are_found_by_no_other() -> None:
+    roots = [adapted("a", adapter, 8).hash_blocks(4)[0] for adapter in (None, "x", "y", "x")]
+    assert roots[1] == roots[3]
+    assert len(set(roots)) == 3
+    salted = of(replace(adapted("a", None, 8).request, params=SamplingParams(cache_salt="x")))
+    assert salted.hash_blocks(4)[0] not in roots

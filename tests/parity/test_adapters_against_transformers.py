@@ -1,0 +1,56 @@
+"""Our logits with an adapter against those of transformers' model that it is merged into, float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specinfer.models.adapters.adapter_shelf import AdapterShelf
+from specinfer.models.weights import load_model
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.executor import ModelRunner
+from tests.adapters import adapter_tensors, write_peft
+from tests.kernels import NAMES, kernels
+
+from .families import save_random
+
+# Matrices of their own and stacked ones, gated MLPs and plain ones, heads in the order of several libraries.
+FAMILIES = ("llama-biases", "qwen2-window", "gemma3", "opt", "phi3-partial-rope", "glm4")
+PROMPT = [5, 17, 40, 3, 88, 61, 12, 12, 70, 29, 9, 54]
+RANK, ALPHA = 3, 5
+PREFIX = "base_model.model."
+
+
+@pytest.mark.parametrize("run_with", NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_an_adapter_of_all_linear_modules(name: str, run_with: str, tmp_path: Path) -> None:
+    theirs = save_random(name, tmp_path / "model", tied=True)
+    linear = {
+        f"{name}.weight": module
+        for name, module in theirs.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    }
+    targets = sorted({name.rsplit(".", 2)[-2] for name in linear})
+    shapes = {name: module.weight.shape for name, module in linear.items()}
+    tensors = adapter_tensors(shapes, targets, RANK, 3, 0.3)
+    write_peft(tmp_path / "adapter", tensors, r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
+    chosen = kernels(run_with)
+    ours = load_model(tmp_path / "model", dtype=torch.float32, device=torch.device("cpu"), kernels=chosen)
+    shelf = AdapterShelf(
+        ours.config, dtype=ours.dtype, device=ours.device, library=chosen.products.library, most=1
+    )
+    shelf.add("adapter", tmp_path / "adapter")
+    runner = ModelRunner(ours, num_blocks=8, block_size=4, adapters=shelf)
+    plain = theirs(torch.tensor([PROMPT])).logits[0]
+    for name, module in linear.items():
+        inside = f"{PREFIX}{name.removesuffix('.weight')}.lora_"
+        module.weight += ALPHA / RANK * tensors[f"{inside}B.weight"] @ tensors[f"{inside}A.weight"]
+    want = theirs(torch.tensor([PROMPT])).logits[0]
+    rows = [Rows(PROMPT, 0, [1, 2, 3], 0, adapter="adapter"), Rows(PROMPT, 0, [4, 5, 6], 0)]
+    adapted, without = runner.forward(rows).split(len(PROMPT))
+    torch.testing.assert_close(adapted, want, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(without, plain, atol=1e-4, rtol=0)
+    assert float((want - plain).abs().max()) > 0.1, "an adapter that says nothing proves nothing"
