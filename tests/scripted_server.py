@@ -174,10 +174,11 @@ def scripted_app(
     keys: Sequence[str] = (),
     sampling: Mapping[str, float] | None = None,
     models: Sequence[str] = (MODEL,),
+    adapters: Sequence[str] = (),
     **options: Any,
 ) -> FastAPI:
     """The server's application over that backend; options are of ServeConfig."""
-    service = scripted_service(tokenizer, backend, observers, models, sampling, **options)
+    service = scripted_service(tokenizer, backend, observers, models, sampling, adapters, **options)
     return build_app(service, Keys(list(keys)))
 
 
@@ -187,6 +188,7 @@ def scripted_service(
     observers: Sequence[Observe] = (),
     models: Sequence[str] = (MODEL,),
     sampling: Mapping[str, float] | None = None,
+    adapters: Sequence[str] = (),
     **options: Any,
 ) -> Service:
     """What the application asks for answers."""
@@ -197,6 +199,7 @@ def scripted_service(
         FACTS,
         Dialect.of(tokenizer),
         models=models,
+        adapters=adapters,
         batch=16,
         metrics=Metrics(MODEL),
         observers=observers,

@@ -173,12 +173,14 @@ def _add_models(app: FastAPI, service: Service) -> None:
     created = int(time.time())
 
     def card(name: str) -> dict[str, Any]:
+        parent = {"parent": service.models[0]} if name in service.adapters else {}
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "specinfer",
             "root": service.models[0],
+            **parent,
             "max_model_len": service.facts.max_context,
             "sampling_defaults": service.sampling,  # of requests that do not say; what is not here is usual
             "speculation": _speculation(service.facts),
@@ -186,7 +188,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card(name) for name in service.models]}
+        return {"object": "list", "data": [card(name) for name in (*service.models, *service.adapters)]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:

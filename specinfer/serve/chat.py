@@ -196,7 +196,7 @@ class Chat(ChoicesAnswer[ChatFields]):
         self._tally.prompt_tokens = len(prompt.token_ids)
         readers = [prompt.reader() for _ in range(self._n)]
         params = fields.sampling_params(service.room(prompt.token_ids, "messages"), **prompt.held)
-        answers = service.answer([prompt.token_ids], [params], traced=bool(fields.trace))
+        answers = service.answer([prompt.token_ids], [params], model=self._model, traced=bool(fields.trace))
         try:
             with prompt.blamed():
                 async with aclosing(answers):

@@ -146,7 +146,7 @@ class Completions(ChoicesAnswer[CompletionFields]):
         self._prompts = [await self._encode(one) for one in self._given]
         self._tally.prompt_tokens = sum(map(len, self._prompts))
         params = [self._params(prompt) for prompt in self._prompts]
-        answers = service.answer(self._prompts, params, traced=bool(fields.trace))
+        answers = service.answer(self._prompts, params, model=self._model, traced=bool(fields.trace))
         begun: set[int] = set()
         async with aclosing(answers):
             async for number, delta in answers:

@@ -57,10 +57,11 @@ _INTAKE_THREADS: Final = 2  # a grammar takes a second to compile, and others mu
 _STATE_SECONDS: Final = 0.2  # of what it counts, so much may go unheard when it dies
 _INTERNAL_ERROR: Final = 70  # the exit status of a process that cannot tell its answers: an internal error
 # Options, and parts of a config, on which no text depends.
-_MEMORY: Final = ("memory", "offload", "offload_folder")
+_MEMORY: Final = ("memory", "offload", "offload_folder", "max_loras")
+_FOLDERS: Final = ("lora",)  # texts depend on their files, which the models' origin has
 # But for how many parts sums have.
 _RANKS: Final = ("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts")
-_WITHOUT_EFFECT: Final = {"speculation", "cache", "scheduler", "threads", *_RANKS, *_MEMORY}
+_WITHOUT_EFFECT: Final = {"speculation", "cache", "scheduler", "threads", *_RANKS, *_MEMORY, *_FOLDERS}
 _PEER_LOST: Final = 75  # that of one that has lost a rank of its model: a temporary failure
 Message = tuple[Any, ...]
 
@@ -137,6 +138,7 @@ class EngineProcess:
                     index=work.index,
                     said=work.said,
                     request_id=work.id,
+                    adapter=work.adapter,
                 )
             answer.admitted = admitted
             if work.traced:

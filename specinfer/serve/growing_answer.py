@@ -145,7 +145,10 @@ class GrowingAnswer(ABC, Generic[_Fields]):
             self._params = fields.sampling_params(service.room(prompt.token_ids, "messages"), **prompt.held)
             reader = prompt.reader()
             answers = service.answer(
-                [prompt.token_ids], [self._params], traced=bool(fields.trace), announced=self.announced
+                *([prompt.token_ids], [self._params]),
+                model=self._model,
+                traced=bool(fields.trace),
+                announced=self.announced,
             )
             with prompt.blamed():
                 async with aclosing(answers):

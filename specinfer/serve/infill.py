@@ -140,7 +140,7 @@ class Infill:
         params = fields.sampling_params(
             service.room(prompt, "input_prefix"), stop_token_ids=service.fill_in_ends(fields.stop_token_ids)
         )
-        answers = service.answer([prompt], [params], traced=bool(fields.trace))
+        answers = service.answer([prompt], [params], model=self._model, traced=bool(fields.trace))
         async with aclosing(answers):
             async for _, delta in answers:
                 self._tally.add(delta)

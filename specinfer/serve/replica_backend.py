@@ -124,7 +124,10 @@ class ReplicaBackend:
         waiter = Waiter()
         left = {work.id for work in works}
         for work in works:
-            key = key_of(session, work.prompt_token_ids, work.params.cache_salt)
+            salt = work.params.cache_salt
+            if work.adapter is not None:  # whose prefixes are its own
+                salt = f"{work.adapter} {salt or ''}"
+            key = key_of(session, work.prompt_token_ids, salt)
             self._ledger.add(OpenWork(work, waiter, key))
         self._place_waiting()
         timer = None

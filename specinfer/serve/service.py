@@ -55,6 +55,7 @@ class Service:
         dialect: Dialect,
         *,
         models: Sequence[str],
+        adapters: Sequence[str] = (),
         batch: int,
         metrics: Metrics,
         observers: Sequence[Observe] = (),
@@ -66,6 +67,7 @@ class Service:
         self.facts = facts
         self.dialect = dialect
         self.models = tuple(models)  # the names requests may use, the own one first
+        self.adapters = tuple(adapters)  # the names of adapters, which requests name in place of the model
         self.metrics = metrics
         self.field_policy = FieldPolicy(config.unknown_fields, sampling)
         self.sampling = dict(sampling or {})  # of requests that do not say, by name
@@ -79,9 +81,10 @@ class Service:
 
         Raises ApiError for another model.
         """
-        if name and name not in self.models:
+        if name and name not in self.models and name not in self.adapters:
+            known = ", ".join((*self.models, *self.adapters))
             raise ApiError(
-                f"the model {cut(name)!r} is not served here; allowed: {', '.join(self.models)}",
+                f"the model {cut(name)!r} is not served here; allowed: {known}",
                 param="model",
                 status=404,
                 code="model_not_found",
@@ -185,10 +188,13 @@ class Service:
         prompts: Sequence[tuple[int, ...]],
         params: Sequence[SamplingParams],
         *,
+        model: str | None = None,
         traced: bool = False,
         announced: bool = False,
     ) -> AsyncGenerator[tuple[int, Delta]]:
         """The deltas of n completions of each prompt, each with its number: prompt * n + completion.
+
+        `model` is the name of the model, or of an adapter that it has for them.
 
         Sets ADMITTED when the engine has taken all of them; with `max_wait`, when one has begun. Where that
         is to be `announced`, a delta that is empty comes then. One of several that fails in the engine ends
@@ -201,6 +207,7 @@ class Service:
         _check_reports(prompts, params)
         scored = [i for i, own in enumerate(params) if own.prompt_logprobs is not None]
         shared = SharedPrompts(max((own.n for own in params), default=1), scored)
+        adapter = model if model in self.adapters else None
         works: dict[str, int] = {}
         all_works: list[Work] = []
         for prompt, own in zip(prompts, params, strict=True):
@@ -208,7 +215,7 @@ class Service:
                 own = replace(own, seed=secrets.randbits(63))
             own = await self._predicted(own, len(prompt))
             for index in range(own.n):
-                work = Work(uuid.uuid4().hex, prompt, own, index, traced=traced)
+                work = Work(uuid.uuid4().hex, prompt, own, index, traced=traced, adapter=adapter)
                 works[work.id] = len(all_works)
                 all_works.append(work)
         with self._room_for(len(all_works)):
@@ -321,6 +328,8 @@ async def open_service(
     Raises UserError if the first engine cannot start.
     """
     names = list(dict.fromkeys(config.served_model_name or [engine.model]))  # the usual one first
+    if both := engine.adapters.keys() & set(names):
+        raise ConfigError(f"{min(both)!r} is a name of the model and of an adapter; give the adapter another")
     metrics = Metrics(names[0])
     backend = ReplicaBackend(
         engine,
@@ -345,6 +354,7 @@ async def open_service(
                 await starting,
                 dialect,
                 models=names,
+                adapters=list(engine.adapters),
                 batch=engine.scheduler.max_batch_size * config.replicas,
                 metrics=metrics,
                 observers=observing,

@@ -65,12 +65,13 @@ class Spans:
     def observe(self, work: Work, now: float) -> CompletionSpan:
         """The observer of a completion that begins now."""
         caller, params = CALLER.get(), work.params
+        model = work.adapter or self._model
         operation = "text_completion" if caller.path.endswith("/v1/completions") else "chat"
         attributes: dict[str, str | int | float] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "specinfer",
-            "gen_ai.request.model": self._model,
-            "gen_ai.response.model": self._model,
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
             "gen_ai.usage.input_tokens": len(work.prompt_token_ids),
             "specinfer.request_id": caller.request_id,
             "specinfer.index": work.index,
@@ -81,7 +82,7 @@ class Spans:
                 attributes[f"gen_ai.request.{name}"] = value
         headers = {"traceparent": caller.traceparent, "tracestate": caller.tracestate}
         span = self._tracer.start_span(
-            f"{operation} {self._model}",
+            f"{operation} {model}",
             self._callers.extract(headers),
             SpanKind.SERVER,
             attributes,

@@ -221,7 +221,7 @@ class TrafficLog:
             "time": ended.replace("+00:00", "Z"),
             "request_id": traffic.request_id,
             "index": work.index,
-            "model": self._model,
+            "model": work.adapter or self._model,
             "prompt": prompt.decode("utf-8", "replace"),
             "prompt_token_ids": work.prompt_token_ids,
             "params": _told(work.params),

@@ -24,6 +24,7 @@ class Work:
     index: int = 0  # which of the prompt's completions
     said: tuple[int, ...] = ()  # output tokens that it has already
     traced: bool = False  # whether each step's tree is wanted
+    adapter: str | None = None  # the name of a low-rank adapter that the model has for it
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from specinfer import LLM, SamplingParams
+from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.engine.trace import TreeEvent
 from specinfer.request import Delta, FinishReason
 from specinfer.serve import engine_process
 from specinfer.serve.engine_process import EngineProcess, fingerprint
 from specinfer.serve.work import Work
+from tests.adapters import write_adapter
 from tests.kernels import kernels
 from tests.tiny_models import write_tiny_llama
 
@@ -184,3 +185,47 @@ def test_an_answer_says_first_that_it_is_admitted_and_when_its_first_step_begins
     assert sorted(order[:3]) == [("a", "begins"), ("a", "is taken"), ("b", "is taken")]
     assert order[3:] == [("a", "ends"), ("b", "begins"), ("b", "ends")]
     assert [delta.begun for delta in deltas].count(True) == 2
+
+
+def test_a_work_has_the_adapter_that_it_names(folder: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "sql", folder)
+    options = {"lookup": False, "dtype": "float32", "kv_cache_memory": 1 << 24, "tree_size": "fixed"}
+    params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
+    server, engine = Pipe()
+    with LLM(folder, lora={"sql": adapter}, **options) as llm:
+        given = [None, LoRARequest("sql", 1)]
+        want = [out.token_ids for out in llm.generate([[65, 66]] * 2, params, lora_request=given)]
+        serving = threading.Thread(target=EngineProcess(llm, engine).serve)
+        serving.start()
+        try:
+            names = {"a": None, "b": "sql", "c": "poems"}
+            server.send(("add", [Work(n, (65, 66), params, adapter=name) for n, name in names.items()]))
+            deltas, ended = list[Delta](), set[str]()
+            while ended != set(names):
+                assert server.poll(60)
+                message = server.recv()
+                deltas += message[1] if message[0] == "deltas" else []
+                ended = {delta.id for delta in deltas if delta.finish_reason is not None}
+        finally:
+            server.close()
+            serving.join(60)
+    said = {n: tuple(token for one in deltas if one.id == n for token in one.token_ids) for n in names}
+    assert [said["a"], said["b"]] == want
+    assert want[0] != want[1]
+    [refused] = [one for one in deltas if one.id == "c" and one.finish_reason is not None]
+    assert (refused.parameter, refused.internal_error) == ("model", False)
+
+
+def test_a_fingerprint_is_of_adapters_and_not_of_where_they_lie(folder: Path, tmp_path: Path) -> None:
+    options = {"lookup": False, "dtype": "float32", "kv_cache_memory": 1 << 20}
+
+    def told(**more: Any) -> str:
+        with LLM(folder, **options, **more) as llm:
+            return fingerprint(llm)
+
+    adapter = write_adapter(tmp_path / "sql", folder)
+    copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
+    other = write_adapter(tmp_path / "other", folder, seed=5)
+    usual = told(lora={"sql": adapter})
+    assert told(lora={"sql": copy}, max_loras=2) == usual
+    assert len({usual, told(), told(lora={"sql": other}), told(lora={"poems": adapter})}) == 4

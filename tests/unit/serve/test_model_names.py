@@ -65,3 +65,33 @@ def test_another_name_is_not_found(tokenizer: Tokenizer, path: str, name: str) -
         )
 
     ask(tokenizer, do)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_adapter_is_asked_for_by_its_name(tokenizer: Tokenizer, path: str) -> None:
+    backend = ScriptedBackend(says("Hello"))
+    app = scripted_app(tokenizer, backend, models=NAMES, adapters=("sql", "org/poems"))
+
+    async def do(http: httpx.AsyncClient) -> None:
+        for name in ("sql", "org/poems", "qwen", "gpt-4o", None):
+            answer = await http.post(path, json=BODIES[path] | {"model": name})
+            assert answer.json()["model"] == (name or "qwen")
+        missing = await http.post(path, json=BODIES[path] | {"model": "poems"})
+        assert missing.status_code == 404
+        assert "allowed: qwen, gpt-4o, org/name, sql, org/poems" in missing.text
+
+    asyncio.run(do(http_client(app)))  # type: ignore[arg-type]
+    assert [work.adapter for work in backend.works] == ["sql", "org/poems", None, None, None]
+
+
+def test_adapters_are_listed_behind_the_model_that_they_are_of(tokenizer: Tokenizer) -> None:
+    app = scripted_app(tokenizer, ScriptedBackend(says("Hello")), models=NAMES, adapters=("sql",))
+
+    async def do(http: httpx.AsyncClient) -> None:
+        listed = (await http.get("/models")).json()["data"]
+        assert [card["id"] for card in listed] == [*NAMES, "sql"]
+        assert [card.get("parent") for card in listed] == [None, None, None, "qwen"]
+        assert (await http.get("/models/sql")).json() == listed[3]
+        assert (await http.get("/models/other")).status_code == 404
+
+    asyncio.run(do(http_client(app)))  # type: ignore[arg-type]
