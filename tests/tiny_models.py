@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -80,6 +81,61 @@ def write_tiny_llama(
     save_file(tensors, folder / "model.safetensors")
     if tokenizer:
         write_byte_tokenizer(folder, vocab_size)
+    return folder
+
+
+def write_tiny_mixture(
+    folder: Path,
+    *,
+    experts: int = 8,
+    per_token: int = 3,
+    expert_size: int = 16,
+    normalized: bool = True,
+    shared_size: int = 0,
+    seed: int = 0,
+    spread: float = 0.3,
+    **shape: Any,
+) -> Path:
+    """As `write_tiny_llama`, with experts in place of each MLP: a Qwen3-MoE, or 2 with a shared expert."""
+    write_tiny_llama(folder, spread=spread, seed=seed, **shape)
+    config, tensors = (
+        json.loads((folder / "config.json").read_text()),
+        load_file(folder / "model.safetensors"),
+    )
+    config |= {
+        "model_type": "qwen2_moe" if shared_size else "qwen3_moe",
+        "architectures": ["Qwen2MoeForCausalLM" if shared_size else "Qwen3MoeForCausalLM"],
+        "num_experts": experts,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": expert_size,
+        "norm_topk_prob": normalized,
+        "qkv_bias": False,
+    }
+    if shared_size:
+        config["shared_expert_intermediate_size"] = shared_size
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    generator, hidden = torch.Generator().manual_seed(seed + 1000), config["hidden_size"]
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * spread
+
+    for i in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{i}"
+        sizes = {f"experts.{number}": expert_size for number in range(experts)}
+        sizes |= {"shared_expert": shared_size} if shared_size else {}
+        for name in ("gate", "up", "down"):
+            del tensors[f"{prefix}.mlp.{name}_proj.weight"]
+        for name, size in sizes.items():
+            tensors[f"{prefix}.mlp.{name}.gate_proj.weight"] = random(size, hidden)
+            tensors[f"{prefix}.mlp.{name}.up_proj.weight"] = random(size, hidden)
+            tensors[f"{prefix}.mlp.{name}.down_proj.weight"] = random(hidden, size)
+        tensors[f"{prefix}.mlp.gate.weight"] = random(experts, hidden)
+        if shared_size:
+            tensors[f"{prefix}.mlp.shared_expert_gate.weight"] = random(1, hidden)
+        else:
+            for head in "qk":
+                tensors[f"{prefix}.self_attn.{head}_norm.weight"] = 1 + random(config["head_dim"])
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 

@@ -18,16 +18,19 @@ from torch import Tensor
 
 from specinfer.attention.backend import AttentionSpec, Rotation
 from specinfer.attention.native import NativeAttend, NativeCache, heads_args
+from specinfer.kernels.experts import ExpertParts, experts_args
 from specinfer.kernels.library import (
     ACTIVATIONS,
     FORMS,
     TYPES,
     DecoderArgs,
     DecoderRowsArgs,
+    ExpertsArgs,
     Form,
     LayerArgs,
     Library,
     NormArgs,
+    ProductArgs,
     RotationsArgs,
     TapsArgs,
 )
@@ -49,7 +52,9 @@ class LayerParts:
 
     norms: Sequence[NormParts | None]  # before attention, before the MLP, after attention, after the MLP
     heads: AttentionSpec
-    products: tuple[Product, Product, Product, Product]  # qkv, o, gate and up or up alone, down
+    # qkv, o; gate and up or up alone, down, or in place of these two there are experts.
+    products: tuple[Product, ...]
+    experts: ExpertParts | None = None
     rope: Literal["global", "local", "none"]  # "local": that of sliding-window layers
     form: Form
     activation: str
@@ -57,22 +62,28 @@ class LayerParts:
     clip: float | None  # of what qkv makes
     scale: float  # of what is added to x
 
+    @property
+    def all_products(self) -> list[Product]:
+        """Every product of the layer."""
+        return [*self.products, *([] if self.experts is None else self.experts.products)]
+
 
 class NativeLayers:
     """Layers whose every part is native, as a call of the library is told of them."""
 
-    __slots__ = ("_kept", "args", "library")
+    __slots__ = ("_experts", "_kept", "args", "library")
 
     def __init__(self, layers: Sequence[LayerParts], library: Library) -> None:
         """All products must be native."""
         self.library = library
         self._kept = list(layers)  # whose memory `args` points to
-        self.args = (LayerArgs * len(layers))(*map(_layer_args, layers))
+        self._experts = [None if layer.experts is None else experts_args(layer.experts) for layer in layers]
+        self.args = (LayerArgs * len(layers))(*map(_layer_args, layers, self._experts))
 
     @classmethod
     def of(cls, layers: Sequence[LayerParts], ops: Ops) -> NativeLayers | None:
         """These layers, or None where they have a part that is not native."""
-        products = [product for layer in layers for product in layer.products]
+        products = [product for layer in layers for product in layer.all_products]
         if not isinstance(ops, NativeOps) or not all(isinstance(p, NativeProduct) for p in products):
             return None
         return cls(layers, ops.library)
@@ -80,7 +91,7 @@ class NativeLayers:
     def check_ranks(self) -> None:
         """Raise PeerLostError where a rank that shares these layers is lost."""
         for layer in self._kept:
-            for product in layer.products:
+            for product in layer.all_products:
                 if isinstance(product, NativeProduct) and product.exchange is not None:
                     product.exchange.check()
 
@@ -95,13 +106,14 @@ class NativeLayers:
         cache.checked = self
 
 
-def _layer_args(layer: LayerParts) -> LayerArgs:
+def _layer_args(layer: LayerParts, experts: ExpertsArgs | None) -> LayerArgs:
     norms = [NormArgs() if norm is None else norm.args for norm in layer.norms]
     products = [product.args for product in layer.products if isinstance(product, NativeProduct)]
-    return LayerArgs(
+    args = LayerArgs(
         *norms,
         heads_args(layer.heads),
         *products,
+        *[ProductArgs()] * (4 - len(products)),
         _ROPES[layer.rope],
         FORMS[layer.form],
         ACTIVATIONS[layer.activation],
@@ -109,6 +121,9 @@ def _layer_args(layer: LayerParts) -> LayerArgs:
         layer.clip or 0.0,
         layer.scale,
     )
+    if experts is not None:
+        args.experts = ctypes.pointer(experts)
+    return args
 
 
 class Places(NamedTuple):

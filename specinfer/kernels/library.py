@@ -146,6 +146,22 @@ class PathsArgs(ctypes.Structure):
     )
 
 
+class ExpertsArgs(ctypes.Structure):
+    """A mixture of experts, as cpu/experts.h has it."""
+
+    _fields_ = (
+        ("router", ProductArgs),
+        ("gate_up", POINTER(ProductArgs)),
+        ("down", POINTER(ProductArgs)),
+        ("count", c_int64),
+        ("per_token", c_int64),
+        ("normalized", c_int32),
+        ("shared", c_int32),
+        ("shared_gate_up", ProductArgs),
+        ("shared_down", ProductArgs),
+    )
+
+
 class LayerArgs(ctypes.Structure):
     """A decoder layer, as cpu/layers.h has it."""
 
@@ -165,6 +181,7 @@ class LayerArgs(ctypes.Structure):
         ("gated", c_int32),
         ("clip", c_float),
         ("scale", c_float),
+        ("experts", POINTER(ExpertsArgs)),
     )
 
 
@@ -343,6 +360,14 @@ class Library:
             *(address, address, count, count, flag),
         )
         self.gate = _function(library.specinfer_gate, None, flag, flag, address, address, count, count)
+        self.choose_experts = _function(
+            *(library.specinfer_choose_experts, None, address, count, count, count, count),
+            *(flag, address, address),
+        )
+        self.open_gates = _function(library.specinfer_open_gates, None, address, count, count, address)
+        self.add_weighted = _function(
+            library.specinfer_add_weighted, None, flag, *[address] * 4, count, count
+        )
         self.activate = _function(
             library.specinfer_activate, None, flag, flag, address, address, count, count
         )

@@ -83,6 +83,36 @@ class Ops:
         """act(x), [T, F]."""
         return torch.cat([_ACTIVATIONS[activation](part) for part in _single_rows(x_TF)])
 
+    def choose_experts(
+        self, logits_TC: Tensor, count: int, each: int, *, normalized: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The `each` experts of every row, ascending, int64 [T, each], and their weights, float32.
+
+        The largest of the first `count` logits choose, and of equal ones that of the lower number. Weights
+        are softmaxes over the chosen if `normalized`, else over all. A row whose logits are not all finite
+        has the first experts, and weights of NaN, which end its request.
+        """
+        logits_TE = logits_TC[:, :count]
+        sound_T1 = logits_TE.isfinite().all(1, keepdim=True)
+        logits_TE = logits_TE.where(sound_T1, torch.zeros(()))
+        best_TE = logits_TE.sort(dim=1, descending=True, stable=True).indices
+        numbers_TK = best_TE[:, :each].sort(1).values
+        if normalized:
+            weights_TK = logits_TE.gather(1, numbers_TK).softmax(1)
+        else:
+            weights_TK = logits_TE.softmax(1).gather(1, numbers_TK)
+        return numbers_TK, weights_TK.where(sound_T1, torch.tensor(torch.nan))
+
+    def open_gates(self, logits_TC: Tensor, column: int) -> Tensor:
+        """The sigmoids of a column, float32 [T]."""
+        # As softmax([gate, 0]), which is computed row by row: others cut vectors anywhere.
+        gate_T1 = logits_TC[:, column : column + 1]
+        return torch.cat([gate_T1, torch.zeros_like(gate_T1)], 1).softmax(1)[:, 0]
+
+    def add_weighted(self, total_TD: Tensor, made_RD: Tensor, rows_R: Tensor, weights_R: Tensor) -> None:
+        """total[rows] += weights * made in place, in float32; no row is named twice."""
+        total_TD[rows_R] += weights_R[:, None] * made_RD.float()
+
 
 def _normed(x_TD: Tensor, norm: NormParts) -> Tensor:
     shape = norm.weight_D.shape
@@ -187,3 +217,35 @@ class NativeOps(Ops):
         told = ACTIVATIONS[activation], x_TF.data_ptr(), out_TF.data_ptr()
         self.library.activate(code, *told, *x_TF.shape)
         return out_TF
+
+    def choose_experts(
+        self, logits_TC: Tensor, count: int, each: int, *, normalized: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As Ops says; logits are contiguous float32."""
+        rows, stride = self._logits(logits_TC)
+        numbers_TK = torch.empty(rows, each, dtype=torch.int64)
+        weights_TK = torch.empty(rows, each)
+        told = logits_TC.data_ptr(), stride, rows, count, each, normalized
+        self.library.choose_experts(*told, numbers_TK.data_ptr(), weights_TK.data_ptr())
+        return numbers_TK, weights_TK
+
+    def open_gates(self, logits_TC: Tensor, column: int) -> Tensor:
+        """As Ops says; logits are contiguous float32."""
+        rows, stride = self._logits(logits_TC)
+        open_T = torch.empty(rows)
+        begin = logits_TC.data_ptr() + column * logits_TC.element_size()
+        self.library.open_gates(begin, stride, rows, open_T.data_ptr())
+        return open_T
+
+    def add_weighted(self, total_TD: Tensor, made_RD: Tensor, rows_R: Tensor, weights_R: Tensor) -> None:
+        """As Ops says."""
+        weights_R = weights_R.contiguous()
+        code, size = check_rows(made_RD, total_TD.shape[1]), total_TD.shape[1]
+        told = total_TD.data_ptr(), made_RD.data_ptr(), rows_R.data_ptr(), weights_R.data_ptr()
+        self.library.add_weighted(code, *told, len(made_RD), size)
+
+    def _logits(self, logits_TC: Tensor) -> tuple[int, int]:
+        """How many rows of how many logits these are."""
+        if logits_TC.dtype is not torch.float32 or not logits_TC.is_contiguous():
+            raise TypeError(f"a router's logits must be contiguous float32, got {logits_TC.dtype}")
+        return len(logits_TC), logits_TC.shape[1]

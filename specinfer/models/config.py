@@ -24,6 +24,11 @@ class Family(StrEnum):
     QWEN3 = "qwen3"
     GEMMA = "gemma"
     GEMMA2 = "gemma2"
+    MIXTRAL = "mixtral"
+    QWEN2_MOE = "qwen2_moe"
+    QWEN3_MOE = "qwen3_moe"
+    OLMOE = "olmoe"
+    GRANITE_MOE = "granitemoe"
     GEMMA3 = "gemma3"
     PHI3 = "phi3"
     GLM = "glm"
@@ -94,6 +99,32 @@ class QkNorm(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The MLPs of a mixture: of `count` experts each token has the `per_token` that a router chooses.
+
+    The router's softmax is over all experts, or over those that were chosen: then weights add up to 1.
+    """
+
+    count: int
+    per_token: int
+    size: int  # of each expert, as the MLP size of a dense layer
+    normalized: bool
+    shared_size: int = 0  # of one more expert that every token has, times the sigmoid of a gate of its own
+    dense_layers: frozenset[int] = frozenset()  # numbers of layers that have an MLP instead
+
+    def __post_init__(self) -> None:
+        _positive("the size of experts", self.size)
+        if not 1 <= self.per_token <= self.count:
+            raise ModelError(
+                f"a token has {self.per_token} experts of {self.count}; allowed: 1 to all of them"
+            )
+
+    def touched(self, rows: int) -> float:
+        """How many experts `rows` tokens have together, if each chose its own by chance."""
+        return self.count * (1 - (1 - self.per_token / self.count) ** rows)
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineStage:
     """Layers first .. behind - 1 of a model of `count`: those of one of several pipeline stages.
 
@@ -120,6 +151,14 @@ class PipelineStage:
 
 
 @dataclass(frozen=True, slots=True)
+class InnerRange:
+    """The part of a kind of MLPs that a rank has; None: all of it."""
+
+    columns: range | None = None  # rows of the first matrices, and columns of the last
+    sums: SumParts | None = None  # parts of sums of floats, over these columns; None: each sum is one
+
+
+@dataclass(frozen=True, slots=True)
 class Ranges:
     """The parts of a whole model's matrices that one of several ranks has; None: all.
 
@@ -135,6 +174,8 @@ class Ranges:
     # Parts of sums of floats, over the columns of o, and of an MLP's last matrix; None: each sum is one.
     o: SumParts | None = None
     down: SumParts | None = None
+    experts: InnerRange = InnerRange()  # of every expert of a mixture
+    shared_expert: InnerRange = InnerRange()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +226,7 @@ class ModelConfig:
     max_context: int
     eos_ids: tuple[int, ...] = ()
     embedding_size: int  # other than hidden_size only in OPT-350m
+    experts: Experts | None = None  # None: every layer has one MLP
     part: Ranges = field(
         default=Ranges(), repr=False
     )  # what is kept of whole models is found by what is shown
@@ -236,6 +278,11 @@ class ModelConfig:
             max_context=longrope.extended_context,
         )
 
+    def experts_of(self, layer: int) -> Experts | None:
+        """The mixture in a layer, by its number in the whole model; None: it has one MLP."""
+        dense = self.experts is None or layer in self.experts.dense_layers
+        return None if dense else self.experts
+
     @property
     def plain_layers(self) -> bool:
         """Whether layers have Llama's form, or Qwen's: RMSNorm before each block, a gated MLP and rope.
@@ -245,6 +292,7 @@ class ModelConfig:
         return (
             (self.norm, self.norm_place) == (Norm.RMS, NormPlace.BEFORE)
             and self.gated_mlp
+            and self.experts is None
             and self.rope is not None
             and not (self.parallel_block or self.layers_without_rope or self.attention_sinks)
             and (self.qkv_clip, self.attention_softcap) == (None, None)

@@ -21,6 +21,7 @@ from specinfer.kernels.low_rank import AdaptedLayer
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig, NormPlace, QkNorm
+from specinfer.models.experts import Mixture, expert_matrices, mixture
 from specinfer.models.language_model import LayeredModel, PassContext, Read, Residual, Taps, check_taps
 from specinfer.models.layers import MLP, Attention, RowNorm, attention_spec, embedding_and_output
 from specinfer.models.rope import RotaryEmbedding, rotations
@@ -213,13 +214,18 @@ class DecoderLayer:
             config.qkv_clip,
         )
         first = ["mlp.gate_proj", "mlp.up_proj"] if config.gated_mlp else ["mlp.up_proj"]
-        self._mlp = MLP(
-            linear(config.mlp_bias, *first, rows=[part.inner] * len(first)),
-            linear(config.mlp_bias, "mlp.down_proj", columns=part.inner, parts=part.down),
-            config.activation,
-            weights.kernels.ops,
-            gated=config.gated_mlp,
-        )
+        experts = config.experts_of(config.stage.first + layer)
+        self._mlp: MLP | Mixture
+        if experts is not None:
+            self._mlp = mixture(config, experts, weights, f"{prefix}.mlp")
+        else:
+            self._mlp = MLP(
+                linear(config.mlp_bias, *first, rows=[part.inner] * len(first)),
+                linear(config.mlp_bias, "mlp.down_proj", columns=part.inner, parts=part.down),
+                config.activation,
+                weights.kernels.ops,
+                gated=config.gated_mlp,
+            )
 
     @property
     def heads(self) -> AttentionSpec:
@@ -250,10 +256,15 @@ class DecoderLayer:
         if self._config.parallel_block:
             if self._before_mlp is not None:
                 given_TC = self._before_mlp(x_TD)
-            return self._left(x_TD, made_TD + self._mlp(given_TC, adapted), None)
+            return self._left(x_TD, made_TD + self._thought(given_TC, adapted), None)
         y_TD = self._left(x_TD, made_TD, self._after_attention)
-        made_TD = self._mlp(_entered(x_TD, y_TD, self._before_mlp), adapted)
+        made_TD = self._thought(_entered(x_TD, y_TD, self._before_mlp), adapted)
         return self._left(x_TD, made_TD, self._after_mlp)
+
+    def _thought(self, given_TD: Tensor, adapted: AdaptedLayer | None) -> Tensor:
+        """What the MLP makes of rows, or experts, which no adapter changes."""
+        mlp = self._mlp
+        return mlp(given_TD) if isinstance(mlp, Mixture) else mlp(given_TD, adapted)
 
     def _left(self, x_TD: Tensor, made_TD: Tensor, after: RowNorm | None) -> Tensor | None:
         """What is still to be added to x where a block has made this, which may be written to."""
@@ -276,7 +287,8 @@ class DecoderLayer:
         return LayerParts(
             norms=[None if norm is None else norm.parts for norm in norms],
             heads=attention.heads,
-            products=(attention.qkv, attention.o, mlp.up, mlp.down),
+            products=(attention.qkv, attention.o, *(() if isinstance(mlp, Mixture) else mlp.products)),
+            experts=mlp.parts() if isinstance(mlp, Mixture) else None,
             rope=self.rope,
             form="parallel" if config.parallel_block else form,
             activation=config.activation.value,
@@ -322,12 +334,14 @@ def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         ("self_attn.k_proj", kv, hidden, config.qkv_bias),
         ("self_attn.v_proj", kv, hidden, config.qkv_bias),
         ("self_attn.o_proj", hidden, q, config.o_bias),
+    ]
+    dense = [
         ("mlp.gate_proj", inner, hidden, config.mlp_bias),
         ("mlp.up_proj", inner, hidden, config.mlp_bias),
         ("mlp.down_proj", hidden, inner, config.mlp_bias),
     ]
     if not config.gated_mlp:
-        matrices.pop(4)
+        dense.pop(0)
     for i in range(config.stage.first, config.stage.behind):
         prefix = f"model.layers.{i}"
         norms += [f"{prefix}.{name}" for name in norm_names(config) if name is not None]
@@ -338,7 +352,9 @@ def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             }
         if config.attention_sinks:
             shapes[f"{prefix}.self_attn.sinks"] = (config.num_heads,)
-        for name, rows, columns, bias in matrices:
+        experts = config.experts_of(i)
+        mlp = dense if experts is None else expert_matrices(experts, hidden)
+        for name, rows, columns, bias in [*matrices, *mlp]:
             shapes[f"{prefix}.{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{prefix}.{name}.bias"] = (rows,)

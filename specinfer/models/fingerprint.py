@@ -8,6 +8,7 @@ from typing import Final
 import torch
 
 from specinfer.models.config import Family
+from specinfer.models.experts import EXPERTS
 from specinfer.models.weights import OpenModel
 
 _LAST_NORM: Final = "model.norm.weight"
@@ -21,7 +22,8 @@ def fingerprint(model: OpenModel) -> str:
     VECTORS is a hash of the sizes, and of all norms and biases, which no quantization of a file rounds: the
     same model has it as a GGUF file and as a folder. ROWS is a hash of one row of each matrix of each layer,
     where the file has all of them as numbers of one DTYPE. So a fine-tune is told from its base, even one
-    that left norms and biases as they were, unless one of the two is quantized. Takes some 10 ms.
+    that left norms and biases as they were, unless one of the two is quantized. Of experts the first of each
+    layer is looked at. Takes some 10 ms.
     """
     shapes = sorted(model.shapes.items())
     vectors = _sizes(model)
@@ -30,7 +32,11 @@ def fingerprint(model: OpenModel) -> str:
             vectors.update(name.encode())
             vectors.update(_vector(model, name))
     found = f"2:{vectors.hexdigest()[:_DIGITS]}"
-    matrices = {name: shape[0] for name, shape in shapes if len(shape) == 2 and ".layers." in name}
+    matrices = {
+        name: shape[0]
+        for name, shape in shapes
+        if len(shape) == 2 and ".layers." in name and (EXPERTS not in name or f"{EXPERTS}0." in name)
+    }
     dtypes = {model.dtype(name) for name in matrices}
     if len(dtypes) != 1 or None in dtypes:
         return found

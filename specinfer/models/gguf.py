@@ -7,7 +7,7 @@ reads their heads, and models/families what these say of the model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -39,6 +39,15 @@ class _Placed:
     offset: int  # bytes from the start of the file
     row_bytes: int  # of one row; of one element where the tensor is a vector
 
+    def as_matrix(self, name: str) -> _Placed:
+        """The same, matrices of several experts one below the other, a shared expert's gate as a row."""
+        if len(self.shape) == 3:
+            experts, rows, columns = self.shape
+            return replace(self, shape=(experts * rows, columns), row_bytes=self.row_bytes // rows)
+        if name.endswith("ffn_gate_inp_shexp.weight") and len(self.shape) == 1:
+            return replace(self, shape=(1, *self.shape), row_bytes=self.row_bytes * self.shape[0])
+        return self
+
 
 class GGUFFile:
     """An open GGUF model: its config, and its tensors under the decoder's names, rows in the decoder's order.
@@ -57,6 +66,7 @@ class GGUFFile:
                 tensor = self._tensors.pop(name)
                 if end == "scale":  # the other one is of activations, which are not quantized here
                     self._scales[f"{stem}.weight"] = float(self._read(tensor, 0, 1))
+        self._tensors = {name: tensor.as_matrix(name) for name, tensor in self._tensors.items()}
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         family = gguf_family(header.metadata)
         numbers: dict[str, tuple[float, ...]] = {name: self._numbers(tensor) for name, tensor in rope.items()}

@@ -42,6 +42,17 @@ INSIDE: Final[Inside] = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_EXPERT_STACKS: Final = {
+    "ffn_gate_exps.weight": ("gate_proj",),
+    "ffn_up_exps.weight": ("up_proj",),
+    "ffn_down_exps.weight": ("down_proj",),
+    "ffn_gate_up_exps.weight": ("gate_proj", "up_proj"),
 }
 # Those of models with norms before and behind each block.
 BOTH_SIDES: Final[Inside] = {
@@ -81,7 +92,7 @@ class GgufFamily:
     def names(self, head: GgufHead) -> Names:
         """How a file names the decoder's tensors."""
         inside = self.inside(head) if callable(self.inside) else self.inside
-        return Names("blk.", OUTSIDE, inside, neighbours=self.neighbours, ones=self.ones)
+        return Names("blk.", OUTSIDE, inside, _EXPERT_STACKS, neighbours=self.neighbours, ones=self.ones)
 
 
 def decoder_from_gguf(
@@ -93,8 +104,6 @@ def decoder_from_gguf(
     unsupported.
     """
     c, shapes = head.fields, head.shapes
-    if integer(c, "expert_count", 0):
-        raise ModelError("the GGUF file is a mixture of experts; supported: dense models")
     hidden = count(c, "embedding_length")
     heads = count(c, "attention.head_count")
     layers = integer(c, "block_count", most=MOST_LAYERS)

@@ -58,6 +58,11 @@ class MLP:
         self._activation = activation.value
         self._act = ops.gate if gated else ops.activate
 
+    @property
+    def products(self) -> tuple[Product, Product]:
+        """Its products, in their order."""
+        return self.up, self.down
+
     def __call__(self, x_TD: Tensor, adapted: AdaptedLayer | None = None) -> Tensor:
         """[T, D] -> [T, D]."""
         inner_TF = self._act(times(self.up, UP, x_TD, adapted), self._activation)

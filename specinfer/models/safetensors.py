@@ -90,6 +90,13 @@ class TensorEntry:
     offset: int  # bytes from the start of the file
     row_bytes: int
 
+    def stacked(self) -> TensorEntry:
+        """The same, matrices of several experts one below the other."""
+        if len(self.shape) != 3:
+            return self
+        experts, rows, columns = self.shape
+        return replace(self, shape=(experts * rows, columns), row_bytes=columns * self.dtype.itemsize)
+
     def read_rows(self, start: int, stop: int) -> Tensor:
         """Rows start..stop, on the CPU, in the file's dtype; raises ModelFileError where the file ends."""
         if not (stop - start) * self.row_bytes:  # which cannot be viewed as another dtype
@@ -120,7 +127,7 @@ class SafetensorsFolder:
         family = hf_family(described)
         tensors: Mapping[str, StoredTensor]
         if quantized is None:
-            tensors = read_entries(weights)
+            tensors = {name: entry.stacked() for name, entry in read_entries(weights).items()}
         else:
             tensors = dequantized(path, quantized, read_entries(weights, FLOATS | STORED))
         self._entries = _bare_names(tensors, family, config)

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import ModelFileError
-from specinfer.models.config import ModelConfig, QkNorm
+from specinfer.models.config import Experts, ModelConfig, QkNorm
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP: Final = ("mlp.gate_proj", "mlp.up_proj")
 Rows = range | tuple[int, ...]
 Inside = Mapping[str, str | tuple[str, ...]]
 _LAYER: Final = "model.layers."  # the decoder's name of what is inside one, up to its number
+_NUMBER: Final = re.compile(r"\.(\d+)\.")
 _ROTATED: Final = re.compile(r"self_attn\.(?:[qk]_proj\.(?:weight|bias)|[qk]_norm\.weight)$")
 
 
@@ -43,13 +44,16 @@ class Source:
 class Names:
     """How the files of one family name the decoder's tensors, stack them and order their rows.
 
-    Names are without `.weight` and `.bias`, those inside a layer without what stands before them. Whatever is
-    not listed has the decoder's name.
+    Names are without `.weight` and `.bias`, those inside a layer without what stands before them, and with *
+    where an expert's number stands. Whatever is not listed has the decoder's name.
     """
 
     layers: str = _LAYER  # what names inside a layer begin with, up to its number
     outside: Mapping[str, str] = field(default_factory=dict)  # the file's name -> the decoder's
     inside: Inside = field(default_factory=dict)  # several: stacked by rows
+    # Tensors that have matrices of all experts one below the other, and which of each: by their whole names
+    # inside a layer.
+    expert_stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Whether a stack of q, k and v has for each key-value head its query heads, its key and its value, where
     # others have all queries first.
     by_key_head: bool = False
@@ -63,18 +67,36 @@ class Names:
     def sources(self, name: str, config: ModelConfig) -> dict[str, Source]:
         """What tensor of the decoder, or which, a file's tensor of this name holds."""
         stem, dot, kind = name.rpartition(".")
+        number, between, own = stem.removeprefix(self.layers).partition(".")
+        in_layer = stem.startswith(self.layers) and between and number.isdecimal()
+        if in_layer and config.experts is not None and (of_each := self.expert_stacks.get(f"{own}.{kind}")):
+            return self._experts(name, f"{_LAYER}{number}.mlp.experts", of_each, config, config.experts)
         if kind not in ("weight", "bias"):
             return {name: Source(name)}
-        number, between, own = stem.removeprefix(self.layers).partition(".")
-        if not (stem.startswith(self.layers) and between and number.isdecimal()):
+        if not in_layer:
             return {self.outside.get(stem, stem) + dot + kind: Source(name)}
-        inside = self.inside.get(own, own)
+        starred = _NUMBER.sub(".*.", own)
+        inside = self.inside.get(starred, own)
+        if isinstance(inside, str) and (expert := _NUMBER.search(own)):
+            inside = inside.replace("*", expert[1])
         stack = (inside,) if isinstance(inside, str) else inside
         found = {}
         for part, rows in zip(stack, self._stacked(stack, config), strict=True):
             here = f"{_LAYER}{number}.{part}.{kind}"
             turned = own in self.transposed and kind == "weight"
             found[here] = Source(name, self._in_order(here, rows, config), turned)
+        return found
+
+    def _experts(
+        self, name: str, begin: str, of_each: Sequence[str], config: ModelConfig, experts: Experts
+    ) -> dict[str, Source]:
+        """The matrices of all experts in one tensor, whose names here begin with `begin`."""
+        found, row = {}, 0
+        for number in range(experts.count):
+            for part in of_each:
+                count = config.hidden_size if part == "down_proj" else experts.size
+                found[f"{begin}.{number}.{part}.weight"] = Source(name, range(row, row + count))
+                row += count
         return found
 
     def _stacked(self, stack: Sequence[str], config: ModelConfig) -> Sequence[Rows | None]:

@@ -29,7 +29,7 @@ from specinfer.kernels.layout import (
     empty_int4,
     empty_int8,
 )
-from specinfer.kernels.library import Library
+from specinfer.kernels.library import BLOCK, Library, num_blocks
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.parts_product import PartsProduct
 from specinfer.kernels.product import NativeProduct, PartedProduct, Product, SplitProduct
@@ -188,13 +188,15 @@ class Weights:
         rows: Sequence[range | None] = (),
         columns: range | None = None,
         parts: SumParts | None = None,
+        precise: bool = False,
     ) -> Product:
         """The product with the matrix `name`.weight, and `name`.bias if asked; several are stacked.
 
         `tied` is the same matrix, from `table`: the output layer's, where it embeds tokens, too. Where a
         rank has a part, `rows` are those of each of the matrices, or `columns` those of one: then the product
         takes rows of so many, and gives what those of all ranks make together. None: all. `parts` say how
-        sums of floats are added, on one rank or several.
+        sums of floats are added, on one rank or several. A `precise` one is of float32, as are its rows,
+        whatever the others are, and whole on every rank.
         """
         output_layer = tied is not None or names[0].startswith("lm_head")
         if output_layer and self._shared.output is not None:
@@ -202,6 +204,10 @@ class Weights:
         matrices = [f"{name}.weight" for name in names]
         b = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
         channels, inner = self._reader.shape(matrices)
+        if precise:
+            return self._product(
+                self._filled(matrices, self._precise(channels, inner), None), b, inner, channels
+            )
         if columns is not None or any(one is not None for one in rows):
             return self._part(matrices, b, rows, columns, parts, output_layer)
         chosen = None
@@ -217,6 +223,37 @@ class Weights:
                 matrices, self._empty(matrices, channels, inner, output_layer, library), chosen
             )
         return self._product(weight, b, inner, channels, parts=parts)
+
+    def gated(
+        self, prefixes: Sequence[str], columns: range | None = None, parts: SumParts | None = None
+    ) -> list[tuple[Product, Product]]:
+        """The products of gated MLPs of one shape: of gate_proj and up_proj in one, and of down_proj.
+
+        Their matrices lie side by side. `columns` are those of the MLPs that this rank has, and `parts` say
+        how sums over all of them are added, as with `linear`.
+        """
+        names = [([f"{prefix}.gate_proj", f"{prefix}.up_proj"], f"{prefix}.down_proj") for prefix in prefixes]
+        if columns is not None or self._reader.quantization == "gguf":  # whose blocks differ
+            return [
+                (
+                    self.linear(*both, rows=[columns, columns]),
+                    self.linear(down, columns=columns, parts=parts),
+                )
+                for both, down in names
+            ]
+        shapes = [
+            self._reader.shape([f"{name}.weight" for name in matrices])
+            for matrices in (names[0][0], [names[0][1]])
+        ]
+        rooms = zip(*(self._side_by_side(len(names), *shape) for shape in shapes), strict=True)
+        found = list[tuple[Product, Product]]()
+        # An expert's matrices are read one behind the other, and lie so in a prepared file.
+        for (both, down), (first, last) in zip(names, rooms, strict=True):
+            gate_up = self._filled([f"{name}.weight" for name in both], first, None)
+            made = self._product(gate_up, None, shapes[0][1], shapes[0][0])
+            last = self._filled([f"{down}.weight"], last, None)
+            found.append((made, self._product(last, None, shapes[1][1], shapes[1][0], parts=parts)))
+        return found
 
     def _part(
         self,
@@ -278,6 +315,26 @@ class Weights:
             return empty_int4(channels, inner, library)
         return empty_int8(channels, inner, library)
 
+    def _precise(self, channels: int, inner: int) -> Weight:
+        """Memory for a matrix of float32."""
+        if self.kernels.products.library is None:
+            return FloatTable(torch.empty(channels, inner, device=self.device))
+        return empty_floats(channels, inner, torch.float32, self.kernels.products.library)
+
+    def _side_by_side(self, count: int, channels: int, inner: int) -> list[Weight]:
+        """Memory for so many matrices of this model's kind, in one piece."""
+        library, blocks = self.kernels.products.library, num_blocks(channels)
+        if self._reader.quantization == "none" and library is None:
+            tables = torch.empty(count, channels, inner, dtype=self.dtype, device=self.device)
+            return [FloatTable(table) for table in tables]
+        rows = count * blocks * BLOCK
+        if self._reader.quantization == "none":
+            whole: Weight = empty_floats(rows, inner, self.dtype, library)
+        else:
+            whole = self._empty((), rows, inner, False, library)
+        parts = (slice(number * blocks, (number + 1) * blocks) for number in range(count))
+        return [type(whole)(*(tensor[part] for tensor in whole)) for part in parts]
+
     def _filled(self, matrices: Sequence[str], weight: Weight, rows: Sequence[int] | None) -> Weight:
         """These matrices, stacked, or some rows of them; `weight` is memory of their kind and shapes."""
         lent = self._shared.memory
@@ -330,6 +387,11 @@ class PassingWeights(Weights):
         if len(shape) > 1:
             super().tensor(*names)
         return torch.empty(shape, dtype=self.dtype, device="meta")
+
+    def _side_by_side(self, count: int, channels: int, inner: int) -> list[Weight]:
+        return (
+            super()._side_by_side(1, channels, inner) * count
+        )  # each is written down before the next is made
 
     def _product(self, *given: object, **named: object) -> Product:
         return _computes_nothing

@@ -24,6 +24,7 @@ from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.kernels.machine import give_back_memory
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder, decoder_shapes
+from specinfer.models.experts import EXPERTS, PRECISE
 from specinfer.models.families.registry import HF_FAMILIES
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.hosted.folder import HostedFolder, hosted
@@ -356,10 +357,10 @@ def weight_bytes(
             continue
         if name.endswith("embed_tokens.weight") and part.table is not None:
             size += len(part.table) * config.embedding_size * dtype.itemsize
-        elif floats or len(shape) < 2 or name.endswith(_LOOKED_UP):
+        elif len(shape) < 2 or name.endswith(_LOOKED_UP):
             size += math.prod(shape) * dtype.itemsize
         else:
-            size += (int4_bytes if quantization == "int4" else int8_bytes)(shape[0], shape[1])
+            size += _shape_bytes(name, shape, dtype, quantization)
     return size
 
 
@@ -368,20 +369,31 @@ def layer_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization
     found = [0] * model.config.num_layers
     for name, shape in decoder_shapes(model.config).items():
         if len(shape) > 1 and (layer := _LAYER.search(name)) is not None:
-            size = _matrix_bytes(model, name, dtype, quantization)
-            found[int(layer[1])] += size
+            found[int(layer[1])] += _matrix_bytes(model, name, dtype, quantization)
     return found
+
+
+def expert_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization) -> int:
+    """The bytes of all experts that a router chooses among, which are part of `estimate_bytes`."""
+    return sum(_matrix_bytes(model, name, dtype, quantization) for name in model.shapes if EXPERTS in name)
 
 
 def _matrix_bytes(model: OpenModel, name: str, dtype: torch.dtype, quantization: Quantization) -> int:
     """The bytes of a matrix by itself; stacked with others of other blocks it may take more."""
     shape = model.shapes[name]
+    if quantization == "gguf" and not name.endswith(PRECISE):
+        channels, inner = math.prod(shape[:-1]), shape[-1]
+        return blocks_bytes(channels, inner, blocks_file(model).block_form(name))
+    return _shape_bytes(name, shape, dtype, quantization)
+
+
+def _shape_bytes(name: str, shape: tuple[int, ...], dtype: torch.dtype, quantization: Quantization) -> int:
+    """The same of a matrix that is quantized by us, if it is."""
+    if name.endswith(PRECISE):
+        return math.prod(shape) * 4
     if quantization == "none":
         return math.prod(shape) * dtype.itemsize
-    channels, inner = math.prod(shape[:-1]), shape[-1]
-    if quantization == "gguf":
-        return blocks_bytes(channels, inner, blocks_file(model).block_form(name))
-    return (int4_bytes if quantization == "int4" else int8_bytes)(channels, inner)
+    return (int4_bytes if quantization == "int4" else int8_bytes)(math.prod(shape[:-1]), shape[-1])
 
 
 def _tensors(file: OpenModel, config: ModelConfig) -> Mapping[str, tuple[int, ...]]:

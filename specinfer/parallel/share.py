@@ -26,7 +26,7 @@ from typing import Final
 
 from specinfer.errors import ConfigError
 from specinfer.kernels.parts import SumParts
-from specinfer.models.config import ModelConfig, PipelineStage, QkNorm, Ranges
+from specinfer.models.config import InnerRange, ModelConfig, PipelineStage, QkNorm, Ranges
 
 _GROUP: Final = 32  # columns that are rotated and quantized together (kernels/layout.py)
 _ROWS: Final = 16  # of a matrix that lie side by side
@@ -73,7 +73,7 @@ class Share:
             cut = f", in {self.parts} parts of sums" if self.parts > 1 else ""
             raise ConfigError(
                 f"tensor_parallel is {self.size}: of {config.num_heads} heads in {config.num_kv_heads} "
-                f"groups, and an MLP of {config.intermediate_size}{cut}, some rank would have none; allowed "
+                f"groups, and an MLP of {min(_inner_sizes(config))}{cut}, some rank would have none; allowed "
                 f"for this model: {', '.join(works)}, and pipeline_parallel shares out whole layers"
             )
         if self.size > 1 and config.qk_norm is QkNorm.WHOLE:
@@ -81,19 +81,27 @@ class Share:
                 f"tensor_parallel is {self.size}: a {config.family} model norms the queries of all heads "
                 "together, which ranks do not share; pipeline_parallel shares out whole layers"
             )
-        o, down = self._sums(config)
+        o, down = self._head_sums(config), self._column_sums(config.intermediate_size)
+        experts, of_expert, of_shared = config.experts, InnerRange(), InnerRange()
+        if experts is not None:
+            of_expert, of_shared = self._inner(experts.size), self._inner(experts.shared_size)
         if self.size == 1:
-            return config if o is None else replace(config, part=Ranges(o=o, down=down))
+            sums = Ranges(o=o, down=down, experts=of_expert, shared_expert=of_shared)
+            return config if o is None else replace(config, part=sums)
         (queries, keys), inner = own, self.columns(config.intermediate_size)
         head, vocab, alibi = config.head_dim, self.vocab(config.vocab_size), config.alibi
         if alibi is not None:
             alibi = replace(alibi, slopes=alibi.slopes[queries.start : queries.stop])
+        if experts is not None:
+            sizes = len(of_expert.columns or ()), len(of_shared.columns or ())
+            experts = replace(experts, size=sizes[0], shared_size=sizes[1])
         return replace(
             config,
             num_heads=len(queries),
             num_kv_heads=len(keys),
             alibi=alibi,
             intermediate_size=len(inner),
+            experts=experts,
             part=Ranges(
                 queries=range(queries.start * head, queries.stop * head),
                 keys=range(keys.start * head, keys.stop * head),
@@ -102,6 +110,8 @@ class Share:
                 table=None if whole_table else vocab,
                 o=o,
                 down=down,
+                experts=of_expert,
+                shared_expert=of_shared,
             ),
         )
 
@@ -112,24 +122,32 @@ class Share:
     def _fits(self, config: ModelConfig) -> bool:
         """Whether each of so many ranks has something of everything."""
         heads = config.num_heads, config.num_kv_heads, config.head_dim
+        sizes = _inner_sizes(config)
         return all(
-            share.heads(*heads) and share.columns(config.intermediate_size) and share.vocab(config.vocab_size)
+            share.heads(*heads) and all(map(share.columns, sizes)) and share.vocab(config.vocab_size)
             for share in self._all
         )
 
-    def _sums(self, config: ModelConfig) -> tuple[SumParts | None, SumParts | None]:
-        """The parts of the sums over heads, and over columns of the MLP; None where they are exact."""
+    def _inner(self, size: int) -> InnerRange:
+        """This rank's part of MLPs of that size."""
+        return InnerRange(self.columns(size) if self.size > 1 and size else None, self._column_sums(size))
+
+    def _head_sums(self, config: ModelConfig) -> SumParts | None:
+        """The parts of the sums over heads; None where they are exact."""
         if self.parts == 1:
-            return None, None
-        heads, inner = (config.num_heads, config.num_kv_heads, config.head_dim), config.intermediate_size
+            return None
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
         pieces = [piece for group in _pieces(*heads, self.parts) for piece in group]
         ends = [0, *(piece.stop * config.head_dim for piece in pieces)]
         begins = [own[0].start * config.head_dim for share in self._all if (own := share.heads(*heads))]
-        columns = [share.columns(inner).start for share in self._all]
-        return (
-            _parts(ends, begins, self.rank),
-            _parts(_column_ends(inner, self.parts), columns, self.rank),
-        )
+        return _parts(ends, begins, self.rank)
+
+    def _column_sums(self, inner: int) -> SumParts | None:
+        """The parts of the sums over columns of MLPs of that size; None where they are exact, or none."""
+        if self.parts == 1 or not inner:
+            return None
+        begins = [share.columns(inner).start for share in self._all]
+        return _parts(_column_ends(inner, self.parts), begins, self.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +227,13 @@ def _parts(ends: Sequence[int], begins: Sequence[int], rank: int) -> SumParts:
     shares = tuple(map(ends.index, (*begins, ends[-1])))
     own = ends[shares[rank] : shares[rank + 1] + 1]
     return SumParts(tuple(end - own[0] for end in own[1:]), shares, rank)
+
+
+def _inner_sizes(config: ModelConfig) -> list[int]:
+    """The sizes of all kinds of MLPs that layers have."""
+    experts = config.experts
+    sizes = [config.intermediate_size, *([] if experts is None else [experts.size, experts.shared_size])]
+    return [size for size in sizes if size]
 
 
 def _column_ends(inner: int, parts: int) -> list[int]:

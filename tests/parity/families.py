@@ -105,6 +105,33 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3": ("Qwen3Config", {**_DECODER, "head_dim": 16}),
     "qwen3-biases": ("Qwen3Config", {**_DECODER, "head_dim": 8, "attention_bias": True}),
     "gemma": ("GemmaConfig", {**_DECODER, "head_dim": 16, "attention_bias": True}),
+    "mixtral": ("MixtralConfig", {**_DECODER, "num_local_experts": 4, "sliding_window": 5}),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {
+            **{**_DECODER, "num_experts": 6, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {
+            **{**_DECODER, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [1]},
+        },
+    ),
+    "olmoe": (
+        "OlmoeConfig",
+        {**_DECODER, "intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3},
+    ),
+    "granite-moe": (
+        "GraniteMoeConfig",
+        {
+            **{**_DECODER, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2},
+            **{"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
+            **{"logits_scaling": 2.5, "attention_bias": True},
+        },
+    ),
     "gemma3": ("Gemma3TextConfig", _GEMMA),
     "gemma3-softcap": (
         "Gemma3TextConfig",

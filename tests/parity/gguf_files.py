@@ -34,12 +34,17 @@ _ARCHITECTURES = {
     "seed_oss": "seed_oss",
     "ernie4_5": "ernie4_5",
     "exaone4": "exaone4",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe",
+    "granitemoe": "granitemoe",
     "gemma3_text": "gemma3",
     "phi3": "phi3",
     "glm": "chatglm",
     "glm4": "glm4",
 }
-_HALVES_BECOME_NEIGHBOURS = {"llama", "olmo", "granite", "smollm3"}
+_HALVES_BECOME_NEIGHBOURS = {"llama", "olmo", "granite", "granitemoe", "smollm3"}
 _KEY_HEADS_BECOME_STACKS = {"falcon", "gptneox"}
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -78,7 +83,14 @@ _LAYER = {
     "attn.out_proj": "attn_output",
     "ffn.up_proj": "ffn_up",
     "ffn.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
+_STACKS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 _BEHIND = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -160,6 +172,16 @@ def write_gguf(
         writer.add_layer_norm_eps(
             _field(config, "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon") or 1e-5
         )
+    if hasattr(config, "num_experts_per_tok"):
+        writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if hasattr(config, "moe_intermediate_size"):
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if arch == "granitemoe":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
@@ -192,7 +214,7 @@ def write_gguf(
         writer.add_tensor("rope_freqs.weight", np.array(rope_factors, dtype=np.float32))
     written = {}
     state = model.state_dict() if tensors is None else load_file(tensors / "model.safetensors")
-    for name, tensor in state.items():
+    for name, tensor in _stacks(state).items():
         there = gguf_name(name, arch)
         if there == leave_out or (there == "output.weight" and config.tie_word_embeddings):
             continue
@@ -211,7 +233,9 @@ def write_gguf(
             halves = each[:, :part].reshape(len(each), 2, part // 2, *values.shape[1:]).swapaxes(1, 2)
             turned = halves.reshape(len(each), part, *values.shape[1:])
             values = np.concatenate((turned, each[:, part:]), axis=1).reshape(values.shape)
-        as_kind = kind if values.ndim == 2 else GGMLQuantizationType.F32
+        if there.endswith("ffn_gate_inp_shexp.weight"):
+            values = values[0]  # the converter leaves out extents of 1
+        as_kind = kind if values.ndim > 1 and "ffn_gate_inp" not in there else GGMLQuantizationType.F32
         written[there] = _encode(values, as_kind)
         writer.add_tensor(there, written[there], raw_dtype=as_kind)
     for name, values in (add or {}).items():
@@ -223,6 +247,18 @@ def write_gguf(
     return written
 
 
+def _stacks(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same, gates and ups of experts apart."""
+    found = {}
+    for name, tensor in state.items():
+        begin, dot, end = name.rpartition("experts.")
+        if end == "gate_up_proj":
+            found[f"{begin}{dot}gate_proj"], found[f"{begin}{dot}up_proj"] = tensor.chunk(2, dim=1)
+        else:
+            found[name] = tensor
+    return found
+
+
 def gguf_name(name: str, arch: str) -> str:
     stem, _, kind = name.rpartition(".")
     if name in _TOP:
@@ -232,6 +268,8 @@ def gguf_name(name: str, arch: str) -> str:
     roots = ("model.layers.", "transformer.h.", "transformer.blocks.", "gpt_neox.layers.")
     root = next(root for root in roots if name.startswith(root))
     layer, own = stem.removeprefix(root).split(".", 1)
+    if own.endswith(".experts"):
+        return f"blk.{layer}.{_STACKS[kind]}.weight"
     return f"blk.{layer}.{(_LAYER | _OF_ARCHITECTURE.get(arch, {}))[own]}.{kind}"
 
 

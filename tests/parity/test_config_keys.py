@@ -22,6 +22,7 @@ HARMLESS = {
     *("chunk_size_feed_forward", "pretraining_tp", "cross_attention_hidden_size", "is_decoder"),
     *("reorder_and_upcast_attn", "n_ctx", "task_specific_params", "summary_type", "summary_use_proj"),
     *("summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),  # of training
     *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),  # sums are float32 here anyway
 }
 # Those that are read where another key is not there.
@@ -45,6 +46,8 @@ PASSED_OVER = {
     "falcon-40b": {"multi_query"},
     "falcon-11b": {"multi_query"},
     "falcon-rw": {"num_kv_heads", "rope_parameters"},  # ALiBi
+    "qwen2-moe": {"intermediate_size"},  # no layer is dense
+    "qwen3-moe": {"sliding_window", "use_sliding_window"},  # the one needs the other
     "mpt": {"learned_pos_emb"},  # ALiBi
     "mpt-heads": {"learned_pos_emb"},
 }

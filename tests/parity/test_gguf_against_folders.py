@@ -20,6 +20,7 @@ from .gguf_files import write_gguf
 NOT_WRITTEN = {
     *("llama-relu", "llama-llama3-rope", "llama-linear-rope", "mistral", "qwen2-window", "gemma3-softcap"),
     *("opt", "opt-350m", "opt-no-bias", "gemma3", "gemma2", "smollm3", "smollm3-window", "mpt-heads"),
+    "mixtral",
     *("helium", "cwm", "falcon-rw", "starcoder-heads", "starcoder2", "gpt-neox-serial", "stablelm-parallel"),
 }
 MORE = {
@@ -28,6 +29,7 @@ MORE = {
     "smollm3": {"no_rope_layers": None, "num_hidden_layers": 5},
     "mpt-heads": {"attn_config": {"clip_qkv": 0.5}},
     "starcoder2": {"sliding_window": None},
+    "mixtral": {"sliding_window": None},
     "gpt-neox-serial": {},
     "stablelm-parallel": {},
 }

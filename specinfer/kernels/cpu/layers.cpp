@@ -84,6 +84,7 @@ Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& path
   };
   const auto think = [&](int64_t i, const void* from, void* to) {
     const Layer& layer = layers[i];
+    if (layer.experts != nullptr) return run_experts(*layer.experts, type, layer.activation, from, rows, to);
     times(layer.up, 4 * i + 2, from, product);
     {
       const Timed timed(Stage::kGate);
@@ -107,7 +108,7 @@ Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& path
       added = left(layer, y, layer.after_attention);
       think(i, entered(added, layer.before_mlp), y);
     }
-    if (lost(layer.down)) return {nullptr, true};
+    if (lost(layer.experts != nullptr ? layer.experts->down[0] : layer.down)) return {nullptr, true};
     added = left(layer, y, layer.after_mlp);
   }
   tap(count, added);

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "experts.h"
 #include "layer_ops.h"
 #include "low_rank.h"
 #include "profile.h"
@@ -27,6 +28,7 @@ struct Layer {
   int32_t gated;
   float clip;   // of what qkv makes; 0: none
   float scale;  // of what is added to x
+  const Experts* experts;  // in place of `up` and `down`, where it is not null
 };
 
 // Of each row, [T, H / 2]; null where there is none.

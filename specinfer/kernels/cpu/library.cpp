@@ -104,6 +104,26 @@ void specinfer_gate(int32_t type, int32_t activation, const void* gate_up, void*
   gate(static_cast<Type>(type), static_cast<Activation>(activation), gate_up, out, rows, size);
 }
 
+void specinfer_choose_experts(const float* logits, int64_t stride, int64_t rows, int64_t count, int64_t each,
+                              int32_t normalized, int64_t* chosen, float* weights) {
+  const Claim claim;
+  const Timed timed(Stage::kGate);
+  choose_experts(logits, stride, rows, count, each, normalized != 0, chosen, weights);
+}
+
+void specinfer_open_gates(const float* logits, int64_t stride, int64_t rows, float* open) {
+  const Claim claim;
+  const Timed timed(Stage::kGate);
+  open_gates(logits, stride, rows, open);
+}
+
+void specinfer_add_weighted(int32_t type, float* total, const void* made, const int64_t* rows, const float* weights,
+                            int64_t count, int64_t size) {
+  const Claim claim;
+  const Timed timed(Stage::kGate);
+  add_weighted(static_cast<Type>(type), total, made, rows, weights, count, size);
+}
+
 void specinfer_activate(int32_t type, int32_t activation, const void* x, void* out, int64_t rows, int64_t size) {
   const Claim claim;
   const Timed timed(Stage::kGate);

@@ -48,7 +48,7 @@ class Slot(NamedTuple):
 
 
 def slots(config: ModelConfig) -> dict[str, Slot]:
-    """The decoder's matrices that may have adapters, by their names without `.weight`."""
+    """The decoder's matrices that may have adapters, by their names without `.weight`; experts may not."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     in_layer = {
@@ -66,6 +66,7 @@ def slots(config: ModelConfig) -> dict[str, Slot]:
         f"model.layers.{layer}.{name}": Slot(PER_LAYER * layer + product, channels, size)
         for layer in range(config.num_layers)
         for name, (product, channels, size) in in_layer.items()
+        if config.experts_of(layer) is None or not name.startswith("mlp.")
     }
 
 

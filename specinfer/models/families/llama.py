@@ -8,6 +8,7 @@ from typing import Final
 
 from specinfer.errors import ModelError
 from specinfer.models.config import Family, ModelConfig, QkNorm
+from specinfer.models.families.mixtures import mixtral_from_gguf
 from specinfer.models.fields import Fields, count, integer
 from specinfer.models.gguf_config import GgufFamily, GgufHead, decoder_from_gguf
 from specinfer.models.hf_config import HfFamily, decoder_from_hf, head_dim, refuse, window_of, windows
@@ -111,6 +112,13 @@ def _qwen_windows(c: Fields) -> tuple[int | None, ...]:
     return windows(c, window, lambda layer: layer >= first)
 
 
+def _llama_from_gguf(head: GgufHead) -> ModelConfig:
+    """Mistral's files say llama, and so do Mixtral's."""
+    if integer(head.fields, "expert_count", 0):
+        return mixtral_from_gguf(head)
+    return decoder_from_gguf(Family.LLAMA, head)
+
+
 HF: Final = (
     HfFamily(("llama",), _llama),
     HfFamily(("mistral",), _mistral),
@@ -119,8 +127,7 @@ HF: Final = (
     HfFamily(("smollm3",), _smollm3),
 )
 GGUF: Final = (
-    # Mistral's files say llama, too.
-    GgufFamily("llama", lambda head: decoder_from_gguf(Family.LLAMA, head), neighbours=True),
+    GgufFamily("llama", _llama_from_gguf, neighbours=True),
     GgufFamily("qwen2", lambda head: decoder_from_gguf(Family.QWEN2, head)),
     GgufFamily("qwen3", lambda head: decoder_from_gguf(Family.QWEN3, head)),
     GgufFamily("smollm3", _smollm3_from_gguf, neighbours=True),

@@ -16,6 +16,7 @@ from specinfer.models.families import (
     granite,
     llama,
     llama_like,
+    mixtures,
     mpt,
     neox,
     olmo,
@@ -30,6 +31,7 @@ HF_FAMILIES: Final[Mapping[str, HfFamily]] = {
     kind: family
     for family in (
         *(*llama.HF, *gemma.HF, *phi.HF, *olmo.HF, *granite.HF, *glm.HF, *cohere.HF),
+        *mixtures.HF,
         *(*llama_like.HF, *gpt.HF, *falcon.HF, *mpt.HF, *neox.HF, *opt.HF),
     )
     for kind in family.model_types
@@ -38,6 +40,7 @@ GGUF_FAMILIES: Final[Mapping[str, GgufFamily]] = {
     family.architecture: family
     for family in (
         *(*llama.GGUF, *gemma.GGUF, *phi.GGUF, *olmo.GGUF, *granite.GGUF, *glm.GGUF, *cohere.GGUF),
+        *mixtures.GGUF,
         *(*llama_like.GGUF, *gpt.GGUF, *falcon.GGUF, *mpt.GGUF, *neox.GGUF),
     )
 }

@@ -114,7 +114,7 @@ def test_gguf_longrope_is_known_by_its_tensors():
         ({**GGUF, "llama.rope.dimension_count": 7}, "rotate 7 of a head's 16 elements"),
         ({**GGUF, "llama.rope.dimension_count": 32}, "rotate 32 of a head's 16 elements"),
         ({**GGUF, "llama.attention.value_length": 8}, "different sizes"),
-        ({**GGUF, "llama.expert_count": 8}, "mixture of experts"),
+        ({**GGUF, "llama.expert_count": 8}, "expert_used_count is None"),
         ({**GGUF, "llama.attention.head_count": 0}, r"attention\.head_count is 0; expected at least 1"),
         ({**GGUF, "llama.embedding_length": 0}, "embedding_length is 0"),
         ({**GGUF, "llama.attention.head_count": 65}, r"attention\.key_length is 0"),

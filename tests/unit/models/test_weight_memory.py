@@ -63,8 +63,10 @@ class LateWeights(Weights):
         rows: Sequence[range | None] = (),
         columns: range | None = None,
         parts: SumParts | None = None,
+        precise: bool = False,
     ) -> Product:
         assert parts is None
+        assert not precise or self.dtype is torch.float32
         matrices = [f"{name}.weight" for name in names]
         whole = None if tied is None else tied.whole
         weight = self.tensor(*matrices) if whole is None else whole
@@ -78,6 +80,14 @@ class LateWeights(Weights):
         blocks = there.view(num_blocks(channels), -1, BLOCK, count)
         self._fills.append(lambda: lay_out_floats(weight, FloatWeight(blocks)))
         return NativeProduct(library, kind, there, channels=channels, inner=inner, bias=b)
+
+    def gated(
+        self, prefixes: Sequence[str], columns: range | None = None, parts: SumParts | None = None
+    ) -> list[tuple[Product, Product]]:
+        return [
+            (self.linear(f"{one}.gate_proj", f"{one}.up_proj"), self.linear(f"{one}.down_proj"))
+            for one in prefixes
+        ]
 
     def _view(self, *shape: int) -> Tensor:
         size = torch.Size(shape).numel()
@@ -116,7 +126,7 @@ def logits_of(model: LanguageModel) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", ["llama", "llama-biases", "qwen3", "gemma3", "opt"])
+@pytest.mark.parametrize("family", ["llama", "llama-biases", "qwen3", "qwen2-moe", "gemma3", "opt"])
 def test_a_model_may_be_built_before_its_weights_arrive(family: str, name: str, tmp_path: Path) -> None:
     save_random(family, tmp_path, tied=family == "gemma3")
     file = open_model(tmp_path)

@@ -9,7 +9,15 @@ import pytest
 
 from specinfer.errors import ConfigError
 from specinfer.kernels.parts import SumParts
-from specinfer.models.config import Family, ModelConfig, PipelineStage, QkNorm, Ranges
+from specinfer.models.config import (
+    Experts,
+    Family,
+    InnerRange,
+    ModelConfig,
+    PipelineStage,
+    QkNorm,
+    Ranges,
+)
 from specinfer.models.positions import Alibi, Rope
 from specinfer.parallel.share import Layout, Share
 
@@ -53,6 +61,23 @@ def test_the_shares_of_smollm2_are_six_heads_and_three() -> None:
         table=range(24576, 49152),
     )
     assert Share(1, 2).of(SMOL, whole_table=True).part.table is None
+
+
+def test_each_rank_has_columns_of_every_expert() -> None:
+    mixture = replace(SMOL, experts=Experts(8, 2, 256, normalized=True, shared_size=96))
+    part = Share(1, 2).of(mixture)
+    assert part.experts == Experts(8, 2, 128, normalized=True, shared_size=64)
+    assert (part.part.experts, part.part.shared_expert) == (
+        InnerRange(range(128, 256)),
+        InnerRange(range(32, 96)),
+    )
+    of_one = Share(0, 1, 4).of(mixture)
+    assert of_one.experts == mixture.experts
+    assert of_one.part.experts == InnerRange(None, SumParts((64, 128, 192, 256), (0, 4)))
+    with pytest.raises(
+        ConfigError, match=r"an MLP of 32, some rank would have none; allowed for this model: 1,"
+    ):
+        Share(0, 2).of(replace(mixture, experts=Experts(8, 2, 32, normalized=True)))
 
 
 def test_more_ranks_than_key_value_heads_have_copies_of_these() -> None:

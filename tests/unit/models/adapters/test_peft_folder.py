@@ -13,11 +13,11 @@ from torch import Tensor
 
 from specinfer.errors import ModelError
 from specinfer.kernels.low_rank import PER_LAYER
-from specinfer.models.adapters.peft_folder import PeftFolder
+from specinfer.models.adapters.peft_folder import PeftFolder, modules
 from specinfer.models.config import ModelConfig
 from specinfer.models.weights import open_model
 from tests.adapters import write_adapter
-from tests.tiny_models import write_tiny_llama
+from tests.tiny_models import write_tiny_llama, write_tiny_mixture
 
 INSIDE = "base_model.model.model.layers.0.self_attn.q_proj"
 Tensors = dict[str, Tensor]
@@ -44,6 +44,12 @@ def describe(folder: Path, **values: object) -> None:
     """Change its config."""
     file = folder / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def test_experts_have_no_adapters(tmp_path: Path) -> None:
+    config = config_of(write_tiny_mixture(tmp_path / "model"))
+    kinds = {name.split(".", 3)[3] for name in modules(config)}
+    assert kinds == {f"self_attn.{one}_proj" for one in "qkvo"}
 
 
 def put(name: str, *shape: int) -> Callable[[Tensors], None]:

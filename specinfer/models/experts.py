@@ -1,0 +1,99 @@
+"""A mixture of experts: of many MLPs each row has the few that its router chooses.
+
+Shapes: T rows of a step, D hidden size, E experts, K of them of a row.
+
+    logits   router(x), in float32; the K largest choose, of equal ones that of the lower number
+    weights  their softmax over all experts, or over the K (Experts.normalized)
+    result   the sum of weight * expert(x), and of sigmoid(gate) * shared expert(x) where there is one
+
+Rows are grouped by expert, so that an expert's rows are one product. A row's sum is made in float32 by
+ascending number of expert and rounded once: it depends on no other row. cpu/experts.cpp computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from specinfer.kernels.experts import ExpertParts
+from specinfer.kernels.ops import Ops
+from specinfer.kernels.product import Product
+from specinfer.models.config import Experts, InnerRange, ModelConfig
+from specinfer.models.layers import MLP
+from specinfer.models.weight_memory import Weights
+
+EXPERTS: Final = ".mlp.experts."  # in the names of all matrices of experts that are chosen
+PRECISE: Final = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")  # matrices that are float32 always
+
+
+class Mixture:
+    """The MLPs of a layer, and the router that chooses among them."""
+
+    __slots__ = ("_config", "_each", "_ops", "_router", "_shared")
+
+    def __init__(
+        self, config: Experts, router: Product, each: Sequence[MLP], shared: MLP | None, ops: Ops
+    ) -> None:
+        """`router` makes a logit for each expert, and behind these that of the shared one's gate."""
+        self._config = config
+        self._ops = ops
+        self._router = router
+        self._each = each
+        self._shared = shared
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """[T, D] -> [T, D]."""
+        config, ops, logits_TC = self._config, self._ops, self._router(x_TD.float())
+        numbers_TK, weights_TK = ops.choose_experts(
+            logits_TC, config.count, config.per_token, normalized=config.normalized
+        )
+        total_TD = torch.zeros(x_TD.shape, device=x_TD.device)
+        for number in sorted({*numbers_TK.flatten().tolist()}):
+            rows_R, places_R = (numbers_TK == number).nonzero(as_tuple=True)
+            made_RD = self._each[number](x_TD[rows_R])
+            ops.add_weighted(total_TD, made_RD, rows_R.contiguous(), weights_TK[rows_R, places_R])
+        if self._shared is not None:
+            all_T = torch.arange(len(x_TD), device=x_TD.device)
+            ops.add_weighted(total_TD, self._shared(x_TD), all_T, ops.open_gates(logits_TC, config.count))
+        return total_TD.to(x_TD.dtype)
+
+    def parts(self) -> ExpertParts:
+        """What it is made of."""
+        return ExpertParts(
+            router=self._router,
+            each=[mlp.products for mlp in self._each],
+            shared=None if self._shared is None else self._shared.products,
+            per_token=self._config.per_token,
+            normalized=self._config.normalized,
+        )
+
+
+def mixture(config: ModelConfig, experts: Experts, weights: Weights, prefix: str) -> Mixture:
+    """The mixture whose tensors' names begin with `prefix`, or a rank's part of it."""
+    part, ops = config.part, weights.kernels.ops
+
+    def mlps(names: Sequence[str], own: InnerRange) -> list[MLP]:
+        found = weights.gated([f"{prefix}.{name}" for name in names], own.columns, own.sums)
+        return [MLP(*both, config.activation, ops, gated=True) for both in found]
+
+    gates = ["gate", "shared_expert_gate"] if experts.shared_size else ["gate"]
+    router = weights.linear(*(f"{prefix}.{name}" for name in gates), precise=True)
+    each = mlps([f"experts.{number}" for number in range(experts.count)], part.experts)
+    shared = mlps(["shared_expert"], part.shared_expert) if experts.shared_size else [None]
+    return Mixture(experts, router, each, shared[0], ops)
+
+
+def expert_matrices(experts: Experts, hidden: int) -> list[tuple[str, int, int, bool]]:
+    """The matrices of a mixture, by the decoder's names: rows, columns, and whether there is a bias."""
+    found = [("mlp.gate", experts.count, hidden, False)]
+    sizes = {f"mlp.experts.{number}": experts.size for number in range(experts.count)}
+    if experts.shared_size:
+        found.append(("mlp.shared_expert_gate", 1, hidden, False))
+        sizes["mlp.shared_expert"] = experts.shared_size
+    for name, size in sizes.items():
+        found += [(f"{name}.{first}_proj", size, hidden, False) for first in ("gate", "up")]
+        found.append((f"{name}.down_proj", hidden, size, False))
+    return found

@@ -1,0 +1,237 @@
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and Granite-MoE.
+
+Their attention is that of Mistral, Qwen2, Qwen3, OLMo 2 and Granite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from specinfer.errors import ModelError
+from specinfer.models.config import Experts, Family, ModelConfig, QkNorm
+from specinfer.models.fields import Fields, boolean, count, integer, positive
+from specinfer.models.gguf_config import GgufFamily, GgufHead, decoder_from_gguf
+from specinfer.models.hf_config import HfFamily, decoder_from_hf, head_dim, refuse, window_of, windows
+from specinfer.models.rope_config import rope_from_hf
+from specinfer.models.sources import Names
+
+# What transformers fills in when config.json leaves it out.
+_DEFAULTS: Final[Fields] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_MIXTRAL: Final[Fields] = {
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "num_experts_per_tok": 2,
+}
+_QWEN: Final[Fields] = {
+    **_DEFAULTS,
+    "max_position_embeddings": 32768,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+}
+_QWEN2: Final[Fields] = {
+    **_QWEN,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "max_window_layers": 28,
+}
+_QWEN3: Final[Fields] = {
+    **_QWEN,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+_OLMOE: Final[Fields] = {
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+}
+_GRANITE: Final[Fields] = {**_DEFAULTS, "max_position_embeddings": 2048, "num_experts_per_tok": 2}
+# One matrix for each expert, or stacks of those of all, as newer folders have them.
+_STACKS: Final = {
+    "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
+    "mlp.experts.down_proj": ("down_proj",),
+}
+
+
+def _mixture(config: ModelConfig, experts: Experts) -> ModelConfig:
+    """The same with these experts; where no layer is dense, its MLP size is that of an expert."""
+    if len(experts.dense_layers) == config.num_layers:
+        return config
+    size = config.intermediate_size if experts.dense_layers else experts.size
+    return replace(config, intermediate_size=size, experts=experts)
+
+
+def _shared(family: Family, c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    refuse(c, "attn_logit_softcapping", "use_bidirectional_attention")
+    bias = bool(c.get("attention_bias", False))
+    made = decoder_from_hf(family, c, ids, rope=rope_from_hf(c, head_dim(c)))
+    return replace(made, qkv_bias=bias, o_bias=bias)
+
+
+def _mixtral(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    c = {**_MIXTRAL, **c}
+    shared = replace(_shared(Family.MIXTRAL, c, ids), qkv_bias=False, o_bias=False)
+    shared = replace(shared, layer_windows=windows(c, window_of(c), lambda _: True))
+    return _mixture(shared, _of_inner_size(shared, c, 8, normalized=True))
+
+
+def _number(c: Fields, default: int) -> int:
+    """How many experts there are: transformers has written it by either name."""
+    return integer(c, "num_experts", integer(c, "num_local_experts", default))
+
+
+def _of_inner_size(config: ModelConfig, c: Fields, default: int, *, normalized: bool) -> Experts:
+    """Experts of the size that other models give their MLPs, in every layer."""
+    size, each = config.intermediate_size, count(c, "num_experts_per_tok")
+    return Experts(_number(c, default), each, size, normalized=normalized)
+
+
+def _of_qwen(c: Fields, layers: int, number: int, shared_size: int = 0) -> Experts:
+    only = c.get("mlp_only_layers") or []
+    if not isinstance(only, list) or not all(type(layer) is int and 0 <= layer < layers for layer in only):
+        raise ModelError(f"mlp_only_layers is {only!r}; expected a list of numbers below {layers}")
+    step = count(c, "decoder_sparse_step")
+    dense = {layer for layer in range(layers) if (layer + 1) % step}
+    return Experts(
+        number,
+        count(c, "num_experts_per_tok"),
+        count(c, "moe_intermediate_size"),
+        normalized=boolean(c, "norm_topk_prob", False),
+        shared_size=shared_size,
+        dense_layers=frozenset({*only, *dense}),
+    )
+
+
+def _qwen2(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    c = {**_QWEN2, **c}
+    shared, first = _shared(Family.QWEN2_MOE, c, ids), integer(c, "max_window_layers")
+    window = window_of(c) if c.get("use_sliding_window", False) else None
+    shared = replace(
+        shared,
+        # As transformers 5 fills in layer_types.
+        layer_windows=windows(c, window, lambda layer: layer < first and layer % 2 == 0),
+        qkv_bias=boolean(c, "qkv_bias", True),
+        o_bias=False,
+    )
+    size = count(c, "shared_expert_intermediate_size")
+    return _mixture(shared, _of_qwen(c, shared.num_layers, _number(c, 60), size))
+
+
+def _qwen3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    c = {**_QWEN3, **c}
+    shared = _shared(Family.QWEN3_MOE, c, ids)
+    window = window_of(c) if c.get("use_sliding_window", False) else None
+    shared = replace(
+        shared, layer_windows=windows(c, window, lambda _: window is not None), qk_norm=QkNorm.HEAD
+    )
+    return _mixture(shared, _of_qwen(c, shared.num_layers, _number(c, 128)))
+
+
+def _olmoe(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    c = {**_OLMOE, **c}
+    refuse(c, "clip_qkv")  # it would clip what is normed, where others clip first
+    shared = replace(_shared(Family.OLMOE, c, ids), qk_norm=QkNorm.WHOLE)
+    normalized = boolean(c, "norm_topk_prob", False)
+    return _mixture(shared, _of_inner_size(shared, c, 64, normalized=normalized))
+
+
+def _granite(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    c = {**_GRANITE, **c}
+    shared = replace(
+        _shared(Family.GRANITE_MOE, c, ids),
+        embedding_scale=positive(c, "embedding_multiplier", 1.0),
+        residual_scale=positive(c, "residual_multiplier", 1.0),
+        attention_scale=positive(c, "attention_multiplier", 1.0),
+        logit_scale=1 / positive(c, "logits_scaling", 1.0),
+    )
+    return _mixture(shared, _of_inner_size(shared, c, 8, normalized=True))
+
+
+HF: Final = (
+    HfFamily(
+        ("mixtral",),
+        _mixtral,
+        Names(
+            inside={
+                **{f"{block}.gate": "mlp.gate" for block in ("block_sparse_moe", "mlp")},
+                **{
+                    f"{block}.experts.*.{theirs}": f"mlp.experts.*.{ours}"
+                    for block in ("block_sparse_moe", "mlp")
+                    for theirs, ours in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj"))
+                },
+            },
+            expert_stacks=_STACKS,
+        ),
+    ),
+    HfFamily(("qwen2_moe",), _qwen2, Names(expert_stacks=_STACKS)),
+    HfFamily(("qwen3_moe",), _qwen3, Names(expert_stacks=_STACKS)),
+    HfFamily(("olmoe",), _olmoe, Names(expert_stacks=_STACKS)),
+    HfFamily(
+        ("granitemoe",),
+        _granite,
+        Names(
+            inside={
+                "block_sparse_moe.router.layer": "mlp.gate",
+                "block_sparse_moe.router": "mlp.gate",
+            },
+            expert_stacks={
+                "block_sparse_moe.input_linear.weight": ("gate_proj", "up_proj"),
+                "block_sparse_moe.output_linear.weight": ("down_proj",),
+                "block_sparse_moe.experts.gate_up_proj": ("gate_proj", "up_proj"),
+                "block_sparse_moe.experts.down_proj": ("down_proj",),
+            },
+        ),
+    ),
+)
+
+
+def _experts_of_gguf(head: GgufHead, *, normalized: bool, layers: int) -> Experts:
+    """As llama.cpp computes a mixture of that architecture; no key says whether weights add up to 1."""
+    c, shapes = head.fields, head.shapes
+    if integer(c, "expert_gating_func", 1) != 1 or positive(c, "expert_weights_scale", 1.0) != 1:
+        raise ModelError("the GGUF file routes by another law than a softmax, which is not supported")
+    shared = next((shape[0] for name, shape in shapes.items() if name.endswith("ffn_up_shexp.weight")), 0)
+    return Experts(
+        count(c, "expert_count"),
+        count(c, "expert_used_count"),
+        count(c, "expert_feed_forward_length", count(c, "feed_forward_length")),
+        normalized=boolean(c, "expert_weights_norm", normalized),
+        shared_size=shared,
+        dense_layers=frozenset(i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in shapes),
+    )
+
+
+def _from_gguf(family: Family, head: GgufHead, *, normalized: bool) -> ModelConfig:
+    """The config of a mixture of Llama's shape."""
+    made = decoder_from_gguf(family, head)
+    return _mixture(made, _experts_of_gguf(head, normalized=normalized, layers=made.num_layers))
+
+
+def mixtral_from_gguf(head: GgufHead) -> ModelConfig:
+    """The config of a Mixtral, whose files say llama."""
+    return _from_gguf(Family.MIXTRAL, head, normalized=True)
+
+
+def _olmoe_from_gguf(head: GgufHead) -> ModelConfig:
+    if head.fields.get("attention.clamp_kqv"):
+        raise ModelError("the GGUF file clips queries behind their norm, which is not supported")
+    return replace(_from_gguf(Family.OLMOE, head, normalized=False), qk_norm=QkNorm.WHOLE)
+
+
+def _granite_from_gguf(head: GgufHead) -> ModelConfig:
+    divided = positive(head.fields, "logit_scale", 1.0)
+    return replace(_from_gguf(Family.GRANITE_MOE, head, normalized=True), logit_scale=1 / divided)
+
+
+GGUF: Final = (
+    GgufFamily("qwen2moe", lambda head: _from_gguf(Family.QWEN2_MOE, head, normalized=False)),
+    GgufFamily("qwen3moe", lambda head: _from_gguf(Family.QWEN3_MOE, head, normalized=True)),
+    GgufFamily("olmoe", _olmoe_from_gguf),
+    GgufFamily("granitemoe", _granite_from_gguf, neighbours=True),
+)

@@ -1,0 +1,145 @@
+"""Mixtures of experts: which experts a row has, what these make of it, and that no row sees another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specinfer.errors import ModelError
+from specinfer.models.config import Experts
+from specinfer.models.decoder import Decoder, DecoderLayer
+from specinfer.models.experts import Mixture
+from specinfer.models.weight_memory import Weights
+from specinfer.models.weight_reader import WeightReader
+from specinfer.models.weights import load_model, open_model
+from specinfer.progress import NoProgress
+from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.executor import ModelRunner
+from specinfer.speculation_config import Quantization
+from tests.kernels import NAMES, kernels
+from tests.oracles.experts import chosen_experts, mixture_row
+from tests.tiny_models import write_tiny_mixture
+
+CPU = torch.device("cpu")
+Name = Literal["torch", "native"]
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_largest_logits_choose_and_their_softmax_weighs(name: Name, normalized: bool) -> None:
+    config = Experts(8, 3, 16, normalized)
+    logits_TC = torch.randn(20, 9, generator=torch.Generator().manual_seed(1)) * 3
+    numbers_TK, weights_TK = chosen(name, logits_TC, normalized=normalized)
+    for logits, numbers, weights in zip(logits_TC, numbers_TK, weights_TK, strict=True):
+        want = chosen_experts(logits[:8].tolist(), config)
+        assert numbers.tolist() == [*want]
+        assert weights.tolist() == pytest.approx([*want.values()], rel=1e-5)
+    open_T = kernels(name).ops.open_gates(logits_TC, 8)
+    torch.testing.assert_close(open_T, logits_TC[:, 8].sigmoid())
+
+
+def chosen(name: Name, logits_TC: Tensor, *, normalized: bool = True) -> tuple[Tensor, Tensor]:
+    """Three of eight experts for each row."""
+    return kernels(name).ops.choose_experts(logits_TC, 8, 3, normalized=normalized)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_of_equal_logits_that_of_the_lower_number_wins(name: Name) -> None:
+    logits_TE = torch.tensor([[0.0, 2, 1, 1, 1, 0, 0, 1], [5.0] * 8])
+    assert chosen(name, logits_TE)[0].tolist() == [[1, 2, 3], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_that_is_not_finite_has_weights_of_nan_and_the_others_have_their_own(
+    name: Name, odd: float
+) -> None:
+    logits_TE = torch.arange(16.0).view(2, 8)
+    logits_TE[0, 5] = odd
+    numbers_TK, weights_TK = chosen(name, logits_TE)
+    assert numbers_TK.tolist() == [[0, 1, 2], [5, 6, 7]]
+    assert weights_TK[0].isnan().all()
+    assert torch.equal(weights_TK[1:], chosen(name, logits_TE[1:])[1])
+
+
+def test_experts_touched_by_chance() -> None:
+    config = Experts(128, 8, 768, normalized=True)
+    assert [round(config.touched(rows)) for rows in (0, 1, 8, 16, 32, 64)] == [0, 8, 52, 82, 112, 126]
+    # Drawn at random, too.
+    random = np.random.default_rng(0)
+    drawn = [len({e for _ in range(16) for e in random.permutation(128)[:8]}) for _ in range(300)]
+    assert np.mean(drawn) == pytest.approx(config.touched(16), rel=0.01)
+
+
+def test_a_token_cannot_have_more_experts_than_there_are(tmp_path: Path) -> None:
+    folder = write_tiny_mixture(tmp_path, experts=4, per_token=5)
+    with pytest.raises(ModelError, match=r"^a token has 5 experts of 4; allowed: 1 to all of them"):
+        open_model(folder)
+
+
+def mixture_of(folder: Path, name: Name) -> tuple[Mixture, Mapping[str, Tensor], Experts]:
+    """The mixture of a folder's first layer, its tensors and its sizes."""
+    file = open_model(folder)
+    with WeightReader(file, torch.float32, NoProgress()) as reader:
+        layer = DecoderLayer(0, file.config, Weights(reader, CPU, kernels(name)), "model.layers.0")
+    assert isinstance(layer._mlp, Mixture)
+    assert file.config.experts is not None
+    tensors = {tensor: file.read_rows(tensor, 0, shape[0]) for tensor, shape in file.shapes.items()}
+    return layer._mlp, tensors, file.config.experts
+
+
+@pytest.mark.parametrize("shared", [0, 24])
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mixture_is_what_is_stated(name: Name, normalized: bool, shared: int, tmp_path: Path) -> None:
+    folder = write_tiny_mixture(tmp_path, normalized=normalized, shared_size=shared)
+    mixture, tensors, config = mixture_of(folder, name)
+    x_TD = torch.randn(9, 32, generator=torch.Generator().manual_seed(2))
+    want = torch.stack([mixture_row(x_D, tensors, "model.layers.0.mlp", config) for x_D in x_TD])
+    torch.testing.assert_close(mixture(x_TD).double(), want, atol=1e-4, rtol=1e-4)
+
+
+def runner_of(folder: Path, name: Name, dtype: torch.dtype, kind: Quantization) -> ModelRunner:
+    model = load_model(
+        folder, dtype=dtype, device=CPU, kernels=kernels(name), quantization=kind, cache=folder / "kept"
+    )
+    assert isinstance(model, Decoder)
+    assert (model._native is not None) == (name == "native"), "one call runs all layers"
+    return ModelRunner(model, num_blocks=8, block_size=16)
+
+
+@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_depends_on_no_other(
+    name: Name, dtype: torch.dtype, kind: Quantization, tmp_path: Path
+) -> None:
+    runner = runner_of(write_tiny_mixture(tmp_path, shared_size=24), name, dtype, kind)
+    text = [(7 * i * i + 3 * i) % 64 for i in range(40)]
+    rows = [chain_rows([token], i, [0, 1, 2], logits=True) for i, token in enumerate(text)]
+    alone = torch.cat([runner.forward([row]) for row in rows])
+    together = runner.forward([Rows(text, 0, [3, 4, 5], 0), Rows(text[::-1], 0, [6, 7, 2], 0)])
+    assert torch.equal(together[:40], alone)
+
+
+@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_that_is_not_finite_ends_alone(name: Name, kind: Quantization, tmp_path: Path) -> None:
+    """The embedding of token 9 is no number, so neither are the logits of its routers."""
+    folder = write_tiny_mixture(tmp_path / "model", shared_size=24, tie_embeddings=False)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][9] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    runner = runner_of(folder, name, torch.float32, kind)
+    want = runner.forward([Rows([1, 2, 3, 4], 0, [0], 0)])
+    assert want.isfinite().all()
+    got = runner.forward([Rows([5, 9, 3], 0, [1], 0), Rows([1, 2, 3, 4], 0, [2], 0)])
+    assert got[1:3].isnan().all()
+    assert torch.equal(got[3:], want)
