@@ -283,8 +283,12 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
     def probe(self, rows: int, block_size: int) -> list[EagleText]:
         """As HeadModel says; of a head that guesses all levels in one pass two rows of each text."""
         if self.head.mask_token_id is None:
-            return [EagleText(probe_rows(rows, block_size), 0, self.zero_states(rows))]
-        part = replace(probe_rows(1 + self.head.depth, block_size), token_ids=[0, 0])
+            return [
+                EagleText(
+                    probe_rows(rows, block_size, self._target.config.vocab_size), 0, self.zero_states(rows)
+                )
+            ]
+        part = replace(probe_rows(1 + self.head.depth, block_size, 1), token_ids=[0, 0])
         return [EagleText(part, 0, self.zero_states(2), masks=self.head.depth - 1)] * -(-rows // 2)
 
     def wait_for(self, made: HeadPass) -> None:

@@ -6,6 +6,9 @@ and read off between them. Beyond the largest size it goes on as it ended, so si
 
 Whatever else runs on the machine only adds time. So the quickest of some passes counts, and a size that
 lies above the line between its neighbours was disturbed: the curve is the lower hull of what was measured.
+
+Of a mixture of experts 16 rows read the weights of several times as many experts as one row, and the 16 next
+ones add few: seconds rise steeply first. There lines are drawn over the experts that rows touch, as expected.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -28,7 +31,7 @@ from numpy.typing import NDArray
 from specinfer.files import cache_dir, write_whole
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.machine import allowed_cpus, cpu_name
-from specinfer.models.config import ModelConfig
+from specinfer.models.config import Experts, ModelConfig
 from specinfer.progress import NoProgress, Progress
 
 _SIZES: Final = (1, 16, 4, 64, 2, 8, 32, 128)  # rows; a slow model is measured at the first few
@@ -40,6 +43,7 @@ _FLAT: Final = 1.5  # times a pass of one row; a curve that ends below does not 
 _ROUNDS: Final = 5
 _WORTH_KEEPING: Final = 0.2  # seconds; what is measured quicker is measured at every start
 _FAR: Final = 1 << 20  # rows; beyond the last size the curve goes on as it ended
+_OF_A_ROW: Final = 0.01  # seconds of a row's arithmetic, over those of reading its experts, at the least
 _CODE: Final = (
     "attention",
     "heads",
@@ -94,20 +98,22 @@ class CostCurve:
     """Seconds of one pass by its rows: straight from size to size, never falling; no rows cost nothing."""
 
     rows: tuple[int, ...]  # ascending, at least two
-    at_rows: tuple[float, ...]  # seconds of a pass of that size, rising ever faster
+    at_rows: tuple[float, ...]  # seconds of a pass of that size, rising ever faster unless there are experts
 
     @classmethod
-    def through(cls, measured: Mapping[int, float]) -> CostCurve:
-        """The lower hull of what passes took, seconds by rows, of at least two sizes."""
-        hull: list[tuple[int, float]] = []
-        quickest = math.inf
-        for rows in sorted(measured, reverse=True):  # a larger pass that was quicker shows a disturbed one
-            quickest = min(quickest, measured[rows])
-            point = (rows, quickest)
-            while len(hull) >= 2 and _slope(point, hull[-1]) > _slope(hull[-1], hull[-2]):
-                hull.pop()
-            hull.append(point)
-        return cls(*map(tuple, zip(*reversed(hull), strict=True)))
+    def through(cls, measured: Mapping[int, float], experts: Experts | None = None) -> CostCurve:
+        """The lower hull of what passes took, seconds by rows, of at least two sizes.
+
+        That of a mixture is one over `experts` touched, and bends at powers of two between the sizes as well.
+        """
+        if experts is not None:
+            powers = (1 << n for n in range(max(measured).bit_length()))
+            sizes = sorted({*measured, *(rows for rows in powers if rows > min(measured))})
+            weights = dict(zip(sizes, _weighed(experts, sizes), strict=True))
+            hull = _lower_hull({weights[rows]: taken for rows, taken in measured.items()})
+            places, taken = [place for place, _ in hull], [seconds for _, seconds in hull]
+            return cls(tuple(sizes), tuple(np.interp([*weights.values()], places, taken).tolist()))
+        return cls(*map(tuple, zip(*_lower_hull(measured), strict=True)))
 
     def at_least(self, least: float) -> CostCurve:
         """The curve of passes that take `least` seconds or more each, as those that wait for their weights.
@@ -152,7 +158,28 @@ class CostCurve:
         return (0, *self.rows, _FAR), (0.0, *self.at_rows, far)
 
 
-def _slope(left: tuple[int, float], right: tuple[int, float]) -> float:
+_Place = TypeVar("_Place", int, float)
+
+
+def _lower_hull(measured: Mapping[_Place, float]) -> list[tuple[_Place, float]]:
+    """Points of the lower hull, ascending; one that is lower shows that those before it were disturbed."""
+    hull: list[tuple[_Place, float]] = []
+    quickest = math.inf
+    for place in sorted(measured, reverse=True):
+        quickest = min(quickest, measured[place])
+        point = (place, quickest)
+        while len(hull) >= 2 and _slope(point, hull[-1]) > _slope(hull[-1], hull[-2]):
+            hull.pop()
+        hull.append(point)
+    return hull[::-1]
+
+
+def _weighed(experts: Experts, sizes: Sequence[int]) -> list[float]:
+    """What passes of so many rows read, in units of one row's experts, and a little for their arithmetic."""
+    return [experts.touched(rows) / experts.per_token + _OF_A_ROW * rows for rows in sizes]
+
+
+def _slope(left: tuple[float, float], right: tuple[float, float]) -> float:
     return (right[1] - left[1]) / (right[0] - left[0])
 
 
@@ -212,7 +239,7 @@ def measure(
     show = progress or NoProgress()
     sizes = [size for size in _SIZES if size <= max(_FEWEST, max_rows)]
     larger = [size for size in _LARGER if size <= max_rows]
-    share = _SECONDS / len(sizes)
+    share, experts = _SECONDS / len(sizes), runner.model.config.experts
     spent = dict.fromkeys(sizes, 0.0)
     quickest: dict[int, float] = {}
     passes = _ROUNDS * len(sizes) + len(larger)
@@ -237,12 +264,12 @@ def measure(
         for size in larger:
             if size > (last := max(quickest)):
                 flat = quickest[last] < _FLAT * quickest[1]
-                if flat or CostCurve.through(quickest).expected(size) <= left:
+                if flat or CostCurve.through(quickest, experts).expected(size) <= left:
                     left -= measured(size)
             show.advance(1)
     finally:
         show.finish()
-    return CostCurve.through(quickest)
+    return CostCurve.through(quickest, experts)
 
 
 def _pass_seconds(runner: Timed, rows: int, every_row: bool, clock: Callable[[], float]) -> float:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,8 @@ from specinfer.runtime.kv_cache import KvCache, bytes_per_block, free_bytes, num
 from specinfer.runtime.sharded import Leader
 from specinfer.runtime.stages import StagedPasses, StagePart
 from specinfer.tree import TokenTree
+
+_SPREAD: Final = 2654435761  # odd, and near 2 ** 32 times the golden ratio: its multiples are spread evenly
 
 
 class Executor(Protocol):
@@ -318,7 +320,7 @@ class ModelRunner:
 
         Writes into the cache's first slots. The logits of all rows are made, or those of the likeliest.
         """
-        part = probe_rows(rows, self.block_size)
+        part = probe_rows(rows, self.block_size, self.model.config.vocab_size)
         self.launch([part], likelihoods=None if every_row else lambda: [1.0] * rows).row(0)
 
     @inference
@@ -397,9 +399,13 @@ class ModelRunner:
         self.cache.move(sources, targets)
 
 
-def probe_rows(rows: int, block_size: int) -> Rows:
-    """So many rows of a text in the cache's first blocks, any of which may be asked for its logits."""
-    return replace(chain_rows([0] * rows, 0, range(-(-rows // block_size)), logits=True), logits_from=0)
+def probe_rows(rows: int, block_size: int, vocab: int) -> Rows:
+    """So many rows of a text in the cache's first blocks, any of which may be asked for its logits.
+
+    Its tokens differ, as those of a text do: equal ones would have the same experts of a mixture.
+    """
+    tokens = [(number * _SPREAD >> 8) % vocab for number in range(rows)]
+    return replace(chain_rows(tokens, 0, range(-(-rows // block_size)), logits=True), logits_from=0)
 
 
 def as_rows(logits: Tensor) -> NDArray[np.float32]:

@@ -16,9 +16,10 @@ import pytest
 from specinfer.attention.sdpa import SdpaAttention
 from specinfer.kernels.choice import TORCH
 from specinfer.kernels.ops import Ops
+from specinfer.models.config import Experts
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.cost_curve import CostCurve, cost_curve, measure
-from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.executor import ModelRunner, probe_rows
 from tests.engines import Tiny, write_tiny
 from tests.kernels import kernels as kernels_of
 
@@ -26,6 +27,12 @@ from tests.kernels import kernels as kernels_of
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return write_tiny(tmp_path_factory.mktemp("tiny"), TORCH, vocab_size=16, max_context=2048)
+
+
+def test_a_pass_that_is_timed_has_the_tokens_of_a_text() -> None:
+    """Equal tokens would all have the same experts."""
+    assert len({*probe_rows(128, 16, 50000).token_ids}) == 128
+    assert max(probe_rows(1000, 16, 64).token_ids) < 64
 
 
 def runner(tiny: Tiny) -> ModelRunner:
@@ -48,6 +55,26 @@ def test_disturbed_sizes_are_left_out(
     hull = CostCurve.through(measured)
     assert list(zip(hull.rows, hull.at_rows, strict=True))[-1] == (curve[0][-1], curve[1][-1])
     np.testing.assert_allclose(hull.seconds(range(1, 17)), CostCurve(*curve).seconds(range(1, 17)))
+
+
+def test_a_mixture_rises_with_the_experts_that_rows_touch() -> None:
+    experts = Experts(64, 8, 1024, normalized=True)
+
+    def true(rows: int) -> float:
+        return 1.0 + experts.touched(rows) / 8 + 0.02 * rows
+
+    sizes = (1, 2, 4, 8, 16, 32, 64, 128)
+    curve = CostCurve.through({rows: true(rows) for rows in sizes}, experts)
+    assert curve.rows == sizes
+    assert curve.at_rows == pytest.approx([true(rows) for rows in sizes])
+    # One size was disturbed: its neighbours say what experts cost.
+    disturbed = {rows: true(rows) for rows in sizes} | {8: 9.0}
+    assert CostCurve.through(disturbed, experts).expected(8) == pytest.approx(true(8), rel=0.02)
+    # A slow model is measured at two sizes.
+    few = CostCurve.through({1: true(1), 16: true(16)}, experts)
+    assert few.seconds([2, 4, 8]).tolist() == pytest.approx([true(rows) for rows in (2, 4, 8)], rel=0.02)
+    assert few.expected(4) > 1.2 * CostCurve.through({1: true(1), 16: true(16)}).expected(4)
+    assert few.expected(32) > few.expected(16)
 
 
 def test_between_sizes_it_is_straight_and_beyond_them_it_goes_on() -> None:
