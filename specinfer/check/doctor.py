@@ -42,7 +42,7 @@ from specinfer.kernels.machine import (
 )
 from specinfer.kernels.native import Refused, find_best
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.weights import estimate_bytes
+from specinfer.models.weights import estimate_bytes, expert_bytes, open_model
 from specinfer.parallel.trial import exchange_seconds
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, chain_rows
@@ -142,6 +142,7 @@ class PassCost:
     text: int  # tokens
     milliseconds: float
     bytes: int  # that must be read
+    experts: tuple[int, int] | None  # that a node has, and that there are, in a layer of a mixture
     times_floor: float | None  # as long as streaming them takes; None where that is not known
 
 
@@ -259,7 +260,7 @@ def pass_cost(
     target = load_models(config, progress).target
     text = min(TEXT, target.config.max_context - 1)
     size = pass_bytes(resolve(config.model).path, target, config.quantization, text)
-    call = tree_pass(target, text, 1)
+    call, mixture = tree_pass(target, text, 1), target.config.experts
     call()
     times = None
     if bandwidth is None:
@@ -274,20 +275,26 @@ def pass_cost(
         text=text,
         milliseconds=milliseconds,
         bytes=size,
+        experts=None if mixture is None else (mixture.per_token, mixture.count),
         times_floor=times,
     )
 
 
 def pass_bytes(path: Path, model: LanguageModel, quantization: Quantization, text: int) -> int:
-    """The bytes that one pass behind `text` tokens must read: the model's matrices, and their K and V.
+    """The bytes that a pass over a node behind `text` tokens must read: the model's matrices, and K and V.
 
-    Not the embeddings, of which it takes a few rows. `path` is where the model's files lie.
+    Not the embeddings, of which it takes a few rows, nor experts that the node has not. `path` is where the
+    model's files lie.
     """
     config = model.config
-    size = estimate_bytes(path, model.dtype, model.kernels, quantization)
+    opened = open_model(path)
+    size = estimate_bytes(opened, model.dtype, model.kernels, quantization)
     # Without native or quantized products, tied embeddings are the output layer themselves, and there once.
     if quantization != "none" or model.kernels.library is not None or not config.tie_embeddings:
         size -= config.vocab_size * config.embedding_size * model.dtype.itemsize
+    if (experts := config.experts) is not None:
+        left = experts.count - experts.per_token
+        size -= expert_bytes(opened, model.dtype, quantization) * left // experts.count
     return size + text * KvCache.bytes_per_slot(
         config.num_layers, config.num_kv_heads, config.head_dim, model.dtype
     )

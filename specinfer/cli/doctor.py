@@ -154,10 +154,11 @@ def _exchange_line(facts: ExchangeFacts) -> str:
 def _pass_line(cost: PassCost) -> str:
     weights = cost.dtype if cost.quantization == "none" else f"{cost.quantization}, {cost.dtype}"
     floor = "" if cost.times_floor is None else f", {cost.times_floor:.2f} times the floor of its bytes"
+    experts = "" if cost.experts is None else ", of {} experts of {} a layer".format(*cost.experts)
     attention = "" if cost.attention == "native" else ", with PyTorch's attention"
     return (
         f"{Path(cost.model).name} ({weights}): {cost.milliseconds:.2f} ms a pass behind {cost.text} tokens "
-        f"({cost.bytes / 1e6:.1f} MB{floor}){attention}"
+        f"({cost.bytes / 1e6:.1f} MB{experts}{floor}){attention}"
     )
 
 

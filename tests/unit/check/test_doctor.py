@@ -31,7 +31,7 @@ from specinfer.kernels.native import Refused
 from specinfer.models.weights import load_model, open_model
 from specinfer.speculation_config import Quantization
 from tests.streaming import Streaming
-from tests.tiny_models import write_tiny_llama
+from tests.tiny_models import write_tiny_llama, write_tiny_mixture
 
 LEVEL = {level.name: level for level in LEVELS}
 X86 = ["amx", "avx512bf16", "avx512", "avxvnni", "avx2"]
@@ -177,6 +177,23 @@ def test_the_output_layer_is_read_once_and_the_embeddings_are_not(
     plain = 4 * (NORMS + HEAD + sum(out * inner for out, inner in MATRICES))
     int8 = 4 * NORMS + int8_bytes(64, 32) + sum(int8_bytes(*shape) for shape in MATRICES)
     assert pass_bytes(folder, model, quantization, 7) == (plain if quantization == "none" else int8) + KV
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_of_a_mixture_a_node_reads_its_own_experts(tmp_path: Path, quantization: Quantization) -> None:
+    shape: dict[str, Any] = {"num_layers": 1, "tie_embeddings": False, "expert_size": 16}
+    folder = write_tiny_mixture(tmp_path / "m", experts=8, per_token=3, **shape)
+    model: Any = SimpleNamespace(
+        config=open_model(folder).config, dtype=torch.float32, kernels=SimpleNamespace(library=object())
+    )
+    read = pass_bytes(folder, model, quantization, 7)
+    wider = write_tiny_mixture(tmp_path / "w", experts=16, per_token=3, **shape)
+    model.config = open_model(wider).config
+    assert pass_bytes(wider, model, quantization, 7) == read + 8 * 32 * 4, "the router alone is larger"
+    more = write_tiny_mixture(tmp_path / "more", experts=8, per_token=5, **shape)
+    model.config = open_model(more).config
+    of_one = 3 * 16 * 32 * 4 if quantization == "none" else 2 * int8_bytes(16, 32) + int8_bytes(32, 16)
+    assert pass_bytes(more, model, quantization, 7) == read + 2 * of_one
 
 
 def test_a_tree_pass_gives_the_logits_of_all_nodes_every_time(tmp_path: Path) -> None:
