@@ -51,6 +51,10 @@ class ModelError(UserError):
     """A model cannot be used."""
 
 
+class UnhostedError(ModelError):
+    """A model that transformers' code cannot run here, and why; the message ends a sentence on the model."""
+
+
 class ModelNotFoundError(ModelError):
     """No model of that name is known, on disk or on the hub."""
 

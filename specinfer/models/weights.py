@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import torch
 
 from specinfer.config import ModelImpl
-from specinfer.errors import DamagedFileError, ModelError, ModelFileError, ModelNotFoundError
+from specinfer.errors import DamagedFileError, ModelError, ModelFileError, ModelNotFoundError, UnhostedError
 from specinfer.hub.model_files import ModelFiles, local_model, read_json
 from specinfer.kernels.choice import TORCH, Kernels, sharing
 from specinfer.kernels.disk import DiskRate
@@ -28,7 +28,6 @@ from specinfer.models.experts import EXPERTS, PRECISE
 from specinfer.models.families.registry import HF_FAMILIES
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.hosted.folder import HostedFolder, hosted
-from specinfer.models.hosted.library import UnhostedError
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.lent_memory import LentMemory

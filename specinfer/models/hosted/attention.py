@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specinfer.attention.backend import Attend, AttentionSpec
-from specinfer.errors import ensure
-from specinfer.models.hosted.library import UnhostedError
+from specinfer.errors import UnhostedError, ensure
 
 # Arguments that change nothing here: what they tell, paths and positions know, or kernels of others need.
 _KNOWN: Final = frozenset(

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from specinfer.models.hosted.library import UnhostedError
+from specinfer.errors import UnhostedError
 from specinfer.models.quantized.pieces import StoredTensor
 
 _KEPT: Final = 4  # tensors that were read whole, as others read rows of them one after another

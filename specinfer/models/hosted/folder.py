@@ -14,14 +14,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from specinfer.errors import ModelError, ModelFileError
+from specinfer.errors import ModelError, ModelFileError, UnhostedError
 from specinfer.hub.foreign_format import quantized_tensor
 from specinfer.hub.model_files import read_json
 from specinfer.kernels.layout import int4_bytes, int8_bytes
 from specinfer.models.config import Family, ModelConfig
 from specinfer.models.fields import all_ids
 from specinfer.models.hosted.checkpoint import ParameterFiles
-from specinfer.models.hosted.library import UnhostedError, transformers
+from specinfer.models.hosted.library import transformers
 from specinfer.models.hosted.modules import ProductLinear
 from specinfer.models.hosted.skeleton import OUTPUT, Skeleton, is_experts
 from specinfer.models.quantized.checkpoint import STORED, dequantized, quantization_of

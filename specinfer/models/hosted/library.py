@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from specinfer.errors import ModelError
+from specinfer.errors import ModelError, UnhostedError
 
 IMPLEMENTATION: Final = "specinfer"  # the name under which functions are looked up
 ATTENTION: Final = "specinfer_attention"  # what a module has its attention computed by
@@ -23,10 +23,6 @@ TRYING: Final = "specinfer_trying"  # set on a config whose masks are to be told
 ANY_MASK: Final = -1  # of a pass whose masks are known already
 _SHORTEST: Final = 4  # positions of masks that are looked at
 INSTALL: Final = "pip install 'specinfer[transformers]'"
-
-
-class UnhostedError(ModelError):
-    """A model that transformers' code cannot run here, and why; the message ends a sentence on the model."""
 
 
 @cache

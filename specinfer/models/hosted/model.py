@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specinfer.attention.backend import Attend, Paths
+from specinfer.errors import UnhostedError
 from specinfer.kernels.product import Product
 from specinfer.models.hosted.attention import PassAttention, specs_of
 from specinfer.models.hosted.folder import HostedFolder, experts_of, own_tensors
-from specinfer.models.hosted.library import ATTENTION, EXPERTS, UnhostedError
+from specinfer.models.hosted.library import ATTENTION, EXPERTS
 from specinfer.models.hosted.modules import (
     VECTOR,
     Expert,

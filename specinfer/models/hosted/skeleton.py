@@ -21,14 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from specinfer.errors import ModelError
+from specinfer.errors import ModelError, UnhostedError
 from specinfer.models.hosted.attention import AttentionTrial, Call, check_calls
 from specinfer.models.hosted.library import (
     ATTENTION,
     EXPERTS,
     IMPLEMENTATION,
     TRYING,
-    UnhostedError,
     transformers,
 )
 from specinfer.models.hosted.modules import ProductExperts, ProductLinear, Stack

@@ -211,6 +211,6 @@ def test_every_script_says_how_it_is_used(
         script(name).main()
     assert ended.value.code == 0
     said = capsys.readouterr().out
-    asks = {"deciding": ""}.get(name, " --model ")
+    asks = {"deciding": "", "experts": ""}.get(name, " --model ")
     assert f"python benchmarks/{name}.py{asks}" in said
     assert "--out OUT" in said

@@ -73,7 +73,7 @@ FLAGS = (
     *("--tensor-parallel", "--threads", "--tree-size", "--trusted-proxy", "--unknown-fields", "--verifier"),
     *("--memory", "--offload", "--offload-folder", "--pipeline-parallel", "--replicas", "--session-header"),
     *("--key-file", "--local-ranks", "--master", "--model-impl"),
-    *("--no-trust-remote-code", "--trust-remote-code"),
+    *("--lora", "--max-loras", "--no-trust-remote-code", "--trust-remote-code"),
 )
 
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from specinfer.config import EngineConfig
 from specinfer.engine.models import load_models
-from specinfer.errors import ConfigError, ModelError, ModelFileError
+from specinfer.errors import ConfigError, ModelError, ModelFileError, UnhostedError
 from specinfer.kernels.choice import Kernels
 from specinfer.llm import LLM
 from specinfer.models.hosted import library
 from specinfer.models.hosted.folder import HostedFolder
-from specinfer.models.hosted.library import UnhostedError, window_of
+from specinfer.models.hosted.library import window_of
 from specinfer.models.hosted.modules import PassRows, RowByRow, WholeVectors
 from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.models.weights import load_model, open_model
