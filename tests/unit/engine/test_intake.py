@@ -25,6 +25,7 @@ from specinfer.engine.intake import Intake
 from specinfer.errors import RequestError
 from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.processors import changes
+from specinfer.request import LoRARequest
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate import limits
 from specinfer.speculate.limits import SpeculationLimits
@@ -190,6 +191,14 @@ def prompt(value: Any, **params: Any) -> Ask:
     return lambda intake: intake.prompts(value, SamplingParams(**params))
 
 
+def adapted(lora: Any) -> Ask:
+    return lambda intake: intake.prompts("a", lora=lora)
+
+
+def served(adapter: str) -> Ask:
+    return lambda intake: intake.completion([1], SamplingParams(), adapter=adapter)
+
+
 def chat(value: Any, **more: Any) -> Ask:
     return lambda intake: intake.conversations(value, **more)
 
@@ -223,6 +232,8 @@ REFUSALS: dict[str, list[Ask]] = {
         chat([{"role": "user", "content": "x" * 64}]),
     ],
     "tools": [chat(HI, tools=given) for given in (None, 5, "f", TOOL, [5], [TOOL])],  # known to no template
+    "model": [served("tidy")],
+    "lora_request": [*map(adapted, ("tidy", [None, None], LoRARequest("tidy", 1)))],
     "special_tokens_in_messages": [chat(HI, special_tokens="plain")],
     "preamble": [prompt("a", preamble="preamble: /x/"), prompt("a", regex="a", preamble="p: /x/")],
     "params": [with_params("x"), with_params([{}]), with_params([SamplingParams()] * 2)],
@@ -316,7 +327,7 @@ def test_as_many_figures_of_a_prompt_as_are_allowed(models: dict[str, Intake]) -
 
 def test_the_parameters_are_those_there_are() -> None:
     known = {field.name for field in fields(SamplingParams)} | {"prompt", "messages", "tools", "params"}
-    known.add("special_tokens_in_messages")
+    known |= {"special_tokens_in_messages", "lora_request", "model"}
     assert {parameter for _, parameter, _ in refusals()} <= known
     never_wrong = {"structured_output"}  # not given: made of four others
     assert known - {parameter for _, parameter, _ in refusals()} == never_wrong
