@@ -20,6 +20,7 @@ import numpy as np
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree import DrawRule, TreeBuilder, merge
+from specinfer.tree.token_tree import TokenTree
 from specinfer.verify.multistep import verify_multistep
 from specinfer.verify.target_law import target_law
 
@@ -175,6 +176,20 @@ def text_law(world, guessers, length, **how):
                 into[longer[:length]] += probability * share
         reached = further
     return dict(finished)
+
+
+def all_trees(vocab, max_nodes):
+    """Every token tree of at most `max_nodes` nodes: a parent and a token per node, siblings distinct."""
+    grown = [TokenTree((0,), (-1,))]
+    for _ in range(max_nodes - 1):
+        yield from grown
+        grown = [
+            TokenTree((*tree.token_ids, token), (*tree.parents, parent))
+            for tree in grown
+            for parent, token in product(range(tree.num_nodes), range(vocab))
+            if token not in tree.children()[parent]
+        ]
+    yield from grown
 
 
 def own_law(law_of, vocab, length):

@@ -13,28 +13,14 @@ import pytest
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draws import coupled_children
 from specinfer.tree.draw import DrawRule
-from specinfer.tree.token_tree import TokenTree, TreeBuilder
+from specinfer.tree.token_tree import TreeBuilder
 from specinfer.verify import noise
 from specinfer.verify.coupled import coupled_choice, verify_coupled
 from specinfer.verify.target_law import target_law
 from tests.goodness import chi_square
 from tests.oracles import verification
 
-from .enumeration import World
-
-
-def all_trees(vocab, max_nodes):
-    """Every token tree of at most `max_nodes` nodes: a parent and a token per node, siblings distinct."""
-    grown = [TokenTree((0,), (-1,))]
-    for _ in range(max_nodes - 1):
-        yield from grown
-        grown = [
-            TokenTree((*tree.token_ids, token), (*tree.parents, parent))
-            for tree in grown
-            for parent, token in product(range(tree.num_nodes), range(vocab))
-            if token not in tree.children()[parent]
-        ]
-    yield from grown
+from .enumeration import World, all_trees
 
 
 def test_any_tree_and_any_choices_give_the_targets_own_text():

@@ -1,0 +1,148 @@
+"""A target's law at a node of a tree is its law behind the same text, whatever computes its layers.
+
+The other tests here take laws as given: this is what they rest on. Every tree of up to four nodes on two
+tokens is run by targets of every kind there is, all of its nodes at once, and each node's logits are, to the
+bit, those of its path as a text without a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from specinfer import LLM
+from specinfer.models.weights import load_model
+from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.executor import ModelRunner
+from specinfer.tree.token_tree import TokenTree
+from tests.adapters import write_adapter
+from tests.engines import ENGINE, runner_of
+from tests.gguf_blocks import write_blocks
+from tests.hosted import load_hosted, save_tiny
+from tests.kernels import kernels
+from tests.switched import SWITCHED, build
+from tests.tiny_models import write_pair, write_tiny_mixture
+
+from .enumeration import all_trees
+
+CPU = torch.device("cpu")
+TEXT = [5, 17, 39, 3, 9, 31]  # then the root
+ROOT, TOKENS, DEEPEST = 12, (7, 23), 3
+TABLE = [2, 0, 3]
+TREES = [*all_trees(vocab=2, max_nodes=DEEPEST + 1)]
+Forward = Callable[[Rows], Tensor]
+
+
+def differing(forward: Forward, adapter: str | None = None, distinct: int = 15) -> list[TokenTree]:
+    """The trees that have a node with other logits than its path; of all 15 paths some are `distinct`."""
+
+    def rows(tokens: list[int], parents: tuple[int, ...]) -> Tensor:
+        return forward(Rows(tokens, len(TEXT), TABLE, 0, parents, adapter))
+
+    forward(Rows(TEXT, 0, TABLE, len(TEXT), None, adapter))
+    texts: dict[tuple[int, ...], Tensor] = {}
+    for length in range(DEEPEST + 1):
+        for path in product(range(2), repeat=length):
+            chain = [ROOT, *(TOKENS[token] for token in path)]
+            texts[path] = forward(Rows(chain, len(TEXT), TABLE, length, None, adapter))[0]
+    laws = {tuple(row.tolist()) for row in texts.values()}
+    assert len(laws) >= distinct, "texts have laws of their own"
+    found = []
+    for tree in TREES:
+        tokens = [ROOT, *(TOKENS[token] for token in tree.token_ids[1:])]
+        logits = rows(tokens, tree.parents)
+        paths = [path_of(tree, node) for node in range(tree.num_nodes)]
+        if not all(torch.equal(row, texts[path]) for row, path in zip(logits, paths, strict=True)):
+            found.append(tree)
+    return found
+
+
+def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
+    path: list[int] = []
+    while node:
+        path.insert(0, tree.token_ids[node])
+        node = tree.parents[node]
+    return tuple(path)
+
+
+def of_runner(runner: ModelRunner) -> Forward:
+    return lambda rows: runner.forward([rows])
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("name", SWITCHED)
+def test_decoders_with_every_switch(name: str, quantization: str) -> None:
+    model = build(SWITCHED[name], kernels("native"), torch.float32, quantization)
+    assert differing(of_runner(ModelRunner(model, num_blocks=4, block_size=4))) == []
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_mixtures_of_experts(tmp_path: Path, quantization: str) -> None:
+    folder = write_tiny_mixture(tmp_path, shared_size=24)
+    model = load_model(
+        *(folder,),
+        dtype=torch.float32,
+        device=CPU,
+        kernels=kernels("native"),
+        quantization=quantization,
+        cache=tmp_path / "kept",
+    )
+    assert differing(of_runner(ModelRunner(model, num_blocks=4, block_size=4))) == []
+
+
+def test_blocks_of_a_gguf_file(tmp_path: Path) -> None:
+    # Random blocks make large weights, so many texts end in one of few states.
+    path = write_blocks(tmp_path / "m.gguf", {"blk.0.ffn_down.weight": "Q6_K"}, "Q4_K")
+    model = load_model(
+        *(path,),
+        dtype=torch.float32,
+        device=CPU,
+        kernels=kernels("native"),
+        quantization="gguf",
+        cache=tmp_path / "kept",
+    )
+    assert differing(of_runner(ModelRunner(model, num_blocks=4, block_size=4)), distinct=7) == []
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "cohere2", "deepseek_v3"])
+def test_models_that_transformers_runs(tmp_path: Path, kind: str) -> None:
+    """Learned positions, windows, and latent attention with experts."""
+    save_tiny(kind, tmp_path)
+    model = load_hosted(tmp_path, kernels("native"))
+    assert differing(of_runner(ModelRunner(model, num_blocks=4, block_size=4))) == []
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_adapters(tmp_path: Path, own_cache: None, quantization: str) -> None:
+    """A tree with an adapter, beside rows that have none."""
+    folder = write_pair(tmp_path)
+    write_adapter(tmp_path / "one", folder / "target", seed=1)
+    options = {**ENGINE, "quantization": quantization, "kernels": "native"}
+    with LLM(folder / "target", **options, lora={"one": tmp_path / "one"}) as llm:
+        runner = runner_of(llm)
+        beside = chain_rows(TEXT, 0, [4, 5, 6], logits=False)
+
+        def forward(rows: Rows) -> Tensor:
+            return runner.forward([beside, rows])
+
+        assert differing(forward, "one") == []
+        with_it = forward(Rows(TEXT, 0, TABLE, len(TEXT) - 1, None, "one"))
+        assert not torch.equal(with_it, forward(Rows(TEXT, 0, TABLE, len(TEXT) - 1))), "it says something"
+
+
+def test_a_node_that_sees_its_sibling_is_found() -> None:
+    """The mistake that all of this is to find: a causal mask over the rows of a tree."""
+    model = build(SWITCHED["mpt"], kernels("native"))
+    runner = ModelRunner(model, num_blocks=4, block_size=4)
+
+    def causal(rows: Rows) -> Tensor:
+        return runner.forward([Rows(rows.token_ids, rows.start, rows.block_table, rows.logits_from)])
+
+    wrong = differing(causal)
+    assert wrong
+    assert all(any(b != a - 1 for a, b in enumerate(tree.parents)) for tree in wrong)
