@@ -85,7 +85,7 @@ def test_decoders_with_every_switch(name: str, quantization: str) -> None:
 def test_mixtures_of_experts(tmp_path: Path, quantization: str) -> None:
     folder = write_tiny_mixture(tmp_path, shared_size=24)
     model = load_model(
-        *(folder,),
+        folder,
         dtype=torch.float32,
         device=CPU,
         kernels=kernels("native"),
@@ -99,7 +99,7 @@ def test_blocks_of_a_gguf_file(tmp_path: Path) -> None:
     # Random blocks make large weights, so many texts end in one of few states.
     path = write_blocks(tmp_path / "m.gguf", {"blk.0.ffn_down.weight": "Q6_K"}, "Q4_K")
     model = load_model(
-        *(path,),
+        path,
         dtype=torch.float32,
         device=CPU,
         kernels=kernels("native"),
