@@ -50,6 +50,7 @@ _LOG = logging.getLogger(__name__)
 # The rows of a trial: a text, and a tree below its fourth token that has the rest of it as one path.
 _TEXT: Final = 6
 _BEFORE: Final = 3
+_MANY: Final = 160  # rows, for the same text
 _TREE: Final = (-1, 0, 0, 1, 2, 2, 2, 5, 5, 0, 1, 1, 3, 3, 4, 4, 0)  # parents
 _PATH: Final = (0, 2, 5)  # nodes that have the tokens of the text
 _BLOCK: Final = 8
@@ -274,7 +275,14 @@ class HostedModel(LanguageModel):
         of_tree = self._pass(tree, nodes, _BEFORE, shared, tails, [self._offset + depth for depth in depths])[
             list(_PATH)
         ]
-        same = torch.equal(together, want) and torch.equal(of_tree, want[_BEFORE:])
+        # PyTorch computes many rows otherwise than a few: a part for each thread, other ways to add.
+        many = min(_MANY, self.config.max_context)
+        others = [(15485863 * (place + 1)) % vocab for place in range(_TEXT, many)]
+        of_many = self._rows_of(self._caches(many), [*tokens, *others], 0, [*range(1, many + 1)])[:_TEXT]
+        same = all(
+            torch.equal(one, other)
+            for one, other in ((together, want), (of_tree, want[_BEFORE:]), (of_many, want))
+        )
         alone = torch.cat([self.logits(row) for row in want.tensor_split(len(want))])
         return same and torch.equal(self.logits(want), alone)
 
@@ -312,10 +320,10 @@ class HostedModel(LanguageModel):
         positions_T = None if positions is None else torch.tensor(positions, device=self.device)
         return self._run(tokens_T, positions_T, attention.bind(paths))
 
-    def _caches(self) -> Any:
-        """Attention over a cache of its own, for a trial."""
+    def _caches(self, positions: int = 4 * _BLOCK) -> Any:
+        """Attention over a cache of its own, of so many positions at the least, for a trial."""
         config = self.config
-        shape = (4 * _BLOCK, config.num_kv_heads, config.head_dim)
+        shape = (-(-positions // _BLOCK) * _BLOCK, config.num_kv_heads, config.head_dim)
         zeros = partial(torch.zeros, shape, dtype=self.dtype, device=self.device)
         return self.kernels.attention.over(*([zeros() for _ in range(config.num_layers)] for _ in range(2)))
 

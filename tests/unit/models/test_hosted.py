@@ -163,6 +163,25 @@ def test_matrices_are_kept_for_the_code_that_they_were_read_by(tmp_path: Path) -
     assert before != folder.code
 
 
+def test_rows_that_many_rows_round_otherwise_are_computed_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers.activations import NewGELUActivation
+
+    save_tiny("gpt2", tmp_path)
+    forward = NewGELUActivation.forward
+
+    def uneven(self: nn.Module, x: Tensor) -> Tensor:
+        made: Tensor = forward(self, x)
+        return made * (1 + 2**-20) if x[..., 0].numel() > 100 else made
+
+    load_hosted(tmp_path)
+    assert not caplog.records
+    monkeypatch.setattr(NewGELUActivation, "forward", uneven)
+    load_hosted(tmp_path)
+    assert "depend on their neighbours in a pass" in caplog.text
+
+
 def change(folder: Path, how: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     how(tensors)
