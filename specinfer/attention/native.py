@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.backend import AttentionSpec, Paths, Rotation
-from specinfer.kernels.library import CachesArgs, HeadsArgs, Library, PathsArgs
+from specinfer.kernels.library import Library
 from specinfer.kernels.product import FLOATS, check_rows
+from specinfer.kernels.structures import CachesArgs, HeadsArgs, PathsArgs
 
 _MOST_ELEMENTS: Final = 512  # of a head
 _MOST_GROUP: Final = 96  # query heads that share a key-value head

@@ -13,7 +13,8 @@ import torch
 
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.layout import in_huge_pages
-from specinfer.kernels.library import STAGES, Library
+from specinfer.kernels.library import Library
+from specinfer.kernels.structures import STAGES
 
 STREAMED: Final = 1 << 29  # bytes of one measurement: more than any cache holds
 _USUAL: Final = 3  # measurements, of which the median is the usual one

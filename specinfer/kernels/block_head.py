@@ -17,14 +17,9 @@ from torch import Tensor
 
 from specinfer.attention.native import NativeCache
 from specinfer.kernels.decoder import LayerParts, MakeRotations, NativeLayers, RotationTables
-from specinfer.kernels.library import (
-    TYPES,
-    BlockHeadArgs,
-    BlockStepArgs,
-    ProductArgs,
-)
 from specinfer.kernels.ops import NormParts
 from specinfer.kernels.product import FLOATS, NativeProduct, Product
+from specinfer.kernels.structures import TYPES, BlockHeadArgs, BlockStepArgs, ProductArgs
 
 _NUMBERS: Final = 8  # of a text in a call
 

@@ -19,7 +19,11 @@ from torch import Tensor
 from specinfer.attention.backend import AttentionSpec, Rotation
 from specinfer.attention.native import NativeAttend, NativeCache, heads_args
 from specinfer.kernels.experts import ExpertParts, experts_args
-from specinfer.kernels.library import (
+from specinfer.kernels.library import Library
+from specinfer.kernels.low_rank import AdaptedRows, NativeAdaptedRows
+from specinfer.kernels.ops import NativeOps, NormParts, Ops
+from specinfer.kernels.product import FLOATS, NativeProduct, Product
+from specinfer.kernels.structures import (
     ACTIVATIONS,
     FORMS,
     TYPES,
@@ -28,15 +32,11 @@ from specinfer.kernels.library import (
     ExpertsArgs,
     Form,
     LayerArgs,
-    Library,
     NormArgs,
     ProductArgs,
     RotationsArgs,
     TapsArgs,
 )
-from specinfer.kernels.low_rank import AdaptedRows, NativeAdaptedRows
-from specinfer.kernels.ops import NativeOps, NormParts, Ops
-from specinfer.kernels.product import FLOATS, NativeProduct, Product
 
 # Makes rotations of so many positions, or more, for each table: float32 [positions, H / 2], contiguous.
 MakeRotations = Callable[[int], Sequence[Rotation]]

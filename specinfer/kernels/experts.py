@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specinfer.kernels.library import ExpertsArgs, ProductArgs
 from specinfer.kernels.product import NativeProduct, Product
+from specinfer.kernels.structures import ExpertsArgs, ProductArgs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

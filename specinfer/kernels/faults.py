@@ -30,7 +30,14 @@ from specinfer.kernels.layout import (
     pack_levels,
     padded,
 )
-from specinfer.kernels.library import (
+from specinfer.kernels.library import Library
+from specinfer.kernels.low_rank import AdaptedRows, Adapter, LowRank, LowRankPart, Span
+from specinfer.kernels.machine import LEVELS
+from specinfer.kernels.native import REFUSED, WRONG
+from specinfer.kernels.ops import NormParts
+from specinfer.kernels.product import FLOATS, NativeProduct, Product, Use
+from specinfer.kernels.quantized import NativeProducts, Products
+from specinfer.kernels.structures import (
     ACTIVATIONS,
     BLOCK,
     KINDS,
@@ -39,15 +46,8 @@ from specinfer.kernels.library import (
     GrownArgs,
     GuesserArgs,
     Kind,
-    Library,
     num_blocks,
 )
-from specinfer.kernels.low_rank import AdaptedRows, Adapter, LowRank, LowRankPart, Span
-from specinfer.kernels.machine import LEVELS
-from specinfer.kernels.native import REFUSED, WRONG
-from specinfer.kernels.ops import NormParts
-from specinfer.kernels.product import FLOATS, NativeProduct, Product, Use
-from specinfer.kernels.quantized import NativeProducts, Products
 from specinfer.processors.changes import NOTHING, UNCHANGED, Changes, RowChanges
 from specinfer.verify.scan import ASK, LogitBlock
 

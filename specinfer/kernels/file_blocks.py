@@ -27,7 +27,8 @@ from specinfer.kernels.layout import (
     padded,
     unpack_levels,
 )
-from specinfer.kernels.library import BLOCK, Library, num_blocks
+from specinfer.kernels.library import Library
+from specinfer.kernels.structures import BLOCK, num_blocks
 
 # Of a group of a row, as a file's blocks are read: levels, scale, a step for each half, min, its step.
 ROW_BYTES: Final = GROUP + 2 + 2 + 2 + 1

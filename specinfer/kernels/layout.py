@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specinfer.kernels.library import BLOCK, Library, num_blocks, padded_inner
+from specinfer.kernels.library import Library
+from specinfer.kernels.structures import BLOCK, num_blocks, padded_inner
 
 GROUP: Final = 32  # inner elements that are rotated together, or share a scale; inner sizes are padded to it
 INT4_BYTES: Final = GROUP + 3  # of a group in a row: its levels, a float16 scale, a zero in sixteenths

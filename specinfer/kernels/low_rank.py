@@ -18,16 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specinfer.kernels.library import (
-    BLOCK,
-    AdaptedRowsArgs,
-    Library,
-    LowRankArgs,
-    LowRankPartArgs,
-    num_blocks,
-)
+from specinfer.kernels.library import Library
 from specinfer.kernels.parts_product import FLOAT_ROWS
 from specinfer.kernels.product import NativeProduct, Product
+from specinfer.kernels.structures import BLOCK, AdaptedRowsArgs, LowRankArgs, LowRankPartArgs, num_blocks
 
 # The numbers of a layer's products, and how many it has; cpu/layers.cpp knows the same.
 QKV, OUT, UP, DOWN = range(4)

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specinfer.kernels.library import ACTIVATIONS, Library, NormArgs
+from specinfer.kernels.library import Library
 from specinfer.kernels.product import check_rows, float_code
+from specinfer.kernels.structures import ACTIVATIONS, NormArgs
 
 _ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "silu": F.silu,

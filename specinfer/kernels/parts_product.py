@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specinfer.kernels.library import BLOCK
 from specinfer.kernels.parts import Branches, SumParts
 from specinfer.kernels.product import check_branches
+from specinfer.kernels.structures import BLOCK
 
 FLOAT_ROWS: Final = 16  # that are multiplied at once
 PartSum = Callable[[Tensor], Tensor]  # x [rows, elements of a part] -> float32 [rows, channels or more]

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from specinfer.kernels.exchange import SharedExchange
 from specinfer.kernels.layout import BlocksWeight, empty_floats, lay_out_floats
-from specinfer.kernels.library import (
+from specinfer.kernels.library import Library
+from specinfer.kernels.parts import SumParts
+from specinfer.kernels.structures import (
     BLOCK,
     KINDS,
     TYPES,
@@ -20,13 +22,11 @@ from specinfer.kernels.library import (
     BlockPartsArgs,
     FloatType,
     Kind,
-    Library,
     PartsArgs,
     ProductArgs,
     num_blocks,
     padded_inner,
 )
-from specinfer.kernels.parts import SumParts
 
 Product = Callable[[Tensor], Tensor]  # x [rows, inner] -> [rows, channels] in x's dtype
 

@@ -38,7 +38,7 @@ from specinfer.kernels.layout import (
     padded,
     unpack_levels,
 )
-from specinfer.kernels.library import BLOCK, Library, padded_inner
+from specinfer.kernels.library import Library
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.parts_product import FLOAT_ROWS, PartsProduct, PartSum, block_sums
 from specinfer.kernels.product import (
@@ -51,6 +51,7 @@ from specinfer.kernels.product import (
     check_agreed,
     check_sums,
 )
+from specinfer.kernels.structures import BLOCK, padded_inner
 
 LEVELS: Final = 16  # of an int4 weight
 _EXACT: Final = 1024  # products of two int8 whose sum float32 holds exactly

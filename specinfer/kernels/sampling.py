@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.errors import ensure
-from specinfer.kernels.library import TYPES, Library
+from specinfer.kernels.library import Library
+from specinfer.kernels.structures import TYPES
 from specinfer.processors.changes import Changes
 from specinfer.verify.law import Law
 from specinfer.verify.scan import ASK, Ask, Likeliest, LogitBlock, Scan, changed_row, check_rows, choice

@@ -16,10 +16,10 @@ from torch import Tensor
 from specinfer.attention.backend import Attend, AttentionSpec, Rotation
 from specinfer.attention.native import NativeAttend
 from specinfer.kernels.decoder import LayerParts, NativeDecoder, NativeLayers, Places
-from specinfer.kernels.library import Form
 from specinfer.kernels.low_rank import AdaptedLayer
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import Product
+from specinfer.kernels.structures import Form
 from specinfer.models.config import ModelConfig, NormPlace, QkNorm
 from specinfer.models.experts import Mixture, expert_matrices, mixture
 from specinfer.models.language_model import LayeredModel, PassContext, Read, Residual, Taps, check_taps

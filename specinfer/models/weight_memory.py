@@ -29,11 +29,12 @@ from specinfer.kernels.layout import (
     empty_int4,
     empty_int8,
 )
-from specinfer.kernels.library import BLOCK, Library, num_blocks
+from specinfer.kernels.library import Library
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.parts_product import PartsProduct
 from specinfer.kernels.product import NativeProduct, PartedProduct, Product, SplitProduct
 from specinfer.kernels.quantized import NativeProducts
+from specinfer.kernels.structures import BLOCK, num_blocks
 from specinfer.models.lent_memory import LentMemory
 from specinfer.models.stream import LayerStream
 from specinfer.models.weight_reader import READERS, WeightReader, chosen_rows

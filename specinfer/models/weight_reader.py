@@ -36,8 +36,8 @@ from specinfer.kernels.layout import (
     lay_out_floats,
     lay_out_int4,
 )
-from specinfer.kernels.library import BLOCK
 from specinfer.kernels.quantized import quantize_int4, quantize_int8
+from specinfer.kernels.structures import BLOCK
 from specinfer.models.prepared import NewPreparedFile, PreparedFile
 from specinfer.progress import Progress
 from specinfer.speculation_config import Quantization

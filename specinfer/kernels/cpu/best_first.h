@@ -8,7 +8,7 @@
 
 namespace specinfer {
 
-// What becomes of a head's logits; as kernels/library.py has it. Rows of tables are of `type`.
+// What becomes of a head's logits; as kernels/structures.py has it. Rows of tables are of `type`.
 struct Guesser {
   Type type;
   const int64_t* ids;       // [U]: the tokens that logits are of; null: entry i is token i

@@ -9,7 +9,7 @@
 
 namespace specinfer {
 
-// As kernels/library.py has it. D is the head's hidden size, I that of all taps of a row of the target.
+// As kernels/structures.py has it. D is the head's hidden size, I that of all taps of a row of the target.
 struct BlockHead {
   Type type;
   float scale;        // of embeddings

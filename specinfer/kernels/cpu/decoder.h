@@ -10,7 +10,7 @@
 
 namespace specinfer {
 
-// As kernels/library.py has it. D is the hidden size.
+// As kernels/structures.py has it. D is the hidden size.
 struct Decoder {
   Type type;
   float scale;            // of embeddings

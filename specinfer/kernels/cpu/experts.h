@@ -7,7 +7,7 @@
 
 namespace specinfer {
 
-// As kernels/library.py has it.
+// As kernels/structures.py has it.
 struct Experts {
   Product router;                 // float32: a logit for each expert; behind these the shared expert's gate, if it has one
   const Product *gate_up, *down;  // of each expert

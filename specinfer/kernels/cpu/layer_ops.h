@@ -8,7 +8,7 @@
 
 namespace specinfer {
 
-// A norm of rows, as kernels/library.py has it: x / rms(x) * weight, or where it is centred LayerNorm, of x - mean(x)
+// A norm of rows, as kernels/structures.py has it: x / rms(x) * weight, or where it is centred LayerNorm, of x - mean(x)
 // and with a bias if there is one. No weight: there is no norm.
 struct Norm {
   const void *weight, *bias;  // [D]
@@ -30,7 +30,7 @@ void scale_rows(Type type, void* x_TD, float factor, int64_t rows, int64_t size)
 // What is beyond limit or -limit becomes that.
 void clip_rows(Type type, void* x_TD, float limit, int64_t rows, int64_t size);
 
-// As kernels/library.py numbers them.
+// As kernels/structures.py numbers them.
 enum class Activation : int32_t { kSilu, kGeluTanh, kRelu, kGelu, kActivations };
 
 // out = act(gate) * up; a row holds gate, then up.
@@ -43,7 +43,7 @@ void activate(Type type, Activation activation, const void* x_TF, void* out_TF, 
 bool embed(Type type, const void* table_VD, int64_t entries, const int64_t* ids_T, float scale, void* out_TD,
            int64_t rows, int64_t size);
 
-// The heads of an attention block, as kernels/library.py has them.
+// The heads of an attention block, as kernels/structures.py has them.
 struct Heads {
   int64_t heads, kv_heads, head;
   float scale, eps;

@@ -17,7 +17,7 @@ enum class Form : int32_t {
   kParallel,  // x += attention + mlp, of the same x; with no norm before the MLP they share one
 };
 
-// As kernels/library.py has it; a norm without a weight is not there.
+// As kernels/structures.py has it; a norm without a weight is not there.
 struct Layer {
   Norm before_attention, before_mlp, after_attention, after_mlp;
   Heads heads;

@@ -6,7 +6,7 @@
 
 namespace specinfer {
 
-// How it is looked up, whatever the text; as kernels/library.py has it.
+// How it is looked up, whatever the text; as kernels/structures.py has it.
 struct LookupRules {
   int64_t longest;         // tokens that a match is counted up to
   int64_t surest;          // tokens; more make a guess no surer

@@ -13,7 +13,7 @@
 
 namespace specinfer {
 
-// One matrix of those that a product stacks, as kernels/library.py has it.
+// One matrix of those that a product stacks, as kernels/structures.py has it.
 struct LowRankPart {
   int64_t first, channels;  // of the product
   int64_t offset, rank;     // the rows of A that are its own
@@ -21,7 +21,7 @@ struct LowRankPart {
   float scale;
 };
 
-// What an adapter adds to one product, as kernels/library.py has it; without parts nothing.
+// What an adapter adds to one product, as kernels/structures.py has it; without parts nothing.
 struct LowRank {
   const void* down;  // A, of all parts
   int64_t ranks;     // its rows
@@ -29,7 +29,7 @@ struct LowRank {
   int64_t count;
 };
 
-// The rows of a pass that have adapters, as kernels/library.py has it.
+// The rows of a pass that have adapters, as kernels/structures.py has it.
 struct AdaptedRows {
   const int64_t* rows;             // their numbers; those of an adapter lie side by side
   const int64_t* ends;             // [count]: behind the last one of each adapter

@@ -12,7 +12,7 @@ struct Request {
   int32_t first, end, table, positions;
 };
 
-// As kernels/library.py has it.
+// As kernels/structures.py has it.
 struct Paths {
   const int32_t* tables;
   const Request* requests;

@@ -60,7 +60,7 @@ struct BlockParts {
   int64_t span;
 };
 
-// As kernels/library.py has it.
+// As kernels/structures.py has it.
 struct Product {
   Kind kind;
   const void* weight;

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from specinfer.heads.kinds import AnyHeadModel
 from specinfer.heads.runner import HeadPass, HeadRunner
-from specinfer.kernels.library import TREE_ASK, TYPES, GrownArgs, GuesserArgs, Library
+from specinfer.kernels.library import Library
 from specinfer.kernels.product import FLOATS, NativeProduct, check_rows
+from specinfer.kernels.structures import TREE_ASK, TYPES, GrownArgs, GuesserArgs
 from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.runtime.flight import HostFlight, inference

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Final
 
 from specinfer.errors import ConfigError
-from specinfer.kernels.library import GrownArgs, Library, LookupRules
+from specinfer.kernels.library import Library
+from specinfer.kernels.structures import GrownArgs, LookupRules
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.request import Request
 from specinfer.speculate.lookups.answer_store import AnswerStore

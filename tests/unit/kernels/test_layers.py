@@ -15,9 +15,9 @@ from specinfer.attention.native import NativeAttend, NativeAttention
 from specinfer.kernels.bandwidth import profiled
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.decoder import NativeDecoder
-from specinfer.kernels.library import STAGES
 from specinfer.kernels.ops import Ops
 from specinfer.kernels.quantized import Products
+from specinfer.kernels.structures import STAGES
 from specinfer.models.language_model import LanguageModel, PassContext, Read
 from specinfer.models.weights import load_model
 from specinfer.runtime.batch import Rows, chain_rows

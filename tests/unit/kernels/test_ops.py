@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specinfer.kernels.library import ACTIVATIONS
 from specinfer.kernels.ops import NormParts, Ops
+from specinfer.kernels.structures import ACTIVATIONS
 from tests.kernels import kernels
 
 TWIN = Ops()

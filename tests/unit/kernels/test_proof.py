@@ -19,9 +19,10 @@ from specinfer.errors import KernelBuildError
 from specinfer.kernels import native
 from specinfer.kernels.build import find_compiler
 from specinfer.kernels.faults import faults, other_faults
-from specinfer.kernels.library import KINDS, Library
+from specinfer.kernels.library import Library
 from specinfer.kernels.machine import LEVELS, VARIABLE, Level
 from specinfer.kernels.native import find_best, load_library, prove
+from specinfer.kernels.structures import KINDS
 from tests.kernels import kernels
 
 # What a library offers, all of it empty but for what a fake is about.

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.layout import FloatTable, FloatWeight, lay_out_floats
-from specinfer.kernels.library import BLOCK, num_blocks, padded_inner
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import FLOATS, NativeProduct, Product
+from specinfer.kernels.structures import BLOCK, num_blocks, padded_inner
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.language_model import LanguageModel

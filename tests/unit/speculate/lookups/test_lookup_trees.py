@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from specinfer.kernels.library import GrownArgs, Library, LookupRules
+from specinfer.kernels.library import Library
+from specinfer.kernels.structures import GrownArgs, LookupRules
 from specinfer.plan import PlanEntry
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.lookups.lookup import LookupOptions, LookupSpeculator
