@@ -153,8 +153,9 @@ def test_a_cluster_of_ones_own_ends_with_the_block_and_is_started_again_where_it
         assert other.relay[2] == "3"
         one.revive()
         assert one.relay[1] == address
-        psutil.Process(int(address.rpartition(":")[2])).kill()
-        until(lambda: len(keepers()) < 2)
+        killed = psutil.Process(int(address.rpartition(":")[2]))
+        killed.kill()
+        until(lambda: killed.status() == psutil.STATUS_ZOMBIE)  # it has no command line before it is one
         one.revive()
         assert one.relay[1] != address
         assert len(keepers()) == 2
