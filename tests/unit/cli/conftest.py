@@ -9,10 +9,17 @@ from pathlib import Path
 import pytest
 
 from specinfer import cli
+from specinfer.kernels.native import find_best
 from tests.engines import write_tiny
 from tests.tiny_models import write_byte_tokenizer, write_similar_llama, write_tiny_llama
 
 Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled() -> None:
+    """On a new machine the first command compiles, and says so on standard error."""
+    find_best()
 
 
 @pytest.fixture
