@@ -50,10 +50,11 @@ test-aarch64: $(DEV) ## its kernels, with Debian's g++-aarch64-linux-gnu and qem
 test-clients: $(DEV) ## real clients of registries against one server; ARGS="openai dspy" runs some (minutes, gigabytes)
 	$(BIN)/python -m tests.clients.run $(ARGS)
 
-lint: $(DEV) ## ruff and mypy --strict
+lint: $(DEV) ## ruff, mypy --strict and the English of pages and comments
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy --strict
+	$(BIN)/python tools/prose.py
 
 format: $(DEV) ## let ruff format and sort
 	$(BIN)/python -m ruff check --fix .

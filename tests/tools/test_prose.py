@@ -1,0 +1,65 @@
+"""The rules of tools/prose.py match only bad sentences, and the lines of problems are right."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import prose  # noqa: E402
+
+
+@pytest.mark.parametrize("rule", prose.RULES, ids=lambda rule: rule.bad)
+def test_a_rule_matches_its_bad_sentence_and_no_good_one(rule: prose.Rule) -> None:
+    assert rule.find(rule.bad)
+    assert not [good for good in (other.good for other in prose.RULES) if rule.find(good)]
+
+
+def test_sentences_of_python_are_docstrings_comments_and_messages(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(
+        '''"""A module. It has\ntwo sentences.\n\n    code is left out\n"""\n'''
+        "x = 'no sentence for users'  # a comment\n"
+        "# Two lines\n# of one.\n"
+        "def f(y):\n    raise ValueError(f'got {y} here')\n"
+    )
+    found = [(one.line, one.text) for passage in prose.passages(path) for one in prose.sentences(passage)]
+    assert sorted(found) == [
+        (1, "A module."),
+        (1, "It has two sentences."),
+        (6, "a comment"),
+        (7, "Two lines of one."),
+        (10, "got CODE here"),
+    ]
+
+
+def test_sentences_of_markdown_are_without_code(tmp_path: Path) -> None:
+    path = tmp_path / "a.md"
+    path.write_text(
+        "# Title\n\nOne `x` [link](y). Two\nlines.\n\n```\ncode\n```\n\n| a | b |\n|---|---|\n| c | d |\n"
+    )
+    found = [(one.line, one.text) for passage in prose.passages(path) for one in prose.sentences(passage)]
+    assert found[:3] == [(1, "Title"), (3, "One CODE link."), (3, "Two lines.")]
+    assert [text for _, text in found[3:]] == ["a", "b", "c", "d"]
+
+
+def test_problems_name_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.md"
+    path.write_text(
+        "Fine.\n\nA text that\nnobody reads. The the end.\n\n"
+        + " ".join(f"word{n}" for n in range(36))
+        + ".\n"
+    )
+    assert [(one.line, one.advice) for one in prose.problems(path)] == [
+        (3, "name the actor: the caller, a request, a draft"),
+        (4, "There's a lexical illusion in 'The the' - a phrase is repeated."),
+        (6, "36 words; at most 35"),
+    ]
+
+
+def test_held_files_have_no_problems() -> None:
+    assert prose.main(()) == 0
