@@ -1,0 +1,44 @@
+"""The moving picture of the README: frames, places and escapes of made-up steps."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TOOL = runpy.run_path(str(ROOT / "tools" / "tree_picture.py"))
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_a_step_has_two_frames_and_its_tokens() -> None:
+    step = TOOL["Step"](["<a>", " b", " &", " c"], [-1, 0, 0, 1], [1, 3], "\n")
+    drawn = ElementTree.fromstring(TOOL["picture"]([step, TOOL["Step"](["\n"], [-1], [], "d")]))
+    frames = [g for g in drawn.findall(f"{SVG}g") if g.get("class") == "frame"]
+    assert len(frames) == 4
+    words = [["".join(text.itertext()) for text in frame.iter(f"{SVG}text")] for frame in frames]
+    assert "pass 1: 3 guesses" in words[0]
+    assert '"<a>"' in words[0]
+    assert "pass 1: 2 guesses accepted and one token of the model's own; 3 tokens so far" in words[1]
+    assert words[1][0] == " b c"  # the text, whose second line is empty
+    good = [g for g in frames[1].iter(f"{SVG}g") if g.get("class") == "good"]
+    assert ["".join(g.itertext()) for g in good] == ['"<a>"', '" b"', '" c"']
+
+
+def test_the_accepted_path_is_the_first_row_and_no_two_nodes_share_a_place() -> None:
+    step = TOOL["Step"](list("abcdef"), [-1, 0, 0, 1, 2, 2], [2, 5], "g")
+    rows, depths = TOOL["_rows"](step), TOOL["_depths"](step)
+    assert rows == [0, 2, 0, 2, 1, 0]
+    assert depths == [0, 1, 1, 2, 2, 2]
+    frame = TOOL["_frame"](step, "", "", verified=True)
+    places = re.findall(r'<rect class="node" x="(\d+)" y="(\d+)"', frame)
+    assert len(places) == len(set(places)) == 7
+
+
+def test_every_picture_of_the_pages_is_xml_with_a_title_and_colours_for_dark_pages() -> None:
+    for path in (ROOT / "docs" / "images").glob("*.svg"):
+        if path.stem.startswith(("concept", "trees")):
+            text = path.read_text(encoding="utf-8")
+            assert ElementTree.fromstring(text).find(f"{SVG}title") is not None
+            assert "prefers-color-scheme: dark" in text
