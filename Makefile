@@ -26,7 +26,7 @@ test test-fast: export PYTHONDONTWRITEBYTECODE =
 # A process per core; each begins with a part of its own, so that fixtures are made once, and takes from others' ends.
 SHARED_OUT := --numprocesses logical --dist worksteal
 
-.PHONY: help demo serve test test-fast test-aarch64 test-clients lint format wheel peers-env pin clean distclean
+.PHONY: help demo serve test test-fast test-aarch64 test-clients lint format wheel docs peers-env pin clean distclean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -63,6 +63,9 @@ format: $(DEV) ## let ruff format and sort
 wheel: $(MADE) ## a wheel in dist/ with kernels for every kind of CPU of this architecture: minutes
 	$(PIP) wheel --verbose --no-deps --wheel-dir dist --config-settings=--global-option=--quiet .
 	@ls -lh dist/specinfer-*.whl
+
+docs: $(DEV) ## the site, in build/site; a warning fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench-%: $(DEV) ## benchmarks/%.py with ARGS="...", for example make bench-table2 ARGS=--help
 	$(BIN)/python benchmarks/$*.py $(ARGS)

@@ -16,7 +16,7 @@ import pytest
 from specinfer.cli import cli
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 README = ROOT / "README.md"
 SHOWING = (README, ROOT / "docs/options.md")  # pages with commands and programs that are run here
 
@@ -32,7 +32,10 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert {t for t in targets if not (page.parent / t).exists()} == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+# Notes of the lab are dated, and name files that were there then.
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name != "lab"], ids=lambda page: page.name
+)
 def test_files_that_are_named_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     rooms = "tests|docs|tools|benchmarks|examples|specinfer"
@@ -50,7 +53,11 @@ def commands() -> list[str]:
 
 def test_the_readme_shows_commands() -> None:
     lines = [line for block in blocks(README, "sh") for line in block.splitlines()]
-    assert len([line for line in lines if line.startswith("specinfer ")]) >= 5
+    assert len([line for line in lines if line.startswith("specinfer ")]) >= 2
+
+
+def test_the_readme_has_at_most_600_words() -> None:
+    assert len(README.read_text(encoding="utf-8").split()) <= 600
 
 
 @pytest.mark.parametrize("line", commands())
@@ -92,7 +99,7 @@ def test_the_readmes_program_prints_what_it_says(capsys: pytest.CaptureFixture[s
     text, steps = capsys.readouterr().out.splitlines()
     assert text == said.splitlines()[0]
     # How many depends on how large trees pay on the machine; a busy one may measure them too dear.
-    shown = [re.fullmatch(r"(\d+\.\d\d) tokens per step", line) for line in (steps, said.splitlines()[1])]
+    shown = [re.fullmatch(r"(\d+\.\d) tokens per step", line) for line in (steps, said.splitlines()[1])]
     assert all(shown)
     assert [float(found[1]) > 3 for found in shown if found] == [True, True]
 
