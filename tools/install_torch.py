@@ -1,16 +1,17 @@
-"""Install PyTorch into the environment of the Python that runs this: the CPU build where there is no GPU.
+"""Install PyTorch into this Python's environment: the CPU build on machines without a GPU.
 
     .venv/bin/python tools/install_torch.py
 
-On Linux x86-64 a plain `pip install torch` brings gigabytes of CUDA libraries, of no use without a GPU. So:
+On Linux x86-64 a plain `pip install torch` downloads gigabytes of CUDA libraries. The first line that applies
+decides:
 
     a PyTorch in the range of pyproject.toml is installed   keep it
-    an NVIDIA GPU is there, or the system is not Linux x86  plain torch
+    there is an NVIDIA GPU, or the system is not Linux x86  plain torch
     an index or a find-links folder offers the CPU build    that
-    uv can be installed, and reaches PyTorch's own index    the CPU build from there
-    else                                                    plain torch, and a line that says so
+    uv can be installed and reaches PyTorch's own index     the CPU build from there
+    else                                                    plain torch, with a message
 
-Standard library only: it runs before anything is installed.
+This script uses only the standard library, as it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VERSION = "2.13.0"  # what is installed; what is accepted stands in pyproject.toml
+VERSION = "2.13.0"  # the version to install; pyproject.toml has the accepted range
 CONSTRAINTS = ROOT / "constraints.txt"
 DRIVER = Path("/proc/driver/nvidia")
 
@@ -70,7 +71,7 @@ def as_numbers(version: str) -> tuple[int, ...]:
 
 
 def wants_plain() -> str | None:
-    """Why plain torch is the right one here; None where the CPU build is."""
+    """Return the reason to install plain torch, or None to install the CPU build."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return f"{sys.platform} {platform.machine()}"
     if DRIVER.exists():
@@ -83,7 +84,7 @@ def wants_plain() -> str | None:
 
 
 def uv_installs_cpu_build() -> bool:
-    if pip("install", "uv", why="looking for it with uv, which knows PyTorch's CPU index", quiet=True):
+    if pip("install", "uv", why="trying uv, which has PyTorch's CPU index", quiet=True):
         return False
     command = [sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable]
     command += ["--torch-backend=cpu", "--constraint", str(CONSTRAINTS), f"torch=={VERSION}"]
@@ -95,7 +96,7 @@ def uv_installs_cpu_build() -> bool:
 
 
 def pip(action: str, *arguments: str, why: str = "", quiet: bool = False) -> int:
-    """Run pip, its progress shown; with `quiet`, its errors are not: somebody else tries next."""
+    """Run pip and return its exit status; `quiet` hides its errors, for attempts with a fallback."""
     if why:
         print(why, flush=True)
     command = [sys.executable, "-m", "pip", action, "--disable-pip-version-check", *arguments]
@@ -105,7 +106,7 @@ def pip(action: str, *arguments: str, why: str = "", quiet: bool = False) -> int
 
 
 def in_shared_environment() -> bool:
-    """Whether system packages are seen: these are kept as they are, whatever the constraints say."""
+    """True if the environment uses system packages; the constraints must not replace these."""
     settings = Path(sys.prefix) / "pyvenv.cfg"
     return settings.exists() and "include-system-site-packages = true" in settings.read_text(encoding="utf-8")
 

@@ -1,8 +1,8 @@
-"""Write the table of docs/models.md anew: python tools/models_page.py [--try] [MODEL_TYPE ...].
+"""Write the table of docs/models.md: python tools/models_page.py [--try] [MODEL_TYPE ...].
 
-With `--try` every decoder that transformers has is made tiny, random and of its config alone, saved, loaded
-through transformers' code and compared with transformers itself (some minutes; only those that are named,
-where some are). Without it only the column of native families is written anew.
+With `--try` every decoder of transformers, or each named one, is made from a tiny config with random weights.
+It is saved, loaded through transformers' code and compared with transformers itself, which takes some
+minutes. Without `--try` only the column of native families is rewritten.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOLERANCE = 1e-4
 
 
 class Tried(NamedTuple):
-    """What became of a model_type through transformers' code."""
+    """The result of running a model_type through transformers' code."""
 
     kind: str
     runs: bool
@@ -36,7 +36,7 @@ class Tried(NamedTuple):
 
 
 def rows_of(page: str) -> list[Tried]:
-    """The rows of the page's table."""
+    """Return the rows of the page's table."""
     table = page[page.index(BEGIN) + len(BEGIN) : page.index(END)].removeprefix(HEAD)
     found = []
     for line in table.splitlines():
@@ -46,7 +46,7 @@ def rows_of(page: str) -> list[Tried]:
 
 
 def with_rows(page: str, rows: Sequence[Tried]) -> str:
-    """The page with these rows, sorted, and their counts in its text."""
+    """Return the page with these rows, sorted, and with their counts."""
     lines = []
     for row in sorted(rows):
         native = "yes" if row.kind in HF_FAMILIES else ""
@@ -64,12 +64,12 @@ def with_rows(page: str, rows: Sequence[Tried]) -> str:
 
 
 def written(page: str) -> str:
-    """The page as the families that there are have it."""
+    """Return the page with a new column of native families."""
     return with_rows(page, rows_of(page))
 
 
 def tried(kind: str) -> Tried:
-    """Make a model of that kind tiny, run it, and say what became of it."""
+    """Make a tiny model of a model_type, run it and return the result."""
     from specinfer.errors import ModelError
     from specinfer.models.hosted.library import UnhostedError, transformers
     from specinfer.models.hosted.skeleton import check_config
@@ -100,7 +100,7 @@ def tried(kind: str) -> Tried:
 
 
 def kinds() -> list[str]:
-    """All decoders of text that transformers lists."""
+    """Return the model_type of every text decoder in transformers."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

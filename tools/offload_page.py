@@ -1,4 +1,4 @@
-"""Write the computed table of docs/offloading.md anew, by the plan's sums: python tools/offload_page.py."""
+"""Write the computed table of docs/offloading.md from memory plans: python tools/offload_page.py."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from specinfer.speculation_config import SELF
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "offloading.md"
 BANDWIDTH = 20e9  # bytes of memory that two cores of a desktop or a small server read in a second
 DISKS = (0.2, 0.5, 1.5, 3.0, 7.0)  # GB/s
-SHARES = (0.25, 0.5, 0.75)  # of the layers' bytes, that memory has for drafts, buffers and layers
+SHARES = (0.25, 0.5, 0.75)  # memory for drafts, buffers and layers, as a share of the layers' bytes
 
 
 class Shape(NamedTuple):
-    """What of a model decides how large it is."""
+    """Sizes of a model that determine its bytes."""
 
     layers: int
     hidden: int
@@ -31,7 +31,7 @@ class Shape(NamedTuple):
     vocab: int
 
     def matrices(self) -> list[tuple[int, int]]:
-        """Those of a layer."""
+        """Return the (outputs, inputs) of each matrix of a layer."""
         return [
             (self.hidden + 2 * self.kv, self.hidden),
             (self.hidden, self.hidden),
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
         ]
 
     def in_int4(self) -> int:
-        """Bytes of all layers in int4."""
+        """Return the bytes of all layers in int4."""
         return self.layers * sum(int4_bytes(*matrix) for matrix in self.matrices())
 
 
@@ -49,7 +49,7 @@ SMALL = Shape(24, 896, 4864, 128, 151936)  # Qwen2.5-0.5B
 
 
 def guessers() -> dict[str, list[Guessers]]:
-    """The drafts that are compared; of several forms of one the better counts."""
+    """Return the compared drafts by name; a draft with several forms is as fast as its fastest."""
     own = TARGET.in_int4()
     table = int8_bytes(TARGET.vocab, TARGET.hidden)
     shared = 2 * TARGET.vocab * TARGET.hidden
@@ -64,7 +64,7 @@ def guessers() -> dict[str, list[Guessers]]:
 
 
 def speed(share: float, rate: float, drafts: list[Guessers]) -> float | None:
-    """Tokens per second that the plan expects; None where that does not fit."""
+    """Return the plan's expected tokens per second, or None if the model does not fit."""
     layers = [2 * sum(channels * inner for channels, inner in TARGET.matrices())] * TARGET.layers
     found = []
     for one in drafts:
@@ -84,7 +84,7 @@ def speed(share: float, rate: float, drafts: list[Guessers]) -> float | None:
 
 
 def table() -> str:
-    """A table of Markdown."""
+    """Return the Markdown table."""
     names = guessers()
     head = [f"{share:.0%}, {name}" for share in SHARES for name in names]
     rows = [f"| disk | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
@@ -101,7 +101,7 @@ def table() -> str:
 
 
 def written(page: str) -> str:
-    """The page with its table as it should be; raises ValueError where that has no place."""
+    """Return the page with a new table; raises ValueError if the page has no place for it."""
     begin, end = "<!-- computed: tools/offload_page.py -->\n", "<!-- end -->"
     before, after = page.split(begin)
     return before + begin + table() + "\n" + after[after.index(end) :]

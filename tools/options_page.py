@@ -1,4 +1,4 @@
-"""Write the tables of docs/options.md anew, from the options themselves: python tools/options_page.py."""
+"""Write the tables of docs/options.md from the config classes: python tools/options_page.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TABLES = {"engine": [one for _, one in ENGINE_OPTIONS.values()], "server": list(
 
 
 def table(options: Sequence[Option]) -> str:
-    """A table of Markdown: each option, its default, what it is for."""
+    """Return a Markdown table of options, their defaults and their purposes."""
     rows = ["| option | default | |", "|---|---|---|"]
     for one in options:
         default = one.about.shown or f"`{one.shown_default() or 'none'}`"
@@ -27,7 +27,7 @@ def table(options: Sequence[Option]) -> str:
 
 
 def written(page: str) -> str:
-    """The page with its tables as they should be; raises ValueError where one has no place."""
+    """Return the page with new tables; raises ValueError if the page has no place for one."""
     for name, options in TABLES.items():
         begin, end = f"<!-- {name} options: tools/options_page.py -->\n", "<!-- end -->"
         before, after = page.split(begin)

@@ -1,9 +1,9 @@
-"""Write constraints.txt: the exact version of everything specinfer and its extras need, as installed here.
+"""Write constraints.txt: the installed versions of all packages that specinfer and its extras need.
 
     .venv/bin/python tools/pin_constraints.py
 
-Run it in an environment that was made without constraints, after `make test` passed there. torch is left
-out: which build fits depends on the machine (tools/install_torch.py).
+Run it in an environment that was made without constraints, after `make test` passed there. It leaves torch
+out, as the build depends on the machine (tools/install_torch.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
 LEFT_OUT = {"specinfer", "torch", "triton"}
 LEFT_OUT_PREFIXES = ("nvidia-", "cuda-")  # the plain torch's own, pinned by it
-# uv is used by tools/install_torch.py, installed only there; ray is an extra of which the tests need nothing.
+# tools/install_torch.py installs and uses uv; ray is an extra that the tests do not need.
 TOOLS = {"uv": "0.13.8", "ray": "2.60.0"}
 HEADER = "# Exact versions for `make demo` and `make test`; written by tools/pin_constraints.py.\n"
 

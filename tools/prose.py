@@ -29,7 +29,11 @@ from proselint.registry import CheckRegistry
 from proselint.tools import LintFile
 
 ROOT = Path(__file__).resolve().parents[1]
-HELD = ("tools/prose.py",)
+HELD = (
+    "CONTRIBUTING.md",
+    "docs/glossary.md",
+    "tools",
+)
 HISTORY = ("docs/log.md", "docs/lab/", "benchmarks/results/")  # dated entries, kept as they were written
 MAX_WORDS = 35
 

@@ -1,9 +1,9 @@
-"""Let the environment of the Python that runs this see the packages of another one.
+"""Make the packages of another environment importable in this Python's environment.
 
     .venv/bin/python tools/share_packages.py SITE_PACKAGES
 
-`python -m venv --system-site-packages` shares the base Python's packages only. Where the Python it was asked
-of is an environment itself, as on machines that come with PyTorch in one, this shares that one's as well.
+`python -m venv --system-site-packages` shares only the base Python's packages. Some machines come with
+PyTorch in an environment; this script shares the packages of that environment, too.
 """
 
 from __future__ import annotations

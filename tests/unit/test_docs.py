@@ -117,3 +117,9 @@ def test_the_example_of_a_model_that_does_not_fit_runs() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert re.search(r"^smollm2-135m: \d+ of 30 layers streamed, .*tokens/s", done.stderr, re.M)
     assert re.search(r"^[1-9]\d* MB streamed, \d+\.\d s waited for them$", done.stdout, re.M)
+
+
+def test_the_glossary_is_short_and_sorted() -> None:
+    words = re.findall(r"^\*\*(.+?)\*\*", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.M)
+    assert words == sorted(words, key=str.lower)
+    assert 0 < len(words) <= 50
