@@ -1,3 +1,3 @@
 """The version, alone, so that it can be read without importing anything."""
 
-VERSION = "0.1.0"
+VERSION = "0.5.0"

@@ -15,7 +15,6 @@ from typing import Final
 import click
 
 from specinfer.errors import IntegrityError, UserError
-from specinfer.version import VERSION
 
 COMMANDS: Final = {  # name -> what --help says, in its order; each a click command in a module of its name
     "serve": "Serve a model to OpenAI clients.",
@@ -56,10 +55,25 @@ class _LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
+def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from specinfer.cli.version import version_text
+
+        click.echo(version_text())
+        context.exit()
+
+
 @click.group(
     cls=_LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]}
 )
-@click.version_option(VERSION, prog_name="specinfer")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    callback=_version,
+    expose_value=False,
+    help="Print the version, Python, torch and CPU kernels.",
+)
 @click.pass_context
 def cli(context: click.Context) -> None:
     """Tree-based speculative inference: the text the model would have written anyway, sooner."""
