@@ -26,7 +26,8 @@ test test-fast: export PYTHONDONTWRITEBYTECODE =
 # A process per core; each begins with a part of its own, so that fixtures are made once, and takes from others' ends.
 SHARED_OUT := --numprocesses logical --dist worksteal
 
-.PHONY: help demo serve test test-fast test-aarch64 test-clients lint format wheel docs peers-env pin clean distclean
+.PHONY: help demo serve test test-fast test-aarch64 test-clients lint format wheel release docs peers-env pin clean
+.PHONY: distclean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -60,12 +61,16 @@ format: $(DEV) ## let ruff format and sort
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
+wheel: export SPECINFER_WHEEL_LEVELS ?= all
 wheel: $(MADE) ## a wheel in dist/ with kernels for every kind of CPU of this architecture: minutes
 	$(PIP) wheel --verbose --no-deps --wheel-dir dist --config-settings=--global-option=--quiet .
 	@ls -lh dist/specinfer-*.whl
 
 docs: $(DEV) ## the site, in build/site; a warning fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+release: ## build, check and try sdist and wheel in dist/, and write the release notes: minutes
+	$(PYTHON) tools/release.py
 
 bench-%: $(DEV) ## benchmarks/%.py with ARGS="...", for example make bench-table2 ARGS=--help
 	$(BIN)/python benchmarks/$*.py $(ARGS)

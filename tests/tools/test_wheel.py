@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,12 +13,12 @@ import pytest
 
 from specinfer.errors import KernelBuildError
 from specinfer.kernels.build import _FLAGS, find_compiler
-from specinfer.kernels.machine import LEVELS, architecture
+from specinfer.kernels.machine import LEVELS, architecture, levels_here
 from specinfer.kernels.native import find_best
+from tests.tools.sources import REPOSITORY, bare_environment, copy_sources
 
 pytestmark = pytest.mark.slow  # pip builds and installs
 
-REPOSITORY: Final = Path(__file__).parents[2]
 HERE: Final = [level.name for level in LEVELS if level.architecture == architecture()]
 # A compiler that makes empty files, and does not know how to make the best of them.
 OLD: Final = f"""#!/bin/sh
@@ -65,20 +62,7 @@ print(json.dumps({
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
     """The repository's files that a wheel is made of, in a folder of their own."""
-    folder = tmp_path / "sources"
-    shutil.copytree(
-        REPOSITORY / "specinfer", folder / "specinfer", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, folder)
-    return folder
-
-
-def environment(**changed: str | None) -> dict[str, str]:
-    """This process's, changed; None takes a variable away."""
-    bare = {"CXX", "SPECINFER_CPU", "SPECINFER_WHEEL_LEVELS", "PYTHONPATH"} - set(changed)
-    kept: Mapping[str, str | None] = {**{k: v for k, v in os.environ.items() if k not in bare}, **changed}
-    return {name: value for name, value in kept.items() if value is not None}
+    return copy_sources(tmp_path / "sources")
 
 
 def pip(*arguments: str, **changed: str | None) -> str:
@@ -86,7 +70,7 @@ def pip(*arguments: str, **changed: str | None) -> str:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     done = subprocess.run(
         command,
-        env=environment(**changed),
+        env=bare_environment(**changed),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -116,7 +100,33 @@ def test_without_a_compiler_it_is_a_pure_wheel(sources: Path, tmp_path: Path) ->
     wheel, said = build(sources, PATH=str(tmp_path))
     assert wheel.name.endswith("-py3-none-any.whl")
     assert libraries(wheel) == []
-    assert said == ["native kernels: none: there is no C++ compiler here; they will be compiled on first use"]
+    assert said == ["native kernels: none: no C++ compiler was found; they will be compiled on first use"]
+
+
+def test_by_default_the_best_level_of_this_cpu_that_compiles_is_in_it(sources: Path, tmp_path: Path) -> None:
+    """So `pip install` of an sdist takes one compilation; the first answer needs none."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(OLD)
+    compiler.chmod(0o755)
+    wheel, said = build(sources, CXX=str(compiler))
+    best = next(level.name for level in levels_here() if level.name != HERE[-1])
+    assert libraries(wheel) == [best]
+    assert [line.split()[2] for line in said][-1] == best
+
+
+def test_a_level_that_does_not_exist_is_refused(sources: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "bdist_wheel"],
+        cwd=sources,
+        env=bare_environment(SPECINFER_WHEEL_LEVELS="mmx"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert done.stderr.strip().splitlines()[-1] == (
+        f"SPECINFER_WHEEL_LEVELS names 'mmx'; allowed here: {', '.join([*HERE, 'all'])}"
+    )
 
 
 def test_a_level_that_the_compiler_is_too_old_for_is_left_out(sources: Path, tmp_path: Path) -> None:
@@ -125,7 +135,7 @@ def test_a_level_that_the_compiler_is_too_old_for_is_left_out(sources: Path, tmp
     compiler.chmod(0o755)
     (sources / "build" / "lib" / "specinfer").mkdir(parents=True)
     (sources / "build" / "lib" / "specinfer" / "of_yesterday.py").touch()
-    wheel, said = build(sources, CXX=str(compiler))
+    wheel, said = build(sources, CXX=str(compiler), SPECINFER_WHEEL_LEVELS="all")
     assert "-py3-none-" in wheel.name
     assert not wheel.name.endswith("-any.whl")
     assert libraries(wheel) == sorted(HERE[:-1])
@@ -200,7 +210,7 @@ def run_script(python: Path, folder: Path, cache: Path) -> dict[str, Any]:
     done = subprocess.run(
         [str(python), "-c", USE],
         cwd=folder,
-        env=environment(PATH=str(folder), SPECINFER_CACHE=str(cache)),
+        env=bare_environment(PATH=str(folder), SPECINFER_CACHE=str(cache)),
         capture_output=True,
         text=True,
         check=False,
