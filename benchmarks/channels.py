@@ -18,9 +18,9 @@ import psutil
 
 from specinfer.config import EngineConfig
 from specinfer.request import Delta
-from specinfer.serve.cluster import Cluster
-from specinfer.serve.engine_child import EngineChild
-from specinfer.serve.work import EngineInfo
+from specinfer.serve.backend.cluster import Cluster
+from specinfer.serve.backend.engine_child import EngineChild
+from specinfer.serve.backend.work import EngineInfo
 
 WORKS = 16  # of which each message tells
 _QUESTIONS = 200
@@ -123,7 +123,7 @@ def main() -> None:
         connection.recv()  # the config
         talk(connection)
     else:  # without a cluster Ray is never loaded
-        from specinfer.serve import ray_relay
+        from specinfer.serve.backend import ray_relay
 
         class Talker(ray_relay.EngineActor):
             def run(self, config: bytes) -> None:

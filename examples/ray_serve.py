@@ -24,11 +24,11 @@ def application() -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         from specinfer.config import EngineConfig
         from specinfer.hub.resolution import resolve
-        from specinfer.serve.access import Keys
         from specinfer.serve.app import build_app
+        from specinfer.serve.backend.engine_child import EngineChild
         from specinfer.serve.config import ServeConfig
-        from specinfer.serve.engine_child import EngineChild
-        from specinfer.serve.service import open_service
+        from specinfer.serve.http.access import Keys
+        from specinfer.serve.startup import open_service
 
         config = ServeConfig(page=False)
         engine = EngineConfig.from_options(MODEL, {"quantization": "int8", "threads": 1})

@@ -17,14 +17,14 @@ from fastapi import FastAPI
 
 from specinfer.engine.steps import Statistics
 from specinfer.request import Delta, FinishReason, Logprob, SpeculationFigures
-from specinfer.serve.access import Keys
+from specinfer.serve.api.service import Service
 from specinfer.serve.app import build_app
+from specinfer.serve.backend.work import EngineInfo, Health, Observe, Work
 from specinfer.serve.config import ServeConfig
-from specinfer.serve.dialect import Dialect
-from specinfer.serve.metrics import Metrics
+from specinfer.serve.dialect.dialect import Dialect
+from specinfer.serve.http.access import Keys
+from specinfer.serve.observe.metrics import Metrics
 from specinfer.serve.server import listen
-from specinfer.serve.service import Service
-from specinfer.serve.work import EngineInfo, Health, Observe, Work
 from specinfer.speculation_config import SpeculationConfig
 from specinfer.tokenizer import Tokenizer
 from tests.tiny_models import write_byte_tokenizer

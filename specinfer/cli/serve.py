@@ -21,7 +21,7 @@ from specinfer.option import options_of, parse_size
 from specinfer.serve.config import ServeConfig
 
 if TYPE_CHECKING:
-    from specinfer.serve.engine_child import EngineChild
+    from specinfer.serve.backend.engine_child import EngineChild
 
 _KEY_VARIABLE: Final = "SPECINFER_API_KEY"
 # A step of more keeps whoever comes meanwhile waiting; of fewer reads prompts slowly.
@@ -136,12 +136,12 @@ def _engine(options: dict[str, Any], config: ServeConfig) -> EngineConfig:
 @contextmanager
 def _first_engine(config: ServeConfig, engine: EngineConfig) -> Iterator[EngineChild]:
     """The process of the first replica, which is to get the engine's config, and the cluster it may be on."""
-    from specinfer.serve.engine_child import EngineChild
+    from specinfer.serve.backend.engine_child import EngineChild
 
     with ExitStack() as stack:
         cluster = None
         if config.cluster == "ray":
-            from specinfer.serve.cluster import Cluster
+            from specinfer.serve.backend.cluster import Cluster
 
             cluster = stack.enter_context(Cluster(engine, config.replicas))
         log = (config.log_level, config.log_format)

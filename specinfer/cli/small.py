@@ -41,7 +41,7 @@ def view(trace: Path, port: int, browser: bool) -> None:
     other machine reaches the page, and it asks for nothing from anywhere else.
     """
     from specinfer.engine.trace import read_trace
-    from specinfer.serve.page_server import TraceServer
+    from specinfer.serve.http.page_server import TraceServer
 
     with TraceServer(read_trace(trace), trace.name, port) as server:
         click.echo(f"{trace}: {server.url}  (Ctrl-C ends)")

@@ -15,23 +15,23 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
-from specinfer.serve.access import Access, Keys
-from specinfer.serve.api_error import ApiError, tell_api_error, tell_http_error
-from specinfer.serve.chat import Chat, ChatFields
-from specinfer.serve.completions import ChoicesAnswer, CompletionFields, Completions
-from specinfer.serve.event_stream import body_of, stream, unless_gone
-from specinfer.serve.fields import parse
-from specinfer.serve.growing_answer import GrowingAnswer
-from specinfer.serve.hosts import Hosts
-from specinfer.serve.infill import Infill, InfillFields
-from specinfer.serve.message_fields import MessageFields
-from specinfer.serve.messages import Messages, count_tokens
-from specinfer.serve.page_server import PAGE_HEADERS, page_files
-from specinfer.serve.response_fields import ResponseFields
-from specinfer.serve.responses import Responses, ResponseStore
-from specinfer.serve.service import Service
-from specinfer.serve.token_fields import DetokenizeFields, TokenizeFields, detokenize, tokenize
-from specinfer.serve.work import EngineInfo
+from specinfer.serve.api.chat import Chat, ChatFields
+from specinfer.serve.api.completions import ChoicesAnswer, CompletionFields, Completions
+from specinfer.serve.api.growing_answer import GrowingAnswer
+from specinfer.serve.api.infill import Infill, InfillFields
+from specinfer.serve.api.message_fields import MessageFields
+from specinfer.serve.api.messages import Messages, count_tokens
+from specinfer.serve.api.response_fields import ResponseFields
+from specinfer.serve.api.responses import Responses, ResponseStore
+from specinfer.serve.api.service import Service
+from specinfer.serve.api.tokens import DetokenizeFields, TokenizeFields, detokenize, tokenize
+from specinfer.serve.backend.work import EngineInfo
+from specinfer.serve.fields.body import parse
+from specinfer.serve.http.access import Access, Keys
+from specinfer.serve.http.api_error import ApiError, tell_api_error, tell_http_error
+from specinfer.serve.http.event_stream import body_of, stream, unless_gone
+from specinfer.serve.http.hosts import Hosts
+from specinfer.serve.http.page_server import PAGE_HEADERS, page_files
 from specinfer.version import VERSION
 
 _MOST_ITEMS: Final = 100  # of one list, as in OpenAI's API

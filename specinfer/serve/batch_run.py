@@ -27,12 +27,12 @@ from specinfer.errors import UserError
 from specinfer.files import NewFile
 from specinfer.hub.resolution import resolve
 from specinfer.progress import Progress
-from specinfer.serve.access import Keys
-from specinfer.serve.api_error import ApiError
+from specinfer.serve.backend.engine_child import EngineChild
 from specinfer.serve.config import ServeConfig
-from specinfer.serve.engine_child import EngineChild
-from specinfer.serve.fields import Fields, parse
-from specinfer.serve.service import open_service
+from specinfer.serve.fields.body import Fields, parse
+from specinfer.serve.http.access import Keys
+from specinfer.serve.http.api_error import ApiError
+from specinfer.serve.startup import open_service
 
 _BEGINNING: Final = b'{"id": "batch_req_'  # of every line
 _FAILED: Final = 500  # HTTP status of server errors; their requests are sent again

@@ -13,7 +13,7 @@ from typing import Final, Literal
 from specinfer.config import SpecialTokens
 from specinfer.errors import ConfigError
 from specinfer.option import check_options, option
-from specinfer.serve.hosts import ANY, is_host, is_network
+from specinfer.serve.http.hosts import ANY, is_host, is_network
 
 LogFormat = Literal["text", "json"]
 # What a record may carry beside its message, as `extra`.

@@ -22,12 +22,13 @@ from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError
 from specinfer.hub.resolution import resolve
 from specinfer.progress import Progress
-from specinfer.serve.access import Keys
+from specinfer.serve.api.service import Service
+from specinfer.serve.backend.engine_child import EngineChild
 from specinfer.serve.config import ServeConfig, configure
-from specinfer.serve.connection import SPARE, Connection, Connections
-from specinfer.serve.engine_child import EngineChild
-from specinfer.serve.hosts import Hosts, is_loopback
-from specinfer.serve.service import Service, open_service
+from specinfer.serve.http.access import Keys
+from specinfer.serve.http.connection import SPARE, Connection, Connections
+from specinfer.serve.http.hosts import Hosts, is_loopback
+from specinfer.serve.startup import open_service
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

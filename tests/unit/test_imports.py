@@ -37,6 +37,11 @@ ORDER: list[set[str]] = [
     {"llm"},
     {"check"},
     {"bench", "replay", "tune"},
+    {"serve.http"},
+    {"serve.config"},
+    {"serve.backend", "serve.dialect"},
+    {"serve.fields", "serve.observe"},
+    {"serve.api"},
     {"serve"},
     {"cli"},
     {"__main__"},
@@ -52,9 +57,9 @@ WITHOUT_TORCH = (
     *("errors", "files", "speculation_config", "config", "structured_output", "sampling_params", "request"),
     *("tokenizer", "hub", "progress", "tree", "grammar", "processors", "plan", "verify", "speculate.limits"),
     *("engine.scheduler", "engine.kv_blocks", "engine.transcript", "engine.trace"),
-    *("serve.page_server", "cli.small", "cli.follow"),
+    *("serve.http.page_server", "cli.small", "cli.follow"),
     *("engine.admission", "engine.intake", "engine.loop", "engine.steps"),
-    *("serve.reader", "serve.dialect", "serve.tools", "serve.engine_child", "serve.ledger", "serve.routing"),
+    *("serve.dialect", "serve.backend.engine_child", "serve.backend.ledger", "serve.backend.routing"),
     *("kernels.machine", "kernels.build", "kernels.library", "kernels.native", "kernels.exchange"),
     *(
         "kernels.disk",
@@ -210,7 +215,10 @@ def test_what_starts_quickly_does_not_load_torch() -> None:
 
 def test_what_a_server_loads_before_it_starts_its_engines_process_is_little() -> None:
     modules = read_package()
-    before = ("specinfer.cli.serve", "specinfer.serve.engine_child")  # the process's own torch takes longest
+    before = (
+        "specinfer.cli.serve",
+        "specinfer.serve.backend.engine_child",
+    )  # the process's own torch takes longest
     assert [way_to(large, name, modules) for name in before for large in ("numpy", "asyncio", "fastapi")] == (
         [None] * 6
     )

@@ -24,8 +24,8 @@ from specinfer.request import Delta
 from specinfer.runtime.batch import logit_rows
 from specinfer.runtime.executor import Move
 from specinfer.runtime.flight import Launch
-from specinfer.serve.ledger import Ledger, OpenWork, Waiter
-from specinfer.serve.work import Work
+from specinfer.serve.backend.ledger import Ledger, OpenWork, Waiter
+from specinfer.serve.backend.work import Work
 from specinfer.tree import TokenTree
 from specinfer.verify.logprobs import Scores
 from specinfer.verify.scan import NUMPY, Ask, Likeliest, Scan

@@ -35,8 +35,8 @@ from specinfer.parallel.group import Group
 from specinfer.parallel.link import LOST, Link
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.sharded import MessageWriter
-from specinfer.serve.replica_backend import ReplicaBackend
-from specinfer.serve.work import Work
+from specinfer.serve.backend.replica_backend import ReplicaBackend
+from specinfer.serve.backend.work import Work
 from tests.ranks import GREEDY, INT8, PROMPTS, followers, hurry, soon, told
 
 

@@ -28,9 +28,9 @@ from specinfer.errors import ClosedError, ConfigError, ModelError, PeerLostError
 from specinfer.models.language_model import LanguageModel
 from specinfer.parallel.launch import Followers
 from specinfer.progress import NoProgress
-from specinfer.serve.engine_process import fingerprint
-from specinfer.serve.replica_backend import ReplicaBackend
-from specinfer.serve.work import Work
+from specinfer.serve.backend.engine_process import fingerprint
+from specinfer.serve.backend.replica_backend import ReplicaBackend
+from specinfer.serve.backend.work import Work
 from tests.engines import ENGINE
 from tests.ranks import GREEDY, INT8, PROMPTS, SAMPLED, followers, hurry, soon, told
 from tests.tiny_models import write_tiny_llama

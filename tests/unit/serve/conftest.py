@@ -9,11 +9,11 @@ import openai
 import pytest
 
 from specinfer import LLM, SamplingParams
-from specinfer.serve import replica
+from specinfer.serve.backend import replica
 from tests.served import Served
 from tests.tiny_models import write_tiny_llama
-from tests.unit.serve.handles import Handle
-from tests.unit.serve.listeners import SEEDS, TOKENS
+from tests.unit.serve.backend.handles import Handle
+from tests.unit.serve.backend.listeners import SEEDS, TOKENS
 
 # It writes calls as Hermes does, and reasoning between marks.
 TEMPLATE = (

@@ -14,8 +14,8 @@ import pytest
 
 from specinfer.errors import UserError
 from specinfer.progress import NoProgress
+from specinfer.serve.backend.work import BackendError
 from specinfer.serve.batch_run import BatchAnswers, BatchInput, answer_all
-from specinfer.serve.work import BackendError
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import MODEL, Script, ScriptedBackend, byte_tokenizer, says, scripted_app
 

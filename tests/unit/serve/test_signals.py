@@ -11,8 +11,8 @@ from typing import cast
 import pytest
 import uvicorn
 
+from specinfer.serve.api.service import Service
 from specinfer.serve.server import _Server
-from specinfer.serve.service import Service
 
 
 def nothing(*_: object) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from specinfer.engine.trace import read_trace
-from specinfer.serve.page_server import TraceServer
+from specinfer.serve.http.page_server import TraceServer
 from tests.scripted_server import ScriptedServer, says_in_steps, steps_of
 
 if TYPE_CHECKING:

@@ -1,0 +1,230 @@
+"""POST /v1/completions: prompts that are gone on with."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, ClassVar, Final, Generic, TypeVar
+
+from pydantic import Field
+
+from specinfer.request import Delta, Logprobs
+from specinfer.sampling_params import SamplingParams
+from specinfer.serve.api.reports import CompletionLogprobs, Tally, reported_prompt
+from specinfer.serve.api.service import Service
+from specinfer.serve.fields.body import Ids, Items
+from specinfer.serve.fields.sampling import MOST_LOGPROBS, Prediction, SamplingFields
+from specinfer.serve.http.api_error import ApiError
+from specinfer.serve.http.event_stream import event
+from specinfer.version import VERSION
+
+_Fields = TypeVar("_Fields", bound=SamplingFields)
+_USUAL_TOKENS: Final = 16  # of an answer, as in OpenAI's API
+_FINGERPRINT: Final = f"specinfer-{VERSION}"
+
+
+class CompletionFields(SamplingFields):
+    """A prompt or several, as text or token ids, to be gone on with."""
+
+    prompt: str | Ids | Items[str] | Items[Ids]
+    max_tokens: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    echo: bool | None = None
+    prediction: str | Prediction | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="Whether a text gets the begin-of-text token that its model wants."
+    )
+    suffix: str | None = Field(None, description="Text after the answer: code models fill in the middle.")
+
+    def prompts(self) -> list[str | Ids]:
+        """The prompts, one or several; raises ApiError where there is none."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            allowed = "text, token ids, or a list of these"
+            raise ApiError(f"prompt is an empty list; give {allowed}", param="prompt")
+        ids = [one for one in self.prompt if isinstance(one, int)]
+        return [ids] if ids else [one for one in self.prompt if not isinstance(one, int)]
+
+    def check(self) -> None:
+        """Refuse what cannot be honoured."""
+        super().check()
+        if self.suffix:
+            if self.echo:
+                raise ApiError(
+                    "echo and suffix are given; put prompt and suffix around the answer", param="echo"
+                )
+            if not all(isinstance(one, str) for one in self.prompts()):
+                raise ApiError("suffix needs a prompt of text; give that, not token ids", param="prompt")
+
+
+class ChoicesAnswer(ABC, Generic[_Fields]):
+    """One request's answers as OpenAI's older endpoints have them: choices, which streams tell in pieces."""
+
+    prefix: ClassVar[str]  # of ids
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]  # of objects within streams
+
+    def __init__(self, service: Service, fields: _Fields) -> None:
+        self._service = service
+        self._fields = fields
+        self._n = fields.n or 1
+        self._id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = service.check_model(fields.model)
+        self._tally = Tally(0, n=self._n)
+
+    @abstractmethod
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+
+    async def events(self) -> AsyncGenerator[str]:
+        """The answer as the events of a stream."""
+        wished, begun = self._fields.stream_options, set[int]()
+        usage_at_end = wished is not None and bool(wished.include_usage)
+        usage_in_chunks = wished is not None and bool(wished.continuous_usage_stats)
+        async with aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                if piece["index"] not in begun:
+                    begun.add(piece["index"])
+                    self._first(piece)
+                so_far = self._tally.usage() if usage_in_chunks else None
+                told = self._object([piece], self.chunk_kind)
+                yield event(told | ({"usage": so_far} if usage_at_end else {}))
+        if usage_at_end:
+            yield event(self._object([], self.chunk_kind) | self._report())
+
+    @abstractmethod
+    def _pieces(self) -> AsyncGenerator[dict[str, Any]]:
+        """What each delta adds, as choices have it in streams."""
+
+    def _first(self, piece: dict[str, Any]) -> None:
+        """Add to the first piece of a choice what streams begin with."""
+
+    def _report(self) -> dict[str, Any]:
+        return self._tally.report(steps=bool(self._fields.trace))
+
+    def _object(self, choices: list[dict[str, Any]], kind: str = "") -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind or self.kind,
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": _FINGERPRINT,
+            "choices": choices,
+        }
+
+
+class Completions(ChoicesAnswer[CompletionFields]):
+    """One request's answers, as they are made."""
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, service: Service, fields: CompletionFields) -> None:
+        fields.check()
+        self._given = fields.prompts()
+        service.check_count(fields.n, len(self._given))
+        super().__init__(service, fields)
+        self._prompts: list[tuple[int, ...]] = []
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        choices: dict[int, dict[str, Any]] = {}
+        async with aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                choice = choices.setdefault(piece["index"], piece)
+                if choice is not piece:
+                    _append(choice, piece)
+        return self._object([choices[number] for number in sorted(choices)]) | self._report()
+
+    async def _pieces(self) -> AsyncGenerator[dict[str, Any]]:
+        fields, service = self._fields, self._service
+        self._prompts = [await self._encode(one) for one in self._given]
+        self._tally.prompt_tokens = sum(map(len, self._prompts))
+        params = [self._params(prompt) for prompt in self._prompts]
+        answers = service.answer(self._prompts, params, model=self._model, traced=bool(fields.trace))
+        begun: set[int] = set()
+        async with aclosing(answers):
+            async for number, delta in answers:
+                self._tally.add(delta, number)
+                first = number not in begun
+                if delta.prompt_logprobs is None:
+                    yield self._choice(number, delta, first=first)
+                else:  # in a thread: it is as long as its prompt
+                    yield await asyncio.to_thread(self._choice, number, delta, first=first)
+                begun.add(number)
+
+    async def _encode(self, given: str | Sequence[int]) -> tuple[int, ...]:
+        if not isinstance(given, str):
+            return tuple(given)
+        if suffix := self._fields.suffix:
+            return await self._service.encode_fill_in(given, suffix, "suffix")
+        add_special = self._fields.add_special_tokens is not False
+        return await self._service.encode(given, "prompt", add_special=add_special)
+
+    @property
+    def _scored(self) -> int | None:
+        """How many of the likeliest tokens are wanted of each of the prompts' tokens; None for no figures."""
+        fields = self._fields
+        asked = [fields.prompt_logprobs, fields.logprobs if fields.echo else None]
+        return max((most for most in asked if most is not None), default=None)
+
+    def _params(self, prompt: tuple[int, ...]) -> SamplingParams:
+        fields = self._fields
+        room = self._service.room(prompt, "prompt")
+        guess = fields.prediction
+        wanted = min(_USUAL_TOKENS, room) if fields.max_tokens is None else fields.max_tokens
+        return fields.params(
+            max_tokens=room if wanted == -1 else wanted,
+            logprobs=fields.logprobs,
+            prompt_logprobs=self._scored,
+            prediction=guess.text if isinstance(guess, Prediction) else guess,
+            stop_token_ids=self._service.fill_in_ends(fields.stop_token_ids) if fields.suffix else None,
+        )
+
+    def _choice(self, number: int, delta: Delta, *, first: bool) -> dict[str, Any]:
+        fields = self._fields
+        choice: dict[str, Any] = {"index": number, "text": delta.text, "logprobs": None}
+        told = delta.token_ids
+        logprobs: Sequence[Logprobs | None] = delta.logprobs
+        if fields.echo and first:
+            prompt = self._prompts[number // self._n]
+            choice["text"] = self._service.tokenizer.decode(prompt) + delta.text
+            told, logprobs = (*prompt, *told), (*(delta.prompt_logprobs or [None] * len(prompt)), *logprobs)
+        if fields.logprobs is not None:
+            shape = self._logprobs.get(number)
+            if shape is None:
+                shape = self._logprobs[number] = self._shape(fields.logprobs, told)
+            choice["logprobs"] = shape.add(told, logprobs)
+        choice["finish_reason"] = None if delta.finish_reason is None else delta.finish_reason.value
+        if fields.trace:
+            choice["trees"] = list(delta.trees)
+        if delta.prompt_logprobs is not None and fields.prompt_logprobs is not None:
+            reports = delta.prompt_logprobs if number % self._n == 0 else ()  # once for a prompt
+            choice["prompt_logprobs"] = reported_prompt(reports, fields.prompt_logprobs) or None
+        return choice
+
+    def _shape(self, top: int, tokens: Sequence[int]) -> CompletionLogprobs:
+        """The shape of a choice's log-probabilities, which begin with those of `tokens`."""
+        tokenizer = self._service.tokenizer
+        text = b"".join(tokenizer.token_bytes[token] for token in tokens) if self._fields.echo else b""
+        cut = text.startswith(b" ") and tokenizer.token_bytes.strips_first_space
+        return CompletionLogprobs(top, tokenizer, behind=int(cut))
+
+
+def _append(choice: dict[str, Any], piece: dict[str, Any]) -> None:
+    """Add a later piece of a choice to it, in place."""
+    choice["text"] += piece["text"]
+    choice["finish_reason"] = piece["finish_reason"]
+    if choice["logprobs"] is not None:
+        for name, values in piece["logprobs"].items():
+            choice["logprobs"][name].extend(values)
+    if "trees" in choice:
+        choice["trees"].extend(piece["trees"])
+    if "prompt_logprobs" in piece:
+        choice["prompt_logprobs"] = piece["prompt_logprobs"]

@@ -1,0 +1,236 @@
+"""POST /infill: fills in text at a cursor, in the shape of llama.cpp's server for editors."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any, Final
+
+from pydantic import Field
+
+from specinfer.request import Delta, FinishReason
+from specinfer.sampling_params import SamplingParams
+from specinfer.serve.api.reports import Tally
+from specinfer.serve.api.service import Service
+from specinfer.serve.fields.body import Fields, Items
+from specinfer.serve.fields.sampling import SamplingFields
+from specinfer.serve.http.api_error import ApiError
+from specinfer.serve.http.event_stream import event
+
+# llama.cpp's defaults, which editors rely on.
+_USUAL: Final = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+_DIFFER: Final = "n_predict and max_tokens are given, and differ; give one of them"
+
+_INDENT: Final = re.compile(r"\n([ \t]*)(?=[^ \t\n])")  # the indentation of a line that is not blank
+
+
+class ExtraFile(Fields):
+    """Another file, or a part of one, as context."""
+
+    text: str
+    filename: str | None = None
+    time: int | None = None  # sent by editors; it changes nothing
+
+
+class InfillFields(SamplingFields):
+    """The text around a cursor, and how to fill it in."""
+
+    takes_defaults = False  # llama.cpp's hold
+    refused = {
+        "n": "an answer is one text; send the request again with another seed",
+        "n_probs": "the answer has no place for them; use /v1/completions with suffix and logprobs",
+        "prompt_logprobs": "the answer has no place for them; use /v1/completions with suffix",
+        "stream_options": "streams end with their counts; drop it",
+    }
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Items[ExtraFile] | None = Field(
+        None, description="The first files are left out if room is short."
+    )
+    prompt: str | None = Field(
+        None, description="Text after input_prefix: the current line up to the cursor."
+    )
+    n_predict: int | None = Field(None, ge=-1, description="Maximum of tokens; -1 for no limit.")
+    max_tokens: int | None = Field(None, ge=-1)
+    n_indent: int | None = Field(None, ge=0, description="Stop before a line with less indentation.")
+    t_max_predict_ms: int | None = Field(None, description="Stop after this time, once a line is complete.")
+    samplers: Items[str] | None = Field(
+        None,
+        description="Which of temperature, top_k, top_p and min_p to use; other names have no effect.",
+    )
+    response_fields: Items[str] | None = Field(None, description="Return only these fields.")
+    return_tokens: bool | None = None
+    n_probs: int | None = None
+
+    t_max_prompt_ms: int | None = None  # sent by editors; it changes nothing
+
+    def check(self) -> None:
+        """Raise ApiError for what cannot be honoured."""
+        super().check()
+        if None not in (self.n_predict, self.max_tokens) and self.n_predict != self.max_tokens:
+            raise ApiError(_DIFFER, param="n_predict")
+
+    @property
+    def wanted(self) -> int | None:
+        """The wanted maximum of tokens; None for no limit."""
+        wanted = self.max_tokens if self.n_predict is None else self.n_predict
+        return None if wanted == -1 else wanted
+
+    def sampling_params(self, room: int, **more: Any) -> SamplingParams:
+        """The SamplingParams of this request, with at most `room` tokens; raises ApiError.
+
+        `n_predict` 0 generates one token, which is not reported: editors use it to put a prompt in the cache.
+        """
+        listed = _USUAL if self.samplers is None else set(self.samplers) & set(_USUAL)
+        chosen = {
+            name: (usual if (value := getattr(self, name)) is None else value) if name in listed else None
+            for name, usual in _USUAL.items()
+        }
+        wanted = room if self.wanted is None else min(max(self.wanted, 1), room)
+        return self.model_copy(update=chosen).params(max_tokens=wanted, **more)
+
+
+class Infill:
+    """One infill while it is generated."""
+
+    def __init__(
+        self, service: Service, fields: InfillFields, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        fields.check()
+        self._service = service
+        self._fields = fields
+        self._clock = clock
+        self._model = service.check_model(fields.model)
+        self._tally = Tally(0)
+        self._text = ""
+        self._tokens: list[int] = []
+        self._trees: list[Any] = []
+        self._ended = {"stop_type": "none", "stopping_word": ""}
+        self._begun = clock()
+        self._first: float | None = None  # time of the first token
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole answer as one object."""
+        async with aclosing(self._pieces()) as pieces:
+            async for _ in pieces:
+                pass
+        tokens = self._tokens if self._fields.return_tokens else []
+        return self._only_wanted(self._last({"content": self._text, "tokens": tokens}))
+
+    async def events(self) -> AsyncGenerator[str]:
+        """The answer as stream events."""
+        async with aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                yield event(piece)
+        yield event(self._only_wanted(self._last({"content": "", "tokens": []})))
+
+    async def _pieces(self) -> AsyncGenerator[dict[str, Any]]:
+        """One chunk per engine delta."""
+        fields, service = self._fields, self._service
+        prompt = await service.encode_fill_in(
+            fields.input_prefix + (fields.prompt or ""),
+            fields.input_suffix,
+            "input_suffix",
+            files=[(extra.filename or "", extra.text) for extra in fields.input_extra or ()],
+            answer=fields.wanted or 0,
+        )
+        self._tally.prompt_tokens = len(prompt)
+        params = fields.sampling_params(
+            service.room(prompt, "input_prefix"), stop_token_ids=service.fill_in_ends(fields.stop_token_ids)
+        )
+        answers = service.answer([prompt], [params], model=self._model, traced=bool(fields.trace))
+        async with aclosing(answers):
+            async for _, delta in answers:
+                self._tally.add(delta)
+                if fields.wanted == 0:
+                    self._tally.completion_tokens, self._ended["stop_type"] = 0, "limit"
+                    return
+                yield self._piece(delta)
+                if delta.finish_reason is None and self._ended["stop_type"] != "none":
+                    return  # closing `answers` aborts the work
+
+    def _piece(self, delta: Delta) -> dict[str, Any]:
+        if self._first is None:
+            self._first = self._clock()
+        before, self._text = len(self._text), self._text + delta.text
+        self._tokens += delta.token_ids
+        match delta.finish_reason:
+            case FinishReason.STOP:
+                word = delta.stopped_by
+                self._ended = {"stop_type": "eos" if word is None else "word", "stopping_word": word or ""}
+            case FinishReason.LENGTH | FinishReason.ABORT:
+                self._ended["stop_type"] = "limit"
+        if self._is_over(before):
+            self._ended = {"stop_type": "limit", "stopping_word": ""}
+        piece = {"content": self._text[before:], "tokens": list(delta.token_ids), "stop": False}
+        if self._fields.trace:
+            self._trees.extend(delta.trees)
+            piece["trees"] = list(delta.trees)
+        return {"index": 0} | piece | self._counts()
+
+    def _is_over(self, before: int) -> bool:
+        """Whether `n_indent` or `t_max_predict_ms` ends the answer; cuts unwanted text after `before`."""
+        fields = self._fields
+        if fields.n_indent:
+            for line in _INDENT.finditer(self._text, max(0, self._text.rfind("\n", 0, before))):
+                if len(line[1]) < fields.n_indent:
+                    self._text = self._text[: line.end(1)]
+                    return True
+        limit = fields.t_max_predict_ms or 0
+        return limit > 0 and "\n" in self._text and 1000 * (self._clock() - (self._first or 0.0)) > limit
+
+    def _last(self, said: dict[str, Any]) -> dict[str, Any]:
+        """The last event of a stream, or the whole answer."""
+        more = {"trees": self._trees} if self._fields.trace else {}
+        return (
+            {"index": 0}
+            | said
+            | {"stop": True, "model": self._model}
+            | self._counts()
+            | {
+                "has_new_line": "\n" in self._text,
+                "truncated": False,
+                "tokens_cached": self._tally.cached_tokens,
+                "timings": self._timings(),
+                "metrics": self._tally.metrics(),
+            }
+            | self._ended
+            | more
+        )
+
+    def _counts(self) -> dict[str, Any]:
+        tally = self._tally
+        return {"tokens_predicted": tally.completion_tokens, "tokens_evaluated": tally.prompt_tokens}
+
+    def _timings(self) -> dict[str, Any]:
+        tally, now = self._tally, self._clock()
+        first = now if self._first is None else self._first
+        figures: dict[str, float] = {"cache_n": tally.cached_tokens}
+        for name, count, seconds in (
+            ("prompt", tally.prompt_tokens - tally.cached_tokens, first - self._begun),
+            ("predicted", tally.completion_tokens, now - first),
+        ):
+            figures |= {
+                f"{name}_n": count,
+                f"{name}_ms": 1000 * seconds,
+                f"{name}_per_token_ms": 1000 * seconds / count if count else 0.0,
+                f"{name}_per_second": count / seconds if seconds else 0.0,
+            }
+        guessed = {"draft_n": tally.figures.drafted_tokens, "draft_n_accepted": tally.figures.accepted_tokens}
+        return figures | guessed
+
+    def _only_wanted(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Keep only `response_fields`; "timings/prompt_n" names a nested field."""
+        if not self._fields.response_fields:
+            return answer
+        found: dict[str, Any] = {}
+        for name in self._fields.response_fields:
+            value: Any = answer
+            for part in name.split("/"):
+                value = value.get(part) if isinstance(value, dict) else None
+            if value is not None:
+                found[name.rpartition("/")[2]] = value
+        return found

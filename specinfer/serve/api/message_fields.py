@@ -1,0 +1,248 @@
+"""The request body of POST /v1/messages, Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, Tag
+
+from specinfer.sampling_params import SamplingParams
+from specinfer.serve.api.message_input import (
+    Cached,
+    TextBlock,
+    Turn,
+    check_turns,
+    messages_of,
+    text_of,
+)
+from specinfer.serve.dialect.tool import ToolChoice
+from specinfer.serve.fields.body import Fields, Items, OtherKind, TextOrItems, by_type
+from specinfer.serve.fields.conversation import ConversationFields
+from specinfer.serve.fields.functions import Function
+from specinfer.serve.fields.sampling import MOST_STOPS, Prediction, check_strings
+from specinfer.serve.http.api_error import ApiError
+
+_SWITCHES: Final = ("enable_thinking", "thinking")  # template variables that switch thinking on and off
+_USUAL_EFFORT: Final = "high"  # the default of Anthropic's API
+
+
+class CustomTool(Cached):
+    """A function that the model may call."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    input_examples: Items[dict[str, Any]] | None = Field(
+        None, description="The model reads them in the schema."
+    )
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None  # arguments are streamed as they are written in any case
+    defer_loading: Literal[False] | None = None
+    allowed_callers: Items[Literal["direct"]] | None = None
+
+    @property
+    def function(self) -> Function:
+        """The function as chat completions have it."""
+        schema = self.input_schema
+        if self.input_examples:
+            schema = schema | {"examples": self.input_examples}
+        return Function(name=self.name, description=self.description, parameters=schema, strict=self.strict)
+
+
+# Tools of other types have schemas that only Anthropic's servers know.
+_Tool = Annotated[
+    Annotated[CustomTool, Tag("Custom")] | Annotated[OtherKind, Tag("Server")],
+    by_type({None: "Custom", "custom": "Custom"}, "Server"),
+]
+
+
+class Choice(Fields):
+    """Whether the model must call a tool, and which one."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Fields):
+    """Whether the model thinks before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(
+        None, ge=1, description="Not held: max_tokens bounds thoughts and text."
+    )
+    display: Literal["summarized", "omitted"] | None = (
+        None  # thoughts are never summarized: both show or hide the full text
+    )
+
+
+class OutputFormat(Fields):
+    """A JSON schema for the answer."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Fields):
+    """How much effort to spend, and the format of the answer."""
+
+    effort: str | None = Field(None, description="Handed to the model's chat template.")
+    format: OutputFormat | None = None
+
+
+class MessageFields(ConversationFields):
+    """A conversation to answer, or to count the tokens of."""
+
+    format_field = "output_config.format"
+    effort_field = "output_config.effort"
+    refused = {
+        "n": "an answer is one message; send the request again with another seed",
+        "prompt_logprobs": "a message has no place for them; ask /v1/completions",
+        "response_format": "at this endpoint it is output_config.format; move it there",
+        "parallel_tool_calls": "at this endpoint it is tool_choice.disable_parallel_tool_use; move it there",
+        "mcp_servers": "nothing is called from here; call the servers yourself, and send their tools",
+        "container": "nothing is run here; drop it",
+    }
+
+    messages: Items[Turn]
+    system: TextOrItems[TextBlock] | None = None
+    tools: Items[_Tool] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the earlier name of output_config.format
+    max_tokens: int | None = Field(None, ge=1)
+    stop_sequences: Items[str] | None = None
+    prediction: Prediction | None = None
+
+    # Fields of Anthropic's API that change nothing at these values, and are refused at others.
+    cache_control: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    speed: Literal["standard"] | None = None
+    inference_geo: str | None = None
+    context_management: dict[str, Any] | None = None
+    mcp_servers: list[Any] | None = None
+    container: Any = None
+
+    def check(self) -> None:
+        """Raise ApiError for what cannot be honoured."""
+        super().check()
+        if self.stop and self.stop_sequences:
+            raise ApiError("stop and stop_sequences are given; give stop_sequences alone", param="stop")
+        if not self.messages:
+            raise ApiError("messages is empty; give at least one turn", param="messages")
+        check_turns(self.messages)
+        self._check_tools()
+        for edit in (self.context_management or {}).get("edits") or ():
+            if not isinstance(edit, Mapping) or edit.get("keep") != "all":
+                raise ApiError(
+                    "context_management removes nothing here; drop it, and shorten messages",
+                    param="context_management",
+                )
+        check_strings("stop_sequences", self.stop_sequences or [], MOST_STOPS)
+        if self.prefill and (self.continue_final_message is False or self.add_generation_prompt):
+            raise ApiError(
+                "the last turn of messages is the assistant's, which the answer continues; drop "
+                "continue_final_message and add_generation_prompt, or end with a turn of the user",
+                param="messages",
+            )
+        if self.prefill and self.forms:
+            raise ApiError(
+                f"{self.forms[0]} applies to a whole answer, and the last turn of messages already "
+                "begins it; drop one of them",
+                param="messages",
+            )
+
+    def _check_tools(self) -> None:
+        for place, tool in enumerate(self.tools or ()):
+            if isinstance(tool, OtherKind):
+                where = f"tools[{place}]"
+                raise ApiError(
+                    f"{where} is of type {tool.type[:100]!r}, which only Anthropic's servers define; drop "
+                    "it, or describe it with name and input_schema and run it yourself",
+                    param=where,
+                )
+        choice = self.tool_choice
+        if choice is None:
+            return
+        if (choice.name is None) == (choice.type == "tool"):
+            raise ApiError(
+                'tool_choice.name belongs to the type "tool", which needs it; add the name, or drop it',
+                param="tool_choice",
+            )
+        if not self.tools and choice.type in ("any", "tool"):
+            raise ApiError("tool_choice needs tools; add them", param="tool_choice")
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages for the chat template."""
+        system = text_of(self.system or "")
+        told = [{"role": "system", "content": system}] if system else []
+        return told + messages_of(self.messages)
+
+    @property
+    def prefill(self) -> str:
+        """The text that the answer continues: the last turn's, if that is the assistant's."""
+        last = self.messages[-1]
+        return last.text if last.role == "assistant" else ""
+
+    @property
+    def functions(self) -> Sequence[Function]:
+        """Those of the tools."""
+        return [tool.function for tool in self.tools or () if isinstance(tool, CustomTool)]
+
+    @property
+    def chosen(self) -> ToolChoice:
+        """What `tool_choice` says; without tools it says nothing."""
+        choice = self.tool_choice
+        if choice is None or choice.type == "auto":
+            return ToolChoice("auto")
+        return ToolChoice("none") if choice.type == "none" else ToolChoice("required", choice.name)
+
+    @property
+    def parallel(self) -> bool:
+        """Whether an answer may call several tools."""
+        return self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
+
+    @property
+    def answer_format(self) -> dict[str, Any] | None:
+        """`output_config.format` in the shape of chat completions."""
+        new = None if self.output_config is None else self.output_config.format
+        form = new or self.output_format
+        if form is None:
+            return None
+        schema = {"name": "output", "schema": form.schema_, "strict": True}
+        return {"type": "json_schema", "json_schema": schema}
+
+    def for_template(self, known: frozenset[str], *, reasons: bool) -> MessageFields:
+        """These fields with `thinking` and `effort` fitted to a chat template that has the variables `known`.
+
+        `reasons` says whether the model can think. `thinking` sets the template's switch if it has one.
+        Without a switch `enabled` changes nothing, and `disabled` raises ApiError if the model can think.
+        """
+        update: dict[str, Any] = {"continue_final_message": True} if self.prefill else {}
+        wanted = None if self.thinking is None else self.thinking.type
+        switch = next((name for name in _SWITCHES if name in known), None)
+        if wanted in ("enabled", "disabled") and switch is not None:
+            given = self.chat_template_kwargs or {}
+            update["chat_template_kwargs"] = {switch: wanted == "enabled"} | given
+        elif wanted == "disabled" and reasons:
+            raise ApiError(
+                "thinking is disabled, and the model's chat template has no switch for that; drop it",
+                param="thinking",
+            )
+        config = self.output_config
+        if config is not None and config.effort == _USUAL_EFFORT and "reasoning_effort" not in known:
+            update["output_config"] = config.model_copy(update={"effort": None})
+        return self.model_copy(update=update)
+
+    def sampling_params(self, room: int, **held: Any) -> SamplingParams:
+        """As ConversationFields says."""
+        return self.params(
+            max_tokens=min(self.max_tokens or room, room),
+            stop=self.stop_sequences or self.stop,
+            prediction=None if self.prediction is None else self.prediction.text or None,
+            **held,
+        )

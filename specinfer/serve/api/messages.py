@@ -1,0 +1,174 @@
+"""POST /v1/messages: answers conversations in the shape of Anthropic's API."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, Final
+
+from pydantic_core import from_json
+
+from specinfer.request import Delta, FinishReason
+from specinfer.serve.api.chat_prompt import ChatPrompt
+from specinfer.serve.api.growing_answer import Event, GrowingAnswer, Part, Parts
+from specinfer.serve.api.message_fields import MessageFields
+from specinfer.serve.api.service import Service
+from specinfer.serve.dialect.dialect import AnswerReader
+from specinfer.serve.dialect.reader import Event as Found
+from specinfer.serve.http.api_error import ApiError, OwnNames
+from specinfer.serve.http.event_stream import typed_events
+
+# Kind of a part -> type of its deltas, and the field that holds their text.
+_DELTAS: Final = {
+    "text": ("text_delta", "text"),
+    "thoughts": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+# Clients drop thinking blocks without a signature. The server does not check signatures.
+_SIGNATURE: Final = "unsigned"
+
+_OWN_NAMES: Final = OwnNames(
+    {
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+        ".function.parameters": ".input_schema",
+        ".function": "",
+    },
+    conversation="messages",
+)
+
+
+class Blocks(Parts):
+    """The content blocks of one answer. With `thoughts` False, thinking blocks stay empty."""
+
+    def __init__(self, *, thoughts: bool = True) -> None:
+        super().__init__()
+        self._thoughts = thoughts
+
+    def _value(self, part: Part, complete: bool) -> dict[str, Any]:
+        """The block with its text. Of arguments that were cut off, the complete ones are kept."""
+        match part.kind:
+            case "thoughts":
+                text = part.text if self._thoughts else ""
+                return {"type": "thinking", "thinking": text, "signature": _SIGNATURE}
+            case "text":
+                return {"type": "text", "text": part.text}
+            case "call":
+                call = {"id": part.call_id, "name": part.name, "input": _input(part.text)}
+                return {"type": "tool_use"} | call
+
+    def _begun(self, part: Part) -> list[Event]:
+        block = self._value(part, complete=False)
+        if part.kind == "thoughts":
+            block["signature"] = ""
+        return [{"type": "content_block_start", "index": part.index, "content_block": block}]
+
+    def _grown(self, part: Part, text: str) -> list[Event]:
+        if part.kind == "thoughts" and not self._thoughts:
+            return []
+        kind, field = _DELTAS[part.kind]
+        return [{"type": "content_block_delta", "index": part.index, "delta": {"type": kind, field: text}}]
+
+    def _ended(self, part: Part, complete: bool) -> list[Event]:
+        end = {"type": "content_block_stop", "index": part.index}
+        if part.kind != "thoughts":
+            return [end]
+        signature = {"type": "signature_delta", "signature": _SIGNATURE}
+        return [{"type": "content_block_delta", "index": part.index, "delta": signature}, end]
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Parse the arguments of a call; the text may be cut off."""
+    try:
+        found = from_json(arguments, allow_partial=True)
+    except ValueError:  # empty or not JSON
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class Messages(GrowingAnswer[MessageFields]):
+    """One answer while it is generated."""
+
+    names = _OWN_NAMES
+
+    def __init__(self, service: Service, fields: MessageFields) -> None:
+        fields = _checked(service, fields)
+        super().__init__(service, fields, fields.conversation)
+        if fields.max_tokens is None:
+            raise ApiError(
+                "max_tokens is required; say how many tokens the answer may have", param="max_tokens"
+            )
+        self._id = f"msg_{uuid.uuid4().hex}"
+        shown = fields.thinking is None or fields.thinking.display != "omitted"
+        self._blocks = Blocks(thoughts=shown)
+        self._reasons: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}  # why it has ended
+
+    async def events(self) -> AsyncGenerator[str]:
+        """The message as the events of a stream.
+
+        The stream begins with the engine's first delta: a request that the engine refuses gets an HTTP error.
+        """
+        begun = False
+        async with aclosing(self._growth()) as growth:
+            async for grown in growth:
+                if not begun:
+                    begun = True
+                    yield typed_events(
+                        [{"type": "message_start", "message": self._message([])}, {"type": "ping"}]
+                    )
+                if grown:
+                    yield typed_events(grown)
+
+    def _grow(self, delta: Delta, found: Sequence[Found], reader: AnswerReader) -> list[Event]:
+        events = self._blocks.grow(found)
+        if delta.finish_reason is not None:
+            events += [*self._blocks.end(), *self._ending(delta, reader)]
+        return events
+
+    def _finish(self) -> dict[str, Any]:
+        message = self._message(self._blocks.values()) | {"metrics": self._tally.metrics()}
+        return message | ({"trees": self._trees} if self._fields.trace else {})
+
+    def _ending(self, delta: Delta, reader: AnswerReader) -> list[Event]:
+        wanted = self._fields.max_tokens or 0
+        if delta.finish_reason is FinishReason.LENGTH:
+            full = self._tally.completion_tokens < wanted
+            reason = "model_context_window_exceeded" if full else "max_tokens"
+        elif delta.stopped_by is not None:
+            reason = "stop_sequence"
+        else:
+            reason = "tool_use" if reader.called else "end_turn"
+        self._reasons = {"stop_reason": reason, "stop_sequence": delta.stopped_by}
+        usage = {"usage": self._usage(), "metrics": self._tally.metrics()}
+        return [{"type": "message_delta", "delta": self._reasons} | usage, {"type": "message_stop"}]
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        message = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+        return message | {"content": content} | self._reasons | {"usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        tally = self._tally
+        return {
+            "input_tokens": tally.prompt_tokens - tally.cached_tokens,
+            "cache_creation_input_tokens": 0,  # writing to the cache costs nothing here
+            "cache_read_input_tokens": tally.cached_tokens,
+            "output_tokens": tally.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": tally.reasoning_tokens},
+            "service_tier": "standard",
+        }
+
+
+async def count_tokens(service: Service, fields: MessageFields) -> dict[str, Any]:
+    """The number of prompt tokens, as the usage of an answer would report it."""
+    service.check_model(fields.model)
+    with _OWN_NAMES.told():
+        fields = _checked(service, fields)
+        return {"input_tokens": len((await ChatPrompt.of(service, fields, fields.conversation)).token_ids)}
+
+
+def _checked(service: Service, fields: MessageFields) -> MessageFields:
+    fields.check()
+    tokenizer, reasoning = service.tokenizer, service.dialect.reasoning
+    return fields.for_template(tokenizer.template_variables, reasons=reasoning is not None)

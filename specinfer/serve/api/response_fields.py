@@ -1,0 +1,351 @@
+"""What POST /v1/responses takes: the items of its input as messages, and the other fields."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter
+
+from specinfer.sampling_params import SamplingParams
+from specinfer.serve.api.chat import PART_KIND, RefusalPart
+from specinfer.serve.dialect.tool import ToolChoice
+from specinfer.serve.fields.body import Fields, Items, OtherKind, TextOrItems, by_type
+from specinfer.serve.fields.conversation import ConversationFields
+from specinfer.serve.fields.functions import Function
+from specinfer.serve.fields.sampling import MOST_LOGPROBS
+from specinfer.serve.http.api_error import ApiError
+
+_KINDS: Final = {
+    "message": "Message",
+    "reasoning": "Reasoning",
+    "function_call": "Call",
+    "function_call_output": "CallOutput",
+}
+_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+_Status = Literal["in_progress", "completed", "incomplete"]
+
+LOGPROBS: Final = "message.output_text.logprobs"  # what `include` may ask for
+_FORMATS: Final = ("text", "json_object", "json_schema")
+
+
+def _item_kind(value: object) -> str:
+    kind = value.get("type") if isinstance(value, Mapping) else "message"
+    if kind is None and isinstance(value, Mapping):
+        # A message may come without a type, and so may an item reference, which is an id alone.
+        kind = "message" if "role" in value or "id" not in value else "item_reference"
+    return _KINDS.get(kind, "Other") if isinstance(kind, str) else "Other"
+
+
+class ResponseText(Fields):
+    """A piece of a message; those of earlier answers come back with what was said about them."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+_Part = Annotated[Annotated[ResponseText, Tag("Text")] | Annotated[RefusalPart, Tag("Refusal")], PART_KIND]
+
+
+class MessageItem(Fields):
+    """One message: the caller's, or an earlier answer as it was given."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: TextOrItems[_Part]
+    id: str | None = None
+    status: _Status | None = None
+    phase: None = None
+
+
+class ThoughtPart(Fields):
+    """A piece of what the model thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Fields):
+    """What the model thought before an earlier answer."""
+
+    type: Literal["reasoning"]
+    content: Items[ThoughtPart] | None = None
+    summary: Annotated[Items[Any], Field(max_length=0)] | None = None  # nothing here sums thoughts up
+    encrypted_content: None = None
+    id: str | None = None
+    status: _Status | None = None
+
+
+class CallItem(Fields):
+    """A call of a function that an earlier answer made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: _Status | None = None
+    # Of the client's own class, under its name and the API's.
+    caller: None = None
+    namespace: None = None
+    async_: None = None
+    asynchronous: None = Field(None, alias="async")
+
+
+class CallOutputItem(Fields):
+    """What a function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: TextOrItems[ResponseText]
+    id: str | None = None
+    status: _Status | None = None
+
+
+class OtherItem(Fields):
+    """An item of another kind."""
+
+    model_config = ConfigDict(extra="ignore")  # it is refused for what it is
+
+    type: str | None = None
+
+    def refusal(self, where: str) -> ApiError:
+        """Why it is not taken."""
+        if self.type in (None, "item_reference"):
+            reason = "items are not kept by their id; send the item itself, or previous_response_id"
+        else:
+            reason = f"allowed: {', '.join(_KINDS)}; send it as a message"
+        return ApiError(f"{where} is of type {self.type or 'item_reference'}: {reason}", param=where)
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("Message")]
+    | Annotated[ReasoningItem, Tag("Reasoning")]
+    | Annotated[CallItem, Tag("Call")]
+    | Annotated[CallOutputItem, Tag("CallOutput")]
+    | Annotated[OtherItem, Tag("Other")],
+    Discriminator(_item_kind),
+]
+_ITEMS: Final[TypeAdapter[list[Item]]] = TypeAdapter(list[Item])
+
+
+def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Items as the messages that chat templates know.
+
+    Thoughts, what was said then and the calls behind it are one message of the assistant's. A call that broke
+    off was never made.
+    """
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        match item:
+            case MessageItem(role="assistant"):
+                _turn(messages, "content", "tool_calls")["content"] = _text(item.content)
+            case MessageItem(role=role):
+                messages.append({"role": role, "content": _text(item.content)})
+            case ReasoningItem():
+                if thoughts := _text(item.content or []):
+                    turn = _turn(messages, "reasoning_content", "content", "tool_calls")
+                    turn["reasoning_content"] = thoughts
+            case CallItem() if item.status != "incomplete":
+                call = {"name": item.name, "arguments": item.arguments}
+                calls = _turn(messages).setdefault("tool_calls", [])
+                calls.append({"id": item.call_id, "type": "function", "function": call})
+            case CallOutputItem():
+                result = {"tool_call_id": item.call_id, "content": _text(item.output)}
+                messages.append({"role": "tool"} | result)
+    return [message if "content" in message else message | {"content": ""} for message in messages]
+
+
+def kept_items(given: str | Iterable[Item]) -> list[dict[str, Any]]:
+    """An input's items as they are listed later: each with an id and a status, texts as lists of parts."""
+    items = [MessageItem(role="user", content=given)] if isinstance(given, str) else given
+    return [_kept(item) for item in items]
+
+
+def _kept(item: Item) -> dict[str, Any]:
+    kind = item.type or "message"
+    kept = {"status": "completed", **item.model_dump(exclude_none=True, by_alias=True), "type": kind}
+    kept.setdefault("id", f"{_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}")
+    if isinstance(item, MessageItem) and isinstance(item.content, str):
+        part = {"type": "output_text", "text": item.content, "annotations": []}
+        kept["content"] = [part if item.role == "assistant" else {"type": "input_text", "text": item.content}]
+    if isinstance(item, ReasoningItem):
+        kept.setdefault("summary", [])
+    return kept
+
+
+def output_messages(output: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The items of an output as messages, as if they were sent back."""
+    return messages_of(_ITEMS.validate_python(list(output)))
+
+
+def _turn(messages: list[dict[str, Any]], *before: str) -> dict[str, Any]:
+    """The assistant's message that is being made, or a new one where the last has one of these fields."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or any(name in last for name in before):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _text(content: str | Iterable[ResponseText | RefusalPart | ThoughtPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class TextOptions(Fields):
+    """What form the text has."""
+
+    format: dict[str, Any] | None = Field(None, description="text, json_object, or json_schema with a schema")
+    verbosity: Literal["medium"] | None = None  # the usual one; a model here knows no other
+
+
+class ReasoningOptions(Fields):
+    """How the model thinks before it answers."""
+
+    effort: str | None = Field(None, description="Handed to the model's chat template.")
+    summary: Any = None
+
+
+class FunctionTool(Function):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+
+_Tool = Annotated[
+    Annotated[FunctionTool, Tag("Function")] | Annotated[OtherKind, Tag("Other")],
+    by_type({"function": "Function"}, "Other"),
+]
+
+
+class NamedFunction(Fields):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ResponseFields(ConversationFields):
+    """Input that wants an answer."""
+
+    format_field = "text.format"
+    effort_field = "reasoning.effort"
+    refused = {
+        "prompt": "prompt templates are not kept; send their text as instructions and input",
+        "n": "a response is one answer; ask again, with another seed",
+        "prompt_logprobs": "a response has no place for them; ask /v1/completions",
+        "response_format": "at this endpoint it is text.format; move it there",
+    }
+
+    input: TextOrItems[Item]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = Field(None, description="Whether previous_response_id may name the answer: true.")
+    max_output_tokens: int | None = Field(None, ge=1)
+    text: TextOptions | None = None
+    # Reasoning is told as it is, so there is no encrypted copy to include.
+    include: Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    reasoning: ReasoningOptions | None = None
+    tools: Items[_Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+
+    # They change nothing, and are given back.
+    prompt_cache_key: str | None = None  # prefixes are found by their text; cache_salt keeps users apart
+    safety_identifier: str | None = None
+
+    prompt: Any = None
+
+    def check(self) -> None:
+        """Refuse what cannot be honoured."""
+        super().check()
+        if self.reasoning is not None and self.reasoning.summary is not None:
+            raise ApiError(
+                "reasoning.summary is not offered here: thoughts come as they are; drop it",
+                param="reasoning.summary",
+            )
+        for place, tool in enumerate(self.tools or ()):
+            if isinstance(tool, OtherKind):
+                where = f"tools[{place}]"
+                raise ApiError(
+                    f"{where} is of type {tool.type}: functions are the only tools here; drop it", param=where
+                )
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise ApiError("tool_choice needs tools; add them", param="tool_choice")
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(
+                f'top_logprobs needs include: ["{LOGPROBS}"]; add it, or drop top_logprobs',
+                param="top_logprobs",
+            )
+        if (kind := self.text_format.get("type")) not in _FORMATS:
+            raise ApiError(
+                f"text.format has the type {kind!r}; allowed: {', '.join(_FORMATS)}", param="text.format"
+            )
+        if not self.input:
+            raise ApiError("input is empty; give a text, or at least one message", param="input")
+        for place, item in enumerate(self.input):
+            if isinstance(item, OtherItem):
+                raise item.refusal(f"input[{place}]")
+
+    def check_results(self, earlier: Iterable[Mapping[str, Any]]) -> None:
+        """Raise ApiError for the result of a call that is neither in the input before it nor in `earlier`."""
+        called = {call["id"] for message in earlier for call in message.get("tool_calls", ())}
+        for place, item in enumerate(self.input):
+            if isinstance(item, CallItem):
+                called.add(item.call_id)
+            elif isinstance(item, CallOutputItem) and item.call_id not in called:
+                where = f"input[{place}].call_id"
+                raise ApiError(
+                    f"{where} is {item.call_id!r}, and no call before it has that id; send the function_call "
+                    "item as well, or previous_response_id",
+                    param=where,
+                )
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether the answer's log-probabilities are wanted."""
+        return LOGPROBS in (self.include or ())
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The input as chat templates know it, without instructions."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        return messages_of(self.input)
+
+    @property
+    def functions(self) -> Sequence[Function]:
+        """Those of the tools."""
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+
+    @property
+    def chosen(self) -> ToolChoice:
+        """What `tool_choice` says; without tools it says nothing."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            return ToolChoice("required", choice.name)
+        return ToolChoice(choice or "auto")
+
+    @property
+    def answer_format(self) -> dict[str, Any] | None:
+        """`text.format` in the shape of chat completions."""
+        form = self.text_format
+        if form.get("type") != "json_schema":
+            return None if form == {"type": "text"} else form
+        return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+
+    @property
+    def text_format(self) -> dict[str, Any]:
+        """The form of the text, in this endpoint's shape."""
+        given = None if self.text is None else self.text.format
+        return {"type": "text"} if given is None else given
+
+    def sampling_params(self, room: int, **held: Any) -> SamplingParams:
+        """As ConversationFields says."""
+        return self.params(
+            max_tokens=room if self.max_output_tokens is None else self.max_output_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            **held,
+        )

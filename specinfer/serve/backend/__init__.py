@@ -1,0 +1,1 @@
+"""Engine processes: starting, routing, restarting and talking to them."""

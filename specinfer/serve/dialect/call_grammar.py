@@ -1,0 +1,263 @@
+"""The grammar that holds an answer to a call format: calls are whole, and their arguments follow schemas.
+
+It is lazy: an answer is free text until the beginning of a call is complete. Where the beginning is a special
+token, that token ends the free text; where it is text, a lazy rule ends at its first occurrence. Reasoning
+comes first and may hold anything, the beginning of a call, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from specinfer.errors import RequestError
+from specinfer.grammar.gbnf import escaped
+from specinfer.grammar.lark import json_rule, lark_of
+from specinfer.grammar.schemas.negation import MOST_CHARACTERS
+from specinfer.serve.dialect.call_format import (
+    ARGS,
+    CALL_ID,
+    FUNCTION,
+    FUNCTION_END,
+    PARAMETER,
+    PARAMETER_END,
+    PYTHON_TAG,
+    TOOL_CALL,
+    TOOL_CALL_END,
+    TOOL_CALLS,
+    CallFormat,
+)
+from specinfer.serve.dialect.dialect import Reasoning
+from specinfer.serve.dialect.tagged_calls import says_types_alone, schemas_of, types_of
+from specinfer.serve.dialect.tool import Tool, ToolChoice
+from specinfer.structured_output import MAX_SOURCE, JsonWhitespace, OutputKind, StructuredOutput
+
+_JSON: Final = (OutputKind.JSON_OBJECT, OutputKind.JSON_SCHEMA)
+
+
+def call_grammar(
+    call_format: CallFormat,
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    *,
+    parallel: bool = True,
+    reasoning: Reasoning | None = None,
+    starts_inside: bool = False,
+    form: StructuredOutput | None = None,
+    whitespace: JsonWhitespace = "bounded",
+) -> str | None:
+    """A Lark grammar for answers that may, or must, call tools; None where nothing holds the answer.
+
+    `parallel`: an answer may have several calls. `reasoning` is how the model thinks, if it does, and
+    `starts_inside` whether its answer begins there. `form` is what an answer without calls has to look like:
+    an answer that may call tools is then calls or the form, with nothing beside them. `whitespace` may stand
+    between the parts of arguments. Raises RequestError when the schemas are too long.
+    """
+    callable_tools = choice.among(tools)
+    if choice.mode == "none" or not callable_tools:
+        return None
+    several = parallel and not call_format.single and choice.name is None
+    lark = _Lark(callable_tools, call_format.special, several, whitespace)
+    written = lark.written(call_format, choice.mode == "auto", reasoning, starts_inside, form)
+    if len(written) > MAX_SOURCE:
+        raise RequestError(
+            f"the schemas of tools make a grammar of {len(written)} characters; allowed: at most "
+            f"{MAX_SOURCE}; give fewer tools, or smaller schemas",
+            "tools",
+        )
+    return written
+
+
+class _Lark:
+    """Rules by name, the grammar of one request. `special` are the marks that are special tokens."""
+
+    def __init__(
+        self, tools: Sequence[Tool], special: Mapping[str, int], several: bool, whitespace: JsonWhitespace
+    ) -> None:
+        self._whitespace = whitespace
+        self._tools = tools
+        self._special = special
+        self._several = several
+        self._rules: dict[str, str] = {}
+
+    def written(
+        self,
+        call_format: CallFormat,
+        optional: bool,
+        reasoning: Reasoning | None,
+        starts_inside: bool,
+        form: StructuredOutput | None,
+    ) -> str:
+        """The grammar as Lark; where calls are `optional`, an answer may be the form, or any text.
+
+        Without a form, text may also stand before calls.
+        """
+        free = optional and form is None
+        self._rules["start"] = ""  # stands first
+        match call_format.name:
+            case "hermes":
+                calls = self._marked(free, self._objects("arguments"))
+            case "qwen3_coder":
+                calls = self._marked(free, self._functions())
+            case "llama3":
+                calls = self._llama3(free, as_json=optional and form is not None and form.kind in _JSON)
+            case "mistral":
+                calls = self._mistral(free)
+            case "mistral_args":
+                calls = self._mistral_args(free, call_format.with_ids)
+        self._rules["calls"] = calls
+        self._rules["answer"] = f"calls | {self._any_text()}" if free else "calls"
+        self._rules["start"] = self._start(free, reasoning, starts_inside)
+        if optional and form is not None:
+            if call_format.name == "llama3" and form.kind in _JSON:
+                form = self._without_calls(form)
+            self._rules["form"] = f"%lark {{\n{lark_of(form)}\n}}"  # which has names of its own
+            self._rules["answer"] += " | form"
+        return "\n".join(f"{name}: {body}" for name, body in self._rules.items())
+
+    def _start(self, free: bool, reasoning: Reasoning | None, starts_inside: bool) -> str:
+        if reasoning is None:
+            return "answer"
+        if not free:
+            self._rules |= reasoning.preamble(starts_inside)
+            return "preamble answer"
+        # A free answer has its line breaks already; and reasoning that is cut off is an answer, too.
+        self._rules |= reasoning.marks()
+        self._rules["thought"] = f"close answer | {self._any_text()}"
+        return "thought" if starts_inside else "open thought | answer"
+
+    def _marked(self, free: bool, item: str) -> str:
+        first = self._up_to("before", TOOL_CALL) if free else self._mark(TOOL_CALL)
+        self._rules["call"] = f'"\\n" item "\\n" {self._mark(TOOL_CALL_END)}'
+        self._rules["item"] = item
+        return f"{first} call" + self._more(f'"\\n" {self._mark(TOOL_CALL)} call')
+
+    def _llama3(self, free: bool, *, as_json: bool) -> str:
+        """Calls that are JSON objects; `as_json` where an answer may be another one, which begins alike."""
+        self._rules["item"] = self._json_objects() if as_json else self._objects("parameters")
+        more = self._more('";" " "? item')
+        if not free:
+            return "item" + more
+        # An answer that is JSON but no call must stay free: a call begins when its name is complete.
+        options = []
+        for index, tool in enumerate(self._tools):
+            name = "".join(map(escaped, json.dumps(tool.name)))
+            begin = rf'\s{{0,8}}\{{ ?("type": ?"function", ?)?"name": ?{name}, ?"parameters":'
+            self._rules[f"begin{index}[lazy]"] = f"/{begin}/"
+            options.append(f'begin{index} " "? {self._arguments(index)} "}}"')
+        self._rules["first"] = " | ".join(options)
+        tag = self._special.get(PYTHON_TAG)
+        return (f"(first | <[{tag}]> item)" if tag is not None else "first") + more
+
+    def _mistral(self, free: bool) -> str:
+        first = self._up_to("before", TOOL_CALLS) if free else self._mark(TOOL_CALLS)
+        self._rules["item"] = self._objects("arguments")
+        return f'{first} " "? "[" item' + self._more('", " item') + ' "]"'
+
+    def _mistral_args(self, free: bool, with_ids: bool) -> str:
+        first = self._up_to("before", TOOL_CALLS) if free else self._mark(TOOL_CALLS)
+        args = self._mark(ARGS)
+        if with_ids:
+            args = f"{self._mark(CALL_ID)} /[a-zA-Z0-9]{{9}}/ {args}"
+        self._rules["item"] = " | ".join(
+            f"{json.dumps(tool.name)} {args} {self._arguments(index)}"
+            for index, tool in enumerate(self._tools)
+        )
+        return f"{first} item" + self._more(f"{self._mark(TOOL_CALLS)} item")
+
+    def _more(self, call: str) -> str:
+        return f" ({call})*" if self._several else ""
+
+    def _objects(self, key: str) -> str:
+        """Calls as objects, written as templates write them."""
+        options = []
+        for index, tool in enumerate(self._tools):
+            begin = f'{{"name": {json.dumps(tool.name)}, "{key}": '
+            options.append(f'{json.dumps(begin)} {self._arguments(index)} "}}"')
+        return " | ".join(options)
+
+    def _json_objects(self) -> str:
+        """Calls as objects, written as any JSON is."""
+        options = []
+        for index, tool in enumerate(self._tools):
+            call = {"name": {"const": tool.name}, "parameters": tool.held_parameters}
+            name = f"call{index}"
+            self._rules[name] = json_rule(
+                {"type": "object", "properties": call, "required": list(call), "additionalProperties": False},
+                strict=tool.strict,
+                whitespace=self._whitespace,
+            )
+            options.append(name)
+        return " | ".join(options)
+
+    def _without_calls(self, form: StructuredOutput) -> StructuredOutput:
+        """The form of JSON objects that would not be read as calls; all of them where names are too many."""
+        schema = json.loads(form.source) if form.kind is OutputKind.JSON_SCHEMA else {"type": "object"}
+        names = [tool.name for tool in self._tools]
+        if sum(map(len, names)) > MOST_CHARACTERS:
+            return form
+        name = {"enum": names}
+        call = {"type": "object", "required": ["name", "parameters"], "properties": {"name": name}}
+        schema["allOf"] = [*schema.get("allOf", ()), {"not": call}]
+        return replace(form, kind=OutputKind.JSON_SCHEMA, source=json.dumps(schema))
+
+    def _functions(self) -> str:
+        """Calls with their arguments between tags."""
+        options = []
+        for index, tool in enumerate(self._tools):
+            required = tool.parameters.get("required", ())
+            parts = [_quoted(f"{FUNCTION}{tool.name}>\n")]
+            for number, (name, schema) in enumerate(schemas_of(tool).items()):
+                value = self._value(tool, f"value{index}_{number}", schema)
+                part = f"{_quoted(f'{PARAMETER}{name}>')} {value}"
+                parts.append(part if name in required else f"({part})?")
+            if tool.takes_others:
+                parts.append(f'({_quoted(PARAMETER)} /[^>\\n]+/ ">" {self._value(tool, "", {"not": {}})})*')
+            options.append(" ".join([*parts, _quoted(FUNCTION_END)]))
+        return " | ".join(options)
+
+    def _value(self, tool: Tool, name: str, schema: Mapping[str, Any]) -> str:
+        """A value and the end of its tag: one of some texts, JSON, or any text."""
+        types, end = types_of(schema), _quoted(f"\n{PARAMETER_END}\n")
+        texts = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if types == {"string"} and texts:
+            self._rules[name] = f"/{'|'.join(''.join(map(escaped, text)) for text in texts)}/"
+        elif "string" not in types:
+            self._rules[name] = json_rule(schema, strict=tool.strict, whitespace=self._whitespace)
+        elif tool.strict and not says_types_alone(schema):
+            raise RequestError(
+                f"the function {tool.name} is strict, and this model writes texts as they are, so they "
+                "cannot be held to its schema; allowed: type, enum and const of texts; or leave strict out",
+                "tools",
+            )
+        else:
+            self._rules["text[lazy]"] = f"/\\n(?s:.*)\\n{''.join(map(escaped, PARAMETER_END))}/"
+            return 'text "\\n"'
+        return f'"\\n" {name} {end}'
+
+    def _arguments(self, index: int) -> str:
+        tool, name = self._tools[index], f"arguments{index}"
+        self._rules[name] = json_rule(tool.held_parameters, strict=tool.strict, whitespace=self._whitespace)
+        return name
+
+    def _any_text(self) -> str:
+        self._rules["TEXT"] = "/(?s:.*)/"
+        return "TEXT"
+
+    def _mark(self, mark: str) -> str:
+        token = self._special.get(mark)
+        return json.dumps(mark) if token is None else f"<[{token}]>"
+
+    def _up_to(self, name: str, mark: str) -> str:
+        """Any text and the first `mark` in it."""
+        if mark in self._special:
+            return f"{self._any_text()} {self._mark(mark)}"
+        self._rules[f"{name}[lazy]"] = f"/(?s:.*){''.join(map(escaped, mark))}/"
+        return name
+
+
+def _quoted(text: str) -> str:
+    """A text as Lark has it."""
+    return json.dumps(text, ensure_ascii=False)

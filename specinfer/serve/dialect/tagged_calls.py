@@ -1,0 +1,170 @@
+"""Calls with arguments between tags, as Qwen3-Coder writes them: their schemas and their parser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from specinfer.grammar.schemas.document import type_of
+from specinfer.serve.dialect.call_format import (
+    FUNCTION,
+    FUNCTION_END,
+    PARAMETER,
+    PARAMETER_END,
+    CallFormat,
+)
+from specinfer.serve.dialect.call_parser import CallParser, NoCallError
+from specinfer.serve.dialect.reader import Rule
+from specinfer.serve.dialect.tool import Tool
+
+TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+_DEFINITIONS: Final = ("$defs", "definitions")
+_TYPES_ALONE: Final = {"type", "anyOf", "title", "description", "default", "examples", *_DEFINITIONS}
+_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}  # as templates write them in examples
+
+
+def schemas_of(tool: Tool) -> dict[str, Mapping[str, Any]]:
+    """The schemas of a tool's parameters by name, each with the definitions it may refer to."""
+    whole = tool.parameters
+    shared = {name: whole[name] for name in _DEFINITIONS if name in whole}
+    properties = whole.get("properties") or {}
+    return {name: {**_resolved(one, whole), **shared} for name, one in properties.items()}
+
+
+def says_types_alone(schema: Mapping[str, Any]) -> bool:
+    """Whether every value of its types is allowed."""
+    parts: Sequence[Mapping[str, Any]] = schema.get("anyOf", ())
+    return set(schema) <= _TYPES_ALONE and all(map(says_types_alone, parts))
+
+
+def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
+    """The JSON types that a value may have; all of them where the schema does not say."""
+    if "type" in schema:
+        kind = schema["type"]
+        return frozenset([kind] if isinstance(kind, str) else kind)
+    for key in ("enum", "const"):
+        if key in schema:
+            return frozenset(map(type_of, schema[key] if key == "enum" else [schema[key]]))
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            parts = [types_of(_resolved(part, schema)) for part in schema[key]]
+            return frozenset().union(*parts)
+    return TYPES
+
+
+def json_of(text: str, types: frozenset[str]) -> str:
+    """The JSON of a value written as `text`: itself where it is JSON of such a type, else a string."""
+    written = _PYTHON.get(text.strip(), text.strip())
+    try:
+        found = type_of(json.loads(written, parse_constant=_refuse))
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    fits = found in types or (found == "integer" and "number" in types) or "string" not in types
+    return written if fits else json.dumps(text, ensure_ascii=False)
+
+
+def _resolved(schema: object, whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema that is no reference to a definition of `whole`; what is none stays as it is."""
+    for _ in range(10):  # references to references
+        if not isinstance(schema, Mapping):
+            return {}
+        where = str(schema.get("$ref")).split("/")
+        kept = whole.get(where[1]) if len(where) == 3 and where[1] in _DEFINITIONS else None
+        if not isinstance(kept, Mapping) or where[2] not in kept:
+            return schema
+        schema = kept[where[2]]
+    return {}
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def call_parser(
+    call_format: CallFormat, tools: Sequence[Tool], new_id: Callable[[], str] | None = None
+) -> CallParser:
+    """A parser of the format's calls of these tools."""
+    if call_format.name == "qwen3_coder":
+        return TaggedCallParser(call_format, tools, new_id)
+    return CallParser(call_format, [tool.name for tool in tools], new_id)
+
+
+class TaggedCallParser(CallParser):
+    """Finds such calls; arguments go out as JSON, texts among them as they are written.
+
+    The schemas say which values are texts. What is no JSON where only JSON may be goes out as a string.
+    """
+
+    def __init__(
+        self, call_format: CallFormat, tools: Sequence[Tool], new_id: Callable[[], str] | None = None
+    ) -> None:
+        super().__init__(call_format, [tool.name for tool in tools], new_id)
+        self._types = {
+            tool.name: {name: types_of(schema) for name, schema in schemas_of(tool).items()} for tool in tools
+        }
+
+    def _call(self) -> Rule[None]:
+        yield from self._expect(FUNCTION)
+        name = self._known((yield from self._name()))
+        self._start(name)
+        try:
+            yield from self._parameters(self._types[name])
+        except NoCallError:
+            self._stop(complete=False)
+            raise
+        self._stop(complete=True)
+
+    def _parameters(self, types: dict[str, frozenset[str]]) -> Rule[None]:
+        between = "{"
+        while True:
+            yield from self._spaces()
+            yield from self._expect("<")
+            if self.char == FUNCTION_END[1]:
+                break
+            yield from self._expect(PARAMETER[1:])
+            key = yield from self._name()
+            if self.char == "\n":
+                yield from self._hold()
+            self._drop()
+            self._say(f"{between}{json.dumps(key, ensure_ascii=False)}: ")
+            yield from self._value(types.get(key, TYPES))
+            between = ", "
+        yield from self._expect(FUNCTION_END[1:])
+        self._drop()
+        self._say("{}" if between == "{" else "}")
+
+    def _value(self, types: frozenset[str]) -> Rule[None]:
+        """A value and the tag behind it; one line break before the tag belongs to it."""
+        is_text = types == {"string"}
+        kept: list[str] = []
+        if is_text:
+            self._say('"')
+        while True:
+            if self.char == "\n":
+                yield from self._hold()
+            if self.char == PARAMETER_END[0] and (yield from self._literal(PARAMETER_END)):
+                self._drop()
+                self._say('"' if is_text else json_of("".join(kept), types))
+                return
+            if not self.char:
+                raise NoCallError
+            is_plain = self.char not in ("\n", PARAMETER_END[0])
+            more = self._release() + (self.char if is_plain else "")
+            if is_text:
+                self._say(json.dumps(more, ensure_ascii=False)[1:-1])
+            else:
+                kept.append(more)
+            if is_plain:
+                yield
+
+    def _name(self) -> Rule[str]:
+        """Up to the end of a tag."""
+        name: list[str] = []
+        while self.char != ">":
+            if self.char in ("", "\n"):
+                raise NoCallError
+            name.append(self.char)
+            yield from self._hold()
+        yield from self._hold()
+        return "".join(name)

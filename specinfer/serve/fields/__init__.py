@@ -1,0 +1,1 @@
+"""Fields of request bodies: parsing, the names of other servers, sampling parameters."""

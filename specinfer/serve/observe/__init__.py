@@ -1,0 +1,1 @@
+"""Observers of completions: metrics, spans and the traffic log."""

@@ -1,0 +1,134 @@
+"""Spans: one OpenTelemetry span for each completion, in the words of its conventions for generative AI.
+
+What prompts and answers say is in none of them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+from urllib.parse import urlsplit
+
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from specinfer.errors import ConfigError
+from specinfer.request import Delta, FinishReason
+from specinfer.serve.backend.work import CompletionObserver, Work
+from specinfer.serve.http.api_error import CALLER
+from specinfer.version import VERSION
+
+_USUAL_PATH: Final = "/v1/traces"
+# Parameters that the conventions have a name for, which is gen_ai.request.* and theirs.
+_PARAMETERS: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "max_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+def open_spans(endpoint: str, model: str) -> Spans:
+    """Spans that go over OTLP's HTTP to a collector.
+
+    `endpoint` is its URL; one without a path gets /v1/traces. Raises ConfigError for what is no URL, and
+    ImportError where the exporter is not installed.
+    """
+    url = urlsplit(endpoint)
+    if url.scheme not in ("http", "https") or not url.netloc:
+        raise ConfigError(f"otlp_endpoint is {endpoint!r}; allowed: a URL like http://localhost:4318")
+    if url.path in ("", "/"):
+        url = url._replace(path=_USUAL_PATH)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    own = Resource({"service.name": "specinfer", "service.version": VERSION})
+    told = own.merge(OTELResourceDetector().detect())  # OTEL_SERVICE_NAME and the like
+    provider = TracerProvider(resource=Resource.create(told.attributes), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url.geturl())))
+    return Spans(provider, model)
+
+
+class Spans:
+    """Hands a span of each completion to `provider`, under the caller's span where it names one."""
+
+    def __init__(self, provider: TracerProvider, model: str) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("specinfer.serve", VERSION)
+        self._callers = TraceContextTextMapPropagator()
+        self._model = model
+
+    def observe(self, work: Work, now: float) -> CompletionSpan:
+        """The observer of a completion that begins now."""
+        caller, params = CALLER.get(), work.params
+        model = work.adapter or self._model
+        operation = "text_completion" if caller.path.endswith("/v1/completions") else "chat"
+        attributes: dict[str, str | int | float] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "specinfer",
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
+            "gen_ai.usage.input_tokens": len(work.prompt_token_ids),
+            "specinfer.request_id": caller.request_id,
+            "specinfer.index": work.index,
+        }
+        for name in _PARAMETERS:
+            value = getattr(params, name)
+            if value is not None and (name, value) != ("top_k", 0):
+                attributes[f"gen_ai.request.{name}"] = value
+        headers = {"traceparent": caller.traceparent, "tracestate": caller.tracestate}
+        span = self._tracer.start_span(
+            f"{operation} {model}",
+            self._callers.extract(headers),
+            SpanKind.SERVER,
+            attributes,
+        )
+        return CompletionSpan(work, now, span)
+
+    def close(self) -> None:
+        """Send what has not been sent; waits for the collector some seconds at most."""
+        self._provider.shutdown()
+
+
+class CompletionSpan(CompletionObserver):
+    """One completion's span, as it grows."""
+
+    def __init__(self, work: Work, begun: float, span: Span) -> None:
+        super().__init__(work, begun)
+        self._span = span
+
+    def delta(self, delta: Delta, now: float) -> None:
+        """As CompletionObserver says."""
+        span = self._span
+        if delta.token_ids and self.first is None:
+            span.set_attribute("gen_ai.response.time_to_first_chunk", now - self.begun)
+        super().delta(delta, now)
+        if delta.finish_reason is FinishReason.ERROR:
+            span.set_status(StatusCode.ERROR)
+            span.set_attribute("error.type", "request_error")
+        if (figures := delta.figures) is not None:
+            span.set_attributes(
+                {
+                    "specinfer.speculation.steps": figures.steps,
+                    "specinfer.speculation.drafted_tokens": figures.drafted_tokens,
+                    "specinfer.speculation.accepted_tokens": figures.accepted_tokens,
+                    "specinfer.speculation.tokens_per_step": figures.tokens_per_step,
+                }
+            )
+            for name, count in figures.accepted_by.items():
+                span.set_attribute(f"specinfer.speculation.accepted_by.{name}", count)
+
+    def end(self, now: float) -> None:
+        """As CompletionObserver says."""
+        self._span.set_attributes(
+            {
+                "gen_ai.usage.output_tokens": self.tokens,
+                "gen_ai.usage.cache_read.input_tokens": self.cached_tokens,
+                "gen_ai.response.finish_reasons": [self.finish_reason.value],
+            }
+        )
+        self._span.end()

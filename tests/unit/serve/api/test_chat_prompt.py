@@ -1,0 +1,164 @@
+"""What of a conversation is made ready before the engine sees it, and where."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from specinfer.serve.api import chat_prompt
+from specinfer.tokenizer import Rendered, Tokenizer
+from tests.scripted_server import FACTS, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
+
+HI = [{"role": "user", "content": "Hi"}]
+# It opens the reasoning, and writes calls as Hermes does.
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson(indent=1) }}}'
+    "</tool_call>{% endfor %}{% endfor %}<think>\n{% if closed %}</think>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("thinking"), TEMPLATE)
+
+
+def ask(tokenizer: Tokenizer, backend: ScriptedBackend, **body: Any) -> dict[str, Any]:
+    """The answer to a conversation."""
+
+    async def run() -> dict[str, Any]:
+        async with http_client(scripted_app(tokenizer, backend)) as client:
+            answer = await client.post("/chat/completions", json={"messages": HI} | body)
+        told: dict[str, Any] = answer.json() | {"status": answer.status_code}
+        return told
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"regex": r"\{.*\}"},
+        {"choice": ['{"a": 1}']},
+        {"grammar": 'start: "{" /.*/ "}"'},
+    ],
+)
+def test_an_answer_that_has_a_form_has_it_behind_the_reasoning(
+    tokenizer: Tokenizer, form: dict[str, Any]
+) -> None:
+    backend = ScriptedBackend(says('\nhm\n</think>\n\n{"a": 1}'))
+    message = ask(tokenizer, backend, **form)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", '{"a": 1}')
+    held = backend.works[0].params.structured_output
+    assert held is not None
+    assert held.preamble.startswith("preamble: close gap?")
+
+
+def test_reasoning_that_the_template_closed_is_not_begun_anew(tokenizer: Tokenizer) -> None:
+    backend = ScriptedBackend(says('{"a": 1}'))
+    closed = {"chat_template_kwargs": {"closed": True}}
+    message = ask(tokenizer, backend, response_format={"type": "json_object"}, **closed)["choices"][0][
+        "message"
+    ]
+    assert (message["content"], "reasoning_content" in message) == ('{"a": 1}', False)
+    assert backend.works[0].params.preamble is None
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_reasoning_before_calls_is_held_to_what_the_template_closed(
+    tokenizer: Tokenizer, closed: bool
+) -> None:
+    called = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    backend = ScriptedBackend(says(called if closed else f"hm</think>{called}"))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked = {"tools": tools, "tool_choice": "required", "chat_template_kwargs": {"closed": closed}}
+    message = ask(tokenizer, backend, **asked)["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
+    assert ("preamble" in (backend.works[0].params.grammar or "")) is not closed
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"response_format": {"type": "text"}}, {"grammar": 'start: /[a-z]+/ "</think>" /.*/'}],
+)
+def test_an_answer_that_may_reason_does(tokenizer: Tokenizer, form: dict[str, Any]) -> None:
+    message = ask(tokenizer, ScriptedBackend(says("hm</think>Hi")), **form)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "Hi")
+
+
+@pytest.mark.parametrize("work", ["read_tools", "call_grammar"])
+def test_schemas_are_compiled_while_others_are_answered(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, work: str
+) -> None:
+    where: list[int] = []
+    real = getattr(chat_prompt, work)
+
+    def watched(*given: Any, **more: Any) -> Any:
+        where.append(threading.get_ident())
+        return real(*given, **more)
+
+    monkeypatch.setattr(chat_prompt, work, watched)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert ask(tokenizer, ScriptedBackend(says("Hi")), tools=tools)["status"] == 200
+    assert where
+    assert threading.get_ident() not in where
+
+
+@pytest.mark.parametrize("param", ["messages", "tools", "chat_template_kwargs"])
+def test_what_cannot_fit_is_refused_before_anything_is_made_of_it(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, param: str
+) -> None:
+    def never(*given: Any, **more: Any) -> Any:
+        raise AssertionError("it was looked at")
+
+    monkeypatch.setattr(chat_prompt, "read_tools", never)
+    monkeypatch.setattr(Tokenizer, "prepare_chat", never)
+    large = "x" * (64 * FACTS.longest)
+    body = {
+        "messages": {"messages": [{"role": "user", "content": large}]},
+        "tools": {"tools": [{"type": "function", "function": {"name": "f", "description": large}}]},
+        "chat_template_kwargs": {"chat_template_kwargs": {"closed": large}},
+    }[param]
+    answer = ask(tokenizer, ScriptedBackend(says("Hi")), **body)
+    assert (answer["status"], answer["error"]["param"]) == (400, param)
+    assert answer["error"]["code"] == "context_length_exceeded"
+
+
+def test_arguments_that_nest_too_deep_for_the_template_are_the_callers_fault(tokenizer: Tokenizer) -> None:
+    deep = '{"a": ' * 500 + "1" + "}" * 500
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": deep}}
+    answer = ask(
+        tokenizer, ScriptedBackend(says("Hi")), messages=[*HI, {"role": "assistant", "tool_calls": [call]}]
+    )
+    assert answer["status"] == 400
+    assert answer["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 50_000}}]},
+        {"chat_template_kwargs": {"closed": "x" * 50_000}},
+    ],
+    ids=["short", "tools", "variables"],
+)
+def test_templates_run_while_others_are_answered(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    where: list[int] = []
+
+    def render(self: Tokenizer, *args: Any, real: Any = Tokenizer.prepare_chat, **more: Any) -> Rendered:
+        where.append(threading.get_ident())
+        made: Rendered = real(self, *args, **more)
+        return made
+
+    monkeypatch.setattr(Tokenizer, "prepare_chat", render)
+    assert ask(tokenizer, ScriptedBackend(says("Hi")), **body)["status"] == 200
+    assert len(where) == 1
+    assert threading.get_ident() not in where

@@ -1,0 +1,145 @@
+"""Prompts that come back with how likely each of their tokens was, as evaluation harnesses ask for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer import LLM
+from specinfer.check.difference import TargetAlone
+from specinfer.request import Logprob
+from specinfer.serve.api.reports import CompletionLogprobs, chat_logprobs
+from specinfer.tokenizer import Tokenizer
+from specinfer.verify.logprobs import raw_logprobs
+from tests.served import Served
+from tests.tiny_models import write_byte_tokenizer
+from tests.unit.tokenizer.made_up import write_folder
+
+pytestmark = pytest.mark.thorough
+
+PROMPTS = [list(b"one two one two"), list(b"x"), list("née".encode())]
+# What lm-evaluation-harness' local-completions asks for log-likelihoods.
+HARNESS: dict[str, Any] = {
+    "model": "tiny",
+    "temperature": 0,
+    "max_tokens": 1,
+    "logprobs": 1,
+    "seed": 1234,
+    "echo": True,
+}
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Iterator[TargetAlone]:
+    with LLM(folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24) as llm:
+        yield TargetAlone(llm.models.target)
+
+
+def expected(alone: TargetAlone, prompt: list[int]) -> list[tuple[float, float]]:
+    """How likely each token behind the first is in one plain pass, and how likely the likeliest is there."""
+    if len(prompt) == 1:
+        return []
+    rows = [raw_logprobs(row) for row in alone.logits_along(prompt[:-1], 1)]
+    return [(float(row[token]), float(row.max())) for row, token in zip(rows, prompt[1:], strict=True)]
+
+
+def check(told: dict[str, Any], alone: TargetAlone, prompt: list[int], more: int) -> None:
+    assert all(len(values) == len(prompt) + more for values in told.values())
+    assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+    for place, (chosen, most) in enumerate(expected(alone, prompt), start=1):
+        assert told["token_logprobs"][place] == pytest.approx(chosen, abs=1e-4)
+        [likeliest] = told["top_logprobs"][place].values()
+        assert likeliest == pytest.approx(most, abs=1e-4)
+        if chosen == most:  # told apart by equality: the harness sees by it whether a text is greedy
+            assert told["token_logprobs"][place] == likeliest
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_batch_of_token_ids_is_scored_as_a_plain_pass_scores_it(
+    served: Served, alone: TargetAlone, max_tokens: int
+) -> None:
+    body = HARNESS | {"prompt": PROMPTS, "max_tokens": max_tokens}
+    answer = served.post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+    choices = answer.json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    for choice, prompt in zip(choices, PROMPTS, strict=True):
+        check(choice["logprobs"], alone, prompt, more=max_tokens)
+        assert choice["text"].startswith(bytes(prompt).decode())
+        assert choice["finish_reason"] == "length"
+        assert "prompt_logprobs" not in choice
+    assert answer.json()["usage"]["completion_tokens"] == 3 * max_tokens
+    assert choices[2]["logprobs"]["text_offset"][:4] == [0, 1, 2, 2]  # the second byte of a character
+    assert choices[0]["logprobs"]["tokens"][:3] == ["o", "n", "e"]
+
+
+def test_a_stream_has_the_same(served: Served) -> None:
+    body = HARNESS | {"prompt": PROMPTS, "max_tokens": 5, "n": 2, "temperature": 1}
+    whole = served.post("/v1/completions", body).json()["choices"]
+    streamed: dict[int, dict[str, Any]] = {}
+    for line in served.post("/v1/completions", body | {"stream": True}).text.splitlines():
+        if not line.startswith("data: {"):
+            continue
+        for piece in json.loads(line.removeprefix("data: "))["choices"]:
+            choice = streamed.setdefault(piece["index"], piece)
+            if choice is not piece:
+                choice["text"] += piece["text"]
+                for name, values in piece["logprobs"].items():
+                    choice["logprobs"][name] += values
+    assert [streamed[number]["text"] for number in range(6)] == [choice["text"] for choice in whole]
+    assert [streamed[number]["logprobs"] for number in range(6)] == [choice["logprobs"] for choice in whole]
+
+
+def test_prompt_logprobs_beside_them_have_as_many_as_were_asked_for(served: Served) -> None:
+    body = HARNESS | {"prompt": PROMPTS[0], "max_tokens": 0, "logprobs": 4, "prompt_logprobs": 1}
+    [choice] = served.post("/v1/completions", body).json()["choices"]
+    # Tokens that are written alike, as parts of characters are, have one entry.
+    assert max(len(one) for one in choice["logprobs"]["top_logprobs"][1:]) == 4
+    assert all(len(one) in (1, 2) for one in choice["prompt_logprobs"][1:])
+    [other] = served.post("/v1/completions", body | {"prompt_logprobs": 5}).json()["choices"]
+    assert other["logprobs"] == choice["logprobs"]
+    assert all(len(one) in (5, 6) for one in other["prompt_logprobs"][1:])
+
+
+def test_no_token_may_be_asked_for_without_echo_and_in_a_conversation(served: Served) -> None:
+    [choice] = served.post("/v1/completions", {"prompt": "ab", "max_tokens": 0}).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "length")
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 0, "prompt_logprobs": 1}
+    [choice] = served.post("/v1/chat/completions", body).json()["choices"]
+    assert (choice["message"]["content"] or "", choice["finish_reason"]) == ("", "length")
+    assert choice["prompt_logprobs"][0] is None
+    assert len(choice["prompt_logprobs"]) > 10
+    events = served.post("/v1/chat/completions", body | {"stream": True}).text
+    assert events.count('"prompt_logprobs"') == 1
+    served.wait_idle()
+
+
+def test_offsets_are_places_in_the_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path))
+    special = tokenizer.special_id("<s>")
+    assert special is not None
+    ids = [special, *"aéb".encode()]
+    shape = CompletionLogprobs(1, tokenizer)
+    first = shape.add(ids[:3], [None, {ids[1]: Logprob(-1.0, 1, "a")}, {ids[2]: Logprob(-2.0, 1, "\ufffd")}])
+    assert first["text_offset"] == [0, 0, 1]  # a special token is no text
+    assert first["tokens"] == ["<s>", "a", "\ufffd"]
+    assert shape.add(ids[3:], [None, None])["text_offset"] == [2, 2]
+
+
+def test_of_tokens_that_are_written_alike_the_likelier_is_told(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path, 256)
+    shape = CompletionLogprobs(3, Tokenizer.load(tmp_path))
+    likeliest = {200: Logprob(-1.0, 1, "\ufffd"), 201: Logprob(-3.0, 2, "\ufffd")}
+    assert shape.add([200], [likeliest])["top_logprobs"] == [{"\ufffd": -1.0}]
+
+
+def test_a_special_token_has_the_bytes_of_its_name(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path))
+    special = tokenizer.special_id("<s>")
+    assert special is not None
+    told = chat_logprobs([{special: Logprob(-1.0, 1, tokenizer.text_of(special))}], 0, tokenizer)
+    assert (told[0]["token"], bytes(told[0]["bytes"])) == ("<s>", b"<s>")

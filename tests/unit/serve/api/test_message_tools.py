@@ -1,0 +1,267 @@
+"""Tools and thoughts, as blocks of a message."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from specinfer.request import FinishReason
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import byte_tokenizer, says
+from tests.unit.serve.api.messaging import HI, Messaging, ask
+
+# It writes calls as Hermes does, and has a switch for thoughts.
+TEMPLATE = (
+    "{% if tools %}tools: {{ tools | tojson }}{{ '\n' }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}{{ '!' if m.tool_call_id }}: "
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}{{ '\n' }}{% endfor %}assistant: "
+    "{% if enable_thinking %}<think>{{ '\n' }}{% elif enable_thinking is false %}<think></think>{% endif %}"
+)
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {"name": "weather", "description": "What it is like.", "input_schema": PLACE}
+TIME: Any = {"type": "custom", "name": "time", "input_schema": {"type": "object"}, "strict": True}
+ROME, OSLO = '{"city": "Rome"}', '{"city": "Oslo"}'
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("calling"), TEMPLATE)
+
+
+def test_thoughts_text_and_calls_are_blocks(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        message = await server.message(tools=[WEATHER, TIME])
+        thoughts, text, first, second = message["content"]
+        assert thoughts == {"type": "thinking", "thinking": "Hm.", "signature": "unsigned"}
+        assert text == {"type": "text", "text": "Let me see."}
+        assert first.pop("id") != second.pop("id")
+        assert first == {"type": "tool_use", "name": "weather", "input": {"city": "Rome"}}
+        assert second == {"type": "tool_use", "name": "time", "input": {}}
+        assert message["stop_reason"] == "tool_use"
+        assert message["usage"]["output_tokens_details"] == {"thinking_tokens": 18}
+        [shown, _] = json.loads(server.prompts[0].split("\n")[0].removeprefix("tools: "))
+        described = {"name": "weather", "description": "What it is like.", "parameters": PLACE}
+        assert shown == {"type": "function", "function": described}
+        held = server.backend.works[0].params.structured_output
+        assert held is not None
+        assert '"city"' in held.source
+
+    said = "<think>Hm.</think>", f"Let me see.\n{call('weather', ROME)}\n{call('time', '{}')}"
+    ask(tokenizer, [says(*said)], do)
+
+
+def test_calls_are_streamed_as_they_are_written(tokenizer: Tokenizer) -> None:
+    begin = '<tool_call>\n{"name": "weather", "arguments": '
+
+    async def do(server: Messaging) -> None:
+        _, _, *events, last, _ = await server.events(tools=[WEATHER])
+        name = events[7]["content_block"].pop("id")
+        assert name
+        assert events == [
+            {
+                "type": "content_block_start",
+                "index": 0,
+                "content_block": {"type": "thinking", "thinking": "", "signature": ""},
+            },
+            {
+                "type": "content_block_delta",
+                "index": 0,
+                "delta": {"type": "thinking_delta", "thinking": "Hm."},
+            },
+            {
+                "type": "content_block_delta",
+                "index": 0,
+                "delta": {"type": "signature_delta", "signature": "unsigned"},
+            },
+            {"type": "content_block_stop", "index": 0},
+            {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}},
+            {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "So."}},
+            {"type": "content_block_stop", "index": 1},
+            {
+                "type": "content_block_start",
+                "index": 2,
+                "content_block": {"type": "tool_use", "name": "weather", "input": {}},
+            },
+            *(
+                {
+                    "type": "content_block_delta",
+                    "index": 2,
+                    "delta": {"type": "input_json_delta", "partial_json": piece},
+                }
+                for piece in (ROME[:5], ROME[5:])
+            ),
+            {"type": "content_block_stop", "index": 2},
+        ]
+        assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+
+    said = ("<think>Hm.</think>", f"So.\n{begin}{ROME[:5]}", f"{ROME[5:]}}}\n</tool_call>")
+    ask(tokenizer, [says(*said)], do)
+
+
+def test_of_a_call_that_breaks_off_the_whole_arguments_are_told(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        message = await server.message(tools=[WEATHER], max_tokens=72)
+        assert message["stop_reason"] == "max_tokens"
+        assert message["content"][0]["input"] == {"city": "Rome"}
+
+    said = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "street": "Vi'
+    ask(tokenizer, [says(said, reason=FinishReason.LENGTH)], do)
+
+
+def test_calls_and_results_are_sent_back(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        first = await server.message(tools=[WEATHER])
+        rome, oslo = (block["id"] for block in first["content"][1:])
+        results = [
+            {"type": "tool_result", "tool_use_id": rome, "content": [{"type": "text", "text": "rain"}]},
+            {"type": "tool_result", "tool_use_id": oslo, "content": "no such place", "is_error": True},
+            {"type": "text", "text": "Go on."},
+        ]
+        turns = [
+            *HI,
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": results},
+        ]
+        await server.message(tools=[WEATHER], messages=turns)
+        assert server.prompts[1].split("\n", 1)[1] == (
+            "user: Hi\n"
+            f'assistant: <think>Hm.</think><tool_call>{{"name": "weather", "arguments": {ROME}}}</tool_call>'
+            f'<tool_call>{{"name": "weather", "arguments": {OSLO}}}</tool_call>\n'
+            "tool!: rain\ntool!: Error: no such place\nuser: Go on.\nassistant: "
+        )
+
+    said = f"<think>Hm.</think>{call('weather', ROME)}\n{call('weather', OSLO)}"
+    ask(tokenizer, [says(said), says("Rain.")], do)
+
+
+def test_thoughts_that_are_locked_say_nothing(tokenizer: Tokenizer) -> None:
+    locked = {
+        "role": "assistant",
+        "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "One."}],
+    }
+
+    async def do(server: Messaging) -> None:
+        await server.message(messages=[*HI, locked, {"role": "user", "content": "Go on."}])
+        assert server.prompts == ["user: Hi\nassistant: One.\nuser: Go on.\nassistant: "]
+
+    ask(tokenizer, [says("Rain.")], do)
+
+
+@pytest.mark.parametrize(
+    ("choice", "calls"),
+    [
+        ({"type": "any"}, ("weather", "time")),
+        ({"type": "tool", "name": "time"}, ("time",)),
+        ({"type": "none"}, ()),
+    ],
+)
+def test_who_may_be_called_is_the_callers_to_say(
+    tokenizer: Tokenizer, choice: dict[str, Any], calls: tuple[str, ...]
+) -> None:
+    async def do(server: Messaging) -> None:
+        await server.message(tools=[WEATHER, TIME], tool_choice=choice)
+        held = server.backend.works[0].params.structured_output
+        source = "" if held is None else held.source
+        assert tuple(name for name in ("weather", "time") if f'"{name}"' in source.replace("\\", "")) == calls
+
+    ask(tokenizer, [says("Rain.")], do)
+
+
+def test_one_call_at_most_where_parallel_ones_are_not_wanted(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        for parallel in (None, False, True):
+            choice = {"type": "any", "disable_parallel_tool_use": parallel}
+            await server.message(tools=[TIME], tool_choice=choice)
+        usual, several, one = (work.params.structured_output for work in server.backend.works)
+        assert usual == several != one
+
+    ask(tokenizer, [says("Rain.")], do)
+
+
+def test_complaints_about_tools_are_in_the_words_of_this_endpoint(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        odd = await server.refusal(tools=[{"name": "time", "input_schema": {"type": "string"}}])
+        assert odd[2].startswith("tools[0].input_schema has the type 'string'")
+        named = await server.refusal(tools=[TIME | {"name": "a b"}])
+        assert named[2].startswith("tools[0].name is 'a b'")
+        missing = await server.refusal(tools=[TIME], tool_choice={"type": "tool", "name": "x"})
+        assert missing[2].startswith("tool_choice names 'x'")
+
+    ask(tokenizer, [says("Rain.")], do)
+
+
+def test_examples_of_a_tools_input_are_shown(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        await server.message(tools=[WEATHER | {"input_examples": [{"city": "Rome"}]}])
+        assert '"examples": [{"city": "Rome"}]' in server.prompts[0]
+
+    ask(tokenizer, [says("Rain.")], do)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "ends"),
+    [
+        ({"type": "enabled", "budget_tokens": 1024}, "<think>\n"),
+        ({"type": "disabled"}, "<think></think>"),
+        ({"type": "adaptive"}, "assistant: "),
+        (None, "assistant: "),
+    ],
+)
+def test_the_templates_switch_of_thoughts_is_turned(tokenizer: Tokenizer, thinking: Any, ends: str) -> None:
+    async def do(server: Messaging) -> None:
+        message = await server.message(thinking=thinking)
+        assert server.prompts[0].endswith(ends)
+        kinds = [block["type"] for block in message["content"]]
+        assert kinds == (["thinking", "text"] if ends == "<think>\n" else ["text"])
+        counted = await server.post("/messages/count_tokens", thinking=thinking)
+        assert counted.json() == {"input_tokens": len(server.prompts[0])}
+
+    ask(tokenizer, [says("Hm.</think>Four." if ends == "<think>\n" else "Four.")], do)
+
+
+def test_thoughts_may_be_left_out(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        hidden = {"thinking": {"type": "adaptive", "display": "omitted"}}
+        message = await server.message(**hidden)
+        assert message["content"] == [
+            {"type": "thinking", "thinking": "", "signature": "unsigned"},
+            {"type": "text", "text": "Four."},
+        ]
+        events = await server.events(**hidden)
+        assert "thinking_delta" not in [one.get("delta", {}).get("type") for one in events]
+
+    ask(tokenizer, [says("<think>Hm.</think>Four.")], do)
+
+
+def test_an_answer_that_has_begun_has_no_thoughts_before_it(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        begun = [*HI, {"role": "assistant", "content": "It is"}]
+        message = await server.message(messages=begun, thinking={"type": "enabled", "budget_tokens": 1024})
+        assert server.prompts[0].endswith("assistant: It is")
+        assert message["content"] == [{"type": "text", "text": " four."}]
+
+    ask(tokenizer, [says(" four.")], do)
+
+
+def test_a_model_that_always_thinks_says_so(tmp_path_factory: pytest.TempPathFactory) -> None:
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}"
+
+    async def do(server: Messaging) -> None:
+        assert (await server.refusal(thinking={"type": "disabled"}))[0] == 400
+        assert (await server.message(thinking={"type": "enabled", "budget_tokens": 1024}))["content"]
+
+    ask(byte_tokenizer(tmp_path_factory.mktemp("thinks"), plain), [says("<think>Hm.</think>Four.")], do)

@@ -1,0 +1,321 @@
+"""POST /v1/messages: the literal shapes and events of Anthropic's API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specinfer.request import Delta, FinishReason
+from specinfer.serve.backend.work import BackendError
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import FACTS, MODEL, byte_tokenizer, says
+from tests.served import Served
+from tests.unit.serve.api.messaging import HI, Messaging, ask
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_a_message_in_one_piece_has_these_fields(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        message = await server.message(
+            system="Be brief.", temperature=0, top_k=3, metadata={"user_id": "u"}, seed=7, service_tier="auto"
+        )
+        assert message.pop("id").startswith("msg_")
+        assert message.pop("metrics")["speculative_decoding"]["num_spec_steps"] == 0
+        assert message == {
+            "type": "message",
+            "role": "assistant",
+            "model": MODEL,
+            "content": [{"type": "text", "text": "Hello"}],
+            "stop_reason": "end_turn",
+            "stop_sequence": None,
+            "usage": {
+                "input_tokens": 34,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": 4,
+                "output_tokens": 5,
+                "output_tokens_details": {"thinking_tokens": 0},
+                "service_tier": "standard",
+            },
+        }
+        assert server.prompts == ["system: Be brief.\nuser: Hi\nassistant: "]
+        params = server.backend.works[0].params
+        assert (params.temperature, params.top_k, params.seed, params.max_tokens) == (0, 3, 7, 100)
+
+    ask(tokenizer, [says("Hel", "lo", cached_tokens=4)], do)
+
+
+def test_a_stream_has_these_events(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        events = await server.events()
+        name = events[0]["message"].pop("id")
+        assert name.startswith("msg_")
+        assert events[-2].pop("metrics")["speculative_decoding"]["num_spec_steps"] == 0
+        before = {"input_tokens": 20, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+        more = {"output_tokens_details": {"thinking_tokens": 0}, "service_tier": "standard"}
+        assert events == [
+            {
+                "type": "message_start",
+                "message": {
+                    "type": "message",
+                    "role": "assistant",
+                    "model": MODEL,
+                    "content": [],
+                    "stop_reason": None,
+                    "stop_sequence": None,
+                    "usage": before | {"output_tokens": 3} | more,
+                },
+            },
+            {"type": "ping"},
+            {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+            {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Hel"}},
+            {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "lo"}},
+            {"type": "content_block_stop", "index": 0},
+            {
+                "type": "message_delta",
+                "delta": {"stop_reason": "end_turn", "stop_sequence": None},
+                "usage": before | {"output_tokens": 5} | more,
+            },
+            {"type": "message_stop"},
+        ]
+
+    ask(tokenizer, [says("Hel", "lo")], do)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason", "sequence"),
+    [
+        (says("Hel"), "end_turn", None),
+        (says("Hel", reason=FinishReason.LENGTH), "max_tokens", None),
+        (says("He", reason=FinishReason.LENGTH), "model_context_window_exceeded", None),
+        (says("Hel", stopped_by="lo"), "stop_sequence", "lo"),
+    ],
+)
+def test_why_a_message_ended_is_said(
+    tokenizer: Tokenizer, script: list[Delta], reason: str, sequence: str | None
+) -> None:
+    async def do(server: Messaging) -> None:
+        message = await server.message(max_tokens=3, stop_sequences=["lo", "x"])
+        assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
+        assert server.backend.works[0].params.stop == ("lo", "x")
+        *_, last, _ = await server.events(max_tokens=3, stop_sequences=["lo", "x"])
+        assert last["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
+
+    ask(tokenizer, [script], do)
+
+
+def test_stop_is_another_name_for_stop_sequences(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        await server.message(stop="x")
+        assert server.backend.works[0].params.stop == ("x",)
+
+    ask(tokenizer, [says("Hello")], do)
+
+
+def test_more_tokens_may_be_asked_for_than_there_is_room(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        await server.message(max_tokens=10**9)
+        assert server.backend.works[0].params.max_tokens == FACTS.longest - 20
+
+    ask(tokenizer, [says("Hello")], do)
+
+
+def test_a_message_of_no_text_has_no_blocks(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        assert (await server.message())["content"] == []
+        assert [one["type"] for one in await server.events()] == [
+            "message_start",
+            "ping",
+            "message_delta",
+            "message_stop",
+        ]
+
+    ask(tokenizer, [says("")], do)
+
+
+def test_turns_become_the_conversation(tokenizer: Tokenizer) -> None:
+    marked = {"cache_control": {"type": "ephemeral"}}
+
+    def text(said: str) -> dict[str, Any]:
+        return {"type": "text", "text": said} | marked
+
+    async def do(server: Messaging) -> None:
+        await server.message(
+            system=[text("Be brief."), text("Be kind.")],
+            messages=[
+                {"role": "user", "content": [text("One"), text("two")]},
+                {"role": "user", "content": "three"},
+                {"role": "assistant", "content": [text("Four") | {"citations": None}]},
+                {"role": "system", "content": "Count on."},
+                {"role": "user", "content": "Five"},
+            ],
+            **marked,
+        )
+        assert server.prompts == [
+            "system: Be brief.\nBe kind.\nuser: One\ntwo\nthree\nassistant: Four\nsystem: Count on.\n"
+            "user: Five\nassistant: "
+        ]
+
+    ask(tokenizer, [says("Six")], do)
+
+
+def test_an_answer_goes_on_from_a_turn_of_the_assistants(tokenizer: Tokenizer) -> None:
+    begun = [*HI, {"role": "assistant", "content": "The answer is ("}]
+
+    async def do(server: Messaging) -> None:
+        message = await server.message(messages=begun)
+        assert message["content"] == [{"type": "text", "text": "B)"}]
+        assert server.prompts == ["user: Hi\nassistant: The answer is ("]
+        form = {"type": "json_schema", "schema": {"type": "object"}}
+        refused = await server.refusal(messages=begun, output_config={"format": form})
+        assert refused[:2] == (400, "invalid_request_error")
+        assert "output_config.format" in refused[2]
+
+    ask(tokenizer, [says("B)")], do)
+
+
+@pytest.mark.parametrize("place", ["output_config", "output_format"])
+def test_a_form_holds_the_text(tokenizer: Tokenizer, place: str) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    form = {"type": "json_schema", "schema": schema}
+
+    async def do(server: Messaging) -> None:
+        await server.message(**{place: {"format": form} if place == "output_config" else form})
+        held = server.backend.works[0].params.structured_output
+        assert held is not None
+        assert '"city"' in held.source
+        told = await server.refusal(**{place: {"format": form} if place == "output_config" else form})
+        assert told == (400, "invalid_request_error", "output_config.format.schema cannot be used")
+
+    where = "response_format.json_schema.schema"
+    refused = Delta("", finish_reason=FinishReason.ERROR, error=f"{where} cannot be used", parameter=where)
+    ask(tokenizer, [says('{"city": "Rome"}'), [refused]], do)
+
+
+def test_extensions_are_those_of_the_other_endpoints(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        message = await server.message(
+            regex="[a-z]+",
+            speculation={"max_nodes": 4},
+            prediction={"type": "content", "content": "hello"},
+            cache_salt="me",
+        )
+        assert "trees" not in message
+        params = server.backend.works[0].params
+        assert params.structured_output is not None
+        assert (params.speculation.max_nodes, params.cache_salt) == (4, "me")
+        assert params.prediction is not None
+        assert len(params.prediction) == len("hello")
+
+    ask(tokenizer, [says("hello")], do)
+
+
+def test_trees_come_along_where_they_are_wanted(tokenizer: Tokenizer) -> None:
+    first, second = says("Hel", "lo")
+    script = [
+        Delta("", first.text, first.token_ids, trees=({"step": 1},)),
+        Delta("", "lo", second.token_ids, trees=({"step": 2},), finish_reason=FinishReason.STOP),
+    ]
+
+    async def do(server: Messaging) -> None:
+        assert (await server.message(trace=True))["trees"] == [{"step": 1}, {"step": 2}]
+        events = await server.events(trace=True)
+        assert [one["trees"] for one in events if "trees" in one] == [[{"step": 1}], [{"step": 2}]]
+
+    ask(tokenizer, [script], do)
+
+
+def test_a_conversation_is_counted(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        answer = await server.post("/messages/count_tokens", system="Be brief.")
+        assert (answer.status_code, answer.json()) == (200, {"input_tokens": 38})
+        assert server.backend.works == []
+        refused = await server.refusal(path="/messages/count_tokens", messages=[])
+        assert refused[:2] == (400, "invalid_request_error")
+
+    ask(tokenizer, [says("Hello")], do)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "status", "kind"),
+    [
+        (BackendError("the engine died"), 500, "api_error"),
+        (Delta("", finish_reason=FinishReason.ERROR, error="none is left"), 400, "invalid_request_error"),
+        (Delta("", finish_reason=FinishReason.ABORT), 500, "api_error"),
+    ],
+)
+def test_an_answer_that_fails_says_so(
+    tokenizer: Tokenizer, trouble: Delta | Exception, status: int, kind: str
+) -> None:
+    async def do(server: Messaging) -> None:
+        assert (await server.refusal())[:2] == (status, kind)
+        assert (await server.refusal(stream=True))[:2] == (status, kind)  # nothing has been said yet
+        *events, last = await server.events()
+        assert events[-1]["delta"]["text"] == "Hel"
+        assert (last["type"], last["error"]["type"]) == ("error", kind)
+
+    ask(tokenizer, [[trouble], [trouble], [Delta("", "Hel", (72, 101, 108)), trouble]], do)
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status", "kind"),
+    [
+        ("/messages", {}, 401, "authentication_error"),
+        ("/messages/batches", {"Authorization": "Bearer key"}, 404, "not_found_error"),
+        ("/messages", {"Authorization": "Bearer key"}, 413, "request_too_large"),
+    ],
+)
+def test_what_is_refused_before_the_endpoint_is_told_in_the_same_shape(
+    tokenizer: Tokenizer, path: str, headers: dict[str, str], status: int, kind: str
+) -> None:
+    async def do(server: Messaging) -> None:
+        body = {"system": "x" * 2000} if status == 413 else {}
+        answer = await server.http.post(path, json=body, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
+        assert answer.json()["type"] == "error"
+        elsewhere = await server.http.post("/chat/completions", json=body, headers=headers)
+        assert "type" not in elsewhere.json()
+
+    ask(tokenizer, [says("Hello")], do, keys=["key"], max_body=1024)
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        for path in ("/messages", "/messages/count_tokens"):
+            told = await server.refusal(path=path, messages=[{"role": "user", "content": "x" * 7_000_000}])
+            assert told[:2] == (400, "invalid_request_error")
+            assert told[2].startswith("prompt is too long: the prompt has 109375 tokens or more")
+
+    ask(tokenizer, [says("Hello")], do)
+
+
+def test_other_models_are_not_found(tokenizer: Tokenizer) -> None:
+    async def do(server: Messaging) -> None:
+        status, kind, message = await server.refusal(model="claude")
+        assert (status, kind) == (404, "not_found_error")
+        assert "'claude'" in message
+        assert MODEL in message
+
+    ask(tokenizer, [says("Hello")], do)
+
+
+@pytest.mark.parametrize("speculation", [False, True])
+def test_a_message_says_what_chat_completions_say(served: Served, speculation: bool) -> None:
+    body = {"messages": HI, "max_tokens": 40, "seed": 3, "ignore_eos": True, "speculation": speculation}
+    chat = served.post("/v1/chat/completions", body).json()
+    text = chat["choices"][0]["message"]["content"]
+    message = served.post("/v1/messages", body).json()
+    assert message["content"] == [{"type": "text", "text": text}]
+    assert message["stop_reason"] == "max_tokens"
+    usage = message["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+    counted = served.post("/v1/messages/count_tokens", {"messages": HI}).json()
+    assert counted == {"input_tokens": chat["usage"]["prompt_tokens"]}
+    stop = text[20:22]
+    cut = served.post("/v1/messages", body | {"stop_sequences": ["\0never", stop]}).json()
+    assert cut["content"] == [{"type": "text", "text": text[: text.index(stop)]}]
+    assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", stop)

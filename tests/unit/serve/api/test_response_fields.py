@@ -1,0 +1,130 @@
+"""What POST /v1/responses takes, and what it refuses by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai.types.responses import Response
+
+from specinfer.request import Delta, FinishReason
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import FACTS, byte_tokenizer, says
+from tests.unit.serve.api.asking import Asking, ask
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"input": []}, "input"),
+    ({"input": ""}, "input"),
+    ({}, "input"),
+    ({"input": [{"id": "msg_1"}]}, "input[0]"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
+    ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input[0]"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+    ({"input": [{"role": "user", "content": [{"type": "refusal"}]}]}, "input[0].content[0].refusal"),
+    ({"input": [{"role": "user", "content": [{"text": "a"}]}]}, "input[0].content[0].type"),
+    ({"input": [{"role": "user", "content": "x", "odd": 1}]}, "input[0].odd"),
+    ({"odd": 1}, "odd"),
+    ({"Odd": 1}, "Odd"),
+    ({"": 1}, ""),
+    ({"model": "other"}, "model"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"background": True}, "background"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"prompt": {"id": "p"}}, "prompt"),
+    ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"max_tool_calls": 2}, "max_tool_calls"),
+    ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"include": ["web_search_call.results"]}, "include[0]"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"n": 2}, "n"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format"),
+    ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "text.format"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    tokenizer: Tokenizer, body: dict[str, Any], param: str
+) -> None:
+    async def do(server: Asking) -> None:
+        whole = {"input": "Hi"} | body if body else {}
+        status, named, message = await server.refusal(**whole)
+        assert (status, named) == (404 if param == "model" else 400, param)
+        assert "response_format.json" not in message
+        assert server.backend.works == []
+
+    ask(tokenizer, [], do)
+
+
+def test_what_asks_for_nothing_is_taken(tokenizer: Tokenizer) -> None:
+    nothing: dict[str, Any] = {
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "background": False,
+        "reasoning": {"effort": None},
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "service_tier": "default",
+        "n": 1,
+        "user": "u",
+        "prompt_cache_key": "k",
+        "top_logprobs": 0,
+        "include": [],
+        "conversation": None,
+    }
+
+    async def do(server: Asking) -> None:
+        answer = await server.http.post("/responses", json=nothing | {"input": "Hi"})
+        assert answer.status_code == 200, answer.text
+        Response.model_validate(answer.json())
+        assert server.backend.works[0].params.structured_output is None
+        assert server.backend.works[0].params.logprobs is None
+
+    ask(tokenizer, [says("a")], do)
+
+
+def test_the_engines_complaint_names_this_endpoints_field(tokenizer: Tokenizer) -> None:
+    complaint = Delta(
+        "",
+        finish_reason=FinishReason.ERROR,
+        error="7 prompt tokens and max_tokens 9 need 16 KV cache positions; lower max_tokens",
+        parameter="max_tokens",
+    )
+
+    async def do(server: Asking) -> None:
+        _, param, message = await server.refusal(input="Hi")
+        assert param == "max_output_tokens"
+        assert message.endswith("lower max_output_tokens")
+
+    ask(tokenizer, [[complaint]], do)
+
+
+@pytest.mark.parametrize("size", [120_000, 7_000_000])
+def test_an_input_that_is_too_long_is_named(tokenizer: Tokenizer, size: int) -> None:
+    async def do(server: Asking) -> None:
+        status, param, message = await server.refusal(input="x" * size)
+        assert (status, param) == (400, "input")
+        assert f"allowed: at most {FACTS.longest - 1}" in message
+
+    ask(tokenizer, [], do)

@@ -1,0 +1,152 @@
+"""What models think, as items of a response."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai.types.responses import Response
+
+from specinfer.request import FinishReason
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import MODEL, byte_tokenizer, says
+from tests.unit.serve.api.asking import EVENT, Asking, ask
+
+# Earlier thoughts stand before their answers; new ones are opened where that is asked for.
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: "
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}\n{% endfor %}"
+    "assistant: {% if thinks %}({{ reasoning_effort }})<think>{{ '\n' }}{% endif %}"
+)
+SAID = ("<think>\nTwo ", "and two.", "\n</think>\n\nFo", "ur.")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("thinking"), TEMPLATE)
+
+
+def test_thoughts_are_an_item_before_the_message(tokenizer: Tokenizer) -> None:
+    async def do(server: Asking) -> None:
+        answer = await server.responses.create(model=MODEL, input="2+2?")
+        Response.model_validate(answer.model_dump())
+        thoughts, message = answer.output
+        assert thoughts.type == "reasoning"
+        assert (thoughts.summary, thoughts.status) == ([], "completed")
+        assert [part.model_dump() for part in thoughts.content or ()] == [
+            {"type": "reasoning_text", "text": "Two and two."}
+        ]
+        assert message.type == "message"
+        assert answer.output_text == "Four."
+        assert answer.usage is not None
+        assert answer.usage.output_tokens_details.reasoning_tokens == len(SAID[0] + SAID[1])
+        assert answer.usage.output_tokens == len("".join(SAID))
+
+    ask(tokenizer, [says(*SAID)], do)
+
+
+def test_thoughts_are_streamed_before_the_message(tokenizer: Tokenizer) -> None:
+    async def do(server: Asking) -> None:
+        events = await server.events(input="2+2?")
+        for one in events:
+            EVENT.validate_python(one)
+        assert [one["sequence_number"] for one in events] == list(range(len(events)))
+        assert [one["type"].removeprefix("response.") for one in events] == [
+            "created",
+            "in_progress",
+            "output_item.added",
+            "reasoning_text.delta",
+            "reasoning_text.delta",
+            "reasoning_text.done",
+            "output_item.done",
+            "output_item.added",
+            "content_part.added",
+            "output_text.delta",
+            "output_text.delta",
+            "output_text.done",
+            "content_part.done",
+            "output_item.done",
+            "completed",
+        ]
+        assert [one["delta"] for one in events if "delta" in one] == ["Two ", "and two.", "Fo", "ur."]
+        assert [one["output_index"] for one in events[2:-1]] == [0] * 5 + [1] * 7
+        thoughts, message = events[-1]["response"]["output"]
+        assert (events[6]["item"], events[-2]["item"]) == (thoughts, message)
+        assert events[2]["item"] == thoughts | {"content": [], "status": "in_progress"}
+        assert events[5]["text"] == thoughts["content"][0]["text"] == "Two and two."
+        assert {one["item_id"] for one in events[3:6]} == {thoughts["id"]}
+
+    ask(tokenizer, [says(*SAID)], do)
+
+
+def test_the_clients_own_accumulation_has_both(tokenizer: Tokenizer) -> None:
+    async def do(server: Asking) -> None:
+        async with server.responses.stream(model=MODEL, input="2+2?") as stream:
+            snapshots = [one.snapshot async for one in stream if one.type == "response.output_text.delta"]
+            final = await stream.get_final_response()
+        assert snapshots == ["Fo", "Four."]
+        assert [item.type for item in final.output] == ["reasoning", "message"]
+
+    ask(tokenizer, [says(*SAID)], do)
+
+
+def test_thoughts_that_are_cut_off_are_all_there_is(tokenizer: Tokenizer) -> None:
+    async def do(server: Asking) -> None:
+        answer = await server.responses.create(model=MODEL, input="2+2?", max_output_tokens=9)
+        [thoughts] = answer.output
+        assert (answer.status, thoughts.type, thoughts.status) == ("incomplete", "reasoning", "incomplete")  # type: ignore[union-attr]
+        assert answer.output_text == ""
+
+    ask(tokenizer, [says("<think>Tw", reason=FinishReason.LENGTH)], do)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_earlier_thoughts_are_told_to_the_template(tokenizer: Tokenizer, kept: bool) -> None:
+    async def do(server: Asking) -> None:
+        first = await server.responses.create(model=MODEL, input="2+2?", store=kept)
+        more: Any = {"role": "user", "content": "And 3?"}
+        if kept:
+            await server.responses.create(model=MODEL, input=[more], previous_response_id=first.id)
+        else:
+            back: Any = [item.model_dump() for item in first.output]
+            asked: Any = [{"role": "user", "content": "2+2?"}, *back, more]
+            await server.responses.create(model=MODEL, input=asked)
+        assert server.prompts[1] == (
+            "user: 2+2?\nassistant: <think>Two and two.</think>Four.\nuser: And 3?\nassistant: "
+        )
+
+    ask(tokenizer, [says(*SAID), says("Five.")], do)
+
+
+def test_the_template_may_open_the_thoughts_and_hear_how_much(tokenizer: Tokenizer) -> None:
+    async def do(server: Asking) -> None:
+        answer = await server.responses.create(
+            model=MODEL,
+            input="2+2?",
+            reasoning={"effort": "low"},
+            extra_body={"chat_template_kwargs": {"thinks": True}},
+        )
+        assert server.prompts == ["user: 2+2?\nassistant: (low)<think>\n"]
+        assert [item.type for item in answer.output] == ["reasoning", "message"]
+        assert answer.output_text == "Four."
+        assert answer.reasoning is not None
+        assert answer.reasoning.effort == "low"
+        unknown = {"chat_template_kwargs": {"odd": 1}}
+        assert (await server.refusal(input="x", **unknown))[:2] == (400, "chat_template_kwargs")
+
+    ask(tokenizer, [says("Hm.</think>Four.")], do)
+
+
+def test_log_probabilities_are_those_of_the_text(tokenizer: Tokenizer) -> None:
+    wanted: dict[str, Any] = {"include": ["message.output_text.logprobs"]}
+
+    async def do(server: Asking) -> None:
+        events = await server.events(input="Hi", **wanted)
+        deltas = [one for one in events if one["type"] == "response.output_text.delta"]
+        assert ["".join(p["token"] for p in one["logprobs"]) for one in deltas] == ["Ye", "s"]
+        [part] = events[-1]["response"]["output"][1]["content"]
+        assert "".join(p["token"] for p in part["logprobs"]) == "Yes"
+
+    # The line break belongs to the mark.
+    ask(tokenizer, [says("<think>Hm.", "</think>", "\n", "Ye", "s", logprobs=True)], do)

@@ -1,0 +1,270 @@
+"""Functions that models call, as items of a response."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai.types.responses import Response
+from pydantic import BaseModel
+
+from specinfer.request import FinishReason
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import MODEL, byte_tokenizer, says
+from tests.unit.serve.api.asking import EVENT, Asking, ask
+
+TEMPLATE = (
+    "{% if tools %}tools: {% for t in tools %}{{ t.function.name }} {% endfor %}{{ '\n' }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}{{ '\n' }}{% endfor %}assistant: {# <think></think> #}"
+)
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "What it is like.",
+    "parameters": PLACE,
+    "strict": True,
+}
+TIME: Any = {"type": "function", "name": "time", "parameters": None, "strict": False}
+ROME, OSLO = '{"city": "Rome"}', '{"city": "Oslo"}'
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+CALL = call("weather", ROME)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("calling"), TEMPLATE)
+
+
+def test_a_call_is_an_item_of_its_own(tokenizer: Tokenizer) -> None:
+    async def do(server: Asking) -> None:
+        answer = await server.responses.create(
+            model=MODEL, input="Rain?", tools=[WEATHER, TIME], parallel_tool_calls=False
+        )
+        told = answer.model_dump()
+        Response.model_validate(told)
+        thoughts, message, called = answer.output
+        assert (thoughts.type, message.type, called.type) == ("reasoning", "message", "function_call")
+        assert answer.output_text == "Let me see."
+        assert (called.name, called.arguments, called.status) == ("weather", ROME, "completed")  # type: ignore[union-attr]
+        assert called.call_id.startswith("call_")  # type: ignore[union-attr]
+        assert [tool.to_dict() for tool in answer.tools] == [WEATHER, TIME | {"description": None}]
+        assert (told["tool_choice"], told["parallel_tool_calls"]) == ("auto", False)
+        assert server.prompts == ["tools: weather time \nuser: Rain?\nassistant: "]
+        form = server.backend.works[0].params.structured_output
+        assert form is not None
+        assert '"city"' in form.source
+
+    ask(tokenizer, [says(f"<think>Hm.</think>Let me see.\n{CALL}")], do)
+
+
+def test_calls_are_streamed_as_they_are_written(tokenizer: Tokenizer) -> None:
+    begin = '<tool_call>\n{"name": "weather", "arguments": '
+
+    async def do(server: Asking) -> None:
+        events = await server.events(input="Rain?", tools=[WEATHER])
+        for one in events:
+            EVENT.validate_python(one)
+        assert [one["sequence_number"] for one in events] == list(range(len(events)))
+        assert [one["type"].removeprefix("response.") for one in events] == [
+            "created",
+            "in_progress",
+            "output_item.added",
+            "function_call_arguments.delta",
+            "function_call_arguments.delta",
+            "function_call_arguments.done",
+            "output_item.done",
+            "output_item.added",
+            "function_call_arguments.delta",
+            "function_call_arguments.done",
+            "output_item.done",
+            "completed",
+        ]
+        assert [one["delta"] for one in events if "delta" in one] == ['{"city"', ': "Rome"}', OSLO]
+        first, second = events[-1]["response"]["output"]
+        assert (events[6]["item"], events[10]["item"]) == (first, second)
+        assert events[2]["item"] == first | {"arguments": "", "status": "in_progress"}
+        assert [one["output_index"] for one in events[2:-1]] == [0] * 5 + [1] * 4
+        assert (events[5]["arguments"], events[9]["arguments"]) == (ROME, OSLO)
+        assert {one["item_id"] for one in events[3:6]} == {first["id"]}
+
+    pieces = (begin, '{"city"', ': "Rome"}', "}\n</tool_call>\n", call("weather", OSLO))
+    ask(tokenizer, [says(*pieces)], do)
+
+
+def test_the_clients_own_accumulation_parses_the_arguments(tokenizer: Tokenizer) -> None:
+    class Weather(BaseModel):
+        city: str
+
+    async def do(server: Asking) -> None:
+        from openai import pydantic_function_tool  # in chat's form; this endpoint has it flat
+
+        function: Any = pydantic_function_tool(Weather, name="weather")["function"]
+        async with server.responses.stream(
+            model=MODEL, input="Rain?", tools=[{"type": "function", **function}]
+        ) as stream:
+            async for _ in stream:
+                pass
+            final = await stream.get_final_response()
+        [called] = final.output
+        assert called.type == "function_call"
+        assert json.loads(called.arguments) == {"city": "Rome"}
+
+    ask(tokenizer, [says(CALL[:40], CALL[40:])], do)
+
+
+def test_text_between_calls_keeps_its_place(tokenizer: Tokenizer) -> None:
+    async def do(server: Asking) -> None:
+        answer = await server.responses.create(model=MODEL, input="Rain?", tools=[WEATHER])
+        assert [item.type for item in answer.output] == ["function_call", "message", "function_call"]
+        assert answer.output_text == " and"
+
+    ask(tokenizer, [says(f"{CALL} and {CALL}")], do)
+
+
+def test_a_call_that_is_cut_off_is_incomplete(tokenizer: Tokenizer) -> None:
+    async def do(server: Asking) -> None:
+        answer = await server.responses.create(model=MODEL, input="Rain?", tools=[WEATHER])
+        [called] = answer.output
+        assert (answer.status, called.status) == ("incomplete", "incomplete")  # type: ignore[union-attr]
+        assert called.arguments == '{"city": "Ro'  # type: ignore[union-attr]
+
+        await server.responses.create(model=MODEL, input="Go on.", previous_response_id=answer.id)
+        assert server.prompts[1] == "user: Rain?\nuser: Go on.\nassistant: "  # it was never made
+
+    ask(tokenizer, [says(CALL[: CALL.index('me"}')], reason=FinishReason.LENGTH), says("ok")], do)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_results_are_told_and_earlier_calls_stay(tokenizer: Tokenizer, kept: bool) -> None:
+    """By the id of the answer, or by sending its items back: the prompts are the same."""
+
+    async def do(server: Asking) -> None:
+        asked: list[Any] = [{"role": "user", "content": "Rain?"}]
+        more: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "store": kept}
+        for result in ("no", "yes"):
+            answer = await server.responses.create(input=asked, **more)
+            *_, called = answer.output
+            asked = [] if kept else asked + [item.model_dump() for item in answer.output]
+            asked.append({"type": "function_call_output", "call_id": called.call_id, "output": result})  # type: ignore[union-attr]
+            if kept:
+                more["previous_response_id"] = answer.id
+        parts = [{"type": "input_text", "text": "So"}, {"type": "input_text", "text": "?"}]
+        await server.responses.create(input=[*asked, {"role": "user", "content": parts}], **more)
+        assert server.prompts[-1] == (
+            "tools: weather \nuser: Rain?\n"
+            'assistant: Well.<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>\n'
+            "tool: no\n"
+            'assistant: <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+            '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>\n'
+            "tool: yes\nuser: So?\nassistant: "
+        )
+
+    both = CALL + call("weather", OSLO)
+    ask(tokenizer, [says(f"Well.\n{CALL}"), says(both), says("Dry.")], do)
+
+
+def test_a_result_needs_its_call(tokenizer: Tokenizer) -> None:
+    result = {
+        "type": "function_call_output",
+        "call_id": "call_1",
+        "output": [{"type": "input_text", "text": "x"}],
+    }
+    made = {"type": "function_call", "call_id": "call_1", "name": "time", "arguments": ""}
+
+    async def do(server: Asking) -> None:
+        assert (await server.refusal(input=[result, made]))[:2] == (400, "input[0].call_id")
+        assert (await server.http.post("/responses", json={"input": [made, result]})).status_code == 200
+
+    ask(tokenizer, [says("ok")], do)
+
+
+def test_a_function_may_be_chosen_or_none(tokenizer: Tokenizer) -> None:
+    both: dict[str, Any] = {"model": MODEL, "input": "Rain?", "tools": [WEATHER, TIME]}
+
+    async def do(server: Asking) -> None:
+        named = await server.responses.create(tool_choice={"type": "function", "name": "time"}, **both)
+        told = named.to_dict()
+        assert told["tool_choice"] == {"type": "function", "name": "time"}
+        form = server.backend.works[0].params.structured_output
+        assert form is not None
+        assert "weather" not in form.source
+        none = await server.responses.create(
+            tool_choice="none", text={"format": {"type": "json_object"}}, **both
+        )
+        assert [item.type for item in none.output] == ["message"]
+        assert "tools:" not in server.prompts[1]
+        assert server.backend.works[1].params.response_format == {"type": "json_object"}
+
+    ask(tokenizer, [says(call("time", "{}")), says("{}")], do)
+
+
+def test_beside_a_form_an_answer_is_calls_or_the_form(tokenizer: Tokenizer) -> None:
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object", "required": ["rain"]}}
+    both: dict[str, Any] = {"model": MODEL, "input": "Rain?", "tools": [WEATHER], "text": {"format": form}}
+
+    async def do(server: Asking) -> None:
+        called = await server.responses.create(**both)
+        assert [item.type for item in called.output] == ["function_call"]
+        told = await server.responses.create(**both)
+        assert told.output_text == '{"rain": 1}'
+        assert told.to_dict()["text"]["format"] == form  # type: ignore[index]
+        await server.responses.create(**both, tool_choice="required")
+        free, again, must = [work.params for work in server.backend.works]
+        assert free.structured_output is not None
+        assert "answer: calls | form" in free.structured_output.source
+        assert '"required": ["rain"]' in free.structured_output.source
+        assert again.structured_output == free.structured_output
+        assert must.structured_output is not None
+        assert "rain" not in must.structured_output.source
+
+    made = call("weather", '{"city": "Oslo"}')
+    ask(tokenizer, [says(made), says('{"rain": 1}'), says(made)], do)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"tools": [WEATHER, {"type": "mcp", "server_label": "x"}]}, "tools[1]"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools"),
+    ({"tools": [WEATHER, WEATHER]}, "tools"),
+    ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "string"}}]}, "tools[0].parameters"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "time"}}, "tool_choice"),
+    ({"tools": [WEATHER], "text": {"format": {"type": "json_schema", "name": ""}}}, "text.format"),
+    ({"tools": [WEATHER], "regex": "(a"}, "regex"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
+    (
+        {"input": [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]}]},
+        "input[0].summary",
+    ),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]}, "input"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    tokenizer: Tokenizer, body: dict[str, Any], param: str
+) -> None:
+    async def do(server: Asking) -> None:
+        status, named, message = await server.refusal(**{"input": "Hi"} | body)
+        assert (status, named) == (400, param), message
+        assert ".function" not in message or param == "input"
+        assert server.backend.works == []
+
+    ask(tokenizer, [], do)

@@ -1,0 +1,135 @@
+"""Requests that do not say how to sample get what the model recommends; others get what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from specinfer import LLM, SamplingParams
+from specinfer.errors import ConfigError
+from specinfer.serve.api.infill import InfillFields
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import (
+    ScriptedBackend,
+    byte_tokenizer,
+    http_client,
+    says,
+    scripted_app,
+    scripted_service,
+)
+from tests.tiny_models import write_tiny_llama
+
+SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}
+HI = [{"role": "user", "content": "hi"}]
+BODIES = {
+    "/chat/completions": {"messages": HI},
+    "/completions": {"prompt": "hi"},
+    "/responses": {"input": "hi"},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("recommending"))
+
+
+def asked(tokenizer: Tokenizer, sampling: dict[str, float], path: str, **more: Any) -> SamplingParams:
+    backend = ScriptedBackend(says("a"))
+
+    async def run() -> None:
+        async with http_client(scripted_app(tokenizer, backend, sampling=sampling)) as client:
+            answer = await client.post(path, json=BODIES[path] | more)
+            assert answer.status_code == 200, answer.text
+
+    asyncio.run(run())
+    return backend.works[0].params
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_a_request_does_not_say_the_model_does(tokenizer: Tokenizer, path: str) -> None:
+    def law(params: SamplingParams) -> dict[str, float]:
+        return {name: getattr(params, name) for name in SAMPLING}
+
+    assert law(asked(tokenizer, SAMPLING, path)) == SAMPLING
+    assert law(asked(tokenizer, SAMPLING, path, temperature=0, top_p=1.0)) == SAMPLING | {
+        "temperature": 0,
+        "top_p": 1,
+    }
+    usual = {name: getattr(SamplingParams(), name) for name in SAMPLING}
+    assert law(asked(tokenizer, {}, path)) == usual
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"repeat_last_n": 64}, "repeat_last_n"),
+        ({"samplers": ["temperature"]}, "samplers"),
+        ({"samplers": ["top_p", "temperature", "top_k", "penalties"]}, "samplers"),
+    ],
+)
+def test_what_a_request_asks_for_is_held_against_them(
+    tokenizer: Tokenizer, more: dict[str, Any], param: str
+) -> None:
+    async def run(sampling: dict[str, float]) -> httpx.Response:
+        app = scripted_app(tokenizer, ScriptedBackend(says("a")), sampling=sampling)
+        async with http_client(app) as client:
+            return await client.post("/completions", json={"prompt": "hi"} | more)
+
+    refused = asyncio.run(run(SAMPLING))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert asyncio.run(run({})).status_code == 200
+
+
+def test_editors_have_llama_cpps_defaults(tokenizer: Tokenizer) -> None:
+    assert InfillFields(input_prefix="", input_suffix="").takes_defaults is False
+    service = scripted_service(tokenizer, ScriptedBackend(), sampling=SAMPLING)
+    fields = service.with_defaults(InfillFields(input_prefix="a", input_suffix="b"))
+    params = fields.sampling_params(8)
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.95, 0.05)
+    assert params.repetition_penalty == 1
+
+
+def test_models_are_listed_with_what_they_recommend(tokenizer: Tokenizer) -> None:
+    async def run() -> Any:
+        app = scripted_app(tokenizer, ScriptedBackend(says("a")), sampling=SAMPLING)
+        async with http_client(app) as client:
+            return (await client.get("/models")).json()
+
+    [card] = asyncio.run(run())["data"]
+    assert card["sampling_defaults"] == SAMPLING
+
+
+def test_the_library_takes_them_where_no_parameters_are_given(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "tiny", vocab_size=256, tokenizer=True)
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": False}))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (tmp_path / "other.jinja").write_text("<{{ messages[0].content }}>")
+    options: dict[str, Any] = {
+        "lookup": False,
+        "dtype": "float32",
+        "kv_cache_memory": 1 << 20,
+        "kernels": "torch",
+    }
+    with LLM(folder, **options) as llm:
+        assert llm.default_params == SamplingParams(temperature=0)
+        once, again = (llm.generate("ab")[0].token_ids for _ in range(2))
+        assert once == again
+        [told] = llm.chat(HI, SamplingParams(max_tokens=1))
+        assert bytes(told.prompt_token_ids) == b"hi"
+        with llm.variant(generation_config="none") as other:
+            assert other.default_params == SamplingParams()
+        with pytest.raises(ConfigError, match="chat_template is 'x'"):
+            llm.variant(chat_template="x")
+    with LLM(folder, chat_template=tmp_path / "other.jinja", generation_config="none", **options) as llm:
+        assert llm.default_params == SamplingParams()
+        [told] = llm.chat(HI, SamplingParams(max_tokens=1))
+        assert bytes(told.prompt_token_ids) == b"<hi>"
+        with pytest.raises(ConfigError, match="generation_config is 'auto'"):
+            llm.variant(generation_config="auto")
+    with pytest.raises(ConfigError, match=r"cannot read chat_template .*none\.jinja: No such file"):
+        LLM(folder, chat_template=tmp_path / "none.jinja", **options)

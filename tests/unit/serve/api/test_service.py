@@ -1,0 +1,400 @@
+"""Who is let in, and what becomes of those who are not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.request import Delta, FinishReason, Logprob
+from specinfer.serve.api.chat import Chat, ChatFields
+from specinfer.serve.api.completions import CompletionFields, Completions
+from specinfer.serve.api.service import MOST_FIGURES, Service
+from specinfer.serve.backend.work import BackendError, EngineInfo, Health, UnavailableError, Work
+from specinfer.serve.config import ServeConfig
+from specinfer.serve.dialect.dialect import Dialect
+from specinfer.serve.fields.body import parse
+from specinfer.serve.http.api_error import ADMITTED, ApiError
+from specinfer.serve.observe.metrics import Metrics
+from specinfer.speculate.lookups.alignment import LEFT_OUT
+from specinfer.tokenizer import Tokenizer
+
+FACTS = EngineInfo(max_context=100, longest=80)
+GREEDY = SamplingParams(temperature=0)
+
+
+class Slow:
+    """A backend that says a token of each work and no more, until it is told to end, or to die."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self.gone: list[str] = []
+        self.more = asyncio.Event()
+        self.trouble = ""
+
+    async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
+        self.works += works
+        try:
+            for work in works:
+                yield Delta(work.id, "a", (97,))
+            await self.more.wait()
+            if self.trouble:
+                raise BackendError(self.trouble)
+            for work in works:
+                yield Delta(work.id, finish_reason=FinishReason.LENGTH)
+        finally:
+            self.abort(work.id for work in works)
+
+    def abort(self, ids: Iterable[str]) -> None:
+        self.gone += ids
+
+    async def health(self) -> Health:
+        return Health(None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.load(folder)
+
+
+def service_of(backend: Slow, tokenizer: Tokenizer, **options: int) -> Service:
+    config = ServeConfig(**{"max_waiting": 2, **options})
+    dialect = Dialect.of(tokenizer)
+    return Service(config, backend, tokenizer, FACTS, dialect, models=["m"], batch=1, metrics=Metrics("m"))
+
+
+def test_more_than_may_wait_are_told_to_come_again(tokenizer: Tokenizer) -> None:
+    async def run() -> None:
+        backend = Slow()
+        service = service_of(backend, tokenizer)
+        first = service.answer([(1,), (2,)], [GREEDY, GREEDY])
+        assert (await anext(first))[1].text == "a"
+        assert service.busy == 2
+        with pytest.raises(ApiError, match="2 answers are in progress or wait, and 2 more") as error:
+            await anext(service.answer([(3,)], [SamplingParams(n=2)]))
+        assert error.value.status == 429
+        assert error.value.headers == {"Retry-After": "1"}
+        async with aclosing(service.answer([(3,)], [GREEDY])) as third:  # there is room for one
+            await anext(third)
+        await first.aclose()
+        assert service.busy == 0
+        assert sorted(backend.gone) == sorted(work.id for work in backend.works)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"n": 10**9}, "n", "n is 1000000000; allowed: at most 4"),
+        ({"n": 5, "stream": True}, "n", "n is 5; allowed: at most 4"),
+        ({"prompt": ["a"] * 5}, "prompt", "the prompts are 5; allowed: at most 4"),
+        ({"prompt": [[97]] * 4, "n": 4}, "n", "are 16 completions; allowed: at most 9"),
+    ],
+)
+def test_more_than_one_request_may_ever_have_is_refused_at_once(
+    tokenizer: Tokenizer, fields: dict[str, Any], param: str, said: str
+) -> None:
+    service = service_of(Slow(), tokenizer, max_waiting=8, max_n=4)
+
+    def ask() -> Chat | Completions:
+        if "prompt" in fields:
+            return Completions(service, parse(CompletionFields, json.dumps(fields).encode()))
+        body = fields | {"messages": [{"role": "user", "content": "a"}]}
+        return Chat(service, parse(ChatFields, json.dumps(body).encode()))
+
+    with pytest.raises(ApiError, match=said) as error:
+        ask()
+    assert error.value.status == 400
+    assert error.value.body["error"]["param"] == param
+
+
+def test_nobody_is_let_in_while_the_server_drains(tokenizer: Tokenizer) -> None:
+    async def run() -> None:
+        service = service_of(Slow(), tokenizer)
+        service.draining = True
+        with pytest.raises(ApiError, match="shutting down") as error:
+            await anext(service.answer([(1,)], [GREEDY]))
+        assert error.value.status == 503
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_gone_is_an_error_of_the_servers(tokenizer: Tokenizer) -> None:
+    async def run() -> None:
+        backend = Slow()
+        backend.trouble = "the engine died"
+        backend.more.set()
+        answer = service_of(backend, tokenizer).answer([(1,)], [GREEDY])
+        await anext(answer)
+        with pytest.raises(ApiError, match="the engine died") as error:
+            await anext(answer)
+        assert error.value.status == 500
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("internal", "parameter", "status"), [(True, None, 500), (False, None, 400), (False, "regex", 400)]
+)
+def test_whose_fault_an_error_is_shows_in_its_status(
+    tokenizer: Tokenizer, internal: bool, parameter: str | None, status: int
+) -> None:
+    class Failing(Slow):
+        async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
+            error = FinishReason.ERROR
+            yield Delta(
+                works[0].id,
+                finish_reason=error,
+                error="no token is left",
+                parameter=parameter,
+                internal_error=internal,
+            )
+
+    async def run() -> None:
+        await anext(service_of(Failing(), tokenizer).answer([(1,)], [GREEDY]))
+
+    with pytest.raises(ApiError, match="no token is left") as error:
+        asyncio.run(run())
+    assert (error.value.status, error.value.body["error"]["param"]) == (status, parameter)
+
+
+class Told(Slow):
+    """A backend that says what a test says, of works by their number."""
+
+    def __init__(self, *said: tuple[int, Delta] | BackendError) -> None:
+        super().__init__()
+        self.said = said
+
+    async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
+        for one in self.said:
+            if isinstance(one, BackendError):
+                raise one
+            yield replace(one[1], id=works[one[0]].id)
+
+
+def test_one_of_several_that_fails_leaves_the_others_their_answers(tokenizer: Tokenizer) -> None:
+    failed = Delta("", finish_reason=FinishReason.ERROR, error="3 steps failed", internal_error=True)
+    whole = Delta("", "a", (97,), finish_reason=FinishReason.LENGTH)
+
+    async def run(*said: tuple[int, Delta]) -> list[tuple[int, str | None]]:
+        service = service_of(Told(*said), tokenizer)
+        answers = service.answer([(1,)], [SamplingParams(n=2)])
+        return [(number, delta.finish_reason) async for number, delta in answers]
+
+    length, error = FinishReason.LENGTH, FinishReason.ERROR
+    assert asyncio.run(run((0, failed), (1, whole))) == [(0, error), (1, length)]
+    assert asyncio.run(run((0, whole), (1, failed))) == [(0, length), (1, error)]
+    with pytest.raises(ApiError, match="3 steps failed"):
+        asyncio.run(run((0, failed), (1, failed)))
+    refused = replace(failed, internal_error=False, parameter="regex")
+    with pytest.raises(ApiError, match="3 steps failed") as told:  # which holds for all of them
+        asyncio.run(run((0, refused), (1, whole)))
+    assert told.value.status == 400
+
+
+def test_others_do_not_go_on_without_the_figures_of_their_prompt(tokenizer: Tokenizer) -> None:
+    failed = Delta("", finish_reason=FinishReason.ERROR, error="3 steps failed", internal_error=True)
+    whole = Delta("", "a", (97,), finish_reason=FinishReason.LENGTH)
+
+    async def run() -> None:
+        service = service_of(Told((0, failed), (1, whole)), tokenizer)
+        async for _ in service.answer([(1,)], [SamplingParams(n=2, prompt_logprobs=1)]):
+            pass
+
+    with pytest.raises(ApiError, match="3 steps failed"):
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize("max_wait", [0, 5])
+def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_more(
+    tokenizer: Tokenizer, max_wait: int
+) -> None:
+    signs, announced = ((0, Delta("")), (1, Delta("")), (1, Delta("", begun=True))), False
+    ended = Delta("", "a", (97,), finish_reason=FinishReason.LENGTH)
+    seen = []
+
+    class Watched(Told):
+        async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
+            async with aclosing(super().generate(works)) as deltas:
+                async for delta in deltas:
+                    seen.append(admitted.is_set())
+                    yield delta
+
+    async def run() -> list[str]:
+        service = service_of(Watched(*signs, (0, ended), (1, ended)), tokenizer, max_wait=max_wait)
+        ADMITTED.set(admitted)
+        answers = service.answer([(1,)], [SamplingParams(n=2)], announced=announced)
+        return [delta.text async for _, delta in answers]
+
+    admitted = asyncio.Event()
+    assert asyncio.run(run()) == ["a", "a"]  # empty ones are no part of an answer
+    assert seen == [False, False, not max_wait, True, True]
+    admitted, announced = asyncio.Event(), True
+    assert asyncio.run(run()) == ["", "a", "a"]
+
+
+def test_who_may_ask_again_is_told_so(tokenizer: Tokenizer) -> None:
+    async def run() -> None:
+        async for _ in service_of(Told(UnavailableError("it waited")), tokenizer).answer([(1,)], [GREEDY]):
+            raise AssertionError("nothing was said")
+
+    with pytest.raises(ApiError, match="it waited") as error:
+        asyncio.run(run())
+    assert (error.value.status, error.value.headers) == (503, {"Retry-After": "5"})
+
+
+def test_a_seed_is_drawn_here_so_that_another_engine_can_go_on(tokenizer: Tokenizer) -> None:
+    async def run() -> None:
+        backend = Slow()
+        backend.more.set()
+        service = service_of(backend, tokenizer)
+        params = SamplingParams(n=2)
+        numbers = [number async for number, _ in service.answer([(1,)], [params])]
+        assert numbers == [0, 1, 0, 1]
+        assert [work.index for work in backend.works] == [0, 1]
+        seeds = {work.params.seed for work in backend.works}
+        assert len(seeds) == 1
+        assert None not in seeds
+
+    asyncio.run(run())
+
+
+REPORTS = (None, {2: Logprob(-0.5, 1, "b")})
+
+
+class Scored(Slow):
+    """A backend whose deltas of completion 0 come last, with the log-probabilities of its prompt."""
+
+    async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
+        for work in reversed(works):
+            asked = work.params.prompt_logprobs is not None and work.index == 0
+            yield Delta(work.id, "a", (97,), prompt_logprobs=REPORTS if asked else None)
+            yield Delta(work.id, "b", (98,), finish_reason=FinishReason.LENGTH)
+
+
+def test_every_completion_begins_with_what_the_first_computed_of_its_prompt(tokenizer: Tokenizer) -> None:
+    async def run() -> list[tuple[int, str, bool]]:
+        service = service_of(Scored(), tokenizer, max_waiting=8)
+        params = [SamplingParams(n=3, prompt_logprobs=1), SamplingParams(n=3)]
+        answers = service.answer([(1, 2), (3,)], params)
+        return [(n, delta.text, delta.prompt_logprobs is REPORTS) async for n, delta in answers]
+
+    assert asyncio.run(run()) == [
+        *[(5, "a", False), (5, "b", False), (4, "a", False), (4, "b", False), (3, "a", False)],
+        *[(3, "b", False), (0, "a", True), (2, "a", True), (2, "b", False), (1, "a", True), (1, "b", False)],
+        (0, "b", False),
+    ]
+
+
+@pytest.mark.parametrize("what", ["prompt", "messages"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_log_probabilities_of_a_prompt_stand_in_its_first_choice(
+    tokenizer: Tokenizer, what: str, streamed: bool
+) -> None:
+    told = [None, {"2": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}}]
+
+    async def run() -> list[tuple[int, Any]]:
+        service = service_of(Scored(), tokenizer, max_waiting=8)
+        asked: dict[str, Any] = {"n": 2, "prompt_logprobs": 1, "max_tokens": 2}
+        if what == "prompt":
+            fields = parse(CompletionFields, json.dumps(asked | {"prompt": ["ab", "c"]}).encode())
+            answers: Chat | Completions = Completions(service, fields)
+        else:
+            messages = [{"role": "user", "content": "a"}]
+            answers = Chat(service, parse(ChatFields, json.dumps(asked | {"messages": messages}).encode()))
+        if not streamed:
+            return [(one["index"], one["prompt_logprobs"]) for one in (await answers.whole())["choices"]]
+        chunks = [json.loads(event.removeprefix("data: ")) async for event in answers.events()]
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        return sorted(
+            [(one["index"], one["prompt_logprobs"]) for one in choices if "prompt_logprobs" in one],
+            key=lambda one: one[0],
+        )
+
+    want = [(0, told), (1, None)]
+    assert asyncio.run(run()) == [*want, *([(2, told), (3, None)] if what == "prompt" else [])]
+
+
+def test_a_prediction_is_encoded_once_for_all_n_as_far_as_it_can_matter(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, **more: Any) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text, **more)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+
+    async def run() -> list[Work]:
+        backend = Slow()
+        backend.more.set()
+        params = SamplingParams(n=4, max_tokens=8, prediction="ab" * (1 << 20))
+        async for _ in service_of(backend, tokenizer, max_waiting=8).answer([(1,)], [params]):
+            pass
+        return backend.works
+
+    works = asyncio.run(run())
+    assert encoded == [16 * (8 + LEFT_OUT)]
+    assert len({id(work.params.prediction) for work in works}) == 1
+    assert works[0].params.prediction == tuple(b"ab" * 516)
+
+
+def test_a_prediction_that_is_no_text_is_refused(tokenizer: Tokenizer) -> None:
+    async def run() -> None:
+        await anext(service_of(Slow(), tokenizer).answer([(1,)], [SamplingParams(prediction="\ud800")]))
+
+    with pytest.raises(ApiError, match="half of a surrogate pair") as error:
+        asyncio.run(run())
+    assert (error.value.status, error.value.body["error"]["param"]) == (400, "prediction")
+
+
+def test_more_figures_of_prompts_than_an_answer_may_have_are_refused(tokenizer: Tokenizer) -> None:
+    scored = SamplingParams(prompt_logprobs=20)
+
+    async def run(*tokens: int) -> None:
+        service = service_of(Slow(), tokenizer, max_waiting=8)
+        answers = service.answer([(1,) * count for count in (*tokens, 99)], [scored] * len(tokens) + [GREEDY])
+        async with aclosing(answers):
+            await anext(answers)
+
+    assert MOST_FIGURES // 21 == 12483
+    asyncio.run(run(12000, 483))
+    with pytest.raises(ApiError, match="prompts are 262164 figures; allowed: at most 262144; ") as error:
+        asyncio.run(run(12000, 484))
+    assert (error.value.status, error.value.body["error"]["param"]) == (400, "prompt_logprobs")
+
+
+@pytest.mark.parametrize("text", ["", "x" * 81, "y" * 1_000_000])
+def test_a_prompt_that_cannot_fit_is_refused(tokenizer: Tokenizer, text: str) -> None:
+    async def run() -> None:
+        service = service_of(Slow(), tokenizer)
+        service.room(await service.encode(text, "prompt"), "prompt")
+
+    with pytest.raises(ApiError) as error:
+        asyncio.run(run())
+    assert error.value.body["error"]["param"] == "prompt"
+
+
+def test_metrics_count_what_was_said(tokenizer: Tokenizer) -> None:
+    async def run() -> str:
+        backend = Slow()
+        backend.more.set()
+        service = service_of(backend, tokenizer)
+        async for _ in service.answer([(1, 2, 3)], [GREEDY]):
+            pass
+        return service.metrics.text(await backend.health()).decode()
+
+    text = asyncio.run(run())
+    assert 'specinfer:prompt_tokens_total{model_name="m"} 3.0' in text
+    assert 'specinfer:generation_tokens_total{model_name="m"} 1.0' in text
+    assert 'specinfer:request_success_total{finished_reason="length",model_name="m"} 1.0' in text

@@ -1,0 +1,146 @@
+"""An agent's conversation through templates in the forms of common families, from both doors.
+
+What clients send (null content, parts, arguments as text, call ids of another maker) has to become what
+transformers renders of messages that are ready: texts, objects, ids that fit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from specinfer.tokenizer.chat_template import MessageStyle, messages_for_template
+from tests.scripted_server import byte_tokenizer
+from tests.unit.serve.api.test_one_door import chatting, library, text, tokenized, user
+
+# Results that follow each other are one turn, found by their neighbours (Qwen2.5).
+NEIGHBOURS = """\
+{% for m in messages %}
+{% if m.role == 'tool' %}
+{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<user>{% endif %}
+({{ m.content }}){% if loop.last or messages[loop.index0 + 1].role != 'tool' %}</>{% endif %}
+{% elif m.tool_calls %}
+<assistant>{{ m.content }}{% for c in m.tool_calls %}{% set f = c.function if c.function is defined else c %}
+{{ f.name }}{{ f.arguments | tojson }}{% endfor %}</>
+{% else %}{{ '<' + m.role + '>' + m.content + '</>' }}{% endif %}
+{% endfor %}{{ tools | length if tools }}"""
+# The last question is looked for from the end, and thoughts before it are left out (Qwen3).
+BACKWARDS = """\
+{% set n = namespace(last=none) %}
+{% for m in messages[::-1] %}
+{% if n.last is none and m.role == 'user' and m.content is string and not m.content.startswith('<r>') %}
+{% set n.last = messages | length - 1 - loop.index0 %}
+{% endif %}
+{% endfor %}
+{% for m in messages %}{% set said = m.content if m.content is string else '' %}
+{% if m.role == 'assistant' and '</think>' in said %}
+{% set said = said.split('</think>')[-1].lstrip('\\n') if loop.index0 < n.last else said %}
+{% endif %}
+{{ '<' + m.role + '>' + said }}{% for c in m.tool_calls or [] %}{{ '\\n' if said or not loop.first }}
+{{ c.function.name }}
+{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}{% endfor %}
+{% endfor %}{{ tools | length if tools }}"""
+# One call in a message, and results as JSON, whatever they are (Llama 3).
+SINGLE = """\
+{% if messages[0].role == 'system' %}{% set first = messages[0]['content'] | trim %}
+{% set messages = messages[1:] %}
+{{ '<system>' + first }}{% endif %}
+{% for m in messages %}
+{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}
+{{ raise_exception('single tool-calls, please') }}{% endif %}
+{{ '<assistant>' + m.tool_calls[0].function.name }}{{ m.tool_calls[0].function.arguments | tojson }}
+{% elif m.role == 'tool' %}<ipython>{{ m.content | tojson if m.content is iterable else m.content }}
+{% else %}{{ '<' + m.role + '>' + m.content | trim }}{% endif %}
+{% endfor %}{{ tools | length if tools }}"""
+# Turns that alternate, and ids of nine characters at calls and results (Mistral).
+NINE = """\
+{% set n = namespace(turn=0) %}{% set rest = messages[1:] if messages[0].role == 'system' else messages %}
+{% for m in rest if m.role == 'user' or (m.role == 'assistant' and m.tool_calls is not defined) %}
+{% if (m.role == 'user') != (n.turn % 2 == 0) %}{{ raise_exception('turns alternate') }}{% endif %}
+{% set n.turn = n.turn + 1 %}
+{% endfor %}
+{% for m in rest %}
+{% if m.role == 'user' %}[{{ messages[0].content + '; '
+   if loop.last and messages | length > rest | length }}{{ m.content }}]
+{% elif m.tool_calls is defined %}{% for c in m.tool_calls %}{% set told = c.function | tojson %}
+{{ told[:-1] }}
+{% if not c.id is defined or c.id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}
+{{ ', ' + c.id + '}' }}
+{% endfor %}
+{% elif m.role == 'tool' %}{% set told = m.content.content if m.content.content is defined else m.content %}
+{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}
+{{ raise_exception('nine characters') }}{% endif %}
+{{ m.tool_call_id + '=' + told | string }}
+{% else %}{{ ' ' + m.content | trim + '</s>' }}{% endif %}
+{% endfor %}{{ tools | length if tools }}"""
+# Results by the loop's own neighbours; an assistant's message has calls, or it has content (Hermes).
+EITHER = """\
+{% for m in messages %}
+{% if m.role == 'tool' %}{{ '<tool>' if loop.previtem and loop.previtem.role != 'tool' }}({{ m.content }})
+{{ '</>' if loop.last or loop.nextitem.role != 'tool' }}
+{% elif m.role == 'assistant' and m.tool_calls is defined %}
+{{ '<assistant>' }}{% for c in m.tool_calls %}{{ '{"name": "' + c.function.name + '", ' }}
+{{ c.function.arguments | tojson }}
+{% endfor %}</>
+{% else %}{{ '<' + m.role + '>' + m.content + '</>' }}{% endif %}
+{% endfor %}{{ tools | length if tools }}"""
+FORMS = {
+    "neighbours": (NEIGHBOURS, MessageStyle()),
+    "backwards": (BACKWARDS, MessageStyle()),
+    "single": (SINGLE, MessageStyle(single_calls=True)),
+    "nine": (NINE, MessageStyle(id_length=9)),
+    "either": (EITHER, MessageStyle()),
+}
+
+
+def call(name: str, call_id: str) -> dict[str, Any]:
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": '{"city": "\u00d6slo"}'},
+    }
+
+
+AGENT: list[dict[str, Any]] = [
+    {"role": "developer", "content": [text("Be brief.")]},
+    user([text("Rain "), text("or snow?")]),
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call("rain", "call_AbCdEfGhIjKl"), call("snow", "call_MnOpQrStUvWx")],
+        "refusal": None,
+    },
+    {"role": "tool", "tool_call_id": "call_AbCdEfGhIjKl", "content": [text("no"), text("ne")]},
+    {"role": "tool", "tool_call_id": "call_MnOpQrStUvWx", "content": "3 cm"},
+    {"role": "assistant", "content": [text("Snow.")], "annotations": []},
+    user("How deep?", name=None),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_clients_send_becomes_what_transformers_renders_of_ready_messages(
+    form: str, tmp_path: Path
+) -> None:
+    template, style = FORMS[form]
+    tokenizer = byte_tokenizer(tmp_path, template)
+    ready = messages_for_template(AGENT, style)
+    assert all(isinstance(message["content"], str) for message in ready)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    expected = theirs.apply_chat_template(ready, chat_template=template, tokenize=False)
+    for door in (library, chatting, tokenized):
+        assert door(tokenizer, AGENT) == expected, door
+    for wrong in ("None", "'type'", "call_"):
+        assert wrong not in expected
+    for said in ("Be brief.", "Rain or snow?", "none", "3 cm", "Snow.", "How deep?", "\u00d6slo"):
+        assert said in expected
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_longer_conversation_begins_with_the_shorter_ones_calls(form: str, tmp_path: Path) -> None:
+    """Ids are the same in every turn, or nothing of a prompt's prefix could be used again."""
+    tokenizer = byte_tokenizer(tmp_path, FORMS[form][0])
+    shorter, longer = library(tokenizer, AGENT[1:6]), library(tokenizer, AGENT[1:])
+    assert longer.startswith(shorter)

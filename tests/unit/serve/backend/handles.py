@@ -1,0 +1,136 @@
+"""Handles of engines that do what a test says, and who asks a backend over them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from specinfer import SamplingParams
+from specinfer.config import EngineConfig
+from specinfer.engine.steps import Statistics
+from specinfer.errors import UserError
+from specinfer.request import Delta, FinishReason
+from specinfer.sampling_params import SpeculationParams
+from specinfer.serve.backend.replica_backend import ReplicaBackend
+from specinfer.serve.backend.work import EngineInfo, Work
+
+WORK = Work("w", (1,), SamplingParams(seed=1))
+
+
+class Handle:
+    """In an EngineChild's place, an engine that does what a test says."""
+
+    made: list[Handle] = []
+    longest = 10_000  # positions of its cache
+    fingerprint = "one"
+
+    def __init__(self, log: tuple[str, str], number: int = 0, count: int = 1, cluster: Any = None) -> None:
+        self.number = number
+        self.cluster = cluster
+        self.given: list[Work] = []
+        self.gone: list[str] = []  # works that were aborted
+        self.written: dict[str, int] = {}  # tokens by work
+        self.status: int | None = None
+        self.pid = len(self.made)
+        self.killed = False
+        self.closed = False
+        self.is_stopped = False  # it answers nobody
+        self.state = Statistics()  # its answer to whoever asks
+        self.made.append(self)
+
+    async def start(
+        self, config: EngineConfig, loop: Any, deliver: Callable[..., None], died: Callable[..., None]
+    ) -> EngineInfo:
+        self._deliver, self._died = deliver, died
+        self.config = config
+        return EngineInfo(10_000, self.longest, fingerprint=self.fingerprint)
+
+    def kill(self) -> None:
+        self.killed = True
+        asyncio.get_running_loop().call_soon(self.dies)
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def send(self, message: tuple[str, Any]) -> None:
+        command, argument = message
+        if command == "add":
+            self.given += argument
+        elif command == "abort":
+            self.gone += argument
+        elif command == "ask" and not self.is_stopped:
+            self.says("answer", argument, self.state)
+
+    def says(self, *message: Any) -> None:
+        self._deliver(self, message)
+
+    def writes(self, name: str, *tokens: int, last: bool = False) -> None:
+        """So many tokens of a work, with which it may end."""
+        reason = FinishReason.LENGTH if last else None
+        self.written[name] = self.written.get(name, 0) + len(tokens)
+        self.says("deltas", [Delta(name, "x" * len(tokens), tokens, finish_reason=reason)], None)
+
+    def dies(self) -> None:
+        self.status = -9
+        self._died(self)
+
+
+class Hopeless(Handle):
+    """Only the first one ever starts."""
+
+    async def start(self, *given: Any) -> EngineInfo:
+        if len(self.made) > 1:
+            raise UserError("the model is gone")
+        return await super().start(*given)
+
+
+def cannot_start(number: int, times: int, failure: Exception | None = None) -> type[Handle]:
+    """Handles of which those of one replica cannot be started so often."""
+
+    class Failing(Handle):
+        failed = 0
+
+        async def start(self, *given: Any) -> EngineInfo:
+            if self.number == number and type(self).failed < times:
+                type(self).failed += 1
+                raise failure or UserError("no memory")
+            return await super().start(*given)
+
+    return Failing
+
+
+MSS = replace(WORK, params=SamplingParams(seed=1, speculation=SpeculationParams(verifier="mss")))
+
+
+class Asked:
+    """A work that is being answered, and the tokens that were read of it."""
+
+    def __init__(self, backend: ReplicaBackend, name: str, work: Work = WORK, session: str = "") -> None:
+        self.name = name
+        self.tokens: list[int] = []
+        self._deltas = backend.generate([replace(work, id=name)], session)
+        self.task = asyncio.ensure_future(self._read())
+
+    async def _read(self) -> list[int]:
+        async for delta in self._deltas:
+            self.tokens += delta.token_ids
+        return self.tokens
+
+
+@asynccontextmanager
+async def replicas(count: int, **options: Any) -> AsyncIterator[ReplicaBackend]:
+    backend = ReplicaBackend(EngineConfig(model="m"), count, **options)
+    await backend.start()
+    await asyncio.sleep(1)
+    yield backend
+    await backend.close()
+    await asyncio.sleep(1)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def given(handle: Handle) -> dict[str, tuple[int, ...]]:
+    """What a handle was given, with what was said, and has still."""
+    return {work.id: work.said for work in handle.given if work.id not in handle.gone}

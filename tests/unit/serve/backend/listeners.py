@@ -1,0 +1,77 @@
+"""Who streams texts of known seeds from a server of several replicas, and what is known of these."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+
+import httpx
+import psutil
+
+from specinfer.bench.exchange import EventStream
+from tests.served import Served
+
+TOKENS = 1500
+SEEDS = range(6)
+
+
+def until(so: Callable[[], bool]) -> None:
+    """Return when it is so; fails after a minute."""
+    end = time.monotonic() + 60
+    while not so():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def engines(server: int) -> list[int]:
+    """The process ids of a server's engines."""
+    found = []
+    for child in psutil.Process(server).children():
+        try:
+            found += [child.pid] * ("specinfer.serve.backend.engine_process" in child.cmdline())
+        except psutil.Error:
+            continue
+    return found
+
+
+def ready(served: Served) -> int:
+    """How many replicas serve."""
+    answer = served.get("/ready").json()
+    return int(answer["serving"]) if answer.get("status") == "ready" else 0
+
+
+class Listeners:
+    """Somebody who streams the text of each seed, in a session of its own."""
+
+    def __init__(self, served: Served) -> None:
+        self.texts = ["" for _ in SEEDS]
+        self.failures: list[str] = []
+        self._served = served
+        self._threads = [threading.Thread(target=self._listen, args=(seed,)) for seed in SEEDS]
+        for one in self._threads:
+            one.start()
+        until(lambda: all(self.texts))
+
+    def _listen(self, seed: int) -> None:
+        body = {"prompt": f"{seed}abc", "seed": seed, "temperature": 1.0, "max_tokens": TOKENS}
+        body |= {"ignore_eos": True, "stream": True}
+        headers = {"X-Session-Id": f"somebody {seed}"}
+        url = f"{self._served.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as answer:
+            events = EventStream()
+            for packet in answer.iter_bytes():
+                for data in events.feed(packet):
+                    if data == "[DONE]":
+                        return
+                    chunk = json.loads(data)
+                    self.texts[seed] += "".join(choice["text"] for choice in chunk.get("choices", ()))
+                    self.failures += [chunk["error"]["message"]] if "error" in chunk else []
+        self.failures.append("the stream ended before the answer did")
+
+    def end(self) -> list[str]:
+        for one in self._threads:
+            one.join(120)
+        assert not self.failures, self.failures
+        return self.texts

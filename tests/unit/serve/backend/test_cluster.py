@@ -1,0 +1,188 @@
+"""The Ray cluster as a server knows it, without Ray: whose it is, what has room on it, its end."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specinfer.cli.serve import _engine, configs
+from specinfer.config import EngineConfig
+from specinfer.errors import ConfigError
+from specinfer.serve.backend import cluster
+from specinfer.serve.backend.cluster import Cluster, cpus_of_each, given_address
+from tests.unit.serve.backend.listeners import until
+
+ENGINE = EngineConfig(model="m")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Ray is there, as far as anybody looks; its part is played by fake_keeper.py."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(cluster, "_MODULE", "tests.unit.serve.backend.fake_keeper")
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setenv("FAKE_KEEPER", "kept")
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("free", "count", "ranks", "wanted", "cpus"),
+    [
+        ([8], 1, 1, None, 8),
+        ([8], 2, 1, None, 4),
+        ([8], 3, 1, None, 2),
+        ([8, 8], 3, 1, None, 4),  # a replica is on one node
+        ([8, 2], 3, 1, None, 2),
+        ([4.5], 2, 2, None, 2),
+        ([8, 2], 3, 1, 1, 1),
+        ([8, 2], 2, 2, 4, 4),
+        ([2], 1, 2, None, 2),
+    ],
+)
+def test_replicas_share_the_cpus_of_a_cluster(
+    free: list[float], count: int, ranks: int, wanted: int | None, cpus: int
+) -> None:
+    assert cpus_of_each(free, count, ranks, wanted) == cpus
+
+
+@pytest.mark.parametrize(
+    ("free", "count", "ranks", "wanted", "said"),
+    [
+        ([2], 3, 1, None, r"--replicas 3 of at least 1 CPUs each do not fit .* have 2 free, room for 2"),
+        ([1, 3, 1], 2, 2, None, r"of at least 2 CPUs each .* have 1, 3, 1 free, room for 1"),
+        ([8, 4], 3, 2, 6, r"of at least 6 CPUs each .* have 8, 4 free, room for 1"),
+        ([], 1, 1, None, r"have none free, room for 0"),
+    ],
+)
+def test_replicas_that_do_not_fit_are_refused_with_what_there_is(
+    free: list[float], count: int, ranks: int, wanted: int | None, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        cpus_of_each(free, count, ranks, wanted)
+
+
+@given(st.lists(st.integers(0, 40), max_size=5), st.integers(1, 12), st.integers(1, 4))
+def test_each_gets_as_many_as_all_can_get(free: list[int], count: int, ranks: int) -> None:
+    def fit(cpus: int) -> bool:
+        return sum(node // cpus for node in free) >= count
+
+    if not fit(ranks):
+        with pytest.raises(ConfigError):
+            cpus_of_each(free, count, ranks)
+    else:
+        cpus = cpus_of_each(free, count, ranks)
+        assert cpus >= ranks
+        assert fit(cpus)
+        assert not fit(cpus + 1)
+
+
+def test_the_cluster_is_that_of_the_environment_or_of_ray_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert given_address() == ""
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray/ray_current_cluster").write_text("10.0.0.1:6379\n")
+    assert given_address() == "10.0.0.1:6379"
+    for told, address in {"": "10.0.0.1:6379", "auto": "10.0.0.1:6379", "local": "", "h:1": "h:1"}.items():
+        monkeypatch.setenv("RAY_ADDRESS", told)
+        assert given_address() == address
+    for told in ("ray://10.0.0.1:10001", "10.0.0.1", "host:port"):
+        monkeypatch.setenv("RAY_ADDRESS", told)
+        with pytest.raises(ConfigError, match="allowed: HOST:PORT of a cluster"):
+            given_address()
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^ray is not installed; .* pip install 'specinfer\[cluster\]'$"):
+        Cluster(ENGINE, 1)
+
+
+def test_a_cluster_that_does_not_answer_is_named_at_once(installed: pytest.MonkeyPatch) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        installed.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConfigError, match=f"no Ray cluster answers at {address} "):
+            Cluster(ENGINE, 1)
+
+
+@pytest.mark.parametrize(
+    ("says", "said"),
+    [
+        ("dead", "the Ray cluster of this server's own does not answer"),
+        ("it has no disk", "^it has no disk$"),
+    ],
+)
+def test_a_cluster_that_cannot_be_started_is_refused(
+    says: str, said: str, installed: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed.setattr("tempfile.tempdir", str(tmp_path))
+    installed.setenv("FAKE_KEEPER", says)
+    with pytest.raises(ConfigError, match=said):
+        Cluster(ENGINE, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cluster_of_ones_own_ends_with_the_block_and_is_started_again_where_it_dies(
+    installed: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed.setattr("tempfile.tempdir", str(tmp_path))
+
+    def keepers() -> list[psutil.Process]:
+        alive = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
+        return [one for one in alive if "fake_keeper" in " ".join(one.cmdline())]
+
+    with Cluster(ENGINE, 2) as one, Cluster(ENGINE.with_options({"threads": 3}), 1) as other:
+        assert len(keepers()) == 2
+        tokens = {made.env["RAY_AUTH_TOKEN"] for made in (one, other)}
+        assert len(tokens) == 2
+        assert not tokens & set(os.environ.values())
+        module, address, cpus = one.relay
+        assert (module, cpus) == ("tests.unit.serve.backend.fake_keeper", "2")
+        assert other.relay[2] == "3"
+        one.revive()
+        assert one.relay[1] == address
+        killed = psutil.Process(int(address.rpartition(":")[2]))
+        killed.kill()
+        until(lambda: killed.status() == psutil.STATUS_ZOMBIE)  # it has no command line before it is one
+        one.revive()
+        assert one.relay[1] != address
+        assert len(keepers()) == 2
+        assert len(list(tmp_path.iterdir())) == 2
+    assert not keepers()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_does_not_fit_leaves_no_cluster(installed: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    installed.setattr("tempfile.tempdir", str(tmp_path))
+    wide: dict[str, Any] = {"threads": 5}
+    with pytest.raises(ConfigError, match="--replicas 1 of at least 5 CPUs each do not fit"):
+        Cluster(ENGINE.with_options(wide), 1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"tensor_parallel": 2, "quantization": "int8", "master": "10.0.0.1:29500", "key_file": "k"},
+            "cluster is ray with master; an actor's ranks are processes of its node",
+        ),
+        ({"device": "cuda"}, "cluster is ray with device 'cuda'; actors are given CPUs alone"),
+    ],
+)
+def test_what_actors_have_not_is_refused(options: dict[str, Any], said: str) -> None:
+    given, config = configs({"cluster": "ray", **options}, None)
+    with pytest.raises(ConfigError, match=said):
+        _engine(given, config)

@@ -1,0 +1,311 @@
+"""When the engine's process dies: it is started again, and the works that kill it are blamed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.config import EngineConfig
+from specinfer.request import Delta
+from specinfer.serve.backend import replica
+from specinfer.serve.backend.engine_child import EngineChild
+from specinfer.serve.backend.replica_backend import ReplicaBackend
+from specinfer.serve.backend.work import BackendError, Work
+from tests.unit.serve.backend.handles import WORK, Handle, Hopeless
+from tests.virtual_time import run_virtual
+
+# It is ready at once, and the first time it does something else then.
+ENGINE = """#!{python}
+import pathlib, sys, time
+from multiprocessing.connection import Connection
+from specinfer.serve.backend.work import EngineInfo
+connection = Connection(int(sys.argv[3]))
+connection.recv_bytes()
+connection.send(("ready", EngineInfo(10, 10)))
+begun = pathlib.Path(__file__).with_suffix(".begun")
+if not begun.exists():
+    begun.touch()
+    {first}
+try:
+    while True:
+        connection.recv_bytes()
+except EOFError:
+    pass
+"""
+
+
+def start_engines_that(first: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make engines' processes run ENGINE."""
+    script = folder / "engine"
+    script.write_text(ENGINE.format(python=sys.executable, first=first))
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come to that")
+
+
+def restarts(backend: ReplicaBackend) -> int:
+    return sum(one.restarts for one in backend._replicas)
+
+
+def threads() -> list[str]:
+    return sorted(one.name for one in threading.enumerate() if one.name.startswith("engine-"))
+
+
+def test_an_engine_that_dies_as_soon_as_it_is_ready_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_engines_that("sys.exit(3)", tmp_path, monkeypatch)
+    in_executor = asyncio.BaseEventLoop.run_in_executor
+
+    async def late(loop: Any, executor: Any, call: Callable[..., Any], *given: Any) -> Any:
+        """As on a loop that is busy when the engine is ready."""
+        made = await in_executor(loop, executor, call, *given)
+        await asyncio.sleep(0.2)
+        return made
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "run_in_executor", late)
+
+    async def run() -> None:
+        backend = ReplicaBackend(EngineConfig(model="m"))
+        await backend.start()
+        await until(lambda: restarts(backend) == 1)
+        await until(lambda: threads() == ["engine-reader", "engine-writer"])  # none of the first one's
+        assert backend.pids[0] is not None
+        await backend.close()
+        await until(lambda: not threads())
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_closed_is_hung_up_on_and_ends_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_engines_that("pass", tmp_path, monkeypatch)
+
+    async def run() -> EngineChild:
+        child = EngineChild(("info", "text"))
+        loop = asyncio.get_running_loop()
+        await child.start(EngineConfig(model="m"), loop, lambda *_: None, lambda *_: None)
+        await child.close()
+        return child
+
+    assert asyncio.run(run()).status == 0  # it was not killed
+
+
+def test_the_loop_never_waits_for_a_process_that_hung_up_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_engines_that("connection.close(); time.sleep(600)", tmp_path, monkeypatch)
+    waits: list[str] = []
+    wait = subprocess.Popen.wait
+
+    def waiting(process: Any, timeout: float | None = None) -> int:
+        waits.append(threading.current_thread().name)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", waiting)
+
+    async def run() -> None:
+        backend = ReplicaBackend(EngineConfig(model="m"))
+        await backend.start()
+        await until(lambda: restarts(backend) == 1)
+        waits.append("the second one")
+        await backend.close()
+
+    asyncio.run(run())
+    first, of_second = waits[: waits.index("the second one")], waits[waits.index("the second one") + 1 :]
+    assert set(first) == {"engine-reader"}
+    assert of_second  # it was waited for
+    assert threading.main_thread().name not in waits
+
+
+@dataclass(frozen=True)
+class Deaths:
+    """Works a, b, c and d, of three tokens each, in engines that die when they begin with one that kills."""
+
+    killers: str
+    blamed: str  # those that end with an error
+    order: str = "abcd"  # in which engines admit what they are given: a grammar that compiles is overtaken
+    room: int = 2  # works that an engine runs at a time
+    mute: bool = False  # it dies before it has said whom it is busy with
+    first: int = 0  # tokens a killer gets each time before its engine dies
+
+
+DEATHS = {
+    "the one that kills": Deaths("a", "a"),
+    "who is behind it in the batch": Deaths("b", "b"),
+    "who waited while others ran": Deaths("d", "d"),
+    "each of two": Deaths("ac", "ac"),
+    "each of three": Deaths("acd", "acd"),
+    "all of them, if all do it": Deaths("abcd", "abcd"),
+    "who came last and was begun first": Deaths("d", "d", order="dcba"),
+    "nobody who waits for blocks": Deaths("a", "a", room=1),
+    "nobody whose text grows": Deaths("ab", "", first=1),
+    "one after the other, if nothing is known": Deaths("", "abcd", mute=True),
+}
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("name", DEATHS)
+def test_of_an_engines_death_is_blamed(name: str, replicas: int, handles: list[Handle]) -> None:
+    case = DEATHS[name]
+    ended: dict[str, str] = {}
+    said: dict[str, int] = {}
+
+    async def ask(backend: ReplicaBackend, name: str) -> None:
+        try:
+            async for delta in backend.generate([replace(WORK, id=name)]):
+                said[name] = said.get(name, 0) + len(delta.token_ids)
+        except BackendError as error:
+            ended[name] = str(error)
+
+    def step(engine: Handle) -> None:
+        """One step of an engine, which may be its last."""
+        left = [work for work in engine.given if work.id not in engine.gone]
+        batch = sorted(left, key=lambda work: case.order.index(work.id))[: case.room]
+        if not case.mute:
+            engine.says("busy", [work.id for work in batch])
+        kills = any(w.id in case.killers and engine.written.get(w.id, 0) >= case.first for w in batch)
+        if kills or (case.mute and left):
+            engine.dies()
+            return
+        for work in batch:
+            last = len(work.said) + engine.written.get(work.id, 0) == 2
+            engine.gone += [work.id] * last
+            engine.writes(work.id, 7, last=last)
+
+    async def run() -> None:
+        config = EngineConfig(model="m").with_options({"max_batch_size": 2})
+        backend = ReplicaBackend(config, replicas)
+        await backend.start()
+        await asyncio.sleep(1)
+        asked = [asyncio.ensure_future(ask(backend, name)) for name in "abcd"]
+        await asyncio.sleep(0)
+        while not all(one.done() for one in asked):
+            assert len(handles) < 40, "it would die for ever"
+            for engine in [one for one in handles if one.status is None]:
+                step(engine)
+            await asyncio.sleep(1)
+        await backend.close()
+
+    run_virtual(run())
+    assert sorted(ended) == list(case.blamed)
+    assert all("died 3 times in a row" in reason for reason in ended.values())
+    assert said == {name: 3 for name in "abcd" if name not in case.blamed}
+
+
+def test_nobody_waits_for_an_engine_that_cannot_be_started(
+    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "EngineChild", Hopeless)
+
+    async def ask(backend: ReplicaBackend) -> None:
+        async for _ in backend.generate([WORK]):
+            raise AssertionError("nobody answers")
+
+    async def test() -> None:
+        backend = ReplicaBackend(EngineConfig(model="m"))
+        await backend.start()
+        handles[0].dies()
+        for _ in range(2):  # who was there before it was given up, and who came when it was
+            with pytest.raises(BackendError, match="cannot be started again: the model is gone"):
+                await asyncio.wait_for(ask(backend), 300)
+            await asyncio.sleep(1000)
+        await asyncio.sleep(2000 * 60)  # it is tried again, however often
+        tried = len(handles)
+        assert tried > 1500
+        await asyncio.sleep(120)
+        assert len(handles) > tried
+        await backend.close()
+
+    run_virtual(test())
+
+
+def test_an_engine_that_gives_no_sign_of_life_is_started_again(handles: list[Handle]) -> None:
+    async def run() -> None:
+        backend = ReplicaBackend(EngineConfig(model="m"), timeout=120.0)
+        await backend.start()
+        heard = asyncio.ensure_future(anext(backend.generate([WORK])))
+        await asyncio.sleep(1000)
+        assert not handles[0].killed  # it is in a long step, and answers
+        handles[0].is_stopped = True
+        await asyncio.sleep(60)
+        handles[0].is_stopped = False  # half of the time is not enough
+        await asyncio.sleep(1000)
+        assert not handles[0].killed
+        handles[0].is_stopped = True
+        await asyncio.sleep(119)
+        assert not handles[0].killed
+        await asyncio.sleep(20)
+        assert handles[0].killed
+        assert restarts(backend) == 1
+        assert [work.id for work in handles[1].given] == ["w"]
+        handles[1].says("deltas", [Delta("w", "x", (7,))], None)
+        assert (await heard).text == "x"
+        await asyncio.sleep(1000)
+        assert len(handles) == 2
+        await backend.close()
+        await asyncio.sleep(1)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(run())
+
+
+@pytest.mark.thorough
+def test_the_books_of_a_real_engine_are_right_behind_kills_and_aborts(folder: Path) -> None:
+    options = {"dtype": "float32", "kv_cache_memory": 1 << 24, "tree_size": "fixed", "lookup": True}
+    config = EngineConfig.from_options(str(folder), options)
+    works = [
+        Work(f"w{i}", (65, 66, 67 + i), SamplingParams(seed=i, max_tokens=300, ignore_eos=True))
+        for i in range(6)
+    ]
+
+    async def hear(backend: ReplicaBackend, work: Work, until_tokens: int) -> list[int]:
+        tokens: list[int] = []
+        async with aclosing(backend.generate([work])) as deltas:
+            async for delta in deltas:
+                tokens += delta.token_ids
+                if len(tokens) >= until_tokens:
+                    break
+        return tokens
+
+    async def run() -> None:
+        backend = ReplicaBackend(config)
+        await backend.start()
+        try:
+            expected = [await hear(backend, work, 300) for work in works[:3]]
+            again = [replace(work, id=f"again {work.id}") for work in works[:3]]
+            heard = [asyncio.ensure_future(hear(backend, work, 300)) for work in again]
+            gone = [asyncio.ensure_future(hear(backend, work, 5)) for work in works[3:]]
+            await asyncio.gather(*gone)
+            assert backend.pids[0] is not None
+            os.kill(backend.pids[0], signal.SIGKILL)
+            assert await asyncio.gather(*heard) == expected
+            await until(lambda: restarts(backend) == 1)
+            await asyncio.sleep(0.5)  # the last step tells of its tokens before it lets go of their blocks
+            health = await backend.health()
+            assert health.state is not None
+            assert (health.state.running, health.state.waiting, health.state.kv_cache_usage) == (0, 0, 0.0)
+        finally:
+            await backend.close()
+
+    asyncio.run(run())

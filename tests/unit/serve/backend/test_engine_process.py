@@ -1,0 +1,231 @@
+"""What an engine process says of itself, to a server that has to know when it has died."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specinfer import LLM, LoRARequest, SamplingParams
+from specinfer.engine.trace import TreeEvent
+from specinfer.request import Delta, FinishReason
+from specinfer.serve.backend import engine_process
+from specinfer.serve.backend.engine_process import EngineProcess, fingerprint
+from specinfer.serve.backend.work import Work
+from tests.adapters import write_adapter
+from tests.kernels import kernels
+from tests.tiny_models import write_tiny_llama
+
+LONG = SamplingParams(seed=1, max_tokens=200, ignore_eos=True)
+
+
+def hear(server: Connection, until: Any) -> list[tuple[Any, ...]]:
+    """Messages up to the one that `until` holds for."""
+    heard: list[tuple[Any, ...]] = []
+    while not heard or not until(heard[-1]):
+        assert server.poll(60), heard
+        heard.append(server.recv())
+    return heard
+
+
+def ends(name: str) -> Any:
+    return lambda message: (
+        message[0] == "deltas"
+        and any(delta.id == name and delta.finish_reason is not None for delta in message[1])
+    )
+
+
+def test_whom_it_is_busy_with_is_said_before_anything_is_computed(folder: Path) -> None:
+    server, engine = Pipe()
+    with LLM(
+        folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", max_batch_size=1
+    ) as llm:
+        serving = threading.Thread(target=EngineProcess(llm, engine).serve)
+        serving.start()
+        try:
+            assert server.recv()[0] == "ready"
+            server.send(("add", [Work("a", (65, 66), LONG)]))
+            hear(server, lambda message: message[0] == "deltas" and any(one.token_ids for one in message[1]))
+            server.send(("add", [Work("b", (67, 68), LONG)]))  # for which there is no room
+            checked = hear(server, lambda message: message[0] == "busy" and "b" in message[1])
+            assert checked[-1] == ("busy", ["b", "a"])
+            of_a = hear(server, ends("a"))
+            of_b = hear(server, ends("b"))
+            done = llm.statistics().steps
+        finally:
+            server.close()
+            serving.join(60)
+    busy = [set(message[1]) for message in (*of_a, *of_b) if message[0] == "busy"]
+    assert busy[:2] == [{"a"}, {"b"}]  # it was checked, it waited, and ran when there was room
+    steps = [message[2].steps for message in (*of_a, *of_b) if message[0] == "deltas" and message[2]]
+    assert steps == sorted(steps)
+    assert steps[-1] == done
+
+
+def test_a_tree_that_cannot_be_told_ends_no_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(event: TreeEvent, tokenizer: Any) -> Any:
+        raise ValueError("a bug in telling trees")
+
+    monkeypatch.setattr(TreeEvent, "to_json", broken)
+    server, engine = Pipe()
+    with LLM(folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed") as llm:
+        serving = threading.Thread(target=EngineProcess(llm, engine).serve)
+        serving.start()
+        try:
+            params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
+            server.send(("add", [Work("a", (65, 66), params, traced=True), Work("b", (67, 68), params)]))
+            heard = hear(server, ends("a"))
+        finally:
+            server.close()
+            serving.join(60)
+    deltas = [delta for message in heard if message[0] == "deltas" for delta in message[1] if delta.id == "a"]
+    assert [delta.finish_reason for delta in deltas][-1] == "length"
+    assert sum(len(delta.token_ids) for delta in deltas) == 20
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(
+        folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", max_batch_size=1
+    ) as made:
+        yield made
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize("error", [Panic("it panics"), ValueError("a bug")])
+def test_a_work_that_cannot_be_begun_is_answered_whatever_was_raised(
+    llm: LLM, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **more: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(llm.intake, "completion", fail)
+    server, engine = Pipe()
+    process = EngineProcess(llm, engine)
+    answer = engine_process._WorkInHand(Work("a", (65,), LONG))
+    process._answers["a"] = answer
+    process._admit(answer)
+    delta = process._outbox.get_nowait()
+    assert isinstance(delta, Delta)
+    assert (delta.finish_reason, delta.error, delta.internal_error) == (FinishReason.ERROR, str(error), True)
+    assert server.recv() == ("busy", ["a"])
+    assert server.recv() == ("busy", [])
+
+
+def test_a_process_that_cannot_tell_its_answers_ends(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would look alive, and nobody would ever hear of it again."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    _, engine = Pipe()
+    process = EngineProcess(llm, engine)
+    process._outbox.put(("answer", 1, threading.Lock()))  # which cannot be sent
+    process._send()
+    assert ended == [70]
+
+
+def test_a_step_is_told_of_while_one_of_its_requests_ends(llm: LLM) -> None:
+    """The loop takes requests away without the lock: one that was there a moment ago may be gone."""
+    server, engine = Pipe()
+    process = EngineProcess(llm, engine)
+    process._answers = {"b": engine_process._WorkInHand(Work("b", (66,), LONG))}
+    process._stepped = ["a", "b"]
+    with process._checking(Work("c", (67,), LONG)):
+        assert server.recv() == ("busy", ["c", "b"])
+    assert server.recv() == ("busy", ["b"])
+
+
+def test_engines_have_one_fingerprint_where_their_texts_are_the_same(tmp_path: Path) -> None:
+    kernels("native")  # of which no text depends on the number of threads
+    folder = write_tiny_llama(tmp_path / "m", vocab_size=256, max_context=64, tokenizer=True)
+
+    def told(model: Path = folder, **options: Any) -> str:
+        given = {"dtype": "float32", "kv_cache_memory": 1 << 20, "lookup": False, **options}
+        with LLM(model, **given) as llm:
+            return fingerprint(llm)
+
+    usual = told()
+    assert told(lookup=True, kv_cache_memory=1 << 21, max_batch_size=2, threads=1) == usual
+    assert told(Path(shutil.copytree(folder, tmp_path / "copy"))) == usual  # another machine's
+    others = [told(dtype="bfloat16"), told(quantization="int8"), told(kernels="torch")]
+    file = next(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")  # another file of that name and size
+    assert len({usual, *others, told()}) == 5
+
+
+def test_an_answer_says_first_that_it_is_admitted_and_when_its_first_step_begins(folder: Path) -> None:
+    server, engine = Pipe()
+    with LLM(
+        folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", max_batch_size=1
+    ) as llm:
+        serving = threading.Thread(target=EngineProcess(llm, engine).serve)
+        serving.start()
+        try:
+            assert server.recv()[0] == "ready"
+            server.send(("add", [Work("a", (65, 66), LONG), Work("b", (67, 68), LONG)]))
+            heard = [*hear(server, ends("a")), *hear(server, ends("b"))]
+        finally:
+            server.close()
+            serving.join(60)
+    deltas = [delta for message in heard if message[0] == "deltas" for delta in message[1]]
+    order = [
+        (delta.id, "begins" if delta.begun else "ends" if delta.finish_reason else "is taken")
+        for delta in deltas
+        if delta.is_empty or delta.finish_reason
+    ]
+    assert sorted(order[:3]) == [("a", "begins"), ("a", "is taken"), ("b", "is taken")]
+    assert order[3:] == [("a", "ends"), ("b", "begins"), ("b", "ends")]
+    assert [delta.begun for delta in deltas].count(True) == 2
+
+
+def test_a_work_has_the_adapter_that_it_names(folder: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "sql", folder)
+    options = {"lookup": False, "dtype": "float32", "kv_cache_memory": 1 << 24, "tree_size": "fixed"}
+    params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
+    server, engine = Pipe()
+    with LLM(folder, lora={"sql": adapter}, **options) as llm:
+        given = [None, LoRARequest("sql", 1)]
+        want = [out.token_ids for out in llm.generate([[65, 66]] * 2, params, lora_request=given)]
+        serving = threading.Thread(target=EngineProcess(llm, engine).serve)
+        serving.start()
+        try:
+            names = {"a": None, "b": "sql", "c": "poems"}
+            server.send(("add", [Work(n, (65, 66), params, adapter=name) for n, name in names.items()]))
+            deltas, ended = list[Delta](), set[str]()
+            while ended != set(names):
+                assert server.poll(60)
+                message = server.recv()
+                deltas += message[1] if message[0] == "deltas" else []
+                ended = {delta.id for delta in deltas if delta.finish_reason is not None}
+        finally:
+            server.close()
+            serving.join(60)
+    said = {n: tuple(token for one in deltas if one.id == n for token in one.token_ids) for n in names}
+    assert [said["a"], said["b"]] == want
+    assert want[0] != want[1]
+    [refused] = [one for one in deltas if one.id == "c" and one.finish_reason is not None]
+    assert (refused.parameter, refused.internal_error) == ("model", False)
+
+
+def test_a_fingerprint_is_of_adapters_and_not_of_where_they_lie(folder: Path, tmp_path: Path) -> None:
+    options = {"lookup": False, "dtype": "float32", "kv_cache_memory": 1 << 20}
+
+    def told(**more: Any) -> str:
+        with LLM(folder, **options, **more) as llm:
+            return fingerprint(llm)
+
+    adapter = write_adapter(tmp_path / "sql", folder)
+    copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
+    other = write_adapter(tmp_path / "other", folder, seed=5)
+    usual = told(lora={"sql": adapter})
+    assert told(lora={"sql": copy}, max_loras=2) == usual
+    assert len({usual, told(), told(lora={"sql": other}), told(lora={"poems": adapter})}) == 4

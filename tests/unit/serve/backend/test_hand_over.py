@@ -1,0 +1,305 @@
+"""Several replicas in virtual time: who goes on with a work, who has room for it, who is left out."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.config import EngineConfig
+from specinfer.engine.steps import Statistics
+from specinfer.errors import UserError
+from specinfer.serve.backend import replica, replica_backend
+from specinfer.serve.backend.replica_backend import ReplicaBackend
+from specinfer.serve.backend.work import BackendError, EngineInfo
+from specinfer.serve.observe.metrics import Metrics
+from tests.unit.serve.backend.handles import WORK, Asked, Handle, cannot_start, given, replicas
+from tests.virtual_time import run_virtual
+
+
+def test_works_of_a_session_go_to_one_replica_and_go_on_at_another_when_it_dies(
+    handles: list[Handle],
+) -> None:
+    async def run() -> None:
+        async with replicas(2) as backend:
+            assert [one.number for one in handles] == [0, 1]
+            asked = [Asked(backend, f"{who}{turn}", session=who) for turn in (1, 2) for who in "abcdef"]
+            await asyncio.sleep(0)
+            homes = {name: one.number for one in handles for name in given(one)}
+            assert len(homes) == len(asked)
+            assert set(homes.values()) == {0, 1}
+            assert all(homes[f"{who}1"] == homes[f"{who}2"] for who in "abcdef")
+            first, second = handles
+            mine, theirs = set(given(first)), set(given(second))
+            for one in asked:
+                handles[homes[one.name]].writes(one.name, 1, 2)
+            first.says("busy", sorted(mine))
+            first.dies()
+            assert given(second) == {name: (1, 2) if name in mine else () for name in mine | theirs}
+            first.writes(min(mine), 3)  # a message that came late
+            assert len(handles) == 2  # the next engine is not there yet
+            for one in asked:
+                second.writes(one.name, 3, last=True)
+            assert [await one.task for one in asked] == [[1, 2, 3]] * len(asked)
+            await asyncio.sleep(1)
+            again = [Asked(backend, f"{who}3", session=who) for who in "abcdef"]
+            await asyncio.sleep(0)
+            back = {name: one.number for one in handles[1:] for name in given(one) if name[1] == "3"}
+            assert all(back[f"{who}3"] == homes[f"{who}1"] for who in "abcdef")
+            assert (await backend.health()).handed_on == len(mine)
+            for task in again:
+                task.task.cancel()
+
+    run_virtual(run())
+
+
+def test_a_work_that_has_begun_goes_on_only_with_an_engine_of_its_fingerprint(
+    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with replicas(1) as backend:
+            monkeypatch.setattr(Handle, "fingerprint", "another")
+            begun, new = Asked(backend, "begun"), Asked(backend, "new")
+            await asyncio.sleep(0)
+            handles[0].writes("begun", 1)
+            handles[0].dies()
+            with pytest.raises(BackendError, match="have another model, kernels or code"):
+                await begun.task
+            assert begun.tokens == [1]
+            assert list(given(handles[1])) == ["new"]
+            handles[1].writes("new", 1, last=True)
+            assert await new.task == [1]
+
+    run_virtual(run())
+
+
+def test_a_suspect_waits_for_an_engine_without_others(
+    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(Handle):
+        async def start(self, *given: Any) -> EngineInfo:
+            await asyncio.sleep(10)
+            return await super().start(*given)
+
+    async def run() -> None:
+        async with replicas(3) as backend:
+            monkeypatch.setattr(replica, "EngineChild", Late)
+            asked = [Asked(backend, name, session=name) for name in "abcdefghi"]
+            await asyncio.sleep(0)
+            killer = "a"
+            for _ in range(2):
+                [where] = [one for one in handles if one.status is None and killer in given(one)]
+                for name in set(given(where)) - {killer}:
+                    where.writes(name, 1)
+                where.says("busy", list(given(where)))
+                where.dies()
+            last = next(one for one in handles if one.status is None)
+            assert sorted(given(last)) == list("bcdefghi")
+            await asyncio.sleep(11)
+            fresh = [one for one in handles[3:] if given(one)]
+            assert [list(given(one)) for one in fresh] == [[killer]]
+            new = [Asked(backend, name, session=name) for name in "uvwxyz"]
+            await asyncio.sleep(0)
+            assert list(given(fresh[0])) == [killer]
+            assert sum(name in "uvwxyz" for one in handles if one.status is None for name in given(one)) == 6
+            fresh[0].says("busy", [killer])
+            fresh[0].dies()
+            with pytest.raises(BackendError, match="died 3 times in a row"):
+                await asked[0].task
+            for one in (*asked[1:], *new):
+                one.task.cancel()
+
+    run_virtual(run())
+
+
+class OfItsOwnKind(Handle):
+    """An engine whose texts are those of its replica alone."""
+
+    def __init__(self, log: tuple[str, str], number: int = 0, count: int = 1, cluster: Any = None) -> None:
+        super().__init__(log, number, count)
+        self.fingerprint = f"kind {number}"
+
+
+def test_where_no_engine_of_its_fingerprint_runs_a_work_waits_for_one_that_starts(
+    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "EngineChild", OfItsOwnKind)
+
+    async def run() -> None:
+        async with replicas(2) as backend:
+            asked = [Asked(backend, name, session=name) for name in "abcdef"]
+            await asyncio.sleep(0)
+            untouched, *begun = sorted(given(handles[0]))
+            for name in begun:
+                handles[0].writes(name, 1)
+            before = set(given(handles[1]))
+            handles[0].dies()
+            assert set(given(handles[1])) - before == {untouched}
+            assert begun
+            await asyncio.sleep(1)
+            assert handles[2].number == 0
+            assert given(handles[2]) == dict.fromkeys(begun, (1,))
+            for one in asked:
+                one.task.cancel()
+
+    run_virtual(run())
+
+
+@pytest.mark.parametrize(
+    ("options", "count", "threads"),
+    [
+        ({}, 2, [2, 3]),
+        ({}, 8, [1] * 8),
+        ({"threads": 4}, 2, [4, 4]),
+        ({"tensor_parallel": 2, "quantization": "int8"}, 2, [1, 1]),
+    ],
+)
+def test_replicas_share_the_cores(
+    options: dict[str, Any],
+    count: int,
+    threads: list[int],
+    handles: list[Handle],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica_backend, "usable_cores", lambda: 5)
+
+    async def run() -> None:
+        backend = ReplicaBackend(EngineConfig(model="m").with_options(options), count)
+        await backend.start()
+        await asyncio.sleep(1)
+        assert [one.config.threads for one in handles] == threads
+        await backend.close()
+
+    run_virtual(run())
+
+
+def test_on_a_cluster_nodes_share_their_own_cores_and_one_that_ended_is_started_first(
+    handles: list[Handle],
+) -> None:
+    class Nodes:
+        revived: list[int] = []
+
+        def revive(self) -> None:
+            self.revived.append(len(handles))
+
+    async def run() -> None:
+        nodes = Nodes()
+        first: Any = Handle(("info", "text"), 0, 2, nodes)
+        backend = ReplicaBackend(EngineConfig(model="m"), 2, child=first)
+        await backend.start()
+        while not all(one.runs for one in backend._replicas):
+            await asyncio.sleep(0.01)
+        assert [one.config.threads for one in handles] == [None, None]
+        assert [one.cluster for one in handles] == [nodes, nodes]
+        assert nodes.revived == [1]  # before the process of the second one was started
+        await backend.close()
+
+    asyncio.run(run())
+
+
+def test_a_work_goes_where_the_cache_has_room_for_it(
+    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        monkeypatch.setattr(Handle, "longest", 100)
+        backend = ReplicaBackend(EngineConfig(model="m"), 2)
+        await backend.start()
+        monkeypatch.setattr(Handle, "longest", 1000)
+        await asyncio.sleep(1)
+        sizes = {"fits": 50, "is long": 500, "is too long": 5000}
+        asked = [
+            Asked(
+                backend, f"{what} {n}", replace(WORK, params=SamplingParams(seed=1, max_tokens=size)), f"{n}"
+            )
+            for what, size in sizes.items()
+            for n in range(4)
+        ]
+        await asyncio.sleep(0)
+        assert {name[:-2] for name in given(handles[0])} == {"fits"}
+        assert {"is long", "is too long"} <= {name[:-2] for name in given(handles[1])}
+        monkeypatch.setattr(replica, "EngineChild", cannot_start(1, 1000))
+        handles[1].dies()
+        assert {name[:-2] for name in given(handles[0])} == {"fits"}
+        await asyncio.sleep(20)  # who has room is left out by now, so others refuse what is long
+        assert {name[:-2] for name in given(handles[0])} == set(sizes)
+        for one in asked:
+            one.task.cancel()
+        await backend.close()
+
+    run_virtual(run())
+
+
+@pytest.mark.parametrize("failure", [UserError("no memory"), BackendError("no memory")])
+def test_a_replica_that_cannot_be_started_is_left_out_and_tried_now_and_then(
+    failure: Exception,
+    handles: list[Handle],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(replica, "EngineChild", cannot_start(1, 5, failure))
+
+    async def run() -> None:
+        async with replicas(3) as backend:
+            await asyncio.sleep(8)
+            assert [one.runs for one in backend._replicas] == [True, False, True]
+            assert backend._replicas[1].is_left_out
+            health = await backend.health()
+            assert health.trouble == ""
+            assert [one.trouble for one in health.replicas] == [
+                *("", "replica 1 cannot be started: no memory", "")
+            ]
+            asked = [Asked(backend, name, session=name) for name in "abcdefgh"]
+            await asyncio.sleep(0)
+            assert sum(len(given(one)) for one in handles if one.number != 1) == 8
+            for one in asked:
+                one.task.cancel()
+            await asyncio.sleep(200)
+            assert all(one.runs for one in backend._replicas)
+
+    with caplog.at_level("ERROR"):
+        run_virtual(run())
+    assert [line for line in caplog.messages if "left out" in line] == ["replica 1 is left out for now"]
+
+
+def test_all_replicas_together_are_counted_and_each_has_figures_of_its_own(handles: list[Handle]) -> None:
+    one = Statistics(running=2, waiting=1, steps=10, kv_cache_usage=0.5, cost_factors={"target": 1.5})
+    other = Statistics(running=1, steps=5, prefix_queries=8, prefix_hits=6, speculation_on=False)
+
+    async def run() -> None:
+        async with replicas(2) as backend:
+            for handle, state in zip(handles, (one, other), strict=True):
+                handle.state = state
+            health = await backend.health()
+            assert health.state == Statistics(
+                running=3,
+                waiting=1,
+                steps=15,
+                prefix_queries=8,
+                prefix_hits=6,
+                kv_cache_usage=0.25,
+                cost_factors={"target": 1.5},
+            )
+            text = Metrics("m").text(health).decode()
+            for line in (
+                *('num_requests_running{model_name="m"} 3.0', 'engine_steps{model_name="m"} 15.0'),
+                'replica_up{model_name="m",replica="1"} 1.0',
+                'replica_requests_running{model_name="m",replica="0"} 2.0',
+                'replica_prefix_hits{model_name="m",replica="1"} 6.0',
+            ):
+                assert f"specinfer:{line}\n" in text
+            handles[1].is_stopped = True  # what it told last counts on
+            health = await backend.health()
+            assert health.state is not None
+            assert (health.state.steps, health.trouble) == (15, "")
+            assert health.replicas[1].trouble == "replica 1 does not answer"
+            handles[0].is_stopped = True
+            health = await backend.health()
+            assert (health.state, health.trouble) == (
+                None,
+                "replica 0 does not answer; replica 1 does not answer",
+            )
+
+    run_virtual(run())

@@ -1,0 +1,196 @@
+"""What was said of works, who has them, and whom deaths are blamed on: no process, no time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.request import Delta, FinishReason
+from specinfer.sampling_params import SpeculationParams
+from specinfer.serve.backend.ledger import Ledger, OpenWork, Waiter
+from specinfer.serve.backend.work import Work
+
+PARAMS = SamplingParams(seed=1, temperature=1.0)
+MSS = replace(PARAMS, speculation=SpeculationParams(verifier="mss"))
+
+
+class Books:
+    """A ledger, and its works by name."""
+
+    def __init__(self, names: str, params: SamplingParams = PARAMS, verifier: str = "coupled") -> None:
+        self.ledger = Ledger(verifier)
+        self.works = {name: OpenWork(Work(name, (1,), params), Waiter()) for name in names}
+        for one in self.works.values():
+            self.ledger.add(one)
+
+    def give(self, replica: int, names: Iterable[str]) -> str:
+        """Assign works to a replica; which are due then."""
+        for name in names:
+            self.ledger.assign(self.works[name], replica)
+        return self.due(replica)
+
+    def due(self, replica: int) -> str:
+        return "".join(work.id for work in self.ledger.due(replica))
+
+    def says(self, replica: int, name: str, *tokens: int, maker: str = "f", last: bool = False) -> None:
+        reason = FinishReason.LENGTH if last else None
+        self.ledger.hear(replica, maker, [Delta(name, "", tokens, finish_reason=reason)])
+
+    def dies(self, replica: int, busy: str | None) -> None:
+        self.ledger.lost(replica, None if busy is None else frozenset(busy))
+
+    @property
+    def failed(self) -> dict[str, str]:
+        return {name: str(one.waiter.failure) for name, one in self.works.items() if one.waiter.failure}
+
+
+def test_another_replica_goes_on_behind_what_was_said() -> None:
+    books = Books("ab")
+    assert books.give(0, "ab") == "ab"
+    assert books.due(0) == ""
+    books.says(0, "a", 5, 6, maker="f")
+    assert (books.ledger.load(0), books.ledger.load(1)) == (2, 0)
+    books.dies(0, "a")
+    assert [one.work.id for one in books.ledger.of(None)] == ["a", "b"]
+    books.ledger.assign(books.works["a"], 1)
+    assert [work.said for work in books.ledger.due(1)] == [(5, 6)]
+    assert (books.works["a"].maker, books.works["b"].maker) == ("f", None)
+    assert (books.ledger.load(0), books.ledger.load(1), books.ledger.handed_on) == (0, 1, 1)
+    books.says(0, "a", 7)  # from the replica that has it no more
+    books.says(1, "a", 8, last=True)
+    assert [delta.token_ids for delta in books.works["a"].waiter.pending["a"]] == [(5, 6), (8,)]
+    assert ("a" in books.ledger, "b" in books.ledger, len(books.ledger)) == (False, True, 1)
+    assert books.ledger.load(1) == 0
+
+
+def test_engines_are_told_of_the_end_of_works_that_they_have() -> None:
+    books = Books("abcd")
+    books.give(0, "a")
+    books.give(1, "b")
+    books.ledger.assign(books.works["c"], 1)  # which is not sent yet
+    assert books.ledger.end("abcdx") == {0: ["a"], 1: ["b"]}
+    assert (len(books.ledger), books.ledger.load(0), books.ledger.load(1)) == (0, 0, 0)
+    assert books.due(1) == ""
+
+
+@pytest.mark.parametrize(
+    ("params", "verifier", "moves"),
+    [
+        (PARAMS, "coupled", True),
+        (PARAMS, "mss", False),
+        (replace(PARAMS, temperature=0.0), "mss", True),
+        (MSS, "coupled", False),
+    ],
+)
+def test_under_mss_a_text_that_has_begun_ends_with_its_engine(
+    params: SamplingParams, verifier: str, moves: bool
+) -> None:
+    books = Books("ab", params, verifier)
+    books.give(0, "ab")
+    books.says(0, "a", 5)
+    assert books.ledger.may_move(books.works["a"]) is moves
+    assert books.ledger.may_move(books.works["b"])
+    books.dies(0, "ab")
+    assert list(books.failed) == ([] if moves else ["a"])
+    assert [one.work.id for one in books.ledger.of(None)] == ["a"] * moves + ["b"]
+
+
+def test_a_suspect_is_sent_when_all_beside_it_have_a_token_and_alone() -> None:
+    books = Books("abcde")
+    for replica in (0, 1):
+        books.give(replica, "ab")
+        books.dies(replica, "ab")
+    assert books.works["a"].is_suspect
+    assert books.give(0, "cd") == "cd"
+    assert books.give(0, "ab") == ""
+    books.says(0, "c", 5)
+    assert books.due(0) == ""  # d may still be why it dies
+    books.says(0, "d", 5)
+    assert books.due(0) == "a"
+    assert books.give(0, "e") == ""
+    books.says(0, "c", 6)
+    assert books.due(0) == ""
+    books.says(0, "a", 5)
+    assert books.due(0) == "b"
+    books.dies(0, "abcd")
+    assert list(books.failed) == ["b"]
+    assert "died 3 times in a row" in books.failed["b"]
+    assert [books.works[name].deaths for name in "acde"] == [1, 1, 1, 0]
+
+
+def test_with_the_last_suspect_gone_all_that_is_held_is_sent() -> None:
+    books = Books("abc")
+    for _ in range(2):
+        books.give(0, "a")
+        books.dies(0, None)  # it had said nothing
+    assert books.give(0, "abc") == "a"
+    assert books.ledger.end("a") == {0: ["a"]}
+    assert books.due(0) == "bc"
+
+
+def test_whoever_was_not_sent_is_not_blamed_even_where_nothing_is_known() -> None:
+    books = Books("abc")
+    for _ in range(2):
+        books.give(0, "a")
+        books.dies(0, None)
+    assert books.give(0, "abc") == "a"
+    books.dies(0, None)
+    assert list(books.failed) == ["a"]
+    assert [books.works[name].deaths for name in "bc"] == [0, 0]
+
+
+def test_whoever_has_a_token_between_is_not_blamed_and_who_waited_is_not_either() -> None:
+    books = Books("ab")
+    for replica in range(6):
+        books.give(replica, "ab")
+        books.says(replica, "a", replica)
+        books.dies(replica, "a")
+    assert not books.failed
+    assert (books.works["a"].deaths, books.works["b"].deaths) == (1, 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_token_is_lost_or_comes_twice_whichever_replicas_die(seed: int) -> None:
+    """Engines say the next numbers of each work, also late, behind their death or a work's move."""
+    chance, names = random.Random(seed), "abcdefgh"
+    books = Books(names)
+    engines: dict[int, dict[str, int]] = {replica: {} for replica in range(3)}  # what each says next
+    late: list[tuple[int, str, int]] = []
+    for _ in range(20_000):
+        if not len(books.ledger):
+            break
+        for one in books.ledger.of(None):
+            books.ledger.assign(one, chance.randrange(3))
+        for replica, engine in engines.items():
+            engine |= {work.id: len(work.said) for work in books.ledger.due(replica)}
+        replica = chance.randrange(3)
+        engine = engines[replica]
+        match chance.randrange(10):
+            case 0:
+                late += [(replica, name, token) for name, token in engine.items()]
+                books.dies(replica, "".join(engine) if chance.random() < 0.5 else "")
+                engine.clear()
+            case 1 if moving := books.ledger.of(replica):
+                one = chance.choice(moving)
+                late += [(replica, one.work.id, engine.pop(one.work.id))] if one.sent else []
+                books.ledger.assign(one, (replica + 1) % 3)
+            case _:
+                for name, token in list(engine.items()):
+                    engine[name] = token + 1
+                    books.says(replica, name, token, last=token == 49)
+                    if token == 49:
+                        del engine[name]
+        while late:
+            stale, name, token = late.pop()
+            if books.works[name].replica != stale:  # the backend drops what a dead process said
+                books.says(stale, name, token)
+    assert not len(books.ledger)
+    for name in set(names) - set(books.failed):
+        said = [token for delta in books.works[name].waiter.pending[name] for token in delta.token_ids]
+        assert said == list(range(50))
+    assert len(books.failed) < len(names)
+    assert all(books.ledger.load(replica) == 0 for replica in engines)

@@ -1,0 +1,237 @@
+"""Replicas as actors of a Ray cluster, as users start them; the texts are those of one process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.served import Served
+from tests.tiny_models import write_tiny_llama
+from tests.unit.serve.backend.listeners import Listeners, ready, until
+from tests.unit.serve.conftest import FLAGS
+
+pytest.importorskip("ray", reason="ray is not installed: pip install 'specinfer[cluster]'")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+RAY = ("--cluster", "ray", "--served-model-name", "tiny", *FLAGS)
+
+
+def actors(process: int) -> list[psutil.Process]:
+    """The processes of the actors that run below a process."""
+    return [one for one in below(process) if "EngineActor" in name(one)]
+
+
+def relays(process: int) -> list[psutil.Process]:
+    """The processes of a server's relays."""
+    return [one for one in psutil.Process(process).children() if "engine" in name(one)]
+
+
+def below(process: int) -> list[psutil.Process]:
+    return psutil.Process(process).children(recursive=True)
+
+
+def name(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+@contextmanager
+def of_its_own(folder: Path, *flags: str) -> Iterator[Served]:
+    """A server with a cluster of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "local")
+        with Served(folder, *RAY, *flags) as served:
+            yield served
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Iterator[Served]:
+    with of_its_own(folder, "--replicas", "2", "--engine-timeout", "10") as served:
+        yield served
+
+
+def whole(served: Served) -> None:
+    until(lambda: ready(served) == 2)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGSTOP])
+def test_texts_are_those_of_their_seeds_whichever_actor_dies(
+    two: Served, expected: list[str], stop: signal.Signals
+) -> None:
+    whole(two)
+    assert sum("an actor with 1 CPUs of node 127.0.0.1" in line for line in two.log) >= 2
+    restarts, handed_on = two.metric("engine_restarts"), two.metric("num_handed_on")
+    actor = actors(two.process.pid)[0]
+    listeners = Listeners(two)
+    actor.send_signal(stop)
+    assert listeners.end() == expected
+    until(lambda: two.metric("engine_restarts") == restarts + 1)
+    assert two.metric("num_handed_on") > handed_on
+    whole(two)
+    until(lambda: len(actors(two.process.pid)) == 2)
+
+
+def test_texts_go_on_where_a_relay_dies_and_its_actor_ends_with_it(two: Served, expected: list[str]) -> None:
+    whole(two)
+    before = {one.pid for one in actors(two.process.pid)}
+    relay = relays(two.process.pid)[0]
+    listeners = Listeners(two)
+    relay.kill()
+    assert listeners.end() == expected
+    whole(two)
+    until(lambda: len(actors(two.process.pid)) == 2)
+    assert len(before & {one.pid for one in actors(two.process.pid)}) == 1
+
+
+def test_texts_go_on_while_engines_are_replaced(two: Served, expected: list[str]) -> None:
+    whole(two)
+    restarts = two.metric("engine_restarts")
+    two.process.send_signal(signal.SIGUSR1)
+    while two.metric("engine_restarts") < restarts + 2 or ready(two) < 2:
+        assert Listeners(two).end() == expected
+    assert any("all engines were replaced" in line for line in two.log)
+
+
+def test_a_cluster_of_the_servers_own_that_ends_is_started_again(two: Served, expected: list[str]) -> None:
+    whole(two)
+    [keeper] = [one for one in psutil.Process(two.process.pid).children() if "=" in name(one)]
+    keeper.kill()
+    until(lambda: ready(two) == 0)
+    until(lambda: ready(two) == 2)
+    assert Listeners(two).end() == expected
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_server_and_its_cluster(folder: Path, stop: signal.Signals) -> None:
+    with of_its_own(folder, "--replicas", "2") as served:
+        if stop == signal.SIGKILL:
+            whole(served)  # else the second one is being started
+        processes = below(served.process.pid)
+        [kept] = [name(one).rpartition("=")[2] for one in processes if " =" in name(one)]
+        served.process.send_signal(stop)
+        served.process.wait(30)
+        until(lambda: not any(one.is_running() for one in processes))
+        served.process.returncode = 0  # so it was meant to be
+    until(lambda: not os.path.exists(kept))
+    assert not (Path.home() / ".ray").exists()
+
+
+def test_ranks_are_a_gang_on_the_node_of_their_actor(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "num_kv_heads": 2}
+    made = write_tiny_llama(
+        tmp_path / "tiny", vocab_size=256, max_context=2048, eos_token_id=0, tokenizer=True, **sizes
+    )
+    with of_its_own(made, "--tensor-parallel", "2", "--quantization", "int8") as served:
+        asked = {"prompt": "abc", "max_tokens": 400, "seed": 1, "ignore_eos": True}
+        text = served.post("/v1/completions", asked).json()["choices"][0]["text"]
+        [actor] = actors(served.process.pid)
+        [follower] = [one for one in actor.children() if "follower" in name(one)]
+        follower.kill()
+        until(lambda: served.metric("engine_restarts") == 1)
+        again = served.post("/v1/completions", asked).json()["choices"][0]["text"]
+        assert again == text
+        told = [line for line in served.log if "rank 1" in line and "has ended" in line]
+        assert told
+        assert "Traceback" not in "".join(served.log)
+
+
+@contextmanager
+def node(port: int, cpus: int, number: int = 0) -> Iterator[None]:
+    """A node of a cluster of this host, as `ray start` makes it; number 0 is the head."""
+    folder = tempfile.mkdtemp(prefix="ray-")  # sockets lie there, whose paths must not be long
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--num-cpus={cpus}"]
+    command += [f"--node-ip-address=127.0.0.{number + 1}", "--object-store-memory=100000000"]
+    command += ["--disable-usage-stats"]
+    if number:
+        command += [f"--address=127.0.0.1:{port}"]
+    else:
+        command += ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}"]
+    env = {one: value for one, value in os.environ.items() if one != "RAY_ADDRESS"}
+    env["RAY_TMPDIR"] = folder
+    told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=env, **told) as process:
+        try:
+            assert any("will now block" in line for line in process.stdout)  # it has joined
+            yield
+        finally:
+            for one in [*below(process.pid), process]:
+                one.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """That of a head which the server is to find."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = int(free.getsockname()[1])
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{number}")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    return number
+
+
+def test_a_head_that_goes_takes_the_replicas_and_brings_them_back(
+    folder: Path, expected: list[str], port: int
+) -> None:
+    with ExitStack() as first:
+        first.enter_context(node(port, 2))
+        with Served(folder, *RAY, "--replicas", "2") as served:
+            whole(served)
+            assert Listeners(served).end() == expected
+            first.close()
+            until(lambda: ready(served) == 0)
+            asked = served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+            assert "no Ray cluster answers at" in asked.text
+            with node(port, 2):
+                whole(served)
+                assert Listeners(served).end() == expected
+
+
+def test_a_node_that_is_lost_is_done_without_until_another_one_comes(
+    folder: Path, expected: list[str], port: int
+) -> None:
+    with node(port, 1), ExitStack() as second:
+        second.enter_context(node(port, 1, 1))
+        with Served(folder, *RAY, "--replicas", "2") as served:
+            whole(served)
+            assert sum("of node 127.0.0.1" in line for line in served.log) == 1
+            assert sum("of node 127.0.0.2" in line for line in served.log) == 1
+            listeners = Listeners(served)
+            second.close()
+            assert listeners.end() == expected
+            assert ready(served) == 1
+            with node(port, 1, 2):
+                whole(served)
+                assert Listeners(served).end() == expected
+
+
+def refused(folder: Path, *flags: str) -> str:
+    """What a server says that does not start."""
+    done = subprocess.run(
+        [sys.executable, "-m", "specinfer", "serve", str(folder), *RAY, "--port", "0", *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
+    return done.stderr
+
+
+def test_more_replicas_than_the_cluster_has_room_for_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert "--replicas 900 of at least 1 CPUs each do not fit" in refused(folder, "--replicas", "900")

@@ -1,0 +1,230 @@
+"""The engine's process as the server sees it: who waits how long, what is cut, what all of them count."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.config import EngineConfig
+from specinfer.engine.steps import Statistics
+from specinfer.request import Delta, FinishReason
+from specinfer.serve.backend import replica
+from specinfer.serve.backend.replica_backend import ReplicaBackend
+from specinfer.serve.backend.work import EngineInfo, UnavailableError
+from specinfer.serve.observe.metrics import Metrics
+from tests.unit.serve.backend.handles import WORK, Handle
+from tests.virtual_time import run_virtual
+
+
+def test_what_was_reported_of_a_prompt_is_not_computed_again(handles: list[Handle]) -> None:
+    got: list[Delta] = []
+
+    async def ask(backend: ReplicaBackend) -> None:
+        params = SamplingParams(seed=1, prompt_logprobs=2)
+        got.extend([delta async for delta in backend.generate([replace(WORK, params=params)])])
+
+    async def run() -> None:
+        backend = ReplicaBackend(EngineConfig(model="m"))
+        await backend.start()
+        asked = asyncio.ensure_future(ask(backend))
+        await asyncio.sleep(0)
+        assert [work.params.prompt_logprobs for work in handles[-1].given] == [2]
+        handles[-1].says("deltas", [Delta("w", "x", (7,), prompt_logprobs=(None,))], None)
+        handles[-1].says("deltas", [Delta("w", "y", (8, 9))], None)
+        handles[-1].dies()
+        await asyncio.sleep(10)
+        [work] = handles[-1].given
+        assert (work.params.prompt_logprobs, work.said) == (None, (7, 8, 9))
+        handles[-1].says("deltas", [Delta("w", "z", (3,), finish_reason=FinishReason.LENGTH)], None)
+        await asked
+        await backend.close()
+
+    run_virtual(run())
+    assert [(delta.text, delta.prompt_logprobs) for delta in got] == [("xy", (None,)), ("z", None)]
+
+
+def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) -> None:
+    """And never falls, whenever an engine dies and whenever somebody asks."""
+    first = Statistics(
+        running=2,
+        steps=10,
+        preemptions=1,
+        prefix_queries=100,
+        prefix_hits=50,
+        stage_seconds={"schedule": 1.0, "commit": 2.0},
+        speculation_off_steps=5,
+        guessed_tokens={"lookup": 8, "draft": 4},
+        speculation_on=False,
+        cost_factors={"target": 1.5},
+        streamed_bytes=4000,
+        stream_wait_seconds=1.5,
+        rank_seconds={"0 computing": 3.0, "1 waiting": 0.5},
+    )
+    second = Statistics(
+        running=1,
+        steps=3,
+        prefix_queries=60,
+        stage_seconds={"schedule": 0.5, "commit": 0.25},
+        speculation_off_steps=2,
+        guessed_tokens={"lookup": 0, "0-draft": 3},
+        cost_factors={"target": 1.25, "0-draft": 2.0},
+        streamed_bytes=1000,
+        stream_wait_seconds=0.25,
+        rank_seconds={"0 computing": 1.0, "1 waiting": 0.25},
+    )
+    metrics = Metrics("m")
+
+    def figures(text: str) -> dict[str, float]:
+        found = {}
+        for line in text.splitlines():
+            if not line.startswith("#"):
+                name, _, number = line.rpartition(" ")
+                found[name.removeprefix("specinfer:").replace('model_name="m"', "")] = float(number)
+        wanted = ("num_pre", "num_requests_running", "engine_s", "engine_restarts", "prefix_cache_hit_rate")
+        wanted += ("speculation_o", "guessed_tokens", "pass_cost_factor", "stream", "rank")
+        told = {name: number for name, number in found.items() if name.startswith(wanted)}
+        return {name: number for name, number in told.items() if "_created" not in name}
+
+    async def run() -> None:
+        backend = ReplicaBackend(EngineConfig(model="m"))
+        await backend.start()
+
+        async def told() -> dict[str, float]:
+            return figures(metrics.text(await backend.health()).decode())
+
+        handles[0].state = replace(first, steps=4)
+        found = await told()
+        assert (found["engine_steps{}"], found["speculation_on{}"]) == (4, 0)
+        assert found["streamed_bytes_total{}"] == 4000
+        assert found['rank_seconds_total{doing="computing",,rank="0",replica="0"}'] == 3
+        handles[0].says("deltas", [Delta("w", "x", (7,))], first)  # nobody asks between this and its death
+        asked = asyncio.ensure_future(told())  # in just that moment
+        handles[0].state = first
+        await asyncio.sleep(0)
+        handles[0].dies()
+        assert (await asked)["engine_steps{}"] == 10
+        await asyncio.sleep(1)
+        assert (await told())["engine_steps{}"] == 10  # of the second one, which has not begun
+        handles[1].state = second
+        assert await told() == {
+            "num_preemptions{}": 1,
+            "num_requests_running{}": 1,
+            "engine_steps{}": 13,
+            'engine_stage_seconds{,stage="schedule"}': 1.5,
+            'engine_stage_seconds{,stage="commit"}': 2.25,
+            "engine_restarts{}": 1,
+            "prefix_cache_hit_rate{}": 50 / 160,
+            "speculation_off_steps{}": 7,
+            "speculation_on{}": 1,
+            **{f'guessed_tokens{{,speculator="{name}"}}': 8 for name in ("lookup", "ngram", "suffix")},
+            'guessed_tokens{,speculator="draft"}': 4,
+            'guessed_tokens{,speculator="0-draft"}': 3,
+            'pass_cost_factor{model="target",}': 1.25,
+            'pass_cost_factor{model="0-draft",}': 2.0,
+            "streamed_bytes_total{}": 5000,
+            "stream_wait_seconds_total{}": 1.75,
+            'rank_seconds_total{doing="computing",,rank="0",replica="0"}': 4.0,
+            'rank_seconds_total{doing="waiting",,rank="1",replica="0"}': 0.75,
+        }
+        await backend.close()
+
+    run_virtual(run())
+
+
+def test_while_no_engine_runs_all_requests_wait(
+    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "EngineChild", Late)
+    running = Statistics(running=2, steps=7, kv_cache_usage=0.5, cost_factors={"target": 1.5})
+
+    async def run() -> None:
+        backend = ReplicaBackend(EngineConfig(model="m"))
+        await backend.start()
+        works = [replace(WORK, id=f"w{i}") for i in range(3)]
+        heard = [asyncio.ensure_future(anext(backend.generate([one]))) for one in works]
+        await asyncio.sleep(0)
+        handles[0].state = running
+        health = await backend.health()
+        assert (health.trouble, health.state) == ("", running)
+        handles[0].dies()
+        health = await backend.health()
+        assert "is started again" in health.trouble
+        assert health.state == Statistics(waiting=3, steps=7)
+        for task in heard:
+            task.cancel()
+        await backend.close()
+
+    run_virtual(run())
+
+
+class Late(Handle):
+    """An engine that takes a second to start."""
+
+    async def start(self, *given: Any) -> EngineInfo:
+        await asyncio.sleep(1)
+        return await super().start(*given)
+
+
+REFUSED = "the request has waited for 5 seconds, --max-wait, and others are still before it; come again"
+
+
+def test_a_request_waits_no_longer_than_it_may_unless_its_first_step_has_begun(handles: list[Handle]) -> None:
+    async def ask(backend: ReplicaBackend, *names: str) -> list[tuple[str, float]]:
+        """What came of them, and when."""
+        heard: list[tuple[str, float]] = []
+        loop, deltas = asyncio.get_running_loop(), backend.generate([replace(WORK, id=n) for n in names])
+        try:
+            heard.extend([(delta.id, loop.time()) async for delta in deltas])
+        except UnavailableError as error:
+            heard.append((str(error), loop.time()))
+        return heard
+
+    async def run() -> None:
+        backend = ReplicaBackend(EngineConfig(model="m"), max_wait=5.0)
+        await backend.start()
+        asked = [asyncio.ensure_future(ask(backend, *names)) for names in ("a", "b", "cd")]
+        await asyncio.sleep(1)
+        for name in "abcd":
+            handles[0].says("deltas", [Delta(name)], None)
+        await asyncio.sleep(3)
+        for name in "ac":  # of c and d one has been computed, and what is computed is not thrown away
+            handles[0].says("deltas", [Delta(name, begun=True)], None)
+        await asyncio.sleep(6)
+        ended = FinishReason.LENGTH
+        for name in "acd":
+            handles[0].says("deltas", [Delta(name, "x", (7,), finish_reason=ended)], None)
+        assert [await one for one in asked] == [
+            [("a", 1), ("a", 4), ("a", 10)],
+            [(REFUSED, 5)],
+            [("c", 1), ("d", 1), ("c", 4), ("c", 10), ("d", 10)],
+        ]
+        await backend.close()
+
+    run_virtual(run())
+
+
+def test_answers_can_be_cut_with_a_reason_and_are_counted(handles: list[Handle]) -> None:
+    async def ask(backend: ReplicaBackend, name: str) -> str:
+        async for _ in backend.generate([replace(WORK, id=name)]):
+            pass
+        return "whole"
+
+    async def run() -> None:
+        backend = ReplicaBackend(EngineConfig(model="m"))
+        await backend.start()
+        asked = [asyncio.ensure_future(ask(backend, name)) for name in "abc"]
+        await asyncio.sleep(1)
+        handles[0].says("deltas", [Delta("a", "x", (7,), finish_reason=FinishReason.LENGTH)], None)
+        assert await asked[0] == "whole"
+        assert backend.cut("it is over") == 2
+        for one in asked[1:]:
+            with pytest.raises(UnavailableError, match="it is over"):
+                await one
+        assert backend.cut("it is over") == 0
+        await backend.close()
+
+    run_virtual(run())

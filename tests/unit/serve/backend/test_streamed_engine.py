@@ -1,0 +1,70 @@
+"""An engine process whose model is streamed: it answers, stops in mid-answer and ends in mid-pass."""
+
+from __future__ import annotations
+
+import threading
+import time
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+
+from specinfer import SamplingParams
+from specinfer.kernels.disk import StreamSource
+from specinfer.models import streamed as streaming
+from specinfer.request import FinishReason
+from specinfer.serve.backend.engine_process import EngineProcess
+from specinfer.serve.backend.work import Work
+from tests.kernels import kernels
+from tests.unit.engine.offloading import Planned, resident, streamed
+from tests.unit.serve.backend.test_engine_process import ends, hear
+
+LONG = SamplingParams(seed=1, max_tokens=100, ignore_eos=True)
+
+
+def test_an_engine_process_answers_stops_and_ends_in_mid_pass(
+    folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels("native")
+    with resident(folder) as llm:
+        [want] = llm.generate([[65, 66]], LONG)
+    readable = threading.Event()
+    readable.set()
+
+    class Source(StreamSource):
+        def read_into(self, view: memoryview, offset: int) -> None:
+            readable.wait()
+            super().read_into(view, offset)
+
+    monkeypatch.setattr(streaming, "StreamSource", Source)
+    server, engine = Pipe()
+    with streamed(folder, monkeypatch, Planned(twin=True)) as llm:
+        serving = threading.Thread(target=EngineProcess(llm, engine).serve)
+        serving.start()
+        try:
+            assert server.recv()[0] == "ready"
+            server.send(("add", [Work("a", (65, 66), LONG)]))
+            heard = hear(server, ends("a"))
+            deltas = [one for message in heard if message[0] == "deltas" for one in message[1]]
+            assert tuple(token for one in deltas for token in one.token_ids) == want.token_ids
+            states = [message[2] for message in heard if message[0] == "deltas" and message[2] is not None]
+            assert states[-1].streamed_bytes > 0
+            server.send(("add", [Work("b", (67, 68), LONG)]))
+            hear(server, lambda message: message[0] == "deltas" and any(one.token_ids for one in message[1]))
+            server.send(("abort", ["b"]))
+            server.send(("add", [Work("c", (65, 66), LONG)]))
+            last = [
+                one for message in hear(server, ends("c")) if message[0] == "deltas" for one in message[1]
+            ]
+            assert [one.finish_reason for one in last if one.finish_reason] == [FinishReason.LENGTH]
+            assert tuple(token for one in last if one.id == "c" for token in one.token_ids) == want.token_ids
+            server.send(("add", [Work("d", (69, 70), LONG)]))
+            hear(server, lambda message: message[0] == "deltas" and any(one.token_ids for one in message[1]))
+            readable.clear()  # the pass that runs waits for its weights from here on
+        finally:
+            server.close()
+            serving.join(60)
+        began = time.monotonic()
+        llm.close()
+        assert time.monotonic() - began < 5
+        readable.set()

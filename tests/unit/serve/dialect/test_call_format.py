@@ -1,0 +1,103 @@
+"""Which form a model's calls have, as its template shows."""
+
+import pickle
+
+import pytest
+
+from specinfer.errors import RequestError
+from specinfer.serve.dialect.call_format import CallFormat, format_in
+from tests.unit.serve.dialect.families import (
+    FAMILIES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_ARGS,
+    MISTRAL_IDS,
+    PLAIN,
+    QWEN,
+    tokenizer,
+)
+
+CODER = "{{ tools }}<tool_call>\n<function=f>\n<parameter=a>{{ arguments }}</function>\n</tool_call>"
+OTHER = "{% for t in tools %}<|tool|>{{ t }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (QWEN, "hermes"),
+        (LLAMA, "llama3"),
+        (LLAMA.replace('"', '\\"'), "llama3"),
+        (MISTRAL, "mistral"),
+        (MISTRAL_ARGS, "mistral_args"),
+        (MISTRAL_IDS, "mistral_args"),
+        ("<|start_header_id|>" + QWEN, "hermes"),  # Hermes has models of Llama's, too
+        ("", None),
+        (PLAIN, None),
+        (QWEN.replace("tools", "xtools"), None),
+        (CODER, "qwen3_coder"),
+        (CODER.replace("<parameter=", "<argument="), None),
+        (CODER.replace("<function=", "<arg_key>"), None),
+        (OTHER, None),
+    ],
+)
+def test_a_template_shows_the_form(template, name):
+    assert format_in(template) == name
+
+
+@pytest.mark.parametrize(
+    ("template", "begins"),
+    [
+        (None, "the model has no chat template, by which it could learn of tools; leave tools out"),
+        (
+            PLAIN,
+            "the model's chat template knows no tools; leave tools out, or serve with --call-format",
+        ),
+        (
+            OTHER,
+            "the model's chat template writes tool calls in a form that is not supported; leave tools out",
+        ),
+    ],
+)
+def test_a_model_without_a_known_form_is_told_apart(template, begins):
+    with pytest.raises(RequestError) as caught:
+        CallFormat.of(tokenizer(template))
+    assert str(caught.value).startswith(begins)
+    assert caught.value.parameter == "tools"
+
+
+def test_the_template_for_tools_is_the_one_that_counts():
+    assert CallFormat.of(tokenizer(PLAIN, tool_template=MISTRAL)).name == "mistral"
+
+
+def test_a_form_may_be_chosen_by_name():
+    assert CallFormat.of(tokenizer(QWEN), "hermes") == CallFormat.of(tokenizer(QWEN), "qwen")
+    assert CallFormat.of(tokenizer(QWEN), "hermes").native
+    forced = CallFormat.of(tokenizer(LLAMA), "hermes")
+    assert (forced.name, forced.native, forced.single) == ("hermes", False, False)
+    assert CallFormat.of(tokenizer(None), "mistral").native is False
+    with pytest.raises(
+        RequestError, match="the tool format is 'xml'; allowed: auto, hermes, qwen3_coder, llama3, m"
+    ):
+        CallFormat.of(tokenizer(QWEN), "xml")
+
+
+def test_what_else_the_template_shows():
+    formats = {name: family.format for name, family in FAMILIES.items()}
+    assert [name for name, found in formats.items() if found.single] == ["llama3"]
+    assert [name for name, found in formats.items() if found.with_ids] == ["mistral_ids"]
+    assert [name for name, found in formats.items() if not found.native] == ["llama3, forced"]
+
+
+def test_marks_that_are_special_tokens_have_to_be_visible():
+    visible = {name: tuple(family.format.special.values()) for name, family in FAMILIES.items()}
+    assert visible["qwen"] == visible["hermes"] == ()  # there they are text
+    assert visible["hermes, special"] == (257, 258)
+    assert visible["mistral_ids"] == (257, 259, 258)
+    for name, family in FAMILIES.items():
+        marks = family.format.special
+        assert [family.tokenizer.text_of(i) for i in visible[name]] == list(marks)
+
+
+def test_a_format_can_be_sent_to_another_process():
+    found = FAMILIES["mistral_ids"].format
+    assert pickle.loads(pickle.dumps(found)) == found

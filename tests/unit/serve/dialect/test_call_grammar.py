@@ -1,0 +1,341 @@
+"""Which answers a grammar lets through: walked token by token on tokenizers of each family."""
+
+import json
+
+import pytest
+
+from specinfer.errors import RequestError
+from specinfer.serve.dialect.call_grammar import call_grammar
+from specinfer.serve.dialect.call_parser import CallParser
+from specinfer.serve.dialect.dialect import Reasoning
+from specinfer.serve.dialect.tool import ToolChoice
+from specinfer.structured_output import structured_output
+from tests.unit.serve.dialect.families import FAMILIES, QWEN, TOOLS, Family, tokenizer, tools_of, verdict
+from tests.unit.serve.dialect.whole_answers import content_and_calls
+
+AUTO, REQUIRED, NAMED = ToolChoice("auto"), ToolChoice("required"), ToolChoice("required", "get_time")
+CITY = '{"city": "Oslo", "days": 2}'
+
+
+def hermes(name, arguments):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def llama3(name, arguments):
+    return f'{{"name": "{name}", "parameters": {arguments}}}'
+
+
+def mistral(*calls):
+    return f"[TOOL_CALLS] [{', '.join(calls)}]"
+
+
+def mistral_item(name, arguments):
+    return f'{{"name": "{name}", "arguments": {arguments}}}'
+
+
+def mistral_args(name, arguments):
+    return f"[TOOL_CALLS]{name}[ARGS]{arguments}"
+
+
+def mistral_ids(name, arguments):
+    return f"[TOOL_CALLS]{name}[CALL_ID]abcDEF012[ARGS]{arguments}"
+
+
+# family -> one call, two calls, and whether text may stand before them
+WRITTEN = {
+    "qwen": (hermes, lambda *both: "\n".join(hermes(*call) for call in both), True),
+    "llama3, forced": (llama3, lambda *both: "; ".join(llama3(*call) for call in both), False),
+    "mistral": (
+        lambda *call: mistral(mistral_item(*call)),
+        lambda *both: mistral(*(mistral_item(*call) for call in both)),
+        True,
+    ),
+    "mistral_args": (mistral_args, lambda *both: "".join(mistral_args(*call) for call in both), True),
+    "mistral_ids": (mistral_ids, lambda *both: "".join(mistral_ids(*call) for call in both), True),
+}
+WRITTEN |= {
+    "hermes": WRITTEN["qwen"],
+    "hermes, special": WRITTEN["qwen"],
+    "mistral, spelled": WRITTEN["mistral"],
+    "llama3": WRITTEN["llama3, forced"],
+}
+PLAIN = [
+    "",
+    "hello",
+    'a {"name": "get"} [',
+    "<tool",
+    "[TOOL",
+    '{"answer": [1, {"name": "get"}]}',
+    "\u00d6\n\n",
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_free_answer_is_text_or_calls(name):
+    family = FAMILIES[name]
+    one, both, takes_text = WRITTEN[name]
+    grammar = call_grammar(family.format, TOOLS, AUTO)
+    calls = [one("get", CITY), one("get_time", "{}"), one("get", '{\n  "city": "\\""\n}')]
+    if not family.format.single:
+        calls.append(both(("get", CITY), ("get_time", "{}")))
+    calls += [f"So:\n{calls[0]}"] if takes_text else []
+    assert {text: verdict(family, grammar, text) for text in [*PLAIN, *calls]} == dict.fromkeys(
+        [*PLAIN, *calls]
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("choice", [AUTO, REQUIRED], ids=["auto", "required"])
+def test_the_arguments_of_calls_follow_the_schema(name, choice):
+    family = FAMILIES[name]
+    one, *_ = WRITTEN[name]
+    grammar = call_grammar(family.format, TOOLS, choice)
+    for called, good, bad in [
+        ("get", "", "[1]"),
+        ("get", "{", "}"),
+        ("get", '{"c', 'x": 1}'),
+        ("get", '{"city": ', "3}"),
+        ("get", '{"city": "Oslo", "days": ', "0}"),
+        ("get_time", "{", '"a": 1}'),
+    ]:
+        text = one(called, good + bad)
+        cut = verdict(family, grammar, text)
+        assert cut == text[: text.index(good + bad) + len(good)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_that_must_be_is_there_at_once_and_whole(name):
+    family = FAMILIES[name]
+    one, both, _ = WRITTEN[name]
+    grammar = call_grammar(family.format, TOOLS, REQUIRED)
+    assert verdict(family, grammar, one("get", CITY)) is None
+    assert verdict(family, grammar, both(("get", CITY), ("get_time", "{}"))) == (
+        one("get", CITY).removesuffix("]") if family.format.single else None
+    )
+    assert verdict(family, grammar, "") == "..."
+    assert verdict(family, grammar, "hello") == ""
+    cut = one("get", CITY).partition("days")[0]
+    assert verdict(family, grammar, cut) == cut + "..."
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_tool_that_is_named_is_called_and_once(name):
+    family = FAMILIES[name]
+    one, both, _ = WRITTEN[name]
+    grammar = call_grammar(family.format, TOOLS, NAMED)
+    assert verdict(family, grammar, one("get_time", "{}")) is None
+    assert verdict(family, grammar, one("get", CITY)) is not None
+    assert verdict(family, grammar, both(("get_time", "{}"), ("get_time", "{}"))) is not None
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("choice", [AUTO, REQUIRED], ids=["auto", "required"])
+def test_without_parallel_calls_there_is_one_at_most(name, choice):
+    family = FAMILIES[name]
+    one, both, _ = WRITTEN[name]
+    grammar = call_grammar(family.format, TOOLS, choice, parallel=False)
+    assert verdict(family, grammar, one("get", CITY)) is None
+    assert verdict(family, grammar, both(("get", CITY), ("get_time", "{}"))) is not None
+
+
+OBJECT = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "n": {"type": "integer"}},
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+FORMS = {
+    '{"a": [1, {"name": "get"}]}': {"response_format": {"type": "json_object"}},
+    '{"name": "Ann", "n": 3}': {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": OBJECT}}
+    },
+    '["a", "b"]': {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"type": "array", "items": {"type": "string"}}},
+        }
+    },
+    "AB-1": {"regex": "[A-Z]{2}-[0-9]"},
+    "no way": {"choice": ["yes", "no way"]},
+    "((()))": {"grammar": 'root ::= "(" root? ")"'},
+    "1,22": {"grammar": 'start: item ("," item)*\nitem: /[0-9]+/'},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("text", FORMS)
+def test_beside_a_form_an_answer_is_calls_or_the_form_and_nothing_else(name, text):
+    family, form = FAMILIES[name], structured_output(**FORMS[text])
+    one, both, _ = WRITTEN[name]
+    grammar = call_grammar(family.format, TOOLS, AUTO, form=form)
+    call, bad = one("get", CITY), one("get", '{"city": 3, "days": 2}')
+    good = [text, call, one("get_time", "{}")]
+    good += [] if family.format.single else [both(("get", CITY), ("get_time", "{}"))]
+    assert {answer: verdict(family, grammar, answer) for answer in good} == dict.fromkeys(good)
+    for other in ("", "hello", f"So:\n{call}", text[:-1] + "~", text + "~", text + call, call + text, bad):
+        assert verdict(family, grammar, other) is not None, other
+    for choice in (REQUIRED, NAMED):  # then the form says nothing
+        without = call_grammar(family.format, TOOLS, choice)
+        assert call_grammar(family.format, TOOLS, choice, form=form) == without
+    for answer, count in ((text, 0), (call, 1)):
+        parser = CallParser(family.format, ["get", "get_time"])
+        content, calls = content_and_calls([*parser.feed(answer), *parser.finish()])
+        assert (content, len(calls)) == ("" if count else answer, count)
+
+
+@pytest.mark.parametrize("count", [2, 40])
+def test_a_strict_form_goes_beside_any_number_of_tools(count):
+    tools = tools_of(*({"name": f"function_number_{i}"} for i in range(count)))
+    shape = {"name": "x", "strict": True, "schema": OBJECT}
+    form = structured_output({"type": "json_schema", "json_schema": shape})
+    for family in FAMILIES.values():
+        grammar = call_grammar(family.format, tools, AUTO, form=form)
+        assert verdict(family, grammar, '{"name": "Ann", "n": 3}') is None
+
+
+@pytest.mark.parametrize("name", ["qwen", "hermes", "hermes, special", "llama3"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_reasoning_comes_before_a_form_as_before_calls(name, inside):
+    family = FAMILIES[name]
+    reasoning = Reasoning(
+        {mark: i for mark in ("<think>", "</think>") if (i := family.tokenizer.special_id(mark)) is not None}
+    )
+    thoughts = "\nhm, a { or two\n</think>\n\n" if inside else "<think>\nhm {\n</think>\n"
+    form = structured_output({"type": "json_object"})
+    grammar = call_grammar(family.format, TOOLS, AUTO, reasoning=reasoning, starts_inside=inside, form=form)
+    for answer in ('{"a": 1}', WRITTEN[name][0]("get", CITY)):
+        assert verdict(family, grammar, thoughts + answer) is None
+        assert inside or verdict(family, grammar, answer) is None
+    assert verdict(family, grammar, f"{thoughts}hello") == thoughts
+
+
+def test_white_space_in_arguments_is_what_is_asked_for():
+    family = FAMILIES["hermes"]
+    found = {}
+    for whitespace in ("bounded", "any", "none"):
+        grammar = call_grammar(family.format, TOOLS, REQUIRED, whitespace=whitespace)
+        texts = ['{"city":"Oslo"}', '{\n  "city": "Oslo" }', '{   "city":"Oslo"}']
+        found[whitespace] = [verdict(family, grammar, hermes("get", text)) is None for text in texts]
+    assert found == {
+        "bounded": [True, True, False],
+        "any": [True, True, True],
+        "none": [True, False, False],
+    }
+
+
+def test_nothing_holds_an_answer_without_tools():
+    call_format = FAMILIES["qwen"].format
+    assert call_grammar(call_format, TOOLS, ToolChoice("none")) is None
+    assert call_grammar(call_format, (), AUTO) is None
+
+
+def test_an_answer_that_only_begins_like_a_call_of_llamas_stays_text():
+    family = FAMILIES["llama3"]
+    grammar = call_grammar(family.format, TOOLS, AUTO)
+    for text in ('{"name": "Ann", "age": 3}', '{"name": "get"}', '{"name": "get", "size": 1}', '{"a": "get"'):
+        assert verdict(family, grammar, text) is None
+    # and one that is a call is held, however it is spaced
+    for begin in ('{"name":"get","parameters":', '\n{"type": "function", "name": "get", "parameters": '):
+        assert verdict(family, grammar, begin + '{"city": 3') == begin + '{"city": '
+    assert verdict(family, grammar, '<|python_tag|>{"name": "get", "parameters": {"city": "x"}}') is None
+    assert verdict(family, grammar, "<|python_tag|>print(1)") == "<|python_tag|>"
+
+
+@pytest.mark.parametrize("name", ["qwen", "hermes", "hermes, special"])
+def test_reasoning_may_hold_anything_and_comes_before_calls(name):
+    family = FAMILIES[name]
+    reasoning = Reasoning.of(family.tokenizer) or Reasoning(
+        {mark: i for mark in ("<think>", "</think>") if (i := family.tokenizer.special_id(mark)) is not None}
+    )
+    call = hermes("get", CITY)
+    think = "<think>\nI could write <tool_call> now.\n</think>\n\n"
+    if name == "hermes, special":
+        think = think.replace("<tool_call>", "one")  # which cannot be written as text there
+
+    def said(text, choice=AUTO, inside=False):
+        grammar = call_grammar(family.format, TOOLS, choice, reasoning=reasoning, starts_inside=inside)
+        return verdict(family, grammar, text)
+
+    inside = think.removeprefix("<think>")
+    for text in (think + call, think + "hello", think + f"So:\n{call}", think[:20], "hello", call):
+        assert said(text) is None, text
+    assert said(think + "x <tool_call>y") == think + "x <tool_call>"
+    for text in (inside + call, inside + "hello", inside[:20], "all of it is reasoning"):
+        assert said(text, inside=True) is None, text
+    for text in (think + call, call):
+        assert said(text, REQUIRED) is None, text
+    assert said(inside + call, REQUIRED, inside=True) is None
+    assert said(think + "hello", REQUIRED) == think
+    assert said(inside + "hello", REQUIRED, inside=True) == inside
+    assert said(call, REQUIRED, inside=True) == (
+        "" if "<tool_call>" in family.format.special else call + "..."
+    )
+
+
+def test_a_token_may_lie_across_the_beginning_of_a_call():
+    family = Family(tokenizer(QWEN, text=('ll>\n{"name": "get', "ll>x", "ll", "a</thi", "nk>\n\n<tool_ca")))
+    across, wrong, half, open_end, close_end = range(257, 262)
+    grammar = call_grammar(family.format, TOOLS, AUTO, reasoning=Reasoning(), starts_inside=True)
+    state = family.compiler.compile(structured_output(grammar=grammar)).state()
+    state.commit([open_end])
+    assert state.permits((), wrong)  # in reasoning
+    assert not state.permits((close_end,), wrong)
+    assert state.permits((close_end, half), ord(">"))
+    assert not state.permits((close_end, half, ord(">")), ord("x"))
+    state.commit([close_end, across])
+    assert [i for i in range(262) if state.permits((), i)] == [ord('"'), ord("_")]
+
+
+def test_what_a_schema_has_beyond_the_library_is_passed_over_unless_strict():
+    odd = {"type": "object", "properties": {"at": {"type": "string", "format": "poem"}, "n": {"oneOf": [{}]}}}
+    tools = tools_of({"name": "f", "parameters": odd})
+    family = FAMILIES["hermes"]
+    grammar = call_grammar(family.format, tools, REQUIRED)
+    assert verdict(family, grammar, hermes("f", '{"at": "x"}')) is None
+    assert (
+        verdict(family, grammar, hermes("f", '{"at": 1}')) == hermes("f", "\0").partition("\0")[0] + '{"at": '
+    )
+
+
+def test_schemas_of_any_order_refs_and_odd_texts_are_written_well():
+    schema = {
+        "$defs": {"way": {"enum": ["a\n/b", '"', "\u00d6::=", "]: x"]}},
+        "properties": {"z": {"$ref": "#/$defs/way"}, "a": {"type": "null"}},
+        "required": ["z", "a"],
+    }
+    tools = tools_of(*({"name": f"f{i}.x:y-z", "parameters": schema} for i in range(3)))
+    for name in ("hermes", "llama3", "mistral_args"):
+        family = FAMILIES[name]
+        grammar = call_grammar(family.format, tools, AUTO)
+        text = WRITTEN[name][0]("f2.x:y-z", '{"z": "a\\n/b", "a": null}')
+        assert verdict(family, grammar, text) is None
+        assert verdict(family, grammar, text.replace("/b", "/c")) is not None
+
+
+def test_a_grammar_that_is_too_long_is_refused():
+    large = {"type": "object", "properties": {"x" * 300: {"const": "y" * 100_000}}}
+    tools = tools_of(*({"name": f"f{i}", "parameters": large} for i in range(3)))
+    with pytest.raises(
+        RequestError, match=r"the schemas of tools make a grammar of \d+ characters"
+    ) as caught:
+        call_grammar(FAMILIES["qwen"].format, tools, AUTO)
+    assert caught.value.parameter == "tools"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_the_grammar_forces_is_guessed_and_read(name):
+    """From a call's first token to its end the grammar leaves only the arguments open."""
+    family = FAMILIES[name]
+    grammar = call_grammar(family.format, TOOLS, NAMED)
+    state = family.compiler.compile(structured_output(grammar=grammar)).state()
+    ids = []
+    while not state.permits((), 256):
+        guessed = state.forced((), 100)
+        allowed = [i for i in range(family.tokenizer.vocab_size) if state.permits((), i)]
+        chosen = guessed or (allowed[0],)
+        ids += chosen
+        state.commit(chosen)
+    text = "".join(map(family.tokenizer.text_of, ids))
+    parser = CallParser(family.format, ["get_time"])
+    content, [call] = content_and_calls([*parser.feed(text), *parser.finish()])
+    assert (content, call.name, json.loads(call.arguments)) == ("", "get_time", {})

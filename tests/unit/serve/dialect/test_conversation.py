@@ -1,0 +1,114 @@
+"""What templates are given: of each family, and of one that knows no tools."""
+
+import json
+
+import pytest
+
+from specinfer.errors import RequestError
+from specinfer.serve.dialect.call_format import for_template
+from specinfer.serve.dialect.call_parser import CallParser
+from tests.unit.serve.dialect.families import FAMILIES, PLAIN, TOOLS, Family, tokenizer
+from tests.unit.serve.dialect.whole_answers import content_and_calls
+
+
+def call(name, arguments, call_id="abcdefghi"):
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+ASKED = {"role": "user", "content": "rain?"}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [call("get", '{"city": "\u00d6slo"}')]}
+RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": "no"}
+
+
+def rendered(family, messages, tools=TOOLS):
+    given, shown = for_template(messages, tools, family.format)
+    return family.tokenizer.prepare_chat(given, tools=shown).text
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        (
+            "qwen",
+            '[assistant]<tool_call>\n{"name": "get", "arguments": {"city": "\u00d6slo"}}\n</tool_call>',
+        ),
+        ("llama3", '{"name": "get", "parameters": {"city": "\u00d6slo"}}'),
+        ("mistral", '[TOOL_CALLS] [{"name": "get", "arguments": {"city": "\u00d6slo"}}]'),
+        ("mistral_args", '[TOOL_CALLS]get[ARGS]{"city": "\u00d6slo"}'),
+        ("mistral_ids", '[TOOL_CALLS]get[CALL_ID]abcdefghi[ARGS]{"city": "\u00d6slo"}'),
+    ],
+)
+def test_templates_write_tools_and_earlier_calls_themselves(name, written):
+    prompt = rendered(FAMILIES[name], [ASKED, CALLING, RESULT])
+    assert written in prompt
+    assert '"name": "get_time"' in prompt
+    assert prompt.count("Weather.") == 1
+    assert '"city":{"type":"string"}' in "".join(prompt.split())
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "mistral_args"])
+def test_a_template_without_tools_is_told_of_them_in_a_system_message(name):
+    family = Family(tokenizer(PLAIN), name)
+    prompt = rendered(family, [ASKED, CALLING, RESULT, RESULT])
+    system, asked, answer, results = (
+        prompt.removesuffix("[assistant]").replace("[assistant]", "[user]").split("[user]")
+    )
+    assert system.startswith("[system]You may call functions")
+    shown = system.partition("<tools>\n")[2].partition("\n</tools>")[0].splitlines()
+    assert [json.loads(line) for line in shown] == [tool.described() for tool in TOOLS]
+    assert asked == "rain?"
+    assert results == "<tool_response>\nno\n</tool_response>\n<tool_response>\nno\n</tool_response>"
+    # Earlier calls, and the example, are in the form that is read, and that the grammar asks for.
+    for text, expected in ((answer, "get"), (system.partition("</tools>")[2].splitlines(), "function_name")):
+        lines = [text] if isinstance(text, str) else ["\n".join(text[2:-1])]
+        parser = CallParser(family.format, ["get", "function_name"])
+        content, [found] = content_and_calls([*parser.feed(lines[0]), *parser.finish()])
+        assert (content, found.name) == ("", expected)
+
+
+def test_several_calls_and_texts_beside_them_are_kept():
+    for name in ("hermes", "llama3", "mistral", "mistral_args"):
+        family = Family(tokenizer(PLAIN), name)
+        both = CALLING | {"tool_calls": [call("get", '{"city": "x"}'), call("get_time", "")]}
+        [_, answer], _ = for_template([ASKED, both], (), family.format)
+        parser = CallParser(family.format, ["get", "get_time"])
+        content, calls = content_and_calls([*parser.feed(answer["content"]), *parser.finish()])
+        assert (content, [(c.name, c.arguments) for c in calls]) == (
+            "",
+            [("get", '{"city": "x"}'), ("get_time", "{}")],
+        )
+        [_, answer], _ = for_template([ASKED, both | {"content": "So."}], (), family.format)
+        assert answer["content"].startswith("So.\n")
+        assert "tool_calls" not in answer
+
+
+def test_a_system_message_that_is_there_keeps_its_words():
+    family = Family(tokenizer(PLAIN), "hermes")
+    messages = [{"role": "system", "content": "Be brief."}, ASKED]
+    [system, _], _ = for_template(messages, TOOLS, family.format)
+    assert system["content"].startswith("Be brief.\n\nYou may call functions")
+    parts = [{"type": "text", "text": "Be brief."}]
+    [system, _], _ = for_template([{"role": "system", "content": parts}, ASKED], TOOLS, family.format)
+    assert system["content"].startswith("Be brief.\n\nYou may call functions")
+    assert for_template(messages, (), family.format) == (messages, [])
+    assert messages[0]["content"] == "Be brief."
+
+
+def test_what_the_template_would_refuse_is_refused():
+    with pytest.raises(RequestError, match="messages is empty"):
+        for_template([], TOOLS, Family(tokenizer(PLAIN), "hermes").format)
+    with pytest.raises(RequestError, match=r"messages\[1\].tool_calls is 'f'"):
+        rendered(FAMILIES["llama3"], [ASKED, CALLING | {"tool_calls": "f"}])
+
+
+def test_calls_that_were_made_at_once_are_told_one_after_the_other_where_a_template_asks_for_it():
+    both = CALLING | {"content": "So:", "tool_calls": [call("get", "{}", "a"), call("get_time", "{}", "b")]}
+    results = [{"role": "tool", "tool_call_id": i, "content": f"of {i}"} for i in ("b", "a")]
+    once = rendered(FAMILIES["llama3"], [ASKED, both, *results, ASKED])
+    apart = [
+        *(ASKED, both | {"tool_calls": both["tool_calls"][:1]}, results[1]),
+        *(both | {"content": "", "tool_calls": both["tool_calls"][1:]}, results[0], ASKED),
+    ]
+    assert once == rendered(FAMILIES["llama3"], apart)
+    nameless = [{"role": "tool", "content": f"of {i}"} for i in ("a", "b")]
+    assert rendered(FAMILIES["llama3"], [ASKED, both, *nameless, ASKED]) == once

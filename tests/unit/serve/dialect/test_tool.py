@@ -1,0 +1,137 @@
+"""What requests may say of tools."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from specinfer.errors import RequestError
+from specinfer.serve.dialect.tool import Tool, ToolChoice
+from tests.unit.serve.dialect.families import TOOLS, WEATHER, tools_of
+
+
+def function(**parts):
+    return {"name": "f"} | parts
+
+
+def test_tools_are_read():
+    assert tools_of() == ()
+    assert (
+        Tool("get", WEATHER, "Weather."),
+        Tool("get_time", {"type": "object", "properties": {}, "additionalProperties": False}),
+    ) == TOOLS
+    assert tools_of(function(strict=True, parameters=WEATHER)) == (Tool("f", WEATHER, strict=True),)
+
+
+def test_tools_are_shown_to_models_without_what_is_for_the_server():
+    [tool] = tools_of(function(strict=False, parameters=WEATHER, description="d"))
+    shown = {"name": "f", "description": "d", "parameters": WEATHER}
+    assert tool.described() == {"type": "function", "function": shown}
+    assert TOOLS[1].described()["function"] == {"name": "get_time", "parameters": TOOLS[1].parameters}
+
+
+@pytest.mark.parametrize(
+    ("schema", "read"),
+    [
+        ({}, {"type": "object"}),
+        ({"properties": {"a": {}}}, {"properties": {"a": {}}, "type": "object"}),
+        ({"type": ["object", "null"]}, {"type": "object"}),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}, None),
+    ],
+)
+def test_arguments_are_always_an_object(schema, read):
+    [tool] = tools_of(function(parameters=schema))
+    assert tool.parameters == (read or schema | {"type": "object"})
+
+
+PARAMETERS = "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize(
+    ("given", "message", "parameter"),
+    [
+        ([function(name="")], "tools[0].function.name is ''; allowed: 1 to 128 letters", "tools"),
+        ([function(name='a"b')], "tools[0].function.name is 'a\"b'; allowed", "tools"),
+        (
+            [function(), function()],
+            "tools[1].function.name is 'f', like an earlier one's; rename it",
+            "tools",
+        ),
+        ([function(parameters={"x-guidance": {}})], f'{PARAMETERS} has the key "x-guidance"', PARAMETERS),
+        ([function(parameters={"const": {1}})], f"{PARAMETERS} cannot be written as JSON", PARAMETERS),
+        ([function(parameters={"type": "string"})], f"{PARAMETERS} has the type 'string'; al", PARAMETERS),
+        (
+            [function(parameters={"properties": {"a": {"type": "text"}}, "required": ["a"]})],
+            f"{PARAMETERS} cannot be used: /properties/a/type is 'text'; allowed: one or more of array",
+            PARAMETERS,
+        ),
+        (
+            [function(parameters={"properties": {"a": False}, "required": ["a"]})],
+            f"{PARAMETERS} cannot be used: Unsatisfiable schema: required property 'a' is unsatisfiable",
+            PARAMETERS,
+        ),
+        (
+            [function(parameters={"properties": {"a": {"format": "poem", "type": "string"}}}, strict=True)],
+            f"{PARAMETERS} cannot be used: format at /properties/a cannot be held while the answer is "
+            "written; leave out strict to hold the rest",
+            PARAMETERS,
+        ),
+        (
+            [function(parameters=json.loads('{"properties":{"a":' * 150 + "{}" + "}}" * 150), strict=True)],
+            f"{PARAMETERS} cannot be used: it cannot be held while the answer is written (failed to parse",
+            PARAMETERS,
+        ),
+        ([function()] * 129, "tools has 129 tools; allowed: at most 128", "tools"),
+    ],
+)
+def test_what_is_no_tool_is_refused(given, message, parameter):
+    with pytest.raises(RequestError, match=re.escape(message)) as caught:
+        tools_of(*given)
+    assert caught.value.parameter == parameter
+    assert "\n" not in str(caught.value)
+
+
+def test_the_place_of_a_schema_is_named():
+    with pytest.raises(RequestError) as caught:
+        tools_of(function(), function(name="g", parameters={"required": 3}))
+    assert caught.value.parameter == "tools[1].function.parameters"
+    assert str(caught.value).startswith("tools[1].function.parameters cannot be used: ")
+
+
+def test_a_choice_is_among_the_tools():
+    assert ToolChoice("none").among(TOOLS) == ()
+    assert ToolChoice("auto").among(TOOLS) == ToolChoice("required").among(TOOLS) == TOOLS
+    assert ToolChoice("required", "get_time").among(TOOLS) == TOOLS[1:]
+    with pytest.raises(
+        RequestError, match="tool_choice names 'put', which is none of the tools: get, "
+    ) as caught:
+        ToolChoice("required", "put").among(TOOLS)
+    assert caught.value.parameter == "tool_choice"
+
+
+CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("more", "closed"),
+    [
+        ({}, True),
+        ({"required": ["city"]}, True),
+        ({"additionalProperties": False}, False),  # it is closed itself
+        ({"additionalProperties": True}, False),
+        ({"additionalProperties": {"type": "integer"}}, False),
+        ({"patternProperties": {"^x": {}}}, False),
+        ({"anyOf": [{"required": ["country"]}]}, False),
+        ({"required": ["country"]}, False),  # which has no other schema, and must be there
+        ({"properties": {}}, False),
+    ],
+)
+def test_a_function_is_called_with_the_parameters_that_it_declares(
+    more: dict[str, Any], closed: bool
+) -> None:
+    """Small models go on with names of their own, and functions called with these fail."""
+    given = CITY | more
+    [tool] = tools_of({"name": "f", "parameters": given})
+    assert tool.held_parameters == (given | {"additionalProperties": False} if closed else given)
+    assert tool.described()["function"]["parameters"] == given

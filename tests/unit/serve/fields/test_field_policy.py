@@ -1,0 +1,373 @@
+"""Requests that were written for other servers: what is taken, translated, refused and ignored."""
+
+from __future__ import annotations
+
+import json
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+from pydantic import BaseModel
+
+from specinfer import SamplingParams
+from specinfer.serve.api.chat import ChatFields
+from specinfer.serve.api.completions import CompletionFields
+from specinfer.serve.api.message_fields import MessageFields
+from specinfer.serve.api.response_fields import ResponseFields
+from specinfer.serve.api.tokens import DetokenizeFields, TokenizeFields
+from specinfer.serve.fields.body import parse
+from specinfer.serve.fields.foreign import CHECKED, INSIDE, NOTES, RENAMED, TRANSLATED, USUAL
+from specinfer.serve.fields.policy import FieldPolicy
+from specinfer.serve.http.api_error import ApiError
+from tests.unit.serve.fields import request_schemas as schemas
+from tests.unit.serve.fields.request_schemas import SCHEMA, TOOL
+
+HI = [{"role": "user", "content": "Hi"}]
+PLAIN: dict[Any, dict[str, Any]] = {
+    ChatFields: {"messages": HI},
+    CompletionFields: {"prompt": "a"},
+    ResponseFields: {"input": "Hi"},
+    TokenizeFields: {"prompt": "a"},
+    DetokenizeFields: {"tokens": [1]},
+}
+MADE = (ChatFields, CompletionFields, ResponseFields)  # those that make text
+
+
+def read(kind: Any, more: dict[str, Any], policy: FieldPolicy | None = None) -> Any:
+    """A body of that kind, checked."""
+    fields = parse(kind, json.dumps(PLAIN[kind] | more).encode(), policy=policy)
+    if kind in MADE:
+        fields.check()
+    return fields
+
+
+def params(kind: Any, more: dict[str, Any]) -> SamplingParams:
+    """What the request means; at /v1/responses with its form."""
+    fields = read(kind, more)
+    found = fields.sampling_params(99) if kind is ResponseFields else fields.params()
+    assert isinstance(found, SamplingParams)
+    return found
+
+
+def refusal(kind: Any, more: dict[str, Any]) -> dict[str, Any]:
+    with pytest.raises(ApiError) as caught:
+        params(kind, more)
+    assert caught.value.status == 400
+    error: dict[str, Any] = caught.value.body["error"]
+    return error
+
+
+SERVERS: list[tuple[str, Any, dict[str, Any]]] = [
+    ("OpenAI", ChatFields, schemas.OPENAI_CHAT),
+    ("OpenAI", CompletionFields, schemas.OPENAI_COMPLETION),
+    ("OpenAI", ResponseFields, schemas.OPENAI_RESPONSE),
+    ("vLLM", ChatFields, schemas.VLLM_CHAT),
+    ("vLLM", CompletionFields, schemas.VLLM_COMPLETION),
+    ("vLLM", ResponseFields, schemas.VLLM_RESPONSE),
+    ("vLLM", TokenizeFields, schemas.VLLM_TOKENIZE),
+    ("llama.cpp", ChatFields, schemas.LLAMA_CPP_CHAT),
+    ("llama.cpp", CompletionFields, schemas.LLAMA_CPP),
+    ("LM Studio", ChatFields, schemas.LM_STUDIO),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        pytest.param(kind, name, value, id=f"{server} {kind.__name__} {name}")
+        for server, kind, schema in SERVERS
+        for name, value in schema.items()
+    ],
+)
+def test_each_field_of_other_servers_is_taken_with_its_usual_value(kind: Any, name: str, value: Any) -> None:
+    read(kind, {name: value})
+    if kind in MADE:
+        params(kind, {name: value})
+    assert read(kind, {name: None} if name not in PLAIN[kind] else {}) == read(kind, {})
+
+
+@pytest.mark.parametrize(
+    ("schema", "module", "base"),
+    [
+        (schemas.OPENAI_CHAT, chat_create_params, "CompletionCreateParamsBase"),
+        (schemas.OPENAI_COMPLETION, completion_create_params, "CompletionCreateParamsBase"),
+        (schemas.OPENAI_RESPONSE, response_create_params, "ResponseCreateParamsBase"),
+    ],
+)
+def test_openais_own_package_has_no_other_fields(schema: dict[str, Any], module: Any, base: str) -> None:
+    assert set(typing.get_type_hints(getattr(module, base))) | {"stream"} == set(schema)
+
+
+def test_clients_that_send_all_of_it_are_served() -> None:
+    both = {"reasoning_effort": None, "response_format": None, "functions": None, "thinking": None}
+    wanted = SamplingParams(seed=7, stop=("\n",), logit_bias={})
+    assert params(ChatFields, schemas.OPENAI_CHAT | both) == wanted
+    forms = {"structured_outputs": None, "guided_regex": None, "guided_choice": None, "guided_grammar": None}
+    asked = params(CompletionFields, schemas.VLLM_COMPLETION | forms)
+    assert asked.structured_output == params(CompletionFields, {"json_schema": SCHEMA}).structured_output
+    llama = schemas.LLAMA_CPP | {"repeat_last_n": -1, "samplers": None}
+    asked = params(CompletionFields, llama)
+    assert (asked.repetition_penalty, asked.seed, asked.top_k) == (1.1, None, 40)
+    assert asked.logit_bias == {15: 1.0, 16: -100.0}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_null_is_absent_and_what_asks_for_nothing_changes_nothing(kind: Any) -> None:
+    plain = read(kind, {})
+    nothing: dict[str, Any] = dict.fromkeys([*kind.model_fields, *NOTES, *USUAL, *RENAMED])
+    assert read(kind, {name: one for name, one in nothing.items() if name not in PLAIN[kind]}) == plain
+    for name, (usual, _) in USUAL.items():
+        for value in usual:
+            if name not in kind.model_fields:
+                assert read(kind, {name: value}) == plain, name
+    for name in NOTES - set(kind.model_fields):
+        for value in ("x", 5, {"a": [1]}, False):
+            assert read(kind, {name: value}) == plain
+    assert read(kind, {"speculative.n_max": 5}) == plain
+
+
+def test_nulls_and_notes_inside_of_objects() -> None:
+    told: dict[str, Any] = {
+        "messages": [
+            {"role": "system", "content": "Be brief.", "name": None, "cache_control": {"type": "ephemeral"}},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "citations": None}
+                ],
+            },
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning": "Hm.",
+                "reasoning_details": [],
+                "provider_specific_fields": {},
+                "function_call": None,
+                "tool_calls": [
+                    {
+                        "id": "1",
+                        "type": "function",
+                        "index": None,
+                        "function": {"name": "f", "arguments": "{}"},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": "x", "name": None},
+        ],
+        "tools": [
+            TOOL | {"cache_control": {"type": "ephemeral"}, "defer_loading": False},
+            {"type": "function", "function": {"name": "g", "description": None, "strict": None}},
+        ],
+        "stream_options": {"include_usage": None},
+        "speculation": {"max_nodes": 8.0, "expansion": None},
+        "response_format": None,
+    }
+    fields = read(ChatFields, told)
+    assert fields.messages[2].reasoning_content == "Hm."
+    described = [one.model_dump(exclude_none=True) for one in fields.functions]
+    assert described == [TOOL["function"], {"name": "g"}]
+    assert described[0]["parameters"]["properties"]["a"]["enum"] == [None, 1.0]
+    assert isinstance(fields.tools[0].function.parameters["properties"]["a"]["enum"][1], float)
+    assert fields.speculation == {"max_nodes": 8}
+    item = {
+        "role": "user",
+        "content": [{"type": "input_text", "text": "a", "cache_control": None}],
+        "id": None,
+    }
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "async": None}
+    assert read(ResponseFields, {"input": [item, call]}).messages[0] == {"role": "user", "content": "a"}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": SCHEMA, "strict": None, "description": None},
+    }
+    assert params(ChatFields, {"response_format": form}) == params(ChatFields, {"guided_json": SCHEMA})
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "value"),
+    [
+        ({"max_tokens": 4.0}, "max_tokens", 4),
+        ({"top_k": 3.0, "n": 2.0, "seed": 5.0, "min_tokens": 1.0}, "n", 2),
+        ({"stop_token_ids": [1.0, 2]}, "stop_token_ids", [1, 2]),
+        ({"prompt": [1.0, 2.0]}, "prompt", [1, 2]),
+        ({"prompt": [[1.0], [2.0]]}, "prompt", [[1], [2]]),
+        ({"temperature": 1}, "temperature", 1.0),
+        ({"top_k": -1}, "top_k", None),
+        ({"seed": -1}, "seed", None),
+        ({"stop": ""}, "stop", None),
+        ({"stop": []}, "stop", None),
+        ({"stop": [""]}, "stop", None),
+        ({"stop": [None, "", "a"]}, "stop", ["a"]),
+        ({"grammar": ""}, "grammar", None),
+        ({"logprobs": False}, "logprobs", None),
+        ({"max_tokens": -1}, "max_tokens", -1),  # as many as there is room for, where 16 are usual
+    ],
+)
+def test_values_that_are_written_otherwise(more: dict[str, Any], name: str, value: Any) -> None:
+    assert getattr(read(CompletionFields, more), name) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(ChatFields, "max_tokens"), (ResponseFields, "max_output_tokens")]
+)
+def test_no_limit_is_what_conversations_have_anyway(kind: Any, name: str) -> None:
+    for asked in (name, "max_completion_tokens", "n_predict", "max_tokens", "max_new_tokens"):
+        assert getattr(read(kind, {asked: -1}), name) is None
+    assert read(ChatFields, {"max_completion_tokens": -1}).max_completion_tokens is None
+
+
+JSON = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize(
+    ("more", "means"),
+    [
+        ({"repeat_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"repeat_penalty": 1.2, "repeat_last_n": -1}, {"repetition_penalty": 1.2}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a"]}, {"choice": ("a",)}),
+        ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+        ({"ebnf": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+        ({"guided_json": SCHEMA}, {"response_format": JSON}),
+        ({"guided_json": json.dumps(SCHEMA)}, {"response_format": JSON}),
+        ({"json_schema": SCHEMA}, {"response_format": JSON}),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, {"response_format": JSON}),
+        ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+            {"response_format": {"type": "json_object"}, "json_whitespace": "none"},
+        ),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": False}}, {"regex": "a"}),
+        ({"structured_outputs": {"choice": ["a"], "backend": "auto"}}, {"choice": ("a",)}),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, {"grammar": 'root ::= "a"'}),
+        ({"structured_outputs": True}, {}),
+        ({"min_new_tokens": 3, "random_seed": 4}, {"min_tokens": 3, "seed": 4}),
+        ({"stop": "a", "no_stop_trim": True}, {"stop": "a", "include_stop_str_in_output": True}),
+        (
+            {"stop": "a", "include_stop_str_in_output": True},
+            {"stop": "a", "include_stop_str_in_output": True},
+        ),
+        ({"logit_bias": [[5, 1.5], [6, -2], [7, False]]}, {"logit_bias": {5: 1.5, 6: -2.0, 7: -100.0}}),
+        (
+            {"samplers": ["penalties", "temperature", "top_k", "top_p"], "temperature": 0.5, "top_p": 0.5},
+            {"temperature": 0.5, "top_p": 0.5},
+        ),
+        (
+            {"samplers": ["top_k", "temperature"], "temperature": 0.5, "top_k": 5},
+            {"temperature": 0.5, "top_k": 5},
+        ),
+        ({"samplers": ["top_p", "temperature"], "top_p": 0.5}, {"top_p": 0.5}),
+    ],
+)
+def test_what_others_call_otherwise_is_translated(
+    kind: Any, more: dict[str, Any], means: dict[str, Any]
+) -> None:
+    found, wanted = params(kind, more), SamplingParams(**means)
+    if kind is ResponseFields:
+        wanted = SamplingParams(**means, max_tokens=99)
+    assert found == wanted
+
+
+@pytest.mark.parametrize("name", ["n_predict", "num_predict", "max_new_tokens", "max_tokens"])
+def test_lengths_have_many_names(name: str) -> None:
+    assert read(ChatFields, {name: 7}).max_tokens == 7
+    assert read(CompletionFields, {name: 7}).max_tokens == 7
+    assert read(ResponseFields, {name: 7}).max_output_tokens == 7
+    assert read(CompletionFields, {"max_completion_tokens": 7}).max_tokens == 7
+    assert read(ChatFields, {"n_cmpl": 3}).n == 3
+
+
+def test_two_names_may_say_the_same_and_no_more() -> None:
+    assert read(ChatFields, {"max_tokens": 4, "max_completion_tokens": 4.0}).max_tokens == 4
+    assert refusal(ChatFields, {"max_tokens": 4, "max_completion_tokens": 5})["param"] == "max_tokens"
+    assert read(CompletionFields, {"n_predict": 4, "max_tokens": 4}).max_tokens == 4
+    assert refusal(CompletionFields, {"n_predict": 4, "max_tokens": 5})["param"] == "n_predict"
+    same = {"guided_json": SCHEMA, "json_schema": SCHEMA}
+    assert params(ChatFields, same) == params(ChatFields, {"guided_json": SCHEMA})
+    assert refusal(ChatFields, {"guided_json": SCHEMA, "json_schema": {}})["param"] == "json_schema"
+    assert refusal(ChatFields, {"guided_json": SCHEMA, "regex": "a"})["param"] in ("regex", "response_format")
+    assert refusal(ResponseFields, {"text": {"format": {"type": "json_object"}}, "guided_json": SCHEMA})
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object", "schema": SCHEMA},
+        {"type": "json_schema", "schema": SCHEMA},
+        {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+        {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}},
+    ],
+)
+def test_forms_in_llama_cpps_shapes(form: dict[str, Any]) -> None:
+    for kind in (ChatFields, CompletionFields):
+        assert params(kind, {"response_format": form}).structured_output == (
+            params(kind, {"guided_json": SCHEMA}).structured_output
+        )
+
+
+def test_what_a_request_says_of_reasoning() -> None:
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({"enable_thinking": False}, {"enable_thinking": False}),
+        ({"think": True}, {"enable_thinking": True}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"reasoning": {"enabled": True}}, {"enable_thinking": True}),
+        ({"enable_thinking": True, "chat_template_kwargs": {"a": 1}}, {"a": 1, "enable_thinking": True}),
+        ({"thinking": {"type": "auto"}}, None),
+    ]
+    for more, variables in cases:
+        assert read(ChatFields, more).chat_template_kwargs == variables
+        if "reasoning" not in more:  # at /v1/responses a field of OpenAI's, which has no such switch
+            assert read(ResponseFields, more).chat_template_kwargs == variables
+    efforts: list[dict[str, Any]] = [
+        {"reasoning_effort": "low"},
+        {"think": "low"},
+        {"reasoning": {"effort": "low"}},
+    ]
+    for asked in efforts:
+        assert read(ChatFields, asked).effort == "low"
+        assert read(ResponseFields, asked).effort == "low"
+    for kind, name in ((ChatFields, "chat_template_kwargs"), (ResponseFields, "reasoning")):
+        more = {"think": "low" if name == "reasoning" else True, name: 1}
+        assert refusal(kind, more)["param"] == name
+    clash = {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}
+    assert refusal(ChatFields, clash)["param"] == "enable_thinking"
+
+
+def test_a_body_is_left_as_it_is_where_it_holds_the_callers_own_values() -> None:
+    body = {
+        "messages": HI,
+        "guided_json": SCHEMA,
+        "chat_template_kwargs": {"a": [1.0, None]},
+    }
+    fields = read(ChatFields, body)
+    assert fields.response_format["json_schema"]["schema"] == SCHEMA
+    assert isinstance(fields.chat_template_kwargs["a"][0], float)
+    assert fields.chat_template_kwargs["a"][1] is None
+
+
+def test_the_documentation_names_every_field_there_is_a_rule_for() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "serving.md").read_text()
+    named = set(re.findall(r"`([\w.]+)`", page))
+    inside = [name for rules in INSIDE.values() for name in (*rules.notes, *rules.usual, *rules.renamed)]
+    models: list[type[BaseModel]] = [ChatFields, CompletionFields, ResponseFields]
+    own = [name for kind in models for name in kind.model_fields]
+    assert {*NOTES, *USUAL, *RENAMED, *TRANSLATED, *CHECKED, *inside, *own} - named == set()
+
+
+def test_what_is_the_callers_own_json_stays_as_it_is() -> None:
+    schema = {"type": "object", "properties": {"n": {"default": None, "maximum": 1.0}}}
+    used = {"type": "tool_use", "id": "a", "name": "f", "input": {"n": None, "x": 1.0}}
+    body: dict[str, Any] = {
+        "messages": [{"role": "assistant", "content": [used | {"cache_control": None}]}],
+        "tools": [{"name": "f", "input_schema": schema, "input_examples": [{"n": None}]}],
+    }
+    FieldPolicy().apply(MessageFields, body)
+    assert body["messages"][0]["content"] == [used]
+    assert body["tools"][0] == {"name": "f", "input_schema": schema, "input_examples": [{"n": None}]}
+    assert repr(body["tools"][0]["input_schema"]["properties"]["n"]["maximum"]) == "1.0"

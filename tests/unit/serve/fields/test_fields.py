@@ -1,0 +1,270 @@
+"""What bodies may say, and what is answered to others: 400 with the field at fault, and nothing ignored."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from specinfer import SamplingParams
+from specinfer.serve.api.chat import ChatFields
+from specinfer.serve.api.completions import CompletionFields
+from specinfer.serve.api.response_fields import ResponseFields
+from specinfer.serve.fields.body import parse
+from specinfer.serve.http.api_error import ApiError
+from specinfer.structured_output import structured_output
+from specinfer.tokenizer.chat_template import messages_for_template
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def error_of(kind: Any, body: Any) -> dict[str, Any]:
+    """The error that a body gets, when its fields are read, checked and turned into parameters."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+
+    def read() -> None:
+        fields = parse(kind, raw)
+        fields.check()
+        fields.params()
+
+    with pytest.raises(ApiError) as caught:
+        read()
+    assert caught.value.status == 400
+    assert not isinstance(caught.value.__context__, ValidationError)  # its faults would stay in memory
+    error: dict[str, Any] = caught.value.body["error"]
+    assert error["type"] == "invalid_request_error"
+    return error
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"messages": HI, "temprature": 1}, "temprature", "no field of this endpoint"),
+        ({"messages": [{"role": "user", "content": "Hi", "x": 1}]}, "messages[0].x", "no field"),
+        ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role", "'system'"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "valid array"),
+        ({"messages": [*HI, {"role": "user"}]}, "messages[1].content", "required"),
+        ({"messages": [{"role": "system", "content": None}]}, "messages[0].content", "required"),
+        *(
+            ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]}, param, said)
+            for part, param, said in (
+                ({"type": "text"}, "messages[0].content[1].text", "required"),
+                ({"type": "text", "text": None}, "messages[0].content[1].text", "required"),
+                ({"type": "text", "refusal": "No."}, "messages[0].content[1].text", "required"),
+                ({"type": "refusal"}, "messages[0].content[1].refusal", "required"),
+                ({"type": "refusal", "text": "a"}, "messages[0].content[1].refusal", "required"),
+                ({"text": "a"}, "messages[0].content[1].type", "required"),
+                (
+                    {"type": "image_url", "image_url": {"url": "http://a.example/b.png"}},
+                    "messages[0].content[1].type",
+                    "is 'image_url'; allowed: 'text'",
+                ),
+                (
+                    {"type": "input_audio", "input_audio": {}},
+                    "messages[0].content[1].type",
+                    "is 'input_audio'",
+                ),
+                ({"type": "file", "file": {}}, "messages[0].content[1].type", "is 'file'"),
+                ("a", "messages[0].content[1]", "object"),
+            )
+        ),
+        (
+            {"messages": HI, "prediction": {"type": "content", "content": [{"type": "text"}]}},
+            "prediction.content[0].text",
+            "required",
+        ),
+        (
+            {
+                "messages": HI,
+                "prediction": {"type": "content", "content": [{"type": "refusal", "refusal": "No."}]},
+            },
+            "prediction.content[0].type",
+            "is 'refusal'; allowed: 'text'",
+        ),
+        ({"messages": []}, "messages", "empty"),
+        ({}, "messages", "required"),
+        ({"messages": HI, "temperature": "hot"}, "temperature", "valid number"),
+        ({"messages": HI, "temperature": -1}, "temperature", ">= 0"),
+        ({"messages": HI, "top_p": 0}, "top_p", "(0, 1]"),
+        ({"messages": HI, "n": 0}, "n", "[1, 1024]"),
+        ({"messages": HI, "seed": 1.5}, "seed", "integer"),
+        ({"messages": HI, "stop": ["a"] * 65}, "stop", "at most 64"),
+        ({"messages": HI, "stop": "a" * 1025}, "stop", "of at most 1024"),
+        ({"messages": HI, "bad_words": ["a"] * 1025}, "bad_words", "at most 1024"),
+        ({"messages": HI, "bad_words": ["a" * 1025]}, "bad_words", "of at most 1024"),
+        ({"messages": HI, "logit_bias": {"1": 1000}}, "logit_bias", "[-100, 100]"),
+        ({"messages": HI, "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+        ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+        ({"messages": HI, "prompt_logprobs": 1000}, "prompt_logprobs", "20"),
+        (
+            {"messages": HI, "stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+            "False",
+        ),
+        ({"messages": HI, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "one of them"),
+        ({"messages": HI, "tool_choice": "required"}, "tool_choice", "needs tools"),
+        (
+            {"messages": HI, "tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": []},
+            "tool_choice",
+            "needs tools",
+        ),
+        ({"messages": HI, "service_tier": "flex"}, "service_tier", "'auto' or 'default'"),
+        ({"messages": HI, "store": True}, "store", "allowed: false"),
+        ({"messages": HI, "modalities": ["audio"]}, "modalities", "only text"),
+        ({"messages": HI, "functions": [{"name": "f"}]}, "functions", "send them as tools"),
+        ({"messages": HI, "speculation": {"nodes": 3}}, "speculation", "no option 'nodes'"),
+        ({"messages": HI, "speculation": {"verifier": "magic"}}, "speculation", "coupled"),
+        ({"messages": HI, "regex": "a", "choice": ["b"]}, None, "regex"),
+        ({"messages": HI, "response_format": {"type": "xml"}}, "response_format", "json_schema"),
+    ],
+)
+def test_a_conversation_that_cannot_be_served(body: Any, param: str | None, said: str) -> None:
+    error = error_of(ChatFields, body)
+    assert said in error["message"]
+    if param is not None:
+        assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": 3}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1], "suffix": "b"}, "prompt"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "prediction": {"text": "b"}}, "prediction"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served(body: Any, param: str) -> None:
+    def read() -> None:
+        fields = parse(CompletionFields, json.dumps(body).encode())
+        fields.check()
+        fields.prompts()
+
+    with pytest.raises(ApiError) as caught:
+        read()
+    assert caught.value.body["error"]["param"].startswith(param)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"a"',
+        b'{"messages": NaN}',
+        b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": NaN}',
+        b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": 1e999}',
+        b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+        b'{"messages": ' + b"[" * 100_000,
+        b'{"messages": [{"role": "user", "content": "Hi"}], "response_format": ' + b'{"a":' * 50_000,
+        b'{"messages": [{"role": "user", "content": "Hi"}], "seed": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_a_body_that_is_no_request(raw: bytes) -> None:
+    error_of(ChatFields, raw)
+
+
+def test_what_fields_mean() -> None:
+    fields = parse(
+        ChatFields,
+        json.dumps(
+            {
+                "messages": HI,
+                "temperature": 0.5,
+                "top_p": 0.9,
+                "top_k": 5,
+                "min_p": 0.1,
+                "seed": 3,
+                "stop": "END",
+                "logit_bias": {"42": -5},
+                "choice": ["yes", "no"],
+                "cache_salt": "me",
+                "speculation": {"max_nodes": 8},
+            }
+        ).encode(),
+    )
+    assert fields.params(max_tokens=9) == SamplingParams(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        seed=3,
+        stop=("END",),
+        logit_bias={42: -5.0},
+        choice=("yes", "no"),
+        cache_salt="me",
+        speculation={"max_nodes": 8},  # type: ignore[arg-type]
+        max_tokens=9,
+    )
+
+
+def test_messages_are_what_templates_know() -> None:
+    messages = [
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
+        },
+        {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None},
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": ""}, {"type": "refusal", "refusal": "No."}],
+        },
+    ]
+    fields = parse(ChatFields, json.dumps({"messages": messages}).encode())
+    assert messages_for_template([message.rendered() for message in fields.messages]) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "No."},
+    ]
+
+
+def test_what_is_taken_for_the_sake_of_clients_changes_nothing() -> None:
+    noted = {"user": "u", "metadata": {"a": "b"}}
+    keyed = noted | {"safety_identifier": "s", "prompt_cache_key": "k", "service_tier": "auto"}
+    for kind, body, more in (
+        (CompletionFields, {"prompt": "a", "seed": 1}, noted | {"best_of": 1}),
+        (ChatFields, {"messages": HI, "seed": 1}, keyed | {"modalities": ["text"], "store": False}),
+        (ResponseFields, {"input": "a", "seed": 1}, keyed | {"truncation": "disabled", "background": False}),
+    ):
+        plain, fields = (parse(kind, json.dumps(one).encode()) for one in (body, body | more))
+        fields.check()
+        assert fields.params() == plain.params()
+
+
+@pytest.mark.parametrize("guess", ["a b", {"type": "content", "content": [{"type": "text", "text": "a b"}]}])
+def test_a_prediction_may_be_a_text_or_as_in_conversations(guess: Any) -> None:
+    fields = parse(CompletionFields, json.dumps({"prompt": "a", "prediction": guess}).encode())
+    given = fields.prediction
+    assert (given if isinstance(given, str) or given is None else given.text) == "a b"
+
+
+@pytest.mark.parametrize("kind", [ChatFields, CompletionFields, ResponseFields])
+@pytest.mark.parametrize("given", ["bounded", "any", "none", None])
+def test_white_space_between_parts_of_json_is_a_field_of_every_endpoint(kind: Any, given: str | None) -> None:
+    asked = {"messages": HI, "prompt": "Hi", "input": "Hi"}
+    body = {name: value for name, value in asked.items() if name in kind.model_fields}
+    fields = parse(kind, json.dumps(body | {"json_whitespace": given}).encode())
+    assert fields.params().json_whitespace == (given or "bounded")
+    error = error_of(kind, body | {"json_whitespace": "some"})
+    assert error["param"] == "json_whitespace"
+
+
+@pytest.mark.parametrize("kind", [ChatFields, ResponseFields])
+def test_a_grammar_of_calls_takes_the_place_of_the_form(kind: Any) -> None:
+    form: dict[str, Any] = {"type": "json_object"}
+    body = (
+        {"messages": HI, "response_format": form}
+        if kind is ChatFields
+        else {"input": "Hi", "text": {"format": form}}
+    )
+    fields = parse(kind, json.dumps(body).encode())
+    assert fields.form == structured_output(form)
+    params = fields.params(grammar="start: /a/")
+    assert params.structured_output == structured_output(grammar="start: /a/")

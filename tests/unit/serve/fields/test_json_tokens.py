@@ -1,0 +1,90 @@
+"""The tokens of a JSON text, counted and cut without making anything of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specinfer.serve.fields.body import beginning, has_more_tokens
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('a"\\,[{:\n\u00e9'), max_size=6),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=5),
+    max_leaves=30,
+)
+
+
+def tokens(value: Any) -> int:
+    """How many strings and marks a JSON value is written with."""
+    if isinstance(value, str):
+        return 1
+    if isinstance(value, list):
+        return 2 + max(0, len(value) - 1) + sum(map(tokens, value))
+    if isinstance(value, dict):
+        return 2 + max(0, len(value) - 1) + sum(2 + tokens(one) for one in value.values())
+    return 0
+
+
+@given(VALUES, st.booleans())
+def test_tokens_are_counted_as_they_are_written(value: Any, ascii_only: bool) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only).encode()
+    count = tokens(value)
+    assert not has_more_tokens(text, count)
+    if count:
+        assert has_more_tokens(text, count - 1)
+
+
+def is_beginning(part: Any, whole: Any) -> bool:
+    """Whether a value is another one's, but for what comes last in it."""
+    if isinstance(part, list) and isinstance(whole, list):
+        return len(part) <= len(whole) and all(map(is_beginning, part, whole))
+    if isinstance(part, dict) and isinstance(whole, dict):
+        return list(part) == list(whole)[: len(part)] and all(is_beginning(part[k], whole[k]) for k in part)
+    return bool(part == whole)
+
+
+@given(VALUES, st.integers(0, 40))
+def test_a_beginning_is_json_again(value: Any, most: int) -> None:
+    part = beginning(json.dumps(value).encode(), most)
+    if part:
+        assert tokens(json.loads(part)) <= 2 * most
+        assert is_beginning(json.loads(part), value)
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "part"),
+    [
+        (b'{"a": 1, "b": [2, {"c": 3, "d": 4}]}', 99, b'{"a": 1, "b": [2, {"c": 3}]}'),
+        (b'{"a": 1, "b": [2, {"c": 3, "d": 4}]}', 7, b'{"a": 1}'),
+        (b'{"a": 1, "b": [2, {"c": 3, "d": 4}]}', 8, b'{"a": 1, "b": [2]}'),
+        (b'{"a\\"},": 1, "b": 2}', 5, b'{"a\\"},": 1}'),
+        (b'{"a\\\\": 1, "b": 2}', 5, b'{"a\\\\": 1}'),
+        (b'{"a": 1, "b": 2}', 2, b""),
+        (b"[[[[", 99, b""),
+        (b"]]]], 1", 99, b""),
+        (b'"a, b', 99, b""),
+        (b"1, 2", 99, b"1"),
+    ],
+)
+def test_beginnings(text: bytes, most: int, part: bytes) -> None:
+    assert beginning(text, most) == part
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (b'"' * 1_000_001, 500_001),
+        (b'\\"' * 500_000, 0),
+        (b'"' + b'\\"' * 500_000, 1),
+        (b'"' + b"\\" * 1_000_001, 1),
+        (b"," * 1_000_000, 1_000_000),
+        (b"\xff" * 1_000_000, 0),
+    ],
+)
+def test_what_is_no_json_is_counted_as_well(text: bytes, count: int) -> None:
+    assert not has_more_tokens(text, count)
+    assert count == 0 or has_more_tokens(text, count - 1)

@@ -1,0 +1,324 @@
+"""Keys, bounds and ids, before any endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+from starlette.requests import ClientDisconnect
+from starlette.responses import PlainTextResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from specinfer.serve.http.access import OVER_LIMIT, Access, Keys
+from specinfer.serve.http.api_error import CALLER
+from tests.virtual_time import run_virtual
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that answers with the size of the body."""
+    size, more = 0, True
+    while more:
+        message = await receive()
+        size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+    await PlainTextResponse(str(size))(scope, receive, send)
+
+
+def ask(
+    access: Access,
+    *pieces: bytes,
+    path: str = "/v1/models",
+    stall: bool = False,
+    method: str = "POST",
+    state: dict[str, Any] | None = None,
+    twice: tuple[str, str] | None = None,
+    **headers: str,
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of the answer to a POST whose body comes in these pieces."""
+    sent: list[Message] = []
+    left = list(pieces or [b""])
+
+    async def receive() -> Message:
+        if stall and not left:
+            await asyncio.sleep(60)
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left) or stall}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "client": ("10.0.0.1", 1),
+        "state": state or {},
+        "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()],
+    }
+    if twice is not None:
+        scope["headers"] += [(twice[0].encode(), twice[1].encode())] * 2
+
+    asyncio.run(access(scope, receive, send))
+    start, *bodies = sent
+    told = {k.decode(): v.decode() for k, v in start["headers"]}
+    return start["status"], told, b"".join(one.get("body", b"") for one in bodies)
+
+
+def guarded(*keys: str, max_body: int = 10, idle_timeout: float = 5.0) -> Access:
+    return Access(echo, keys=Keys(keys), max_body=max_body, idle_timeout=idle_timeout)
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ({"authorization": "Bearer sesame"}, 200),
+        ({"authorization": "bearer other"}, 200),
+        ({"authorization": "Bearer sesam"}, 401),
+        ({"authorization": "Bearer sesame2"}, 401),
+        ({"authorization": "Basic sesame"}, 401),
+        ({"authorization": "Bearer "}, 401),
+        ({"authorization": ""}, 401),
+        ({}, 401),
+    ],
+)
+def test_only_a_known_key_gets_in(given: dict[str, str], status: int) -> None:
+    got, headers, body = ask(guarded("sesame", "other"), **given)
+    assert got == status
+    if status == 401:
+        assert headers["WWW-Authenticate".lower()] == "Bearer"
+        assert json.loads(body)["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ({"x_api_key": "sesame"}, 200),
+        ({"x_api_key": "other", "authorization": "Bearer wrong"}, 200),
+        ({"x_api_key": "wrong", "authorization": "Bearer other"}, 200),
+        ({"x_api_key": "Bearer sesame"}, 401),
+        ({"x_api_key": ""}, 401),
+    ],
+)
+def test_a_key_may_come_as_anthropics_clients_send_it(given: dict[str, str], status: int) -> None:
+    assert ask(guarded("sesame", "other"), **given)[0] == status
+
+
+@pytest.mark.parametrize("name", ["Host", "Authorization", "X-Api-Key"])
+@pytest.mark.parametrize("path", ["/v1/models", "/health"])
+def test_of_two_headers_none_is_believed(name: str, path: str) -> None:
+    """Where a proxy looks at the first and a server at the last, one lets in what the other does not see."""
+    status, _, body = ask(guarded("sesame"), path=path, twice=(name.lower(), "Bearer sesame"))
+    assert status == 400
+    assert f"the header {name.lower()} comes twice" in json.loads(body)["error"]["message"]
+
+
+def test_to_head_is_said_what_is_said_to_get() -> None:
+    asked = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.append(scope["method"])
+        await PlainTextResponse("ok")(scope, receive, send)
+
+    access = Access(app, keys=Keys(()), max_body=10, idle_timeout=5.0)
+    assert ask(access, method="HEAD")[0] == 200
+    assert asked == ["GET"]
+
+
+def test_nobody_needs_a_key_where_there_is_none_or_for_what_load_balancers_ask() -> None:
+    assert ask(guarded())[0] == 200
+    assert ask(guarded("sesame"), path="/health")[0] == 200
+    assert ask(guarded("sesame"), path="/metrics")[0] == 401
+
+
+@pytest.mark.parametrize(
+    ("site", "origin", "status"),
+    [
+        ("same-origin", "http://here", 200),
+        ("none", "", 200),
+        ("cross-site", "http://elsewhere", 403),
+        ("same-site", "http://127.0.0.1:9", 403),
+        ("cross-site", "", 403),
+        ("cross-site", "http://friend", 200),
+    ],
+)
+def test_a_page_elsewhere_makes_nothing_work_here(site: str, origin: str, status: int) -> None:
+    access = Access(echo, keys=Keys(()), max_body=10, idle_timeout=5.0, origins=("http://friend",))
+    assert ask(access, sec_fetch_site=site, origin=origin)[0] == status
+    anybody = Access(echo, keys=Keys(()), max_body=10, idle_timeout=5.0, origins=("*",))
+    assert ask(anybody, sec_fetch_site=site, origin=origin)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "status"),
+    [
+        ("http://192.0.2.1:8000", "192.0.2.1:8000", 200),
+        ("http://LLM.example", "llm.example", 200),
+        ("http://llm.example", "llm.example:80", 200),
+        ("https://llm.example", "llm.example", 200),
+        ("https://llm.example:443", "llm.example", 200),
+        ("http://[::1]:8000", "[::1]:8000", 200),
+        ("http://friend", "192.0.2.1:8000", 200),
+        ("http://evil.example", "192.0.2.1:8000", 403),
+        ("http://192.0.2.1:9000", "192.0.2.1:8000", 403),
+        ("http://192.0.2.1", "192.0.2.1:8000", 403),
+        ("http://evil.example/192.0.2.1:8000", "192.0.2.1:8000", 403),
+        ("null", "192.0.2.1:8000", 403),
+        ("http://", "", 403),
+        ("x", "x", 403),
+    ],
+)
+def test_where_a_browser_says_no_more_origins_are_compared(origin: str, host: str, status: int) -> None:
+    """It names its page's site only to this machine itself and over TLS."""
+    access = Access(echo, keys=Keys(()), max_body=10, idle_timeout=5.0, origins=("http://friend",))
+    assert ask(access, origin=origin, host=host)[0] == status
+    assert ask(access, origin=origin, host=host, method="GET")[0] == 200
+    assert ask(access, origin=origin, host=host, sec_fetch_site="same-origin")[0] == 200
+    assert ask(guarded(), host=host)[0] == 200
+
+
+def test_who_comes_when_all_connections_are_taken_is_told_so_but_for_probes() -> None:
+    access = guarded()
+    for path in ("/v1/models", "/", "/metrics"):
+        status, headers, body = ask(access, path=path, state={OVER_LIMIT: True})
+        error = json.loads(body)["error"]
+        assert (status, error["type"]) == (503, "server_error")
+        assert "--max-connections" in error["message"]
+        assert (headers["retry-after"], headers["connection"]) == ("1", "close")
+    for path in ("/health", "/ready"):
+        assert ask(access, path=path, state={OVER_LIMIT: True})[0] == 200
+    assert ask(access, state={})[0] == 200
+
+
+def test_a_body_is_bounded_whether_its_length_is_told_or_not() -> None:
+    assert ask(guarded(), b"0123456789")[2] == b"10"
+    assert ask(guarded(), b"01234", b"56789", b"!")[0] == 413
+    assert ask(guarded(), b"", content_length="11")[0] == 413
+    assert ask(guarded(), b"abc", content_length="-1")[2] == b"3"
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    status, _, body = ask(guarded(idle_timeout=0.05), b"abc", stall=True)
+    assert status == 408
+    assert "did not come in time" in body.decode()
+
+
+@pytest.mark.parametrize(
+    ("size", "every", "status"), [(1000, 60.0, 408), (2 << 20, 60.0, 200), (1, 0.5, 408)]
+)
+def test_a_body_that_comes_drop_by_drop_is_not_waited_for(size: int, every: float, status: int) -> None:
+    """Two megabytes a minute come over a slow line; a kilobyte a minute is there to keep the connection."""
+    sent: list[Message] = []
+    count = 0
+
+    async def run() -> float:
+        loop = asyncio.get_running_loop()
+        access = Access(echo, keys=Keys(()), max_body=16 << 20, idle_timeout=75.0, clock=loop.time)
+
+        async def receive() -> Message:
+            nonlocal count
+            await asyncio.sleep(every)
+            count += 1
+            return {"type": "http.request", "body": b"x" * size, "more_body": count * size < 16 << 20}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/", "client": None, "headers": []}
+        await access(scope, receive, send)
+        return loop.time()
+
+    ended = run_virtual(run())
+    assert sent[0]["status"] == status
+    assert ended <= 80.0 if status == 408 else ended == 8 * every
+
+
+def test_a_reader_that_takes_nothing_is_let_go() -> None:
+    async def never(message: Message) -> None:
+        await asyncio.sleep(60)
+
+    async def nothing() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {"type": "http", "method": "GET", "path": "/", "client": None, "headers": []}
+    asyncio.run(guarded(idle_timeout=0.05)(scope, nothing, never))
+
+
+def test_every_answer_has_an_id_that_the_log_knows_and_the_log_no_bodies(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    _, headers, _ = ask(guarded(max_body=100), b"my secret words")
+    [record] = caplog.records
+    assert headers["x-request-id"] in record.getMessage()
+    assert "POST /v1/models 200" in record.getMessage()
+    assert record.request_id == headers["x-request-id"]
+    assert "secret" not in caplog.text
+
+
+def test_a_path_writes_no_lines_of_its_own_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    ask(guarded(), path="/v1\n12:00:00 INFO server: POST /v1/models 200\x1b[2J\u2028" + "x" * 1000)
+    [record] = caplog.records
+    line = record.getMessage()
+    assert "POST /v1%0A12:00:00%20INFO" in line
+    assert line.isprintable()
+    assert line.isascii()
+    assert len(line) < 500
+
+
+def failing(error: BaseException) -> Access:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise error
+
+    return Access(app, keys=Keys(()), max_body=10, idle_timeout=5.0)
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize("error", [KeyError("a bug"), Panic("KeyError in Rust")])
+def test_a_bug_is_answered_with_the_id_that_the_log_has_it_under(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    status, headers, body = ask(failing(error))
+    assert status == 500
+    assert json.loads(body)["error"]["type"] == "server_error"
+    bug, line = caplog.records
+    assert bug.getMessage() == f"{headers['x-request-id']} failed"
+    assert "KeyError" in caplog.text
+    assert line.status == 500
+
+
+def test_a_client_that_goes_away_within_its_body_is_no_bug(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def nothing() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def never(message: Message) -> None:
+        raise AssertionError("nobody is told")
+
+    scope: Scope = {"type": "http", "method": "POST", "path": "/", "client": None, "headers": []}
+    asyncio.run(failing(ClientDisconnect())(scope, nothing, never))
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+@pytest.mark.parametrize(
+    ("options", "header"), [({}, "x_session_id"), ({"session_header": "X-Talk"}, "x_talk")]
+)
+def test_the_session_of_a_request_stands_in_the_header_that_is_named(
+    options: dict[str, str], header: str
+) -> None:
+    found: list[str] = []
+
+    async def keep(scope: Scope, receive: Receive, send: Send) -> None:
+        found.append(CALLER.get().session)
+        await PlainTextResponse("")(scope, receive, send)
+
+    access = Access(keep, keys=Keys([]), max_body=10, idle_timeout=5.0, **options)  # type: ignore[arg-type]
+    for headers in ({header: "ann"}, {"x_other": "ben"}):
+        assert ask(access, **headers)[0] == 200
+    assert found == ["ann", ""]

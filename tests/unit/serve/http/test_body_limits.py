@@ -1,0 +1,156 @@
+"""How much bodies may hold, what they take, and how little is said of many faults."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from specinfer.serve.api.chat import ChatFields
+from specinfer.serve.api.completions import CompletionFields
+from specinfer.serve.api.response_fields import ResponseFields
+from specinfer.serve.api.tokens import DetokenizeFields
+from specinfer.serve.fields.body import parse
+from specinfer.serve.http.api_error import ApiError
+from tests.unit.serve.fields.test_fields import HI, error_of
+
+MANY = b"[" + b"1," * 5000 + b'"a"]'
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatFields, b'{"messages": %s}'),
+        (ChatFields, b'{"messages": [{"role": "user", "content": %s}]}'),
+        (ChatFields, b'{"messages": [], "tools": %s}'),
+        (ChatFields, b'{"messages": [], "stop": %s}'),
+        (CompletionFields, b'{"prompt": %s}'),
+        (CompletionFields, b'{"prompt": [[1], %s]}'),
+        (ResponseFields, b'{"input": %s}'),
+        (DetokenizeFields, b'{"tokens": ["a", %s]}'),
+    ],
+)
+def test_a_list_full_of_faults_is_given_up_at_the_first(kind: type[BaseModel], body: bytes) -> None:
+    with pytest.raises(ValidationError) as error:
+        kind.model_validate_json(body % MANY)
+    assert error.value.error_count() < 5
+
+
+@pytest.mark.parametrize("count", [1, 1001, 200_000])
+def test_the_first_unknown_key_is_named_however_many_there_are(count: int) -> None:
+    odd = {f"k{i}": i for i in range(count)}
+    for kind, body, param in (
+        (ChatFields, {**odd, "messages": HI}, "k0"),
+        (ChatFields, {"messages": HI, **odd}, "k0"),
+        (ChatFields, {"messages": [HI[0], {**HI[0], **odd}]}, "messages[1].k0"),
+        (ResponseFields, {"input": [{"role": "user", "content": "a", **odd}]}, "input[0].k0"),
+        (ChatFields, {"messages": HI, "metadata": odd}, "metadata.k0"),
+        (
+            ChatFields,
+            {"messages": HI, "tools": [{"type": "function", "function": {"name": "f", **odd}}]},
+            "tools[0].function.k0",
+        ),
+    ):
+        assert error_of(kind, body)["param"] == param
+    assert error_of(CompletionFields, {**odd, "prompt": "a"})["code"] == "unknown_parameter"
+
+
+def test_faults_that_come_late_are_counted() -> None:
+    body = {"messages": HI * 3000, "metadata": {f"k{i}": i for i in range(1001)}}
+    assert "the body has 1001 faults" in error_of(ChatFields, body)["message"]
+
+
+def test_what_is_told_of_a_long_name_or_value_is_short() -> None:
+    for body in (
+        {"messages": HI, "x" * 100_000: 1},
+        {"messages": [{"role": "x" * 100_000}]},
+        {"messages": HI, "metadata": {"x" * 100_000: 1}},
+    ):
+        assert len(json.dumps(error_of(ChatFields, body))) < 1000
+
+
+def test_a_body_has_only_so_many_values() -> None:
+    fits = b'{"tokens": [%s1]}' % (b"1," * 500_000)
+    assert len(parse(DetokenizeFields, fits).tokens) == 500_001
+    for most in (1 << 20, 16 << 20):
+        with pytest.raises(ApiError, match="send fewer values") as caught:
+            parse(DetokenizeFields, b'{"tokens": [%s1]}' % (b"1," * 600_000), most)
+        assert caught.value.status == 413
+    long = json.dumps({"messages": [{"role": "user", "content": '",[{:' * 2_000_000}]}).encode()
+    assert parse(ChatFields, long).messages
+
+
+# Bodies of one piece again and again, and the status where there are as many of it as there may be.
+WIDE = {
+    "unknown keys": ('{"messages": [], %s "a": 1}', '"%d":1,', 400),
+    "keys of a message": ('{"messages": [{"role": "user", %s "a": 1}]}', '"%d":1,', 400),
+    "metadata": ('{"messages": [], "metadata": {%s "a": "b"}}', '"%d":"x",', 200),
+    "metadata that is none": ('{"messages": [], "metadata": {%s "a": "b"}}', '"%d":1,', 400),
+    "logit_bias": ('{"messages": [], "logit_bias": {%s "1": 1}}', '"%d":1,', 200),
+    "lists in a form": ('{"messages": [], "response_format": {"a": [%s 1]}}', "[],", 200),
+    "objects in a form": ('{"messages": [], "response_format": {"a": [%s 1]}}', '{"a":1},', 200),
+    "tools": (
+        '{"messages": [], "tools": [%s {"type": "function", "function": {"name": "a"}}]}',
+        '{"type":"function","function":{"name":"a"}},',
+        200,
+    ),
+    "parameters of a tool": (
+        '{"messages": [], "tools": [{"type": "function",'
+        ' "function": {"name": "a", "parameters": {%s "a": 1}}}]}',
+        '"%d":{},',
+        200,
+    ),
+    "stops": ('{"messages": [], "stop": [%s "a"]}', '"ab",', 200),
+    "messages": ('{"messages": [%s {"role": "user"}]}', '{"role":"user"},', 200),
+    "parts": (
+        '{"messages": [{"role": "user", "content": [%s {"type":"text","text":""}]}]}',
+        '{"type":"text","text":""},',
+        200,
+    ),
+}
+MEASURE = """
+import json, sys
+import psutil
+from specinfer.serve.http.api_error import ApiError
+from specinfer.serve.api.chat import ChatFields
+from specinfer.serve.fields.body import parse
+def peak():
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+size = int(sys.argv[1])
+before = psutil.Process().memory_info().rss
+for around, piece, _ in json.loads(sys.argv[2]):
+    tokens = sum(map(piece.count, "[]{},:")) + piece.count('"') // 2
+    for most in (size // 32 // tokens - 20, size // (len(piece) + 6)):  # as many as may be, and too many
+        pieces = bytearray()
+        for number in range(most):
+            pieces += (piece % number if "%" in piece else piece).encode()
+        body = around.encode().replace(b"%s", bytes(pieces))
+        try:
+            parse(ChatFields, body, size)
+            status = 200
+        except ApiError as error:
+            status = error.status
+        print(status, peak() - before)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+def test_a_body_takes_a_few_times_its_bytes() -> None:
+    size = 4 << 20
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(size), json.dumps(list(WIDE.values()))],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = [[int(one) for one in line.split()] for line in done.stdout.splitlines()]
+    found = dict(zip(WIDE, zip(lines[::2], lines[1::2], strict=True), strict=True))
+    for name, (_, _, status) in WIDE.items():
+        (fitting, low), (more, high) = found[name]
+        assert (fitting, more) == (status, 413 if status == 200 else 400), name
+        assert max(low, high) < 12 * size, (name, found)  # three of them make the body

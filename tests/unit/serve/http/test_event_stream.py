@@ -1,0 +1,176 @@
+"""Streams of events: whatever ends them, what makes them is told at once."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncGenerator, Iterator
+
+import pytest
+from starlette.types import Message
+
+from specinfer.serve.http.api_error import ADMITTED, ApiError
+from specinfer.serve.http.event_stream import PING, event, stream
+from tests.virtual_time import run_virtual
+
+SCOPE = {"type": "http", "asgi": {"spec_version": "2.3"}, "method": "POST", "path": "/", "headers": []}
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    """Nobody may leave the end of a stream to it."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def endless(closed: list[str]) -> AsyncGenerator[str]:
+    try:
+        while True:
+            yield event("more")
+            await asyncio.sleep(0)
+    finally:
+        closed.append("closed")
+
+
+async def stay() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError("it waits for ever")
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2, 3])
+def test_a_reader_that_is_let_go_ends_what_is_made_for_it(taken: int) -> None:
+    async def run() -> None:
+        closed: list[str] = []
+        left = taken
+
+        async def send(message: Message) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise TimeoutError
+
+        response = await stream(endless(closed))
+        with pytest.raises(TimeoutError):
+            await response(SCOPE, stay, send)
+        assert closed == ["closed"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_a_client_that_goes_away_while_it_takes_nothing_ends_what_is_made_for_it(taken: int) -> None:
+    async def run() -> None:
+        closed: list[str] = []
+        left, stuck = taken, asyncio.Event()
+
+        async def send(message: Message) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                stuck.set()
+                await asyncio.Event().wait()
+
+        async def go() -> Message:
+            await stuck.wait()
+            return {"type": "http.disconnect"}
+
+        response = await stream(endless(closed))
+        await response(SCOPE, go, send)
+        assert closed == ["closed"]
+
+    asyncio.run(run())
+
+
+async def told_late(after: float, *said: str | ApiError, pause: float = 0.0) -> AsyncGenerator[str]:
+    """Admitted at once; it says the first after so many seconds, and pauses behind each."""
+    admitted = ADMITTED.get()
+    assert admitted is not None
+    await asyncio.sleep(1.0)
+    admitted.set()
+    await asyncio.sleep(after)
+    for one in said:
+        if isinstance(one, ApiError):
+            raise one
+        yield event(one)
+        await asyncio.sleep(pause)
+
+
+def sent(events: AsyncGenerator[str], *, ping: float) -> list[tuple[float, bytes]]:
+    """What a stream sends, each with its second; its start is b"start"."""
+    found: list[tuple[float, bytes]] = []
+
+    async def run() -> None:
+        async def send(message: Message) -> None:
+            now = asyncio.get_running_loop().time()
+            found.append((now, message.get("body", b"start")))
+
+        response = await stream(events, ping=ping)
+        await response(SCOPE, stay, send)
+
+    run_virtual(run())
+    return found
+
+
+def test_a_stream_begins_when_its_request_is_admitted_and_is_kept_alive_while_nothing_is_said() -> None:
+    a, b, done = event("a").encode(), event("b").encode(), b"data: [DONE]\n\n"
+    ping = PING.encode()
+    expected = [(1.0, b"start"), *((t, ping) for t in (16.0, 31.0)), (42.0, a), (57.0, ping), (62.0, b)]
+    assert sent(told_late(41.0, "a", "b", pause=20.0), ping=15.0) == [
+        *expected,
+        *((77.0, ping), (82.0, done), (82.0, b"")),
+    ]
+    quiet = sent(told_late(41.0, "a"), ping=0.0)
+    assert quiet == [(1.0, b"start"), (42.0, a), (42.0, done), (42.0, b"")]
+
+
+def test_what_is_refused_before_it_is_admitted_is_no_stream() -> None:
+    async def refused() -> AsyncGenerator[str]:
+        await asyncio.sleep(100)
+        raise ApiError("no such field")
+        yield ""
+
+    with pytest.raises(ApiError, match="no such field"):
+        sent(refused(), ping=15.0)
+
+
+def test_what_fails_behind_that_is_the_last_event() -> None:
+    error = ApiError("the engine died", status=500)
+    assert sent(told_late(9.0, error), ping=5.0) == [
+        *((1.0, b"start"), (6.0, PING.encode()), (10.0, error.event.encode()), (10.0, b"")),
+    ]
+
+
+@pytest.mark.parametrize("gone_after", [0.5, 3.0])  # before it is admitted, and before the first word
+def test_a_client_that_goes_away_while_it_waits_ends_what_is_made_for_it(gone_after: float) -> None:
+    closed: list[str] = []
+
+    async def waiting() -> AsyncGenerator[str]:
+        try:
+            async for one in told_late(1000.0, "a"):
+                yield one
+        finally:
+            closed.append("closed")
+
+    async def run() -> None:
+        async def send(message: Message) -> None:
+            pass
+
+        async def go() -> Message:
+            await asyncio.sleep(gone_after)
+            return {"type": "http.disconnect"}
+
+        async def answer() -> None:
+            await (await stream(waiting(), ping=1.0))(SCOPE, go, send)
+
+        task = asyncio.ensure_future(answer())
+        if gone_after < 1.0:  # which `unless_gone` sees
+            await asyncio.sleep(gone_after)
+            task.cancel()
+            await asyncio.wait({task})
+        else:
+            await task
+        assert closed == ["closed"]
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(run())

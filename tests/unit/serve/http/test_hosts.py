@@ -1,0 +1,104 @@
+"""The names a server is asked for by: a page's own name, pointed at this machine, is none of them."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+
+from specinfer.errors import ConfigError
+from specinfer.serve.config import ServeConfig
+from specinfer.serve.http.access import Access, Keys
+from specinfer.serve.http.hosts import Hosts
+from tests.served import Served
+from tests.unit.serve.http.test_access import ask, echo
+
+
+@pytest.mark.parametrize(
+    ("host", "admitted"),
+    [
+        *(("localhost", True), ("localhost:8000", True), ("LocalHost.:1", True)),
+        *(("127.0.0.1:8000", True), ("127.9.8.7", True), ("[::1]:8000", True), ("[::1]", True)),
+        *(("mine.example", True), ("MINE.example:443", True), ("mine.example.:443", True)),
+        *(("other.example:8000", True), ("10.1.2.3:8000", True), ("[fe80::1]:9", True)),
+        *(("evil.example:8000", False), ("localhost.evil.example", False), ("127.0.0.1.evil.example", False)),
+        *(("10.1.2.4", False), ("[::2]:8000", False), ("0.0.0.0:8000", False)),
+        *(("", False), (":8000", False), ("[", False), ("[::1", False), ("::1", False), ("[]", False)),
+        *(
+            ("localhost:8000:1", False),
+            ("localhost:x", False),
+            ("localhost/a", False),
+            ("a@localhost", False),
+        ),
+        *(("localhost localhost", False), ("\xe9vil.example", False), ("*", False)),
+    ],
+)
+def test_who_is_asked_for(host: str, admitted: bool) -> None:
+    hosts = Hosts(["Mine.example", "other.example.", "10.1.2.3", "[fe80::1]"])
+    assert hosts.admit(host.encode("latin-1")) is admitted
+
+
+@pytest.mark.parametrize(
+    ("allowed", "keyed", "address", "checked"),
+    [
+        ([], False, "127.0.0.1", True),
+        ([], False, "127.0.1.1", True),
+        ([], False, "::1", True),
+        ([], True, "127.0.0.1", False),
+        ([], False, "0.0.0.0", False),
+        ([], False, "192.0.2.1", False),
+        (["a.example"], False, "192.0.2.1", True),
+        (["a.example"], True, "127.0.0.1", True),
+        (["*"], False, "127.0.0.1", False),
+        (["a.example", "*"], False, "127.0.0.1", False),
+    ],
+)
+def test_when_names_are_looked_at(allowed: list[str], keyed: bool, address: str, checked: bool) -> None:
+    hosts = Hosts.of("mybox", allowed, keyed=keyed, address=address)
+    assert (hosts is not None) is checked
+    if hosts is not None:
+        assert hosts.admit(b"a.example") is ("a.example" in allowed)
+        assert hosts.admit(b"mybox:8000")
+        assert not hosts.admit(b"evil.example")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["http://a.example", "a.example:80", "a.example/b", "", "*.example", "\xe9.example", "a b", "[::1]:8"],
+)
+def test_a_name_is_a_name_alone(name: str) -> None:
+    with pytest.raises(ConfigError, match="allowed_host"):
+        ServeConfig(allowed_host=(name,))
+    ServeConfig(allowed_host=("a.example", "10.0.0.1", "::1", "[fe80::1]", "*"))
+
+
+def guarded(*keys: str) -> Access:
+    return Access(echo, keys=Keys(keys), max_body=10, idle_timeout=5.0, hosts=Hosts(["mine.example"]))
+
+
+def test_another_name_is_refused_before_anything_else_is_looked_at() -> None:
+    for access in (guarded(), guarded("sesame")):
+        status, _, body = ask(access, host="evil.example:8000", content_length="11")
+        error = json.loads(body)["error"]
+        assert (status, error["type"]) == (421, "invalid_request_error")
+        assert "'evil.example:8000'" in error["message"]
+        assert "--allowed-host" in error["message"]
+    assert ask(guarded(), host="mine.example:8000")[0] == 200
+    assert ask(guarded(), host="evil.example", path="/page/main.js")[0] == 421
+    assert ask(guarded())[0] == 421
+    long = ask(guarded(), host="x" * 60_000)[2]
+    assert len(long) < 1000
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_a_probe_may_ask_by_any_name(path: str) -> None:
+    assert ask(guarded(), host="10.1.2.9:8000", path=path)[0] == 200
+
+
+@pytest.mark.thorough
+def test_a_server_on_this_machine_is_no_other_pages(served: Served) -> None:
+    for path in ("/v1/models", "/metrics", "/", "/version"):
+        assert httpx.get(served.url + path).status_code == 200
+        assert httpx.get(served.url + path, headers={"Host": "evil.example"}).status_code == 421
+    assert httpx.get(served.url + "/health", headers={"Host": "evil.example"}).status_code == 200

@@ -1,0 +1,100 @@
+"""The page as files: what is served, with which headers, to whom."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from specinfer.serve.http.page_server import PAGE_HEADERS, page_files
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import ScriptedBackend, byte_tokenizer, scripted_app
+
+ROOT = Path(__file__).parents[4]
+FOLDER = ROOT / "specinfer/serve/page"
+SOURCES = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def client(tokenizer: Tokenizer, *keys: str, page: bool = True, root_path: str = "") -> TestClient:
+    app = scripted_app(tokenizer, ScriptedBackend(), keys=keys, page=page, root_path=root_path)
+    return TestClient(app, root_path=root_path)
+
+
+def test_every_file_is_served_as_it_lies_there_and_to_be_run_as_nothing_else(tokenizer: Tokenizer) -> None:
+    asked = client(tokenizer)
+    for name, source in SOURCES.items():
+        answer = asked.get("/" if name == "index.html" else f"/page/{name}")
+        assert answer.status_code == 200, name
+        assert answer.text == source
+        assert {key: answer.headers[key] for key in PAGE_HEADERS} == dict(PAGE_HEADERS)
+    assert asked.get("/").headers["content-type"] == "text/html; charset=utf-8"
+    assert asked.get("/page/main.js").headers["content-type"] == "text/javascript; charset=utf-8"
+    assert asked.get("/page/style.css").headers["content-type"] == "text/css; charset=utf-8"
+
+
+@pytest.mark.parametrize(
+    "path", ["/page", "/page/", "/page/none.js", "/page/../app.py", "/page/%2e%2e/app.py"]
+)
+def test_nothing_else_is_served(tokenizer: Tokenizer, path: str) -> None:
+    assert client(tokenizer).get(path).status_code == 404
+
+
+@pytest.mark.parametrize("root_path", ["", "/llm"])
+def test_the_page_needs_no_key_and_what_it_asks_for_does(tokenizer: Tokenizer, root_path: str) -> None:
+    asked = client(tokenizer, "sesame", root_path=root_path)
+    for path, status in {"/": 200, "/page/main.js": 200, "/page/none.js": 404, "/v1/models": 401}.items():
+        assert asked.get(root_path + path).status_code == status, path
+
+
+def test_the_page_can_be_left_out(tokenizer: Tokenizer) -> None:
+    asked = client(tokenizer, page=False)
+    assert asked.get("/").status_code == asked.get("/page/main.js").status_code == 404
+
+
+def test_the_model_card_says_what_may_be_asked_of_speculation(tokenizer: Tokenizer) -> None:
+    [card] = client(tokenizer).get("/v1/models").json()["data"]
+    assert card["speculation"] == {
+        "speculators": ["grammar", "prediction", "draft", "lookup"],
+        "max_nodes": 64,
+        "expansion": "learned",
+        "verifier": "coupled",
+    }
+
+
+def test_the_policy_allows_nothing_inline_and_nobody_else() -> None:
+    policy = dict(part.split(" ", 1) for part in PAGE_HEADERS["Content-Security-Policy"].split("; "))
+    assert policy.pop("img-src") == "'self' data:"
+    assert {value for name, value in policy.items() if name.endswith("-src")} == {"'none'", "'self'"}
+    assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
+
+
+def test_the_page_names_its_own_files_and_no_other_host() -> None:
+    named = set()
+    for name, source in SOURCES.items():
+        assert source.isascii(), name
+        hosts = set(re.findall(r"https?://[^\s\"'`)]+", source)) - {"http://www.w3.org/2000/svg"}
+        assert hosts == set(), f"{name} names {hosts}"
+        assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|\beval\b", source), name
+        named |= set(re.findall(r'from "\./([\w.]+)"', source))
+    html = SOURCES["index.html"]
+    named |= set(re.findall(r'(?:href|src)="page/([\w.]+)"', html))
+    assert not re.search(r"\sstyle=|\son\w+=|<style|<script(?! type=\"module\" src=)", html)
+    assert named | {"index.html"} == set(SOURCES)
+
+
+def test_each_file_is_one_noun_and_short() -> None:
+    assert {name for name, source in SOURCES.items() if len(source.splitlines()) > 300} == set()
+
+
+def test_the_package_has_them() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "serve/page/*" in project["tool"]["setuptools"]["package-data"]["specinfer"]
+    assert set(page_files()) == {"/", *(f"/page/{name}" for name in SOURCES if name != "index.html")}

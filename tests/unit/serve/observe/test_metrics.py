@@ -1,0 +1,68 @@
+"""What a server counts of speculation, as Prometheus reads it."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from specinfer.engine.steps import Statistics
+from specinfer.request import Delta, FinishReason, SpeculationFigures
+from specinfer.sampling_params import SamplingParams
+from specinfer.serve.backend.work import Health, Work
+from specinfer.serve.observe.metrics import Metrics
+
+WORK = Work("a", (1, 2, 3), SamplingParams())
+
+
+def told(metrics: Metrics, state: Statistics | None = None) -> dict[tuple[str, ...], float]:
+    """Every metric by its name and its labels but the model's."""
+    text = metrics.text(Health(state)).decode()
+    found: dict[tuple[str, ...], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "tiny"
+            found[sample.name.removeprefix("specinfer:"), *labels.values()] = sample.value
+    return found
+
+
+def test_of_each_speculator_it_is_told_what_was_verified_and_what_became_text() -> None:
+    metrics = Metrics("tiny")
+    for proposed, accepted in (
+        ({"lookup": 6, "draft": 9}, {"draft": 4}),
+        ({"lookup": 2}, {"lookup": 1}),
+    ):
+        figures = SpeculationFigures(proposed_by=proposed, accepted_by=accepted)
+        metrics.observe(WORK, 0.0).delta(Delta("a", finish_reason=FinishReason.LENGTH, figures=figures), 1.0)
+    found = told(metrics)
+    assert {
+        name: found[name] for name in found if name[0] in ("verified_tokens_total", "accepted_tokens_total")
+    } == {
+        **dict.fromkeys([("verified_tokens_total", name) for name in ("lookup", "ngram", "suffix")], 8),
+        ("verified_tokens_total", "draft"): 9,
+        **dict.fromkeys([("accepted_tokens_total", name) for name in ("lookup", "ngram", "suffix")], 1),
+        ("accepted_tokens_total", "draft"): 4,
+    }
+
+
+def test_what_was_guessed_and_whether_anybody_may_is_the_engines_to_say() -> None:
+    metrics = Metrics("tiny")
+    for on, guessed in ((True, 5), (False, 7), (True, 7)):
+        found = told(metrics, Statistics(speculation_on=on, guessed_tokens={"lookup": guessed, "draft": 0}))
+        assert found["speculation_on",] == on
+        assert found["guessed_tokens", "draft"] == 0
+        for name in ("lookup", "ngram", "suffix"):  # the latter two are its old names
+            assert found["guessed_tokens", name] == guessed
+
+
+def test_how_long_requests_wait_for_their_first_step_is_counted_once() -> None:
+    metrics = Metrics("tiny")
+    one, other, never = (metrics.observe(WORK, 10.0) for _ in range(3))
+    for delta, now in ((Delta("a"), 11.0), (Delta("a", begun=True), 14.0), (Delta("a", "x", (1,)), 20.0)):
+        one.delta(delta, now)
+    other.delta(Delta("b", "x", (1,), begun=True), 12.0)  # heard of together
+    never.delta(Delta("c"), 11.0)
+    never.end(30.0)
+    found = told(metrics)
+    assert found["request_queue_time_seconds_count",] == 2
+    assert found["request_queue_time_seconds_sum",] == 4.0 + 2.0
+    assert found["time_to_first_token_seconds_sum",] == 10.0 + 2.0

@@ -1,0 +1,156 @@
+"""A file of lines that others may not read, and that does not grow for ever."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specinfer.serve.observe.traffic_log import PrivateLines
+
+PLENTY = 1 << 20
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def append(path: Path, *lines: bytes, most: int = PLENTY) -> None:
+    file = PrivateLines(str(path), most)
+    for line in lines:
+        file.append(line)
+    file.close()
+
+
+def test_only_the_owner_may_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    old.write_bytes(b"before\n")
+    old.chmod(0o644)
+    changed: list[int] = []
+    monkeypatch.setattr(
+        os, "fchmod", lambda number, mode, real=os.fchmod: (changed.append(mode), real(number, mode))
+    )
+    for path in (new, old):
+        append(path, b"line")
+        assert mode(path) == 0o600
+    assert changed == [0o600]  # the new one had that mode from the start
+    assert old.read_bytes() == b"before\nline\n"
+
+
+def test_a_line_that_would_make_it_too_large_begins_a_new_one(tmp_path: Path) -> None:
+    path, before = tmp_path / "log", tmp_path / "log.1"
+    append(path, b"a" * 9, b"b" * 9, b"c" * 9, most=20)
+    assert (before.read_bytes(), path.read_bytes()) == (b"a" * 9 + b"\n" + b"b" * 9 + b"\n", b"c" * 9 + b"\n")
+    append(path, b"d" * 30, b"e", most=20)  # longer than a whole file
+    assert (before.read_bytes(), path.read_bytes()) == (b"d" * 30 + b"\n", b"e\n")
+    assert mode(path) == mode(before) == 0o600
+
+
+@pytest.mark.parametrize("how", ["rm", "mv", "another"])
+def test_a_file_that_is_gone_is_begun_anew(tmp_path: Path, how: str) -> None:
+    path, old = tmp_path / "log", tmp_path / "log.old"
+    file = PrivateLines(str(path), PLENTY)
+    file.append(b"a")
+    if how == "rm":
+        path.unlink()
+    else:
+        path.rename(old)
+    if how == "another":
+        path.write_bytes(b"torn")
+    file.append(b"b")
+    file.append(b"c")
+    file.close()
+    assert path.read_bytes() == (b"torn\nb\nc\n" if how == "another" else b"b\nc\n")
+    assert mode(path) == 0o600
+    if how != "rm":
+        assert old.read_bytes() == b"a\n"
+
+
+def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
+    target, path = tmp_path / "target", tmp_path / "log"
+    target.write_bytes(b"theirs\n")
+    target.chmod(0o644)
+    path.symlink_to(target)
+    with pytest.raises(OSError, match="it is a symbolic link"):
+        PrivateLines(str(path), PLENTY)
+    path.unlink()
+    file = PrivateLines(str(path), PLENTY)
+    path.unlink()
+    path.symlink_to(target)  # while it is written
+    with pytest.raises(OSError, match="it is a symbolic link"):
+        file.append(b"a")
+    path.unlink()
+    file.append(b"b")
+    file.close()
+    assert (target.read_bytes(), mode(target)) == (b"theirs\n", 0o644)
+    assert path.read_bytes() == b"b\n"
+
+
+def test_a_line_behind_a_torn_one_stands_alone(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    program = (
+        "import os, signal, sys; from specinfer.serve.observe.traffic_log import PrivateLines\n"
+        "file, write = PrivateLines(sys.argv[1], 1000), os.write\n"
+        "def torn(number, data): write(number, data[:3]); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "file.append(b'whole'); os.write = torn; file.append(b'killed')\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program, path], check=False).returncode == -9
+    append(path, b"next", b"after")
+    assert path.read_bytes() == b"whole\nkil\nnext\nafter\n"
+
+
+def test_a_line_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    program = (
+        "import resource, sys; from specinfer.serve.observe.traffic_log import PrivateLines\n"
+        "file = PrivateLines(sys.argv[1], 1 << 20); file.append(b'a' * 9)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20, resource.RLIM_INFINITY))\n"
+        "try: file.append(b'b' * 30)\n"
+        "except OSError as error: print(error.strerror)\n"
+        "file.append(b'c' * 4)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)\n"
+        "file.append(b'd' * 30); file.close()\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program, path], check=True, capture_output=True, text=True)
+    assert ran.stdout == "File too large\n"
+    assert path.read_bytes() == b"a" * 9 + b"\n" + b"c" * 4 + b"\n" + b"d" * 30 + b"\n"
+
+
+def test_a_torn_line_that_cannot_be_taken_back_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = tmp_path / "log", os.write
+    file = PrivateLines(str(path), PLENTY)
+
+    def full(number: int, data: memoryview) -> int:
+        if len(data) < 4:
+            raise OSError(28, "No space left on device")
+        return write(number, data[:3])
+
+    def stuck(number: int, size: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        patch.setattr(os, "ftruncate", stuck)
+        with pytest.raises(OSError, match="No space"):
+            file.append(b"torn")
+    file.append(b"next")
+    assert path.read_bytes() == b"tor\nnext\n"
+    file.close()
+
+
+def test_what_cannot_be_such_a_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name, reason in (("pipe", "no regular file"), ("none/log", "No such file"), (".", "Is a directory")):
+        with pytest.raises(OSError, match=reason):
+            PrivateLines(str(tmp_path / name), PLENTY)
+    file = PrivateLines(str(tmp_path / "log"), PLENTY)
+    with pytest.raises(OSError, match="another server"):
+        PrivateLines(str(tmp_path / "log"), PLENTY)
+    file.close()
+    PrivateLines(str(tmp_path / "log"), PLENTY).close()

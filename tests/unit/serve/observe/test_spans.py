@@ -1,0 +1,211 @@
+"""One span for each completion, under the caller's own."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from specinfer.errors import ConfigError
+from specinfer.request import Delta, FinishReason, SpeculationFigures
+from specinfer.sampling_params import SamplingParams
+from specinfer.serve.backend.work import Work
+from specinfer.serve.config import ServeConfig
+from specinfer.serve.observe.metrics import Metrics
+from specinfer.serve.observe.spans import Spans, open_spans
+from specinfer.serve.startup import observers
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
+
+EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def spans_of(
+    tokenizer: Tokenizer,
+    answers: Sequence[Sequence[Delta | Exception]],
+    path: str,
+    body: Mapping[str, Any],
+    headers: Mapping[str, str],
+) -> tuple[list[ReadableSpan], str]:
+    """The spans of one request, and its id."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    spans = Spans(provider, MODEL)
+
+    async def run() -> str:
+        client = http_client(scripted_app(tokenizer, ScriptedBackend(*answers), observers=[spans.observe]))
+        return str((await client.post(path, json=body, headers=headers)).headers["x-request-id"])
+
+    request_id = asyncio.run(run())
+    spans.close()
+    return list(exporter.get_finished_spans()), request_id
+
+
+def test_a_span_says_what_was_asked_and_done_but_not_what_was_said(tokenizer: Tokenizer) -> None:
+    figures = SpeculationFigures(
+        steps=2, output_tokens=5, drafted_tokens=6, accepted_tokens=3, accepted_by={"lookup": 3}
+    )
+    script = says("Hel", "lo", cached_tokens=4)
+    script[-1] = Delta(
+        "", "lo", (108, 111), finish_reason=FinishReason.STOP, figures=figures, cached_tokens=4
+    )
+    body = {"input": "my secret", "temperature": 0, "max_output_tokens": 9, "seed": 3, "stream": True}
+    headers = {"traceparent": f"00-{TRACE}-{CALLER}-01", "tracestate": "vendor=x"}
+    [span], request_id = spans_of(tokenizer, [script], "/responses", body, headers)
+    assert span.name == f"chat {MODEL}"
+    assert span.kind is SpanKind.SERVER
+    assert span.parent is not None
+    assert (f"{span.parent.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE, CALLER)
+    assert span.parent.trace_state["vendor"] == "x"
+    assert span.start_time is not None
+    assert span.end_time is not None
+    told = dict(span.attributes or {})
+    first = told.pop("gen_ai.response.time_to_first_chunk")
+    assert isinstance(first, float)
+    assert 0 <= first <= (span.end_time - span.start_time) / 1e9 + 0.05
+    assert told == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "specinfer",
+        "gen_ai.request.model": MODEL,
+        "gen_ai.response.model": MODEL,
+        "gen_ai.request.temperature": 0.0,
+        "gen_ai.request.top_p": 1.0,
+        "gen_ai.request.seed": 3,
+        "gen_ai.request.max_tokens": 9,
+        "gen_ai.request.presence_penalty": 0.0,
+        "gen_ai.request.frequency_penalty": 0.0,
+        "gen_ai.usage.input_tokens": len("user: my secret\nassistant: "),
+        "gen_ai.usage.output_tokens": 5,
+        "gen_ai.usage.cache_read.input_tokens": 4,
+        "gen_ai.response.finish_reasons": ("stop",),
+        "specinfer.request_id": request_id,
+        "specinfer.index": 0,
+        "specinfer.speculation.steps": 2,
+        "specinfer.speculation.drafted_tokens": 6,
+        "specinfer.speculation.accepted_tokens": 3,
+        "specinfer.speculation.tokens_per_step": 2.5,
+        "specinfer.speculation.accepted_by.lookup": 3,
+    }
+    assert span.status.status_code is StatusCode.UNSET
+
+
+@pytest.mark.parametrize("traceparent", ["", "nonsense", f"00-{TRACE}-0000000000000000-01"])
+def test_a_caller_without_a_span_makes_a_root(tokenizer: Tokenizer, traceparent: str) -> None:
+    found, _ = spans_of(
+        tokenizer,
+        [says("a"), says("b", reason=FinishReason.LENGTH)],
+        "/completions",
+        {"prompt": "p", "n": 2},
+        {"traceparent": traceparent},
+    )
+    assert [span.parent for span in found] == [None, None]
+    assert [span.name for span in found] == [f"text_completion {MODEL}"] * 2
+    reasons = {
+        (span.attributes or {})["specinfer.index"]: (span.attributes or {})["gen_ai.response.finish_reasons"]
+        for span in found
+    }
+    assert reasons == {0: ("stop",), 1: ("length",)}
+
+
+def test_a_caller_that_does_not_sample_gets_no_span(tokenizer: Tokenizer) -> None:
+    headers = {"traceparent": f"00-{TRACE}-{CALLER}-00"}
+    assert spans_of(tokenizer, [says("a")], "/completions", {"prompt": "p"}, headers)[0] == []
+
+
+def test_an_answer_that_fails_is_an_error(tokenizer: Tokenizer) -> None:
+    wrong = Delta("", finish_reason=FinishReason.ERROR, error="my secret leaves no token")
+    [span], _ = spans_of(tokenizer, [[wrong]], "/completions", {"prompt": "p"}, {})
+    assert span.status.status_code is StatusCode.ERROR
+    assert span.status.description is None
+    assert (span.attributes or {})["gen_ai.response.finish_reasons"] == ("error",)
+    assert (span.attributes or {})["error.type"] == "request_error"
+
+
+class Collected(InMemorySpanExporter):
+    """Stands in for the exporter, which need not be installed."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__()
+        self.endpoint = endpoint
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "sent_to"),
+    [
+        ("http://localhost:4318", "http://localhost:4318/v1/traces"),
+        ("https://host/", "https://host/v1/traces"),
+        ("http://host:1/own?key=x", "http://host:1/own?key=x"),
+    ],
+)
+def test_what_is_left_is_sent_at_the_end(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, endpoint: str, sent_to: str
+) -> None:
+    made: list[Collected] = []
+
+    def exporter(endpoint: str) -> Collected:
+        made.append(Collected(endpoint))
+        return made[0]
+
+    module = ModuleType("trace_exporter")
+    module.OTLPSpanExporter = exporter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, EXPORTER, module)
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
+    with observers(ServeConfig(otlp_endpoint=endpoint), MODEL, Metrics(MODEL), tokenizer) as [observe]:
+        span = observe(Work("a", (65,), SamplingParams(seed=1)), 0.0)
+        span.delta(says("b")[0], 1.0)
+        span.end(2.0)
+    [sent] = made[0].get_finished_spans()
+    assert made[0].endpoint == sent_to
+    assert (sent.attributes or {})["gen_ai.response.time_to_first_chunk"] == 1.0
+    told = sent.resource.attributes
+    assert (told["service.name"], told["deployment.environment"]) == ("specinfer", "test")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    renamed = open_spans(endpoint, MODEL)
+    assert renamed._provider.resource.attributes["service.name"] == "mine"
+    renamed.close()
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:4318", "ftp://host", "http://"])
+def test_an_endpoint_is_a_url(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"otlp_endpoint is .*allowed: a URL"):
+        open_spans(endpoint, MODEL)
+
+
+def test_what_is_missing_is_named_with_what_installs_it(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, EXPORTER, None)
+    wanted = ServeConfig(otlp_endpoint="http://localhost:4318")
+    with (
+        pytest.raises(
+            ConfigError, match=r"opentelemetry\..* is not installed; .*pip install 'specinfer\[otel\]'"
+        ),
+        observers(wanted, MODEL, Metrics(MODEL), tokenizer),
+    ):
+        pass
+
+
+def test_nothing_of_it_is_loaded_unless_it_is_asked_for() -> None:
+    program = (
+        "import sys, specinfer.serve.server, specinfer.serve.api.service\n"
+        "print([name for name in sys.modules if name.startswith('opentelemetry.sdk')])\n"
+        "print([name for name in sys.modules if name in ('torch', 'specinfer.serve.observe.spans')])\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert ran.stdout == "[]\n[]\n"

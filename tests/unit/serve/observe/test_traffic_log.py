@@ -1,0 +1,295 @@
+"""Prompts and answers in a file, whatever the disk does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from specinfer.errors import ConfigError
+from specinfer.request import Delta, FinishReason, SpeculationFigures
+from specinfer.sampling_params import SamplingParams
+from specinfer.serve.backend.work import BackendError, Health, Work
+from specinfer.serve.config import ServeConfig
+from specinfer.serve.observe import traffic_log
+from specinfer.serve.observe.metrics import Metrics
+from specinfer.serve.observe.traffic_log import LoggedCompletion, PrivateLines, TrafficLog
+from specinfer.serve.startup import observers
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import MODEL, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
+
+SECRET = "my secret"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+class Logged:
+    """A log and what becomes of what it is given."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, *, retry: float = 0.0) -> None:
+        self.path = folder / "traffic.jsonl"
+        self._losses = threading.Semaphore(0)
+        self.log = TrafficLog(
+            str(self.path), 1 << 20, model=MODEL, tokenizer=tokenizer, lost=self._losses.release, retry=retry
+        )
+
+    def lost(self, count: int) -> bool:
+        """Whether that many completions have been lost, and soon."""
+        return all(self._losses.acquire(timeout=30) for _ in range(count))
+
+    @property
+    def lost_more(self) -> bool:
+        return self._losses.acquire(blocking=False)
+
+    def complete(self, *names: str) -> None:
+        """Log completions that say their names."""
+        for name in names:
+            traffic = self.log.observe(Work(name, tuple(SECRET.encode()), SamplingParams(seed=1)), 0.0)
+            traffic.delta(says(name)[0], 1.0)
+            traffic.end(2.0)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What is in the file after the log was closed."""
+        self.log.close()
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+    def texts(self) -> list[str]:
+        return [line["text"] for line in self.lines()]
+
+
+@pytest.fixture
+def logged(tmp_path: Path, tokenizer: Tokenizer) -> Logged:
+    return Logged(tmp_path, tokenizer)
+
+
+class FullDisk:
+    """A disk that is full until it is not, or that keeps a writer waiting."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.full = True
+        self.tries = 0
+        self.answers = threading.Event()
+        self.answers.set()
+        append = PrivateLines.append
+
+        def failing(file: PrivateLines, line: bytes) -> None:
+            self.tries += 1
+            assert self.answers.wait(30)
+            if self.full:
+                raise OSError(28, "No space left on device")
+            append(file, line)
+
+        monkeypatch.setattr(PrivateLines, "append", failing)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> FullDisk:
+    return FullDisk(monkeypatch)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    assert SECRET not in caplog.text
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_line_has_all_of_a_completion(tmp_path: Path, logged: Logged, tokenizer: Tokenizer) -> None:
+    figures = SpeculationFigures(steps=2, accepted_tokens=1, accepted_by={"lookup": 1})
+    script = says("caf", "\u00e9", cached_tokens=3)
+    script[-1] = Delta(
+        "", "\u00e9", (195, 169), finish_reason=FinishReason.STOP, figures=figures, cached_tokens=3
+    )
+    backend = ScriptedBackend(script)
+    body = {
+        "messages": [{"role": "user", "content": SECRET}],
+        "temperature": 0.5,
+        "seed": 7,
+        "max_tokens": 9,
+        "cache_salt": "mine",
+        "logprobs": True,
+        "response_format": {"type": "json_object"},
+        "speculation": False,
+    }
+
+    async def run() -> str:
+        client = http_client(scripted_app(tokenizer, backend, observers=[logged.log.observe]))
+        answer = await client.post("/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return str(answer.headers["x-request-id"])
+
+    request_id = asyncio.run(run())
+    [line] = logged.lines()
+    assert line.pop("time")[-1] == "Z"
+    assert 0 <= line.pop("first_token_seconds") <= line.pop("seconds") < 60
+    assert line.pop("params").pop("speculation")["enabled"] is False
+    prompt = f"user: {SECRET}\nassistant: "
+    assert line == {
+        "request_id": request_id,
+        "index": 0,
+        "model": MODEL,
+        "prompt": prompt,
+        "prompt_token_ids": list(prompt.encode()),
+        "text": "caf\u00e9",
+        "token_ids": [99, 97, 102, 195, 169],
+        "finish_reason": "stop",
+        "cached_tokens": 3,
+        "figures": {
+            "steps": 2,
+            "output_tokens": 0,
+            "drafted_tokens": 0,
+            "accepted_tokens": 1,
+            "accepted_per_depth": [],
+            "drafted_per_depth": [],
+            "accepted_by": {"lookup": 1},
+            "proposed_by": {},
+        },
+    }
+
+
+def test_parameters_are_told_that_matter(logged: Logged) -> None:
+    asked = SamplingParams(
+        seed=3, top_k=5, stop=("x",), logit_bias={7: 1.5}, logprobs=2, cache_salt="mine", n=3
+    )
+    traffic = logged.log.observe(Work("a", (65,), asked), 0.0)
+    traffic.delta(says("b")[0], 1.0)
+    traffic.end(2.0)
+    [line] = logged.lines()
+    assert line["params"] == {
+        "temperature": 1.0,
+        "seed": 3,
+        "max_tokens": 128,
+        "top_k": 5,
+        "stop": ["x"],
+        "logit_bias": {"7": 1.5},
+    }
+
+
+def test_each_completion_that_ended_by_itself_has_a_line(logged: Logged, tokenizer: Tokenizer) -> None:
+    cut, wrong = FinishReason.LENGTH, Delta("", finish_reason=FinishReason.ERROR, error="no token is left")
+    backend = ScriptedBackend(
+        says("one"), says("two", reason=cut), [wrong], [Delta("", "y", (121,)), BackendError("died")]
+    )
+
+    async def run() -> list[str]:
+        client = http_client(scripted_app(tokenizer, backend, observers=[logged.log.observe]))
+        answers = [
+            await client.post("/completions", json={"prompt": "p", **more})
+            for more in ({"n": 2, "stream": True}, {}, {})
+        ]
+        assert [answer.status_code for answer in answers] == [200, 400, 500]
+        return [answer.headers["x-request-id"] for answer in answers]
+
+    first, *_ = asyncio.run(run())
+    found = [(one["request_id"], one["index"], one["text"], one["finish_reason"]) for one in logged.lines()]
+    assert found == [(first, 0, "one", "stop"), (first, 1, "two", "length")]
+
+
+def test_special_tokens_stand_in_the_prompt(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<|user|>"])
+    logged = Logged(tmp_path, Tokenizer(backend, eos_token_ids=[]))
+    traffic = logged.log.observe(Work("a", (2, 0, 1), SamplingParams(seed=1)), 0.0)
+    traffic.delta(says("c")[0], 1.0)
+    traffic.end(2.0)
+    assert [line["prompt"] for line in logged.lines()] == ["<|user|>ab"]
+
+
+def test_a_full_disk_costs_its_lines_alone(
+    logged: Logged, disk: FullDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    logged.complete("a", "b", "c")
+    assert logged.lost(3)
+    disk.full = False
+    logged.complete("d", "e")
+    assert logged.texts() == ["d", "e"]
+    assert not logged.lost_more
+    assert warnings(caplog) == [
+        f"cannot write {logged.path}: No space left on device; completions are left out of it meanwhile",
+        f"{logged.path} is written again; 3 completions were left out",
+    ]
+
+
+def test_a_disk_that_fails_is_left_alone_for_a_while(
+    tmp_path: Path, tokenizer: Tokenizer, disk: FullDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    logged = Logged(tmp_path, tokenizer, retry=1000.0)
+    logged.complete("a", "b", "c")
+    assert logged.lost(3)
+    assert disk.tries == 1
+    assert logged.texts() == []
+    assert warnings(caplog)[1:] == [f"{logged.path} ends without the last 3 completions"]
+
+
+def test_serving_does_not_wait_for_a_slow_disk(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    disk: FullDisk,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(traffic_log, "_MOST_WAITING", 2)
+    logged = Logged(tmp_path, tokenizer)
+    disk.full = False
+    disk.answers.clear()
+    logged.complete(*"abcdefgh")  # returns though nothing is written
+    assert logged.lost(5)  # one is being written, or has not been taken yet, and two wait
+    disk.answers.set()
+    texts = logged.texts()
+    assert len(texts) + 5 + logged.lost_more == 8
+    assert texts[:2] == ["a", "b"]
+    assert "more completions end than can be written" in warnings(caplog)[0]
+
+
+def test_a_disk_that_never_answers_does_not_keep_the_server(
+    logged: Logged, disk: FullDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(traffic_log, "_CLOSE_SECONDS", 0.01)
+    disk.answers.clear()
+    logged.complete("a")
+    logged.log.close()
+    assert "does not answer" in warnings(caplog)[0]
+    disk.answers.set()
+
+
+def test_a_line_that_cannot_be_made_costs_itself(
+    logged: Logged, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def odd(completion: LoggedCompletion) -> bytes:
+        raise ValueError(SECRET)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(logged.log, "_line", odd)
+        logged.complete("a")
+        assert logged.lost(1)
+    logged.complete("b")
+    assert logged.texts() == ["b"]
+    assert "ValueError" in warnings(caplog)[0]
+
+
+def test_the_option_opens_it_and_metrics_count_what_it_loses(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    metrics, path = Metrics(MODEL), tmp_path / "traffic.jsonl"
+    with observers(ServeConfig(log_traffic=str(path)), MODEL, metrics, tokenizer) as found:
+        [observe] = found
+        log = observe.__self__  # type: ignore[attr-defined]
+        assert isinstance(log, TrafficLog)
+        log._lose("a reason")
+    assert path.exists()
+    told = metrics.text(Health(None)).decode()
+    assert f'specinfer:traffic_log_lost_total{{model_name="{MODEL}"}} 1.0' in told
+    with observers(ServeConfig(), MODEL, metrics, tokenizer) as found:
+        assert found == []
+    nowhere = ServeConfig(log_traffic=str(tmp_path / "no" / "file"))
+    with (
+        pytest.raises(ConfigError, match=r"cannot write log_traffic .*No such file"),
+        observers(nowhere, MODEL, metrics, tokenizer),
+    ):
+        pass
