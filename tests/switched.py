@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.choice import Kernels
-from specinfer.models.config import Activation, Family, ModelConfig, Norm, NormPlace, QkNorm
+from specinfer.models.config import Activation, Experts, Family, ModelConfig, Norm, NormPlace, QkNorm
 from specinfer.models.decoder import Decoder, decoder_shapes
 from specinfer.models.positions import Alibi, Rope
 from specinfer.models.weight_memory import Weights
@@ -75,6 +75,14 @@ SWITCHED: Final[Mapping[str, ModelConfig]] = {
     ),
     "granite": replace(PLAIN, residual_scale=0.22, logit_scale=0.125, embedding_scale=12.0),
     "smollm3": replace(PLAIN, layers_without_rope=frozenset({0, 1})),
+    "gpt-oss": replace(
+        PLAIN,
+        attention_sinks=True,
+        qkv_bias=True,
+        o_bias=True,
+        activation=Activation.CLAMPED_SWISH,
+        experts=Experts(6, 2, 64, normalized=True, bias=True),
+    ),
     "sinks": replace(PLAIN, attention_sinks=True, qkv_bias=True, o_bias=True),
     "starcoder": replace(
         _LAYER_NORM,

@@ -20,11 +20,23 @@ from specinfer.kernels.library import Library
 from specinfer.kernels.product import check_rows, float_code
 from specinfer.kernels.structures import ACTIVATIONS, NormArgs
 
+_CLAMP: Final = 7.0
+_CLAMPED: Final = "clamped_swish"
+
+
+def _clamped_swish(x: Tensor, up: Tensor | None = None) -> Tensor:
+    """In float32, rounded once; with `up` times clamp(up, -7, 7) + 1."""
+    clamped = x.float().clamp(max=_CLAMP)
+    made = clamped * torch.sigmoid(1.702 * clamped)
+    return (made if up is None else made * (up.float().clamp(-_CLAMP, _CLAMP) + 1)).to(x.dtype)
+
+
 _ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "gelu": F.gelu,
+    _CLAMPED: _clamped_swish,
 }
 
 
@@ -75,9 +87,14 @@ class Ops:
         return _normed(x_TD if y_TD is None else x_TD + y_TD, norm)
 
     def gate(self, gate_up_T2F: Tensor, activation: str) -> Tensor:
-        """act(gate) * up, [T, F]; a row holds gate, then up."""
-        act = _ACTIVATIONS[activation]
+        """act(gate) * up, [T, F]; a row holds gate, then up.
+
+        With clamped_swish up becomes clamp(up, -7, 7) + 1 (gpt-oss).
+        """
         halves = (part.chunk(2, dim=-1) for part in _single_rows(gate_up_T2F))
+        if activation == _CLAMPED:
+            return torch.cat([_clamped_swish(gate_TF, up_TF) for gate_TF, up_TF in halves])
+        act = _ACTIVATIONS[activation]
         return torch.cat([act(gate_TF) * up_TF for gate_TF, up_TF in halves])
 
     def activate(self, x_TF: Tensor, activation: str) -> Tensor:

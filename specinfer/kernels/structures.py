@@ -15,7 +15,7 @@ KINDS: Final[dict[Kind, int]] = {
     **{"blocks4": 4, "blocks8": 5},  # of GGUF files as they are
 }
 TYPES: Final[dict[FloatType, int]] = {"float32": 0, "bfloat16": 1}
-ACTIVATIONS: Final = {"silu": 0, "gelu_tanh": 1, "relu": 2, "gelu": 3}
+ACTIVATIONS: Final = {"silu": 0, "gelu_tanh": 1, "relu": 2, "gelu": 3, "clamped_swish": 4}
 FORMS: Final[dict[Form, int]] = {"serial": 0, "after sum": 1, "parallel": 2}
 STAGES: Final = ("norms", "products", "rope and K, V", "attention", "gates", "embeddings")
 _PADDED: Final[dict[Kind, int]] = {

@@ -28,6 +28,7 @@ class Family(StrEnum):
     QWEN2_MOE = "qwen2_moe"
     QWEN3_MOE = "qwen3_moe"
     OLMOE = "olmoe"
+    GPT_OSS = "gpt_oss"
     GRANITE_MOE = "granitemoe"
     GEMMA3 = "gemma3"
     PHI3 = "phi3"
@@ -63,6 +64,7 @@ class Activation(StrEnum):
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
     GELU = "gelu"  # by the error function
+    CLAMPED_SWISH = "clamped_swish"  # min(x, 7) * sigmoid(1.702 x), times clamp(up, -7, 7) + 1 (gpt-oss)
 
 
 class Norm(StrEnum):
@@ -111,6 +113,7 @@ class Experts:
     normalized: bool
     shared_size: int = 0  # of one more expert that every token has, times the sigmoid of a gate of its own
     dense_layers: frozenset[int] = frozenset()  # numbers of layers that have an MLP instead
+    bias: bool = False  # of the router, and of the experts it chooses among
 
     def __post_init__(self) -> None:
         _positive("the size of experts", self.size)

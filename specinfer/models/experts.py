@@ -75,25 +75,25 @@ def mixture(config: ModelConfig, experts: Experts, weights: Weights, prefix: str
     """The mixture whose tensors' names begin with `prefix`, or a rank's part of it."""
     part, ops = config.part, weights.kernels.ops
 
-    def mlps(names: Sequence[str], own: InnerRange) -> list[MLP]:
-        found = weights.gated([f"{prefix}.{name}" for name in names], own.columns, own.sums)
+    def mlps(names: Sequence[str], own: InnerRange, *, bias: bool = False) -> list[MLP]:
+        found = weights.gated([f"{prefix}.{name}" for name in names], own.columns, own.sums, bias=bias)
         return [MLP(*both, config.activation, ops, gated=True) for both in found]
 
     gates = ["gate", "shared_expert_gate"] if experts.shared_size else ["gate"]
-    router = weights.linear(*(f"{prefix}.{name}" for name in gates), precise=True)
-    each = mlps([f"experts.{number}" for number in range(experts.count)], part.experts)
+    router = weights.linear(*(f"{prefix}.{name}" for name in gates), bias=experts.bias, precise=True)
+    each = mlps([f"experts.{number}" for number in range(experts.count)], part.experts, bias=experts.bias)
     shared = mlps(["shared_expert"], part.shared_expert) if experts.shared_size else [None]
     return Mixture(experts, router, each, shared[0], ops)
 
 
 def expert_matrices(experts: Experts, hidden: int) -> list[tuple[str, int, int, bool]]:
     """The matrices of a mixture, by the decoder's names: rows, columns, and whether there is a bias."""
-    found = [("mlp.gate", experts.count, hidden, False)]
-    sizes = {f"mlp.experts.{number}": experts.size for number in range(experts.count)}
+    found = [("mlp.gate", experts.count, hidden, experts.bias)]
+    mlps = [(f"mlp.experts.{number}", experts.size, experts.bias) for number in range(experts.count)]
     if experts.shared_size:
         found.append(("mlp.shared_expert_gate", 1, hidden, False))
-        sizes["mlp.shared_expert"] = experts.shared_size
-    for name, size in sizes.items():
-        found += [(f"{name}.{first}_proj", size, hidden, False) for first in ("gate", "up")]
-        found.append((f"{name}.down_proj", hidden, size, False))
+        mlps.append(("mlp.shared_expert", experts.shared_size, False))
+    for name, size, bias in mlps:
+        found += [(f"{name}.{first}_proj", size, hidden, bias) for first in ("gate", "up")]
+        found.append((f"{name}.down_proj", hidden, size, bias))
     return found

@@ -25,18 +25,16 @@ def fingerprint(model: OpenModel) -> str:
     that left norms and biases as they were, unless one of the two is quantized. Of experts the first of each
     layer is looked at. Takes some 10 ms.
     """
-    shapes = sorted(model.shapes.items())
+    shapes = sorted(
+        (name, shape) for name, shape in model.shapes.items() if EXPERTS not in name or f"{EXPERTS}0." in name
+    )
     vectors = _sizes(model)
     for name, shape in shapes:
         if len(shape) == 1:
             vectors.update(name.encode())
             vectors.update(_vector(model, name))
     found = f"2:{vectors.hexdigest()[:_DIGITS]}"
-    matrices = {
-        name: shape[0]
-        for name, shape in shapes
-        if len(shape) == 2 and ".layers." in name and (EXPERTS not in name or f"{EXPERTS}0." in name)
-    }
+    matrices = {name: shape[0] for name, shape in shapes if len(shape) == 2 and ".layers." in name}
     dtypes = {model.dtype(name) for name in matrices}
     if len(dtypes) != 1 or None in dtypes:
         return found

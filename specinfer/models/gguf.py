@@ -40,10 +40,13 @@ class _Placed:
     row_bytes: int  # of one row; of one element where the tensor is a vector
 
     def as_matrix(self, name: str) -> _Placed:
-        """The same, matrices of several experts one below the other, a shared expert's gate as a row."""
+        """The same, matrices and biases of several experts as one, a shared expert's gate as a row."""
         if len(self.shape) == 3:
             experts, rows, columns = self.shape
             return replace(self, shape=(experts * rows, columns), row_bytes=self.row_bytes // rows)
+        if name.endswith("_exps.bias") and len(self.shape) == 2:
+            experts, rows = self.shape
+            return replace(self, shape=(experts * rows,), row_bytes=self.row_bytes // rows)
         if name.endswith("ffn_gate_inp_shexp.weight") and len(self.shape) == 1:
             return replace(self, shape=(1, *self.shape), row_bytes=self.row_bytes * self.shape[0])
         return self

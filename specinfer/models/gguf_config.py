@@ -53,7 +53,11 @@ _EXPERT_STACKS: Final = {
     "ffn_up_exps.weight": ("up_proj",),
     "ffn_down_exps.weight": ("down_proj",),
     "ffn_gate_up_exps.weight": ("gate_proj", "up_proj"),
+    "ffn_gate_exps.bias": ("gate_proj",),
+    "ffn_up_exps.bias": ("up_proj",),
+    "ffn_down_exps.bias": ("down_proj",),
 }
+_WHOLE: Final = {"attn_sinks.weight": "self_attn.sinks"}
 # Those of models with norms before and behind each block.
 BOTH_SIDES: Final[Inside] = {
     **INSIDE,
@@ -92,7 +96,12 @@ class GgufFamily:
     def names(self, head: GgufHead) -> Names:
         """How a file names the decoder's tensors."""
         inside = self.inside(head) if callable(self.inside) else self.inside
-        return Names("blk.", OUTSIDE, inside, _EXPERT_STACKS, neighbours=self.neighbours, ones=self.ones)
+        return Names(
+            *("blk.", OUTSIDE, inside, _EXPERT_STACKS),
+            whole=_WHOLE,
+            neighbours=self.neighbours,
+            ones=self.ones,
+        )
 
 
 def decoder_from_gguf(

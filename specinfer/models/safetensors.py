@@ -28,8 +28,8 @@ from specinfer.models.families.registry import config_from_hf, hf_family
 from specinfer.models.hf_config import HfFamily, config_to_hf
 from specinfer.models.quantized.checkpoint import STORED, dequantized, quantization_of
 from specinfer.models.quantized.integers import IntegerMatrix
-from specinfer.models.quantized.pieces import StoredTensor
-from specinfer.models.sources import Sources
+from specinfer.models.quantized.pieces import LastFew, StoredTensor
+from specinfer.models.sources import Names, Sources
 from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 
 _NAMES: Final = {
@@ -47,6 +47,7 @@ FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float1
 EAGLE_3: Final = "EAGLE-3"
 _MAX_HEADER = 100 << 20  # the format's own limit
 _MOST_BYTES: Final = 1 << 62
+_KEPT: Final = 2  # experts that are in memory: one for each thread that reads
 # Tables and masks that older files carry along, and a version number of OPT's: nothing computes with them.
 _UNUSED: Final = re.compile(
     r"(?:\.rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|\.masked_bias|\.attn\.bias|\.attention\.bias"
@@ -92,10 +93,12 @@ class TensorEntry:
 
     def stacked(self) -> TensorEntry:
         """The same, matrices of several experts one below the other."""
-        if len(self.shape) != 3:
-            return self
-        experts, rows, columns = self.shape
-        return replace(self, shape=(experts * rows, columns), row_bytes=columns * self.dtype.itemsize)
+        return self.joined() if len(self.shape) > 2 else self
+
+    def joined(self) -> TensorEntry:
+        """The same with its first two dimensions as one."""
+        experts, rows, *rest = self.shape
+        return replace(self, shape=(experts * rows, *rest), row_bytes=math.prod(rest) * self.dtype.itemsize)
 
     def read_rows(self, start: int, stop: int) -> Tensor:
         """Rows start..stop, on the CPU, in the file's dtype; raises ModelFileError where the file ends."""
@@ -127,10 +130,11 @@ class SafetensorsFolder:
         family = hf_family(described)
         tensors: Mapping[str, StoredTensor]
         if quantized is None:
-            tensors = {name: entry.stacked() for name, entry in read_entries(weights).items()}
+            tensors = read_entries(weights)
         else:
             tensors = dequantized(path, quantized, read_entries(weights, FLOATS | STORED))
-        self._entries = _bare_names(tensors, family, config)
+        bare, last = _bare_names(tensors, family, config), LastFew[Tensor](_KEPT)
+        self._entries = {name: _stack(name, one, family.names, last) for name, one in bare.items()}
         shapes = {name: entry.shape for name, entry in self._entries.items()}
         self._sources = Sources(path, family.names, shapes, config)
         # As in transformers: embeddings and output layer are one where the config says so, unless the files
@@ -167,6 +171,43 @@ class SafetensorsFolder:
         if read is None:
             return None
         return partial(self._sources.read, name, lambda _, start, stop: read(start, stop))
+
+
+class TurnedStack:
+    """Matrices of all experts with rows and columns exchanged, one below the other: a StoredTensor."""
+
+    def __init__(self, tensor: TensorEntry, last: LastFew[Tensor]) -> None:
+        """`tensor` is [experts, columns, rows]; `last` has the experts of a folder that are in memory."""
+        experts, inner, self._rows = tensor.shape
+        self.path = tensor.path
+        self.dtype: torch.dtype | None = tensor.dtype
+        self.shape: tuple[int, ...] = (experts * self._rows, inner)
+        self._tensor, self._last = tensor, last
+
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        """Rows start..stop, on the CPU, in the file's dtype."""
+        parts = [torch.empty(0, self.shape[1], dtype=self.dtype)]
+        for number in range(start // self._rows, -(-stop // self._rows)):
+            first = number * self._rows
+            parts.append(self._matrix(number)[max(start - first, 0) : stop - first])
+        return torch.cat(parts)
+
+    def _matrix(self, number: int) -> Tensor:
+        def read() -> Tensor:
+            return self._tensor.read_rows(number, number + 1)[0].T.contiguous()
+
+        return self._last.get((id(self), number), read)
+
+
+def _stack(name: str, tensor: StoredTensor, names: Names, last: LastFew[Tensor]) -> StoredTensor:
+    """The same tensor, with what it has of several experts one below the other."""
+    if not isinstance(tensor, TensorEntry):
+        return tensor  # of quantized numbers, which are matrices
+    if len(tensor.shape) == 3 and name.endswith(tuple(names.turned_stacks)):
+        return TurnedStack(tensor, last)
+    if len(tensor.shape) == 2 and name.endswith(tuple(n for n in names.expert_stacks if n.endswith("bias"))):
+        return tensor.joined()
+    return tensor.stacked()
 
 
 def head_kind(names: Collection[str]) -> str | None:

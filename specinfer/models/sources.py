@@ -51,9 +51,15 @@ class Names:
     layers: str = _LAYER  # what names inside a layer begin with, up to its number
     outside: Mapping[str, str] = field(default_factory=dict)  # the file's name -> the decoder's
     inside: Inside = field(default_factory=dict)  # several: stacked by rows
-    # Tensors that have matrices of all experts one below the other, and which of each: by their whole names
-    # inside a layer.
+    # Tensors that have matrices of all experts one below the other, or their biases, and which of each: by
+    # their whole names inside a layer.
     expert_stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Whether rows of those of an expert take turns, where others have all rows of the first in front.
+    in_turns: bool = False
+    # Those of these stacks whose matrices have a row for each input.
+    turned_stacks: Collection[str] = ()
+    # Tensors without `.weight` or `.bias`, here or in files: by their whole names inside a layer.
+    whole: Mapping[str, str] = field(default_factory=dict)
     # Whether a stack of q, k and v has for each key-value head its query heads, its key and its value, where
     # others have all queries first.
     by_key_head: bool = False
@@ -71,6 +77,8 @@ class Names:
         in_layer = stem.startswith(self.layers) and between and number.isdecimal()
         if in_layer and config.experts is not None and (of_each := self.expert_stacks.get(f"{own}.{kind}")):
             return self._experts(name, f"{_LAYER}{number}.mlp.experts", of_each, config, config.experts)
+        if in_layer and (whole := self.whole.get(f"{own}.{kind}")):
+            return {f"{_LAYER}{number}.{whole}": Source(name)}
         if kind not in ("weight", "bias"):
             return {name: Source(name)}
         if not in_layer:
@@ -91,12 +99,15 @@ class Names:
         self, name: str, begin: str, of_each: Sequence[str], config: ModelConfig, experts: Experts
     ) -> dict[str, Source]:
         """The matrices of all experts in one tensor, whose names here begin with `begin`."""
-        found, row = {}, 0
+        found, row, kinds = {}, 0, len(of_each) if self.in_turns else 1
+        kind = "bias" if name.endswith("bias") else "weight"
         for number in range(experts.count):
-            for part in of_each:
+            for place, part in enumerate(of_each):
                 count = config.hidden_size if part == "down_proj" else experts.size
-                found[f"{begin}.{number}.{part}.weight"] = Source(name, range(row, row + count))
-                row += count
+                first = row + (place if self.in_turns else place * count)
+                rows = range(first, first + count * kinds - kinds + 1, kinds)
+                found[f"{begin}.{number}.{part}.{kind}"] = Source(name, rows)
+            row += count * len(of_each)
         return found
 
     def _stacked(self, stack: Sequence[str], config: ModelConfig) -> Sequence[Rows | None]:
@@ -182,7 +193,7 @@ class Sources:
         if rows is None:
             return read(there, start, stop)
         wanted = rows[start:stop]
-        if isinstance(wanted, range):
+        if isinstance(wanted, range) and wanted.step == 1:
             return read(there, wanted.start, wanted.stop)
         first = min(wanted)
         return read(there, first, max(wanted) + 1)[torch.tensor(wanted) - first]

@@ -196,19 +196,20 @@ class Weights:
         `tied` is the same matrix, from `table`: the output layer's, where it embeds tokens, too. Where a
         rank has a part, `rows` are those of each of the matrices, or `columns` those of one: then the product
         takes rows of so many, and gives what those of all ranks make together. None: all. `parts` say how
-        sums of floats are added, on one rank or several. A `precise` one is of float32, as are its rows,
-        whatever the others are, and whole on every rank.
+        sums of floats are added, on one rank or several. A `precise` one is of float32, as are its rows and
+        its bias, whatever the others are, and whole on every rank.
         """
         output_layer = tied is not None or names[0].startswith("lm_head")
         if output_layer and self._shared.output is not None:
             return self._shared.output
         matrices = [f"{name}.weight" for name in names]
-        b = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
         channels, inner = self._reader.shape(matrices)
         if precise:
+            b = torch.cat([self.exact(f"{name}.bias") for name in names]) if bias else None
             return self._product(
                 self._filled(matrices, self._precise(channels, inner), None), b, inner, channels
             )
+        b = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
         if columns is not None or any(one is not None for one in rows):
             return self._part(matrices, b, rows, columns, parts, output_layer)
         chosen = None
@@ -226,19 +227,24 @@ class Weights:
         return self._product(weight, b, inner, channels, parts=parts)
 
     def gated(
-        self, prefixes: Sequence[str], columns: range | None = None, parts: SumParts | None = None
+        self,
+        prefixes: Sequence[str],
+        columns: range | None = None,
+        parts: SumParts | None = None,
+        *,
+        bias: bool = False,
     ) -> list[tuple[Product, Product]]:
         """The products of gated MLPs of one shape: of gate_proj and up_proj in one, and of down_proj.
 
         Their matrices lie side by side. `columns` are those of the MLPs that this rank has, and `parts` say
-        how sums over all of them are added, as with `linear`.
+        how sums over all of them are added, as with `linear`. With `bias` each product has one.
         """
         names = [([f"{prefix}.gate_proj", f"{prefix}.up_proj"], f"{prefix}.down_proj") for prefix in prefixes]
         if columns is not None or self._reader.quantization == "gguf":  # whose blocks differ
             return [
                 (
-                    self.linear(*both, rows=[columns, columns]),
-                    self.linear(down, columns=columns, parts=parts),
+                    self.linear(*both, bias=bias, rows=[columns, columns]),
+                    self.linear(down, bias=bias, columns=columns, parts=parts),
                 )
                 for both, down in names
             ]
@@ -250,10 +256,12 @@ class Weights:
         found = list[tuple[Product, Product]]()
         # An expert's matrices are read one behind the other, and lie so in a prepared file.
         for (both, down), (first, last) in zip(names, rooms, strict=True):
+            b = self.tensor(*(f"{name}.bias" for name in both)) if bias else None
             gate_up = self._filled([f"{name}.weight" for name in both], first, None)
-            made = self._product(gate_up, None, shapes[0][1], shapes[0][0])
+            made = self._product(gate_up, b, shapes[0][1], shapes[0][0])
+            b = self.tensor(f"{down}.bias") if bias else None
             last = self._filled([f"{down}.weight"], last, None)
-            found.append((made, self._product(last, None, shapes[1][1], shapes[1][0], parts=parts)))
+            found.append((made, self._product(last, b, shapes[1][1], shapes[1][0], parts=parts)))
         return found
 
     def _part(

@@ -25,7 +25,8 @@ def mixture_row(x_D: Tensor, tensors: Mapping[str, Tensor], prefix: str, config:
     """What a mixture makes of one row, [D]; `tensors` have the decoder's names, which begin with `prefix`."""
 
     def times(name: str, row: Tensor) -> Tensor:
-        return tensors[f"{prefix}.{name}.weight"].double() @ row
+        bias = tensors.get(f"{prefix}.{name}.bias", torch.zeros(()))
+        return tensors[f"{prefix}.{name}.weight"].double() @ row + bias.double()
 
     def mlp(name: str) -> Tensor:
         gate, up = times(f"{name}.gate_proj", x_D), times(f"{name}.up_proj", x_D)

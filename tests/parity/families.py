@@ -132,6 +132,14 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
             **{"logits_scaling": 2.5, "attention_bias": True},
         },
     ),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            **{**_DECODER, "head_dim": 16, "intermediate_size": 64, "num_local_experts": 6},
+            **{"num_experts_per_tok": 2, "sliding_window": 5, "pad_token_id": 0},
+            "rope_parameters": {**_YARN, "truncate": False},
+        },
+    ),
     "gemma3": ("Gemma3TextConfig", _GEMMA),
     "gemma3-softcap": (
         "Gemma3TextConfig",

@@ -39,6 +39,7 @@ _ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "olmoe": "olmoe",
     "granitemoe": "granitemoe",
+    "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
     "phi3": "phi3",
     "glm": "chatglm",
@@ -85,6 +86,7 @@ _LAYER = {
     "ffn.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.router": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
@@ -102,6 +104,7 @@ _OF_ARCHITECTURE = {
     "olmo2": _BEHIND,
     "exaone4": _BEHIND,
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+    "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
     "glm4": {
         "post_self_attn_layernorm": "post_attention_norm",
         "post_mlp_layernorm": "post_ffw_norm",
@@ -145,12 +148,14 @@ def write_gguf(
     architecture: str | None = None,
     rotated: int | None = None,
     tensors: Path | None = None,
+    packed: dict[str, torch.Tensor] | None = None,
 ) -> dict[str, np.ndarray]:
     """Write the file, matrices quantized as `kind`; returns the bytes of each tensor as written.
 
     `rope_factors` becomes rope_freqs.weight; `leave_out` names a tensor not to write, `add` further ones;
     `more` are keys of rope.scaling. Of each head the first `rotated` elements are rotated, by default all.
-    `architecture` and the folder of `tensors` are those of another model that computes the same.
+    `architecture` and the folder of `tensors` are those of another model that computes the same. `packed` are
+    stacks as bytes of MXFP4 blocks, rows first.
     """
     config = model.config
     arch = architecture or _ARCHITECTURES[config.model_type]
@@ -175,8 +180,8 @@ def write_gguf(
     if hasattr(config, "num_experts_per_tok"):
         writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        if hasattr(config, "moe_intermediate_size"):
-            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if hasattr(config, "moe_intermediate_size") or arch == "gpt-oss":
+            writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", inner))
     if arch == "granitemoe":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -204,7 +209,7 @@ def write_gguf(
         writer.add_rope_freq_base(rope["rope_theta"])
         share = rope.get("partial_rotary_factor", 1.0)
         writer.add_rope_dimension_count(rotated or int(head_dim * share))
-    if arch == "olmo2" and rope["rope_type"] == "yarn":
+    if arch in ("olmo2", "gpt-oss") and rope["rope_type"] == "yarn":
         own = {"factor": rope["factor"], "original_context_length": rope["original_max_position_embeddings"]}
         more = {"type": "yarn", **own, **(more or {})}
     for key, value in (more or {}).items():
@@ -214,9 +219,14 @@ def write_gguf(
         writer.add_tensor("rope_freqs.weight", np.array(rope_factors, dtype=np.float32))
     written = {}
     state = model.state_dict() if tensors is None else load_file(tensors / "model.safetensors")
-    for name, tensor in _stacks(state).items():
+    state |= packed or {}
+    for name, tensor in (_of_gpt_oss if arch == "gpt-oss" else _stacks)(state).items():
         there = gguf_name(name, arch)
         if there == leave_out or (there == "output.weight" and config.tie_word_embeddings):
+            continue
+        if tensor.dtype is torch.uint8:
+            written[there] = tensor.contiguous().numpy()
+            writer.add_tensor(there, written[there], raw_dtype=GGMLQuantizationType.MXFP4)
             continue
         values = tensor.numpy().astype(np.float32)
         if arch.startswith("gemma") and "norm" in name:
@@ -235,7 +245,8 @@ def write_gguf(
             values = np.concatenate((turned, each[:, part:]), axis=1).reshape(values.shape)
         if there.endswith("ffn_gate_inp_shexp.weight"):
             values = values[0]  # the converter leaves out extents of 1
-        as_kind = kind if values.ndim > 1 and "ffn_gate_inp" not in there else GGMLQuantizationType.F32
+        floats = values.ndim == 1 or "ffn_gate_inp" in there or there.endswith("_exps.bias")
+        as_kind = GGMLQuantizationType.F32 if floats else kind
         written[there] = _encode(values, as_kind)
         writer.add_tensor(there, written[there], raw_dtype=as_kind)
     for name, values in (add or {}).items():
@@ -259,6 +270,20 @@ def _stacks(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+def _of_gpt_oss(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same, rows of gates and ups apart, which take turns, and outputs in front of inputs."""
+    found = {}
+    for name, tensor in state.items():
+        floats = tensor.dim() == 3 and tensor.dtype is not torch.uint8
+        turned = tensor.transpose(1, 2) if floats else tensor
+        if "gate_up_proj" in name:
+            found[name.replace("gate_up", "gate")] = turned[:, 0::2]
+            found[name.replace("gate_up", "up")] = turned[:, 1::2]
+        else:
+            found[f"{name}.weight" if name.endswith("sinks") else name] = turned
+    return found
+
+
 def gguf_name(name: str, arch: str) -> str:
     stem, _, kind = name.rpartition(".")
     if name in _TOP:
@@ -269,7 +294,10 @@ def gguf_name(name: str, arch: str) -> str:
     root = next(root for root in roots if name.startswith(root))
     layer, own = stem.removeprefix(root).split(".", 1)
     if own.endswith(".experts"):
-        return f"blk.{layer}.{_STACKS[kind]}.weight"
+        part, _, bias = kind.partition("_bias") if kind.endswith("_bias") else (kind, "", None)
+        return f"blk.{layer}.{_STACKS[part]}.{'weight' if bias is None else 'bias'}"
+    if own == "self_attn.sinks":
+        return f"blk.{layer}.attn_sinks.weight"
     return f"blk.{layer}.{(_LAYER | _OF_ARCHITECTURE.get(arch, {}))[own]}.{kind}"
 
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from specinfer.errors import ModelFileError
+from specinfer.models.fingerprint import fingerprint, is_of
 from specinfer.models.weights import load_model, open_model
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import ModelRunner
 from tests.kernels import NAMES, kernels
 
 from .families import save_random
+from .gguf_files import write_gguf
 from .test_against_transformers import PROMPT, TOLERANCE, logits_of
 
 CPU = torch.device("cpu")
-MIXTURES = ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granite-moe"]
+MIXTURES = ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granite-moe", "gpt-oss"]
+SAVED_IN_STACKS = ("granite-moe", "gpt-oss")
 
 
 def ours(model, run="torch", part=None):
@@ -29,25 +34,26 @@ def ours(model, run="torch", part=None):
 
 
 @pytest.mark.parametrize("run", NAMES)
-@pytest.mark.parametrize("switch", ["normalized", "per_token", "shared_size"])
+@pytest.mark.parametrize("switch", ["normalized", "per_token", "shared_size", "bias"])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_wrong_switch_is_noticed(name, switch, run, tmp_path):
     theirs = save_random(name, tmp_path, tied=False)
     want, opened = logits_of(theirs, PROMPT), open_model(tmp_path)
     experts = opened.config.experts
     torch.testing.assert_close(ours(opened, run), want, atol=TOLERANCE, rtol=0)
-    if switch == "shared_size" and not experts.shared_size:
-        pytest.skip("no shared expert")
+    if not getattr(experts, switch) and switch != "normalized":
+        pytest.skip("it is off")
     wrong = {
         "normalized": not experts.normalized,
         "per_token": experts.per_token - 1,
         "shared_size": 0,
+        "bias": False,
     }[switch]
     config = replace(opened.config, experts=replace(experts, **{switch: wrong}))
     assert (ours(opened, run, config) - want).abs().max() > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", MIXTURES[:-1])  # Granite's are stacks as they are saved
+@pytest.mark.parametrize("name", [name for name in MIXTURES if name not in SAVED_IN_STACKS])
 def test_stacks_of_experts_are_read_as_their_matrices_are(name, tmp_path):
     """As newer folders have them: one tensor [experts, rows, columns] for a layer's gates and ups."""
     save_random(name, tmp_path, tied=False)
@@ -70,3 +76,58 @@ def test_stacks_of_experts_are_read_as_their_matrices_are(name, tmp_path):
     save_file(tensors, path)
     with pytest.raises(ModelFileError, match=f"tensor '{re.escape(one)}' has shape .* the config asks for"):
         open_model(tmp_path)
+
+
+def gpt_oss(folder, *, gates=1.0):
+    """A gpt-oss whose gates and ups are so many times as large, saved in a folder."""
+    theirs = save_random("gpt-oss", folder, tied=False)
+    with torch.no_grad():
+        for layer in theirs.model.layers:
+            layer.mlp.experts.gate_up_proj.mul_(gates)
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+@pytest.mark.parametrize("run", NAMES)
+def test_gates_and_ups_of_gpt_oss_are_clamped(run, tmp_path):
+    theirs = gpt_oss(tmp_path, gates=8.0)
+    want = logits_of(theirs, PROMPT)
+    torch.testing.assert_close(ours(open_model(tmp_path), run), want, atol=TOLERANCE, rtol=0)
+    for layer in theirs.model.layers:
+        layer.mlp.experts.limit = 1e9
+    assert (logits_of(theirs, PROMPT) - want).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("run", NAMES)
+def test_gpt_oss_as_it_is_published(run, tmp_path):
+    """Its experts in MXFP4: a folder, and the GGUF file that llama.cpp's converter makes of it."""
+    theirs = gpt_oss(tmp_path)
+    tensors, packed = load_file(tmp_path / "model.safetensors"), {}
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            experts, inner, rows = tensors.pop(name).shape
+            shape = (experts, rows, inner // 32, 16)
+            blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+            scales = torch.randint(122, 126, shape[:3], dtype=torch.uint8, generator=generator)
+            packed[name] = blocks, scales
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            floats = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            theirs.get_parameter(name).copy_(floats)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    want = logits_of(theirs, PROMPT)
+    torch.testing.assert_close(ours(open_model(tmp_path), run), want, atol=TOLERANCE, rtol=0)
+    file = tmp_path / "model.gguf"
+    write_gguf(theirs, file, packed={name: mxfp4_blocks(*pair) for name, pair in packed.items()})
+    torch.testing.assert_close(ours(open_model(file), run), want, atol=TOLERANCE, rtol=0)
+    assert is_of(fingerprint(open_model(file)), open_model(tmp_path))
+
+
+def mxfp4_blocks(blocks, scales):
+    """The same in ggml's order: a byte has elements i and i + 16 of a group, where it had neighbours."""
+    elements = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)  # [experts, rows, groups, 32]
+    octets = elements[..., :16] | elements[..., 16:] << 4
+    return torch.cat((scales[..., None], octets), -1).flatten(-2)

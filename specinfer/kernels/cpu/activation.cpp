@@ -38,7 +38,23 @@ Floats gelu(Floats x) {
   return select(x < 0.0f, x * below, x * (Floats(1.0f) - below));
 }
 
-template <Floats (*act)(Floats), bool Gated, typename T>
+// As gpt-oss has it: x / (1 + e^(-1.702 x)) of x up to 7, and beside it clamp(up, -7, 7) + 1.
+constexpr float kClamp = 7.0f;
+
+Floats clamped_swish(Floats x) {
+  x = select(x > kClamp, Floats(kClamp), x);
+  return x / (exp(Floats(-1.702f) * x) + 1.0f);
+}
+
+Floats as_it_is(Floats up) { return up; }
+
+Floats clamped_up(Floats up) {
+  up = select(up > kClamp, Floats(kClamp), up);
+  return select(up < -kClamp, Floats(-kClamp), up) + 1.0f;
+}
+
+// `beside` is applied to up.
+template <Floats (*act)(Floats), Floats (*beside)(Floats), bool Gated, typename T>
 void act_on_rows(const T* from, T* to, int64_t rows, int64_t n) {
   const int64_t parts = (n + kPart - 1) / kPart;
   Pool::get().split(rows * parts, kPieceElements / std::min(n, kPart) + 1, [&](int64_t begin, int64_t end) {
@@ -47,7 +63,7 @@ void act_on_rows(const T* from, T* to, int64_t rows, int64_t n) {
       const T* const given = from + row * (Gated ? 2 : 1) * n;
       for (int64_t i = first; i < last; i += kLanes) {
         Floats v = act(load(given + i, last - i));
-        if constexpr (Gated) v = v * load(given + n + i, last - i);
+        if constexpr (Gated) v = v * beside(load(given + n + i, last - i));
         store(to + row * n + i, v, last - i);
       }
     }
@@ -58,9 +74,10 @@ template <bool Gated>
 void act_on(Type type, Activation activation, const void* from, void* to, int64_t rows, int64_t n) {
   by_type(type, [&](auto element) {
     using T = decltype(element);
-    constexpr decltype(&act_on_rows<silu, Gated, T>) ways[static_cast<int>(Activation::kActivations)] = {
-        act_on_rows<silu, Gated, T>, act_on_rows<gelu_tanh, Gated, T>, act_on_rows<relu, Gated, T>,
-        act_on_rows<gelu, Gated, T>};
+    constexpr decltype(&act_on_rows<silu, as_it_is, Gated, T>) ways[static_cast<int>(Activation::kActivations)] = {
+        act_on_rows<silu, as_it_is, Gated, T>, act_on_rows<gelu_tanh, as_it_is, Gated, T>,
+        act_on_rows<relu, as_it_is, Gated, T>, act_on_rows<gelu, as_it_is, Gated, T>,
+        act_on_rows<clamped_swish, clamped_up, Gated, T>};
     ways[static_cast<int>(activation)](static_cast<const T*>(from), static_cast<T*>(to), rows, n);
   });
 }

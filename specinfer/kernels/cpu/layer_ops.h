@@ -31,9 +31,9 @@ void scale_rows(Type type, void* x_TD, float factor, int64_t rows, int64_t size)
 void clip_rows(Type type, void* x_TD, float limit, int64_t rows, int64_t size);
 
 // As kernels/structures.py numbers them.
-enum class Activation : int32_t { kSilu, kGeluTanh, kRelu, kGelu, kActivations };
+enum class Activation : int32_t { kSilu, kGeluTanh, kRelu, kGelu, kClampedSwish, kActivations };
 
-// out = act(gate) * up; a row holds gate, then up.
+// out = act(gate) * up; a row holds gate, then up. With kClampedSwish up becomes clamp(up, -7, 7) + 1.
 void gate(Type type, Activation activation, const void* gate_up_T2F, void* out_TF, int64_t rows, int64_t size);
 
 // out = act(x).

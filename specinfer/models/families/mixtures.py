@@ -1,4 +1,4 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and Granite-MoE.
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, Granite-MoE and gpt-oss.
 
 Their attention is that of Mistral, Qwen2, Qwen3, OLMo 2 and Granite.
 """
@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Final
 
 from specinfer.errors import ModelError
-from specinfer.models.config import Experts, Family, ModelConfig, QkNorm
-from specinfer.models.fields import Fields, boolean, count, integer, positive
-from specinfer.models.gguf_config import GgufFamily, GgufHead, decoder_from_gguf
+from specinfer.models.config import Activation, Experts, Family, ModelConfig, QkNorm
+from specinfer.models.fields import Fields, boolean, count, integer, number, positive
+from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead, decoder_from_gguf
+from specinfer.models.gguf_config import window_of as gguf_window
 from specinfer.models.hf_config import HfFamily, decoder_from_hf, head_dim, refuse, window_of, windows
 from specinfer.models.rope_config import rope_from_hf
 from specinfer.models.sources import Names
@@ -52,6 +53,25 @@ _OLMOE: Final[Fields] = {
     "norm_topk_prob": False,
 }
 _GRANITE: Final[Fields] = {**_DEFAULTS, "max_position_embeddings": 2048, "num_experts_per_tok": 2}
+_GPT_OSS: Final[Fields] = {
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+    "rope_theta": 150000.0,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "attention_bias": True,
+}
+_GPT_OSS_ROPE: Final[Fields] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 # One matrix for each expert, or stacks of those of all, as newer folders have them.
 _STACKS: Final = {
     "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
@@ -153,6 +173,25 @@ def _granite(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     return _mixture(shared, _of_inner_size(shared, c, 8, normalized=True))
 
 
+def _gpt_oss(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
+    c = {**_GPT_OSS, **c}
+    if c.get("rope_parameters") is None and c.get("rope_scaling") is None:
+        c = {**c, "rope_scaling": _GPT_OSS_ROPE}
+    for key, known in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if (value := number(c, key, known)) != known:
+            raise ModelError(f"{key} is {value}; supported of gpt-oss: {known}")
+    shared = _shared(Family.GPT_OSS, c, ids)
+    if shared.activation is not Activation.SILU:
+        raise ModelError(f"hidden_act is {c['hidden_act']!r}; supported of gpt-oss: 'silu'")
+    shared = replace(
+        shared,
+        layer_windows=windows(c, window_of(c), lambda layer: layer % 2 == 0),
+        attention_sinks=True,
+        activation=Activation.CLAMPED_SWISH,
+    )
+    return _mixture(shared, replace(_of_inner_size(shared, c, 128, normalized=True), bias=True))
+
+
 HF: Final = (
     HfFamily(
         ("mixtral",),
@@ -186,6 +225,22 @@ HF: Final = (
                 "block_sparse_moe.experts.gate_up_proj": ("gate_proj", "up_proj"),
                 "block_sparse_moe.experts.down_proj": ("down_proj",),
             },
+        ),
+    ),
+    HfFamily(
+        ("gpt_oss",),
+        _gpt_oss,
+        Names(
+            inside={"mlp.router": "mlp.gate"},
+            expert_stacks={
+                **_STACKS,
+                "mlp.experts.gate_up_proj.weight": ("gate_proj", "up_proj"),  # of MXFP4
+                "mlp.experts.down_proj.weight": ("down_proj",),
+                "mlp.experts.gate_up_proj_bias": ("gate_proj", "up_proj"),
+                "mlp.experts.down_proj_bias": ("down_proj",),
+            },
+            in_turns=True,
+            turned_stacks=(*_STACKS,),
         ),
     ),
 )
@@ -229,9 +284,25 @@ def _granite_from_gguf(head: GgufHead) -> ModelConfig:
     return replace(_from_gguf(Family.GRANITE_MOE, head, normalized=True), logit_scale=1 / divided)
 
 
+def _gpt_oss_from_gguf(head: GgufHead) -> ModelConfig:
+    found, window = _from_gguf(Family.GPT_OSS, head, normalized=True), gguf_window(head.fields)
+    rope = found.rope
+    if rope is not None and rope.yarn is not None:  # as the model was trained; no key says so
+        rope = replace(rope, yarn=replace(rope.yarn, truncate=False))
+    return replace(
+        found,
+        rope=rope,
+        layer_windows=tuple(None if layer % 2 else window for layer in range(found.num_layers)),
+        attention_sinks=True,
+        activation=Activation.CLAMPED_SWISH,
+        experts=None if found.experts is None else replace(found.experts, bias=True),
+    )
+
+
 GGUF: Final = (
     GgufFamily("qwen2moe", lambda head: _from_gguf(Family.QWEN2_MOE, head, normalized=False)),
     GgufFamily("qwen3moe", lambda head: _from_gguf(Family.QWEN3_MOE, head, normalized=True)),
     GgufFamily("olmoe", _olmoe_from_gguf),
     GgufFamily("granitemoe", _granite_from_gguf, neighbours=True),
+    GgufFamily("gpt-oss", _gpt_oss_from_gguf, {**INSIDE, "post_attention_norm": "post_attention_layernorm"}),
 )

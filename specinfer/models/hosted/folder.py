@@ -67,9 +67,10 @@ class HostedFolder:
         self._make = self._maker(told, trust_remote_code)
         self.skeleton = skeleton = self.made(torch.float32)
         model = skeleton.model
-        entries: Mapping[str, StoredTensor] = read_entries(weights, _KINDS if quantized is None else _ALL)
+        stored = read_entries(weights, _KINDS if quantized is None else _ALL)
+        entries: Mapping[str, StoredTensor] = stored
         if quantized is not None:
-            entries = dequantized(path, quantized, entries)
+            entries = dequantized(path, quantized, stored)
         for name in entries:
             if (by := quantized_tensor(name)) is not None and name not in model.state_dict():
                 raise ModelFileError(f"{path} is quantized by {by} (tensor {name!r}), which is not read")

@@ -15,7 +15,7 @@ from specinfer.models.quantized.bitsandbytes import bitsandbytes
 from specinfer.models.quantized.compressed_tensors import compressed_tensors
 from specinfer.models.quantized.gptq import awq, gptq
 from specinfer.models.quantized.mxfp4 import mxfp4
-from specinfer.models.quantized.pieces import FLOATS, Pieces, StoredTensor
+from specinfer.models.quantized.pieces import FLOATS, FileTensor, Pieces, StoredTensor
 from specinfer.models.quantized.scaled import fp8
 
 # The types of tensors in such files, beside those of floats, by safetensors' names.
@@ -56,7 +56,7 @@ def quantization_of(config: Fields) -> Fields | None:
     return None
 
 
-def dequantized(folder: Path, said: Fields, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def dequantized(folder: Path, said: Fields, tensors: Mapping[str, FileTensor]) -> dict[str, StoredTensor]:
     """The tensors of a folder whose config.json says this, under the names they had before.
 
     Reads no weights. Raises ModelError naming the key that asks for the unsupported, ModelFileError naming

@@ -45,10 +45,18 @@ class StoredTensor(Protocol):
         ...
 
 
+class FileTensor(StoredTensor, Protocol):
+    """A tensor as a file has it."""
+
+    def stacked(self) -> StoredTensor:
+        """The same with the first two of three dimensions or more as one: rows of all experts."""
+        ...
+
+
 class Pieces:
     """Stored tensors that no matrix has been made of yet."""
 
-    def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, folder: Path, tensors: Mapping[str, FileTensor]) -> None:
         self._folder = folder
         self.rest = {name: one for name, one in tensors.items() if not name.endswith(_UNUSED)}
 
@@ -58,7 +66,7 @@ class Pieces:
 
     def take(
         self, name: str, dtypes: Collection[torch.dtype], shape: Sequence[int | None] | None = None
-    ) -> StoredTensor:
+    ) -> FileTensor:
         """A tensor, of one of these types, and of this shape where there is a number.
 
         Raises ModelFileError naming the tensor where it is missing or another.
@@ -72,7 +80,7 @@ class Pieces:
 
     def optional(
         self, name: str, dtypes: Collection[torch.dtype], shape: Sequence[int | None] | None = None
-    ) -> StoredTensor | None:
+    ) -> FileTensor | None:
         """The same of a tensor that need not be there."""
         found = self.rest.pop(name, None)
         if found is None:

@@ -120,7 +120,8 @@ def ops(native: Kernels, folder: Path) -> None:
         for scale in (1.0, 25.25):
             test_ops.test_embeddings(native.ops, dtype, size, scale)
     for dtype in DTYPES:
-        for act in ACTIVATIONS:
+        test_ops.test_the_clamped_swish_of_gpt_oss_is_what_is_stated(native.ops, dtype)
+        for act in test_ops.UNCLAMPED:
             test_ops.test_far_gates_are_zero_or_themselves(native.ops, dtype, act)
         test_ops.test_gelu_is_right_to_its_tails(native.ops, dtype)
         test_ops.test_a_layer_norm_is_right_far_from_zero(native.ops, dtype)

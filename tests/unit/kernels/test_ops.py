@@ -18,6 +18,7 @@ TWIN = Ops()
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}  # of a value; bfloat16 twins round twice
 NORMS = ("rms", "layer", "layer with bias")
 SIZES = [1, 8, 15, 16, 40, 576, 1536, 4100]
+UNCLAMPED = [name for name in ACTIVATIONS if name != "clamped_swish"]
 
 pytestmark = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
@@ -88,13 +89,26 @@ def test_activations(native: Ops, dtype: torch.dtype, act: str, rows: int, size:
     assert_near(native.activate(gate_up, act), TWIN.activate(gate_up, act), times)
 
 
-@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("act", UNCLAMPED)
 def test_far_gates_are_zero_or_themselves(native: Ops, dtype: torch.dtype, act: str) -> None:
     gate_up = torch.tensor([[-1e4, -200.0, -60.0, 60.0, 200.0, 1e4] + [1.0] * 6], dtype=dtype)
     want = torch.tensor([[0.0, 0.0, 0.0, 60.0, 200.0, 1e4]], dtype=dtype)
     torch.testing.assert_close(native.gate(gate_up, act), want, rtol=0, atol=1e-20)
     alone = native.activate(gate_up[:, :6].contiguous(), act)
     torch.testing.assert_close(alone, want, rtol=0, atol=1e-20)
+
+
+def test_the_clamped_swish_of_gpt_oss_is_what_is_stated(native: Ops, dtype: torch.dtype) -> None:
+    ends = torch.tensor([-1e4, -7.5, -7.0, -1.0, 0.0, 0.5, 6.9, 7.0, 7.1, 1e4], dtype=dtype)
+    gate, up = (one.flatten() for one in torch.meshgrid(ends, ends, indexing="ij"))
+    alone = gate.double().clamp(max=7) * torch.sigmoid(1.702 * gate.double().clamp(max=7))
+    want = alone * (up.double().clamp(-7, 7) + 1)
+    tolerance = 1e-5 if dtype is torch.float32 else 2**-6
+    for ops in (native, TWIN):
+        got = ops.gate(torch.cat([gate, up])[None], "clamped_swish")[0]
+        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=1e-6)
+        got = ops.activate(gate[None], "clamped_swish")[0]
+        torch.testing.assert_close(got.double(), alone, rtol=tolerance, atol=1e-6)
 
 
 def test_gelu_is_right_to_its_tails(native: Ops, dtype: torch.dtype) -> None:

@@ -86,6 +86,7 @@ OTHERWISE: dict[str, tuple[str, dict[str, object]]] = {
     "logit scale": ("granite", {"logit_scale": 0.126}),
     "rope everywhere": ("smollm3", {"layers_without_rope": frozenset()}),
     "no rope": ("smollm3", {"layers_without_rope": frozenset({0})}),
+    "clamped": ("gpt-oss", {"activation": Activation.SILU}),
     "gelu": ("falcon", {"activation": Activation.GELU_TANH}),
     "offset": ("starcoder", {"position_offset": 1, "max_context": 1023}),
     "parallel": ("gpt-neox", {"parallel_block": False}),

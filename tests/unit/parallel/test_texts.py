@@ -48,6 +48,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen2": {**GROUPED, "hidden_size": 192},
     "qwen3": GROUPED,
     "mixtral": {**GROUPED, "num_experts_per_tok": 2},
+    "gpt-oss": {**GROUPED, "intermediate_size": 160},
     "qwen2-moe": {**GROUPED, "moe_intermediate_size": 160, "shared_expert_intermediate_size": 100},
     "gemma3": GROUPED,
     "opt": {"hidden_size": 96, "num_attention_heads": 3, "ffn_dim": 144},
