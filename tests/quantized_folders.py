@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.tiny_models import write_tiny_llama
+from tests.tiny_models import write_tiny_llama, write_tiny_mixture
 
 Pieces = dict[str, Tensor]  # by the end of their names
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -284,9 +284,18 @@ FORMATS = {
 }
 
 
-def write_quantized(folder: Path, form: Format, *, hidden: int = 64, inner: int = 96) -> dict[str, Tensor]:
-    """Write a model whose layers' matrices are quantized; returns all tensors, these as floats."""
-    write_tiny_llama(folder, hidden_size=hidden, intermediate_size=inner, spread=0.1, tie_embeddings=False)
+def write_quantized(
+    folder: Path, form: Format, *, hidden: int = 64, inner: int = 96, experts: int = 0
+) -> dict[str, Tensor]:
+    """Write a model whose layers' matrices are quantized; returns all tensors, these as floats.
+
+    With `experts` it is a mixture of so many, whose router is not quantized.
+    """
+    shape: dict[str, Any] = {"hidden_size": hidden, "spread": 0.1, "tie_embeddings": False}
+    if experts:
+        write_tiny_mixture(folder, experts=experts, per_token=2, expert_size=inner, **shape)
+    else:
+        write_tiny_llama(folder, intermediate_size=inner, **shape)
     generator = torch.Generator().manual_seed(5)
     stored, floats = dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in load_file(folder / "model.safetensors").items():

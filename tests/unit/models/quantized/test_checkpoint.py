@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specinfer.errors import ModelFileError
 from specinfer.kernels.layout import Int4Weight, empty_int4, int4_rows, lay_out_int4, unpack_levels
 from specinfer.models.quantized.integers import IntegerMatrix
 from specinfer.models.weight_reader import WeightReader
@@ -24,18 +25,60 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
 
+@pytest.mark.parametrize("experts", [0, 3])
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_are_the_numbers_they_stand_for(name: str, tmp_path: Path) -> None:
-    floats = write_quantized(tmp_path, FORMATS[name])
+def test_rows_are_the_numbers_they_stand_for(name: str, experts: int, tmp_path: Path) -> None:
+    floats = write_quantized(tmp_path, FORMATS[name], experts=experts)
     model = open_model(tmp_path)
     assert model.shapes == {name: tuple(tensor.shape) for name, tensor in floats.items()}
     for matrix, want in floats.items():
         count = len(want)
         torch.testing.assert_close(model.read_rows(matrix, 0, count), want, rtol=1e-6, atol=0)
-        for start, stop in ((0, 1), (3, min(count, 29)), (count - 5, count)):
+        for start, stop in ((0, 1), (3, min(count, 29)), (max(count - 5, 0), count)):
             rows = model.read_rows(matrix, start, stop)
             torch.testing.assert_close(rows, want[start:stop], rtol=1e-6, atol=0)
-    assert (model.dtype(GATE), model.dtype("model.norm.weight")) == (None, torch.float32)
+    gate = GATE.replace("mlp.", "mlp.experts.2.") if experts else GATE
+    assert (model.dtype(gate), model.dtype("model.norm.weight")) == (None, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["gptq", "w4a16", "fp8-block", "nf4"])
+def test_experts_that_are_left_in_one_stack_of_floats(name: str, tmp_path: Path) -> None:
+    """As tools write them that quantize linear layers alone."""
+    floats = write_quantized(tmp_path, FORMATS[name], experts=3)
+    stored = {
+        one: tensor
+        for one, tensor in load_file(tmp_path / "model.safetensors").items()
+        if ".experts." not in one
+    }
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        each = [[floats[f"{prefix}.{n}.{part}_proj.weight"] for part in ("gate", "up")] for n in range(3)]
+        stored[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat(both) for both in each])
+        downs = [floats[f"{prefix}.{n}.down_proj.weight"] for n in range(3)]
+        stored[f"{prefix}.down_proj"] = torch.stack(downs)
+    save_file(stored, tmp_path / "model.safetensors")
+    model = open_model(tmp_path)
+    for one, want in floats.items():
+        torch.testing.assert_close(model.read_rows(one, 0, len(want)), want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fp8-block", r"gate_up_proj' has shape \[3, 192, 64\]; expected \[any, any\]"),
+        ("float-channel", r"gate_up_proj' is of no matrix as compressed-tensors quantizes them"),
+    ],
+)
+def test_stacks_of_quantized_experts_are_refused_by_their_names(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    write_quantized(tmp_path, FORMATS[name], experts=3)
+    stored = load_file(tmp_path / "model.safetensors")
+    values = torch.zeros(3, 192, 64).to(torch.float8_e4m3fn)
+    stored["model.layers.0.mlp.experts.gate_up_proj"] = values
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFileError, match=message):
+        open_model(tmp_path)
 
 
 def values_of(weight: Int4Weight) -> Tensor:
