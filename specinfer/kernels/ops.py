@@ -203,7 +203,7 @@ class NativeOps(Ops):
             raise ValueError(f"y must be as x is, {list(x_TD.shape)}, got {list(y_TD.shape)} of {y_TD.dtype}")
         if rows_R is not None and (rows_R.dtype is not torch.int64 or not rows_R.is_contiguous()):
             raise TypeError(f"chosen rows must be contiguous int64, got {rows_R.dtype}")
-        rows = len(x_TD) if rows_R is None else len(rows_R)
+        rows = (x_TD if rows_R is None else rows_R).size(0)
         out = x_TD.new_empty(rows, size)
         self.library.add_norm(
             code,
@@ -222,7 +222,7 @@ class NativeOps(Ops):
         """As Ops says."""
         if gate_up_T2F.shape[-1] % 2 or not gate_up_T2F.is_contiguous():
             raise ValueError(f"gate_up must be contiguous rows of even size, got {list(gate_up_T2F.shape)}")
-        rows, size = len(gate_up_T2F), gate_up_T2F.shape[1] // 2
+        rows, size = gate_up_T2F.size(0), gate_up_T2F.size(1) // 2
         code = float_code(gate_up_T2F)
         out_TF = gate_up_T2F.new_empty(rows, size)
         told = ACTIVATIONS[activation], gate_up_T2F.data_ptr(), out_TF.data_ptr()

@@ -231,9 +231,9 @@ class NativeProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, inner] -> [rows, channels] in x's dtype."""
-        code = self._check_rows(x)
-        out = x.new_empty(len(x), self.channels)
-        self._library.multiply(ctypes.byref(self.args), code, x.data_ptr(), len(x), out.data_ptr())
+        code, rows = self._check_rows(x), x.size(0)  # len(x) would take a third of a microsecond
+        out = x.new_empty(rows, self.channels)
+        self._library.multiply(ctypes.byref(self.args), code, x.data_ptr(), rows, out.data_ptr())
         if self.exchange is not None:
             self.exchange.check()
         return out

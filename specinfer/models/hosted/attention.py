@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specinfer.attention.backend import Attend, AttentionSpec
+from specinfer.attention.backend import Attend, AttentionSpec, Rotation
 from specinfer.errors import UnhostedError, ensure
 
 # Arguments that change nothing here: what they tell, paths and positions know, or kernels of others need.
@@ -144,6 +144,8 @@ class PassAttention:
     value_sizes: Sequence[int]
     attend: Attend | None = None
     place: int = field(default=0)  # of the next call
+    _turned: Tensor | None = field(default=None)  # cosines that the last rotation was made of
+    _rotation: Rotation | None = field(default=None)
 
     def __call__(
         self,
@@ -159,10 +161,32 @@ class PassAttention:
         spec, value_size = self.specs[self.place], self.value_sizes[self.place]
         self.place += 1
         rows, size = query.shape[2], spec.head_dim
-        parts = [_sized(x[0].transpose(0, 1), size) for x in (query, key, value)]
-        qkv_TC = torch.cat(parts, 1).view(rows, -1)
+        parts = [_sized(x.transpose(1, 2), size) for x in (query, key, value)]
+        qkv_TC = torch.cat(parts, 2).view(rows, -1)
         out_TC = self.attend(spec, qkv_TC, None)
         return out_TC.view(1, rows, spec.num_heads, size)[..., :value_size]
+
+    def rotation_of(self, cos: Tensor, sin: Tensor) -> Rotation | None:
+        """The rotation of a pass, of tensors [1, T, head size] as models have them.
+
+        None: they turn the two halves of a head by different angles, or not the whole head.
+        """
+        if cos is not self._turned:
+            half = self.specs[0].head_dim // 2
+            same = all(
+                x.dim() == 3 and x.shape[::2] == (1, 2 * half) and torch.equal(x[..., :half], x[..., half:])
+                for x in (cos, sin)
+            )
+            parts = [x[0, :, :half].float().contiguous() for x in (cos, sin)] if same else None
+            self._turned, self._rotation = cos, None if parts is None else Rotation(*parts)
+        return self._rotation
+
+    def attend_rotated(self, qkv_TC: Tensor, rotation: Rotation) -> Tensor:
+        """As a call, of heads of the cache's size that are not rotated yet, [T, N head size]."""
+        assert self.attend is not None, "a pass has begun"
+        spec = self.specs[self.place]
+        self.place += 1
+        return self.attend(spec, qkv_TC, rotation)
 
     def begin(self, attend: Attend) -> None:
         """A pass begins, whose attention that is."""
@@ -170,7 +194,7 @@ class PassAttention:
 
     def end(self) -> None:
         """It has ended; raises IntegrityError unless it called attention as often as in the trial."""
-        self.attend = None
+        self.attend = self._turned = self._rotation = None
         ensure(
             self.place == len(self.specs), f"attention was called {self.place} times, not {len(self.specs)}"
         )

@@ -29,18 +29,17 @@ from specinfer.models.hosted.library import ATTENTION, EXPERTS
 from specinfer.models.hosted.modules import (
     VECTOR,
     Expert,
-    NativeNorm,
     PassRows,
     ProductExperts,
     ProductLinear,
     RowByRow,
     WholeVectors,
 )
+from specinfer.models.hosted.native_modules import native_forward
 from specinfer.models.hosted.skeleton import (
     OUTPUT,
     given_states,
     is_experts,
-    is_llama_norm,
     keeps_float32,
 )
 from specinfer.models.language_model import LanguageModel, PassContext, Read
@@ -74,20 +73,24 @@ class HostedModel(LanguageModel):
             specs_of(skeleton.calls, self.dtype), [one.value_size for one in skeleton.calls]
         )
         calling = {id(call.module) for call in skeleton.calls}
+        ops = self.kernels.ops
+        uneven = list[WholeVectors]()
         for module in self._model.modules():
             setattr(module, ATTENTION, self._attention)
-            kind: Any = type(module)
             if _multiplies(module) and not any(id(one) in calling for one in module.modules()):
                 module.forward = RowByRow(module.forward, self._rows)
-            elif is_llama_norm(kind):
-                module.forward = NativeNorm(module, self.kernels.ops)
+            elif (native := native_forward(module, skeleton.calls, self._attention, ops)) is not None:
+                module.forward = native
             elif self._is_uneven(module, VECTOR if id(module) in calling else 2 * VECTOR):
-                module.forward = WholeVectors(module.forward)
+                uneven.append(WholeVectors(module.forward))
+                module.forward = uneven[-1]
         self._offset = self._first_position()
         if self._offset:
             self.config = replace(self.config, max_context=self.config.max_context - self._offset)
         if self.device.type == "cpu":
             self._try_rows(folder)
+            for one in uneven:
+                one.settle()
 
     def read(
         self,

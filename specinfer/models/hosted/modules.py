@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from specinfer.kernels.ops import NormParts, Ops
 from specinfer.kernels.product import Product
 
 VECTOR: Final = 64  # elements that are whole vectors for PyTorch's kernels on every CPU, in every dtype
@@ -64,7 +63,7 @@ def multiplied(product: Product | None, x: Tensor, channels: int) -> Tensor:
     """x [..., inner] -> [..., channels of the product]; so many zeros where there is none."""
     if product is None:
         return x.new_zeros(*x.shape[:-1], channels)
-    return product(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
+    return product(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], channels)
 
 
 class Stack:
@@ -76,37 +75,22 @@ class Stack:
     def __init__(self, layers: Sequence[ProductLinear]) -> None:
         self.layers = layers
         self.product: Product | None = None
-        self._starts, self._channels = dict[int, int](), 0
-        for layer in layers:
-            self._starts[id(layer)] = self._channels
-            self._channels += layer.out_features
+        self._places = {id(layer): place for place, layer in enumerate(layers)}
+        self._channels = [layer.out_features for layer in layers]
         self._given: Tensor | None = None
-        self._made: Tensor | None = None
+        self._parts: Sequence[Tensor] = ()
 
     def part(self, layer: ProductLinear, x: Tensor) -> Tensor:
         """What one of these layers makes of x."""
-        if self._given is not x or self._made is None:
-            self._given, self._made = x, multiplied(self.product, x, self._channels)
-        part = self._made.narrow(-1, self._starts[id(layer)], layer.out_features)
-        if layer is self.layers[-1]:
-            self._given = self._made = None
+        if self._given is not x:
+            self._given = x
+            made = multiplied(self.product, x, sum(self._channels))
+            self._parts = made.split_with_sizes(self._channels, -1)
+        place = self._places[id(layer)]
+        part = self._parts[place]
+        if place == len(self._channels) - 1:
+            self._given, self._parts = None, ()
         return part
-
-
-class NativeNorm:
-    """The forward of a norm that has Llama's code, by our kernels."""
-
-    def __init__(self, module: Any, ops: Ops) -> None:
-        self._norm, self._ops = NormParts(module.weight.detach(), module.variance_epsilon), ops
-        self._forward = module.forward
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x / rms(x) * weight."""
-        if x.dtype is not self._norm.weight_D.dtype:
-            made: Tensor = self._forward(x)
-            return made
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return self._ops.norm_of_sum(rows, None, self._norm).view(x.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,22 +135,33 @@ class ProductExperts:
 
 
 class WholeVectors:
-    """A module's forward, whose non-linearities PyTorch is given in whole vectors: all elements round alike.
+    """A module's forward, whose non-linearities get whole vectors from PyTorch: all elements round alike.
 
-    Other operations stay as they are; looking at each of them costs microseconds.
+    Other operations stay as they are. A look at each of them costs microseconds, so `settle` ends the looking
+    where the passes before it had no vector to fill.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
+        self._mode: _InWholeVectors | None = _InWholeVectors()
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         """As the module's forward."""
-        with _InWholeVectors():
+        if self._mode is None:
             return self._forward(*given, **named)
+        with self._mode:
+            return self._forward(*given, **named)
+
+    def settle(self) -> None:
+        """Call the module's forward as it is from now on, unless a call has filled a vector."""
+        if self._mode is not None and not self._mode.has_filled:
+            self._mode = None
 
 
 class _InWholeVectors(TorchFunctionMode):
     """Functions of single elements get rows that zeros make longer."""
+
+    has_filled = False  # whether there was such a row
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -176,6 +171,7 @@ class _InWholeVectors(TorchFunctionMode):
             x = args[0]
             others = all(not isinstance(one, Tensor) or one.dim() == 0 for one in args[1:])
             if others and x.dim() and (missing := -x.shape[-1] % VECTOR):
+                self.has_filled = True
                 longer: Tensor = func(F.pad(x, (0, missing)), *args[1:], **named)
                 return longer.narrow(-1, 0, x.shape[-1]).contiguous()
         return func(*args, **named)

@@ -6,11 +6,9 @@ known how it calls attention, or why it cannot run here, before a byte of weight
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import inspect
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -330,16 +328,6 @@ def keeps_float32(model: Any, name: str) -> bool:
 
 
 @cache
-def is_llama_norm(kind: type) -> bool:
-    """Whether a class of modules is an RMSNorm whose code is Llama's, word for word."""
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    if not kind.__name__.endswith("RMSNorm"):
-        return False
-    return _code(kind) == _code(LlamaRMSNorm)
-
-
-@cache
 def _weights_read(kind: type) -> frozenset[str]:
     """The children whose weights a class of modules uses itself, and does not only ask for their dtype."""
     try:
@@ -347,13 +335,6 @@ def _weights_read(kind: type) -> frozenset[str]:
     except (OSError, TypeError):
         return frozenset()
     return frozenset(_READ_WEIGHT.findall(source))
-
-
-def _code(kind: Any) -> str:
-    try:
-        return ast.dump(ast.parse(textwrap.dedent(inspect.getsource(kind.forward))))
-    except (OSError, TypeError, SyntaxError):
-        return f"unknown code of {kind}"
 
 
 @contextlib.contextmanager

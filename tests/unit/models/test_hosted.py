@@ -12,16 +12,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
 
+from specinfer.attention.backend import AttentionSpec
 from specinfer.config import EngineConfig
 from specinfer.engine.models import load_models
 from specinfer.errors import ConfigError, ModelError, ModelFileError, UnhostedError
 from specinfer.kernels.choice import Kernels
 from specinfer.llm import LLM
 from specinfer.models.hosted import library
+from specinfer.models.hosted.attention import PassAttention
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.hosted.library import window_of
+from specinfer.models.hosted.model import HostedModel
 from specinfer.models.hosted.modules import PassRows, RowByRow, WholeVectors
+from specinfer.models.hosted.native_modules import (
+    NativeGatedMLP,
+    NativeNorm,
+    NativeSelfAttention,
+    activation_of,
+)
 from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.models.weights import load_model, open_model
 from specinfer.sampling_params import SamplingParams
@@ -296,3 +306,72 @@ def test_functions_of_single_elements_round_alike_wherever_these_stand() -> None
     alone = torch.cat([WholeVectors(forward)(row) for row in x.split(1)])
     assert torch.equal(WholeVectors(forward)(x), alone)
     torch.testing.assert_close(alone, forward(x))
+
+
+def test_a_forward_without_such_functions_is_called_as_it_is() -> None:
+    x, seen = torch.ones(3, 10), list[bool]()
+
+    def forward(x: Tensor) -> Tensor:
+        seen.append(_get_current_function_mode() is not None)
+        return x.exp() if x.shape[-1] == 10 else x * 2
+
+    uneven, even = WholeVectors(forward), WholeVectors(forward)
+    for one, width in ((uneven, 10), (even, 64)):
+        one(torch.ones(3, width))
+        one.settle()
+        one(torch.ones(3, width))
+    assert seen == [True, True, True, False]
+    assert torch.equal(uneven(x), x.exp())
+
+
+@pytest.mark.parametrize(
+    ("kind", "native"),
+    [
+        ("llama", {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"}),
+        ("ministral", {"MinistralRMSNorm", "MinistralMLP", "MinistralAttention"}),  # sliding windows
+        ("glm", {"GlmRMSNorm"}),  # rotates a part of each head; gate and up are one layer
+        ("qwen3", {"Qwen3RMSNorm", "Qwen3MLP"}),  # norms of heads
+        ("gemma", {"GemmaMLP", "GemmaAttention"}),  # norms add 1 to their weights
+        ("arcee", {"ArceeRMSNorm", "ArceeAttention"}),  # no gate
+    ],
+)
+def test_modules_with_llamas_code_run_in_kernels(kind: str, native: set[str], tmp_path: Path) -> None:
+    theirs = save_tiny(kind, tmp_path)
+    ours = load_hosted(tmp_path, kernels("native"))
+    assert isinstance(ours, HostedModel)
+    replaced = (NativeNorm, NativeGatedMLP, NativeSelfAttention)
+    modules = ours._skeleton.model.modules()
+    assert {type(one).__name__ for one in modules if isinstance(one.forward, replaced)} == native
+    assert difference(theirs, ours) < TOLERANCE
+    assert same_with_a_tree(ours)
+
+
+def test_heads_whose_halves_turn_alike_have_a_rotation() -> None:
+    spec = AttentionSpec(
+        layer=0,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=4,
+        scale=1.0,
+        window=None,
+        q_norm=None,
+        k_norm=None,
+        norm_eps=0.0,
+    )
+    attention = PassAttention([spec], [4])
+    angles = torch.tensor([[[0.1, 0.2], [0.3, 0.4]]])
+    halves, pairs = torch.cat([angles, angles], -1), angles.repeat_interleave(2, -1)
+    rotation = attention.rotation_of(halves.cos(), halves.sin())
+    assert rotation is not None
+    assert torch.equal(rotation.cos, angles[0].cos())
+    assert torch.equal(rotation.sin, angles[0].sin())
+    assert attention.rotation_of(pairs.cos(), pairs.sin()) is None
+    assert attention.rotation_of(angles.cos(), angles.sin()) is None
+
+
+def test_activations_are_known_by_their_values() -> None:
+    from transformers.activations import ACT2FN
+
+    known = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+    for name, ours in {**known, "gelu_10": None, "relu2": None, "prelu": None}.items():
+        assert activation_of(ACT2FN[name]) == ours
