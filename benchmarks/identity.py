@@ -21,7 +21,7 @@ from study import SPECULATING, Study, ask, parser, row, run, settings_of, total_
 from specinfer import LLM, RequestOutput, SamplingParams
 from specinfer.check.difference import TargetAlone, find_difference
 from specinfer.report.dataset import read_dataset
-from specinfer.speculation_config import USUAL_EXPANSION
+from specinfer.speculation_config import DEFAULT_EXPANSION
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def page(settings: Mapping[str, Any], cells: Mapping[str, Any]) -> list[str]:
         f"# Greedy texts with and without speculation: {settings['model']}",
         "",
         f"- speculators: {', '.join(settings['draft'] + ['lookup'] * settings['lookup'])}, expansion "
-        f"<{settings['expansion'] or USUAL_EXPANSION}>, {next(iter(cells.values()))['dtype']}, batch size "
+        f"<{settings['expansion'] or DEFAULT_EXPANSION}>, {next(iter(cells.values()))['dtype']}, batch size "
         f"{settings['batch_size']}, {settings['max_tokens']} tokens at most",
         f"- identical texts: {total - len(found)} of {total}",
         f"- different texts, explained by rounding of the target's logits: {len(explained)}",

@@ -29,7 +29,7 @@ from specinfer import LLM, RequestOutput, SamplingParams, SpecInferError, Specul
 from specinfer.files import write_whole
 from specinfer.report.dataset import Conversation, Dataset
 from specinfer.report.provenance import commit, hardware, provenance
-from specinfer.speculation_config import NO_SPECULATION, USUAL_EXPANSION
+from specinfer.speculation_config import DEFAULT_EXPANSION, NO_SPECULATION
 
 RESULTS = Path(__file__).parent / "results"
 REQUIRED: Any = object()  # stands for the default of an option that has none
@@ -62,7 +62,7 @@ def natural(text: str) -> int:
 _OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"help": "the target: folder, GGUF file or name"},
     "draft": {"help": "a draft model; repeatable", "action": "append"},
-    "expansion": {"help": f"of the drafts' trees, of fixed size (default {USUAL_EXPANSION})"},
+    "expansion": {"help": f"of the drafts' trees, of fixed size (default {DEFAULT_EXPANSION})"},
     "dtype": {"help": "auto, bfloat16 or float32"},
     "quantization": {"help": "none, int8 or int4"},
     "dataset": {"help": "prompts; repeatable", "action": "append", "type": Path, "metavar": "FILE.jsonl"},

@@ -1,4 +1,4 @@
-"""specinfer: tree-based speculative inference for large language models; the same text, sooner."""
+"""specinfer: tree-based speculative inference for large language models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specinfer.speculate.speculator import Speculator as Speculator
     from specinfer.tree.token_tree import TokenTree as TokenTree
 
-# Imported when first asked for, so that `specinfer --help` answers without loading torch.
+# Imported on first access, so that `specinfer --help` does not load torch.
 _HOMES = {
     "EngineConfig": "specinfer.config",
     "FinishReason": "specinfer.request",

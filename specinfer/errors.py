@@ -1,4 +1,4 @@
-"""Every exception specinfer raises on purpose: most are UserErrors, an IntegrityError is a bug of ours."""
+"""Exceptions of specinfer. A UserError is for the caller to fix; an IntegrityError is a bug of specinfer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 
 class SpecInferError(Exception):
-    """The root of specinfer's exceptions."""
+    """Base class of specinfer's exceptions."""
 
 
 class UserError(SpecInferError, ValueError):
-    """Something the caller can mend; the message says what was got, what is allowed, what to do."""
+    """An error that the caller can fix; the message gives the value, the allowed values and what to do."""
 
 
 class ConfigError(UserError):
@@ -22,14 +22,15 @@ class ConfigError(UserError):
 
 
 class KeyRefusedError(ConfigError):
-    """One of two processes on two hosts does not know the other's key."""
+    """Two processes on two hosts do not have the same key."""
 
 
 class RequestError(UserError):
     """A prompt or a sampling parameter cannot be served.
 
-    `parameter` is the field of SamplingParams at fault, or prompt, messages or params (several SamplingParams
-    that do not fit the prompts); what OpenAI's API calls `param`. None where no parameter is.
+    `parameter` names the invalid field of SamplingParams, or is "prompt", "messages" or "params" (the number
+    of SamplingParams differs from the number of prompts). OpenAI's API calls it `param`. None if no single
+    parameter is invalid.
     """
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
@@ -39,7 +40,7 @@ class RequestError(UserError):
 
 @contextmanager
 def naming(parameter: str) -> Iterator[None]:
-    """Name the parameter in whatever RequestError is raised meanwhile that names none."""
+    """Set `parameter` on each RequestError that the block raises without one."""
     try:
         yield
     except RequestError as error:
@@ -52,15 +53,15 @@ class ModelError(UserError):
 
 
 class UnhostedError(ModelError):
-    """A model that transformers' code cannot run here, and why; the message ends a sentence on the model."""
+    """transformers' code cannot run a model here; the message completes a sentence that names the model."""
 
 
 class ModelNotFoundError(ModelError):
-    """No model of that name is known, on disk or on the hub."""
+    """No model of that name exists on disk, in the catalogue or on the hub."""
 
 
 class GatedModelError(ModelError):
-    """A hub model has terms that the user has not accepted yet."""
+    """A hub model has terms of use that the user has not accepted."""
 
 
 class ModelFileError(ModelError):
@@ -68,19 +69,19 @@ class ModelFileError(ModelError):
 
 
 class AdapterError(ModelError):
-    """An adapter that requests have named cannot be read any more."""
+    """An adapter that a request names can no longer be read; `adapter` is its name."""
 
     def __init__(self, message: str, adapter: str) -> None:
         super().__init__(message)
-        self.adapter = adapter  # its name
+        self.adapter = adapter
 
 
 class DamagedFileError(ModelFileError):
-    """A prepared file does not hold what was written; it must be made anew."""
+    """A prepared file is damaged and must be written again."""
 
 
 class ChecksumError(ModelError):
-    """A downloaded file does not have the checksum the catalogue gives."""
+    """A downloaded file does not have the catalogue's checksum."""
 
 
 class DownloadError(UserError):
@@ -88,7 +89,7 @@ class DownloadError(UserError):
 
 
 class SourceUnavailableError(DownloadError):
-    """A source cannot be reached, or lacks the file; the next one may do."""
+    """A source cannot be reached or lacks the file; the caller tries the next source."""
 
 
 class DatasetError(UserError):
@@ -96,35 +97,35 @@ class DatasetError(UserError):
 
 
 class DrawRuleError(UserError):
-    """A draw cannot be verified losslessly by the chosen verifier."""
+    """The chosen verifier is not lossless for a speculator's draw rule."""
 
 
 class KernelBuildError(UserError):
-    """No C++ compiler is there, or it failed; the message holds its last lines."""
+    """The C++ compiler is missing or failed; the message has its last lines."""
 
 
 class SpeculatorError(UserError):
-    """A speculator proposed what is no tree for its entry."""
+    """A speculator returned an invalid tree."""
 
 
 class LogitsError(UserError):
-    """The model's logits are no numbers at some token of a request; others go on."""
+    """The model's logits are not finite at a token of one request; other requests continue."""
 
 
 class TraceTooSmallError(UserError):
-    """A policy asks for guesses that a trace does not have."""
+    """A policy needs guesses that the recorded trace does not have."""
 
 
 class TuneError(UserError):
-    """A tuning that cannot be begun, gone on with or ended."""
+    """A tuning run cannot start, continue or end."""
 
 
 class ClosedError(UserError):
-    """An LLM, or the loop that drives its engine, was closed and takes no more requests."""
+    """An LLM or its engine loop is closed and accepts no requests."""
 
 
 class PeerLostError(UserError):
-    """A rank of this process's group ended, was stopped or fell out of step; the group must start anew."""
+    """A rank of the process group ended, stopped or lost synchronization; the group must be restarted."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -132,23 +133,23 @@ class PeerLostError(UserError):
 
 
 class CapacityError(UserError):
-    """Weights or KV cache do not fit in the memory there is."""
+    """The weights or the KV cache do not fit into the available memory."""
 
 
 class IntegrityError(SpecInferError):
-    """An internal invariant is broken; please report it."""
+    """An internal invariant does not hold: a bug of specinfer, please report it."""
 
 
 def ensure(holds: bool, invariant: str) -> None:
-    """Raise IntegrityError unless an invariant holds; unlike `assert`, under `python -O` as well."""
+    """Raise IntegrityError unless an invariant holds; unlike `assert`, it also runs under `python -O`."""
     if not holds:
         raise IntegrityError(invariant)
 
 
-def shown(value: object, most: int = 60) -> str:
-    """A value as it reads in one line of a message, of at most so many characters."""
+def shown(value: object, max_length: int = 60) -> str:
+    """Return the repr of a value for an error message, cut to `max_length` characters."""
     try:
         text = repr(value)
     except RecursionError:
         text = f"a {type(value).__name__} that nests too deep"
-    return text if len(text) <= most else text[: most - 3] + "..."
+    return text if len(text) <= max_length else text[: max_length - 3] + "..."

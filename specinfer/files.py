@@ -1,4 +1,4 @@
-"""Files of ours: where they lie, and how they are written whole, read whole and locked."""
+"""Cache folder, and atomic writing, exact reading and locking of files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DAY: Final = 86400.0  # seconds
 
 
 def cache_dir() -> Path:
-    """Where files of ours lie: SPECINFER_CACHE, else XDG_CACHE_HOME/specinfer, else ~/.cache/specinfer."""
+    """Return the cache folder: SPECINFER_CACHE, else XDG_CACHE_HOME/specinfer, else ~/.cache/specinfer."""
     own = os.environ.get("SPECINFER_CACHE")
     if own:
         return Path(own).expanduser()
@@ -29,11 +29,10 @@ def cache_dir() -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path, waits: Callable[[], None] | None = None) -> Iterator[None]:
-    """A block that one process at a time is in; the others wait, and call `waits` before they do.
+    """Hold a file lock during the block; a process that has to wait calls `waits` first.
 
-    `path` is made, and stays.
-
-    On a disk that knows no locks nobody waits: two may make the same file, and the later one has its name.
+    Creates `path` and leaves it there. On a file system without locks the block runs unlocked: two processes
+    may then write the same file, and the later one replaces the earlier.
     """
     from filelock import FileLock, Timeout  # setup.py compiles where nothing is installed
 
@@ -57,24 +56,24 @@ def locked(path: Path, waits: Callable[[], None] | None = None) -> Iterator[None
 
 
 class NewFile:
-    """A file that gets its name when it is whole; a context manager that removes what was not kept.
+    """A file that is written as PATH.*.partial and renamed to PATH by `keep`.
 
-    It grows beside `path`, as PATH.*.partial. What a killed process left of it there is removed after a day.
-    All of this raises OSError.
+    A context manager: leaving the block without `keep` removes the partial file. The next NewFile of the same
+    path removes partial files of killed processes that are older than a day. Every method raises OSError.
     """
 
     def __init__(self, path: Path, mode: int = 0o600) -> None:
-        """`mode` is who may read and write it; its folder must exist."""
+        """Create the partial file in the existing folder of `path`, with the permission bits `mode`."""
         self._path = path
         for remains in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
-            with contextlib.suppress(FileNotFoundError):  # somebody else removed it
-                if time.time() - remains.stat().st_mtime > _DAY:  # nobody writes at a file for a day
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
+                if time.time() - remains.stat().st_mtime > _DAY:  # no write takes a day
                     remains.unlink()
         number, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".partial")
         self._partial = Path(name)
         self._file = os.fdopen(number, "wb", buffering=0)
         if mode != 0o600:
-            with contextlib.suppress(OSError):  # a disk without modes: the file is its writer's alone
+            with contextlib.suppress(OSError):  # a file system without permission bits
                 os.chmod(self._partial, mode)
 
     def __enter__(self) -> Self:
@@ -83,13 +82,13 @@ class NewFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(OSError):  # whatever went wrong was said before
+        with contextlib.suppress(OSError):  # the write has already raised
             self._file.close()
-        with contextlib.suppress(OSError):  # removed with the next file of that name, after a day
+        with contextlib.suppress(OSError):  # a later NewFile removes it after a day
             self._partial.unlink(missing_ok=True)
 
     def seek(self, position: int) -> None:
-        """Write at that byte from here on."""
+        """Set the byte position of the next write."""
         self._file.seek(position)
 
     def write(self, data: bytes | memoryview) -> None:
@@ -99,10 +98,10 @@ class NewFile:
             left = left[self._file.write(left) :]
 
     def keep(self, *, through_power_cuts: bool = False) -> None:
-        """Give the file its name, in place of what had it.
+        """Close the file and rename it to its path, replacing an existing file.
 
-        A power cut soon after may leave less than was written under it, unless `through_power_cuts`, which
-        waits for the disk.
+        With `through_power_cuts` it syncs the data to the disk first; without, a power cut soon afterwards
+        may leave a truncated file.
         """
         if through_power_cuts:
             os.fsync(self._file.fileno())
@@ -111,16 +110,16 @@ class NewFile:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Put `text` under `path`, whole or not at all, for everybody to read; raises OSError."""
+    """Write `text` to `path` atomically, readable by every user; raises OSError."""
     with NewFile(path, mode=0o644) as new:
         new.write(text.encode())
         new.keep()
 
 
 def write_whole(path: Path, text: str) -> bool:
-    """Put `text` under `path`, which gets its name only when whole; returns whether that could be done.
+    """Write `text` to `path` atomically; return False if the disk refuses it.
 
-    For what is made anew where it is missing: a folder that is read-only or full costs nothing else.
+    For files that can be made again when they are missing, so that a read-only or full folder is no error.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,14 +132,14 @@ def write_whole(path: Path, text: str) -> bool:
 
 
 def read_exactly(path: Path, start: int, into: memoryview) -> None:
-    """Fill `into`, of bytes, with those of a file from byte `start` on.
+    """Fill `into` with the bytes of a file from byte `start` on.
 
-    Raises ModelFileError where the file ends before that.
+    Raises ModelFileError if the file ends too early, OSError if it cannot be read.
     """
     with path.open("rb", buffering=0) as file:
         file.seek(start)
         while into:
             count = file.readinto(into)
             if not count:
-                raise ModelFileError(f"{path} got shorter while it was read; get it again")
+                raise ModelFileError(f"{path} became shorter while it was read; download it again")
             into = into[count:]

@@ -1,4 +1,4 @@
-"""LLM: offline use. Prompts in, answers out."""
+"""LLM: offline generation from prompts and conversations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OnOutput = Callable[[RequestOutput], None]
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """What an LLM has until it is closed."""
+    """Parts of an LLM that `close` releases."""
 
     models: Models
     engine: Engine
@@ -45,18 +45,25 @@ class LLM:
             for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=16)):
                 print(output.text)
 
-    Options are the fields of SpeculationConfig, CacheConfig (`kv_cache_memory`, `block_size`),
-    SchedulerConfig and EngineConfig; an EngineConfig may stand for the model, and options change it. Guesses
-    are looked up in the text and in earlier answers unless `lookup=False`.
-    `speculators` are the caller's own (docs/add_a_speculator.md), asked after those the options name.
-    What takes long at the start (a download, compiling, loading) shows a bar on a terminal, and
-    `progress=NoProgress()` (specinfer.progress) shows nothing. Raises ConfigError, ModelError or
-    CapacityError.
+    Several threads may use one LLM at once: their requests share the engine's batches, and each thread gets
+    its own outputs. With `tensor_parallel` or `pipeline_parallel` other processes compute with this one; when
+    one of them is lost, the call raises PeerLostError and the LLM closes. Leaving the `with` block, or
+    calling `close`, frees the KV cache and the weights; every later use raises ClosedError.
 
-    Several threads may use one LLM at once: their requests share the engine's batches, and each gets its
-    own outputs. With `tensor_parallel` other processes compute with this one; where one of them is lost a
-    PeerLostError comes out, and the LLM is closed. Leaving the `with` block, or `close`, frees the KV cache
-    and the weights; after it every use raises ClosedError.
+    Args:
+        model: a folder, a GGUF file, a hub id, a catalogue name, or a whole EngineConfig.
+        speculators: the caller's own speculators (docs/add_a_speculator.md). They run after those that the
+            options name.
+        progress: receives the progress of downloading, compiling and loading. By default a terminal shows a
+            bar; `NoProgress()` (specinfer.progress) shows nothing.
+        **options: fields of EngineConfig, SpeculationConfig, CacheConfig and SchedulerConfig under the names
+            of docs/options.md, such as `kv_cache_memory="2GB"` or `lookup=False`. They override those of an
+            EngineConfig given as `model`.
+
+    Raises:
+        ConfigError: an option is unknown or out of range.
+        ModelError: the model cannot be found, read or run.
+        CapacityError: the weights or the KV cache do not fit into memory.
     """
 
     def __init__(
@@ -72,7 +79,7 @@ class LLM:
         else:
             config = EngineConfig.from_options(fspath(model), options)
         show = default_progress() if progress is None else progress
-        # A pool's members are what is loaded, and what a variant's drafts are held against.
+        # Replaces each pool by its drafts: these are loaded, and `variant` compares its drafts with them.
         config = with_members(config, show)
         models = load_models(config, show)
         self._start(models.settled(config), models, speculators, show)
@@ -85,7 +92,7 @@ class LLM:
         speculators: Sequence[Speculator] = (),
         progress: Progress | None = None,
     ) -> LLM:
-        """An LLM over models that are loaded already."""
+        """Return an LLM over models that are already loaded; raises as `LLM` does."""
         llm = cls.__new__(cls)
         llm._start(with_members(config, progress or NoProgress()), models, speculators, progress)
         return llm
@@ -110,21 +117,30 @@ class LLM:
         progress: Progress | None = None,
         **options: Any,
     ) -> LLM:
-        """Another LLM over the same weights, under `config` or this one's, with other options.
+        """Return another LLM over the same weights with other options.
 
-        It has a KV cache of its own, and of the caller's speculators those that are given here. Raises
-        ConfigError for an option that needs other weights, CapacityError when the KV cache does not fit.
+        It has a KV cache of its own, and only those of the caller's speculators that are passed here.
+
+        Args:
+            config: the config to start from; by default this LLM's.
+            speculators: as for `LLM`.
+            progress: as for `LLM`.
+            **options: as for `LLM`; they override those of `config`.
+
+        Raises:
+            ConfigError: an option needs other weights.
+            CapacityError: the KV cache does not fit into memory.
         """
         show = default_progress() if progress is None else progress
         config = with_members((config or self.config).with_options(options), show)
         return LLM.from_models(config, models_for(config, self.config, self.models), speculators, progress)
 
     def close(self) -> None:
-        """Free the KV cache and let go of the weights; once more does nothing.
+        """Free the KV cache and release the weights; a second call does nothing.
 
-        Waits for the step that is running, unless that waits for weights. Whoever waits for an answer in
-        another thread gets a ClosedError. Weights that are streamed are read no more once no variant, and
-        nobody else, has the models.
+        Waits for the running step, unless that step waits for streamed weights. Other threads that wait for
+        an answer get a ClosedError. Reading of streamed weights ends when no variant and no other reference
+        holds the models.
         """
         if (parts := self._parts) is not None:
             parts.loop.close()
@@ -157,30 +173,30 @@ class LLM:
 
     @property
     def max_context(self) -> int:
-        """The most tokens a request can have, prompt and output together."""
+        """Maximum tokens of a request, prompt and output together."""
         return self._open.intake.max_context
 
     @property
     def default_params(self) -> SamplingParams:
-        """The parameters of requests that come without any: those that the model recommends, or the usual."""
+        """Sampling parameters of requests that give none: the model's recommendation, else the defaults."""
         return self._open.intake.usual
 
     @property
     def intake(self) -> Intake:
-        """Makes requests of prompts, in any thread; for callers that hand them to `loop` themselves."""
+        """The intake, which turns prompts into requests in any thread; for callers that drive `loop`."""
         return self._open.intake
 
     @property
     def loop(self) -> EngineLoop:
-        """Runs requests for any number of threads; a server starts its thread, others need not know it."""
+        """The engine loop, which runs requests for any number of threads; a server starts its thread."""
         return self._open.loop
 
     @property
     def on_step(self) -> Callable[[Sequence[str]], None] | None:
-        """Called with the ids of a step's requests before anything is computed, by the thread that runs it.
+        """Callback that gets the request ids of each step before the step computes; settable at any time.
 
-        May be set at any time. It has to be quick. The first exception that it raises is logged, and steps
-        go on.
+        The thread that runs the step calls it, so it must be quick. Its first exception is logged, and steps
+        continue.
         """
         return self._open.engine.on_step
 
@@ -190,9 +206,10 @@ class LLM:
 
     @property
     def on_tree(self) -> Callable[[TreeEvent], None] | None:
-        """Called with every request's tree in every step, by the thread that runs the step.
+        """Callback that gets every request's verified tree in every step; settable at any time.
 
-        May be set at any time. What it raises goes to whoever ran the step, when the step is done.
+        The thread that runs the step calls it. An exception that it raises reaches the caller of the step
+        after the step.
         """
         return self._open.engine.on_tree
 
@@ -202,9 +219,9 @@ class LLM:
 
     @property
     def explains(self) -> bool:
-        """Whether `on_tree` is told why so much was guessed, too (`TreeEvent.decision`); may be set.
+        """True if tree events include the policy's reasons (`TreeEvent.decision`); settable, off by default.
 
-        It takes a little time of every step, so it is off unless somebody wants to see it.
+        Recording them adds a little time to every step.
         """
         return self._open.engine.explains
 
@@ -213,11 +230,11 @@ class LLM:
         self._open.engine.explains = wanted
 
     def statistics(self) -> Statistics:
-        """What the engine did so far, and how many requests it has; never waits for a step."""
+        """Return the engine's counters and its number of requests, without waiting for a step."""
         return self._open.engine.statistics()
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError or AssertionError when the engine's bookkeeping is broken: a bug."""
+        """Check the engine's bookkeeping; an IntegrityError or AssertionError reveals a bug of specinfer."""
         self._open.loop.check_integrity()
 
     def generate(
@@ -228,15 +245,24 @@ class LLM:
         lora_request: LoRA = None,
         on_output: OnOutput | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts, batched as they fit; outputs in the order of the prompts.
+        """Generate one completion per prompt, in batches as large as the engine's limits allow.
 
-        `params` is one for all or one per prompt, without it `default_params`; where it asks for n
-        completions, an output has all of them in `outputs`. `lora_request` is an adapter, for all or one per
-        prompt, that the model has for it (docs/lora.md). `on_output` sees every completion's progress
-        after each of its steps; when it raises, all these requests are cancelled. A request whose parameters
-        leave no token to choose ends with finish reason "error" and stops no other. Raises RequestError for
-        the first prompt that cannot be served, before any is run, ModelError for an adapter that cannot be
-        used.
+        A request whose parameters exclude every token ends with finish reason "error"; the other requests
+        continue.
+
+        Args:
+            prompts: one prompt or several, each a text or a sequence of token ids.
+            params: sampling parameters for all prompts, or one per prompt; by default `default_params`.
+            lora_request: a LoRA adapter for all prompts, or one per prompt (docs/lora.md).
+            on_output: gets the output so far of every completion after each of its steps. An exception that
+                it raises cancels all of these requests.
+
+        Returns:
+            One output per prompt, in the order of the prompts; `outputs` holds all n completions of it.
+
+        Raises:
+            RequestError: a prompt cannot be served; raised for the first one, before any prompt runs.
+            ModelError: an adapter cannot be used.
         """
         return self._answer(self.intake.prompts(prompts, params, lora_request), on_output)
 
@@ -250,16 +276,28 @@ class LLM:
         lora_request: LoRA = None,
         on_output: OnOutput | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, through the model's chat template; else as `generate`.
+        """Generate the next message of one or several conversations, through the model's chat template.
 
-        Messages are read as OpenAI's clients write them: `content` is a text or a list of parts of text, an
-        assistant's may be None, and arguments of its calls are JSON text or objects.
-        `tools`, in the shape of OpenAI's chat completions, are what the template tells the model that it may
-        call. A call stands in the text as the model writes it, held to no schema: to read it is the caller's
-        part, and `specinfer serve` does it. Its marks may be special tokens, which are left out of texts but
-        for `visible_token_ids`. Names of special tokens that users and tools write ("<|im_end|>") are texts
-        like any other, so that they end no turn; "special" makes them the tokens. Raises RequestError for
-        tools that the template knows nothing of.
+        A tool call appears in the output text as the model writes it; no schema constrains it, and the caller
+        parses it (`specinfer serve` does so for its clients). Its markers may be special tokens, which texts
+        omit unless `visible_token_ids` names them.
+
+        Args:
+            messages: one conversation or several, in OpenAI's format: `content` is a text or a list of text
+                parts and may be None for an assistant; tool call arguments are JSON text or objects.
+            params: as for `generate`.
+            tools: tool definitions in OpenAI's format, which the chat template adds to the prompt.
+            special_tokens_in_messages: "text" encodes the names of special tokens in messages
+                ("<|im_end|>") as plain text, so that they end no turn; "special" encodes them as the tokens.
+            lora_request: as for `generate`, per conversation.
+            on_output: as for `generate`.
+
+        Returns:
+            One output per conversation, in order.
+
+        Raises:
+            RequestError: a conversation cannot be served, or the chat template does not support tools.
+            ModelError: an adapter cannot be used.
         """
         groups = self.intake.conversations(
             *(messages, params), tools=tools, special_tokens=special_tokens_in_messages, lora=lora_request
@@ -273,10 +311,15 @@ class LLM:
         *,
         lora_request: LoRARequest | None = None,
     ) -> Generator[RequestOutput]:
-        """Answer one prompt; yields the output after every step of it, `new_text` is the part that is new.
+        """Generate from one prompt and yield the output after every step; `new_text` is the step's text.
 
-        Of n completions each yields its own outputs, told apart by `index`. A stream that is dropped or
-        closed cancels its request. Raises RequestError at once, before the first output is asked for.
+        Each of n completions yields outputs of its own, with its number in `index`. Closing or dropping the
+        generator cancels the request. RequestError is raised by the call itself, not by the first `next`.
+
+        Args:
+            prompt: a text or a sequence of token ids.
+            params: sampling parameters; by default `default_params`.
+            lora_request: a LoRA adapter (docs/lora.md).
         """
         [requests] = self.intake.prompts([prompt], params, lora_request)
         return self._stream(requests)
@@ -290,14 +333,17 @@ class LLM:
         special_tokens_in_messages: SpecialTokens = "text",
         lora_request: LoRARequest | None = None,
     ) -> Generator[RequestOutput]:
-        """Answer one conversation as `stream` answers a prompt; the rest is as `chat` has it."""
+        """Generate the next message of one conversation and yield outputs as `stream` does.
+
+        The arguments are those of `chat`, for one conversation.
+        """
         [requests] = self.intake.conversations(
             *([messages], params), tools=tools, special_tokens=special_tokens_in_messages, lora=lora_request
         )
         return self._stream(requests)
 
     def _stream(self, requests: Sequence[Admitted], *, ended_only: bool = False) -> Generator[RequestOutput]:
-        """The outputs of requests as they come; one that a lost rank cuts short closes the LLM."""
+        """Yield the outputs of requests; a PeerLostError closes the LLM."""
         try:
             yield from self._open.loop.stream(requests, ended_only=ended_only)
         except PeerLostError:
@@ -305,9 +351,9 @@ class LLM:
             raise
 
     def _answer(self, groups: list[list[Admitted]], on_output: OnOutput | None) -> list[RequestOutput]:
-        """One output per prompt, its other completions within it."""
+        """Run the requests; return one output per prompt, with its other completions in `others`."""
         done: dict[str, RequestOutput] = {}
-        # Closed where `on_output` raises, or the requests would run on as long as somebody keeps the error.
+        # Closed when `on_output` raises: its traceback would otherwise keep the generator alive.
         requests = [one for group in groups for one in group]
         with closing(self._stream(requests, ended_only=on_output is None)) as outputs:
             for output in outputs:

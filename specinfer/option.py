@@ -1,6 +1,6 @@
-"""Options: fields of frozen config classes, which say themselves what they are for and what they may be.
+"""Options: fields of frozen config classes with their description and their allowed values.
 
-Validation, the flags of commands, the keys of YAML files and the tables of docs/options.md are made of them.
+Validation, command line flags, keys of YAML files and the tables of docs/options.md are derived from them.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 from specinfer.errors import ConfigError
 
 _KEY: Final = "option"
-_MOST_SECONDS: Final = 1e6
+_MAX_SECONDS: Final = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a field says of itself beside its name, its type and its default."""
+    """Metadata of an option, beside its field's name, type and default."""
 
-    purpose: str  # a sentence, or a part of one, as --help shows it
-    more: str = ""  # what the options page says besides, in Markdown
-    name: str = ""  # as users write it, where that is not the field's name
-    flag: str = ""  # the same of the command line
-    shown: str = ""  # the default in words, where it is None or long
-    allowed: str = ""  # what an error says is allowed, where the type does not say it
-    least: float | None = None  # of a number
-    zero: bool = True  # whether a number of seconds may be 0
-    size: bool = False  # a number of bytes, which the command line writes like 2GB
-    switch: bool = False  # a flag switches it on and off, whatever else it may be
-    old: tuple[str, ...] = ()  # names that it had, which are still understood
-    of_batches: bool = True  # of the server: whether it concerns files of requests, too
+    purpose: str  # one sentence, shown by --help
+    more: str = ""  # further sentences for the options page, in Markdown
+    name: str = ""  # public name, if it is not the field's
+    flag: str = ""  # command line flag, if it is not the name's
+    shown: str = ""  # description of a default that is None or long
+    allowed: str = ""  # allowed values for errors, if the type does not give them
+    minimum: float | None = None  # of a number
+    zero: bool = True  # True if a number of seconds may be 0
+    size: bool = False  # True for a number of bytes, given on the command line like 2GB
+    switch: bool = False  # True if a pair of flags switches it on and off, whatever its type
+    old: tuple[str, ...] = ()  # former names, which are still accepted
+    of_batches: bool = True  # of the server's options: True if batch files use it, too
 
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -40,33 +40,33 @@ _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option."""
+    """One option of a config class."""
 
-    name: str  # as LLM(...), YAML files and errors have it
-    attribute: str  # the field's own name
-    kind: Any  # its type, without None; object where there are several
-    words: tuple[str, ...]  # that stand for a number of this kind
-    optional: bool  # whether it may be None
+    name: str  # in LLM(...), YAML files and errors
+    attribute: str  # the field's name
+    kind: Any  # its type without None; `object` for a union
+    words: tuple[str, ...]  # words allowed in place of a number
+    optional: bool  # True if it may be None
     default: Any
     about: About
 
     @property
     def flag(self) -> str:
-        """Its flag on the command line."""
+        """Command line flag."""
         return "--" + (self.about.flag or self.name.replace("_", "-"))
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values it may have, where they are few."""
+        """Allowed words of a Literal type, else empty."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
     def is_list(self) -> bool:
-        """Whether it has several values."""
+        """True if it has several values."""
         return get_origin(self.kind) is tuple
 
     def shown_default(self) -> str:
-        """The default as one would write it, or nothing."""
+        """Return the default as text, empty if there is none to show."""
         if self.about.shown or self.default in (None, (), ""):
             return self.about.shown
         if isinstance(self.default, bool):
@@ -76,7 +76,7 @@ class Option:
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     def check(self, value: object) -> None:
-        """Raise ConfigError where its type or its bounds do not allow a value."""
+        """Raise ConfigError if the value has the wrong type or is out of bounds."""
         if value is None and self.optional:
             return
         if (fault := self._fault(value)) is not None:
@@ -89,27 +89,29 @@ class Option:
         elif kind is bool:
             wrong, allowed = not isinstance(value, bool), "True or False"
         elif kind is int:
-            least = 0 if about.least is None else int(about.least)
-            wrong, allowed = not _is_number(value, int) or value < least, f"an integer >= {least}"  # type: ignore[operator]
+            minimum = 0 if about.minimum is None else int(about.minimum)
+            wrong, allowed = not _is_number(value, int) or value < minimum, f"an integer >= {minimum}"  # type: ignore[operator]
             if self.words:
                 wrong, allowed = wrong and value not in self.words, ", or ".join((allowed, *self.words))
         elif kind is float:
-            fits = _is_number(value, int, float) and 0 <= value < _MOST_SECONDS  # type: ignore[operator]
+            fits = _is_number(value, int, float) and 0 <= value < _MAX_SECONDS  # type: ignore[operator]
             wrong = not fits or (value == 0 and not about.zero)
             allowed = "seconds from 0 on" if about.zero else "seconds above 0"
         elif kind is str:
             wrong, allowed = not isinstance(value, str), "a text"
         elif self.is_list:
-            # What they are is not told: a key may be among them.
+            # The error leaves out the values: they may include a secret key.
             texts = isinstance(value, tuple) and all(isinstance(one, str) and one for one in value)
-            return None if texts else "has what is no text; allowed: a list of texts, numbers in quotes"
+            return (
+                None if texts else "has a value that is no text; allowed: a list of texts, numbers in quotes"
+            )
         else:
             return None
         return f"is {value!r}; allowed: {about.allowed or allowed}" if wrong else None
 
 
 def parse_size(name: str, text: str) -> int:
-    """Bytes from '512MB', '2GiB', '1.5G' (powers of 1024) or a plain number; raises ConfigError."""
+    """Return the bytes of '512MB', '2GiB', '1.5G' (powers of 1024) or a plain number; raises ConfigError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
     if match is None:
         raise ConfigError(f"{name} is {text!r}; allowed: a number of bytes, or like 512MB or 2GB")
@@ -117,7 +119,7 @@ def parse_size(name: str, text: str) -> int:
 
 
 def parse_address(name: str, text: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT` or `[IPv6]:PORT`; raises ConfigError."""
+    """Return the host and port of `HOST:PORT` or `[IPv6]:PORT`; raises ConfigError."""
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -129,19 +131,19 @@ def parse_address(name: str, text: str) -> tuple[str, int]:
 
 
 def name_of_address(address: tuple[str, int | str]) -> str:
-    """The text that `parse_address` reads as this host and port."""
+    """Return the text that `parse_address` reads as this host and port."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def option(default: Any, purpose: str, **more: Any) -> Any:
-    """A field of a config class that is an option; `more` is what else About holds."""
+    """Return a dataclass field that is an option; `more` are further fields of About."""
     return field(default=default, metadata={_KEY: About(purpose, **more)})
 
 
 @cache
 def options_of(kind: type) -> tuple[Option, ...]:
-    """The options among the fields of a config class, in their order."""
+    """Return the options of a config class, in the order of its fields."""
     hints = get_type_hints(kind)
     found = []
     for one in fields(kind):
@@ -170,7 +172,7 @@ def options_of(kind: type) -> tuple[Option, ...]:
 
 
 def check_options(config: object) -> None:
-    """Raise ConfigError unless each option of a config has a value that its type and bounds allow."""
+    """Raise ConfigError if an option of a config has the wrong type or is out of bounds."""
     for one in options_of(type(config)):  # type: ignore[arg-type]  # a class can be hashed
         one.check(getattr(config, one.attribute))
 

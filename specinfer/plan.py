@@ -1,13 +1,13 @@
-"""The step plan: who runs this step, on which tokens, with which budget and blocks; it never changes.
+"""StepPlan: the requests of one step, with their tokens, node budgets and KV blocks.
 
-The one idea: every step is a batch of token trees. A request's tokens and its tree occupy one run of
-*cache positions*; position i lives in slot `block_table[i // block_size] * block_size + i % block_size`
-of every KV cache there is, the target's and each draft model's alike.
+Every step is a batch of token trees. A request's tokens and its tree occupy consecutive *cache positions*;
+position i has slot `block_table[i // block_size] * block_size + i % block_size` in every KV cache, the
+target's and each draft model's.
 
     position   0 ............. start ............ end-1 | end .............. end - 1 + max_nodes - 1
                KV valid        computed this step  root | the other tree nodes, node i at end - 1 + i
 
-An entry with `max_nodes == 0` is an earlier chunk of a prefill: it computes KV and yields no token.
+An entry with `max_nodes == 0` is a chunk of a prefill: it computes KV and yields no token.
 """
 
 from __future__ import annotations
@@ -21,48 +21,48 @@ from specinfer.request import Request
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry:
-    """One request's share of a step."""
+    """One request's part of a step; immutable."""
 
     request: Request
-    token_ids: Sequence[int]  # prompt and output; only grows: what stands before `end` never changes
-    start: int  # tokens whose KV the target's cache holds
+    token_ids: Sequence[int]  # prompt and output; the list may grow, tokens before `end` do not change
+    start: int  # number of tokens whose KV the target's cache holds
     end: int  # this step computes token_ids[start:end]
-    max_nodes: int  # tree nodes allowed, the root included; 0: a prefill chunk without a tree
-    max_depth: int  # levels below the root worth guessing: what max_tokens and the context leave
-    block_table: Sequence[int]  # enough blocks for end - 1 + max(max_nodes, 1) positions
-    incarnation: int  # grows at each preemption: KV written under another number is gone
-    processors: Processors | None = None  # what the request's parameters make of logits; None: nothing
-    speculators: tuple[str, ...] | None = None  # those that may guess for it; None: all
-    block_hashes: Sequence[bytes] = ()  # of full blocks of text, from the first on: equal ones hold equal KV
-    room: int = 1  # tokens that may still be added to the text
+    max_nodes: int  # maximum tree nodes, the root included; 0: a prefill chunk without a tree
+    max_depth: int  # maximum levels below the root, within max_tokens and the context
+    block_table: Sequence[int]  # blocks for at least end - 1 + max(max_nodes, 1) positions
+    incarnation: int  # incremented by each preemption, which invalidates the KV of earlier numbers
+    processors: Processors | None = None  # logit processors of the request's parameters
+    speculators: tuple[str, ...] | None = None  # names of the speculators that may run; None: all
+    block_hashes: Sequence[bytes] = ()  # of the leading full blocks; equal hashes mean equal KV
+    room: int = 1  # maximum tokens that the text may still gain
 
     @property
     def has_tree(self) -> bool:
-        """Whether this entry ends in a tree, and so yields tokens."""
+        """True if this entry has a tree, and so yields tokens."""
         return self.max_nodes > 0
 
     @property
     def ends_with_prompt(self) -> bool:
-        """Whether the request ends with this step: its prompt is computed, and it wants no token."""
+        """True if the request ends with this step: its prompt is computed, and max_tokens is 0."""
         return self.room == 0 and self.end == len(self.token_ids)
 
     def lets_guess(self, speculator: str) -> bool:
-        """Whether the speculator of this name may guess for it."""
+        """Return whether the speculator of this name may guess for the request."""
         return self.speculators is None or speculator in self.speculators
 
     @property
     def active_processors(self) -> Processors | None:
-        """The processors, where they may change a row of logits in this step."""
+        """The processors if they may change a row of logits in this step, else None."""
         return None if self.processors is None or self.processors.idle else self.processors
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything the speculators and the runner need to know about one step."""
+    """One step: the input of the speculators and of the executor; immutable."""
 
     entries: tuple[PlanEntry, ...]
-    tree_entries: tuple[PlanEntry, ...] = field(init=False)  # those that end in a tree, in plan order
+    tree_entries: tuple[PlanEntry, ...] = field(init=False)  # the entries with a tree, in plan order
 
     def __post_init__(self) -> None:
-        # Once: everybody asks, some of them for each request.
+        # Computed once: every speculator reads it, some for each request.
         object.__setattr__(self, "tree_entries", tuple([e for e in self.entries if e.max_nodes > 0]))

@@ -1,4 +1,4 @@
-"""What a long wait shows: a bar on a terminal, a few plain lines in a log, nothing for short work."""
+"""Progress of long work: a bar on a terminal, a few plain lines elsewhere, nothing for short work."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-SHOW_AFTER = 2.0  # seconds; quicker work shows nothing
+SHOW_AFTER = 2.0  # seconds; shorter work shows nothing
 LINE_EVERY = 10.0  # seconds between plain lines when the total is unknown
 
 
 class Progress:
-    """Hears how far a piece of work has come, one piece at a time; of itself it shows nothing."""
+    """Receives the progress of one task at a time; this base class shows nothing."""
 
     def start(self, total: int | None, label: str, unit: str = "B") -> None:
-        """A piece of work begins; `total` is in units (bytes for "B"), None when unknown."""
+        """Start a task of `total` units (bytes for "B"); None: unknown."""
 
     def advance(self, n: int) -> None:
-        """`n` more units are done."""
+        """Add `n` finished units."""
 
     def finish(self) -> None:
-        """The piece of work is over, done or failed."""
+        """End the task, successful or not."""
 
     def say(self, line: str) -> None:
-        """Something that the user should know; it stays to be read, as it does in the log."""
+        """Show a line for the user that stays visible."""
 
     @contextmanager
     def showing(self, total: int | None, label: str, unit: str = "B") -> Iterator[Self]:
-        """The piece of work in the `with` block."""
+        """Run the block as a task: `start` before it, `finish` after it."""
         self.start(total, label, unit)
         try:
             yield self
@@ -46,7 +46,7 @@ class NoProgress(Progress):
 
 
 class ProgressBar(Progress):
-    """A Progress on stderr: a bar on a terminal, lines at 25% steps elsewhere, both after two seconds."""
+    """Progress on stderr: a bar on a terminal, a line per 25% elsewhere, both after two seconds."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ProgressBar(Progress):
         *,
         says: bool = True,
     ) -> None:
-        """With `says` off it shows bars alone: the log is on the same screen."""
+        """Write to `stream`, by default stderr; without `says`, `say` shows nothing, as the log does it."""
         self._stream = sys.stderr if stream is None else stream
         self._show_after = show_after
         self._clock = clock
@@ -74,14 +74,14 @@ class ProgressBar(Progress):
         self._lines = 0
 
     def start(self, total: int | None, label: str, unit: str = "B") -> None:
-        """Begin a piece of work; one that still runs is finished first."""
+        """Start a task; a task that still runs is finished first."""
         self.finish()
         self._total, self._label, self._unit = total, label, unit
         self._done = self._quarter = self._lines = 0
         self._began = self._last_line = self._clock()
 
     def advance(self, n: int) -> None:
-        """Count `n` units and show them, once the work has taken two seconds."""
+        """Add `n` finished units and show them, once the task has taken two seconds."""
         self._done += n
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self._done)
@@ -92,7 +92,7 @@ class ProgressBar(Progress):
                 self._write_line()
 
     def finish(self) -> None:
-        """Close the bar, or write a last line where lines were written."""
+        """Close the bar, or write a last line if lines were written."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = self._task = None
@@ -101,7 +101,7 @@ class ProgressBar(Progress):
         self._lines = 0
 
     def say(self, line: str) -> None:
-        """Write it in a line of its own."""
+        """Write the line; ends a task that still runs."""
         self.finish()
         if self._says:
             print(line, file=self._stream, flush=True)
@@ -150,13 +150,13 @@ class ProgressBar(Progress):
 
 
 def default_progress(*, says: bool = True) -> Progress:
-    """What is shown unless the caller says otherwise: a bar where a person looks on, on a terminal."""
-    watched = sys.stderr is not None and sys.stderr.isatty()  # None: a program without a console
-    return ProgressBar(says=says) if watched else NoProgress()
+    """Return a ProgressBar if stderr is a terminal, else NoProgress."""
+    on_terminal = sys.stderr is not None and sys.stderr.isatty()  # None: a program without a console
+    return ProgressBar(says=says) if on_terminal else NoProgress()
 
 
 def format_bytes(n: int) -> str:
-    """`n` bytes for a person, in powers of ten: "98.4 MB"."""
+    """Return `n` bytes as text in powers of ten, like "98.4 MB"."""
     size = float(n)
     for unit in ("B", "kB", "MB"):
         if size < 1000:

@@ -1,4 +1,4 @@
-"""What the engine is asked (Request) and what comes back (RequestOutput)."""
+"""Request, the engine's input, and RequestOutput, its result."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from specinfer.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt, tokenized, with everything that decides its text."""
+    """One tokenized prompt with everything that determines its text."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    seed: int  # params.seed, or the one drawn for this request
+    seed: int  # params.seed, or one drawn for this request
     prediction: tuple[int, ...] = ()  # params.prediction as token ids
-    index: int = 0  # which of the prompt's n completions
-    adapter: str | None = None  # the name of a low-rank adapter (LoRA) that the target has for it
+    index: int = 0  # number of the completion among the prompt's n
+    adapter: str | None = None  # name of the request's LoRA adapter
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether it computes log-probabilities of the prompt; the first of n completions does so for all."""
+        """True if this request computes the prompt's log-probabilities: the first of n completions does."""
         return self.params.prompt_logprobs is not None and self.index == 0
 
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """The low-rank adapter (LoRA) of a request, as vLLM has it: a name, a number, and a PEFT folder.
+    """The LoRA adapter of a request, with the fields of vLLM's class of this name.
 
-    Without a path it is one that was named before. Raises RequestError for no name, or a number below 1.
+    Raises RequestError for an empty name or a number below 1.
     """
 
     lora_name: str
-    lora_int_id: int  # that no other adapter has
-    lora_path: str | PathLike[str] = ""
+    lora_int_id: int  # unique among adapters, 1 or more
+    lora_path: str | PathLike[str] = ""  # folder saved by PEFT; "": an adapter that was named before
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not self.lora_name:
@@ -50,37 +50,37 @@ class LoRARequest:
 
 
 class FinishReason(StrEnum):
-    """Why a request ended."""
+    """Reason why a request ended."""
 
     STOP = "stop"  # end of text, a stop token or a stop string
     LENGTH = "length"  # max_tokens, or the model's context is full
-    ABORT = "abort"  # the caller went away
-    ERROR = "error"  # its own parameters left no token to choose; `RequestOutput.error` says why
+    ABORT = "abort"  # the caller cancelled it
+    ERROR = "error"  # no token can be chosen; `RequestOutput.error` has the message
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely one token was at one place."""
+    """Log-probability of one token at one position."""
 
-    logprob: float  # natural logarithm; -inf where the law excludes it
-    rank: int  # 1 for the most likely
-    text: str  # the token alone, decoded
+    logprob: float  # natural logarithm; -inf for an excluded token
+    rank: int  # 1 for the most likely token
+    text: str  # the decoded token
 
 
-Logprobs = Mapping[int, Logprob]  # token id -> its figures, at one position; the chosen token's come first
+Logprobs = Mapping[int, Logprob]  # token id -> its log-probability at one position; the chosen token first
 
 
 @dataclass(slots=True)
 class SpeculationFigures:
-    """What speculation did for one request, or for a run when added up.
+    """Counters of speculation for one request, or for a run as their sum.
 
-    A step here is one pass of the target over a tree after the prefill: neither the prefill nor the first
-    token, which comes with it, is counted. Without speculation tokens per step is 1.
+    A step is one pass of the target over a tree after the prefill. The prefill and the first token, which it
+    yields, are not counted. Without speculation there is one token per step.
     """
 
     steps: int = 0
-    output_tokens: int = 0  # tokens committed by those steps: accepted + one bonus token each
-    drafted_tokens: int = 0  # nodes verified, roots not counted
+    output_tokens: int = 0  # tokens committed by these steps: accepted tokens and one bonus token per step
+    drafted_tokens: int = 0  # verified nodes without the roots
     accepted_tokens: int = 0
     accepted_per_depth: list[int] = field(default_factory=list)  # [depth - 1]: steps accepting >= depth
     drafted_per_depth: list[int] = field(default_factory=list)  # [depth - 1]: steps with a node there
@@ -89,7 +89,7 @@ class SpeculationFigures:
 
     @property
     def tokens_per_step(self) -> float:
-        """Accepted plus bonus tokens per step; the paper's verified tokens."""
+        """Accepted and bonus tokens per step; 0 without steps. The paper calls them verified tokens."""
         return self.output_tokens / self.steps if self.steps else 0.0
 
     @property
@@ -103,13 +103,13 @@ class SpeculationFigures:
         return self.proposed_by
 
     def copy(self) -> SpeculationFigures:
-        """The figures as they are now."""
+        """Return a copy that later steps do not change."""
         figures = SpeculationFigures()
         figures.add(self)
         return figures
 
     def add(self, other: SpeculationFigures) -> None:
-        """Add another request's figures to these, in place."""
+        """Add another request's counters to these, in place."""
         self.steps += other.steps
         self.output_tokens += other.output_tokens
         self.drafted_tokens += other.drafted_tokens
@@ -130,10 +130,10 @@ def _add_lists(into: list[int], other: list[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """When things happened to one request, in seconds of a monotonic clock."""
+    """Times of one request, in seconds of a monotonic clock."""
 
     arrived: float
-    first_token: float | None
+    first_token: float | None  # None before it
     finished: float | None
 
     @property
@@ -144,38 +144,37 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What an answer has gained since its last delta."""
+    """New part of an answer since its last delta."""
 
     id: str  # the request's
     text: str = ""
     token_ids: tuple[int, ...] = ()  # stop and end-of-text tokens included
-    logprobs: tuple[Logprobs, ...] = ()  # of these tokens, where asked for
-    trees: tuple[Mapping[str, Any], ...] = ()  # of these steps, where asked for: `TreeEvent.to_json`
-    steps: tuple[tuple[int, int], ...] = ()  # of these steps, drafted and accepted tokens
+    logprobs: tuple[Logprobs, ...] = ()  # one per token id, if requested
+    trees: tuple[Mapping[str, Any], ...] = ()  # one `TreeEvent.to_json` per step, if requested
+    steps: tuple[tuple[int, int], ...] = ()  # drafted and accepted tokens of each step
     finish_reason: FinishReason | None = None
-    stopped_by: str | None = None  # the stop string that ended it
-    error: str | None = None  # why it ended, where finish_reason is "error"
-    parameter: str | None = None  # at fault, where the engine refused the request
-    internal_error: bool = False  # the engine's or the model's, and not the request's own
-    figures: SpeculationFigures | None = None  # of the whole answer, with its end
-    prompt_logprobs: Sequence[Logprobs | None] | None = None  # with the first token, or without one
-    cached_tokens: int = 0  # of the prompt
-    begun: bool = False  # whether its first step begins
+    stopped_by: str | None = None  # the stop string that ended the answer
+    error: str | None = None  # message, if finish_reason is "error"
+    parameter: str | None = None  # the invalid parameter, if the engine refused the request
+    internal_error: bool = False  # True if the engine or the model failed, not the request
+    figures: SpeculationFigures | None = None  # of the whole answer, in its last delta
+    prompt_logprobs: Sequence[Logprobs | None] | None = None  # in the delta of the prefill, if requested
+    cached_tokens: int = 0  # prompt tokens read from the KV cache
+    begun: bool = False  # True in the delta that the request's first step sends before it computes
 
     @property
     def finished(self) -> bool:
-        """Whether no more will come."""
+        """True if this is the last delta."""
         return self.finish_reason is not None
 
     @property
     def is_empty(self) -> bool:
-        """Whether it adds nothing to the answer: it says that the request is admitted, or that it begins."""
-        told = self.token_ids or self.text or self.trees or self.finish_reason or self.prompt_logprobs
-        return not told
+        """True if it adds nothing to the answer, but reports that the request is admitted or starts."""
+        return not (self.token_ids or self.text or self.trees or self.finish_reason or self.prompt_logprobs)
 
     @staticmethod
     def joined(deltas: Sequence[Delta]) -> Delta:
-        """One or more deltas of an answer, in order, as one."""
+        """Join one or more consecutive deltas of an answer."""
         if len(deltas) == 1:
             return deltas[0]
         reports = [one.prompt_logprobs for one in deltas if one.prompt_logprobs is not None]
@@ -187,13 +186,13 @@ class Delta:
             trees=tuple(chain.from_iterable([one.trees for one in deltas])),
             steps=tuple(chain.from_iterable([one.steps for one in deltas])),
             prompt_logprobs=reports[0] if reports else None,
-            cached_tokens=max(one.cached_tokens for one in deltas),  # none behind a restart
+            cached_tokens=max(one.cached_tokens for one in deltas),  # 0 after a restart
             begun=any(one.begun for one in deltas),
         )
 
 
 class Answer:
-    """An answer as far as it went at some time: the first parts of lists that only grow, joined when read."""
+    """View of an answer at one time: prefixes of lists that only grow, joined when they are read."""
 
     __slots__ = ("_end", "_ids", "_logprobs", "_num_pieces", "_pieces", "_start")
 
@@ -204,7 +203,7 @@ class Answer:
         start: int = 0,
         logprobs: Sequence[Logprobs] | None = None,
     ) -> None:
-        """The text is that of all `pieces`, and the tokens those of `ids` from `start` on, as of now."""
+        """View all present `pieces` of text, and the present token `ids` from `start` on."""
         self._pieces = pieces
         self._num_pieces = len(pieces)
         self._ids = ids
@@ -214,17 +213,17 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """All of its text."""
+        """The text."""
         return "".join(self._pieces[: self._num_pieces])
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All of its tokens."""
+        """The token ids."""
         return tuple(self._ids[self._start : self._end])
 
     @property
     def logprobs(self) -> tuple[Logprobs, ...] | None:
-        """Those of its tokens, if asked for."""
+        """Log-probabilities, one per token id; None unless requested."""
         return None if self._logprobs is None else tuple(self._logprobs[: self._end - self._start])
 
     def __eq__(self, other: object) -> bool:
@@ -240,7 +239,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answer to one request, so far or whole: a view, which joins a text when it is read."""
+    """The output of one request, so far or complete; `text` is joined when it is read."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -249,34 +248,35 @@ class RequestOutput:
     seed: int
     figures: SpeculationFigures
     timing: Timing
-    new_text: str = ""  # what the last step added to `text` (streams)
-    index: int = 0  # which of the prompt's n completions
-    # [prompt tokens], None first, if asked for; n completions have one object. Each item is made when read.
+    new_text: str = ""  # text that the last step added (streams)
+    index: int = 0  # number of the completion among the prompt's n
+    # [prompt tokens], the first is None; None unless requested. n completions share one object, whose items
+    # are made when read.
     prompt_logprobs: Sequence[Logprobs | None] | None = None
-    cached_tokens: int = 0  # prompt tokens whose KV an earlier request had left behind
-    error: str | None = None  # why it ended, where finish_reason is "error"
-    internal_error: bool = False  # it is the engine's, or the model's, and not the request's own
-    stopped_by: str | None = None  # the stop string that ended it
-    others: tuple[RequestOutput, ...] = ()  # the prompt's other completions, when n > 1
+    cached_tokens: int = 0  # prompt tokens read from the KV cache of earlier requests
+    error: str | None = None  # message, if finish_reason is "error"
+    internal_error: bool = False  # True if the engine or the model failed, not the request
+    stopped_by: str | None = None  # the stop string that ended the text
+    others: tuple[RequestOutput, ...] = ()  # the prompt's other completions, if n > 1
 
     @property
     def text(self) -> str:
-        """The answer's text."""
+        """The output text."""
         return self.answer.text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The answer's tokens, stop and end-of-text tokens included."""
+        """The output tokens, including stop and end-of-text tokens."""
         return self.answer.token_ids
 
     @property
     def logprobs(self) -> tuple[Logprobs, ...] | None:
-        """[output tokens], if asked for."""
+        """Log-probabilities, [output tokens]; None unless requested."""
         return self.answer.logprobs
 
     @property
     def finished(self) -> bool:
-        """Whether no more text will come."""
+        """True if the output is complete."""
         return self.finish_reason is not None
 
     @property
@@ -286,10 +286,10 @@ class RequestOutput:
 
     @property
     def accepted_prediction_tokens(self) -> int:
-        """Tokens of `params.prediction` that became text."""
+        """Number of tokens of `params.prediction` that were accepted."""
         return self.figures.accepted_by.get("prediction", 0)
 
     @property
     def rejected_prediction_tokens(self) -> int:
-        """Tokens of `params.prediction` that were tried and did not."""
+        """Number of tokens of `params.prediction` that were verified and rejected."""
         return self.figures.proposed_by.get("prediction", 0) - self.accepted_prediction_tokens

@@ -1,4 +1,4 @@
-"""What a request asks for: how tokens are chosen, when its text ends, what is reported, how it is guessed."""
+"""SamplingParams and SpeculationParams: the parameters of one request."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from specinfer.structured_output import JsonWhitespace, StructuredOutput, struct
 from specinfer.tree.draw import PAIRS, Verifier
 from specinfer.tree.expansion import Expansion
 
-GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the law is a point mass in float32 anyway
+GREEDY_BELOW = 1e-5  # lower temperatures are greedy: the softmax in float32 is a point mass there
 LogprobsMode = Literal["raw", "processed"]
-_MOST_LOGPROBS = 1000
-_LONGEST_SALT = 1024  # characters: it is kept with what earlier requests left, and compared in each step
-_LARGEST_BIAS = 100.0  # as in OpenAI's API: +-100 decides, and stays finite in float32 sums
-_LARGEST_REPETITION = 1000.0  # nor less than its inverse: logits stay finite in float32
+_MAX_LOGPROBS = 1000
+_MAX_SALT = 1024  # characters; salts are stored with cached blocks and compared in each step
+_MAX_BIAS = 100.0  # as in OpenAI's API: large enough to decide, and float32 sums stay finite
+_MAX_REPETITION = 1000.0  # its inverse is the minimum; logits stay finite in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationParams:
-    """What one request asks of speculation; None keeps the engine's setting.
+    """Speculation of one request; None keeps the engine's setting.
 
-    With the coupled verifier, greedy or seeded text is the same whatever is asked here. Raises RequestError
-    on a value outside its range; whether the named speculators exist is checked when the request arrives.
+    With the coupled verifier none of these changes a greedy or seeded text. Raises RequestError for a value
+    outside its range. The names of speculators are checked when the request arrives.
     """
 
-    enabled: bool = True  # False: one-node trees, ordinary decoding
-    max_nodes: int | None = None  # of a step's tree, the root included; at most the engine's max_nodes
-    expansion: Expansion | None = None  # <k1,k2,...> of its draft models' trees
-    speculators: tuple[str, ...] | None = None  # only these may guess: draft, lookup, ...
-    verifier: Verifier | None = None  # coupled or mss; drafts then draw by that verifier's own rule
+    enabled: bool = True  # False: ordinary decoding, with one-node trees
+    max_nodes: int | None = None  # maximum nodes of a step's tree, with its root; at most the engine's limit
+    expansion: Expansion | None = None  # widths <k1,k2,...> of trees of draft models
+    speculators: tuple[str, ...] | None = None  # the only speculators that run: draft, lookup, ...
+    verifier: Verifier | None = None  # coupled or mss; drafts then draw by a rule that suits it
 
     @naming("speculation")
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class SpeculationParams:
     @classmethod
     @naming("speculation")
     def of(cls, value: object) -> SpeculationParams:
-        """What `SamplingParams.speculation` may be given as: these params, their mapping, a bool, or None."""
+        """Return the parameters of a mapping, a bool or None; raises RequestError for other values."""
         if isinstance(value, SpeculationParams):
             return value
         if value is None:
@@ -75,53 +75,54 @@ class SpeculationParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen from the target's law, when to stop, and what to report.
+    """Sampling, stop conditions, log-probabilities and speculation of one request.
 
-    Raises RequestError on a value outside its range, or on values that contradict each other. The law of a
-    token is made in this order: structured output, allowed_token_ids, bad_words, min_tokens, logit_bias,
-    repetition_penalty, frequency_penalty, presence_penalty, temperature, top_k, top_p, min_p, each applied to
-    what the one before it left (docs/sampling.md). `temperature=0` is greedy.
+    Parameters change the target's distribution in this order, each on the result of the one before:
+    structured output, allowed_token_ids, bad_words, min_tokens, logit_bias, repetition_penalty,
+    frequency_penalty, presence_penalty, temperature, top_k, top_p, min_p (docs/sampling.md). `temperature=0`
+    is greedy decoding. Raises RequestError for a value outside its range and for values that contradict each
+    other.
     """
 
     temperature: float = 1.0
     top_k: int = 0  # 0 keeps every token
     top_p: float = 1.0
     min_p: float = 0.0  # keep tokens with p >= min_p * max p
-    seed: int | None = None  # None: drawn per request, reported in the output
+    seed: int | None = None  # None: drawn per request and reported in the output
     n: int = 1  # independent completions of the prompt; they share its KV
-    best_of: None = None  # refused: named here so that the refusal can say why
+    best_of: None = None  # not supported; the field exists for its error message
 
-    presence_penalty: float = 0.0  # taken once from the logit of every token of the output so far
-    frequency_penalty: float = 0.0  # taken for each time it occurs there
-    repetition_penalty: float = 1.0  # divides logits > 0 of tokens of prompt and output, multiplies others
-    logit_bias: Mapping[int, float] | None = None  # token id -> added to its logit
-    bad_words: tuple[str, ...] = ()  # texts whose last token is banned where it would complete them
-    allowed_token_ids: tuple[int, ...] | None = None  # nothing else is ever chosen
+    presence_penalty: float = 0.0  # subtracted from the logit of every token of the output so far
+    frequency_penalty: float = 0.0  # subtracted once per occurrence of the token in the output
+    repetition_penalty: float = 1.0  # for tokens of prompt and output: divides logits > 0, multiplies others
+    logit_bias: Mapping[int, float] | None = None  # token id -> number added to its logit
+    bad_words: tuple[str, ...] = ()  # texts that may not occur: the token that completes one is excluded
+    allowed_token_ids: tuple[int, ...] | None = None  # every other token is excluded
 
-    # Structured output, at most one of four; kept as given, `structured_output` is what they mean.
+    # Structured output: at most one of the first four; `structured_output` is their parsed form.
     response_format: Mapping[str, Any] | None = None  # OpenAI's: json_object, json_schema, text
-    regex: str | None = None  # the whole answer matches
-    choice: tuple[str, ...] | None = None  # the answer is one of these
+    regex: str | None = None  # the whole output matches it
+    choice: tuple[str, ...] | None = None  # the output is one of these
     grammar: str | None = None  # Lark or EBNF
-    preamble: str | None = None  # Lark rules, whose rule `preamble` is what stands before the form
-    json_whitespace: JsonWhitespace = "bounded"  # between parts of JSON: as pretty printers write, any, none
+    preamble: str | None = None  # Lark rules; the rule `preamble` matches the text before the form
+    json_whitespace: JsonWhitespace = "bounded"  # between parts of JSON: a pretty printer's, any or none
 
-    max_tokens: int = 128  # 0 computes the prompt alone, for prompt_logprobs say
+    max_tokens: int = 128  # 0 computes only the prompt, for example for prompt_logprobs
     min_tokens: int = 0  # no end of text, stop token or stop string before this many tokens
-    stop: tuple[str, ...] = ()  # cut before the first of these strings
-    include_stop_str_in_output: bool = False  # cut behind the stop string instead
-    stop_token_ids: tuple[int, ...] = ()  # end after one of these; the token is kept out of the text
+    stop: tuple[str, ...] = ()  # the text ends before the first of these strings
+    include_stop_str_in_output: bool = False  # the text ends after the stop string instead
+    stop_token_ids: tuple[int, ...] = ()  # the text ends at one of these tokens, which it omits
     ignore_eos: bool = False
-    visible_token_ids: tuple[int, ...] = ()  # special tokens whose names stand in the text
+    visible_token_ids: tuple[int, ...] = ()  # special tokens that the text shows by name
 
-    logprobs: int | None = None  # per output token: the chosen one's and this many likeliest ones'
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens, the first excepted
-    logprobs_mode: LogprobsMode = "raw"  # of the model's law, or of the law after all parameters
+    logprobs: int | None = None  # per output token: log-probabilities of the chosen and of the k likeliest
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, except the first
+    logprobs_mode: LogprobsMode = "raw"  # of the model's distribution, or processed: after all parameters
 
-    # None of these changes the law of the text. `speculation` may also be a bool or a mapping.
+    # None of these changes the distribution of the text. `speculation` may also be a bool or a mapping.
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
-    prediction: str | tuple[int, ...] | None = None  # the caller's guess of the answer: text or token ids
-    cache_salt: str | None = None  # requests share prefixes and earlier texts only with equals
+    prediction: str | tuple[int, ...] | None = None  # the expected output: text or token ids
+    cache_salt: str | None = None  # only requests with equal salts share KV blocks and earlier outputs
 
     structured_output: StructuredOutput | None = field(init=False, default=None)
 
@@ -134,14 +135,14 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the target's choice is its argmax."""
+        """True if the target's choice is its argmax."""
         return self.temperature < GREEDY_BELOW
 
     def knows_chance(self, verifier: str) -> bool:
-        """Whether an earlier answer may have been made with the same chance as this request's next tokens.
+        """True if an earlier output may have used the random numbers of this request's next tokens.
 
-        That is so in multi-step sampling with a seed. A guess that knows such an answer would change the law.
-        `verifier` is that of requests which do not say.
+        This holds for multi-step sampling with a seed. Guesses from such an output would change the
+        distribution of the text. `verifier` is the engine's, for requests that do not set one.
         """
         return (self.speculation.verifier or verifier) == "mss" and not self.greedy and self.seed is not None
 
@@ -166,8 +167,8 @@ class SamplingParams:
         self._integer("n", lambda n: 1 <= n <= 1024, "an integer in [1, 1024]")
         if self.best_of is not None:
             raise RequestError(
-                f"best_of is {self.best_of!r}; it is not offered: set n and logprobs, and choose the answer "
-                "you like best",
+                f"best_of is {self.best_of!r}; it is not supported: set n and logprobs, and choose the best "
+                "completion by its log-probabilities",
                 "best_of",
             )
         if self.seed is not None:
@@ -177,9 +178,9 @@ class SamplingParams:
         within = "a number in [-2, 2]; 0 switches it off"
         self._number("presence_penalty", lambda x: -2 <= x <= 2, within)
         self._number("frequency_penalty", lambda x: -2 <= x <= 2, within)
-        least, most = 1 / _LARGEST_REPETITION, _LARGEST_REPETITION
-        within = f"a number in [{least:g}, {most:g}]; 1 switches it off"
-        self._number("repetition_penalty", lambda x: least <= x <= most, within)
+        low, high = 1 / _MAX_REPETITION, _MAX_REPETITION
+        within = f"a number in [{low:g}, {high:g}]; 1 switches it off"
+        self._number("repetition_penalty", lambda x: low <= x <= high, within)
         if self.logit_bias is not None:
             self._set("logit_bias", _biases(self.logit_bias))
         self._set("bad_words", _strings("bad_words", self.bad_words))
@@ -197,13 +198,13 @@ class SamplingParams:
                 )
         if self.choice is not None:
             self._set("choice", _items("choice", self.choice, "a list of one or more non-empty strings"))
-        meant = structured_output(
+        form = structured_output(
             self.response_format, self.regex, self.choice, self.grammar, self.preamble, self.json_whitespace
         )
-        self._set("structured_output", meant)
-        if meant is not None and self.ignore_eos:
+        self._set("structured_output", form)
+        if form is not None and self.ignore_eos:
             raise RequestError(
-                f"ignore_eos contradicts {meant.parameter}, after which nothing may follow; drop one of them",
+                f"ignore_eos is True with {form.parameter}, whose form ends the text; remove one of them",
                 "ignore_eos",
             )
 
@@ -218,15 +219,15 @@ class SamplingParams:
                 raise RequestError(f"{name} is {getattr(self, name)!r}; allowed: True or False", name)
         if self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}); lower it",
+                f"min_tokens is {self.min_tokens}; allowed: at most max_tokens ({self.max_tokens}); lower it",
                 "min_tokens",
             )
 
     def _check_reports(self) -> None:
-        allowed = f"an integer in [0, {_MOST_LOGPROBS}], or None for none"
+        allowed = f"an integer in [0, {_MAX_LOGPROBS}], or None for none"
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                self._integer(name, lambda k: 0 <= k <= _MOST_LOGPROBS, allowed)
+                self._integer(name, lambda k: 0 <= k <= _MAX_LOGPROBS, allowed)
         if self.logprobs_mode not in get_args(LogprobsMode):
             raise RequestError(
                 f"logprobs_mode is {self.logprobs_mode!r}; allowed: raw, processed", "logprobs_mode"
@@ -237,10 +238,10 @@ class SamplingParams:
         if self.prediction is not None and not isinstance(self.prediction, str):
             self._set("prediction", _token_ids("prediction", self.prediction))
         salt = self.cache_salt
-        if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= _LONGEST_SALT):
+        if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= _MAX_SALT):
             given = f"a string of {len(salt)} characters" if isinstance(salt, str) and salt else repr(salt)
             raise RequestError(
-                f"cache_salt is {given}; allowed: a string of 1 to {_LONGEST_SALT} characters, or None",
+                f"cache_salt is {given}; allowed: a string of 1 to {_MAX_SALT} characters, or None",
                 "cache_salt",
             )
 
@@ -263,10 +264,10 @@ def _speculators(value: object) -> tuple[str, ...]:
 
 
 def _number(name: str, value: object, ok: Callable[[float], bool], allowed: str) -> float:
-    """The value as Python's own number, which NumPy's are not; raises RequestError when it is not `ok`."""
+    """Return the value as a float; raises RequestError unless it is a finite number that is `ok`."""
     number = math.nan
     if isinstance(value, Real) and not isinstance(value, bool):
-        with suppress(OverflowError):  # an integer beyond floats
+        with suppress(OverflowError):  # an integer larger than any float
             number = float(value)
     if not math.isfinite(number) or not ok(number):
         raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
@@ -307,8 +308,8 @@ def _items(name: str, values: object, allowed: str) -> tuple[Any, ...]:
 
 @naming("logit_bias")
 def _biases(given: object) -> dict[int, float]:
-    """Token id -> bias; JSON has only strings for keys, so digits are taken for ids."""
-    allowed = f"token ids, each with a number in [-{_LARGEST_BIAS:g}, {_LARGEST_BIAS:g}]"
+    """Return biases by token id; keys may be digits, as JSON has only strings for keys."""
+    allowed = f"token ids, each with a number in [-{_MAX_BIAS:g}, {_MAX_BIAS:g}]"
     if not isinstance(given, Mapping):
         raise RequestError(f"logit_bias is {given!r}; allowed: a mapping of {allowed}")
     biases: dict[int, float] = {}
@@ -317,7 +318,7 @@ def _biases(given: object) -> dict[int, float]:
         if not _is_integer(token) or token < 0:
             raise RequestError(f"logit_bias has the key {key!r}; allowed: {allowed}")
         if token in biases:
-            raise RequestError(f"logit_bias has token {token} twice; drop one of them")
+            raise RequestError(f"logit_bias has token {token} twice; remove one of them")
         within = f"logit_bias of token {token}"
-        biases[int(token)] = _number(within, bias, lambda b: abs(b) <= _LARGEST_BIAS, allowed)
+        biases[int(token)] = _number(within, bias, lambda b: abs(b) <= _MAX_BIAS, allowed)
     return biases

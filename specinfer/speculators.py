@@ -1,4 +1,4 @@
-"""What a speculator of one's own is written with (docs/add_a_speculator.md); these names stay."""
+"""Stable names for writing a speculator (docs/add_a_speculator.md)."""
 
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.speculate.speculator import LevelSpeculator, Outcome, Speculator

@@ -1,4 +1,4 @@
-"""StructuredOutput: the form a request's text must have, whichever parameter asked for it."""
+"""StructuredOutput: the form that a request's text must have."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ _FORMATS = (
 )
 
 
-# Between the parts of a JSON text: what a pretty printer writes, anything, or nothing.
+# Whitespace between the parts of JSON: as pretty printers write it, any, or none.
 JsonWhitespace = Literal["bounded", "any", "none"]
 
 
 class OutputKind(StrEnum):
-    """What `StructuredOutput.source` holds."""
+    """Kind of `StructuredOutput.source`."""
 
-    JSON_OBJECT = "json_object"  # nothing: any JSON object
+    JSON_OBJECT = "json_object"  # empty source: any JSON object
     JSON_SCHEMA = "json_schema"  # a JSON schema, as JSON
-    REGEX = "regex"  # a regular expression the whole text matches
-    CHOICE = "choice"  # a JSON list of strings, of which the text is one
+    REGEX = "regex"  # a regular expression that matches the whole text
+    CHOICE = "choice"  # a JSON list of the allowed texts
     GRAMMAR = "grammar"  # a Lark grammar, or a GBNF one (rules written with ::=)
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """What a text has to look like; equal forms are equal and hash alike, so compiled ones can be kept."""
+    """Form of a text; hashable, as the key of compiled grammars."""
 
     kind: OutputKind
     source: str = ""
-    preamble: str = ""  # Lark rules; their rule `preamble` is what stands before the form
-    strict: bool = False  # what of a schema cannot be held is refused, not left out
+    preamble: str = ""  # Lark rules; the rule `preamble` matches the text before the form
+    strict: bool = False  # True: refuse a schema with unsupported keywords; False: ignore these keywords
     whitespace: JsonWhitespace = "bounded"  # between the parts of JSON
 
     @property
     def parameter(self) -> str:
-        """The sampling parameter that asked for it, for error messages."""
+        """The sampling parameter that gave the form, for error messages."""
         is_json = self.kind in (OutputKind.JSON_OBJECT, OutputKind.JSON_SCHEMA)
         return "response_format" if is_json else self.kind.value
 
@@ -56,24 +56,30 @@ def structured_output(
     preamble: str | None = None,
     json_whitespace: str = "bounded",
 ) -> StructuredOutput | None:
-    """The one form these parameters ask for, or None when the text is free.
+    """Return the form that the parameters give, or None if the text is unconstrained.
 
-    `response_format` has OpenAI's shapes; `{"type": "text"}` asks for nothing. A schema that is `strict` is
-    followed to the letter or refused; of others what cannot be held is left out. Whether the form can be
-    compiled and begun shows when the model's tokenizer is known (grammar/grammar.py). A form that has no
-    finite text, `root ::= "a" root` say, is not refused: its text goes on until max_tokens, with
-    finish_reason "length". `preamble` are Lark rules, of which the rule `preamble` says what stands before
-    the form.
-    `json_whitespace` says what may stand between the parts of JSON, in a grammar's `%json` as well.
+    The form is compiled later, with the model's tokenizer (grammar/grammar.py), which may refuse it. A form
+    without a finite text, such as `root ::= "a" root`, is allowed: its text runs until max_tokens and has the
+    finish_reason "length".
 
-    Raises RequestError on a value of the wrong type or shape, when more than one of the other four is given,
-    and for a preamble without any of them.
+    Args:
+        response_format: in OpenAI's format; `{"type": "text"}` gives no form. A `strict` schema is followed
+            exactly or refused; unsupported keywords of other schemas are ignored.
+        regex: a regular expression that matches the whole text.
+        choice: the allowed texts.
+        grammar: a Lark or EBNF grammar.
+        preamble: Lark rules; the rule `preamble` matches the text before the form.
+        json_whitespace: whitespace between the parts of JSON, also in a grammar's `%json`.
+
+    Raises:
+        RequestError: a value has the wrong type or shape, several of the first four parameters are given, or
+            a preamble without any of them.
     """
     given = {"response_format": response_format, "regex": regex, "choice": choice, "grammar": grammar}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise RequestError(
-            f"{' and '.join(names)} are given together; allowed: one of them, drop the rest", names[0]
+            f"{' and '.join(names)} are given together; allowed: one of them; remove the others", names[0]
         )
     form = None
     if response_format is not None:
@@ -103,8 +109,8 @@ def _whitespace(value: object) -> JsonWhitespace:
 def _behind(preamble: object, form: StructuredOutput | None) -> StructuredOutput:
     if form is None:
         raise RequestError(
-            "preamble says what stands before a form, and there is none; allowed: with response_format, "
-            "regex, choice or grammar; add one of them, or drop it"
+            "preamble is given without a form; allowed: with response_format, regex, choice or grammar; add "
+            "one of them, or remove preamble"
         )
     return replace(form, preamble=_source("preamble", preamble, "Lark rules with a rule preamble"))
 
@@ -149,17 +155,17 @@ def _from_json_schema(value: object) -> StructuredOutput:
 
 
 def schema_source(name: str, schema: object) -> str:
-    """A JSON schema as JSON text; raises RequestError, which calls it `name`, when it is none.
+    """Return a JSON schema as JSON text; raises a RequestError that names it `name`.
 
-    The keywords are not looked at: whether the schema can be followed shows when it is compiled.
+    Keywords are checked when the schema is compiled, not here.
     """
     if not isinstance(schema, Mapping):
         raise RequestError(f"{name} is {shown(schema)}; allowed: a JSON schema, as an object")
     if "x-guidance" in schema:
-        raise RequestError(f'{name} has the key "x-guidance", which is no JSON schema; take it out')
+        raise RequestError(f'{name} has the key "x-guidance", which JSON schemas do not have; remove it')
     try:
-        # Neither sorted nor spaced: the order of the properties is the order in which they are written.
-        # Infinity is what Python reads of a bound like 1.8e308.
+        # Keys are not sorted: the order of the properties is their order in the output.
+        # Python reads a bound like 1.8e308 as Infinity.
         source = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
         if "NaN" in source:
             json.loads(source, parse_constant=_infinite)
@@ -170,7 +176,7 @@ def schema_source(name: str, schema: object) -> str:
 
 def _infinite(name: str) -> float:
     if name == "NaN":
-        raise ValueError("NaN is no number")
+        raise ValueError("NaN is not a number")
     return float(name)
 
 

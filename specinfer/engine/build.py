@@ -41,7 +41,7 @@ from specinfer.speculate.policy.memory import PolicyMemory
 from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.speculator import LevelSpeculator, Speculator
 from specinfer.speculate.table import build_speculators
-from specinfer.speculation_config import MOST_ROWS, SELF
+from specinfer.speculation_config import MAX_ROWS, SELF
 
 # Of "auto": times a pass of one row, and rows that there are in any case.
 _TREE_PRICE: Final = 1.5
@@ -58,7 +58,7 @@ class Curves:
     drafts: Mapping[str, CostCurve]
 
 
-def resolved(config: EngineConfig, target: CostCurve, most: int = MOST_ROWS) -> EngineConfig:
+def resolved(config: EngineConfig, target: CostCurve, most: int = MAX_ROWS) -> EngineConfig:
     """The config with numbers in place of "auto", by what passes of the target cost, of `most` rows at most.
 
     A tree may have the rows of a pass that takes 1.5 times as long as one of one row. A larger tree would be
@@ -67,7 +67,7 @@ def resolved(config: EngineConfig, target: CostCurve, most: int = MOST_ROWS) -> 
     quicker, and whoever is answered beside it waits longer. Neither is less than it usually is for a server,
     and a step has room for a row of each request, and for a tree.
     """
-    passes = target.table(MOST_ROWS)
+    passes = target.table(MAX_ROWS)
     nodes = config.speculation.max_nodes
     if nodes == "auto":
         nodes = min(most, max(_LEAST_NODES, bisect_right(passes, _TREE_PRICE * passes[1]) - 1))

@@ -33,7 +33,7 @@ from specinfer.models.weights import OpenModel, estimate_bytes, layer_bytes, pre
 from specinfer.progress import Progress
 from specinfer.runtime.flight import MOST_BYTES
 from specinfer.runtime.kv_cache import KvCache, free_bytes, gib, process_bytes
-from specinfer.speculation_config import DEEPEST_STREAMED, SELF, Quantization
+from specinfer.speculation_config import MAX_DEPTH_STREAMED, SELF, Quantization
 
 _SAMPLE: Final = 1 << 27  # bytes that are read to learn how fast memory is
 _SLACK: Final = 1 << 26  # bytes that libraries take meanwhile
@@ -103,7 +103,7 @@ class MemoryPlan:
         if not self.guessers.names:
             return self.plain_speed
         level, rate = self.guessers.reads / self.bandwidth, self.guessers.rate
-        tokens = [(1 - rate ** (depth + 1)) / (1 - rate) for depth in range(DEEPEST_STREAMED + 1)]
+        tokens = [(1 - rate ** (depth + 1)) / (1 - rate) for depth in range(MAX_DEPTH_STREAMED + 1)]
         return max(made / (self.pass_seconds + depth * level) for depth, made in enumerate(tokens))
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Generic, Protocol, Self, TypeVar
 
-from specinfer.config import MOST_PARTS
+from specinfer.config import MAX_PARTS
 
 _GROUP: Final = 32  # inner elements that a part has some of, or all
 
@@ -49,12 +49,12 @@ class SumParts:
             or any(end % _GROUP for end in self.ends[:-1])
             or self.ends[-1] != inner
             or any(behind <= first for first, behind in pairwise(self.shares))
-            or not 0 == self.shares[0] < self.shares[-1] <= MOST_PARTS
+            or not 0 == self.shares[0] < self.shares[-1] <= MAX_PARTS
         ):
             raise ValueError(
                 f"parts that end at {list(self.ends)}, of ranks that begin with parts {list(self.shares)}; "
                 f"rank {self.rank} has {inner} inner elements, cut at groups of {_GROUP} into at most "
-                f"{MOST_PARTS} parts in all"
+                f"{MAX_PARTS} parts in all"
             )
 
     @property

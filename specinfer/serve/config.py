@@ -92,7 +92,7 @@ class ServeConfig:
         1,
         "Engines, each in a process of its own with a share of the cores.",
         more="Every option of an engine holds for each of them, `memory` and `kv_cache_memory` too.",
-        least=1,
+        minimum=1,
     )
     cluster: ClusterKind = option(
         "none",
@@ -104,11 +104,11 @@ class ServeConfig:
     )
 
     max_waiting: int = option(128, "Completions that may wait for an engine; more get 429.", of_batches=False)
-    max_n: int = option(16, "Completions of one prompt, and prompts of one request.", least=1)
+    max_n: int = option(16, "Completions of one prompt, and prompts of one request.", minimum=1)
     max_prompt_tokens: int | None = option(
-        None, "Of one prompt; default: what the context leaves.", shown="what the context leaves", least=1
+        None, "Of one prompt; default: what the context leaves.", shown="what the context leaves", minimum=1
     )
-    max_body: int = option(16 << 20, "Bytes of one request, like 16MB.", least=1024, size=True)
+    max_body: int = option(16 << 20, "Bytes of one request, like 16MB.", minimum=1024, size=True)
     max_bodies_memory: int | None = option(
         None,
         "Bytes of all unanswered requests; more get 503. Default: twice --max-body.",
@@ -116,7 +116,7 @@ class ServeConfig:
         size=True,
         of_batches=False,
     )
-    max_connections: int = option(2048, "At once; more get 503.", least=1, of_batches=False)
+    max_connections: int = option(2048, "At once; more get 503.", minimum=1, of_batches=False)
     idle_timeout: float = option(
         75.0, "Seconds that a connection may say nothing.", zero=False, of_batches=False
     )
@@ -148,7 +148,7 @@ class ServeConfig:
     log_traffic: str | None = option(
         None, "A file that gets prompts and answers, to tune drafts on.", shown="none"
     )
-    log_traffic_size: int = option(256 << 20, "After which that file is rotated.", least=4096, size=True)
+    log_traffic_size: int = option(256 << 20, "After which that file is rotated.", minimum=4096, size=True)
     log_level: LogLevel = option("info", "From which on the server logs.")
     log_format: LogFormat = option("text", "json: an object a line.")
     otlp_endpoint: str | None = option(None, "Where OpenTelemetry spans go.", shown="none")

@@ -80,9 +80,12 @@ def test_ngrams_and_suffixes_are_old_names_of_lookups(options: dict[str, Any], m
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"ngram_max": 4}, "ngram_max is no option any more: longer matches .*; leave it out"),
-        ({"ngram_branches": 2}, "ngram_branches is no option any more: guesses are trees, .* lookup_nodes"),
-        ({"ngram_depth": 7, "suffix_depth": 9}, "lookup_depth is 7 and 9, once by an old name; give it once"),
+        ({"ngram_max": 4}, "ngram_max is no longer an option: longer matches .*; leave it out"),
+        ({"ngram_branches": 2}, "ngram_branches is no longer an option: guesses are trees, .* lookup_nodes"),
+        (
+            {"ngram_depth": 7, "suffix_depth": 9},
+            "lookup_depth is 7 and 9, once under its former name; give",
+        ),
     ],
 )
 def test_an_old_option_that_means_nothing_now_is_refused(options: dict[str, Any], line: str) -> None:
@@ -161,13 +164,13 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
         ({"threads": "2"}, "threads is '2'; allowed: an integer >= 1"),
         (
             {"draw": "iid"},
-            "draw is 'iid' with the coupled verifier; allowed there: coupled, top_k: "
-            "any other pair would change the output law",
+            "draw is 'iid' with the coupled verifier; allowed there: coupled, top_k, "
+            "as other draws would change the distribution of the text",
         ),
         (
             {"draw": "coupled", "verifier": "mss"},
-            "draw is 'coupled' with the mss verifier; allowed there: without_replacement, iid, top_k: "
-            "any other pair would change the output law",
+            "draw is 'coupled' with the mss verifier; allowed there: without_replacement, iid, top_k, "
+            "as other draws would change the distribution of the text",
         ),
         (
             {"draw": ["iid"]},
@@ -184,8 +187,8 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
         ({"suffix_memory": 1e9}, "lookup_memory is 1000000000.0; allowed: an integer >= 0"),
         (
             {"suffix_memory": 200_000},
-            "lookup_memory is 200000; allowed: 0, or 1048576 and more. It counts bytes, no longer tokens: "
-            "so many tokens take about 12800000",
+            "lookup_memory is 200000; allowed: 0, or 1048576 bytes and more; "
+            "200000 tokens take about 12800000 bytes",
         ),
         ({"max_nodes": 0}, "max_nodes is 0; allowed: an integer >= 1, or auto"),
         ({"max_nodes": "all"}, "max_nodes is 'all'; allowed: an integer >= 1, or auto"),
@@ -196,8 +199,8 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
         ),
         (
             {"expansion": "learned", "tree_size": "fixed"},
-            "expansion is 'learned' with tree_size 'fixed': such a shape is found by costs; "
-            "allowed there: widths, for example 1,1,3,1,1; give some, or leave one of the two out",
+            "expansion is 'learned' with tree_size 'fixed'; allowed there: widths, for example "
+            "1,1,3,1,1, as a learned shape needs costs; set widths, or leave one option out",
         ),
         (
             {"expansion": ()},
@@ -209,8 +212,8 @@ def test_an_unknown_option_is_refused_with_a_hint(option: str, hint: str) -> Non
         ({"max_context": 1}, "max_context is 1; allowed: an integer >= 2"),
         (
             {"max_step_tokens": 3, "max_batch_size": 4},
-            "max_step_tokens is 3, less than max_batch_size (4); every running request needs at least one "
-            "row: raise it",
+            "max_step_tokens is 3; allowed: 4 (max_batch_size) or more, as every request needs a row; "
+            "raise it",
         ),
     ],
 )

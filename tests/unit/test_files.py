@@ -112,7 +112,7 @@ def test_a_part_of_a_file_is_read_whole_or_refused(tmp_path: Path) -> None:
     read_exactly(path, 6, memoryview(into))
     assert into == b"6789"
     read_exactly(path, 10, memoryview(bytearray()))
-    with pytest.raises(ModelFileError, match="got shorter while it was read; get it again"):
+    with pytest.raises(ModelFileError, match="became shorter while it was read; download it again"):
         read_exactly(path, 7, memoryview(into))
 
 

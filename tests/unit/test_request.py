@@ -37,7 +37,7 @@ from specinfer.sampling_params import SamplingParams
         ({"min_tokens": -1}, "min_tokens is -1; allowed: an integer >= 0"),
         (
             {"min_tokens": 9, "max_tokens": 8},
-            "min_tokens is 9, more than max_tokens (8); lower it",
+            "min_tokens is 9; allowed: at most max_tokens (8); lower it",
         ),
         ({"stop": [""]}, "stop has ''; allowed: non-empty strings"),
         ({"stop": ["a", 3]}, "stop has 3; allowed: non-empty strings"),

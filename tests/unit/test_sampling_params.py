@@ -42,7 +42,7 @@ REPORTS = "an integer in [0, 1000], or None for none"
         ({"logit_bias": {7: 100.5}}, f"logit_bias of token 7 is 100.5; allowed: {BIASES}"),
         ({"logit_bias": {"7": None}}, f"logit_bias of token 7 is None; allowed: {BIASES}"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias has the key '999"),
-        ({"logit_bias": {"7": 1, 7: 2}}, "logit_bias has token 7 twice; drop one of them"),
+        ({"logit_bias": {"7": 1, 7: 2}}, "logit_bias has token 7 twice; remove one of them"),
         ({"bad_words": [""]}, "bad_words has ''; allowed: non-empty strings"),
         ({"bad_words": ["a", 1]}, "bad_words has 1; allowed: non-empty strings"),
         ({"bad_words": {"a": 1}}, "bad_words is {'a': 1}; allowed: non-empty strings"),
@@ -63,7 +63,8 @@ REPORTS = "an integer in [0, 1000], or None for none"
         ({"n": 1025}, "n is 1025; allowed: an integer in [1, 1024]"),
         (
             {"best_of": 3},
-            "best_of is 3; it is not offered: set n and logprobs, and choose the answer you like best",
+            "best_of is 3; it is not supported: set n and logprobs, and choose the best completion by its "
+            "log-probabilities",
         ),
         ({"logprobs": -1}, f"logprobs is -1; allowed: {REPORTS}"),
         ({"logprobs": True}, f"logprobs is True; allowed: {REPORTS}"),
@@ -71,11 +72,11 @@ REPORTS = "an integer in [0, 1000], or None for none"
         ({"logprobs_mode": "both"}, "logprobs_mode is 'both'; allowed: raw, processed"),
         (
             {"choice": ["a"], "ignore_eos": True},
-            "ignore_eos contradicts choice, after which nothing may follow; drop one of them",
+            "ignore_eos is True with choice, whose form ends the text; remove one of them",
         ),
         (
             {"regex": "a", "choice": ["a"]},
-            "regex and choice are given together; allowed: one of them, drop the rest",
+            "regex and choice are given together; allowed: one of them; remove the others",
         ),
         ({"cache_salt": ""}, "cache_salt is ''; allowed: a string of 1 to 1024 characters, or None"),
         ({"cache_salt": 5}, "cache_salt is 5; allowed: a string of 1 to 1024 characters, or None"),

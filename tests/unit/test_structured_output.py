@@ -105,10 +105,10 @@ CIRCULAR["again"] = CIRCULAR
         ({"response_format": schema_format({"maximum": math.nan})}, "cannot be written as JSON"),
         ({"response_format": schema_format({"const": {1, 2}})}, "cannot be written as JSON"),
         ({"response_format": schema_format(CIRCULAR)}, "cannot be written as JSON"),
-        ({"preamble": "preamble: /x*/"}, "preamble says what stands before a form, and there is none"),
+        ({"preamble": "preamble: /x*/"}, "preamble is given without a form"),
         (
             {"preamble": "p: /x/", "response_format": {"type": "text"}},
-            "preamble says what stands before a form",
+            "preamble is given without a form",
         ),
         ({"preamble": 3, "regex": "a"}, "preamble is 3; allowed: Lark rules"),
         ({"regex": 3}, "regex is 3; allowed: a regular expression"),

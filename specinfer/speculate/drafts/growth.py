@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.speculate.drafts.draws import Site
-from specinfer.speculation_config import DEEPEST, DEEPEST_STREAMED, SpeculationConfig
+from specinfer.speculation_config import MAX_DEPTH, MAX_DEPTH_STREAMED, SpeculationConfig
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.draw import draw_rule
 from specinfer.tree.expansion import Expansion
@@ -21,7 +21,7 @@ _WIDTH: Final = 4  # children of each of its nodes that is run
 _LEAST: Final = 0.02  # probability of those that are kept behind the first
 _LEAST_PATH: Final = 0.01  # of a path that may go on, all as the draft itself says
 _LEAST_PATH_STREAMED: Final = 1e-4  # the same where a pass waits for its weights
-LIKELY_NODES: Final = round(DEEPEST * _WIDTH / _LEAST_PATH)  # below a root: more cannot be wanted
+LIKELY_NODES: Final = round(MAX_DEPTH * _WIDTH / _LEAST_PATH)  # below a root: more cannot be wanted
 
 
 class Shape(NamedTuple):
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
     nodes: int = _NODES
     least: float = _LEAST
     least_path: float = _LEAST_PATH
-    deepest: int = DEEPEST  # levels
+    deepest: int = MAX_DEPTH  # levels
 
     @classmethod
     def of(cls, speculation: SpeculationConfig) -> Shape:
@@ -57,7 +57,7 @@ class Shape(NamedTuple):
         return cls.of(speculation)._replace(
             nodes=max(1, speculation.most_nodes - 1),
             least_path=_LEAST_PATH_STREAMED,
-            deepest=DEEPEST_STREAMED,
+            deepest=MAX_DEPTH_STREAMED,
         )
 
     def is_learned(self, request: Request) -> bool:

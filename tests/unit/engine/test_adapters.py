@@ -195,9 +195,9 @@ def test_a_damaged_adapter_is_refused_at_the_start(folder: Path, tmp_path: Path)
         ({"lora": ["a=x", "a=y"]}, "lora names 'a' twice"),
         (
             {"lora": ["a=x"], "tensor_parallel": 2},
-            "lora names adapters with tensor_parallel 2; allowed there: none",
+            "lora has adapters with tensor_parallel 2; allowed there: no adapters",
         ),
-        ({"lora": ["a=x"], "pipeline_parallel": 2}, "lora names adapters with pipeline_parallel 2"),
+        ({"lora": ["a=x"], "pipeline_parallel": 2}, "lora has adapters with pipeline_parallel 2"),
         ({"max_loras": 0}, "max_loras is 0; allowed: an integer >= 1"),
     ],
 )

@@ -206,9 +206,9 @@ def test_token_ids_may_be_any_integers(tiny: Tiny) -> None:
 
 
 def test_a_pair_that_would_change_the_law_is_refused(tiny: Tiny) -> None:
-    with pytest.raises(ConfigError, match="would change the output law"):
+    with pytest.raises(ConfigError, match="would change the distribution"):
         tiny.llm(drafts=["similar"], verifier="mss", draw="coupled")
-    with pytest.raises(ConfigError, match="would change the output law"):
+    with pytest.raises(ConfigError, match="would change the distribution"):
         tiny.llm(drafts=["similar"], verifier="coupled", draw="iid")
 
 

@@ -17,7 +17,7 @@ from specinfer.request import RequestOutput
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.executor import ModelRunner
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculation_config import USUAL_EXPANSION, SpeculationConfig
+from specinfer.speculation_config import DEFAULT_EXPANSION, SpeculationConfig
 from tests.engines import Tiny, write_tiny
 
 PROMPTS = [list(range(i, i + 9)) * 2 for i in range(6)]
@@ -113,10 +113,10 @@ def test_where_a_policy_fails_trees_run_as_many_nodes_as_usual_ones(
     llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20))
     run = [(event.tree.depths(), {draw.parent for draw in event.tree.draws}) for event in events]
     levels = [Counter(depths[node] for node in nodes) for depths, nodes in run]
-    assert max(max(of, default=0) for of in levels) == USUAL_EXPANSION.depth - 1
+    assert max(max(of, default=0) for of in levels) == DEFAULT_EXPANSION.depth - 1
     for of_tree in levels:
         for depth, count in of_tree.items():
-            assert count <= prod(USUAL_EXPANSION.widths[:depth])
+            assert count <= prod(DEFAULT_EXPANSION.widths[:depth])
 
 
 def test_figures_are_of_the_nodes_that_were_verified(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

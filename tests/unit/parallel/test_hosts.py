@@ -442,17 +442,17 @@ def test_a_key_that_is_gone_when_the_engine_comes_is_a_line(folder: Path, hosts:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"key_file": None}, "master is '127.0.0.1:.*' without key_file; name the file with the key"),
-        ({"master": None}, "key_file is '.*' without master; name it, or leave key_file out"),
+        ({"key_file": None}, "master is '127.0.0.1:.*' without key_file; set key_file to the key's path"),
+        ({"master": None}, "key_file is '.*' without master; set master, or leave key_file out"),
         ({"master": None, "key_file": None, "local_ranks": 1}, "local_ranks is 1 without master"),
         ({"master": "127.0.0.1"}, "master is '127.0.0.1'; allowed: HOST:PORT"),
         ({"master": "::1:80"}, "master is '::1:80'; allowed: HOST:PORT"),
         ({"master": "host:0"}, "master is 'host:0'; allowed: HOST:PORT"),
         (
             {"local_ranks": 2},
-            "master is '127.0.0.1:.*', and this host has 2 of 2 ranks; some must be of other",
+            "master is '127.0.0.1:.*', but all 2 ranks run on this host; raise",
         ),
-        ({"tensor_parallel": 1}, "master is .*, and this host has 1 of 1 ranks"),
+        ({"tensor_parallel": 1}, "master is .*, but all 1 ranks run on this host"),
         ({"key_file": "/no/such/file"}, "cannot read the key in /no/such/file: No such file or directory"),
     ],
 )

@@ -272,7 +272,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
         ({"sum_parts": 257}, "sum_parts is 257; allowed: 1 to 256"),
         ({"sum_parts": 0}, "sum_parts is 0; allowed: an integer >= 1"),
         ({"offload": "auto"}, "offload is 'auto' with tensor_parallel 2; allowed there: never"),
-        ({"memory": 1 << 30}, "memory is 1073741824 with tensor_parallel 2; it bounds one process"),
+        ({"memory": 1 << 30}, "memory is 1073741824 with tensor_parallel 2; it limits a single process"),
         ({"tensor_parallel": 0}, "tensor_parallel is 0; allowed: an integer >= 1"),
         ({"tensor_parallel": 7}, "tensor_parallel is 7: of 6 heads in 3 groups"),
         ({"tensor_parallel": 1, "pipeline_parallel": 3}, "pipeline_parallel is 3; the model has 2 layers"),
@@ -282,7 +282,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
         ),
         (
             {"pipeline_parallel": 2, "memory": 1 << 30},
-            "memory is 1073741824 with tensor_parallel 2 and pipeline_parallel 2; it bounds one process",
+            "memory is 1073741824 with tensor_parallel 2 and pipeline_parallel 2; it limits a single process",
         ),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from specinfer.speculation_config import DEEPEST_STREAMED, SpeculationConfig
+from specinfer.speculation_config import MAX_DEPTH_STREAMED, SpeculationConfig
 from tests.simulated_engine import OVERHEAD, Guesser, Machine, Simulation
 
 STREAMED = CostCurve((1, 2), (0.005, 0.010)).at_least(1.2)
@@ -20,9 +20,9 @@ def engine(hits: float, sure: float, seed: int) -> Simulation:
     machine = Machine(STREAMED.expected, TWIN.expected)
     config = SpeculationConfig(drafts=("twin",), max_nodes=360)
     policy = CostPolicy.by_curves(
-        STREAMED, {"draft": TWIN}, config, measured=True, known=True, deepest=DEEPEST_STREAMED
+        STREAMED, {"draft": TWIN}, config, measured=True, known=True, deepest=MAX_DEPTH_STREAMED
     )
-    draft = Guesser(machine, lambda _: hits, depth=DEEPEST_STREAMED, confidence=sure, chance=seed)
+    draft = Guesser(machine, lambda _: hits, depth=MAX_DEPTH_STREAMED, confidence=sure, chance=seed)
     return Simulation(machine, policy, [draft], nodes=config.most_nodes)
 
 
@@ -54,7 +54,7 @@ def speed(hits: float, levels: list[int]) -> float:
 def test_it_is_as_fast_as_the_best_fixed_depth(
     hits: float, sure: float, at_first: float, soon: float
 ) -> None:
-    best = max(speed(hits, [levels]) for levels in range(DEEPEST_STREAMED + 1))
+    best = max(speed(hits, [levels]) for levels in range(MAX_DEPTH_STREAMED + 1))
     cold, known = list[int](), list[int]()  # levels of all steps, and of those behind 16 tokens
     for seed in range(ANSWERS):
         one = engine(hits, sure, seed)
