@@ -97,7 +97,7 @@ class ServeConfig:
     cluster: ClusterKind = option(
         "none",
         "ray: replicas are actors of a Ray cluster, that of RAY_ADDRESS or `ray start`, or one of their own.",
-        more="It needs `specinfer[cluster]` ([serving.md](serving.md#several-machines-ray)).",
+        more="It needs `specinfer[cluster]` ([replicas.md](replicas.md#several-machines-ray)).",
     )
     session_header: str = option(
         "x-session-id", "Requests with the same text in this header go to one replica.", of_batches=False

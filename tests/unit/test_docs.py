@@ -123,3 +123,12 @@ def test_the_glossary_is_short_and_sorted() -> None:
     words = re.findall(r"^\*\*(.+?)\*\*", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.M)
     assert words == sorted(words, key=str.lower)
     assert 0 < len(words) <= 50
+
+
+def test_every_variable_of_the_environment_is_on_its_page() -> None:
+    sources = [*ROOT.glob("specinfer/**/*.py"), ROOT / "setup.py"]
+    used = {
+        name for path in sources for name in re.findall(r"\bSPECINFER_[A-Z]+(?:_[A-Z]+)*\b", path.read_text())
+    }
+    page = (ROOT / "docs/environment.md").read_text(encoding="utf-8")
+    assert {name for name in used if f"`{name}`" not in page} == set()

@@ -1,6 +1,6 @@
 """FieldPolicy: what of a request's JSON reaches an endpoint's own fields, whoever it was written for.
 
-The policy, applied to every body before anything else looks at it (docs/serving.md has it as a table):
+The policy, applied to every body before anything else looks at it (docs/http.md has it as a table):
 
 1. `null` is absent, everywhere, and a whole number is an integer, however it is written.
 2. A field that asks for what happens anyway is taken, whoever invented it.

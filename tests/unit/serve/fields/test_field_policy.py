@@ -352,7 +352,7 @@ def test_a_body_is_left_as_it_is_where_it_holds_the_callers_own_values() -> None
 
 
 def test_the_documentation_names_every_field_there_is_a_rule_for() -> None:
-    page = (Path(__file__).parents[4] / "docs" / "serving.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "http.md").read_text()
     named = set(re.findall(r"`([\w.]+)`", page))
     inside = [name for rules in INSIDE.values() for name in (*rules.notes, *rules.usual, *rules.renamed)]
     models: list[type[BaseModel]] = [ChatFields, CompletionFields, ResponseFields]

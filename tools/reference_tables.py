@@ -1,0 +1,69 @@
+"""Tables of the reference that the site's build makes from the code (tools/site_hooks.py).
+
+A page has `<!-- table: NAME -->` where the table goes. `python tools/reference_tables.py` prints all of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from specinfer import errors
+from specinfer.kernels.machine import LEVELS
+from specinfer.serve.observe.metrics import Metrics
+
+
+def metrics_table() -> str:
+    """The series of /metrics: name, kind, labels besides model_name, purpose."""
+    rows = ["| series | kind | labels | meaning |", "|---|---|---|---|"]
+    rows += ["| `{}` | {} | {} | {} |".format(*one) for one in sorted(series(Metrics("model")))]
+    return "\n".join(rows)
+
+
+def series(metrics: Metrics) -> list[tuple[str, str, str, str]]:
+    """Name, kind, labels and purpose of each series in the registry."""
+    found = []
+    for collector in set(metrics.registry._collector_to_names):  # the library has no public list
+        [described] = collector.describe()
+        name = described.name + ("_total" if described.type == "counter" else "")
+        labels = ", ".join(f"`{label}`" for label in collector._labelnames if label != "model_name")
+        found.append((name, described.type, labels, described.documentation))
+    return found
+
+
+def errors_table() -> str:
+    """The exceptions of specinfer.errors, each below the one that it is a kind of."""
+    rows = ["| exception | is a | raised when |", "|---|---|---|"]
+    for name, kind in inspect.getmembers(errors, inspect.isclass):
+        if kind.__module__ == errors.__name__:
+            first = (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
+            bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
+            rows.append(f"| `{name}` | {bases} | {first} |")
+    return "\n".join(rows)
+
+
+def levels_table() -> str:
+    """The levels of CPUs that kernels are compiled for, the best last."""
+    rows = ["| architecture | level | instructions | the CPU must have |", "|---|---|---|---|"]
+    rows += [
+        f"| {level.architecture} | `{level.name}` | {level.words} | {' '.join(sorted(level.needs))} |"
+        for level in LEVELS
+    ]
+    return "\n".join(rows)
+
+
+TABLES = {"metrics": metrics_table, "errors": errors_table, "kernels": levels_table}
+
+
+def with_tables(markdown: str) -> str:
+    """The text of a page with its tables; raises KeyError for a table that does not exist."""
+    return re.sub(r"<!-- table: (\w+) -->", lambda place: TABLES[place[1]](), markdown)
+
+
+if __name__ == "__main__":
+    for name, table in TABLES.items():
+        print(f"{name}\n\n{table()}\n")
