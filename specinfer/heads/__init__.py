@@ -1,1 +1,1 @@
-"""Heads: small networks that read a target's hidden states and guess what it will say."""
+"""Draft heads: small networks that read a target's hidden states and guess its next tokens."""

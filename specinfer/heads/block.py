@@ -1,15 +1,17 @@
-"""A head that guesses a block in one pass: `BlockHead`, a module to train and to check by, and `BlockModel`.
+"""Block heads: `BlockHead`, a module for training and reference, and `BlockModel` for the engine.
 
-A block hangs from an anchor, a token of the text: its rows are the anchor and mask tokens behind it, at the
-positions of the tokens they stand for. In every layer they see keys and values made of the target's hidden
-states of the text before the anchor, and of the block's own rows: those up to their own, or all. Rows begin
-as embeddings; or, with `reads_last`, each as a product of its own with the anchor's embedding and what was
-made of the hidden states of the token before the anchor, which has not to be found by attention then.
+A block head guesses a block of tokens in one pass. A block starts at an anchor, the last token of the text.
+Its rows are the anchor and the mask tokens after it, at the positions of the guessed tokens. In every layer
+the rows attend to projections of the target's hidden states of the text before the anchor, and to rows of
+their block: the earlier ones, or all. A row starts from an embedding. With `reads_last` it starts from its
+own projection of the anchor's embedding and the fused hidden state of the token before the anchor; attention
+need not retrieve that state then.
 
-In the engine rows of all requests are one batch, and attention goes along paths.
+In the engine the rows of all requests form one batch, and attention follows paths.
 
-Shapes: B sequences, T rows of a text, A anchors, R rows of a block, L levels guessed, N taps, K key-value
-heads, H head size, D the head's hidden size, U tokens it can name, V it reads, M rank of the Markov term.
+Shapes: B sequences, T rows of a text, A anchors, R rows of a block, L guessed levels. N taps, K key-value
+heads, H head size, D the head's hidden size. U tokens of the draft vocabulary, V tokens of the target's, M
+rank of the Markov term.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from specinfer.runtime.features import TappedRows, joined
 
 
 class MarkovHead(nn.Module):
-    """What the token before adds to the logits of a guess: W2 W1[token]."""
+    """Term W2 W1[token] that the token before a guess adds to its logits."""
 
     def __init__(self, vocab: int, named: int, rank: int) -> None:
         super().__init__()
@@ -52,12 +54,12 @@ class MarkovHead(nn.Module):
 
 
 class BlockHead(HeadVocabulary):
-    """The head as a module whose tensors have the names of checkpoints."""
+    """A block head as a module whose tensors have the names of checkpoints."""
 
     def __init__(
         self, config: BlockConfig, ids: Sequence[int] | None = None, tables: Tables | None = None
     ) -> None:
-        """As HeadVocabulary."""
+        """See HeadVocabulary."""
         super().__init__(config, ids, tables)
         body, rank = config.body, config.markov_rank
         self.config = config
@@ -72,20 +74,20 @@ class BlockHead(HeadVocabulary):
             self.markov_head = MarkovHead(body.vocab_size, config.draft_vocab_size, rank)
 
     def fused(self, taps_BTND: Tensor) -> Tensor:
-        """What all layers make keys and values of, [B, T, D]."""
+        """Fuse hidden states to the input of all key and value projections, [B, T, D]."""
         out: Tensor = self.hidden_norm(self.fc(taps_BTND.flatten(-2)))
         return out
 
     def forward(
         self, taps_BTND: Tensor, anchor_ids_BA: Tensor, anchors_BA: Tensor, rows: int | None = None
     ) -> Tensor:
-        """What the output layer reads of every level of every block, [B, A, L, D].
+        """Return the input of the output layer for every level of every block, [B, A, L, D].
 
-        With `rows` those of a causal block's first rows alone, which do not depend on the others.
+        `rows` limits a causal block to its first rows, which do not depend on later ones.
 
-        `anchors_BA` are places in the texts: a block sees `taps_BTND[:, :anchor]` alone, so texts may be
-        padded behind their ends, and an anchor may be T, the token behind the last row. It is 1 or more where
-        the head reads the last hidden state.
+        `anchors_BA` are positions in the texts. A block attends to `taps_BTND[:, :anchor]` only, so texts may
+        be padded at their ends, and an anchor may be T, the token after the last row. It must be at least 1
+        if the head reads the last hidden state.
         """
         config, body = self.config, self.config.body
         assert body.rope is not None
@@ -113,20 +115,20 @@ class BlockHead(HeadVocabulary):
         return out if config.sample_from_anchor else out[:, :, 1:]
 
     def before(self, tokens: Tensor) -> Tensor:
-        """What guesses behind these tokens know of them, [..., M]; any shape."""
+        """Return the rows of W1 for these tokens, [..., M]; any shape."""
         out: Tensor = self.markov_head.markov_w1(tokens)
         return out
 
     def pair_logits(self, before: Tensor, entries_S: Tensor | None = None) -> Tensor:
-        """What tokens `before` add to the logits of guesses behind them, [..., U]; any shape.
+        """Return the logits that tokens `before` add to the next guesses, [..., U]; any shape.
 
-        With `entries_S` of these entries of its tokens alone, [..., S].
+        `entries_S` selects entries of the draft vocabulary, for a result [..., S].
         """
         known, weight = self.before(before), self.markov_head.markov_w2.weight
         return F.linear(known, weight if entries_S is None else weight[entries_S])
 
     def _entered(self, context: Tensor, anchor_ids_BA: Tensor, anchors_BA: Tensor, size: int) -> Tensor:
-        """What `size` rows of blocks begin with, [B, A, R, D]."""
+        """Return the input of the first layer for `size` rows of each block, [B, A, R, D]."""
         config, width = self.config, self.config.body.hidden_size
         if not config.reads_last:
             ids = torch.full((*anchor_ids_BA.shape, size), config.mask_token_id, device=context.device)
@@ -139,7 +141,7 @@ class BlockHead(HeadVocabulary):
         return entered.view(*anchor_ids_BA.shape, size, width).to(context.dtype)
 
     def _hidden(self, anchors_BA: Tensor, rows: int, size: int) -> Tensor:
-        """What `size` rows of blocks do not see, of the text and of their block: bool [B, A, R, T + R]."""
+        """Return the mask of `size` rows over text and block, [B, A, R, T + R]; True is masked."""
         device = anchors_BA.device
         later = torch.arange(rows, device=device) >= anchors_BA[..., None, None]
         later = later.expand(*anchors_BA.shape, size, rows)
@@ -152,8 +154,9 @@ class BlockHead(HeadVocabulary):
 def _attended(
     q_BARKGH: Tensor, of_text: tuple[Tensor, Tensor], of_block: tuple[Tensor, Tensor], hidden_BARX: Tensor
 ) -> Tensor:
-    """What the block's rows find, [B, A, R, K, G, H], where keys and values are [B, T, K, H] and
-    [B, A, R, K, H].
+    """Return the attention output of the blocks' rows, [B, A, R, K, G, H].
+
+    Keys and values are [B, T, K, H] for texts and [B, A, R, K, H] for blocks.
     """
     scores = torch.cat(
         (
@@ -171,26 +174,26 @@ def _attended(
 
 @dataclass(slots=True, kw_only=True)
 class BlockText:
-    """One text's share of a pass: what is read of the text, and a block behind that.
+    """Input of one text: the tokens to read, and a block after them.
 
-    Cache positions count from where `table` begins, which is at position `shift` of the text.
+    Cache positions count from the start of `table`, which is at position `shift` of the text.
     """
 
     table: Sequence[int] = field(kw_only=False)
     shift: int = field(kw_only=False)
-    begin: int  # the first cache position that is read
-    states: Sequence[TappedRows] = ()  # the target's hidden states of what is read
-    count: int = 0  # rows of it
-    rows: int = 0  # of the block; 0: none
-    anchor: int = 0  # its first token
-    last: Tensor | None = None  # what was made of the token before the anchor, where it is not read now
+    begin: int  # first cache position to read
+    states: Sequence[TappedRows] = ()  # the target's hidden states of the tokens to read
+    count: int = 0  # tokens to read
+    rows: int = 0  # rows of the block; 0: no block
+    anchor: int = 0  # first token of the block
+    last: Tensor | None = None  # fused state of the token before the anchor, if it is not read now
 
 
 class BlockModel(HeadModel[BlockConfig, BlockText]):
-    """The head over products and attention of the kernels, and by one native call where it can be."""
+    """A block head computed with the kernels; one native call computes a pass where it is available."""
 
     def __init__(self, head: BlockConfig, weights: Weights, target: LayeredModel, ids: Sequence[int]) -> None:
-        """As HeadModel."""
+        """See HeadModel."""
         super().__init__(head, weights, target, ids)
         body = head.body
         assert body.rope is not None
@@ -200,7 +203,7 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         if head.reads_last:
             self._entry_norm = RowNorm.of("entry_norm", body, weights)
             self._entry = weights.linear("entry")
-        # Keys and values of a text are products of all layers with the same rows: one product makes them.
+        # The key and value projections of all layers read the same rows, so they are one product.
         of_layers = [[f"layers.{i}.self_attn.{x}_proj" for x in "kv"] for i in range(body.num_layers)]
         self._context = weights.linear(*chain(*of_layers), bias=body.qkv_bias)
         self._layers = [DecoderLayer(i, body, weights, f"layers.{i}") for i in range(body.num_layers)]
@@ -219,14 +222,14 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
             self.markov = MarkovTerm(before_VM, named_UM, product)
 
     def _looked_up(self, table: Tensor) -> Tensor:
-        """A table whose rows are looked up here and there: in large pages where the system has some."""
+        """Copy a table that is read at random rows into huge pages, if available."""
         library = self.kernels.library
         return table if library is None else in_huge_pages(library, torch.empty_like(table)).copy_(table)
 
     def guess(self, texts: Sequence[BlockText], cache: HeadCache | None) -> HeadPass:
-        """As HeadModel says: reads these texts, and guesses the blocks behind them.
+        """See HeadModel. Reads tokens of these texts and guesses the blocks after them.
 
-        It makes of each text what it made of the last row that was read, [D]; None where nothing was.
+        The state of a text is the fused state of its last token read, [D], or None if no token was read.
         """
         assert cache is not None
         native, attention = self.native, cache.attention
@@ -260,7 +263,7 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         return HeadPass([last_ND[i] if text.count else None for i, text in enumerate(texts)], *guessed)
 
     def _read(self, texts: Sequence[BlockText], cache: HeadCache) -> Iterator[Tensor]:
-        """Read what there is of these texts, op by op; what was made of the last row of each, [D]."""
+        """Write K and V of these texts' tokens; return the fused state of each text's last token, [D]."""
         if not texts:
             return iter(())
         spans = [range(text.begin, text.begin + text.count) for text in texts]
@@ -281,7 +284,7 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
     def _guess_blocks(
         self, texts: Sequence[BlockText], last: Sequence[Tensor | None], cache: HeadCache
     ) -> tuple[Tensor, Tensor]:
-        """What the output layer reads of the rows of these blocks that guess, and its logits, op by op."""
+        """Return the input of the output layer and the logits for the rows with a guess."""
         head = self.head
         if not texts:
             return torch.empty(0, self.config.hidden_size), torch.empty(0, len(self.ids))
@@ -310,18 +313,18 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         return read_RD, self.logits(read_RD)
 
     def probe(self, rows: int, block_size: int) -> list[BlockText]:
-        """As HeadModel says, two tokens of each text, with a block behind each text.
+        """See HeadModel. Each text reads two tokens and has one block.
 
-        That is what a step's cost depends on: a pass for texts of which more is read takes little longer.
+        The number of blocks dominates the cost of a step: reading more tokens adds little.
         """
-        # All in the same slots, as a small cache has no others: it takes as long.
+        # All texts use the same slots, because the cache may be small; the time is the same.
         table = range(-(-(2 + self.head.block_size) // block_size))
         states = self.zero_states(2)
         text = BlockText(table, 0, begin=0, states=states, count=2, rows=self.head.block_size)
         return [text] * -(-rows // 2)
 
     def _parts(self, embedding_VD: Tensor, scale: float) -> BlockHeadParts:
-        """What native calls compute with."""
+        """Return the parts of the native call."""
         head = self.head
         return BlockHeadParts(
             fc=self._fc,
@@ -341,11 +344,11 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         )
 
     def fused(self, taps_TND: Tensor) -> Tensor:
-        """What the head makes of the target's hidden states, [T, D]."""
+        """Fuse the target's hidden states, [T, D]."""
         return self._hidden_norm(self._fc(taps_TND.flatten(1)))
 
     def context(self, fused_TD: Tensor, positions_T: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The keys and values of a text's rows, each [T, K, H] of every layer."""
+        """Return the keys and values of a text's rows: for every layer [T, K, H] each."""
         kv_heads, size = self.config.num_kv_heads, self.config.head_dim
         made = self._context(fused_TD).view(len(fused_TD), len(self._layers), 2, kv_heads, size)
         rope = self._rope.at(positions_T)
@@ -354,17 +357,17 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         return keys, [made[:, i, 1] for i in range(len(heads))]
 
     def entered(self, last_PD: Tensor, anchors_PD: Tensor) -> Tensor:
-        """What all rows of P blocks begin with, [P, R, D], of a head that reads the last hidden state.
+        """Return the input of the first layer for P blocks, [P, R, D], of a head with `reads_last`.
 
-        `last_PD` is what `fused` made of the token before each anchor, `anchors_PD` the anchors' embeddings.
+        `last_PD` are fused states of the tokens before the anchors, `anchors_PD` the anchors' embeddings.
         """
         read = torch.cat((last_PD, self._entry_norm(anchors_PD)), dim=-1)
         return self._entry(read).view(len(last_PD), self.head.block_size, -1)
 
     def run(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """What the output layer reads of each row of the blocks, [T, D]; writes their K and V.
+        """Return the input of the output layer for each row of the blocks, [T, D]; writes their K and V.
 
-        `x_TD` is what they begin with; it is used up.
+        `x_TD` is the input of the first layer and may be overwritten.
         """
         rope = self._rope.at(positions_T)
         y_TD: Tensor | None = None
@@ -373,12 +376,12 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         return self._norm(x_TD, y_TD)
 
     def logits(self, h_RD: Tensor) -> Tensor:
-        """The logits of the tokens it can name, the token before left out of account, [R, U]."""
+        """Return logits over the draft vocabulary, [R, U], without the Markov term."""
         return self._head(h_RD)
 
 
 def _block_paths(texts: Sequence[BlockText], block_size: int, *, causal: bool) -> Paths:
-    """What rows of blocks see: the text, and of their own block the rows up to theirs, or all of it."""
+    """Return the attention paths of blocks' rows: the text, and the earlier rows or all rows of the block."""
     requests: list[int] = []
     shared: list[int] = []
     num_blocks = 0

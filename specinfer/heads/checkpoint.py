@@ -1,9 +1,9 @@
-"""A head's folder: checked against itself and against the target, and loaded beside it.
+"""Open a head's folder, check it against its target, and load it.
 
-A matrix may be int8, with a tensor of its name and `_scale` that has what to multiply each row by.
+A matrix may be int8 with a tensor NAME_scale that holds a factor for each row.
 
-Nothing of it is trusted: sizes, names, shapes, ids and numbers are checked before anything is computed, and
-what cannot be used is refused in one line.
+The folder is untrusted input: sizes, names, shapes, ids and values are checked before any computation, and an
+unusable head is refused with a one-line error.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _DTYPES: Final = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
 }
-_LOOKED_UP: Final = ("embed_tokens.weight", "markov_w1.weight")  # tables: they are never quantized
-_ROWS: Final = 1 << 8  # of a table that are chosen at a time
+_LOOKED_UP: Final = ("embed_tokens.weight", "markov_w1.weight")  # lookup tables, which are never quantized
+_ROWS: Final = 1 << 8  # rows of a table that are read at a time
 
 
 def is_head(folder: Path) -> bool:
-    """Whether a folder holds a head, as its config.json says, or else its tensors.
+    """Return whether a folder holds a head, by its config.json or else by its tensors.
 
-    Raises ModelFileError where that is no config, or where there are no tensors.
+    Raises ModelFileError if config.json is invalid or the folder has no tensors.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -60,34 +60,36 @@ def is_head(folder: Path) -> bool:
 
 
 def open_head(files: ModelFiles | Path, target: OpenModel) -> HeadFolder:
-    """The head in a folder, for this target; reads no weights.
+    """Open the head in a folder for this target, without reading weights.
 
-    Raises ModelError and its kind where it cannot be used, or says that its target has other weights.
+    Raises ModelError or a subclass if the head cannot be used or was trained for other weights.
     """
     head = HeadFolder(files, target.config)
     if head.fingerprint is not None and not is_of(head.fingerprint, target):
         raise ModelError(
-            f"the head {head.name} was trained for {head.verifier}, whose weights are others than those of "
-            f"{target.path.name}; name that model, or a head of this one"
+            f"the head {head.name} was trained for {head.verifier}, which has other weights than "
+            f"{target.path.name}; use that model, or a head that was trained for this one"
         )
     return head
 
 
 class HeadFolder:
-    """An open head, whose tensors are what its config promises, for a target that it fits; reads no weights.
+    """An open head whose tensors match its config and whose config fits the target; weights are not read.
 
-    Its tensors have the names of its kind's module. It is an OpenModel but for the config.
+    The tensors have the names of the head kind's module. Apart from `config` the class is an OpenModel.
     """
 
     def __init__(self, files: ModelFiles | Path, target: ModelConfig) -> None:
-        """Raises ModelError and its kind where the head cannot be used."""
+        """Raises ModelError or a subclass if the head cannot be used."""
         if isinstance(files, Path):
             files = local_model(str(files), files)
         self.name, self.path = files.name, files.path
         described = read_json(files.path / "config.json")
         check_unquantized(described)
-        self.verifier = _verifier(described)  # its target's name, for people
-        self.fingerprint = _fingerprint(files.path, described)  # its target's; None: it does not say
+        self.verifier = _verifier(described)  # the target's name, for messages
+        self.fingerprint = _fingerprint(
+            files.path, described
+        )  # the target's fingerprint, or None if not given
         reader = reader_of(described) or DEFAULT_READER
         entries: Entries = _renamed(
             files.path, read_entries(files.weights, _DTYPES), partial(reader.tensor_name, described)
@@ -103,25 +105,25 @@ class HeadFolder:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every tensor that computes."""
+        """Shapes of the tensors that the head computes with."""
         return {name: entry.shape for name, entry in self._entries.items()}
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start..stop of a tensor, on the CPU, in the file's dtype, or float32 where that is int8.
+        """Read rows start..stop of a tensor to the CPU, in the file's dtype; int8 becomes float32.
 
-        Raises ModelFileError where one of them is not a finite number.
+        Raises ModelFileError if a value is not finite.
         """
         rows = self._entries[name].read_rows(start, stop)
         if name in self._scales:
             rows = rows.float() * self._scales[name].read_rows(start, stop).float()[:, None]
         if not bool(torch.isfinite(rows).all()):
             raise ModelFileError(
-                f"{self.path}: tensor {name!r} holds values that are no finite numbers; get the head again"
+                f"{self.path}: tensor {name!r} holds values that are not finite; download the head again"
             )
         return rows
 
     def module(self, target: OpenModel) -> HeadModule:
-        """The head as a module of float32, with tables of the target's where it has none of its own."""
+        """Return the head as a float32 module; the target supplies tables that the head does not have."""
         config = self.config
         module = KINDS[config.kind].module(config, self.ids)
         state = {name: self._tensor(name) for name in self._entries}
@@ -155,13 +157,13 @@ def _fingerprint(path: Path, described: Mapping[str, object]) -> str | None:
 
 
 def target_embedding(target: OpenModel) -> Tensor:
-    """The target's embeddings, float32 [V, D]."""
+    """Return the target's embeddings, float32 [V, D]."""
     name = "model.embed_tokens.weight"
     return target.read_rows(name, 0, target.shapes[name][0]).float()
 
 
 def target_head(target: OpenModel, ids: Sequence[int]) -> Tensor:
-    """The rows of the target's output layer for these tokens, which ascend, in float32 [U, D]."""
+    """Return the rows of the target's output layer for `ids`, which ascend, as float32 [U, D]."""
     name = "lm_head.weight" if "lm_head.weight" in target.shapes else "model.embed_tokens.weight"
     parts: list[Tensor] = []
     for start in range(0, len(ids), _ROWS):
@@ -180,7 +182,9 @@ def _renamed(
         if here is None:
             continue
         if here in renamed:
-            raise ModelFileError(f"{path} has tensor {here!r} twice, as {name!r} too; get the head again")
+            raise ModelFileError(
+                f"{path} has tensor {here!r} twice, also as {name!r}; download the head again"
+            )
         renamed[here] = entry
     return renamed
 
@@ -188,10 +192,10 @@ def _renamed(
 def _checked(
     path: Path, entries: Entries, wanted: Mapping[str, tuple[int, ...]]
 ) -> dict[str, TensorEntry | ChosenRows]:
-    """The tensors that compute: all of these, in these shapes, and no others."""
+    """Return the tensors named in `wanted`. Raises ModelFileError unless exactly these have these shapes."""
     missing = [name for name in wanted if name not in entries]
     if missing:
-        raise ModelFileError(f"{path} lacks tensor {missing[0]!r}; the head is incomplete, get it again")
+        raise ModelFileError(f"{path} lacks tensor {missing[0]!r}: the head is incomplete; download it again")
     for name, shape in wanted.items():
         entry = entries[name]
         scaled = (
@@ -199,25 +203,25 @@ def _checked(
         )
         if entry.shape != shape or not (entry.dtype.is_floating_point or scaled):
             raise ModelFileError(
-                f"{path}: tensor {name!r} is {entry.dtype} of {list(entry.shape)}, the config asks for "
-                f"numbers of {list(shape)}; config and weights belong to different heads"
+                f"{path}: tensor {name!r} is {entry.dtype} of {list(entry.shape)}, but the config "
+                f"requires numbers of {list(shape)}: config and weights belong to different heads"
             )
     scales = {name + SCALE for name in wanted if entries[name].dtype == torch.int8}
     extra = [name for name in entries if name not in wanted and name not in {"d2t", "t2d", *scales}]
     if extra:
         raise ModelFileError(
-            f"{path} has an unexpected tensor {extra[0]!r}; ignoring weights would change what it guesses"
+            f"{path} has an unexpected tensor {extra[0]!r}; ignoring it would change the guesses"
         )
     return {name: entries[name] for name in wanted}
 
 
 def _scales_rows(scale: TensorEntry | ChosenRows | None, matrix: TensorEntry | ChosenRows) -> bool:
-    """Whether a tensor has a factor for each row of a matrix."""
+    """Return whether a tensor holds one factor for each row of a matrix."""
     return scale is not None and scale.dtype.is_floating_point and scale.shape == matrix.shape[:1]
 
 
 class _Tensors:
-    """A head's tensors with the rows of its target's output layer that it borrows."""
+    """A head's tensors together with the rows it uses of its target's output layer."""
 
     def __init__(self, head: HeadFolder, target: OpenModel) -> None:
         self.path: Path = head.path
@@ -226,11 +230,11 @@ class _Tensors:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every tensor."""
+        """Shapes of all tensors."""
         return tensor_shapes(self._head)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start..stop of a tensor, on the CPU, in any floating dtype."""
+        """Read rows start..stop of a tensor to the CPU, in any floating dtype."""
         config = self._head.config
         if not config.own_head and name == f"{config.output}.weight":
             return target_head(self._target, self._head.ids[start:stop])
@@ -248,9 +252,10 @@ def load_head(
     quantization: Quantization = "none",
     cache: Path | None = None,
 ) -> AnyHeadModel:
-    """The head for a loaded target, in its dtype and on its device; `target_files` has its weights.
+    """Load the head for a loaded target, in the target's dtype and on its device.
 
-    As models.weights.load_model for the rest. Raises ModelFileError for weights that are no finite numbers.
+    `target_files` has the target's weights; the other arguments are those of models.weights.load_model.
+    Raises ModelFileError if a weight is not finite.
     """
     tensors = _Tensors(head, target_files)
     config = head.config
@@ -271,7 +276,7 @@ def load_head(
 
 
 def tensor_shapes(head: HeadFolder) -> Mapping[str, tuple[int, ...]]:
-    """The shapes of a head's tensors, with an output layer whoever's it is."""
+    """Return the shapes of a head's tensors, including an output layer that belongs to the target."""
     config = head.config
     if config.own_head:
         return head.shapes
@@ -279,7 +284,7 @@ def tensor_shapes(head: HeadFolder) -> Mapping[str, tuple[int, ...]]:
 
 
 def head_bytes(head: HeadFolder, dtype: torch.dtype, quantization: Quantization = "none") -> int:
-    """The bytes a head's weights take, without loading them: its output layer is never int4."""
+    """Return the bytes of a head's weights without loading them. The output layer is never int4."""
     size = 0
     for name, shape in tensor_shapes(head).items():
         if quantization == "none" or len(shape) != 2 or name.endswith(_LOOKED_UP):

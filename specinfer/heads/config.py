@@ -1,7 +1,9 @@
-"""What a head is, as pure data; foreign formats end in speculators.py and foreign_config.py.
+"""Configurations of draft heads, independent of any file format.
 
-A *tap* is a place in the target: tap i is what its layer i is given, and tap L, behind the last of L layers,
-what that one puts out. A head is given the target's hidden states at a few taps, for every token of a text.
+speculators.py and foreign_config.py convert the published formats to these classes.
+
+A *tap* is a point of the target where a head reads hidden states: tap i is the input of layer i, and tap L is
+the output of the last of L layers. A head reads the hidden states of every token at a few taps.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from specinfer.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersConfig:
-    """What heads with layers of their own have in common."""
+    """Fields of all heads that have transformer layers."""
 
-    output: ClassVar[str] = "lm_head"  # its output layer in a checkpoint, where it brings one
+    output: ClassVar[str] = "lm_head"  # the output layer in a checkpoint, if it has one
 
     body: ModelConfig
     taps: tuple[int, ...]
@@ -28,21 +30,21 @@ class LayersConfig:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens its target has."""
+        """Size of the target's vocabulary."""
         return self.body.vocab_size
 
     @property
     def hidden_size(self) -> int:
-        """Of its layers."""
+        """Hidden size of the head's layers."""
         return self.body.hidden_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig(LayersConfig):
-    """A head of EAGLE's shape: one pass a level, each fed with what the one before put out.
+    """An EAGLE head: one pass for each level, whose input is the hidden state from the pass before.
 
-    Its first layer reads the embedding of the next token beside the hidden state; q, k and v are products
-    with both.
+    The first layer reads the embedding of the next token beside the hidden state: its q, k and v projections
+    take both, concatenated.
     """
 
     kind: ClassVar[str] = "eagle"
@@ -51,12 +53,12 @@ class EagleConfig(LayersConfig):
     norm_before_residual: bool = False  # the residual stream starts with the normed hidden state
     norm_before_fc: bool = False  # one RMSNorm over all taps together
     fc_norm: bool = False  # an RMSNorm for each tap (EAGLE-3.1)
-    norm_output: bool = False  # what is fed back is normed (EAGLE-3.1)
-    # Rows below the first are of this token, and of hidden states of the head's own: so all levels come from
-    # one pass (P-EAGLE). None: a pass a level.
+    norm_output: bool = False  # the hidden state is normed before the next pass reads it (EAGLE-3.1)
+    # P-EAGLE computes all levels in one pass: the rows after the first read this token and learned hidden
+    # states. None: one pass for each level.
     mask_token_id: int | None = None
-    # EAGLE-1 and 2: fc makes one of the token's embedding and the state, which is the target's last, normed.
-    # Neither the layer it goes to nor the output layer has a norm before it.
+    # EAGLE-1 and 2: fc projects the token's embedding and the target's last hidden state, after its norm, to
+    # one vector. The first layer and the output layer have no norm before them.
     fc_reads_token: bool = False
     fc_bias: bool = False
 
@@ -66,24 +68,24 @@ class EagleConfig(LayersConfig):
         others = self.norm_before_residual, self.norm_before_fc, self.fc_norm, self.norm_output
         if self.fc_reads_token and (len(self.taps) > 1 or any(others) or self.mask_token_id is not None):
             raise ModelError(
-                "a head of EAGLE-1 or 2 reads one hidden state, and has no norms but of its MLPs"
+                "an EAGLE-1 or EAGLE-2 head reads one hidden state and has no norms except before its MLPs"
             )
         if self.fc_bias and not self.fc_reads_token:
-            raise ModelError("fc_bias is true; allowed of EAGLE-1 and 2")
+            raise ModelError("fc_bias is true; only EAGLE-1 and EAGLE-2 heads may have it")
         if self.mask_token_id is not None:
             _check_mask(self.mask_token_id, self.body.vocab_size)
         if self.norm_before_fc and self.fc_norm:
-            raise ModelError("a head has norm_before_fc and fc_norm; allowed: one of them, or neither")
+            raise ModelError("a head has norm_before_fc and fc_norm; at most one of them is allowed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRows:
-    """The rows of a block head's blocks."""
+    """Layout of a block head's rows."""
 
-    block_size: int  # rows of a block, the anchor among them
-    skipped: int  # of these, from the first on, that guess nothing
-    causal: bool  # a row sees those before it alone; else all of the block
-    reads_last: bool  # a row begins with what was made of the token before the anchor
+    block_size: int  # rows of a block, including the anchor
+    skipped: int  # leading rows without a guess
+    causal: bool  # True: a row attends to earlier rows only; False: to the whole block
+    reads_last: bool  # each row starts from the hidden state of the token before the anchor
 
     @property
     def depth(self) -> int:
@@ -95,19 +97,20 @@ class BlockRows:
 class BlockConfig(LayersConfig):
     """A head that guesses a block of tokens in one pass (DFlash, DSpark).
 
-    The text's keys and values are products with the target's hidden states, in every layer; the block's rows
-    are the last token, the *anchor*, and mask tokens behind it. With `reads_last`, which no published head
-    has, mask tokens are nothing but places.
+    In every layer the keys and values of the text are projections of the target's hidden states. The rows of
+    a block are the last token (the *anchor*) and mask tokens after it. With `reads_last`, which no published
+    head has, mask tokens carry a position only.
     """
 
     kind: ClassVar[str] = "block"
 
-    block_size: int  # rows of a block, the anchor among them
+    block_size: int  # rows of a block, including the anchor
     mask_token_id: int
-    causal: bool = True  # a row of the block sees those before it alone; else all of the block
-    sample_from_anchor: bool = True  # the anchor's row guesses the token behind it; else the first mask's
-    markov_rank: int = 0  # of the term by which a guess depends on the token before it; 0: there is none
-    # A row begins with a product of its own with the last hidden state and the anchor; else as an embedding.
+    causal: bool = True  # True: a row attends to earlier rows only; False: to the whole block
+    sample_from_anchor: bool = True  # the anchor's row makes the first guess; False: the first mask's row
+    markov_rank: int = 0  # rank of the term that makes a guess depend on the token before it; 0: no such term
+    # True: a row starts from its own projection of the last hidden state and the anchor's embedding.
+    # False: it starts from an embedding.
     reads_last: bool = False
 
     def __post_init__(self) -> None:
@@ -122,12 +125,12 @@ class BlockConfig(LayersConfig):
 
     @property
     def skipped(self) -> int:
-        """Rows of a block, from its first on, that guess nothing."""
+        """Leading rows of a block that make no guess."""
         return 0 if self.sample_from_anchor else 1
 
     @property
     def block(self) -> BlockRows:
-        """The rows of its blocks."""
+        """Layout of the rows of a block."""
         return BlockRows(
             block_size=self.block_size,
             skipped=self.skipped,
@@ -143,22 +146,22 @@ class BlockConfig(LayersConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaConfig:
-    """Heads that guess a level each, all from the same hidden state (Medusa).
+    """Medusa heads: one head for each level, all reading the same hidden state.
 
-    That is what the target's last norm makes of its last layer's output, at the token before the tree's root;
-    the tap is that output, as it is before the norm. Nothing else is read: no token, and no text.
+    That is the target's last hidden state after its final norm, at the token before the tree's root. The tap
+    is the state before the norm. A Medusa head reads no tokens.
     """
 
     kind: ClassVar[str] = "medusa"
-    output: ClassVar[str] = "lm_heads.0"  # its output layer in a checkpoint, where it brings one
+    output: ClassVar[str] = "lm_heads.0"  # the output layer in a checkpoint, if it has one
 
-    taps: tuple[int]  # behind the target's last layer
+    taps: tuple[int]  # the output of the target's last layer
     target_hidden_size: int
     vocab_size: int
     draft_vocab_size: int
-    depth: int  # heads: one for each level
-    num_layers: int = 1  # of a head, each x + silu(W x + b)
-    bias: bool = True  # whether there is a b
+    depth: int  # number of heads, one for each level
+    num_layers: int = 1  # layers of a head, each x + silu(W x + b)
+    bias: bool = True  # layers have the bias b
     shared_head: bool = False  # one output layer for all levels
     own_head: bool = True
 
@@ -167,33 +170,35 @@ class MedusaConfig:
         if not 0 <= self.num_layers <= 64:
             raise ModelError(f"a Medusa head has {self.num_layers} layers; allowed: 0 to 64")
         if not (self.own_head or self.shared_head):
-            raise ModelError("Medusa heads that bring no output layer share one: the target's")
+            raise ModelError(
+                "Medusa heads without an output layer use the target's, so shared_head must be true"
+            )
 
     @property
     def output_layers(self) -> int:
-        """How many there are."""
+        """Number of output layers."""
         return 1 if self.shared_head else self.depth
 
     @property
     def hidden_size(self) -> int:
-        """The target's."""
+        """Hidden size of the target."""
         return self.target_hidden_size
 
     @property
     def own_embedding(self) -> bool:
-        """It reads no tokens."""
+        """True: Medusa heads read no tokens and need no embedding."""
         return True
 
     @property
     def body(self) -> None:
-        """It has no layers with attention, so nothing of a text is cached."""
+        """None: Medusa heads have no attention layers and no KV cache."""
 
 
 HeadConfig = EagleConfig | BlockConfig | MedusaConfig
 
 
 def check_target(head: HeadConfig, target: ModelConfig, name: str) -> None:
-    """Raise ModelError unless the head called `name` reads such a target."""
+    """Raise ModelError unless the head `name` fits this target."""
     wanted = {
         "hidden states of": (head.target_hidden_size, target.hidden_size),
         "a vocabulary of": (head.vocab_size, target.vocab_size),
@@ -201,8 +206,8 @@ def check_target(head: HeadConfig, target: ModelConfig, name: str) -> None:
     for what, (wants, has) in wanted.items():
         if wants != has:
             raise ModelError(
-                f"head {name} was trained for {what} {wants}, the target has {has}; it belongs to another "
-                "target"
+                f"head {name} was trained for {what} {wants}, but the target has {has}: it belongs to "
+                "another target"
             )
     deepest = max(head.taps)
     if deepest > target.num_layers:
@@ -219,24 +224,24 @@ def check_target(head: HeadConfig, target: ModelConfig, name: str) -> None:
     changed = target.logit_scale != 1.0 or target.embedding_size != target.hidden_size
     if not head.own_head and (changed or target.logit_softcap is not None):
         raise ModelError(
-            f"head {name} uses its target's output layer, beside which {target.family} scales, caps or "
-            "projects; supported: heads with an output layer of their own"
+            f"head {name} uses its target's output layer, but {target.family} also scales, caps or projects "
+            "its logits; use a head that has an output layer"
         )
     if not head.own_embedding and (target.embedding_scale != 1.0 or target.learned_positions):
         raise ModelError(
-            f"head {name} uses its target's embeddings; supported: those of Llama, Mistral and Qwen, which "
-            f"{target.family} scales or adds positions to"
+            f"head {name} uses its target's embeddings, but {target.family} scales them or adds positions; "
+            "use a head that has embeddings"
         )
 
 
 def _check_mask(token: int, vocab: int) -> None:
     if not 0 <= token < vocab:
-        raise ModelError(f"mask_token_id is {token}; allowed: a token of the target's, 0 to {vocab - 1}")
+        raise ModelError(f"mask_token_id is {token}; allowed: 0 to {vocab - 1}, the tokens of the target")
 
 
 def _check(head: HeadConfig) -> None:
     if not head.taps or any(tap < 0 for tap in head.taps) or len(set(head.taps)) != len(head.taps):
-        raise ModelError(f"a head reads layers {list(head.taps)}; allowed: different ones, each 0 or more")
+        raise ModelError(f"a head reads layers {list(head.taps)}; allowed: different layers, each 0 or more")
     if not 0 < head.draft_vocab_size <= head.vocab_size:
         raise ModelError(
             f"draft_vocab_size is {head.draft_vocab_size}; allowed: 1 to the target's {head.vocab_size}"
@@ -250,9 +255,11 @@ def _check(head: HeadConfig) -> None:
 def _check_layers(body: ModelConfig) -> None:
     if body.window is not None:
         raise ModelError(
-            f"a head's layers have a sliding window of {body.window}; supported: layers that see all"
+            f"a head's layers have a sliding window of {body.window}; only full attention is supported"
         )
     if body.rope is None or not body.plain_layers:
         raise ModelError(f"a head has layers of {body.family}; supported: llama, qwen2 and qwen3")
     if body.rope.rotated is not None:
-        raise ModelError("a head's layers rotate a part of each attention head; supported: all of it")
+        raise ModelError(
+            "a head's layers use partial rotary embeddings; only full rotary embeddings are supported"
+        )

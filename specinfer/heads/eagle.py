@@ -1,17 +1,17 @@
-"""A head of EAGLE's shape: `EagleHead`, a module to train and to check by, and `EagleModel` for the engine.
+"""EAGLE heads: `EagleHead`, a module for training and reference, and `EagleModel` for the engine.
 
-Row t of a text is of its token t + 1 and the target's hidden states of token t; it guesses token t + 2. Below
-a row hang steps: step s is of one more token, and instead of the target's hidden states it has what step
-s - 1 put out; it sees the rows of the text up to its own, and the steps before it there.
+Row t of a text reads token t + 1 and the target's hidden states of token t, and guesses token t + 2. A row
+has further steps: step s reads one more token and, in place of the target's hidden states, the output of step
+s - 1. It attends to the rows of the text up to its own and to the earlier steps of its row.
 
-A head that guesses all levels in one pass (P-EAGLE) has steps of a mask token, and hidden states of its own.
-That of EAGLE-1 and 2 is given one hidden state, behind the target's last norm.
+P-EAGLE guesses all levels in one pass: its steps read a mask token and learned hidden states. EAGLE-1 and 2
+read one hidden state, after the target's last norm.
 
-In the engine rows of all texts are one batch, attention goes along paths, and tokens below a row are nodes of
-a tree.
+In the engine the rows of all texts form one batch, attention follows paths of token trees, and the tokens
+after a row are nodes of a tree.
 
-Shapes: B sequences, T rows, S steps, N taps, D the head's hidden size, R rows that guess, U tokens it can
-name.
+Shapes: B sequences, T rows, S steps, N taps, D the head's hidden size, R rows with a guess, U tokens of the
+draft vocabulary.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from specinfer.runtime.flight import Flight, HostFlight
 
 
 class EagleHead(HeadVocabulary):
-    """The head as a module whose tensors have the names of checkpoints."""
+    """An EAGLE head as a module whose tensors have the names of checkpoints."""
 
     def __init__(
         self, config: EagleConfig, ids: Sequence[int] | None = None, tables: Tables | None = None
     ) -> None:
-        """As HeadVocabulary."""
+        """See HeadVocabulary."""
         super().__init__(config, ids, tables)
         body, eps = config.body, config.body.norm_eps
         taps, size = len(config.taps), config.target_hidden_size
@@ -68,7 +68,7 @@ class EagleHead(HeadVocabulary):
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, taps * size))
 
     def fused(self, taps_BTND: Tensor) -> Tensor:
-        """What the head makes of the target's hidden states, [B, T, D]: the features of step 0."""
+        """Project the target's hidden states to the features of step 0, [B, T, D]."""
         if self.config.fc_reads_token:
             return taps_BTND.squeeze(-2)
         if self.config.fc_norm:
@@ -79,11 +79,11 @@ class EagleHead(HeadVocabulary):
         return out.to(self.fc.weight.dtype)
 
     def forward(self, token_ids_BTS: Tensor, taps_BTND: Tensor) -> Tensor:
-        """What the output layer reads of every step of every row, [B, T, S, D].
+        """Return the input of the output layer for every step of every row, [B, T, S, D].
 
-        `token_ids_BTS[:, t, s]` is the token of row t's step s: in training, token t + 1 + s of the text.
-        Sequences may be padded behind their ends: no row sees what comes after it. Where the head guesses all
-        levels in one pass only step 0's tokens count.
+        `token_ids_BTS[:, t, s]` is the token of step s of row t: in training, token t + 1 + s of the text.
+        Sequences may be padded at their ends, because attention is causal. A head that guesses all levels in
+        one pass uses the tokens of step 0 only.
         """
         body = self.config.body
         assert body.rope is not None
@@ -127,19 +127,19 @@ class EagleHead(HeadVocabulary):
 
 
 class _Seen:
-    """Keys and values of one layer: of the text's rows, then of each step."""
+    """Keys and values of one layer: those of the text's rows, then those of each step."""
 
     def __init__(self) -> None:
         self._keys: list[Tensor] = []  # [B, T, K, H]
         self._values: list[Tensor] = []
 
     def add(self, keys_BTKH: Tensor, values_BTKH: Tensor) -> None:
-        """Those of the next step."""
+        """Append the keys and values of the next step."""
         self._keys.append(keys_BTKH)
         self._values.append(values_BTKH)
 
     def attended(self, q_BTKGH: Tensor) -> Tensor:
-        """What the last step's rows find: [B, T, K, G, H]."""
+        """Return the attention output of the last step's rows, [B, T, K, G, H]."""
         rows = q_BTKGH.shape[1]
         hidden = torch.ones(rows, rows, dtype=torch.bool, device=q_BTKGH.device).triu(1)
         scores = torch.einsum("btkgh,bskh->btkgs", q_BTKGH, self._keys[0])
@@ -154,27 +154,27 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class EagleText:
-    """One text's rows of a pass: text, fed with the target's hidden states, or nodes, with the head's own.
+    """Rows of one text in a pass: tokens with the target's hidden states, or nodes with the head's.
 
-    Positions of `rows` count from where their block table begins, which is at position `shift` of the text.
+    Positions of `rows` count from the start of their block table, which is at position `shift` of the text.
     """
 
     rows: Rows
     shift: int
-    states: Sequence[TappedRows] = ()  # the target's, a row each; else
-    fed_TD: Tensor | None = None  # what the head has made of the rows above these
-    masks: int = 0  # rows of mask tokens behind the text's, which guess as its last one does
+    states: Sequence[TappedRows] = ()  # the target's hidden states, one for each row; or
+    fed_TD: Tensor | None = None  # the head's output at the parent rows
+    masks: int = 0  # rows of mask tokens after the text's rows, each with a guess
 
 
 class EagleModel(HeadModel[EagleConfig, EagleText]):
-    """The head over products and attention of the kernels.
+    """An EAGLE head computed with the kernels.
 
-    Its first layer reads a token's embedding beside the hidden state: q, k and v are products with both. That
-    of EAGLE-1 and 2 is given what fc made of both, without a norm.
+    The q, k and v projections of the first layer read a token's embedding and the hidden state, concatenated.
+    In EAGLE-1 and 2 the first layer reads the output of fc for both, without a norm.
     """
 
     def __init__(self, head: EagleConfig, weights: Weights, target: LayeredModel, ids: Sequence[int]) -> None:
-        """As HeadModel."""
+        """See HeadModel."""
         super().__init__(head, weights, target, ids)
         body = head.body
         assert body.rope is not None
@@ -198,9 +198,9 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
             self._masked_1D = self.fused(taps_1ND)
 
     def guess(self, texts: Sequence[EagleText], cache: HeadCache | None) -> HeadPass:
-        """As HeadModel says; of rows that guess it makes what rows below each are fed, [rows, D] of a text.
+        """See HeadModel. The state of a text is the input of its next rows: [rows with a guess, D].
 
-        Logits come along where one pass guesses all levels.
+        Logits are returned if one pass guesses all levels.
         """
         assert cache is not None
         rows = [self._with_masks(text) for text in texts]
@@ -228,7 +228,7 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
         return replace(rows, token_ids=[*rows.token_ids, *[mask] * text.masks])
 
     def _features(self, text: EagleText) -> list[Tensor]:
-        """What a text's rows are fed, [rows, D] in parts."""
+        """Return the features of a text's rows as parts of [rows, D]."""
         fed_TD = self.fused(joined(text.states)) if text.fed_TD is None else text.fed_TD
         if not text.masks:
             return [fed_TD]
@@ -236,7 +236,7 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
         return [fed_TD, self._masked_1D.expand(text.masks, -1)]
 
     def fused(self, taps_TND: Tensor) -> Tensor:
-        """What the head makes of the target's hidden states, [T, D]."""
+        """Project the target's hidden states to features, [T, D]."""
         if self.head.fc_reads_token:
             return self._target.final_norm(Residual(taps_TND.squeeze(1).contiguous()))
         if self._fc_norms:
@@ -249,9 +249,9 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
     def run(
         self, token_ids_T: Tensor, feature_TD: Tensor, positions_T: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """What the output layer reads of each row, and what a row below it is fed, both [T, D].
+        """Return the input of the output layer and the feature for child rows, both [T, D].
 
-        `feature_TD` is used up: it may be written to.
+        `feature_TD` may be overwritten.
         """
         rope = self._rope.at(positions_T)
         embedded_TD = self.embedded(token_ids_T, positions_T)
@@ -273,15 +273,15 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
         return read_TD, read_TD if self.head.norm_output else x_TD
 
     def logits(self, h_RD: Tensor) -> Tensor:
-        """The logits of the tokens it can name, of rows the output layer reads, [R, U]."""
+        """Return logits over the draft vocabulary [R, U] for input rows of the output layer."""
         return self._head(h_RD)
 
     def flight(self, read_RD: Tensor) -> Flight:
-        """Rows that the output layer reads, to be asked about their logits."""
+        """Return a Flight that computes logits of these rows on demand."""
         return HostFlight(read_RD, self.logits, len(self.ids), self.kernels.scan)
 
     def probe(self, rows: int, block_size: int) -> list[EagleText]:
-        """As HeadModel says; of a head that guesses all levels in one pass two rows of each text."""
+        """See HeadModel. A head that guesses all levels in one pass reads two rows of each text."""
         if self.head.mask_token_id is None:
             return [
                 EagleText(
@@ -292,7 +292,7 @@ class EagleModel(HeadModel[EagleConfig, EagleText]):
         return [EagleText(part, 0, self.zero_states(2), masks=self.head.depth - 1)] * -(-rows // 2)
 
     def wait_for(self, made: HeadPass) -> None:
-        """As HeadModel says."""
+        """See HeadModel."""
         if made.logits_RU is None:
             self.flight(made.read_RD).row(0)
         else:

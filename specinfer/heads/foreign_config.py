@@ -1,4 +1,4 @@
-"""config.json of heads as their authors publish them -> EagleConfig, BlockConfig.
+"""Convert the config.json of published heads to EagleConfig or BlockConfig.
 
     LlamaForCausalLMEagle3    EAGLE-3 of SpecForge, AngelSlim, NVIDIA and others; P-EAGLE as vLLM serves it
     PEagleDraftModel          SpecForge's P-EAGLE
@@ -6,14 +6,15 @@
     DSparkDraftModel          SpecForge's DSpark: its fields are in `dflash_config`
     Qwen3DSparkModel          DeepSpec's DSpark: its fields are beside the layers'; SpecForge's for SGLang
 
-EAGLE is told by its tensors, whatever its config.json calls it: its authors' own say LlamaForCausalLM,
-others Eagle3LlamaForCausalLM or LlamaEagle3DraftModel. Many carry the target's number of layers and kind of
-layers along, so these are read off the tensors, too: norms of queries and keys are qwen3's, biases qwen2's.
+EAGLE heads are recognised by their tensors, because their config.json files name different architectures:
+LlamaForCausalLM (EAGLE's authors), Eagle3LlamaForCausalLM or LlamaEagle3DraftModel. Many configs repeat the
+target's number and kind of layers, so both are read from the tensors as well: norms of queries and keys mean
+qwen3, biases mean qwen2.
 
-Layer ids are counted in two ways. `eagle_aux_hidden_state_layer_ids` beside the layers' fields are taps; in
-`eagle_config`, where SpecForge has it, and in every `target_layer_ids` id i is what layer i puts out, tap
-i + 1, and -1 is the embeddings', tap 0. A head whose taps are one layer off still guesses, and worse: nothing
-but a comparison shows it.
+Published configs count layers in two ways. A top-level `eagle_aux_hidden_state_layer_ids` holds taps. Inside
+SpecForge's `eagle_config`, and in every `target_layer_ids`, id i means the output of layer i (tap i + 1), and
+-1 means the embeddings (tap 0). A head whose taps are one layer off still runs and guesses worse, so an error
+here shows only in a comparison of acceptance rates.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from specinfer.models.safetensors import EAGLE_3, head_kind
 _EAGLE_LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
 _BLOCK_LAYERS: Final = "target_layer_ids"
 _VLLM_MASKS: Final = ("pard_token", "ptd_token_id")
-_PARALLEL_DEPTH: Final = 8  # the levels that SpecForge's P-EAGLE learns, which its files do not tell
+_PARALLEL_DEPTH: Final = 8  # levels that SpecForge's P-EAGLE is trained for; its files do not state them
 
-# What is computed: in `dflash_config`, beside it, or in both places.
+# Fields that affect the computation, read from `dflash_config`, the top level, or both.
 _FIELDS: Final = (
     "attention_mode",
     "attention_value_scale",
@@ -55,33 +56,34 @@ _FIELDS: Final = (
     "use_aux_hidden_state",
 )
 _EAGLES: Final = ("LlamaForCausalLMEagle3", "PEagleDraftModel")
-_EARLY: Final = "EAGLE-1 or 2"  # whose authors' word is LlamaForCausalLM
+_EARLY: Final = "EAGLE-1 or 2"  # the architecture name is LlamaForCausalLM
 _LAYER: Final = re.compile(r"layers\.(\d+)\.")
 _OF_TRAINING: Final = ("confidence_head_alpha", "loss_decay_gamma", "num_anchors", "num_target_layers")
-_PREFIXES: Final = {"midlayer.": "layers.0.", "logit_head.": ""}  # of tensors
+_PREFIXES: Final = {"midlayer.": "layers.0.", "logit_head.": ""}  # prefixes of tensors' names
 
 
 def is_head_config(c: Mapping[str, object]) -> bool:
-    """Whether a config.json describes a head, of a kind that is read or one that is known and refused."""
+    """Return whether a config.json describes a head, of a supported kind or of a known unsupported one."""
     return "speculators_model_type" in c or _architecture(c) is not None
 
 
 def published_config(
     c: Mapping[str, object], target_layers: int, shapes: Mapping[str, tuple[int, ...]]
 ) -> EagleConfig | BlockConfig:
-    """The head that a config.json and tensors of these names and shapes describe.
+    """Return the config of the head with this config.json and tensors of these names and shapes.
 
-    The tensors say which tables are its own. Raises ModelError on anything unsupported.
+    The tensors decide whether the head has its own embeddings and output layer. Raises ModelError on anything
+    unsupported.
     """
     config = config_from_json(as_tensors_say(c, shapes), target_layers)
     return replace(config, own_embedding="embed_tokens.weight" in shapes, own_head="lm_head.weight" in shapes)
 
 
 def config_from_json(c: Mapping[str, object], target_layers: int) -> EagleConfig | BlockConfig:
-    """The head that a config.json describes, for a target of so many layers.
+    """Return the config of the head with this config.json, for a target of `target_layers` layers.
 
-    Whether it brings embeddings and output layer is seen in its tensors, not here. Raises ModelError on
-    anything unsupported.
+    The result does not say whether the head has embeddings and an output layer; published_config adds that.
+    Raises ModelError on anything unsupported.
     """
     architecture = _architecture(c)
     if architecture is None or "speculators_model_type" in c:
@@ -92,7 +94,7 @@ def config_from_json(c: Mapping[str, object], target_layers: int) -> EagleConfig
 
 
 def as_tensors_say(c: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, object]:
-    """A config.json with what tensors of these names tell better: that it is an EAGLE's, and its layers."""
+    """Return a config.json with EAGLE's architecture and layer fields corrected from the tensors' shapes."""
     architecture, kind = _architecture(c), head_kind(shapes)
     if kind is None or "speculators_model_type" in c or architecture not in (None, *_EAGLES):
         return c
@@ -127,9 +129,9 @@ def as_tensors_say(c: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]
 
 
 def named_as_here(c: Mapping[str, object], name: str) -> str | None:
-    """A tensor's name in the layout of speculators, whatever the config.json.
+    """Return a tensor's name in the layout of the speculators library.
 
-    None for what a block head says of its own guesses (DSpark): their probabilities tell as much.
+    Returns None for DSpark's confidence head, which is not used: the guesses' probabilities serve instead.
     """
     name = name.removeprefix("draft_model.").removeprefix("model.")
     for theirs, ours in _PREFIXES.items():
@@ -167,14 +169,14 @@ def _parallel_eagle(c: Mapping[str, object], target_layers: int) -> EagleConfig:
     mask = _mask((c, _inner(c, "dflash_config")), ("mask_token_id", *_VLLM_MASKS))
     if mask is None:
         raise ModelError(
-            "mask_token_id is missing: SpecForge's P-EAGLE does not say which token stood for those to come; "
-            "add the one of its training to config.json"
+            "mask_token_id is missing: SpecForge's P-EAGLE does not name its mask token; add the one it was "
+            "trained with to config.json"
         )
     config = _eagle_of(c, target_layers, mask)
     rope = config.body.rope
     if rope is None or rope != Rope(rope.theta):
         raise ModelError(
-            "rope_scaling is given, and SpecForge's P-EAGLE is trained without it; remove it from config.json"
+            "rope_scaling is set, but SpecForge's P-EAGLE is trained without it; remove it from config.json"
         )
     return config
 
@@ -200,22 +202,24 @@ def _eagle_of(c: Mapping[str, object], target_layers: int, mask: int | None) -> 
 
 def _eagle_taps(c: Mapping[str, object], own: Mapping[str, object], target_layers: int) -> tuple[int, ...]:
     beside = taps_of(c, _EAGLE_LAYERS, target_layers)
-    if not own.get(_EAGLE_LAYERS):  # NVIDIA writes [] for those that EAGLE-3 reads of any model
+    if not own.get(_EAGLE_LAYERS):  # NVIDIA writes [] for EAGLE-3's default layers
         return beside
     taps = _outputs(own, _EAGLE_LAYERS, target_layers)
     if c.get(_EAGLE_LAYERS) is not None and beside != taps:
         raise ModelError(
-            f"{_EAGLE_LAYERS} is {own[_EAGLE_LAYERS]} in eagle_config, which counts what layers put out, and "
-            f"{c[_EAGLE_LAYERS]} beside it, which counts what they are given: these are different layers"
+            f"{_EAGLE_LAYERS} is {own[_EAGLE_LAYERS]} in eagle_config, which counts layer outputs, and "
+            f"{c[_EAGLE_LAYERS]} at the top level, which counts layer inputs: these are different layers"
         )
     return taps
 
 
 def _mask(places: tuple[Mapping[str, object], ...], names: tuple[str, ...]) -> int | None:
-    said = [(name, integer(place, name)) for place in places for name in names if place.get(name) is not None]
-    ids = {mask for _, mask in said}
+    given = [
+        (name, integer(place, name)) for place in places for name in names if place.get(name) is not None
+    ]
+    ids = {mask for _, mask in given}
     if len(ids) > 1:
-        raise ModelError(f"the mask token has different ids: {said}. The config is damaged.")
+        raise ModelError(f"the config gives different ids of the mask token: {given}; it is damaged")
     return next(iter(ids), None)
 
 
@@ -228,7 +232,7 @@ def _dspark(c: Mapping[str, object], target_layers: int) -> BlockConfig:
 
 
 def _block(c: Mapping[str, object], target_layers: int, projectors: tuple[str, ...]) -> BlockConfig:
-    """A head of one of these projectors; the first where the config names none."""
+    """Return the config of a block head of one of these projector types; the first is the default."""
     own = _inner(c, "dflash_config")
     fields = _fields(c, own)
     _check_fields(own, fields, projectors)
@@ -253,12 +257,12 @@ def _block(c: Mapping[str, object], target_layers: int, projectors: tuple[str, .
 
 
 def _fields(c: Mapping[str, object], own: Mapping[str, object]) -> Mapping[str, object]:
-    """The fields of a block head that have a value, inside or beside `dflash_config`."""
+    """Return the fields of a block head that have a value, from `dflash_config` or the top level."""
     for key in _FIELDS:
         inside, beside = own.get(key), c.get(key)
         if inside is not None and beside is not None and inside != beside:
             raise ModelError(
-                f"{key} is {inside!r} in dflash_config and {beside!r} beside it; expected one value"
+                f"{key} is {inside!r} in dflash_config and {beside!r} at the top level; expected one value"
             )
     found = {key: own[key] if own.get(key) is not None else c.get(key) for key in _FIELDS}
     return {key: value for key, value in found.items() if value is not None}
@@ -267,7 +271,7 @@ def _fields(c: Mapping[str, object], own: Mapping[str, object]) -> Mapping[str, 
 def _check_fields(
     own: Mapping[str, object], fields: Mapping[str, object], projectors: tuple[str, ...]
 ) -> None:
-    """Raise ModelError on what heads of these projectors have and nothing here computes."""
+    """Raise ModelError if a field asks for a computation that is not supported."""
     supported: dict[str, tuple[object, ...]] = {
         "projector_type": projectors,
         "markov_head_type": ("vanilla",),
@@ -282,7 +286,7 @@ def _check_fields(
         if value is not None and value not in values:
             raise ModelError(f"{key} is {value!r}; supported: {', '.join(map(str, values))}")
     known = {*_FIELDS, *_OF_TRAINING, *supported}
-    # A field that is null, false or 0 turns nothing on.
+    # Fields that are null, false or 0 enable nothing.
     unknown = [f"{key} = {str(value)[:40]}" for key, value in own.items() if key not in known and value]
     if unknown:
         raise ModelError(
@@ -293,31 +297,31 @@ def _check_fields(
 
 
 def _causal(c: Mapping[str, object], fields: Mapping[str, object]) -> bool:
-    said = {key: flag(fields, key) for key in ("causal", "causal_head") if key in fields}
-    if len(set(said.values())) > 1:
-        raise ModelError(f"{said} say different things of a block's rows; expected one of them, or the same")
-    return next(iter(said.values())) if said else is_causal(c)
+    given = {key: flag(fields, key) for key in ("causal", "causal_head") if key in fields}
+    if len(set(given.values())) > 1:
+        raise ModelError(f"causal and causal_head differ: {given}; expected one of them, or equal values")
+    return next(iter(given.values())) if given else is_causal(c)
 
 
 def _outputs(c: Mapping[str, object], key: str, target_layers: int) -> tuple[int, ...]:
-    """The taps of layers that are named by what they put out."""
+    """Return the taps of layers that a config counts by their outputs."""
     ids = c.get(key)
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-        raise ModelError(f"{key} is {ids!r}; expected a list of layers. The config is damaged or incomplete.")
+        raise ModelError(f"{key} is {ids!r}; expected a list of layers: the config is damaged or incomplete")
     if any(i >= target_layers for i in ids):
         raise ModelError(
-            f"the head reads what layer {max(ids)} puts out, and its target's last is {target_layers - 1}; "
-            "it belongs to another target"
+            f"the head reads the output of layer {max(ids)}, but its target's last layer is "
+            f"{target_layers - 1}: it belongs to another target"
         )
     return tuple(i + 1 for i in ids)
 
 
 def _inner(c: Mapping[str, object], key: str) -> Mapping[str, object]:
-    """The fields under `key`, where there are any."""
+    """Return the fields under `key`, or no fields."""
     return {} if c.get(key) is None else mapping(c, key)
 
 
-_UNREAD: Final = ("DFlash2DraftModel", "DominoDraftModel")  # they compute what no head here does
+_UNREAD: Final = ("DFlash2DraftModel", "DominoDraftModel")  # architectures that are not implemented
 _READERS: Final[Mapping[str, Callable[[Mapping[str, object], int], EagleConfig | BlockConfig]]] = {
     _EAGLES[0]: _eagle,
     _EAGLES[1]: _parallel_eagle,

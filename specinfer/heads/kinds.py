@@ -1,6 +1,6 @@
-"""The kinds of draft head: who reads their folders, trains them and runs them. A new kind is a row here.
+"""Table of head kinds: how each is read from a folder, trained and run. A new kind adds a row.
 
-What is guessed with a head is a row in speculate/drafts/head_drafts.py, by the same name.
+speculate/drafts/head_drafts.py has a row of the same name for the speculator of each kind.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class FolderReader(NamedTuple):
-    """How folders of some kinds are read; each part raises ModelError on what it does not support."""
+    """Functions that read the folders of some kinds; each raises ModelError on anything unsupported."""
 
-    reads: Callable[[Mapping[str, object]], bool]  # whether a config.json describes one of these kinds
-    # Of a config.json and a tensor's name in a file its name here; None: nothing is computed with it.
+    reads: Callable[[Mapping[str, object]], bool]  # config.json -> whether it is one of these kinds
+    # (config.json, a tensor's name in the file) -> its name in the module; None: the tensor is not used.
     tensor_name: Callable[[Mapping[str, object], str], str | None]
-    # Of a config.json, the target's layers and the shapes of all tensors by their names here.
+    # (config.json, number of target layers, shapes by names in the module) -> config.
     config: Callable[[Mapping[str, object], int, Shapes], HeadConfig]
-    # The tokens that a head can name, ascending, and its tensors with their rows in this order.
+    # (folder, config, tensors) -> the draft vocabulary, ascending, and the tensors with rows in that order.
     tokens: Callable[[Path, Any, Entries], tuple[Sequence[int], Entries]]
 
 
@@ -52,8 +52,8 @@ class HeadKind:
     """One kind of head."""
 
     reader: FolderReader
-    module: Callable[[Any, Sequence[int]], HeadModule]  # trains, and says what the engine's has to compute
-    model: Callable[[Any, Weights, LayeredModel, Sequence[int]], AnyHeadModel]  # the engine's
+    module: Callable[[Any, Sequence[int]], HeadModule]  # for training, and the reference for `model`
+    model: Callable[[Any, Weights, LayeredModel, Sequence[int]], AnyHeadModel]  # for the engine
 
 
 _PUBLISHED: Final = FolderReader(is_head_config, named_as_here, published_config, named_by_offsets)
@@ -66,18 +66,18 @@ KINDS: Final[Mapping[str, HeadKind]] = {
 
 
 def reader_of(described: Mapping[str, object]) -> FolderReader | None:
-    """Who reads the folder of a head with such a config.json; None: nobody knows it by that alone."""
+    """Return the reader for a config.json, or None if it does not identify a head kind."""
     return next((kind.reader for kind in KINDS.values() if kind.reader.reads(described)), None)
 
 
-# EAGLE's authors say LlamaForCausalLM, as a language model does: theirs are known by their tensors.
+# EAGLE's authors name the architecture LlamaForCausalLM, so their heads are recognised by their tensors.
 DEFAULT_READER: Final = _PUBLISHED
 
 
 def head_shapes(config: HeadConfig) -> Shapes:
-    """The shapes of the tensors that compute, those of the target's that the head uses left out.
+    """Return the shapes of a head's own tensors; tables of the target are left out.
 
-    Raises ModelError for sizes that no tensor can have.
+    Raises ModelError if a size is too large for a tensor.
     """
     try:
         with torch.device("meta"):  # a module without memory

@@ -1,9 +1,8 @@
-"""The layers of heads in plain PyTorch, for training and as oracles of what the engine runs.
+"""Layers of heads as PyTorch modules, for training and as the reference for the engine's passes.
 
-They are modules, so that autograd sees through them and their tensors have a checkpoint's names; batched, in
-float32 unless moved. Within an autocast what products put out is rounded, and with it an MLP's activation and
-the gate times what it lets through; norms, rotations, softmaxes, and the residual stream stay as exact as
-they are.
+Their tensors have the names of checkpoints. They take batches, in float32 unless moved. Inside an autocast
+context the outputs of linear layers, and so an MLP's activation and gated product, are rounded; norms, rotary
+embeddings, softmax and the residual stream keep their precision.
 
 Shapes: B sequences, T rows, N query heads, K key-value heads, G = N / K, H head size, D hidden size.
 """
@@ -22,7 +21,7 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin of every row's angles, [..., 1, 
 
 
 class HeadNorm(nn.RMSNorm):
-    """An RMS norm that is computed in float32, whatever the products before it were."""
+    """An RMSNorm that is computed in the dtype of its weight, also inside an autocast context."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
@@ -31,7 +30,7 @@ class HeadNorm(nn.RMSNorm):
 
 
 class SelfAttention(nn.Module):
-    """The products around attention, with a rotation between: of rows `width` wide."""
+    """The q, k, v and o projections and the rotary embedding; input rows have `width` numbers."""
 
     def __init__(self, body: ModelConfig, width: int) -> None:
         super().__init__()
@@ -80,10 +79,10 @@ class HeadMLP(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """A decoder layer's parts; who attends to what is its owner's business."""
+    """The parts of a decoder layer except attention, which each head computes itself."""
 
     def __init__(self, body: ModelConfig, *, reads_token: bool = False, input_norm: bool = True) -> None:
-        """`reads_token`: q, k and v are products with a token's normed embedding and the hidden state."""
+        """`reads_token`: q, k and v project a token's normed embedding concatenated with the hidden state."""
         super().__init__()
         size = body.hidden_size
         if input_norm:
@@ -95,22 +94,22 @@ class HeadLayer(nn.Module):
         self.mlp = HeadMLP(body)
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The residual stream [..., D] with what was attended to, [..., K, G, H], and the MLP's output."""
+        """Add the attention output [..., K, G, H] and the MLP's output to the residual stream [..., D]."""
         x = x + self.self_attn.o_proj(attended.flatten(-3))
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 
 def rotation_at(positions: Tensor, rope: Rope, head_dim: int) -> Rotation:
-    """The rotation of rows at these positions, any shape."""
+    """Return the rotations for positions of any shape."""
     made = RotaryEmbedding(rope, head_dim, positions.device).at(positions[..., None])
     return made.cos, made.sin
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
-    """The heads [..., K, H] of rows, rotated: the pair (a, b) at distance H / 2 as a complex number.
+    """Apply rotary embeddings to heads [..., K, H]; elements i and i + H / 2 form a pair.
 
-    In float32, as the angles are, where x is narrower.
+    The result is float32 if x is narrower, like the angles.
     """
     cos, sin = rotation
     a, b = x.chunk(2, dim=-1)
@@ -118,12 +117,12 @@ def rotated(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def softmax(scores: Tensor) -> Tensor:
-    """Over the last axis; in float32 where the scores are narrower."""
+    """Softmax over the last axis, in float32 if the scores are narrower."""
     return scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
 
 
 def initialise(module: nn.Module, generator: torch.Generator, spread: float = 0.02) -> None:
-    """Draw the matrices that are trained from a normal law of deviation `spread`; their biases become 0."""
+    """Draw trained matrices from a normal distribution with deviation `spread`; set their biases to 0."""
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue

@@ -1,15 +1,15 @@
-"""Medusa's heads: as a module, as the engine runs them, and their checkpoints.
+"""Medusa heads: the module, the engine's model, and their checkpoint formats.
 
-All levels are products with one hidden state of a text, so nothing is cached. Tensors go by vLLM's names:
+All levels read one hidden state of a text, so there is no KV cache. Tensors are named as in vLLM:
 
 Medusa    {medusa_num_heads, medusa_num_layers}; tensors I.J.linear.weight and I.J.linear.bias of layer J
           of head I, and I.LAST.weight, its output layer; medusa_lm_head.safetensors; no sizes
 vLLM      {model_type: medusa, num_heads, num_hidden_layers, hidden_size, vocab_size}; tensors
-          blocks.I.layers.J.weight, lm_heads.I.weight; truncated_vocab_size and token_map: which tokens
-          output layers have rows of, in any order, unless they have all;
-          original_lm_head: all heads share one
+          blocks.I.layers.J.weight, lm_heads.I.weight; truncated_vocab_size and token_map: the tokens, in
+          any order, that the output layers have rows for (default: all);
+          original_lm_head: all heads share one output layer
 
-Shapes: B texts, L levels, D the target's hidden size, U tokens the heads can name.
+Shapes: B texts, L levels, D the target's hidden size, U tokens of the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OUTPUT: Final = re.compile(r"^(\d+)\.(\d+)\.weight$")
 
 
 class ResidualLayers(nn.Module):
-    """The layers of one head, each x + silu(W x + b)."""
+    """Layers of one head, each x + silu(W x + b)."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -58,10 +58,10 @@ class ResidualLayers(nn.Module):
 
 
 class MedusaHead(nn.Module):
-    """All heads of a checkpoint as a module whose tensors have vLLM's names."""
+    """All heads of a checkpoint; the tensors have vLLM's names."""
 
     def __init__(self, config: MedusaConfig, ids: Sequence[int]) -> None:
-        """`ids` are the tokens the heads can name, ascending."""
+        """`ids` is the draft vocabulary, ascending."""
         super().__init__()
         self.config = config
         self.ids = torch.tensor(ids)
@@ -72,9 +72,9 @@ class MedusaHead(nn.Module):
         )
 
     def forward(self, h: Tensor) -> Tensor:
-        """The logits of every level, [..., L, U], of what the target's last norm puts out, [..., D].
+        """Return the logits of every level [..., L, U] for final hidden states after the norm [..., D].
 
-        Of token t's level i guesses token t + 2 + i: the target itself says token t + 1.
+        Level i at token t guesses token t + 2 + i, because the target itself predicts token t + 1.
         """
         levels = [
             self.lm_heads[0 if self.config.shared_head else level](block(h))
@@ -85,19 +85,19 @@ class MedusaHead(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class MedusaText:
-    """One text's share of a pass: the hidden state it ends in, and how many levels are guessed of it."""
+    """Input of one text: its last hidden state and the number of levels to guess."""
 
     state: TappedRows
     levels: int
 
 
 class MedusaModel(HeadModel[MedusaConfig, MedusaText]):
-    """The heads over products of the kernels."""
+    """Medusa heads computed with the kernels' products."""
 
     def __init__(
         self, head: MedusaConfig, weights: Weights, target: LayeredModel, ids: Sequence[int]
     ) -> None:
-        """As HeadModel; `target` has the norm behind which hidden states are read."""
+        """See HeadModel. `target` applies its final norm to the hidden states."""
         super().__init__(head, weights, target, ids)
         self._blocks = [
             [
@@ -109,7 +109,7 @@ class MedusaModel(HeadModel[MedusaConfig, MedusaText]):
         self._heads = [weights.linear(f"lm_heads.{level}") for level in range(head.output_layers)]
 
     def guess(self, texts: Sequence[MedusaText], cache: HeadCache | None = None) -> HeadPass:
-        """As HeadModel says; all texts have as many levels, and a text's rows are these."""
+        """See HeadModel. All texts have the same number of levels; each level is a row."""
         count = texts[0].levels
         h_BD = self._target.final_norm(Residual(joined([text.state for text in texts])[:, 0]))
         read: list[Tensor] = []
@@ -123,19 +123,19 @@ class MedusaModel(HeadModel[MedusaConfig, MedusaText]):
         return HeadPass([None] * len(texts), read_RD, logits_RU)
 
     def probe(self, rows: int, block_size: int) -> list[MedusaText]:
-        """As HeadModel says, all levels of texts of which two tokens each are read, as a block head's are."""
+        """See HeadModel. Each text reads two tokens, as for a block head, and guesses all levels."""
         [state] = self.zero_states(1)
         return [MedusaText(state, self.head.depth)] * -(-rows // 2)
 
 
 def is_medusa(c: Mapping[str, object]) -> bool:
-    """Whether a config.json describes Medusa's heads, and not a model that has them inside."""
+    """Return whether a config.json describes Medusa heads, and not a model that includes them."""
     kind = c.get("model_type")
     return kind == "medusa" or (not kind and "medusa_num_heads" in c)
 
 
 def medusa_name(c: Mapping[str, object], name: str) -> str:
-    """A tensor's name in vLLM's layout; a name that is of no layout stays as it is."""
+    """Return a tensor's name in vLLM's layout; an unknown name is returned unchanged."""
     name = _PREFIX.sub("", name)
     if layer := _LAYER.match(name):
         return f"blocks.{layer[1]}.layers.{layer[2]}.{layer[3]}"
@@ -147,7 +147,7 @@ def medusa_name(c: Mapping[str, object], name: str) -> str:
 def medusa_config(
     c: Mapping[str, object], target_layers: int, shapes: Mapping[str, Sequence[int]]
 ) -> MedusaConfig:
-    """The heads that a config.json describes, with tensors of these shapes under vLLM's names.
+    """Return the config for a config.json and the tensors' shapes under vLLM's names.
 
     Raises ModelError on anything unsupported.
     """
@@ -155,7 +155,7 @@ def medusa_config(
     rows, width = output if len(output) == 2 else (None, None)
     scale = c.get("logit_scale", 1.0)
     if scale != 1.0:
-        raise ModelError(f"logit_scale is {scale!r}; supported: Medusa heads whose logits are not scaled")
+        raise ModelError(f"logit_scale is {scale!r}; only Medusa heads without logit scaling are supported")
     vocab = count(c, "vocab_size", rows)
     shared = flag(c, "original_lm_head", False)
     truncated = c.get("truncated_vocab_size")
@@ -173,17 +173,19 @@ def medusa_config(
 
 
 def _count(c: Mapping[str, object], name: str) -> int:
-    """A number by vLLM's name or Medusa's own."""
+    """Read a number under vLLM's name or Medusa's."""
     return integer(c, name if name in c else _COUNTS[name])
 
 
 def named_by_map(path: Path, config: MedusaConfig, entries: Entries) -> tuple[Sequence[int], Entries]:
-    """The tokens that Medusa's heads can name, ascending, and the tensors with their rows in this order."""
+    """Return the draft vocabulary of Medusa heads, ascending, and the tensors with rows in that order."""
     named, vocab = config.draft_vocab_size, config.vocab_size
-    if named == vocab:  # then vLLM ignores a map: rows are in the order of tokens
+    if named == vocab:  # vLLM then ignores the map: rows are in the order of token ids
         return range(vocab), {name: entry for name, entry in entries.items() if name != TOKEN_MAP}
     if TOKEN_MAP not in entries:
-        raise ModelFileError(f"{path} can name {named} of {vocab} tokens, and lacks {TOKEN_MAP!r}")
+        raise ModelFileError(
+            f"{path} has a draft vocabulary of {named} of {vocab} tokens but lacks {TOKEN_MAP!r}"
+        )
     tokens = whole_numbers(path, entries, TOKEN_MAP, named)
     ids, order = tokens.sort()
     try:

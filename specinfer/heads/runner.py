@@ -1,9 +1,9 @@
-"""A head in an engine: a model over a cache of the target's blocks, texts in, guesses out.
+"""Run a draft head in an engine, with a KV cache that uses the target's block tables.
 
-Positions count from the start of a text even where the head has not read it: then a request's block table
-begins with a later block, and its rows `shift` positions behind the text's first token.
+Positions count from the start of a text, also if the head has not read its beginning. The request's block
+table then begins with a later block, and its rows start `shift` positions after the text's first token.
 
-Shapes: T rows, R of them that guess, D the head's hidden size, U tokens it can name.
+Shapes: T rows, R rows with a guess, D the head's hidden size, U tokens of the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from specinfer.runtime.flight import inference
 from specinfer.runtime.kv_cache import KvCache
 
 Config = TypeVar("Config", bound=HeadConfig)
-Text = TypeVar("Text")  # one text's share of a pass, as a kind of head wants it
+Text = TypeVar("Text")  # input of one text; each head kind has its own type
 
 
 class HeadPass(NamedTuple):
-    """What a head has made of some texts."""
+    """Result of one pass of a head."""
 
-    made: Sequence[Tensor | None]  # of each text what a later pass of it is given; None: nothing
-    read_RD: Tensor  # what the output layer reads of all rows that guess, text by text
-    logits_RU: Tensor | None = None  # and made of it; None: it does where somebody asks (EagleModel.flight)
+    made: Sequence[Tensor | None]  # for each text the state that its next pass reads, or None
+    read_RD: Tensor  # input of the output layer for the rows with a guess, text by text
+    logits_RU: Tensor | None = None  # its output; None: computed on demand (EagleModel.flight)
 
 
 @dataclass(frozen=True, slots=True)
 class MarkovTerm:
-    """What a guess depends on of the token before it: logits W2 W1[token] to add (DSpark).
+    """Logits W2 W1[token] that are added for the token before a guess (DSpark).
 
-    Shapes: V tokens it reads, M its rank.
+    Shapes: V tokens of the target's vocabulary, M the rank.
     """
 
     before_VM: Tensor  # W1
     named_UM: Tensor  # W2
-    product: Product  # with W2, quantized where the others are
+    product: Product  # multiplies by W2; quantized like the other matrices
 
     def before(self, token_ids: Sequence[int]) -> Tensor:
-        """What guesses behind these tokens know of them, float32 [R, M]."""
+        """Return the rows of W1 for these tokens, float32 [R, M]."""
         ids = torch.tensor(token_ids, device=self.before_VM.device)
         return self.before_VM.index_select(0, ids).float()
 
     def logits(self, before_RM: Tensor) -> Tensor:
-        """What is known of the tokens before, float32 [R, M], as logits to add, float32 [R, U]."""
+        """Return the logits to add, float32 [R, U], for rows of W1, float32 [R, M]."""
         return self.product(before_RM.to(self.before_VM.dtype)).float()
 
 
 @dataclass(frozen=True, slots=True)
 class HeadCache:
-    """Keys and values of a head, and attention over them."""
+    """KV cache of a head, with attention over it."""
 
     block_size: int  # cache positions of a block
     kv: KvCache
@@ -70,12 +70,12 @@ class HeadCache:
 
 
 class HeadModel(ABC, Generic[Config, Text]):
-    """A head over products and attention of the kernels; it knows neither requests nor who owns a cache."""
+    """A head computed with the kernels; independent of requests and of the cache's owner."""
 
     def __init__(self, head: Config, weights: Weights, target: LayeredModel, ids: Sequence[int]) -> None:
-        """`target` embeds tokens where the head has no embeddings; the head can name the tokens `ids`."""
+        """`target` embeds tokens if the head has no embeddings. `ids` is the draft vocabulary."""
         self.head: Config = head
-        self.config: ModelConfig = head.body or target.config  # of its layers, or whose sizes it has
+        self.config: ModelConfig = head.body or target.config  # config of the head's layers, or the target's
         self.ids = ids
         self.dtype = weights.dtype
         self.device = weights.device
@@ -88,25 +88,25 @@ class HeadModel(ABC, Generic[Config, Text]):
 
     @abstractmethod
     def guess(self, texts: Sequence[Text], cache: HeadCache | None) -> HeadPass:
-        """One pass over these texts; writes K and V of all their rows."""
+        """Run one pass over these texts; writes K and V of all their rows to `cache`."""
 
     @abstractmethod
     def probe(self, rows: int, block_size: int) -> Sequence[Text]:
-        """Texts of a step's pass that is to be timed, in which so many tokens are read."""
+        """Return the input of a pass that reads `rows` tokens, for timing."""
 
     def wait_for(self, made: HeadPass) -> None:
-        """Have a pass's logits in host memory, some of them at the least."""
+        """Wait until the logits of a pass are computed."""
         assert made.logits_RU is not None
         made.logits_RU[0].cpu()
 
     def embedded(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """The tokens' embeddings, [T, D]; of a head with layers."""
+        """Return the tokens' embeddings [T, D]; only for heads with layers."""
         if self._embedding_VD is None:
             return self._target.embed(token_ids_T, positions_T).summed()
         return self.kernels.ops.embed(token_ids_T, self._embedding_VD, 1.0)
 
     def zero_states(self, count: int) -> list[TappedRows]:
-        """Hidden states of so many rows to time a pass with."""
+        """Return `count` rows of zero hidden states, for timing."""
         size = count, len(self.head.taps), self.head.target_hidden_size
         return [TappedRows(torch.zeros(*size, dtype=self.dtype, device=self.device), range(count))]
 
@@ -115,7 +115,7 @@ Model = TypeVar("Model", bound=HeadModel[Any, Any])
 
 
 class HeadRunner(Generic[Model]):
-    """Runs passes of one head over the slots of its own cache; a head without attention has none."""
+    """Runs passes of one head with its KV cache; a head without attention has no cache."""
 
     def __init__(self, model: Model, *, num_blocks: int, block_size: int) -> None:
         self.model = model
@@ -128,10 +128,10 @@ class HeadRunner(Generic[Model]):
 
     @inference
     def guess(self, texts: Sequence[Any]) -> HeadPass:
-        """One pass over these texts, each as the model's kind has them; writes K and V of all their rows."""
+        """Run one pass over texts of the model's input type; writes K and V of all their rows."""
         return self.model.guess(texts, self.cache)
 
     def probe(self, rows: int, *, every_row: bool) -> None:
-        """One pass as a step makes it, to be timed: from hidden states to logits, which are of all rows."""
-        ensure(every_row, "a head's rows are all asked for their logits")
+        """Run one pass of `rows` rows, from hidden states to the logits of all rows, for timing."""
+        ensure(every_row, "a head computes the logits of every row")
         self.model.wait_for(self.guess(self.model.probe(rows, self.block_size)))

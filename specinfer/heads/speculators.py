@@ -1,8 +1,8 @@
-"""Heads in the layout of the `speculators` library: their configs, read and written, and whole folders.
+"""Read and write heads in the format of the `speculators` library.
 
-Layer ids are taps as they are here: id i is what layer i is given. Anything the file asks for that heads do
-not compute is refused with a ModelError; nothing is skipped in silence. The layers of a head are described as
-a model's (`transformer_layer_config`), by what differs from the class of transformers.
+Layer ids are taps: id i is the input of layer i. A setting that heads do not compute is refused with a
+ModelError. `transformer_layer_config` describes the layers of a head as transformers describes a model: it
+holds the fields that differ from the defaults of the model class.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from specinfer.models.hf_config import layers_to_hf
 from specinfer.models.rope_config import rope_to_hf
 from specinfer.models.safetensors import write_safetensors
 
-SCALE: Final = "_scale"  # behind the name of an int8 matrix: what to multiply its rows by
-FINGERPRINT: Final = "target_fingerprint"  # of a head's config: whose it is (models/fingerprint.py)
+SCALE: Final = "_scale"  # suffix of the tensor with the row factors of an int8 matrix
+FINGERPRINT: Final = "target_fingerprint"  # key of the target's fingerprint (models/fingerprint.py)
 TYPES: Final = ("dflash", "dspark", "eagle3", "peagle")
 _CLASSES: Final = {"eagle3": "Eagle3", "peagle": "PEagle", "dspark": "DSpark", "dflash": "DFlash"}
-_VERSION: Final = "0.7.0"  # of the library whose files these are; its layout has been the same from 0.1 on
-# Words of ours: the library has no such heads.
+_VERSION: Final = "0.7.0"  # library version to write; the format is unchanged since 0.1
+# A field of this project: the library has no such heads.
 _READS_LAST: Final = "reads_last_hidden_state"
 _KNOWN_VERSIONS: Final = re.compile(r"0\.\d")
-# What transformers fills in: a config is written as what differs from its class.
+# Defaults of transformers' config classes; a config file may leave these fields out.
 _QWEN: dict[str, object] = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -58,22 +58,22 @@ _DEFAULTS: dict[str, dict[str, object]] = {
     "qwen2": _QWEN,
     "qwen3": _QWEN,
 }
-_LAYERS: Final = (Family.LLAMA, Family.QWEN2, Family.QWEN3)  # that are written as a head's
+_LAYERS: Final = (Family.LLAMA, Family.QWEN2, Family.QWEN3)  # families that can be written as a head's layers
 _MOST_LAYERS = 64
 _SLIDING = "sliding_attention"
 
 
 def config_from_speculators(c: Mapping[str, object], target_layers: int) -> EagleConfig | BlockConfig:
-    """The head that a config.json describes, for a target of so many layers.
+    """Return the config of a head with this config.json, for a target of `target_layers` layers.
 
-    Whether it brings embeddings and output layer is seen in its tensors, not here. Raises ModelError on
-    anything unsupported.
+    The result does not say whether the head has embeddings and an output layer; its tensors do. Raises
+    ModelError on anything unsupported.
     """
     kind, version = c.get("speculators_model_type"), c.get("speculators_version", _VERSION)
     if kind not in TYPES:
         raise ModelError(f"speculators_model_type is {kind!r}; supported: {', '.join(TYPES)}")
     if not isinstance(version, str) or not _KNOWN_VERSIONS.match(version):
-        raise ModelError(f"speculators_version is {version!r}; supported: those that begin with 0.")
+        raise ModelError(f"speculators_version is {version!r}; supported: versions that begin with 0.")
     layers = mapping(c, "transformer_layer_config")
     if kind in ("eagle3", "peagle"):
         return _eagle(c, layers, target_layers, one_pass=kind == "peagle")
@@ -101,7 +101,7 @@ def _eagle(
 def _block(
     c: Mapping[str, object], layers: Mapping[str, object], target_layers: int, *, markov: bool
 ) -> BlockConfig:
-    # Layers of a block are Qwen3's whatever they are called: with norms of queries and keys.
+    # A block head has Qwen3 layers, with norms of queries and keys, whatever model_type says.
     body = body_from_hf({**layers, "model_type": layers.get("model_type", "qwen3")})
     if body.qk_norm is QkNorm.NONE:
         raise ModelError(f"a block head has layers of {body.family}; supported: qwen3")
@@ -126,7 +126,7 @@ def _block(
 def config_to_speculators(
     config: EagleConfig | BlockConfig, *, verifier: str, architectures: Sequence[str], dtype: str
 ) -> dict[str, object]:
-    """The config.json of a head of the target `verifier`, whose architectures its own config.json names."""
+    """Return config.json of a head for the target `verifier` with these architectures."""
     kind, own = _eagle_fields(config) if isinstance(config, EagleConfig) else _block_fields(config)
     causal = isinstance(config, BlockConfig) and config.causal
     return {
@@ -157,7 +157,9 @@ def config_to_speculators(
 
 def _eagle_fields(config: EagleConfig) -> tuple[str, dict[str, object]]:
     if config.fc_reads_token:
-        raise ModelError("a head of EAGLE-1 or 2 cannot be written in the layout of speculators")
+        raise ModelError(
+            "an EAGLE-1 or EAGLE-2 head cannot be written in the format of the speculators library"
+        )
     one_pass = config.mask_token_id is not None
     return "peagle" if one_pass else "eagle3", {
         **({"mask_token_id": config.mask_token_id} if one_pass else {}),
@@ -189,17 +191,17 @@ def _block_fields(config: BlockConfig) -> tuple[str, dict[str, object]]:
 
 
 def taps_of(c: Mapping[str, object], key: str, target_layers: int) -> tuple[int, ...]:
-    """The layers under `key`, or those that EAGLE-3 reads of a target of so many layers."""
+    """Return the taps under `key`, or EAGLE-3's default taps for a target of `target_layers` layers."""
     ids = c.get(key)
     if ids is None:
         return (2, target_layers // 2, target_layers - 3)
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-        raise ModelError(f"{key} is {ids!r}; expected a list of layers. The config is damaged.")
+        raise ModelError(f"{key} is {ids!r}; expected a list of layers: the config is damaged")
     return tuple(ids)
 
 
 def _depth(c: Mapping[str, object], default: int) -> int:
-    """The tokens the head was made to guess, where the file says."""
+    """Return the number of tokens the head guesses, or `default` if the file does not say."""
     methods = c.get("speculators_config")
     match methods:
         case {"proposal_methods": [{"speculative_tokens": int(tokens)}, *_]} if not isinstance(tokens, bool):
@@ -209,17 +211,17 @@ def _depth(c: Mapping[str, object], default: int) -> int:
 
 
 def flag(c: Mapping[str, object], key: str, default: bool | None = None) -> bool:
-    """A truth value; `default` where the key is missing, and None: it must be there."""
+    """Return a boolean field, or `default` if it is missing; without a default it is required."""
     value = c.get(key, default)
     if not isinstance(value, bool):
-        raise ModelError(f"{key} is {value!r}; expected true or false. The config is damaged or incomplete.")
+        raise ModelError(f"{key} is {value!r}; expected true or false: the config is damaged or incomplete")
     return value
 
 
 def body_from_hf(config: Mapping[str, object]) -> ModelConfig:
-    """The layers a checkpoint describes, which all see the whole text.
+    """Return the config of a head's layers, all with full attention.
 
-    Raises ModelError for what heads' layers cannot be: experts, windows that are shorter than the context.
+    Raises ModelError for layers that heads do not support: experts, or windows shorter than the context.
     """
     kind = config.get("model_type", "qwen3")
     if not isinstance(kind, str) or kind not in _DEFAULTS:
@@ -235,34 +237,38 @@ def body_from_hf(config: Mapping[str, object]) -> ModelConfig:
     if window is not None and window < body.max_context:
         raise ModelError(
             f"a head's layers have a sliding window of {window} in a context of {body.max_context}; "
-            "supported: layers that see all of a text"
+            "only full attention is supported"
         )
     return replace(body, layer_windows=(None,) * body.num_layers, eos_ids=())
 
 
 def is_causal(config: Mapping[str, object], *, windows_are_causal: bool = True) -> bool:
-    """Whether rows of a block see only those before them: as `is_causal` says, else where there are windows.
+    """Return whether a block's rows attend to earlier rows only.
 
-    That is how both vLLM and the `speculators` library read it. Raises ModelError where layers differ.
+    `is_causal` decides; without it, layers with a sliding window are causal. vLLM and the `speculators`
+    library read configs in the same way. Raises ModelError if layers differ.
     """
-    said = config.get("is_causal")
-    if isinstance(said, bool):
-        return said
-    if said is not None:
-        raise ModelError(f"is_causal is {said!r}; expected true or false")
+    given = config.get("is_causal")
+    if isinstance(given, bool):
+        return given
+    if given is not None:
+        raise ModelError(f"is_causal is {given!r}; expected true or false")
     kinds = config.get("layer_types")
     if not isinstance(kinds, list) or not kinds:
         return False
     causal = {windows_are_causal and kind == _SLIDING for kind in kinds}
     if len(causal) > 1:
-        raise ModelError(f"layers of a block see it in different ways: {kinds}; supported: all alike")
+        raise ModelError(
+            f"layers of a block head have different layer_types: {kinds}; supported: the same for all"
+        )
     return causal.pop()
 
 
 def body_to_hf(body: ModelConfig, *, causal_block: bool = False) -> dict[str, object]:
-    """What `body_from_hf` reads; `causal_block` says so of a block's rows, in words both readers know.
+    """Return the fields that `body_from_hf` reads.
 
-    Raises ModelError for layers the format has no words for.
+    `causal_block` marks a block head as causal, in fields that vLLM and the `speculators` library read.
+    Raises ModelError for layers that the format cannot describe.
     """
     rope = body.rope
     if body.family not in _LAYERS or rope is None:
@@ -272,7 +278,7 @@ def body_to_hf(body: ModelConfig, *, causal_block: bool = False) -> dict[str, ob
     written: dict[str, object] = {
         **layers_to_hf(body, rope.theta),
         "rope_scaling": rope_to_hf(rope),
-        # Of dynamic scaling it is the context before it was extended.
+        # With dynamic scaling this field holds the context length before the extension.
         "max_position_embeddings": rope.dynamic.original_context if rope.dynamic else body.max_context,
         "attention_bias": body.qkv_bias,
         "tie_word_embeddings": False,
@@ -296,13 +302,13 @@ def write_head(
     dtype: torch.dtype = torch.float32,
     fingerprint: str | None = None,
 ) -> None:
-    """Write config.json and model.safetensors of a head whose target is `verifier`, each whole or not at all.
+    """Write config.json and model.safetensors of a head for the target `verifier`, each atomically.
 
-    Matrices of dtype int8 have a factor for each row, and all else is float32; nobody else reads these.
-    With the target's `fingerprint` an engine with another one refuses the head; other readers ignore it.
-    Tables of the target's are left out. vLLM wants an output layer with each head that cannot name every
-    token: give such a head one of its own (`own_head`). Makes the folder; raises OSError, and ModelError for
-    weights that are no finite numbers.
+    dtype int8 writes matrices with a factor for each row and other tensors as float32; only this project
+    reads such files. With the target's `fingerprint`, an engine that runs another target refuses the head;
+    other readers ignore the field. Tables of the target are left out. vLLM requires an output layer in every
+    head with a reduced vocabulary, so give such a head its own (`own_head`). Creates the folder. Raises
+    OSError, and ModelError if a weight is not finite.
     """
     config = head.config
     state = head.state_dict()
@@ -311,7 +317,7 @@ def write_head(
     tensors = {name: tensor.detach().cpu().to(floats).contiguous() for name, tensor in own.items()}
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
-            raise ModelError(f"the head's tensor {name!r} holds values that are no finite {floats} numbers")
+            raise ModelError(f"the head's tensor {name!r} holds values that are not finite in {floats}")
     if dtype == torch.int8:
         for name in [name for name, tensor in tensors.items() if tensor.dim() == 2]:
             tensors[name], tensors[name + SCALE] = _rows_as_int8(tensors[name])
@@ -326,6 +332,6 @@ def write_head(
 
 
 def _rows_as_int8(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix as whole numbers, and what to multiply each row by."""
+    """Return a matrix as int8 and the factor of each row."""
     scale = (matrix.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
     return (matrix / scale[:, None]).round().to(torch.int8), scale

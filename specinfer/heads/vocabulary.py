@@ -1,4 +1,4 @@
-"""The tokens a head can name, in modules and in files, and the target's tables that it uses."""
+"""Draft vocabularies in modules and files, and the tables that a head shares with its target."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from specinfer.models.safetensors import TensorEntry
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """Embeddings and output layer that a head starts with: of its target, or its own."""
+    """Initial embeddings and output layer of a head: the target's, or its own."""
 
-    embedding_VD: Tensor  # of all tokens
-    head_UD: Tensor  # of the tokens the head can name, in the order of its ids
+    embedding_VD: Tensor  # for all tokens
+    head_UD: Tensor  # for the draft vocabulary, in the order of its ids
 
 
 class HeadVocabulary(nn.Module):
-    """The part of a head between its layers and tokens; modules of heads are derived from it.
+    """Base module of heads: embeddings, output layer and draft vocabulary.
 
-    Embeddings and output layer are trained where they are the head's own. `d2t` and `t2d` are as checkpoints
-    have them: what to add to a draft's id to make it the target's, and which of the target's have one.
+    The embeddings and the output layer are trained if they belong to the head. `d2t` and `t2d` are as in
+    checkpoints: the offset from a draft id to the target's id, and a mask of target ids that have a draft id.
     """
 
     d2t: Tensor
@@ -36,9 +36,9 @@ class HeadVocabulary(nn.Module):
     def __init__(
         self, config: EagleConfig | BlockConfig, ids: Sequence[int] | None, tables: Tables | None
     ) -> None:
-        """`ids` are the tokens it can name, ascending; None: all. `tables` None: random ones.
+        """`ids` is the draft vocabulary, ascending; None: all tokens. `tables` None: random tables.
 
-        Raises ModelError where ids or tables are not of the config's sizes.
+        Raises ModelError if the sizes of ids or tables differ from the config's.
         """
         super().__init__()
         size, body = config.draft_vocab_size, config.body
@@ -59,7 +59,7 @@ class HeadVocabulary(nn.Module):
                     module.weight.copy_(table)
         offsets, kept = id_maps(range(body.vocab_size) if ids is None else ids, body.vocab_size)
         if len(offsets) != size:
-            raise ModelError(f"a head can name {len(offsets)} tokens; its draft_vocab_size is {size}")
+            raise ModelError(f"a head has {len(offsets)} token ids; expected its draft_vocab_size, {size}")
         if size < body.vocab_size:
             self.register_buffer("d2t", offsets)
             self.register_buffer("t2d", kept)
@@ -67,22 +67,22 @@ class HeadVocabulary(nn.Module):
 
     @property
     def ids(self) -> Tensor:
-        """The tokens it can name, ascending, int64."""
+        """The draft vocabulary, ascending, int64."""
         count = self.lm_head.weight.shape[0]
         return torch.arange(count) if self._all else torch.arange(count) + self.d2t.cpu()
 
     def logits(self, h: Tensor) -> Tensor:
-        """The logits of the tokens it can name, [..., U], of rows the output layer reads, [..., D]."""
+        """Return logits over the draft vocabulary [..., U] for input rows of the output layer [..., D]."""
         logits: Tensor = self.lm_head(h)
         return logits
 
 
 def id_maps(ids: Sequence[int], vocab: int) -> tuple[Tensor, Tensor]:
-    """d2t [U] and t2d [vocab] of the tokens a head can name.
+    """Return d2t [U] and t2d [vocab] of a draft vocabulary.
 
-    Raises ModelError unless they ascend and are of the vocabulary.
+    Raises ModelError unless the ids ascend and are in the vocabulary.
     """
-    # On the CPU wherever a head's tensors are made: its shapes are those of one that has no memory.
+    # Always on the CPU: heads are also built on the meta device, where values cannot be checked.
     named = torch.tensor(ids, dtype=torch.int64, device="cpu")
     if (
         named.dim() != 1
@@ -92,7 +92,7 @@ def id_maps(ids: Sequence[int], vocab: int) -> tuple[Tensor, Tensor]:
         or not bool((named.diff() > 0).all())
     ):
         raise ModelError(
-            f"the tokens a head can name are not different ids from 0 to {vocab - 1} in ascending order"
+            f"the draft vocabulary of a head must be different ids from 0 to {vocab - 1} in ascending order"
         )
     kept = torch.zeros(vocab, dtype=torch.bool, device="cpu")
     kept[named] = True
@@ -100,7 +100,7 @@ def id_maps(ids: Sequence[int], vocab: int) -> tuple[Tensor, Tensor]:
 
 
 def own_tensors(head: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a head's module that compute and are its own: no table of its target's, no ids.
+    """Return a head's own tensors: without tables of its target and without id maps.
 
     The module has a `config`.
     """
@@ -115,19 +115,19 @@ def own_tensors(head: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class ChosenRows:
-    """Some rows of a tensor, in an order of their own, as a tensor."""
+    """A tensor made of chosen rows of another, in any order."""
 
     entry: TensorEntry
     rows: Sequence[int]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The file's."""
+        """Dtype in the file."""
         return self.entry.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the chosen rows alone."""
+        """Shape with only the chosen rows."""
         return (len(self.rows), *self.entry.shape[1:])
 
     def read_rows(self, start: int, stop: int) -> Tensor:
@@ -148,24 +148,26 @@ Entries = Mapping[str, TensorEntry | ChosenRows]
 def named_by_offsets(
     path: Path, config: EagleConfig | BlockConfig, entries: Entries
 ) -> tuple[Sequence[int], Entries]:
-    """The tokens the head can name, of d2t, which t2d has to agree with where there is one; its tensors."""
+    """Return the draft vocabulary from d2t, checked against t2d if present, and the tensors."""
     named, vocab = config.draft_vocab_size, config.body.vocab_size
     if "d2t" not in entries:
         if named == vocab:
             return range(vocab), entries
-        raise ModelFileError(f"{path} can name {named} of {vocab} tokens, and lacks 'd2t', which says which")
+        raise ModelFileError(f"{path} has a draft vocabulary of {named} of {vocab} tokens but lacks 'd2t'")
     ids = (whole_numbers(path, entries, "d2t", named) + torch.arange(named)).tolist()
     try:
         _, kept = id_maps(ids, vocab)
     except ModelError as error:
         raise ModelFileError(f"{path}: tensor 'd2t' is damaged: {error}") from error
     if "t2d" in entries and not torch.equal(_whole(path, entries, "t2d", vocab).to(torch.bool), kept):
-        raise ModelFileError(f"{path}: tensors 'd2t' and 't2d' name different tokens; get the head again")
+        raise ModelFileError(
+            f"{path}: tensors 'd2t' and 't2d' name different tokens; download the head again"
+        )
     return [int(i) for i in ids], entries
 
 
 def whole_numbers(path: Path, entries: Entries, name: str, length: int) -> Tensor:
-    """A tensor of so many whole numbers, int64; raises ModelFileError where it is none."""
+    """Return a tensor of `length` integers as int64; raises ModelFileError if it is anything else."""
     numbers = _whole(path, entries, name, length)
     if numbers.is_floating_point() or numbers.dtype in (torch.bool, torch.uint8):
         raise ModelFileError(f"{path}: tensor {name!r} is of {numbers.dtype}; expected whole numbers")

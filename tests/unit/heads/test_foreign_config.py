@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[str, Callable[[Json], object], str]] = {
         inside(target_layer_ids="1"),
         "target_layer_ids is '1'; expected a list",
     ),
-    "a layer the target lacks": ("DFlash", inside(target_layer_ids=[1, LAYERS]), "puts out"),
+    "a layer the target lacks": ("DFlash", inside(target_layer_ids=[1, LAYERS]), "reads the output of layer"),
     "no mask": ("DFlash", lambda c: c["dflash_config"].pop("mask_token_id"), "mask_token_id is None"),
     "rows both causal and not": ("JetSpec", inside(causal=False), "'causal': False, 'causal_head': True"),
     "no dflash_config that can be read": ("DFlash", beside(dflash_config=[1]), "expected a JSON object"),
@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[str, Callable[[Json], object], str]] = {
         inside(attention_mode="mla"),
         "attention_mode is 'mla'; supported: gqa, mha",
     ),
-    "two ranks": (DSPARK, beside(markov_rank=5), "markov_rank is 6 in dflash_config and 5 beside it"),
+    "two ranks": (DSPARK, beside(markov_rank=5), "markov_rank is 6 in dflash_config and 5 at the top level"),
     "a rank that is none": (DSPARK, inside(markov_rank=-1), "markov_rank is -1"),
     "a size that is no number": (DSPARK, beside(block_size="7"), "block_size is '7'"),
     "layers of DeepSeek V4": (
@@ -194,13 +194,13 @@ REFUSED: dict[str, tuple[str, Callable[[Json], object], str]] = {
     "P-EAGLE without a mask": (
         PARALLEL,
         lambda c: c.pop("mask_token_id"),
-        "mask_token_id is missing: .* add the one of its training",
+        "mask_token_id is missing: .* add the one it was",
     ),
-    "P-EAGLE with two masks": (PARALLEL, beside(ptd_token_id=3), "the mask token has different ids"),
+    "P-EAGLE with two masks": (PARALLEL, beside(ptd_token_id=3), "different ids of the mask token"),
     "P-EAGLE with another mask inside": (
         PARALLEL,
         beside(dflash_config={"mask_token_id": 3}),
-        "the mask token has different ids",
+        "different ids of the mask token",
     ),
     "P-EAGLE's mask outside the vocabulary": (
         PARALLEL,
@@ -210,7 +210,7 @@ REFUSED: dict[str, tuple[str, Callable[[Json], object], str]] = {
     "P-EAGLE with a scaled rotation": (
         PARALLEL,
         beside(rope_scaling={"rope_type": "linear", "factor": 2.0}),
-        "rope_scaling is given, .* remove it",
+        "rope_scaling is set, .* remove it",
     ),
 }
 
@@ -286,14 +286,14 @@ def test_an_early_eagle_with_norms_that_it_has_not_is_refused(target: Path, tmp_
     "changes", [{"taps": (1, 3)}, {"norm_output": True}, {"mask_token_id": 3}, {"fc_norm": True}], ids=str
 )
 def test_an_early_eagle_has_nothing_of_later_ones(changes: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match="a head of EAGLE-1 or 2 reads one hidden state, and has no norms"):
+    with pytest.raises(ModelError, match="reads one hidden state and has no norms"):
         replace(EARLY, **changes)
-    with pytest.raises(ModelError, match="fc_bias is true; allowed of EAGLE-1 and 2"):
+    with pytest.raises(ModelError, match="fc_bias is true; only EAGLE-1"):
         replace(EARLY, fc_reads_token=False)
 
 
 def test_an_early_eagle_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="EAGLE-1 or 2 cannot be written in the layout of speculators"):
+    with pytest.raises(ModelError, match="EAGLE-1 or EAGLE-2 head cannot be written"):
         write_tiny_head(tiny_head(EARLY), tmp_path)
 
 

@@ -224,7 +224,7 @@ def test_what_cannot_be_is_refused(
 def test_sizes_that_only_tensors_tell_are_checked(target_config: ModelConfig, tmp_path: Path) -> None:
     other = medusa_config(vocab_size=VOCAB, target_hidden_size=2 * SIZE)
     write_medusa(tiny_medusa(other), tmp_path)
-    with pytest.raises(ModelError, match="hidden states of 64, the target has 32"):
+    with pytest.raises(ModelError, match="hidden states of 64, but the target has 32"):
         HeadFolder(tmp_path, target_config)
 
 
@@ -239,7 +239,7 @@ def test_numbers_that_are_none_are_refused(target: Path, tmp_path: Path) -> None
     write_medusa(tiny_medusa(medusa_config()), tmp_path)
     _change(tmp_path, tensors=lambda t: t["2.0.linear.weight"].__setitem__((3, 5), float("nan")))
     opened = open_model(target)
-    with pytest.raises(ModelError, match=r"blocks\.2\.layers\.0\.weight.*no finite"):
+    with pytest.raises(ModelError, match=r"blocks\.2\.layers\.0\.weight.*not finite"):
         HeadFolder(tmp_path, opened.config).module(opened)
 
 

@@ -192,5 +192,5 @@ def test_a_head_of_another_target_is_refused(target: Path, prompts: Path, tmp_pa
     run(tuning_of(target, tmp_path / "head", minutes=0.5, kind=BLOCK), prompts)
     Incumbent(tmp_path / "head", opened(target))
     other = write_tiny_llama(tmp_path / "other", num_layers=3, seed=7, tokenizer=True)
-    with pytest.raises(ModelError, match="for target, whose weights are others than those of other"):
+    with pytest.raises(ModelError, match="for target, which has other weights than other"):
         Incumbent(tmp_path / "head", opened(other))
