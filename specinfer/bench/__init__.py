@@ -1,1 +1,1 @@
-"""Measuring a model without and with speculation, on the same prompts and the same weights."""
+"""Measures a model without and with speculation, and a server under load."""

@@ -1,4 +1,4 @@
-"""One request to a server and what came back of it: server-sent events, and the chunks of an answer."""
+"""An HTTP request to a server and its streamed answer: server-sent events and chunks."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Any
 class Exchange:
     """A request and its streamed answer; times are seconds of one clock.
 
-    The terms are those of `vllm bench serve`: a chunk counts once however many tokens it holds, and the end
-    is the last chunk with a choice; the usage that may follow is not waited for.
+    The terms are those of `vllm bench serve`: a chunk counts once whatever its number of tokens, and the
+    answer ends with the last chunk that has a choice. A usage chunk after it does not count.
     """
 
     sent: float
-    arrivals: list[float] = field(default_factory=list)  # of the chunks that bring text
-    ended: float = 0.0  # of the last chunk with a choice
-    text: str = ""  # of the answer, without what a model reasons before it
+    arrivals: list[float] = field(default_factory=list)  # times of the chunks with text
+    ended: float = 0.0  # time of the last chunk with a choice
+    text: str = ""  # the answer, without reasoning
     finish_reason: str | None = None
-    prompt_tokens: int | None = None  # as the server counts them; None where it does not say
+    prompt_tokens: int | None = None  # as the server reports them, or None
     completion_tokens: int | None = None
-    cached_tokens: int | None = None  # of the prompt
+    cached_tokens: int | None = None  # prompt tokens read from the server's cache
     speculation: Mapping[str, Any] | None = None  # metrics.speculative_decoding
-    error: str = ""  # why there is no whole answer; empty where there is
+    error: str = ""  # the reason for an incomplete answer, else empty
 
     def take(self, chunk: Any, now: float) -> None:
         """Add a chunk that arrived at `now`: a completion chunk, usage, or the server's error.
 
-        What is no chunk of an answer becomes the error.
+        Anything else is recorded as an error.
         """
         if not isinstance(chunk, Mapping):
             self.error = f"a chunk is {chunk!r:.80}; a JSON object was expected"
@@ -60,7 +60,7 @@ class Exchange:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of the answer; where the server does not count them, the chunks with text."""
+        """Output tokens, or the number of chunks with text if the server does not report tokens."""
         return len(self.arrivals) if self.completion_tokens is None else self.completion_tokens
 
     @property
@@ -72,7 +72,7 @@ class Exchange:
         delta = choice.get("delta")
         said: Mapping[str, Any] = delta if isinstance(delta, Mapping) else {"content": choice.get("text")}
         content = said.get("content")
-        # Tokens of reasoning and of tool calls are tokens of the answer, under names of their own.
+        # Tokens of reasoning and of tool calls are output tokens, in other fields.
         if content or any(said.get(name) for name in ("reasoning_content", "reasoning", "tool_calls")):
             self.arrivals.append(now)
         if isinstance(content, str):
@@ -81,7 +81,7 @@ class Exchange:
         self.ended = now
 
     def _take_usage(self, chunk: Mapping[str, Any]) -> None:
-        """Usage may come alone at the end, with the last choice, or so far with every chunk."""
+        """Read the usage, which comes in a last chunk, in the last choice, or cumulatively in every chunk."""
         if isinstance(usage := chunk.get("usage"), Mapping):
             self.prompt_tokens = _count(usage.get("prompt_tokens"))
             self.completion_tokens = _count(usage.get("completion_tokens"))
@@ -93,7 +93,7 @@ class Exchange:
 
 
 def error_message(body: Any) -> str:
-    """What an error object of OpenAI's form, or of what calls itself so, says in one line."""
+    """Return one line for an error body in OpenAI's format or a similar one."""
     error = body.get("error", body) if isinstance(body, Mapping) else body
     for key in ("message", "detail"):
         if isinstance(error, Mapping) and error.get(key):
@@ -110,19 +110,19 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class EventStream:
-    """Puts packets together and gives back the data of whole events.
+    """Assembles packets and returns the data of whole events.
 
-    Comments (servers send them to keep a connection open) and the fields `event`, `id` and `retry` are
-    skipped. Lines may end with CRLF, LF or CR, a packet may end anywhere, within a character as well.
+    Skips comments, which servers send to keep a connection open, and the fields `event`, `id` and `retry`.
+    Lines may end with CRLF, LF or CR; a packet may end anywhere, even within a character.
     """
 
     def __init__(self) -> None:
-        self._rest = b""  # of a line that has not ended
+        self._rest = b""  # an unfinished line
         self._lines = 0
-        self._data: list[str] = []  # of an event that has not ended
+        self._data: list[str] = []  # data of an unfinished event
 
     def feed(self, packet: bytes) -> list[str]:
-        """The data of the events that `packet` completes, in order."""
+        """Return the data of the events that `packet` completes, in order."""
         pending = self._rest + packet
         held = b"\r" if pending.endswith(b"\r") else b""  # the next packet may begin with the LF of a CRLF
         *lines, rest = _LINE_END.split(pending[: len(pending) - len(held)])
@@ -130,7 +130,7 @@ class EventStream:
         return self._read(lines)
 
     def close(self) -> list[str]:
-        """The data of an event that the end of the stream completes: its blank line may be missing."""
+        """Return the data of an event that the end of the stream completes without its blank line."""
         lines, self._rest = _LINE_END.split(self._rest), b""
         return self._read([*lines, b""])
 

@@ -1,4 +1,4 @@
-"""A load on a server: who asks when, a data set's conversations sent so, and what came of them."""
+"""Load test of a server: send a data set's conversations and collect the answers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from specinfer.version import VERSION
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLoad:
-    """Which server is asked what, how often, and how much at once."""
+    """The server, the request options, the traffic and the warm-up."""
 
     url: str
     asking: Asking
     traffic: Traffic
-    model: str | None = None  # None: the first the server lists
+    model: str | None = None  # None: the first model that the server lists
     api_key: str | None = None
-    warm_up: int = 1  # requests before those that count
+    warm_up: int = 1  # uncounted requests at the start
     save_texts: bool = False
 
     def __post_init__(self) -> None:
@@ -38,16 +38,16 @@ class ServerLoad:
 
 
 def first_requests(dataset: Dataset, count: int | None) -> Dataset:
-    """The conversations that make the first `count` requests, the last one cut short; None for all.
+    """Return the conversations that make the first `count` requests, the last one cut short; None for all.
 
-    Raises ConfigError unless there are so many: a question asked twice is answered from caches.
+    Raises ConfigError if the data set is smaller: a repeated question would be answered from caches.
     """
     if count is None:
         return dataset
     if not 1 <= count <= dataset.num_turns:
         raise ConfigError(
-            f"the number of requests is {count}; {dataset.name} has {dataset.num_turns} to ask, each once: "
-            "give at most that, or a larger --dataset"
+            f"the number of requests is {count}; {dataset.name} has {dataset.num_turns}, and repeated ones would be "
+            "answered from caches: give fewer, or a larger --dataset"
         )
     kept: list[Conversation] = []
     for conversation in dataset.conversations:
@@ -60,9 +60,9 @@ def first_requests(dataset: Dataset, count: int | None) -> Dataset:
 def measure(
     load: ServerLoad, dataset: Dataset, on_request: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Warm up, send everything, and return the figures with what they are of, as plain JSON values.
+    """Warm up, send all requests, and return the figures and the settings as plain JSON values.
 
-    Raises ConfigError when the server cannot be reached, names no model, or fails the warm-up.
+    Raises ConfigError if the server cannot be reached, lists no model, or fails the warm-up.
     """
     return asyncio.run(_measure(load, dataset, on_request))
 
@@ -83,7 +83,7 @@ async def _measure(load: ServerLoad, dataset: Dataset, on_request: Callable[[], 
     result = {
         "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         "specinfer": VERSION,
-        "base_url": server_root(load.url).rpartition("@")[2],  # what stands before an @ may be a password
+        "base_url": server_root(load.url).rpartition("@")[2],  # the part before an @ may be a password
         "endpoint": ENDPOINTS[asking.endpoint],
         "model_id": model,
         "dataset": dataset.name,
@@ -102,7 +102,7 @@ async def _measure(load: ServerLoad, dataset: Dataset, on_request: Callable[[], 
         "request_rate": "inf" if traffic.rate is None else traffic.rate,
         "burstiness": 1.0,  # arrivals are a Poisson process
         "max_concurrency": traffic.concurrency,
-        "client_cores": cpu / duration,  # that this process kept busy
+        "client_cores": cpu / duration,  # busy cores of this process
         **figures(exchanges, duration),
     }
     if load.save_texts:
@@ -111,7 +111,9 @@ async def _measure(load: ServerLoad, dataset: Dataset, on_request: Callable[[], 
 
 
 async def _warm_up(load: ServerLoad, ask_one: Ask) -> None:
-    """Ask for numbers, as many at once as later; what is measured is left to be new to the server."""
+    """Send prompts of numbers at the load's concurrency, so that the measured prompts are new to the
+    server.
+    """
     questions = [
         Conversation((f"Write the numbers from {n} to {n + 50}, in words.",)) for n in range(load.warm_up)
     ]
@@ -127,11 +129,11 @@ Ask: TypeAlias = Callable[[int, Messages], Awaitable[Exchange]]  # number of the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Either so many users, each with one conversation at a time, or so many conversations a second."""
+    """Traffic: concurrent users with one conversation each, or a rate of conversations per second."""
 
     concurrency: int | None = None
     rate: float | None = None
-    seed: int = 0  # of the arrivals
+    seed: int = 0  # for arrival times
 
     def __post_init__(self) -> None:
         if (self.concurrency is None) == (self.rate is None):
@@ -143,10 +145,10 @@ class Traffic:
 
 
 def arrival_times(count: int, rate: float, seed: int) -> list[float]:
-    """Seconds from the start at which conversations arrive: a Poisson process with `count` / `rate` seconds.
+    """Return arrival times in seconds: a Poisson process scaled to `count` / `rate` seconds.
 
-    The last one arrives at that time exactly, as in `vllm bench serve`, so that chance does not change the
-    mean rate of a short run. The same seed gives the same pattern at every rate.
+    The last conversation arrives exactly then, as in `vllm bench serve`, so that chance does not change the
+    mean rate of a short run. A seed gives the same pattern at every rate.
     """
     gaps = np.random.default_rng(seed).exponential(size=count)
     return [float(time) for time in np.cumsum(gaps) * (count / rate / gaps.sum())]
@@ -158,10 +160,10 @@ async def send(
     ask: Ask,
     on_request: Callable[[], None] = lambda: None,
 ) -> tuple[list[Exchange], float]:
-    """Hold all conversations; returns every request's exchange, in the data set's order, and the seconds.
+    """Send all conversations; return every request's exchange, in the data set's order, and the seconds.
 
-    Each turn follows the answer to the one before; behind a failed turn the others of its conversation fail
-    unasked. `on_request` is called when a request is over. The clock is the event loop's.
+    Each turn follows the answer to the previous one. After a failed turn the rest of its conversation fails
+    unsent. `on_request` is called after each request. The clock is the event loop's.
     """
     loop = asyncio.get_running_loop()
     first = list(accumulate((len(c.turns) for c in conversations), initial=0))

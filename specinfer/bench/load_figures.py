@@ -1,4 +1,4 @@
-"""The figures of a load on a server, named and defined as `vllm bench serve` does, and their tables."""
+"""Figures of a load test, named and defined as in `vllm bench serve`, and their tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from specinfer.bench.exchange import Exchange
 
-TIMES = {  # of each the mean, median, standard deviation and 99th percentile are given
+TIMES = {  # reported as mean, median, standard deviation and 99th percentile
     "ttft": "time to first token",
     "tpot": "time per output token, but for the first",
     "itl": "between chunks",
@@ -19,11 +19,12 @@ _COUNTS = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
 
 
 def figures(exchanges: Sequence[Exchange], duration: float) -> dict[str, Any]:
-    """Throughput and latencies of requests that took `duration` seconds together, as plain JSON values.
+    """Return throughput and latencies of requests that took `duration` seconds in total, as plain JSON
+    values.
 
-    Failed requests count as failed and nowhere else. Times are in milliseconds, those of no answer 0.
-    `total_input_tokens` is None where the server did not count the tokens of some answered prompt;
-    `speculative_decoding` is there when some answer came with it.
+    Failed requests only add to the number of failures. Times are in milliseconds, or 0 without answers.
+    `total_input_tokens` is None if the server did not report the prompt tokens of an answer.
+    `speculative_decoding` is present if an answer reported it.
     """
     answered = [exchange for exchange in exchanges if not exchange.error]
     prompts = [exchange.prompt_tokens for exchange in answered]
@@ -56,7 +57,7 @@ def figures(exchanges: Sequence[Exchange], duration: float) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Rows of name and value; `result` is what `figures` returns."""
+    """Return rows of name and value; `result` comes from `figures`."""
 
     def known(key: str, form: str) -> str:
         return "not known" if result[key] is None else format(result[key], form)
@@ -73,7 +74,7 @@ def table(result: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def times_table(result: Mapping[str, Any]) -> list[Sequence[str]]:
-    """Rows of name, mean, median, standard deviation and 99th percentile, in ms."""
+    """Return rows of name, mean, median, standard deviation and 99th percentile, in ms."""
     statistics = ("mean", "median", "std", "p99")
     return [
         (f"{label} ({name})", *(f"{result[f'{statistic}_{name}_ms']:.1f}" for statistic in statistics))
@@ -82,7 +83,7 @@ def times_table(result: Mapping[str, Any]) -> list[Sequence[str]]:
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """What the tables do not say, in words."""
+    """Return facts that the tables do not show, as lines of text."""
     said = []
     if report := result.get("speculative_decoding"):
         said.append(
@@ -114,7 +115,7 @@ def _statistics(name: str, seconds: Sequence[float]) -> dict[str, float]:
 
 
 def _most_at_once(answered: Sequence[Exchange]) -> int:
-    # Sorted, an end stands before a beginning of the same time: the two were not at work together.
+    # Sorted, an end precedes a start at the same time: these two requests did not overlap.
     changes = sorted(change for exchange in answered for change in ((exchange.sent, 1), (exchange.ended, -1)))
     at_once = most = 0
     for _, change in changes:
@@ -124,7 +125,7 @@ def _most_at_once(answered: Sequence[Exchange]) -> int:
 
 
 def _speculation(answered: Sequence[Exchange]) -> dict[str, Any] | None:
-    """What the answers report, added up; rates are of the sums, so that long answers weigh more."""
+    """Sum the speculation figures of answers; rates are of the sums, so long answers weigh more."""
     reports = [exchange.speculation for exchange in answered if exchange.speculation is not None]
     reports = [report for report in reports if all(isinstance(report.get(key), int) for key in _COUNTS)]
     if not reports:
@@ -142,7 +143,7 @@ def _speculation(answered: Sequence[Exchange]) -> dict[str, Any] | None:
 
 
 def _histogram(reports: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Steps by how many drafted tokens they accepted: 0, 1, ...; reports may leave counts of zero out."""
+    """Count steps by number of accepted tokens, 0, 1, ...; reports may omit counts of zero."""
     total: dict[int, int] = {}
     for report in reports:
         counts = report.get("acceptance_histogram")

@@ -1,4 +1,4 @@
-"""Streamed requests to a server that speaks OpenAI's API, each timed chunk by chunk."""
+"""Streamed requests to a server with OpenAI's API, timed chunk by chunk."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     import httpx
 
 ENDPOINTS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-# A connection that lay idle for long may be closed by the server just when it is used again.
+# After a long idle time the server may close a connection just when a request reuses it.
 _IDLE_SECONDS = 1.0
-_OURS = ("model", "messages", "prompt", "stream")  # fields of a request that --body may not replace
+_OURS = ("model", "messages", "prompt", "stream")  # request fields that --body may not replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """What every request of a run has in common."""
+    """Options that all requests of a run share."""
 
-    params: SamplingParams  # its seed is the first request's; the next have one more each
+    params: SamplingParams  # the first request has its seed, each next one the seed plus one
     endpoint: str = "chat"
     ignore_eos: bool = False
-    body: Mapping[str, Any] = field(default_factory=dict)  # more fields; None leaves one of ours out
+    body: Mapping[str, Any] = field(default_factory=dict)  # more fields; None removes a default field
     timeout: float = 600.0  # seconds for a whole answer
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class Asking:
             )
 
     def request(self, number: int, model: str, messages: list[dict[str, str]]) -> dict[str, Any]:
-        """The JSON body of one request; without a template its texts are joined by empty lines."""
+        """Return the JSON body of a request; without a chat template, blank lines join its texts."""
         params = self.params
         asked: dict[str, Any] = {"model": model}
         if self.endpoint == "chat":
@@ -59,7 +59,7 @@ class Asking:
         asked["seed"] = (params.seed or 0) + number
         asked["stream"] = True
         asked["stream_options"] = {"include_usage": True}
-        # Not every server knows these; one that does not may refuse the request.
+        # Some servers refuse requests with these fields.
         if params.top_p != 1:
             asked["top_p"] = params.top_p
         if params.top_k:
@@ -70,7 +70,7 @@ class Asking:
 
 
 def server_root(url: str) -> str:
-    """What stands before /v1 in a server's URL; raises ConfigError for what is no URL."""
+    """Return a server's URL without /v1 and later parts; raises ConfigError for an invalid URL."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"URL is {url!r}; allowed: like http://localhost:8000 or https://host/v1")
@@ -78,31 +78,32 @@ def server_root(url: str) -> str:
 
 
 def connect(url: str, api_key: str | None) -> httpx.AsyncClient:
-    """A client for a server, with as many connections as there are requests; to be closed by the caller.
+    """Return a client with one connection per request; the caller closes it.
 
-    Raises ConfigError where httpx is not installed, or `url` is none.
+    Raises ConfigError if httpx is missing or `url` is invalid.
     """
     root = server_root(url)
     if find_spec("httpx") is None:
         raise ConfigError("--url needs httpx; install it with: pip install 'specinfer[serve]'")
     import httpx
 
-    headers = {"Accept-Encoding": "identity"}  # compressed chunks would wait for one another
+    headers = {"Accept-Encoding": "identity"}  # compression would delay chunks
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
     return httpx.AsyncClient(
         base_url=root,
         headers=headers,
-        timeout=None,  # requests have one of their own, for the whole answer
+        timeout=None,  # each request has a timeout for its whole answer
         limits=httpx.Limits(
             max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_SECONDS
         ),
-        trust_env=urlsplit(root).hostname not in ("localhost", "127.0.0.1", "::1"),  # no proxy to ourselves
+        # no proxy for local servers
+        trust_env=urlsplit(root).hostname not in ("localhost", "127.0.0.1", "::1"),
     )
 
 
 async def first_model(http: httpx.AsyncClient, timeout: float) -> str:
-    """The first model a server lists; raises ConfigError when it cannot be reached or lists none."""
+    """Return the first model that the server lists; raises ConfigError without a connection or a model."""
     import httpx
 
     where = f"{str(http.base_url).rstrip('/')}/v1/models"
@@ -111,9 +112,7 @@ async def first_model(http: httpx.AsyncClient, timeout: float) -> str:
     except httpx.HTTPError as error:
         raise ConfigError(f"no answer from {where}: {_reason(error)}; is the server running?") from None
     if answer.status_code != 200:
-        raise ConfigError(
-            f"{where} answered {_refusal(answer)}; give --model, or --api-key if it asks for one"
-        )
+        raise ConfigError(f"{where} answered {_refusal(answer)}; give --model, or --api-key if it needs one")
     try:
         return str(answer.json()["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError):
@@ -123,7 +122,7 @@ async def first_model(http: httpx.AsyncClient, timeout: float) -> str:
 async def ask(
     http: httpx.AsyncClient, asking: Asking, model: str, number: int, messages: list[dict[str, str]]
 ) -> Exchange:
-    """Send one request and read its answer to the end; whatever goes wrong is the exchange's error.
+    """Send a request and read its answer to the end; errors are recorded in the exchange.
 
     The clock is the event loop's.
     """
@@ -156,7 +155,7 @@ async def ask(
 
 
 async def _read(packets: AsyncIterator[bytes], exchange: Exchange) -> None:
-    """Take chunks until the server says [DONE] or what it has to complain of, or ends the stream."""
+    """Read chunks until [DONE], an error, or the end of the stream."""
     loop = asyncio.get_running_loop()
     events = EventStream()
     async for packet in packets:
@@ -168,7 +167,7 @@ async def _read(packets: AsyncIterator[bytes], exchange: Exchange) -> None:
 
 
 async def _drain(packets: AsyncIterator[bytes]) -> None:
-    """Read what follows: a connection is used again once its answer has been read to the end."""
+    """Read the rest of the answer, so that the connection can be reused."""
     import httpx
 
     with suppress(TimeoutError, httpx.HTTPError):
@@ -178,7 +177,7 @@ async def _drain(packets: AsyncIterator[bytes]) -> None:
 
 
 def _take(events: list[str], exchange: Exchange, now: float) -> bool:
-    """Add what arrived at `now`; returns whether it ends with [DONE]."""
+    """Add the events that arrived at `now`; return True after [DONE]."""
     for data in events:
         if data == "[DONE]":
             return True

@@ -1,4 +1,4 @@
-"""A comparison as plain JSON values, as a table for a terminal, and as a picture."""
+"""Comparison of two runs as JSON, as a terminal table and as a picture."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from specinfer.report.provenance import provenance
 from specinfer.request import RequestOutput
 
 STAGES = (Stage.PROPOSE, Stage.FORWARD, Stage.VERIFY)
-BUSY = 0.1  # of the cores; more than this in other programs' hands and speeds mean little
-OTHER = "everything_else"  # scheduling, commit, tokenizing, keeping the load up
+BUSY = 0.1  # share of the cores; if other programs use more, speeds are unreliable
+OTHER = "everything_else"  # scheduling, committing, tokenizing, sending requests
 
 
 def as_json(comparison: Comparison, llm: LLM, dataset: Dataset, load: Load) -> dict[str, Any]:
-    """Everything measured, with what is needed to measure it again.
+    """Return all measurements and the settings to repeat them.
 
-    Fields are named as `vllm bench serve` names them where it has them: rates are per second, times in
-    milliseconds. `llm` is the speculating one. Runs the target once over each text that differs although
-    it should not.
+    Fields have the names of `vllm bench serve` if it has them: rates are per second, times in milliseconds.
+    `llm` is the speculating engine. Runs the target once over each text that differs unexpectedly.
     """
     promised = text_promise(load.params, llm.config.speculation.verifier, llm.models.target.device)
     return {
@@ -60,7 +59,7 @@ def as_json(comparison: Comparison, llm: LLM, dataset: Dataset, load: Load) -> d
 
 
 def options_of(llm: LLM, load: Load) -> dict[str, Any]:
-    """What was asked for and what `auto` became, as plain JSON values."""
+    """Return the options and the values chosen for `auto`, as plain JSON values."""
     speculation, target = llm.config.speculation, llm.models.target
     return {
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -82,7 +81,7 @@ def options_of(llm: LLM, load: Load) -> dict[str, Any]:
 
 
 def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
-    """Mean, median and 99th percentile of times, in ms; zeros when there are none."""
+    """Return mean, median and 99th percentile of times, in ms; zeros without times."""
     if not seconds:
         return {"mean": 0.0, "median": 0.0, "p99": 0.0}
     values = 1e3 * np.asarray(seconds)
@@ -94,7 +93,7 @@ def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def acceptance_per_depth(accepted: Sequence[int], drafted: Sequence[int]) -> list[float]:
-    """The share of steps with a node at depth d = 1, 2, ... that accepted one there."""
+    """Return the share of steps with a node at depth d = 1, 2, ... that accepted one there."""
     padded = [*accepted, *[0] * (len(drafted) - len(accepted))]
     return [hits / steps if steps else 0.0 for hits, steps in zip(padded, drafted, strict=True)]
 
@@ -155,7 +154,7 @@ def _tpot(output: RequestOutput) -> float:
 
 
 def _differences(comparison: Comparison, llm: LLM, load: Load) -> list[dict[str, Any]]:
-    """Every pair of texts that differ: where, in which tokens, and whether rounding explains it."""
+    """List all pairs of texts that differ: where, in which tokens, and whether rounding explains it."""
     target = TargetAlone(llm.models.target)
     found: list[dict[str, Any]] = []
     for key, (ours, theirs) in comparison.pairs.items():
@@ -167,12 +166,12 @@ def _differences(comparison: Comparison, llm: LLM, load: Load) -> list[dict[str,
 
 
 def _name(key: Key) -> str:
-    """Conversation and turn, both counted from 1."""
+    """Return conversation and turn, counted from 1."""
     return f"{key[0] + 1}.{key[1] + 1}"
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """What the table does not say, in words; `result` is what `as_json` returns."""
+    """Return facts that the table does not show; `result` comes from `as_json`."""
     speculative = result["speculative"]
     rates = " ".join(f"{100 * rate:.0f}%" for rate in speculative["acceptance_per_depth"])
     accepted_by = ", ".join(
@@ -229,7 +228,7 @@ def _identity(result: Mapping[str, Any]) -> str:
 
 
 def table(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows of name, value without speculation, value with it; `result` is what `as_json` returns."""
+    """Return rows of name, value without speculation and value with it; `result` comes from `as_json`."""
     runs = result["baseline"], result["speculative"]
 
     def row(name: str, value: Any) -> tuple[str, str, str]:
@@ -278,9 +277,9 @@ _STAGES = (  # stage, label, colour; bottom to top
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Write the picture of `result`, what `report.as_json` returns, to `path`.
+    """Write the picture of `result`, which comes from `as_json`, to `path`.
 
-    Raises ConfigError when matplotlib is missing or the file cannot be written.
+    Raises ConfigError if matplotlib is missing or the file cannot be written.
     """
     check_plot(path)
     figure = new_figure(10, 4.8)
@@ -309,7 +308,7 @@ def _acceptance(axes: Any, result: Mapping[str, Any]) -> None:
 
 
 def _time(axes: Any, result: Mapping[str, Any]) -> None:
-    """Milliseconds per output token, so that both columns do the same work."""
+    """Draw milliseconds per output token, a unit that both columns share."""
     runs = (("without\nspeculation", result["baseline"]), ("with\nspeculation", result["speculative"]))
     bottoms = [0.0, 0.0]
     heights: list[float] = []

@@ -1,12 +1,12 @@
-"""Running the same conversations without and with speculation, side by side.
+"""Runs the same conversations without and with speculation, side by side.
 
-Both engines share one process and the same loaded weights. A machine's speed drifts (other users, clock,
-temperature), so the two take turns: a group of conversations runs on one engine, then on the other, and
-which goes first alternates from group to group. A group is one conversation at batch size 1 and four times
-the batch size above: at its end fewer requests than the batch size are in flight, for both alike.
+Both engines share one process and the same loaded weights. A machine's speed drifts with other users, clock
+and temperature, so the engines take turns: a group of conversations runs on one engine, then on the other.
+The first engine alternates from group to group. A group is one conversation at batch size 1, and four times
+the batch size above; at its end both engines run fewer requests than the batch size.
 
-Load is closed: `batch_size` users each have one request in flight and ask the next when the answer is
-there, so time to first token holds no waiting in a queue. Both engines warm up before anything is counted.
+The load is closed: `batch_size` users each have one request in flight and send the next after the answer. So
+time to first token contains no time in a queue. Both engines warm up before anything is counted.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from specinfer.sampling_params import SamplingParams
 
 Key = tuple[int, int]  # conversation, turn
 _WARM_UP_TOKENS = 16
-_GROUP = 4  # batch sizes in a group
+_GROUP = 4  # batch sizes per group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How the conversations are held."""
+    """Options of a run."""
 
-    params: SamplingParams  # its seed is the first request's; every request has one of its own
+    params: SamplingParams  # the first request has its seed, each next one the seed plus one
     batch_size: int = 1  # requests in flight
-    chat: bool = True  # through the chat template
+    chat: bool = True  # use the chat template
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -48,14 +48,14 @@ class Load:
 
 @dataclass(slots=True)
 class EngineRun:
-    """What one engine did with all conversations."""
+    """Results of one engine."""
 
     outputs: dict[Key, RequestOutput] = field(default_factory=dict)
     failures: dict[Key, str] = field(default_factory=dict)
-    seconds: float = 0.0  # requests in flight, all groups together
-    done: Statistics = field(default_factory=Statistics)  # meanwhile, by the engine
-    peak_memory: int = 0  # bytes: of the GPU allocator, or of the whole process on a CPU
-    group_rates: list[float] = field(default_factory=list)  # output tokens per second, group by group
+    seconds: float = 0.0  # seconds with requests in flight, summed over groups
+    done: Statistics = field(default_factory=Statistics)  # the engine's statistics of that time
+    peak_memory: int = 0  # bytes: GPU allocator, or the whole process on a CPU
+    group_rates: list[float] = field(default_factory=list)  # output tokens per second, per group
 
     @property
     def total_input(self) -> int:
@@ -64,22 +64,22 @@ class EngineRun:
 
     @property
     def total_output(self) -> int:
-        """Tokens of all answers."""
+        """Output tokens of all answers."""
         return sum(len(o.token_ids) for o in self.outputs.values())
 
     @property
     def output_throughput(self) -> float:
-        """Output tokens per second, prefills included."""
+        """Output tokens per second, prefill included."""
         return self.total_output / self.seconds
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens of all answers by the target's passes, those that read prompts included."""
+        """Output tokens divided by target passes, prefill passes included."""
         return self.total_output / self.done.steps
 
     @property
     def figures(self) -> SpeculationFigures:
-        """Speculation figures of all requests, added up."""
+        """Summed speculation figures of all requests."""
         total = SpeculationFigures()
         for output in self.outputs.values():
             total.add(output.figures)
@@ -92,16 +92,16 @@ class Comparison:
 
     baseline: EngineRun
     speculative: EngineRun
-    busy_elsewhere: float  # cores that other programs kept busy meanwhile, on average
+    busy_elsewhere: float  # mean number of cores that other programs used
 
     @property
     def speedup(self) -> float:
-        """Output throughput with speculation over without."""
+        """Output throughput with speculation divided by that without."""
         return self.speculative.output_throughput / self.baseline.output_throughput
 
     @property
     def group_speedups(self) -> list[float]:
-        """The same for each group of conversations that both runs answered: how steady the figure is."""
+        """Speedup of each group that both runs answered, to show how steady the figure is."""
         pairs = zip(self.baseline.group_rates, self.speculative.group_rates, strict=True)
         return [theirs / ours for ours, theirs in pairs if ours and theirs]
 
@@ -113,7 +113,7 @@ class Comparison:
 
     @property
     def identical(self) -> int:
-        """Requests with the same text in both runs."""
+        """Number of requests with the same text in both runs."""
         return sum(ours.text == theirs.text for ours, theirs in self.pairs.values())
 
 
@@ -125,9 +125,9 @@ def compare(
     *,
     on_request: Callable[[], None] = lambda: None,
 ) -> Comparison:
-    """Hold every conversation on both engines; `on_request` is called when a request is over.
+    """Run every conversation on both engines; `on_request` is called after each request.
 
-    Raises RequestError when no request of an engine could be served.
+    Raises RequestError if an engine could serve no request.
     """
     sides = [_Bench(llm, load, dataset) for llm in (baseline, speculative)]
     for side in sides:
@@ -142,7 +142,7 @@ def compare(
 
 
 def _busy_elsewhere() -> float:
-    """CPU seconds so far that this process did not use, those of other guests on the machine included."""
+    """Return CPU seconds since boot that other processes used, including other guests of the machine."""
     everybody, own = psutil.cpu_times(), psutil.Process().cpu_times()
     idle = everybody.idle + getattr(everybody, "iowait", 0.0)
     counted = sum(everybody) - getattr(everybody, "guest", 0.0) - getattr(everybody, "guest_nice", 0.0)
@@ -157,7 +157,7 @@ def _groups(dataset: Dataset, batch_size: int) -> Iterator[Sequence[int]]:
 
 @dataclass(slots=True)
 class _Talk:
-    """One conversation under way."""
+    """A conversation in progress."""
 
     index: int
     conversation: Conversation
@@ -170,7 +170,7 @@ class _Talk:
 
 
 class _Bench:
-    """One engine at work on the conversations."""
+    """One engine with its conversations."""
 
     def __init__(self, llm: LLM, load: Load, dataset: Dataset) -> None:
         self._llm = llm
@@ -179,25 +179,25 @@ class _Bench:
         turns = [0]
         for conversation in self._conversations:
             turns.append(turns[-1] + len(conversation.turns))
-        self._request_number = turns  # of a conversation's first turn
+        self._request_number = turns  # number of a conversation's first request
         self._run = EngineRun()
         self._process = psutil.Process()
         self._gpu = llm.models.target.device.type == "cuda"
 
     def warm_up(self) -> None:
-        """Answer the first question once, shortly, and forget it."""
+        """Answer a short form of the first question once and discard the answer."""
         talk = _Talk(0, self._conversations[0])
-        # A salt of its own: the first question must not find its answer looked up.
+        # Its own cache salt keeps lookups from finding this answer.
         params = replace(
             self._load.params,
             max_tokens=min(_WARM_UP_TOKENS, self._load.params.max_tokens),
             cache_salt="warm-up",
         )
-        with suppress(RequestError):  # a question too long is counted as failed when it is asked
+        with suppress(RequestError):  # a prompt that is too long counts as a failure later
             self._llm.generate([self._prompt(talk, self._conversations[0].turns[0])], params)
 
     def hold(self, indices: Sequence[int], on_request: Callable[[], None]) -> None:
-        """Hold these conversations, `batch_size` at a time."""
+        """Run these conversations, `batch_size` at a time."""
         loop, run = self._llm.loop, self._run
         waiting = deque(_Talk(index, self._conversations[index]) for index in indices)
         talking: dict[str, tuple[_Talk, Admitted]] = {}
@@ -210,7 +210,7 @@ class _Bench:
 
         if self._gpu:
             torch.cuda.reset_peak_memory_stats(self._llm.models.target.device)
-        # The other engine has its turns between: weights that are streamed are one stream, for both.
+        # The other engine runs in between; streamed weights are one stream for both.
         before = self._llm.statistics()
         began = time.perf_counter()
         tokens = 0
@@ -219,7 +219,7 @@ class _Bench:
                 while waiting and len(talking) < self._load.batch_size:
                     ask(waiting.popleft())
                 if talking:
-                    loop.wait_until(lambda: inbox)  # a step, or several that read prompts
+                    loop.wait_until(lambda: inbox)  # a step, or several that prefill
                 while inbox:
                     delta = inbox.popleft()
                     if delta.finished:
@@ -241,14 +241,16 @@ class _Bench:
         run.group_rates.append(tokens / seconds)
 
     def finish(self) -> EngineRun:
-        """The run as a whole."""
+        """Return the results of the whole run."""
         run = self._run
         if not run.outputs:
             raise RequestError(f"no request could be served; the first: {next(iter(run.failures.values()))}")
         return run
 
     def _question(self, talk: _Talk, on_request: Callable[[], None]) -> Admitted | None:
-        """The conversation's next request; None when it cannot be served, and the conversation is over."""
+        """Return the conversation's next request, or None if it cannot be served and the conversation
+        ends.
+        """
         try:
             prompt = self._prompt(talk, talk.conversation.turns[talk.turn])
             seed = (self._load.params.seed or 0) + self._request_number[talk.index] + talk.turn
@@ -261,7 +263,7 @@ class _Bench:
         return request
 
     def _prompt(self, talk: _Talk, question: str) -> list[int]:
-        """The conversation up to and with the question; without a template, its texts by empty lines."""
+        """Return the conversation including the question; without a template, blank lines join its texts."""
         talk.messages.append({"role": "user", "content": question})
         tokenizer = self._llm.tokenizer
         if self._load.chat:

@@ -1,1 +1,1 @@
-"""The promise, tested on the user's own models: speculation does not change the output."""
+"""`specinfer check`: test on the user's own models that speculation does not change the output."""

@@ -1,10 +1,10 @@
-"""What two texts of one request have in common, where they part ways, and whether rounding is enough to.
+"""First difference between two answers to one request, and whether rounding explains it.
 
-The target's choice is a function of its logits, the seed and the position. Where logits depend on the rows
-computed beside them, two runs may see logits that differ in their last bits. A difference is *explained*
-when such an error is enough to choose either token: the logits are computed once more by the plainest way,
-one token's logit is raised by `tolerance`, the choice is made again, and each of the two tokens wins when
-it is the one raised. Nothing else is. Whether an explanation excuses is another question (`text_promise`).
+The target's choice is a function of its logits, the seed and the position. If logits depend on the rows
+computed beside them, two runs may compute logits that differ in their last bits. A difference is *explained*
+if such an error suffices to choose either token. To check this, the logits are computed again by the plainest
+path, one token's logit is raised by `tolerance`, and the choice is repeated. Each of the two tokens must win
+when its logit is raised. `text_promise` decides whether an explained difference passes.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.noise import exponentials
 from specinfer.verify.target_law import target_law
 
-ULPS = 2  # of bfloat16, at the size of the logits: one for each of the two runs
+ULPS = 2  # bfloat16 ULPs at the size of the logits: one for each of the two runs
 FLOAT32_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether one promise held."""
+    """Result of one check."""
 
     name: str
     passed: bool
-    words: str  # what was seen, for a person
+    words: str  # the observation, as text for users
     details: dict[str, Any] = field(default_factory=dict)  # plain JSON values
-    decided: bool = True  # False: too little was seen to say
+    decided: bool = True  # False: too few observations to decide
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         known = {"name": self.name, "passed": self.passed, "decided": self.decided, "words": self.words}
         return {**known, **self.details}
 
@@ -54,18 +54,18 @@ class Verdict:
 
 
 class TextPromise(StrEnum):
-    """What a second answer to one request with one seed has in common with the first."""
+    """Required agreement of two answers to one request with one seed."""
 
-    IDENTICAL = "identical"  # every token; a difference is a failure, however small its cause
-    ROUNDING = "rounding"  # every token, but where two choices are within rounding of the logits
-    LAW = "law"  # the law both are sampled from, and no token
+    IDENTICAL = "identical"  # all tokens are equal; every difference fails
+    ROUNDING = "rounding"  # all tokens are equal, except where rounding of the logits explains a difference
+    LAW = "law"  # both are sampled from one law; tokens may differ
 
 
 def text_promise(params: SamplingParams, verifier: Verifier, device: torch.device) -> TextPromise:
-    """What is promised of texts sampled with `params`, whose target computes on `device`.
+    """Return the promise for texts sampled with `params` by a target on `device`.
 
-    On a CPU a row's logits do not depend on the rows beside it, to the last bit; on GPUs nothing is promised
-    of rounding. Sampling with mss reads the tree, so another tree is another text of the same law.
+    On a CPU a row's logits have the same bits whichever rows are computed beside it. On a GPU rounding may
+    differ. Sampling with mss depends on the tree, so another tree gives another text of the same law.
     """
     if verifier == "mss" and not params.greedy:
         return TextPromise.LAW
@@ -76,11 +76,12 @@ def text_promise(params: SamplingParams, verifier: Verifier, device: torch.devic
 class Difference:
     """The first token in which two answers to one request differ."""
 
-    index: int  # of the output token
-    expected: int | None  # without speculation; None where that text has ended
+    index: int  # index among the output tokens
+    expected: int | None  # without speculation; None if that text has ended
     got: int | None
-    gap: float | None  # logits by which the target prefers `expected`, its noise included; None: no tokens
-    tolerance: float  # what rounding may change a logit by
+    # logits by which the target prefers `expected`, noise included; None if a text has ended
+    gap: float | None
+    tolerance: float  # largest change of a logit by rounding
     explained: bool
 
     def __str__(self) -> str:
@@ -93,7 +94,7 @@ class Difference:
 
 
 def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
-    """The index of the first token that differs; None when the sequences are equal."""
+    """Return the index of the first token that differs, or None if the sequences are equal."""
     if tuple(expected) == tuple(got):
         return None
     pairs = zip(expected, got, strict=False)
@@ -103,10 +104,10 @@ def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
 def find_difference(
     target: TargetAlone, params: SamplingParams, expected: RequestOutput, got: RequestOutput
 ) -> Difference | None:
-    """Where `got` leaves `expected`, and whether rounding explains it; None when they are the same tokens.
+    """Return the first difference of `got` from `expected`, or None if their tokens are equal.
 
-    Both must answer the same prompt with the same seed and `params`. Runs the target once over the text
-    they share.
+    Both must answer the same prompt with the same seed and `params`. Runs the target once over the common
+    text.
     """
     assert expected.prompt_token_ids == got.prompt_token_ids, "answers to one prompt are compared"
     assert expected.seed == got.seed, "answers with one seed are compared"
@@ -129,7 +130,7 @@ def find_difference(
 
 
 def rounding(logits: NDArray[np.float32], dtype: torch.dtype) -> float:
-    """How far two honest computations of the largest of `logits` may lie apart."""
+    """Return the largest rounding difference between two computations of the largest of `logits`."""
     if dtype != torch.bfloat16:
         return FLOAT32_TOLERANCE
     size = max(abs(float(logits.max())), 1.0)
@@ -152,7 +153,7 @@ def _choice_with(
 def _preference(
     logits: NDArray[np.float32], tokens: tuple[int, int], params: SamplingParams, seed: int, position: int
 ) -> float:
-    """By how many logits the target prefers the first token to the second, noise included."""
+    """Return by how many logits the target prefers the first token to the second, noise included."""
     first, second = (float(logits[token]) for token in tokens)
     if params.greedy:
         return first - second
@@ -160,17 +161,17 @@ def _preference(
     return first - second + params.temperature * float(noise[0] - noise[1])
 
 
-_MAX_ROWS = 512  # of one pass
+_MAX_ROWS = 512  # per pass
 
 
 class TargetAlone:
-    """One model asked what comes after texts; nothing is kept between questions."""
+    """Computes a model's logits after texts; keeps no state between calls."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
 
     def logits_after(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """The logits of the token after each text, [len(texts), vocab]; no text may be empty."""
+        """Return the logits after each text, [len(texts), vocab]; no text may be empty."""
         found = [self._several(part) if len(part) > 1 else self._one(part[0]) for part in _parts(texts)]
         return np.concatenate(found)
 
@@ -181,7 +182,7 @@ class TargetAlone:
         )
 
     def logits_along(self, text: Sequence[int], start: int) -> NDArray[np.float32]:
-        """The logits after text[:start], text[:start + 1], ... and the whole text.
+        """Return the logits after text[:start], text[:start + 1], ... and the whole text.
 
         Shape [len(text) - start + 1, vocab]; 1 <= start <= len(text).
         """
@@ -204,7 +205,7 @@ class TargetAlone:
 
 
 def _parts(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """Neighbouring texts that fit one pass together; a longer one stands alone."""
+    """Group neighbouring texts that fit into one pass; a longer text is its own group."""
     part: list[Sequence[int]] = []
     rows = 0
     for text in texts:

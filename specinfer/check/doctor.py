@@ -1,4 +1,4 @@
-"""What a machine runs the kernels with, and how fast: the facts that a report of a bug needs."""
+"""Facts about the machine, its kernels, disk and pass costs, for `specinfer doctor`."""
 
 from __future__ import annotations
 
@@ -51,29 +51,30 @@ from specinfer.runtime.kv_cache import KvCache
 from specinfer.speculation_config import Quantization
 from specinfer.version import VERSION
 
-TEXT: Final = 200  # tokens of text behind which a pass is timed
-PASSES: Final = 9  # of which the median is told
+TEXT: Final = 200  # tokens in the cache before a timed pass
+PASSES: Final = 9  # timed passes; the median is reported
 BLOCK: Final = 16  # cache positions
-TRIAL: Final = 256_000_000  # bytes of a file by which a disk is timed, at least
-_WRITE: Final = 1 << 24  # bytes at once
-VARIABLES: Final = (VARIABLE, "OMP_NUM_THREADS", "CXX")  # they decide which kernels run, on how many threads
+TRIAL: Final = 256_000_000  # min bytes of the file that a disk is timed with
+_WRITE: Final = 1 << 24  # bytes per write
+# they determine the kernels and the number of threads
+VARIABLES: Final = (VARIABLE, "OMP_NUM_THREADS", "CXX")
 
 Standing = Literal["used", "not needed", "refused", "not wanted", "not on this CPU"]
 
 
 @dataclass(frozen=True, slots=True)
 class LevelFact:
-    """A kernel level of this architecture, and what became of it."""
+    """A kernel level of this architecture, and whether it is used."""
 
     name: str
-    words: str  # what it multiplies with
+    words: str  # its instruction sets, for users
     standing: Standing
-    reason: str | None  # None where the standing says it all
+    reason: str | None  # None if `standing` is the whole reason
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeFacts:
-    """What an exchange of sums between processes of this host takes, for each number of `trial.ROWS`."""
+    """Seconds of an all-reduce between processes of this host, for each row count of `trial.ROWS`."""
 
     ranks: int
     transport: str
@@ -81,9 +82,9 @@ class ExchangeFacts:
 
 
 def exchange_facts(ranks: int, library: Library | None) -> list[ExchangeFacts]:
-    """Over shared memory, where there is a library, and over gloo.
+    """Time gloo and, if there is a kernel library, shared memory.
 
-    Raises PeerLostError where one of the processes ends.
+    Raises PeerLostError if a process ends.
     """
     ways = [("gloo", None)] if library is None else [("shared memory", library), ("gloo", None)]
     return [ExchangeFacts(ranks, name, exchange_seconds(ranks, by)) for name, by in ways]
@@ -91,49 +92,49 @@ def exchange_facts(ranks: int, library: Library | None) -> list[ExchangeFacts]:
 
 @dataclass(frozen=True, slots=True)
 class FoundKernels:
-    """The library that is used, if any, and what runs: nothing where SPECINFER_CPU names what cannot be."""
+    """The kernel library in use, if any; `runs` is "nothing" if SPECINFER_CPU is invalid."""
 
     library: Library | None
-    refused: tuple[Refused, ...]  # better levels
-    fault: str | None  # why there is no library
+    refused: tuple[Refused, ...]  # better levels, not used
+    fault: str | None  # the reason for `library` None
     runs: Literal["native", "torch", "nothing"]
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """This machine, and how specinfer uses it."""
+    """Facts about this machine and specinfer's use of it."""
 
     versions: dict[str, str]
     system: str
     cpu: str
     architecture: str
-    kernels: Literal["native", "torch", "nothing"]  # torch: the twins
-    kernels_fault: str | None  # why they are not native
+    kernels: Literal["native", "torch", "nothing"]  # torch: PyTorch fallbacks
+    kernels_fault: str | None  # the reason for not using native kernels
     library: str | None
     library_from: Literal["wheel", "cache"] | None  # cache: compiled on this machine
-    levels: tuple[LevelFact, ...]  # the best first
-    variables: dict[str, str]  # of VARIABLES, those that are set
+    levels: tuple[LevelFact, ...]  # best first
+    variables: dict[str, str]  # those of VARIABLES that are set
     threads: int
-    usable_cores: int  # physical, of those allowed, and within the quota
-    physical_cores: int | None  # of the machine; None where the system does not say
-    allowed_cpus: int  # logical, by the process's affinity
-    cgroup_cpus: float | None  # the quota; None: no limit
-    memory_bytes_per_second: float | None  # when streamed; None: the twins have nothing to measure it with
+    usable_cores: int  # allowed physical cores, limited by the quota
+    physical_cores: int | None  # all physical cores; None if the system does not report them
+    allowed_cpus: int  # logical CPUs in the process's affinity
+    cgroup_cpus: float | None  # CPU quota; None without a limit
+    memory_bytes_per_second: float | None  # streaming rate; None without native kernels
 
 
 @dataclass(frozen=True, slots=True)
 class DiskFacts:
-    """How fast layers would stream from a folder."""
+    """Rate at which layers would stream from a folder."""
 
     folder: str
-    file: str | None  # that was read; None: one that was made for it
+    file: str | None  # existing file that was read; None if a temporary one was written
     rate: DiskRate | None
-    fault: str | None  # why there is no rate
+    fault: str | None  # the reason for `rate` None
 
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """What a pass over one node costs behind some text, against reading its bytes."""
+    """Cost of a one-node pass after some text, compared with the time to read its bytes."""
 
     model: str
     quantization: Quantization
@@ -141,19 +142,20 @@ class PassCost:
     attention: Literal["native", "torch"]
     text: int  # tokens
     milliseconds: float
-    bytes: int  # that must be read
-    experts: tuple[int, int] | None  # that a node has, and that there are, in a layer of a mixture
-    times_floor: float | None  # as long as streaming them takes; None where that is not known
+    bytes: int  # bytes that the pass must read
+    # in a mixture: experts read per node and layer, experts per layer
+    experts: tuple[int, int] | None
+    times_floor: float | None  # multiple of the time to stream the bytes; None if the bandwidth is unknown
 
 
 def find_kernels(progress: Progress | None = None) -> FoundKernels:
-    """The kernels this machine gets, compiled now where need be, with the threads they get.
+    """Find the kernels for this machine, compile them if necessary and set their number of threads.
 
-    Raises nothing: that there are none is a finding.
+    Does not raise: missing kernels are reported in the result.
     """
     try:
         library, refused = find_best(progress)
-    except ConfigError as error:  # SPECINFER_CPU names what cannot be; no model is loaded then
+    except ConfigError as error:  # an invalid SPECINFER_CPU; no model would be loaded
         return FoundKernels(None, (), str(error), "nothing")
     if library is not None:
         library.set_threads(thread_count())
@@ -163,7 +165,7 @@ def find_kernels(progress: Progress | None = None) -> FoundKernels:
 
 
 def machine_facts(found: FoundKernels, bandwidth: Bandwidth | None) -> MachineFacts:
-    """Everything about this machine; measures `bandwidth`, if there is one."""
+    """Collect the facts about this machine; measure `bandwidth` unless it is None."""
     library = found.library
     packaged = library is not None and library.path == packaged_library(library.level)
     return MachineFacts(
@@ -192,9 +194,9 @@ def machine_facts(found: FoundKernels, bandwidth: Bandwidth | None) -> MachineFa
 
 
 def disk_facts(folder: Path) -> DiskFacts:
-    """How fast a file in `folder` streams; raises nothing, as with kernels.
+    """Measure the streaming rate of `folder`; errors are reported in the result.
 
-    A large file that is there is read, else one is made, which takes TRIAL bytes for a second or two.
+    Reads a large existing file, or writes a temporary one of TRIAL bytes, which takes a second or two.
     """
     file: str | None = None
     try:
@@ -206,7 +208,7 @@ def disk_facts(folder: Path) -> DiskFacts:
             fault = f"a trial takes {gigabytes(TRIAL)}, and {gigabytes(free)} are free"
             return DiskFacts(str(folder), None, None, fault)
         with tempfile.NamedTemporaryFile(dir=place, prefix="doctor.", suffix=".partial") as trial:
-            written = os.urandom(min(_WRITE, TRIAL))  # some disks make nothing of zeros
+            written = os.urandom(min(_WRITE, TRIAL))  # some disks compress zeros
             for _ in range(-(-TRIAL // len(written))):
                 trial.write(written)
             trial.flush()
@@ -219,19 +221,19 @@ def disk_facts(folder: Path) -> DiskFacts:
 
 
 def _large_file(folder: Path) -> Path | None:
-    """The largest file of a model in a folder, or in our cache on its disk; None where none is large."""
+    """Return the largest model file in a folder or in the cache on its disk, or None without a large one."""
     sizes: dict[Path, int] = {}
     with contextlib.suppress(OSError):
         device = folder.stat().st_dev
         for path in (*folder.glob("*.safetensors"), *cache_dir().glob("models/*/*.gguf")):
-            with contextlib.suppress(OSError):  # it went away, or is somebody else's
+            with contextlib.suppress(OSError):  # a file may be deleted meanwhile or not be readable
                 if (found := path.stat()).st_dev == device and os.access(path, os.R_OK):
                     sizes[path] = found.st_size
     return max((path for path in sizes if sizes[path] >= TRIAL), key=sizes.__getitem__, default=None)
 
 
 def level_facts(used: Level | None, refused: Sequence[Refused]) -> list[LevelFact]:
-    """What became of each level of this architecture, the best first."""
+    """Return the standing of each level of this architecture, best first."""
     reasons = {fault.level: fault.reason for fault in refused}
     wanted: tuple[Level, ...] = ()
     unwanted = f"{VARIABLE} is {os.environ.get(VARIABLE)!r}"
@@ -256,7 +258,7 @@ def level_facts(used: Level | None, refused: Sequence[Refused]) -> list[LevelFac
 def pass_cost(
     config: EngineConfig, bandwidth: Bandwidth | None, progress: Progress | None = None
 ) -> PassCost:
-    """Load the config's target, and time a pass over one node; raises as `load_models`."""
+    """Load the config's target and time a one-node pass; raises as `load_models`."""
     target = load_models(config, progress).target
     text = min(TEXT, target.config.max_context - 1)
     size = pass_bytes(resolve(config.model).path, target, config.quantization, text)
@@ -281,15 +283,15 @@ def pass_cost(
 
 
 def pass_bytes(path: Path, model: LanguageModel, quantization: Quantization, text: int) -> int:
-    """The bytes that a pass over a node behind `text` tokens must read: the model's matrices, and K and V.
+    """Return the bytes that a one-node pass after `text` tokens must read: matrices, K and V.
 
-    Not the embeddings, of which it takes a few rows, nor experts that the node has not. `path` is where the
-    model's files lie.
+    Leaves out embeddings, since the pass reads only a few rows, and experts that the node does not use.
+    `path` is the model's file or folder.
     """
     config = model.config
     opened = open_model(path)
     size = estimate_bytes(opened, model.dtype, model.kernels, quantization)
-    # Without native or quantized products, tied embeddings are the output layer themselves, and there once.
+    # Without native or quantized products, tied embeddings are also the output layer, stored once.
     if quantization != "none" or model.kernels.library is not None or not config.tie_embeddings:
         size -= config.vocab_size * config.embedding_size * model.dtype.itemsize
     if (experts := config.experts) is not None:
@@ -301,7 +303,7 @@ def pass_bytes(path: Path, model: LanguageModel, quantization: Quantization, tex
 
 
 def tree_pass(model: LanguageModel, text: int, nodes: int) -> Callable[[], object]:
-    """A pass over a binary tree of nodes, the logits of all wanted, behind `text` tokens in the cache."""
+    """Return a function that runs a binary tree of nodes after `text` cached tokens, with all logits."""
     blocks = -(-(text + nodes) // BLOCK)
     runner = ModelRunner(model, num_blocks=blocks, block_size=BLOCK)
     table, vocab = list(range(blocks)), model.config.vocab_size

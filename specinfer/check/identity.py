@@ -1,4 +1,4 @@
-"""The same text with and without speculation, alone and in a batch, asked once and twice."""
+"""Checks that texts are the same with and without speculation, alone and batched, once and repeated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLING: Final = {
     "T=1": SamplingParams(temperature=1.0),
     "T=0.7, top_p=0.9": SamplingParams(temperature=0.7, top_p=0.9),
 }
-TWICE: Final = ("greedy", "T=1")  # of these, what is also asked twice
+TWICE: Final = ("greedy", "T=1")  # settings whose texts are also repeated
 
 
 def check_identity(
@@ -37,9 +37,9 @@ def check_identity(
     alone: int,
     progress: Progress,
 ) -> list[Verdict]:
-    """Answer `prompts` without and with speculation, and the first `alone` of them one at a time.
+    """Compare answers with and without speculation; generate the first `alone` also one at a time.
 
-    Request i has seed i. `speculative` verifies with the coupled verifier, as `compare_texts` expects.
+    Request i has seed i. `speculative` uses the coupled verifier, as `compare_texts` requires.
     """
     each = [replace(params, seed=seed) for seed in range(len(prompts))]
     alone = min(alone, len(prompts))
@@ -67,9 +67,9 @@ def check_ranks(
     *,
     progress: Progress,
 ) -> Verdict:
-    """Answer each of `prompts` in one process, plainly, and on several ranks, with what guesses there.
+    """Compare plain answers of one process with answers of several ranks and their speculators.
 
-    Request i has seed i; `ranks` verifies with the coupled verifier.
+    Request i has seed i. `ranks` uses the coupled verifier.
     """
     each = [replace(params, seed=seed) for seed in range(len(prompts))]
     with progress.showing(2 * len(prompts), name, "texts"):
@@ -88,10 +88,10 @@ def check_repetition(
     *,
     progress: Progress,
 ) -> Verdict:
-    """Answer each of `prompts` twice in one engine, the second time behind the first one's cached prefix.
+    """Answer each prompt twice in one engine; the second answer reuses the first one's cached prefix.
 
-    Request i has seed i, and a cache salt that no earlier request had: the first answer reads nothing from
-    the cache. Where prefixes are to be reused and none was, the verdict is open.
+    Request i has seed i and a new cache salt, so the first answer finds nothing in the cache. The verdict is
+    undecided if prefix reuse is on and no prefix was reused.
     """
     answers: list[tuple[RequestOutput, RequestOutput]] = []
     with progress.showing(2 * len(prompts), name, "texts"):
@@ -131,17 +131,17 @@ def compare_texts(
     got: Sequence[RequestOutput],
     judge: Callable[[RequestOutput], TargetAlone] | None = None,
 ) -> Verdict:
-    """A verdict on answers `got`, by an engine that speculates and is coupled, that should be `expected`.
+    """Compare the answers `got` of a coupled, speculating engine with `expected`.
 
-    Where identical texts are promised every difference fails, and where less is promised those that rounding
-    does not explain. A run in which nothing was guessed fails, too: it has tested nothing. `judge` names the
-    target that an answer was made by, where parameters change its logits; else it is `target`.
+    If identical texts are promised, every difference fails; otherwise those that rounding does not explain. A
+    run without proposed tokens fails, as it tests nothing. `judge` returns the target that made an answer, if
+    parameters change its logits; the default is `target`.
     """
     device = target.model.device
     promised = text_promise(params, "coupled", device)
     figures = SpeculationFigures()
     differences: list[tuple[int, Difference]] = []
-    misread: list[int] = []  # the same tokens, yet another text
+    misread: list[int] = []  # equal tokens, different text
     for number, (ours, theirs) in enumerate(zip(expected, got, strict=True), start=1):
         figures.add(theirs.figures)
         judged_by = target if judge is None else judge(ours)
@@ -160,7 +160,7 @@ def compare_texts(
     if differences:
         words += f"; {len(differences)} differ, rounding explains {explained} of them"
     if failing:
-        number, difference = (unexplained or failing)[0]  # the first of those that say most
+        number, difference = (unexplained or failing)[0]  # the first of the most informative
         words += f"; text {number}, {difference}"
     if misread:
         words += f"; {len(misread)} differ in text but not in tokens, text {misread[0]} first"

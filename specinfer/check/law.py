@@ -1,21 +1,21 @@
-"""Whether texts follow the law the target states, token by token.
+"""Checks that texts follow the target's law, by a randomized probability integral transform.
 
-Every token of a text has a *place* in the law it should come from. Order the target's law after the text
-before it, likeliest token first, and let the probabilities fill the interval from 0 to 1:
+Each token has a *quantile* in the target's law after the text before it. Order the law, likeliest token
+first, and let the probabilities fill the interval from 0 to 1:
 
     |---- p("the") = .5 ----|--- p("a") = .3 ---|- p("my") = .1 -|....|
     0                       .5                  .8               .9   1
 
-A token's place is a random point of its own piece. If tokens follow the law, places are even in [0, 1) and
-independent, whatever the laws are and however they differ from token to token; a verifier that lets a
-speculator's law through puts too many places somewhere: near 1 for guesses the target finds unlikely, near
-0 for guesses that are the likeliest token too often. Ten bins are counted and Pearson's chi-square statistic
-compared with its distribution. The target's laws are computed from finished texts, without tree or batch.
+A token's quantile is a random point of its interval. If tokens follow the law, quantiles are uniform in [0,
+1) and independent, even if the laws differ from token to token. A verifier that is biased toward a
+speculator's law has too many quantiles near 1 (tokens that the target finds unlikely) or near 0 (the
+likeliest token too often). Quantiles are counted in ten bins and tested with Pearson's chi-square statistic.
+The target's laws are computed from finished texts, without tree or batch.
 
-The first token of a text comes from a one-node tree, with the prompt; so only the others are counted.
+The first token of a text is left out, as it comes from a one-node tree with the prompt.
 
-A verdict fails below p = 1e-4: an honest engine does so in one of 10,000 runs, and as the seeds are fixed a
-pass stays a pass. With the default effort a top-k taken for a sample, the classic mistake, is below 1e-10.
+A verdict fails below p = 1e-4. A correct engine fails in one of 10,000 runs; as seeds are fixed, a pass stays
+a pass. With the default effort the classic bug, a top-k set taken for a sample, has p below 1e-10.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from specinfer.verify.target_law import target_law
 
 THRESHOLD: Final = 1e-4
 BINS: Final = 10
-LEAST: Final = 100  # tokens; with fewer, bins would expect too little and the test would show nothing
+MIN_TOKENS: Final = 100  # with fewer tokens the bins expect too few for the test
 SAMPLING: Final = {
     "T=1": SamplingParams(temperature=1.0),
     "T=0.8, top_p=0.95": SamplingParams(temperature=0.8, top_p=0.95),
@@ -52,7 +52,7 @@ def check_law(
     texts: int,
     progress: Progress,
 ) -> Verdict:
-    """Answer `prompts` in turn until there are `texts` answers, seeds 0, 1, ..., and count their places."""
+    """Answer `prompts` in turn until there are `texts` answers, seeds 0, 1, ..., and test their quantiles."""
     asked = [prompts[i % len(prompts)] for i in range(texts)]
     with progress.showing(texts, name, "texts"):
         outputs = engine.generate(
@@ -61,19 +61,19 @@ def check_law(
             on_output=lambda output: progress.advance(int(output.finished)),
         )
     target = TargetAlone(engine.models.target)
-    chance = np.random.default_rng(0)  # has nothing in common with the engine's noise
+    chance = np.random.default_rng(0)  # independent of the engine's noise
     figures = SpeculationFigures()
     found: list[float] = []
     impossible = 0
     for output in outputs:
         figures.add(output.figures)
-        text_places = places(target, output.prompt_token_ids, output.token_ids, params, chance)
-        impossible += int(np.isnan(text_places).sum())
-        found.extend(text_places[~np.isnan(text_places)].tolist())
+        text_quantiles = quantiles(target, output.prompt_token_ids, output.token_ids, params, chance)
+        impossible += int(np.isnan(text_quantiles).sum())
+        found.extend(text_quantiles[~np.isnan(text_quantiles)].tolist())
     counts = np.histogram(found, bins=BINS, range=(0.0, 1.0))[0]
     p_value = chi_square(counts)
     broken = p_value <= THRESHOLD or impossible > 0
-    enough = len(found) >= LEAST and figures.drafted_tokens > 0
+    enough = len(found) >= MIN_TOKENS and figures.drafted_tokens > 0
     words = (
         f"p = {p_value:.3g} for {len(found)} tokens, "
         f"{figures.accepted_tokens} of {figures.drafted_tokens} guesses accepted"
@@ -83,7 +83,7 @@ def check_law(
     if p_value <= THRESHOLD:
         words += f"; below {THRESHOLD:g}, so this is not the target's law"
     if not enough:
-        words += f"; too little was guessed or counted (at least {LEAST} tokens): raise --samples"
+        words += f"; too little was guessed or counted (at least {MIN_TOKENS} tokens): raise --samples"
     return Verdict(
         name,
         enough and not broken,
@@ -101,18 +101,18 @@ def check_law(
     )
 
 
-def places(
+def quantiles(
     target: TargetAlone,
     prompt: Sequence[int],
     tokens: Sequence[int],
     params: SamplingParams,
     chance: np.random.Generator,
 ) -> NDArray[np.float64]:
-    """The place of every token but the first, [len(tokens) - 1], in [0, 1); nan for a forbidden token.
+    """Return the quantile of every token but the first, [len(tokens) - 1], in [0, 1); nan if forbidden.
 
-    Where a filter cuts, rounding may keep a token in one computation and not in the other: a token is
-    forbidden only when a logit higher by as much as rounding can do would not save it. Such a saved token
-    has its place at the end.
+    At a filter's threshold rounding may keep a token in one computation and drop it in another. So a token is
+    forbidden only if it stays forbidden after rounding raises its logit. A token that this keeps has the last
+    quantile.
     """
     if len(tokens) < 2:
         return np.empty(0)
@@ -133,7 +133,7 @@ def places(
 
 
 def chi_square(counts: NDArray[np.int64]) -> float:
-    """Pearson's p value of `counts` for even bins; 1 when there is nothing."""
+    """Return Pearson's p value of `counts` for uniform bins, or 1 without counts."""
     if not counts.sum():
         return 1.0
     expected = counts.sum() / len(counts)

@@ -1,4 +1,4 @@
-"""The same texts with and without speculation under every sampling parameter."""
+"""Checks that texts are the same with and without speculation under every sampling parameter."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from specinfer.speculate.limits import SpeculationLimits
 from specinfer.speculation_config import NO_SPECULATION, SpeculationConfig
 from specinfer.tokenizer import Tokenizer
 
-LEAST: Final = 40  # tokens of an answer in the setting min_tokens, so max_tokens is no less
-TEMPERATURE: Final = 0.8  # where a setting says nothing else
+MIN_TOKENS: Final = 40  # output tokens under the setting min_tokens; the min of max_tokens
+TEMPERATURE: Final = 0.8  # unless a setting has its own
 OFF: Final = SpeculationParams(
     enabled=False
-)  # an engine without speculators still guesses what a form forces
+)  # an engine without speculators still proposes tokens that a grammar forces
 _SCHEMA: Final = {
     "type": "object",
     "properties": {
@@ -40,11 +40,11 @@ _SCHEMA: Final = {
 _BIASES: Final = {" of": -100.0, " a": -2.0, " you": 1.5, "\n": 1.0}
 _COMMON_WORDS: Final = ("the", "and", "is", "important", "such as", "a variety of", "it's")
 
-Setting = Mapping[str, Any]  # what its requests ask for, besides seed and length
+Setting = Mapping[str, Any]  # sampling parameters of its requests, without seed and length
 
 
 def settings_for(tokenizer: Tokenizer, vocab: int) -> dict[str, Setting]:
-    """The settings by name; `vocab` is the target's number of logits."""
+    """Return the settings by name; `vocab` is the target's number of logits."""
     ascii_only = [t for t in range(min(vocab, tokenizer.vocab_size)) if tokenizer.token_bytes[t].isascii()]
     plain_ids = sorted({*ascii_only, *tokenizer.eos_token_ids})
     biased = {tokenizer.encode(text, add_special=False)[0]: bias for text, bias in _BIASES.items()}
@@ -60,7 +60,7 @@ def settings_for(tokenizer: Tokenizer, vocab: int) -> dict[str, Setting]:
         "logit_bias": {"logit_bias": biased},
         "bad_words": {"bad_words": _COMMON_WORDS},
         "allowed_token_ids": {"allowed_token_ids": plain_ids},
-        "min_tokens": {"min_tokens": LEAST, "stop": (".",)},
+        "min_tokens": {"min_tokens": MIN_TOKENS, "stop": (".",)},
         "regex": {"regex": r"(Yes|No|Perhaps), because [a-z ,']{20,120}\."},
         "choice": {"choice": ["Yes, certainly.", "Yes, but it depends.", "No, never.", "No, not any more."]},
         "json_schema": {"response_format": schema},
@@ -80,17 +80,17 @@ def settings_for(tokenizer: Tokenizer, vocab: int) -> dict[str, Setting]:
 
 
 def params_of(setting: Setting, requests: int, max_tokens: int) -> list[SamplingParams]:
-    """The parameters of so many requests, each with a seed of its own."""
+    """Return the parameters of a number of requests, with seeds 0, 1, ...."""
     usual = {"temperature": TEMPERATURE, "max_tokens": max_tokens}
     return [SamplingParams(**{**usual, "seed": seed, **setting}) for seed in range(1, requests + 1)]
 
 
 class ProcessedTarget(TargetAlone):
-    """The target alone, seen through one request's parameters: differences are judged on what it chose by."""
+    """The target with one request's logit processors, for comparing its choices."""
 
     def __init__(self, llm: LLM, params: SamplingParams, prompt: Sequence[int]) -> None:
         super().__init__(llm.models.target)
-        self._request = Request("judged", tuple(prompt), params, 0)  # processors know no seed
+        self._request = Request("judged", tuple(prompt), params, 0)  # processors do not use the seed
         context = llm.max_context
         self._admission = Admission(
             llm.tokenizer,
@@ -101,7 +101,7 @@ class ProcessedTarget(TargetAlone):
         )
 
     def logits_after(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """The processed logits of the token after each text, prompt included, [len(texts), vocab]."""
+        """Return the processed logits after each text, prompt included, [len(texts), vocab]."""
         prompt = len(self._request.prompt_token_ids)
         processed = []
         for row, text in zip(super().logits_after(texts), texts, strict=True):
@@ -112,17 +112,17 @@ class ProcessedTarget(TargetAlone):
 
 
 def judge(llm: LLM, params: SamplingParams) -> Callable[[RequestOutput], TargetAlone]:
-    """Who says whether rounding explains a difference in the answer to a request with `params`."""
+    """Return a function from an answer to the target that explains its differences by rounding."""
     return lambda output: ProcessedTarget(llm, params, output.prompt_token_ids)
 
 
 def check_parameters(
     llm: LLM, prompts: Sequence[Sequence[int]], effort: Effort, progress: Progress | None = None
 ) -> Iterator[Verdict]:
-    """A verdict per setting as it is reached: seeded texts with speculation are those without.
+    """Yield a verdict per setting: seeded texts with speculation equal those without.
 
-    `llm` is the speculating engine, `prompts` its token ids; `effort.max_tokens` is at least LEAST. The
-    verifier is the coupled one, which keeps texts, and trees have their full size.
+    `llm` is the speculating engine, `prompts` its token ids; `effort.max_tokens` is at least MIN_TOKENS. The
+    verifier is the coupled one, which preserves texts, and trees have their full size.
     """
     progress = progress or NoProgress()
     plain = engine_like(llm, NO_SPECULATION, prompts, effort)
@@ -139,7 +139,7 @@ def check_parameters(
             without = [replace(params, speculation=OFF) for params in each]
             expected = plain.generate(prompts, without, on_output=count)
             got = speculative.generate(prompts, each, on_output=count)
-        except RequestError as error:  # a model that names no end of text has no forms
+        except RequestError as error:  # a model without end-of-text tokens has no grammars
             yield Verdict(name, False, f"refused: {error}", decided=False)
             continue
         finally:

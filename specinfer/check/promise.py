@@ -1,4 +1,4 @@
-"""Everything specinfer promises, tested one after the other on loaded models."""
+"""Runs all checks on loaded models."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from specinfer.tree.draw import PAIRS, Verifier
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is tried."""
+    """Amount of work of the checks."""
 
-    max_tokens: int = 48  # of each text
-    samples: int = 48  # texts counted for each law
-    alone: int = 4  # texts that are also generated one at a time, and twice
+    max_tokens: int = 48  # per text
+    samples: int = 48  # texts per law
+    alone: int = 4  # texts that are also generated one at a time and repeated
 
 
 def check_promise(
     llm: LLM, prompts: Sequence[Sequence[int]], effort: Effort, progress: Progress | None = None
 ) -> Iterator[Verdict]:
-    """Verdicts as they are reached; `llm` is the speculating engine, `prompts` its token ids.
+    """Yield verdicts; `llm` is the speculating engine, `prompts` its token ids.
 
-    Texts are compared with the coupled verifier, the one that keeps them; laws are counted with both. Where
-    several ranks share the target, they are compared with those of one process, too, which then has all of
-    the target.
-    A verifier for which the configured draw rule is not lossless gets its own default rule. Trees have their
-    full size, whether they pay here or not: what is tested is guesses.
+    Texts are compared with the coupled verifier, which preserves them; laws are tested with both verifiers.
+    If several ranks share the target, they are also compared with one process, which then holds the whole
+    target.
+
+    If the configured draw rule is not lossless under a verifier, the verifier's default rule replaces it.
+    Trees have their full size whatever they cost, so that more tokens are proposed.
     """
     progress = progress or NoProgress()
     configured = llm.config.speculation
@@ -76,7 +77,7 @@ def check_promise(
 
 
 def check_bookkeeping(engines: Sequence[LLM]) -> Verdict:
-    """Idle engines must hold no request, and every block of their caches must be free."""
+    """Check that idle engines hold no request and no cache block."""
     name = "bookkeeping"
     try:
         for number, llm in enumerate(engines, start=1):
@@ -92,14 +93,14 @@ def check_bookkeeping(engines: Sequence[LLM]) -> Verdict:
 def engine_like(
     llm: LLM, speculation: SpeculationConfig, prompts: Sequence[Sequence[int]], effort: Effort
 ) -> LLM:
-    """An engine over the models of `llm` with other speculators, their full trees, and room for `prompts`."""
+    """Return an engine over the models of `llm` with other speculators and space for `prompts`."""
     longest = max(map(len, prompts)) + effort.max_tokens
-    context = min(longest, llm.max_context)  # several engines share the memory: none has too much
+    context = min(longest, llm.max_context)  # several engines share the memory, so each gets a small context
     config = replace(llm.config, speculation=speculation.with_tree_size("fixed"))
     return llm.variant(config, max_context=context)
 
 
 def with_verifier(speculation: SpeculationConfig, verifier: Verifier) -> SpeculationConfig:
-    """The same speculators under `verifier`; a draw rule it does not accept is replaced by its default."""
+    """Return the speculators under `verifier`; its default replaces a draw rule that it does not accept."""
     draw = speculation.draw if speculation.draw in PAIRS[verifier].draws else None
     return replace(speculation, verifier=verifier, draw=draw)

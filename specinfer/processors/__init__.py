@@ -1,1 +1,1 @@
-"""What changes the target's law at a node, with the node's own path: penalties, bans, a grammar."""
+"""Logit processors: penalties, biases, bans and grammars, applied at a tree node with the node's own path."""

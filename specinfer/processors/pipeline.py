@@ -1,12 +1,12 @@
-"""What one request's parameters make of a row of logits, before temperature and filters.
+"""One request's logit processors, applied before temperature and filters.
 
-    structured output, allowed_token_ids, bad_words, min_tokens     some tokens become impossible: -inf
-    logit_bias                                                      added
-    repetition_penalty, frequency_penalty, presence_penalty         of tokens the text has already
+    structured output, allowed_token_ids, bad_words, min_tokens     set the logits of some tokens to -inf
+    logit_bias                                                      adds to logits
+    repetition_penalty, frequency_penalty, presence_penalty         change the logits of tokens in the text
 
-All of it may depend on the text, so at a node of a tree it is computed with the node's own path, and only at
-nodes somebody asks about: the target where its walk goes, a draft model where it draws (the sixth rule of
-docs/losslessness.md). The order and the meaning of each are vLLM's.
+Each may depend on the text, so a tree node is processed with its own path. Only nodes whose logits are read
+are processed: those the target visits during verification and those a draft model draws from (rule 6 of
+docs/losslessness.md). Order and meaning are those of vLLM.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from specinfer.sampling_params import SamplingParams
 
 
 class Processors:
-    """One request's processors, and what they must remember of its text.
+    """Processors of one request, with their state about its text.
 
-    `commit` tells them what became text; `apply` and `permits` change nothing that can be seen.
+    `commit` updates the state; `apply` and `permits` have no visible side effects.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class Processors:
         self._vocab = vocab
         self._num_output = 0
         self._min_tokens = params.min_tokens
-        self.ending = frozenset(ending)  # after one of these no text follows; barred before min_tokens
+        self.ending = frozenset(ending)  # tokens that end the text; banned until min_tokens
         self._barred = bans([token for token in sorted(self.ending) if token < vocab])
-        self.grammar = grammar  # the form the text must have, if any
+        self.grammar = grammar  # grammar of the structured output, or None
         form = params.structured_output
         self._form = "" if form is None else form.parameter
         self._allowed: NDArray[np.bool_] | None = None
@@ -55,7 +55,7 @@ class Processors:
 
     @property
     def idle(self) -> bool:
-        """Whether logits pass unchanged from here on, whatever the path."""
+        """True if logits pass unchanged from here on, for every path."""
         return (
             self.grammar is None
             and self._allowed is None
@@ -67,7 +67,7 @@ class Processors:
 
     @property
     def bans(self) -> list[str]:
-        """The parameters that may make a token impossible from here on, by name."""
+        """Return the names of the parameters that may ban a token from here on."""
         names = {
             self._form: self.grammar is not None,
             "allowed_token_ids": self._allowed is not None,
@@ -77,10 +77,10 @@ class Processors:
         return [name for name, is_there in names.items() if is_there]
 
     def apply(self, logits_V: NDArray[np.float32], path: Sequence[int]) -> NDArray[np.float32]:
-        """The processed logits after the text and then the token ids `path`, [vocab].
+        """Return the processed logits after the text and then the token ids `path`, [vocab].
 
-        `logits_V` is not mutated; it comes back itself where nothing applies. All are -inf where the
-        parameters leave no token.
+        Does not mutate `logits_V`, and returns it if no processor applies. All are -inf if the parameters
+        allow no token.
         """
         if self.idle:
             return logits_V
@@ -89,7 +89,7 @@ class Processors:
         return logits_V
 
     def change(self, logits_V: NDArray[np.float32], path: Sequence[int]) -> None:
-        """Process `logits_V` in place, as `apply` does a copy."""
+        """Process `logits_V` in place; see `apply`."""
         if self.grammar is not None:
             logits_V[~self.grammar.allowed(path)] = -np.inf
         if self._allowed is not None:
@@ -98,13 +98,13 @@ class Processors:
             change_each(logits_V, part)
 
     def changes(self, path: Sequence[int]) -> RowChanges | None:
-        """What `change` does, as changes of single logits; None where a mask covers the whole row."""
+        """Return the effect of `change` as sparse changes, or None if a mask covers the whole row."""
         if self.grammar is not None or self._allowed is not None:
             return None
         return joined(list(self._parts(path)))
 
     def _parts(self, path: Sequence[int]) -> Iterator[RowChanges]:
-        """The changes of single logits, in which no two of an id differ, part after part."""
+        """Yield the sparse changes, one processor at a time; within a part an id's changes are equal."""
         if self._bad_words is not None and (completions := self._bad_words.completions(path)):
             yield bans(completions)
         if self._num_output + len(path) < self._min_tokens:
@@ -115,7 +115,7 @@ class Processors:
             yield self._penalties.changes(path)
 
     def permits(self, path: Sequence[int], token: int) -> bool:
-        """Whether `token` may follow the text and `path` at all: cheaper than a row of logits."""
+        """True if `token` may follow the text and `path`; cheaper than a row of logits."""
         if self._num_output + len(path) < self._min_tokens and token in self.ending:
             return False
         if self._allowed is not None and not self._allowed[token]:
@@ -125,7 +125,7 @@ class Processors:
         return self.grammar is None or self.grammar.permits(path, token)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Take in the tokens that became text, in order."""
+        """Append committed tokens, in order."""
         self._num_output += len(tokens)
         if self.grammar is not None:
             self.grammar.commit(tokens)

@@ -1,1 +1,1 @@
-"""Texts with all that drafts would have guessed along them, and policies played over them without a model."""
+"""Records texts with their drafts' proposals, and replays policies over them without a model."""

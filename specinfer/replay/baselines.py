@@ -1,4 +1,4 @@
-"""What policies are compared with: those that always do the same, and the best of these in hindsight."""
+"""Baselines for policies: fixed choices, and the best fixed choice in hindsight of a workload."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from specinfer.tree import TokenTree
 from specinfer.tree.merging import likeliest
 from specinfer.tree.token_tree import single_node
 
-NODES: Final = (2, 4, 8, 16, 32)  # of a tree, the root included
+NODES: Final = (2, 4, 8, 16, 32)  # per tree, root included
 
 
 class LookingOn(SpeculationPolicy):
-    """Lets everybody guess as configured, and verifies nothing: every step adds one token."""
+    """Lets all speculators propose as configured and verifies only roots: each step adds one token."""
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
-        """The roots."""
+        """Return the roots."""
         return [single_node(tree.token_ids[0]) for tree in trees]
 
 
 class CutPolicy(SpeculationPolicy):
-    """Some drafts, so many levels deep, and of what all guessed the likeliest nodes, so many a request."""
+    """Runs some drafts to a fixed depth, and verifies the likeliest nodes up to a fixed number per
+    request.
+    """
 
     def __init__(self, drafts: Collection[str], depth: int, nodes: int) -> None:
-        """`nodes` are those of a tree, the root included; likely is what speculators themselves say."""
+        """`nodes` counts a tree's nodes, root included; likelihoods are the speculators' confidences."""
         self._drafts = frozenset(drafts)
         self._depth = depth
         self._nodes = nodes
@@ -44,7 +46,7 @@ class CutPolicy(SpeculationPolicy):
         unread: Sequence[int],
         guessed: Sequence[TokenTree],
     ) -> list[bool]:
-        """All entries, of the drafts that take part."""
+        """Return True for the chosen drafts."""
         return [speculator in self._drafts and self._depth > 0] * len(entries)
 
     def worth_deepening(
@@ -54,33 +56,33 @@ class CutPolicy(SpeculationPolicy):
         trees: Sequence[TokenTree],
         ends: Sequence[Sequence[int]],
     ) -> list[Sequence[int]]:
-        """All entries, until the trees are deep enough."""
+        """Return all open leaves until the trees have the fixed depth."""
         return [
             of_tree if max(tree.depths()) < self._depth else ()
             for tree, of_tree in zip(trees, ends, strict=True)
         ]
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
-        """The likeliest nodes of each tree, and those that have to stay."""
+        """Return the likeliest nodes of each tree, with the nodes that must stay."""
         return [likeliest(tree, tree.likelihoods(), self._nodes) for tree in trees]
 
 
 @dataclass(frozen=True, slots=True)
 class FixedChoice:
-    """Who guesses, how deep drafts do, and how many nodes are verified; the same in every step."""
+    """The speculators, the depth of draft trees and the number of verified nodes, equal in every step."""
 
     speculators: tuple[str, ...]
-    depth: int  # of drafts' trees; 0: none takes part
-    nodes: int  # of a request's tree, the root included
+    depth: int  # levels of draft trees; 0: no draft runs
+    nodes: int  # per request's tree, root included
 
 
 def fixed_choices(
     parts: Sequence[Phase], speculation: SpeculationConfig, nodes: Sequence[int] = NODES
 ) -> Iterator[FixedChoice]:
-    """Every set of speculators, at every depth up to those that are recorded, and in every size.
+    """Yield every set of speculators, with every depth up to the recorded one and every size.
 
-    A draft's trees are as wide as the expansion says, and chains below its last level. Those of heads are
-    cut by nodes alone, whatever the depth.
+    A draft's trees have the expansion's widths and are chains below its last level. Trees of heads are
+    limited only by nodes.
     """
     recorded = parts[0].texts[0][0].drafts
     drafts, models = tuple(recorded), {name for name, draft in recorded.items() if draft.head is None}
@@ -97,7 +99,7 @@ def fixed_choices(
 
 
 def play_fixed(parts: Sequence[Phase], speculation: SpeculationConfig, choice: FixedChoice) -> Played:
-    """Play parts with one fixed choice."""
+    """Play parts with a fixed choice."""
     nodes = max(speculation.most_nodes, choice.nodes)
     if choice.depth > speculation.fixed_expansion.depth:
         speculation = replace(speculation, expansion=speculation.fixed_expansion.deepened(choice.depth))
@@ -109,10 +111,10 @@ def play_fixed(parts: Sequence[Phase], speculation: SpeculationConfig, choice: F
 def best_fixed(
     parts: Sequence[Phase], speculation: SpeculationConfig, nodes: Sequence[int] = NODES
 ) -> tuple[FixedChoice | None, Played | None]:
-    """The quickest fixed choice in hindsight, and what it comes to; None where nobody can guess.
+    """Return the fastest fixed choice and its result, or None if there are no speculators.
 
-    Drafts go deeper than the expansion as far as the traces do. Raises TraceTooSmallError where these do not
-    even go as deep.
+    Drafts may go deeper than the expansion, up to the traces' depth. Raises TraceTooSmallError if the traces
+    are less deep than the expansion.
     """
     best: tuple[FixedChoice | None, Played | None] = (None, None)
     for choice in fixed_choices(parts, speculation, nodes):

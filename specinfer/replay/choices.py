@@ -1,7 +1,4 @@
-"""What a policy has chosen while texts were played, in figures and as a picture.
-
-Who, how deep, how many nodes, and what it brought.
-"""
+"""A policy's choices during a replay, as figures and as a picture: speculators, depth, nodes, tokens."""
 
 from __future__ import annotations
 
@@ -18,29 +15,29 @@ import numpy as np
 from specinfer.replay.engine import PlayedStep
 from specinfer.report.files import COLOURS, INK, QUIET, check_plot, dress, new_figure, save
 
-_POINTS: Final = 60  # of a line; each is the average over a stretch of as many tokens
+_POINTS: Final = 60  # points per line; each averages over an equal number of tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """One request's share of one step, its prompt's left out."""
+    """One request's share of one step, except steps that read its prompt."""
 
-    text: int  # in the order in which they are played
-    tokens: int  # that became text, the target's own included
-    nodes: int  # verified, below the root
-    by: frozenset[str]  # whose guesses were verified
-    passes: int  # of drafts, of the step
+    text: int  # index, in order of play
+    tokens: int  # committed tokens, bonus token included
+    nodes: int  # verified nodes, root excluded
+    by: frozenset[str]  # speculators with verified nodes
+    passes: int  # draft passes of the step
 
 
 @dataclass(slots=True)
 class Choices:
-    """Hears steps (`on_step` of replay.play), and keeps what was chosen in each."""
+    """Collects the choices of each step; used as `on_step` of replay.play."""
 
     steps: list[Chosen] = field(default_factory=list)
-    _begun: set[str] = field(default_factory=set)  # requests, whose first step reads their prompts
+    _begun: set[str] = field(default_factory=set)  # requests after their first step, which reads the prompt
 
     def __call__(self, step: PlayedStep) -> None:
-        """Keep what was chosen for each request."""
+        """Record the choices for each request."""
         for entry in step.entries:
             if entry.request_id in self._begun:
                 by = frozenset(draw.speculator for draw in entry.tree.draws)
@@ -51,16 +48,16 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class ChoicesOnAverage:
-    """What was chosen over some steps."""
+    """Mean choices over some steps."""
 
-    tokens: float  # a step
+    tokens: float  # per step
     nodes: float
     passes: float
-    by: dict[str, float]  # speculator -> the part of the steps in which guesses of its were verified
+    by: dict[str, float]  # speculator -> share of the steps in which nodes of it were verified
 
 
 def on_average(steps: Sequence[Chosen]) -> ChoicesOnAverage:
-    """The average over at least one step; speculators by their names."""
+    """Average over at least one step; speculators sorted by name."""
     by = Counter(name for step in steps for name in step.by)
     return ChoicesOnAverage(
         fmean(step.tokens for step in steps),
@@ -71,9 +68,9 @@ def on_average(steps: Sequence[Chosen]) -> ChoicesOnAverage:
 
 
 def draw_choices(steps: Sequence[Chosen], kinds: Sequence[str], path: Path) -> None:
-    """Write the picture of `steps` to `path`; `kinds` names what each text is, in the order of texts.
+    """Write the picture of `steps` to `path`; `kinds` has the kind of each text, in order.
 
-    Raises ConfigError when matplotlib is missing or the file cannot be written.
+    Raises ConfigError if matplotlib is missing or the file cannot be written.
     """
     check_plot(path)
     figure = new_figure(9, 5.4, dpi=80)
@@ -100,7 +97,7 @@ def draw_choices(steps: Sequence[Chosen], kinds: Sequence[str], path: Path) -> N
 
 
 def along_text(steps: Sequence[Chosen], points: int) -> tuple[list[float], list[ChoicesOnAverage]]:
-    """What was chosen in stretches of about as many tokens, so many at most; the middle of each in tokens."""
+    """Average over at most `points` segments of equal numbers of tokens; return middles and averages."""
     ends = np.cumsum([step.tokens for step in steps])
     stretch = np.minimum(points - 1, (ends - 1) * points // max(1, ends[-1]))
     places, averages = list[float](), list[ChoicesOnAverage]()
@@ -112,7 +109,7 @@ def along_text(steps: Sequence[Chosen], points: int) -> tuple[list[float], list[
 
 
 def _phases(all_axes: Sequence[Any], steps: Sequence[Chosen], kinds: Sequence[str]) -> None:
-    """A line where another kind of text begins, and the name of each above the first axes."""
+    """Draw a line where the kind of text changes, and the kinds' names above the first axes."""
     begins = 0
     for kind, of_kind in groupby(steps, key=lambda step: kinds[step.text]):
         tokens = sum(step.tokens for step in of_kind)

@@ -1,10 +1,10 @@
-"""Drafts whose guesses are recorded, and drafts that answer from such records.
+"""Recording of drafts, and drafts that answer from recordings.
 
-Both are the engine's own DraftModel or BlockDraft: only the pass of the model and the draws from its logits
-are replaced. So what a draft has read, how its trees grow and what it keeps is decided by the code that does
-in an engine. What a block head guesses below a root depends on the text alone, and the likeliest nodes of a
-tree are its first ones (one_pass.py): one tree of all nodes that a head may want is recorded for each root,
-and any smaller one grows from it as it did from the head's logits.
+Both use the engine's own DraftModel or BlockDraft; only the model's pass and the draws from its logits are
+replaced. So the engine's code decides which rows a draft reads, how its trees grow and how much it keeps. The
+proposals of a block head below a root depend only on the text, and the likeliest nodes of a tree come first
+(one_pass.py). So one tree with the largest number of nodes is recorded per root, and each smaller tree is a
+part of it.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from specinfer.tree.token_tree import draws_by_parent
 
 @dataclass(frozen=True, slots=True)
 class DraftNotes:
-    """What is taken down of a draft."""
+    """Recorded data of a draft."""
 
     guesses: GuessRecorder = field(default_factory=GuessRecorder)
-    measured: dict[int, tuple[int, float]] = field(default_factory=dict)  # rows -> passes, their seconds
+    measured: dict[int, tuple[int, float]] = field(default_factory=dict)  # rows -> number of passes, seconds
 
 
 @dataclass(slots=True)
 class RecordedPasses:
-    """A draft's passes that take down what they draw, and how long passes of so many rows take."""
+    """A draft's passes that record their draws and their seconds by rows."""
 
     runner: ModelRunner
     name: str
@@ -58,7 +58,7 @@ class RecordedPasses:
     clock: Callable[[], float] = time.perf_counter
 
     def __call__(self, rows: Sequence[Rows], sites: Sequence[Site]) -> None:
-        """Run the rows, draw, and note the children of each site."""
+        """Run the rows, draw, and record the children of each site."""
         before = [len(site.builder.draws) for site in sites]
         began = self.clock()
         draw_children(self.runner.launch(rows), sites, self.name, self.vocabulary)
@@ -66,7 +66,7 @@ class RecordedPasses:
         count = num_rows(rows)
         passes, spent = self.notes.measured.get(count, (0, 0.0))
         self.notes.measured[count] = passes + 1, spent + seconds
-        # Sites of one tree follow each other: the draws of one end where those of the next begin.
+        # Sites of one tree are adjacent: the draws of one end where those of the next begin.
         for number, site in enumerate(sites):
             builder = site.builder
             draws = [draw for draw in builder.draws[before[number] :] if draw.parent == site.node]
@@ -76,13 +76,13 @@ class RecordedPasses:
 
 @dataclass(frozen=True, slots=True)
 class RecordedTrees:
-    """Takes down the trees that others grow, as large as anybody may want them."""
+    """Records best-first trees at their largest size."""
 
     others: GrowTrees
     notes: GuessRecorder
 
     def grow(self, guessed: Sequence[GuessedTree], logits_TU: Tensor, most: int) -> None:
-        """Grow these trees (`one_pass.GrowTrees`), of as many nodes as there may be, whatever is wanted."""
+        """Grow these trees (`one_pass.GrowTrees`) to their largest size, whatever `most` is."""
         self.others(guessed, logits_TU, MOST_NODES)
         for one in guessed:
             tree = one.growth.tree()
@@ -92,14 +92,14 @@ class RecordedTrees:
 
 
 class CostTable:
-    """Seconds of passes by rows, looked up: a curve is asked once for each number of rows."""
+    """Seconds of a pass by its rows; evaluates a curve once per number of rows."""
 
     def __init__(self, curve: CostCurve) -> None:
         self._curve = curve
         self._seconds = curve.seconds(range(1024)).tolist()
 
     def seconds(self, rows: int) -> float:
-        """Seconds of one pass of so many rows."""
+        """Return the seconds of one pass of `rows` rows."""
         if rows >= len(self._seconds):
             self._seconds = self._curve.seconds(range(2 * rows)).tolist()
         return float(self._seconds[rows])
@@ -107,26 +107,26 @@ class CostTable:
 
 @dataclass(slots=True)
 class ReplayClock:
-    """Seconds that nobody waits for: they go by as passes take them."""
+    """A virtual clock that advances by the seconds of replayed passes."""
 
     now: float = 0.0
-    slowdown: float = 1.0  # of everything, by others on the machine
+    slowdown: float = 1.0  # factor on all seconds, caused by other processes
 
     def __call__(self) -> float:
-        """Seconds since the clock was made."""
+        """Return the seconds since the clock was made."""
         return self.now
 
     def run(self, seconds: float) -> None:
-        """Let so many seconds go by, or more where the machine is slow."""
+        """Advance by `seconds`, times the slowdown."""
         self.now += self.slowdown * seconds
 
 
 @dataclass(slots=True)
 class Replayed:
-    """A draft that is answered from a record: where, and what its passes would have cost.
+    """A draft that answers from a recording and charges its passes to the clock.
 
-    What a record lacks is remembered in `lacks`, and drawn as nothing: the ensemble catches what a speculator
-    raises, so whoever plays the trace has to ask.
+    Missing sites are recorded in `lacks` and drawn as no children, because the ensemble catches exceptions of
+    speculators. The caller of the replay checks `lacks`.
     """
 
     name: str
@@ -136,44 +136,44 @@ class Replayed:
     lacks: str = ""
     _places: dict[str, tuple[GuessTrie, int]] = field(
         default_factory=dict
-    )  # request -> guesses, place of end 0
+    )  # request -> proposals, index of the text's start
 
     def follow(self, request_id: str, draft: RecordedDraft, place: int) -> None:
-        """Answer for a request from now on; its text of `end` tokens has the root at `place + end`."""
+        """Answer for a request from now on; after `end` tokens the root is at index `place + end`."""
         self._places[request_id] = draft.guesses, place
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget a finished request."""
         self._places.pop(request_id, None)
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """Start a step."""
 
     def spend(self, rows: int) -> None:
-        """A pass of so many rows."""
+        """Charge a pass of `rows` rows."""
         self.clock.run(self.costs.seconds(rows))
         self.passes += 1
 
     def root(self, site: Site) -> tuple[GuessTrie, int]:
-        """The guesses below the root of a tree that is about to grow, and its site or NO_SITE."""
+        """Return the proposals below the root of a new tree, and its site or NO_SITE."""
         guesses, place = self._places[site.request_id]
         return guesses, int(guesses.roots[place + site.position])
 
 
 @dataclass(slots=True)
 class ReplayedPasses(Replayed):
-    """A draft model's passes that are answered from a record."""
+    """A draft model's passes, answered from a recording."""
 
     _sites: dict[int, dict[int, int]] = field(
         default_factory=dict
-    )  # of the step: id of builder -> node -> site
+    )  # current step: id of builder -> node -> site
 
     def begin_step(self) -> None:
-        """Forget the trees of the step before."""
+        """Forget the trees of the previous step."""
         self._sites.clear()
 
     def __call__(self, rows: Sequence[Rows], sites: Sequence[Site]) -> None:
-        """Add what was drawn for each site when it was recorded, as many children as are wanted now."""
+        """Add the recorded draws of each site, up to the requested number of children."""
         self.spend(num_rows(rows))
         for site in sites:
             builder = site.builder
@@ -198,7 +198,7 @@ class ReplayedPasses(Replayed):
 
 
 class NoModel(ModelRunner):
-    """A draft's runner where no model is: its K and V are nowhere, and passes are answered by others."""
+    """The runner of a draft without a model: it has no KV and runs no passes."""
 
     def __init__(self, block_size: int, max_context: int) -> None:
         self.block_size = block_size
@@ -206,33 +206,31 @@ class NoModel(ModelRunner):
 
     @property
     def max_context(self) -> int:
-        """Tokens of the longest text the model could read."""
+        """Largest number of tokens of a text."""
         return self._context
 
     def launch(self, rows: Sequence[Rows], **_: object) -> Flight:
-        """Never called: passes are answered from a record."""
+        """Raise an error: passes are answered from a recording."""
         raise IntegrityError("a replayed draft has no model to run")
 
     def move(self, moves: Sequence[Move]) -> None:
-        """There is nothing to move."""
+        """Do nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ReplayedHead(Replayed):
-    """A block head without a model: it reads texts, and its trees are answered from a record.
+    """A block head without a model, whose trees are answered from a recording.
 
-    It is the head's runner, and grows its trees.
+    It is the head's runner and its tree growth.
     """
 
-    block_size: int  # of the cache
+    block_size: int  # slots per KV block
     head: BlockRows
-    whole: bool = (
-        False  # whether trees are grown as large as they were recorded, however few nodes are wanted
-    )
-    partly_read: int = 0  # blocks behind a text whose beginning it has missed
+    whole: bool = False  # grow trees to their recorded size, whatever the requested number of nodes
+    partly_read: int = 0  # blocks after a text whose beginning the head has not read
 
     def guess(self, texts: Sequence[BlockText]) -> HeadPass:
-        """Count the pass; what it makes is nothing, in the shapes that a head's has."""
+        """Charge the pass; return empty results in the shapes of a head."""
         self.spend(max(1, sum(text.count for text in texts)))
         for text in texts:
             self.partly_read += text.rows > 0 and text.shift > 0
@@ -245,7 +243,7 @@ class ReplayedHead(Replayed):
         return HeadPass([none[:0].flatten() if text.count else None for text in texts], none, none)
 
     def grow(self, guessed: Sequence[GuessedTree], logits_TU: Tensor, most: int) -> None:
-        """Grow these trees (`one_pass.GrowTrees`): the first nodes of those that were recorded."""
+        """Grow these trees (`one_pass.GrowTrees`): the first nodes of the recorded ones."""
         for one in guessed:
             guesses, root = self.root(one.site)
             if root == NO_SITE:
@@ -260,7 +258,7 @@ class ReplayedHead(Replayed):
     def draw(
         self, sites: Sequence[Site], rows: Sequence[int], before: Sequence[int], logits_TU: Tensor
     ) -> None:
-        """Nothing: no such trees are recorded."""
+        """Do nothing: level-by-level trees of heads are not recorded."""
         self.lacks = self.lacks or (
             f"{self.name} would draw level by level for request {sites[0].request_id}, and was recorded best "
             "first; record the trace anew"
@@ -273,17 +271,17 @@ AnyReplayed = ReplayedPasses | ReplayedHead
 def regrow(
     builder: TreeBuilder, guesses: GuessTrie, root: int, most: int, speculator: str, rule: DrawRule
 ) -> None:
-    """Add the `most` likeliest nodes below a root's site, as far as the builder has room.
+    """Add the `most` likeliest nodes below a root's site, as far as the builder has space.
 
-    In the order in which they were added when they were recorded: of equally likely paths that one comes
-    first that was found first, and of a node's next sibling and its first child the sibling.
+    Nodes come in their recorded order. Equally likely paths come in order of discovery; a node's next
+    sibling comes before its first child.
     """
     known: dict[int, tuple[list[int], list[float], list[int]]] = {}
-    # A path that waits: its probability, and where its last node would hang.
+    # a queued path: its probability and the parent of its last node
     waiting: list[tuple[float, int, int, int, int, float]] = []
 
     def wait(above: float, parent: int, site: int, rank: int) -> None:
-        """Let the child of that rank wait, if there is one and it is likely enough."""
+        """Queue the child of that rank, if it exists and is likely enough."""
         if site not in known:
             known[site] = guesses.draws(site)
         _, likely, _ = known[site]
@@ -304,7 +302,7 @@ def regrow(
 
 
 def replayed_drafts(trace: Trace, clock: ReplayClock, *, whole_trees: bool = False) -> dict[str, AnyReplayed]:
-    """The drafts of a trace, to be answered from it; heads grow `whole_trees`, or what they would."""
+    """Return the drafts of a trace, answered from it; heads grow `whole_trees` or their usual size."""
     return {
         name: ReplayedPasses(name, CostTable(draft.curve), clock)
         if draft.head is None
@@ -321,11 +319,11 @@ def replayed_drafts(trace: Trace, clock: ReplayClock, *, whole_trees: bool = Fal
 
 
 def speculator_of(replayed: AnyReplayed, speculation: SpeculationConfig, trace: Trace) -> LevelSpeculator:
-    """The speculator of a replayed draft, as an engine makes it."""
+    """Return the speculator of a replayed draft, as an engine makes it."""
     name, engine, shape = replayed.name, trace.engine, Shape.of(speculation)
     if isinstance(replayed, ReplayedHead):
         trees = OnePassTrees(name, shape, replayed.grow, replayed.draw)
-        # Which layer it is told of is all the same: their states have no width.
+        # The layer does not matter: hidden states have width 0.
         return BlockDraft(
             *(name, replayed.guess, replayed.head, trees),
             max_rows=engine.max_step_tokens,
@@ -337,7 +335,7 @@ def speculator_of(replayed: AnyReplayed, speculation: SpeculationConfig, trace: 
 
 
 def num_rows(rows: Sequence[Rows]) -> int:
-    """The rows of one pass."""
+    """Return the number of rows of one pass."""
     return sum(len(part.token_ids) for part in rows)
 
 

@@ -1,8 +1,8 @@
-"""The engine over a target that answers from a trace, and a clock on which its passes take what they cost.
+"""The engine with a target that answers from a trace, on a virtual clock.
 
-Step, scheduler, ensemble, speculators, policy and transcripts are the engine's own. What is replaced are the
-models: the executor's flight chooses what the target wrote, drafts answer from their records (drafts.py), and
-seconds go by only where a pass or a stage of a step takes some.
+Step, scheduler, ensemble, speculators, policy and transcripts are the engine's own. The models are replaced:
+the executor's flight chooses the recorded tokens, drafts answer from their recordings (drafts.py), and the
+clock advances by the seconds of passes and step stages.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from specinfer.verify.scan import NUMPY, Ask, Scan
 
 @dataclass(frozen=True, slots=True)
 class PlayedEntry:
-    """One request's share of a step that was played."""
+    """One request's share of a played step."""
 
     request_id: str
     tree: TokenTree
-    path: tuple[int, ...]  # nodes that the target chose
-    committed: tuple[int, ...]  # tokens that became text: the path's, and the bonus token where there is one
+    path: tuple[int, ...]  # accepted nodes
+    committed: tuple[int, ...]  # committed tokens: the path's and the bonus token, if any
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedStep:
-    """A step that was played."""
+    """A played step."""
 
-    seconds: Mapping[str, float]  # of its stages, by the trace's curves
+    seconds: Mapping[str, float]  # by stage, from the trace's curves
     rows: int  # of the target's pass
-    passes: Mapping[str, int]  # of each draft
-    requests: tuple[str, ...]  # all in it, those whose prompts are being read included
-    entries: tuple[PlayedEntry, ...]  # those with a tree
+    passes: Mapping[str, int]  # by draft
+    requests: tuple[str, ...]  # all requests of the step, prefilling ones included
+    entries: tuple[PlayedEntry, ...]  # requests with a tree
 
 
 @dataclass(slots=True)
@@ -68,19 +68,21 @@ class _Playing:
     """A request inside the engine."""
 
     text: tuple[int, ...]  # prompt and output
-    said: int  # tokens of it that the engine has
+    said: int  # number of tokens that the engine has committed
 
 
 class TracedFlight:
-    """A Flight of a target whose texts are known: it chooses what they go on with, and has no logits."""
+    """A Flight of a target whose texts are known: it has choices along the text, and no logits."""
 
     scan: Scan = NUMPY
-    at_once: int = 0  # beside the text nothing is known
+    at_once: int = 0  # no row beyond the text is known
 
     def __init__(
         self, vocab: int, choices: Mapping[int, int], tapped_TND: Tensor, taps: Sequence[int]
     ) -> None:
-        """`choices` are the tokens at rows whose paths are text; `tapped_TND` what the layers `taps` got."""
+        """`choices` has the tokens at rows whose paths follow the text; `tapped_TND` the inputs of layers
+        `taps`.
+        """
         self.vocab = vocab
         self._choices = choices
         self._tapped_TND = tapped_TND
@@ -89,27 +91,25 @@ class TracedFlight:
     def choices(
         self, rows: Sequence[int], asks: Sequence[Ask], changes: Sequence[RowChanges] | None = None
     ) -> list[int]:
-        """As Flight says, of rows whose paths are text."""
+        """See Flight; only for rows whose paths follow the text."""
         return [self._choices[row] for row in rows]
 
     def tapped(self, layers: Sequence[int]) -> Tensor:
-        """As Flight says."""
+        """See Flight."""
         return self._tapped_TND.index_select(1, torch.tensor([self._taps.index(one) for one in layers]))
 
     def _lacks(self, *_: object) -> NoReturn:
-        """Raises IntegrityError."""
-        raise IntegrityError(
-            "a trace keeps no logits; only what the target chose along its texts can be asked"
-        )
+        """Raise IntegrityError."""
+        raise IntegrityError("a trace keeps no logits, only the target's choices along its texts")
 
     likeliest = scores = row = copy = _lacks
 
 
 class TracedExecutor:
-    """An Executor whose target has written all its texts already.
+    """An Executor whose target has already written all its texts.
 
-    With `states` another executor runs the passes, too, for the hidden states that heads read; else these
-    have no width.
+    With `states`, a second executor runs the passes for the hidden states that heads read; otherwise these
+    have width 0.
     """
 
     def __init__(
@@ -120,18 +120,18 @@ class TracedExecutor:
         clock: ReplayClock,
         states: Executor | None = None,
     ) -> None:
-        """A pass takes what `costs` say, and what a step does besides what `stages` say."""
+        """`costs` has the seconds of passes, `stages` those of a step's other stages."""
         self._vocab = vocab
         self._costs = costs
         self._clock = clock
         self._scheduling = stages.get(Stage.SCHEDULE, 0.0)
         self._behind = stages.get(Stage.VERIFY, 0.0) + stages.get(Stage.COMMIT, 0.0)
         self._states = states
-        self.texts: dict[str, tuple[int, ...]] = {}  # of the requests that run
+        self.texts: dict[str, tuple[int, ...]] = {}  # running requests only
         self.rows = 0  # of all passes so far
 
     def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Launch:
-        """As Executor says."""
+        """See Executor."""
         rows = sum(entry.end - entry.start for entry in plan.entries) + sum(t.num_nodes - 1 for t in trees)
         self.rows += rows
         self._clock.run(self._scheduling + self._costs.seconds(rows))
@@ -148,30 +148,30 @@ class TracedExecutor:
         return Launch(TracedFlight(self._vocab, choices, tapped_TND, taps))
 
     def close(self) -> None:
-        """Does nothing: passes are over at once."""
+        """Do nothing: no pass is pending."""
 
     def drop(self, launch: Launch) -> None:
-        """As Executor says; a pass has ended when it was launched."""
+        """See Executor; a pass ends at its launch."""
 
     @property
     def stream(self) -> None:
-        """As Executor says: there are no weights."""
+        """See Executor; there are no weights."""
         return None
 
     @property
     def rank_seconds(self) -> Mapping[str, float]:
-        """As Executor says: there are no ranks."""
+        """See Executor; there are no ranks."""
         return {}
 
     def move(self, moves: Sequence[Move]) -> None:
-        """As Executor says; here a step's stages behind its pass take their time."""
+        """See Executor; charges the stages after the pass."""
         if self._states is not None:
             self._states.move(moves)
         self._clock.run(self._behind)
 
 
 class ReplayEngine:
-    """Plays recorded texts in an Engine. Its speculators and its policy learn from play to play."""
+    """Plays recorded texts in an Engine. Its speculators and its policy keep learning from play to play."""
 
     def __init__(
         self,
@@ -185,10 +185,9 @@ class ReplayEngine:
         clock: ReplayClock | None = None,
         states: Executor | None = None,
     ) -> None:
-        """An engine of a trace for `batch` requests at once; `states` are those of TracedExecutor.
+        """Make an engine of a trace for `batch` concurrent requests; for `states` see TracedExecutor.
 
-        `replayed` are the drafts among the speculators, by name, that answer from a trace; they run on
-        `clock`, too.
+        `replayed` are the speculators that answer from a trace, by name; they share `clock`.
         """
         self._facts = facts = trace.engine
         self._batch = batch
@@ -230,16 +229,16 @@ class ReplayEngine:
         self._playing: dict[str, _Playing] = {}
         self._requests = 0
         self._in_step: tuple[str, ...] = ()
-        self._entries: list[PlayedEntry] = []  # of the step
+        self._entries: list[PlayedEntry] = []  # of the current step
 
     def play(
         self, texts: Sequence[tuple[Trace, int]], at_once: int | None = None, slowdown: float = 1.0
     ) -> Iterator[PlayedStep]:
         """Play texts of traces, by number, at most `at_once` at a time; yields every step.
 
-        `slowdown` times as long as the trace says takes everything, on a machine that others use, too.
-        Request ids count from "0" on, over all plays, in the order of `texts`. Raises TraceTooSmallError when
-        the policy asks for a guess that was not recorded.
+        All seconds of the trace are multiplied by `slowdown`, to simulate a shared machine. Request ids count
+        from "0" over all plays, in the order of `texts`. Raises TraceTooSmallError if the policy needs a
+        proposal that was not recorded.
         """
         most = self._batch if at_once is None else at_once
         if not 1 <= most <= self._batch:
@@ -248,7 +247,7 @@ class ReplayEngine:
         starts = {id(trace): trace.starts for trace, _ in texts}
         waiting = deque(texts)
         while waiting or self._playing:
-            # As an engine has them: those behind one that waits for a running prompt may begin before it.
+            # As in an engine, requests behind one that waits for a running prompt may start before it.
             while waiting and (most == self._batch or len(self._playing) < most):
                 trace, number = waiting.popleft()
                 self._add(trace, number, starts[id(trace)][number])
@@ -269,7 +268,7 @@ class ReplayEngine:
         self._engine.add(admitted)
 
     def _ends_by_itself(self, text: RecordedText) -> bool:
-        """Whether the text's own parameters end it where the record does."""
+        """True if the text's own parameters end it at its recorded end."""
         params, count = text.params, len(text.output)
         ending = {*params.stop_token_ids, *(() if params.ignore_eos else self._facts.ending)}
         full = len(text.prompt) + count >= self._admission.max_context
@@ -291,7 +290,7 @@ class ReplayEngine:
             if delta.finished:
                 self._leave(delta.id)
         if not self._in_step:
-            raise IntegrityError("requests wait in a replay, and none can run")
+            raise IntegrityError("requests of a replay wait and none can run")
         ran = {name: passes.passes - before[name] for name, passes in self._replayed.items()}
         seconds = dict(self._engine.clock.last)
         return PlayedStep(seconds, self._executor.rows - rows, ran, self._in_step, tuple(self._entries))
@@ -315,19 +314,19 @@ class ReplayEngine:
 
 
 def _wordless_tokenizer(ending: Iterable[int]) -> Tokenizer:
-    """A tokenizer whose ids stand for no text, as a trace does not say for which."""
+    """Return a tokenizer whose ids decode to no text, since a trace has no vocabulary."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.decoder = tokenizers.decoders.ByteLevel()
     return Tokenizer(backend, eos_token_ids=ending)
 
 
 def num_blocks(facts: RecordedEngine, speculation: SpeculationConfig, batch: int) -> int:
-    """Cache blocks for so many of the longest texts at once, with their trees."""
+    """Return the KV blocks for `batch` texts of the largest length with their trees."""
     return -(-batch * (facts.max_context + speculation.most_nodes) // facts.block_size)
 
 
 def path_along(tree: TokenTree, text: Sequence[int], end: int) -> tuple[int, ...]:
-    """The nodes of a tree below `end` tokens of a text along which the text goes on."""
+    """Return the path of a tree after `end` tokens that follows the text."""
     children = tree.children() if tree.num_nodes > 1 else [{}]
     path: list[int] = []
     node = 0

@@ -1,13 +1,13 @@
-"""What a draft guessed at every place of some texts, as deep and as wide as it was asked.
+"""A draft's recorded proposals at every position of some texts, as tries in flat arrays.
 
-A draft's children of a node are a function of the text before it (of seed and position too, where draws are
-coupled). So for each root, a place of a text, there is a trie of token paths:
+A draft's children of a node are a function of the text before it, and of seed and position for coupled draws.
+So each root, a position of a text, has a trie of token paths:
 
-    root     of a text and a place in it: the site of no path
-    site     a path below a root whose children were drawn: how many it was asked for, what it saw
+    root     a position of a text: the site of the empty path
+    site     a path below a root whose children were drawn, with their requested number and evidence
     draw     one child of a site, best first: its token, its confidence, and the site below it, if any
 
-All of it lies in a few arrays. A site comes before the sites below it.
+A site precedes the sites below it.
 """
 
 from __future__ import annotations
@@ -27,27 +27,29 @@ NO_SITE = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GuessTrie:
-    """One draft's guesses along all texts of a trace."""
+    """One draft's proposals along all texts of a trace."""
 
-    roots: NDArray[np.int32]  # [places]: the site of each output token's root, NO_SITE where none was drawn
-    first: NDArray[np.int64]  # [sites + 1]: of each site its first draw
-    asked: NDArray[np.int32]  # [sites]: how many children were asked for; fewer draws: there are no more
-    evidence: NDArray[np.float64]  # [sites, of a draw]
+    roots: NDArray[np.int32]  # [places]: the site of each output token's root, NO_SITE if none was drawn
+    first: NDArray[np.int64]  # [sites + 1]: first draw of each site
+    asked: NDArray[np.int32]  # [sites]: requested number of children; if fewer were drawn there are no more
+    evidence: NDArray[np.float64]  # [sites, evidence per draw]
     tokens: NDArray[np.int32]  # [draws]
     confidences: NDArray[np.float64]  # [draws]
-    below: NDArray[np.int32]  # [draws]: the site of the path that ends with this draw, or NO_SITE
+    below: NDArray[np.int32]  # [draws]: site of the path that ends with this draw, or NO_SITE
 
     def draws(self, site: int) -> tuple[list[int], list[float], list[int]]:
-        """Tokens, confidences and sites below of a site's draws, best first."""
+        """Return tokens, confidences and child sites of a site's draws, best first."""
         of_site = slice(*self.first[site : site + 2].tolist())
         return self.tokens[of_site].tolist(), self.confidences[of_site].tolist(), self.below[of_site].tolist()
 
     def seen(self, site: int) -> tuple[float, ...]:
-        """The evidence of a site's draws."""
+        """Return the evidence of a site's draws."""
         return tuple(self.evidence[site].tolist())
 
     def complaint(self, places: int, vocab: int) -> str:
-        """Why these arrays are no trie over `places` places and `vocab` tokens; "" where they are one."""
+        """Return why these arrays are no trie over `places` positions and `vocab` tokens, or "" for a
+        valid trie.
+        """
         sites, draws = len(self.asked), len(self.tokens)
         if len(self.roots) != places:
             return "there is not one root for each output token"
@@ -71,7 +73,7 @@ class GuessTrie:
 
 @dataclass(slots=True)
 class _Site:
-    """The children drawn of one path, by the widest question."""
+    """The children drawn of one path, by its largest requested number."""
 
     asked: int
     tokens: list[int]
@@ -81,25 +83,25 @@ class _Site:
 
 @dataclass(slots=True)
 class GuessRecorder:
-    """Takes down a draft's guesses root by root; `trie` makes arrays of them.
+    """Records a draft's proposals root by root; `trie` returns their arrays.
 
-    Trees of several shapes below one root become one trie: the widest question at each path counts.
+    Trees of several shapes below a root become one trie, with the largest requested number at each path.
     """
 
-    _open: dict[tuple[int, ...], _Site] = field(default_factory=dict)  # of the root that is drawn
+    _open: dict[tuple[int, ...], _Site] = field(default_factory=dict)  # of the current root
     _roots: array[int] = field(default_factory=lambda: array("i"))
     _first: array[int] = field(default_factory=lambda: array("q", [0]))
     _asked: array[int] = field(default_factory=lambda: array("i"))
     _evidence: array[float] = field(default_factory=lambda: array("d"))
-    _pieces: int = 0  # of evidence a draw has, as soon as one is known
+    _pieces: int = 0  # number of evidence values per draw, once known
     _tokens: array[int] = field(default_factory=lambda: array("i"))
     _confidences: array[float] = field(default_factory=lambda: array("d"))
     _below: array[int] = field(default_factory=lambda: array("i"))
 
     def note(self, path: tuple[int, ...], asked: int, tokens: Sequence[int], draws: Sequence[Draw]) -> None:
-        """Take down that these are the children of `path` below the open root, `asked` being wanted.
+        """Record the children of `path` below the current root, of `asked` requested ones.
 
-        Raises IntegrityError where a site's draws differ in evidence, as no draft's do.
+        Raises IntegrityError if a site's draws differ in evidence, which no draft's do.
         """
         known = self._open.get(path)
         if known is not None and known.asked >= asked:
@@ -109,7 +111,7 @@ class GuessRecorder:
         self._open[path] = _Site(asked, list(tokens), [draw.confidence for draw in draws], evidence)
 
     def close_root(self) -> None:
-        """The next place of the texts is reached: what was noted belongs to the one before."""
+        """End the current root and go to the next position of the texts."""
         paths = sorted(self._open, key=len)
         number = {path: len(self._asked) + i for i, path in enumerate(paths)}
         self._roots.append(number.get((), NO_SITE))
@@ -117,8 +119,8 @@ class GuessRecorder:
             site = self._open[path]
             if not self._pieces and site.evidence:
                 self._pieces = len(site.evidence)
-                self._evidence.extend([0.0] * (self._pieces * len(self._asked)))  # nobody saw a thing so far
-            # A site without draws saw nothing.
+                self._evidence.extend([0.0] * (self._pieces * len(self._asked)))  # no evidence so far
+            # A site without draws has no evidence.
             ensure(len(site.evidence) in (0, self._pieces), "all draws of a draft have as much evidence")
             self._evidence.extend(site.evidence or [0.0] * self._pieces)
             self._asked.append(site.asked)
@@ -129,7 +131,7 @@ class GuessRecorder:
         self._open.clear()
 
     def trie(self) -> GuessTrie:
-        """Everything noted of the roots that were closed."""
+        """Return the trie of all closed roots."""
         return GuessTrie(
             roots=np.array(self._roots, dtype=np.int32),
             first=np.array(self._first, dtype=np.int64),

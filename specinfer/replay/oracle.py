@@ -1,12 +1,13 @@
-"""A policy that knows the text: what no policy can do better with the same speculators and shapes.
+"""The oracle policy, which knows the text: an upper bound for policies with the same speculators and
+shapes.
 
-At every place of a text it is known how far each speculator guesses right. So the least time from there to
-the end can be computed, from the last place to the first: over who might guess, and how far it is followed.
+At every position the recorded number of correct tokens of each speculator is known. So dynamic programming
+from the last position to the first finds the fastest plan over speculators and depths:
 
     least(place) = min over speculators, depths of draft's passes + target's pass + least(place + depth + 1)
 
-Costs are those of a batch whose requests all do the same. What a draft has to read that was not asked for a
-while is not counted when the plan is made, but when it is played; a prompt is.
+Costs assume that all requests of a batch do the same. A plan ignores rows that an idle draft has to read
+later, though playing it charges them; it includes prompts.
 """
 
 from __future__ import annotations
@@ -27,33 +28,33 @@ from specinfer.tree import TokenTree
 from specinfer.tree.merging import firm_nodes, keep
 from specinfer.tree.token_tree import draws_by_parent
 
-Reaches = Mapping[str, int]  # speculator -> how many tokens its own guesses are right, from a root on
-_USUAL_ROWS = 2  # of a draft's first pass: the root, and the last guess it had not run
+Reaches = Mapping[str, int]  # speculator -> number of correct tokens that it proposes below a root
+_USUAL_ROWS = 2  # rows of a draft's first pass: the root and the last proposed token, which it has not run
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedGuess:
-    """What is done at one place: which draft guesses, if any, and how many nodes are verified."""
+    """The plan at one position: the draft that runs, if any, and the number of verified nodes."""
 
     draft: str = ""
-    levels: int = 0  # of its tree
-    nodes: int = 0  # of the path along the text
+    levels: int = 0  # levels of the draft's tree
+    nodes: int = 0  # nodes of the path along the text
 
 
 class _KnowsTexts(SpeculationPolicy):
-    """Knows the text of each request in a step; requests are numbered in the order they are played."""
+    """Has the text of each request; requests are numbered in order of play."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self._texts = texts
         self._plan = StepPlan(())
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
-        """Remember who is in the step."""
+        """Remember the step's requests."""
         self._plan = plan
         return plan
 
     def _path(self, entry: PlanEntry, tree: TokenTree) -> tuple[int, ...]:
-        """The nodes of an entry's tree along its text."""
+        """Return the path of an entry's tree along its text."""
         return path_along(tree, self._texts[int(entry.request.request_id)], entry.end)
 
     def worth_deepening(
@@ -63,7 +64,7 @@ class _KnowsTexts(SpeculationPolicy):
         trees: Sequence[TokenTree],
         ends: Sequence[Sequence[int]],
     ) -> list[Sequence[int]]:
-        """Of each tree the last node along its text, if it is one of these ends."""
+        """Return each tree's last node along its text, if it is an open leaf."""
         paths = [self._path(*pair) for pair in zip(entries, trees, strict=True)]
         return [
             path[-1:] if path and path[-1] in of_tree else ()
@@ -72,15 +73,15 @@ class _KnowsTexts(SpeculationPolicy):
 
 
 class _Listening(_KnowsTexts, LookingOn):
-    """Notes of every place how far each speculator guesses right."""
+    """Records at every position how many tokens of each speculator are correct."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         super().__init__(texts)
-        # Of each text, by tokens before the root.
+        # one mapping per text, by tokens before the root
         self.reaches: list[dict[int, Reaches]] = [{} for _ in texts]
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
-        """Look at all nodes, and verify none."""
+        """Examine all nodes and verify none."""
         for entry, tree in zip(self._plan.tree_entries, trees, strict=True):
             number = int(entry.request.request_id)
             self.reaches[number][entry.end] = reaches(tree, self._texts[number], entry.end)
@@ -88,10 +89,10 @@ class _Listening(_KnowsTexts, LookingOn):
 
 
 class OraclePolicy(_KnowsTexts):
-    """Does at every place what was found to be best."""
+    """Follows the fastest plan at every position."""
 
     def __init__(self, texts: Sequence[Sequence[int]], choices: Sequence[Mapping[int, PlannedGuess]]) -> None:
-        """Of each request, in the order they are played, its text and the choices by tokens before a root."""
+        """`texts` in order of play, and each one's plan by tokens before a root."""
         super().__init__(texts)
         self.choices = choices
         self._used = [{choice.draft for choice in of_text.values()} for of_text in choices]
@@ -103,7 +104,7 @@ class OraclePolicy(_KnowsTexts):
         unread: Sequence[int],
         guessed: Sequence[TokenTree],
     ) -> list[bool]:
-        """Where its guesses are followed; a prompt is read where they will be."""
+        """Return True if the plan uses the draft; it reads a prompt if the plan uses it later."""
         return [
             self._choice(entry).draft == speculator
             if entry.max_nodes > 1
@@ -118,7 +119,7 @@ class OraclePolicy(_KnowsTexts):
         trees: Sequence[TokenTree],
         ends: Sequence[Sequence[int]],
     ) -> list[Sequence[int]]:
-        """Along the text, as deep as they are followed."""
+        """Return the open leaves along the text, down to the planned depth."""
         along = super().worth_deepening(speculator, entries, trees, ends)
         return [
             nodes if max(tree.depths()) < self._choice(entry).levels else ()
@@ -126,7 +127,7 @@ class OraclePolicy(_KnowsTexts):
         ]
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
-        """The path along the text; trees with sampled draws stay whole."""
+        """Return the paths along the text; trees with sampled draws stay whole."""
         return [
             tree
             if firm_nodes(tree)
@@ -139,7 +140,7 @@ class OraclePolicy(_KnowsTexts):
 
 
 def oracle(parts: Sequence[Phase], speculation: SpeculationConfig) -> OraclePolicy:
-    """The policy that knows the texts of these parts, to be played in this order and from the start."""
+    """Return the oracle policy for these parts, to be played in this order and from the start."""
     played = [(trace, number, part.at_once) for part in parts for trace, number in part.texts]
     texts = _texts(parts)
     choices = [
@@ -152,10 +153,9 @@ def oracle(parts: Sequence[Phase], speculation: SpeculationConfig) -> OraclePoli
 
 
 def play_oracle(parts: Sequence[Phase], speculation: SpeculationConfig) -> Played:
-    """Play parts under the policy that knows their texts, or without speculation where that is quicker.
+    """Play parts under the oracle policy, or without speculation if that is faster.
 
-    The plan takes it that all requests of a batch do the same; where they part, a plan that gains little may
-    lose.
+    The plan assumes that all requests of a batch do the same; otherwise a plan with a small gain may lose.
     """
     planned = play(parts, oracle(parts, speculation), speculation=speculation, whole_trees=True)
     return min(planned, play_without(parts), key=lambda played: played.seconds)
@@ -164,24 +164,25 @@ def play_oracle(parts: Sequence[Phase], speculation: SpeculationConfig) -> Playe
 def reaches_of(
     parts: Sequence[Phase], speculation: SpeculationConfig | None = None
 ) -> list[dict[int, Reaches]]:
-    """How far each speculator guesses right, at every place of the parts' texts by tokens before the root.
+    """Return each speculator's number of correct tokens at every position, by tokens before the root.
 
-    All guess at every place, as `speculation` says, or the traces' own; drafts go on along the text alone.
+    All speculators propose at every position, with `speculation` or the traces' own; drafts only continue
+    along the text.
     """
     listening = _Listening(_texts(parts))
-    # In the same parts, as what a speculator knows may depend on which requests have ended.
+    # Parts stay the same, as a speculator's lookups may depend on the finished requests.
     play(parts, listening, speculation=speculation, whole_trees=True)
     return listening.reaches
 
 
 def _texts(parts: Sequence[Phase]) -> list[tuple[int, ...]]:
-    """Prompts and outputs, in the order in which they are played."""
+    """Return prompts with outputs, in order of play."""
     texts = [trace.texts[number] for part in parts for trace, number in part.texts]
     return [text.prompt + text.output for text in texts]
 
 
 def reaches(tree: TokenTree, text: Sequence[int], end: int) -> Reaches:
-    """How far down a tree below `end` tokens of a text each speculator's own draws follow the text."""
+    """Return how deep each speculator's own draws follow the text below `end` of its tokens."""
     found: dict[str, int] = {}
     below = draws_by_parent(tree.draws)
     parent = 0
@@ -201,9 +202,10 @@ def _best(
     at_once: int,
     speculation: SpeculationConfig,
 ) -> dict[int, PlannedGuess]:
-    """The choices that bring one text to its end in the least time, by tokens before a root.
+    """Return the plan that finishes a text in the least time, by tokens before the root.
 
-    A draft that guesses at all has to read the prompt: the best of plans without any, with each, with all.
+    A draft in the plan must read the prompt: compares plans with no draft, with each draft and with all
+    drafts.
     """
     costs = _Costs.of(trace, at_once, speculation)
     drafts = tuple(trace.drafts)
@@ -218,27 +220,29 @@ def _best(
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """Seconds of one request's share of a batch that does the same."""
+    """Seconds of one request's share of a batch whose requests all do the same."""
 
     at_once: int
-    rest: float  # of a step, beside all passes
+    rest: float  # seconds of a step without its passes
     target: CostTable
-    passes: Mapping[str, Sequence[float]]  # draft -> of trees of 0, 1, ... levels
+    passes: Mapping[str, Sequence[float]]  # draft -> seconds of trees of 0, 1, ... levels
 
     @classmethod
     def of(cls, trace: Trace, at_once: int, speculation: SpeculationConfig) -> _Costs:
-        """The costs that a trace tells."""
+        """Return the costs of a trace."""
         passes = (Stage.PROPOSE, Stage.FORWARD)
         rest = sum(seconds for stage, seconds in trace.stages.items() if stage not in passes)
         levels = {name: _pass_seconds(trace, name, at_once, speculation) for name in trace.drafts}
         return cls(at_once, rest, CostTable(trace.curve), levels)
 
     def step(self, spent: float, nodes: int) -> float:
-        """A step in which drafts take `spent` seconds and each request has so many nodes verified."""
+        """Return the seconds of a step with `spent` seconds of draft passes and `nodes` verified nodes per
+        request.
+        """
         return (spent + self.target.seconds(self.at_once * (1 + nodes)) + self.rest) / self.at_once
 
     def reading(self, trace: Trace, name: str, prompt: int) -> float:
-        """Passes in which a draft reads a prompt, chunk by chunk."""
+        """Return the seconds of a draft's passes over a prompt, chunk by chunk."""
         table, most = CostTable(trace.drafts[name].curve), trace.engine.max_step_tokens
         return sum(table.seconds(min(most, prompt - start)) for start in range(0, prompt, most))
 
@@ -246,7 +250,9 @@ class _Costs:
 def _plan(
     drafts: Sequence[str], prompt: int, length: int, known: Mapping[int, Reaches], costs: _Costs
 ) -> tuple[float, dict[int, PlannedGuess]]:
-    """The least seconds to a text's end behind its first token, where these drafts may be asked, and how."""
+    """Return the least seconds from a text's first output token to its end with these drafts, and the
+    plan.
+    """
     least = [0.0] * (length + 1)
     choices: dict[int, PlannedGuess] = {}
     for end in range(length - 1, prompt, -1):
@@ -265,9 +271,9 @@ def _plan(
 
 
 def _pass_seconds(trace: Trace, name: str, at_once: int, speculation: SpeculationConfig) -> list[float]:
-    """Seconds of a draft's passes for trees of 0, 1, ... levels, of which the right nodes alone are run."""
+    """Return the seconds of a draft's passes for trees of 0, 1, ... levels that follow the text."""
     table = CostTable(trace.drafts[name].curve)
-    if (head := trace.drafts[name].head) is not None:  # one pass, that reads what the step before has added
+    if (head := trace.drafts[name].head) is not None:  # one pass, which also reads the last step's tokens
         return [0.0, *(table.seconds(at_once * (1 + level)) for level in range(1, 1 + head.depth))]
     first, each = (table.seconds(at_once * rows) for rows in (_USUAL_ROWS, 1))
     return [0.0, *(first + level * each for level in range(speculation.deepest))]

@@ -1,8 +1,8 @@
-"""Records traces: the target writes texts once, then the drafts guess at every place of them.
+"""Records traces: the target writes the texts once, then the drafts propose at every position.
 
-The drafts run in a replay whose policy verifies nothing, so that every step adds one token: they read and
-guess as they would in an engine that decodes these texts without luck. Where heads are among them the target
-reads the texts along with them, as they read its hidden states.
+The drafts run in a replay whose policy verifies no proposals, so every step adds one token: they read and
+propose as in an engine that accepts none. With heads among them the target also reads the texts, as heads
+need its hidden states.
 """
 
 from __future__ import annotations
@@ -41,10 +41,8 @@ from specinfer.speculation_config import NO_SPECULATION, SpeculationConfig
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.expansion import Expansion
 
-WIDTH: Final = (
-    8  # children that are recorded at the root, and below the deepest nodes, where they cost nothing
-)
-# Of parameters a trace does not keep those that change no text, and what it keeps in another way.
+WIDTH: Final = 8  # children recorded at the root and below the deepest nodes, where they add no cost
+# Parameters that a trace need not keep: they change no text, or it has their effect elsewhere.
 _ELSEWHERE: Final = (
     "seed",
     "prediction",
@@ -56,10 +54,10 @@ _ELSEWHERE: Final = (
 
 
 def shapes_of(speculation: SpeculationConfig) -> list[Shape]:
-    """The shapes in which drafts guess below every root, unless others are asked for.
+    """Return the default shapes of recorded draft trees.
 
-    The first is what the engine's drafts do, made as deep as DEPTH; the second, for policies that would
-    rather go on elsewhere, all paths that are likely, or what is wide at the root.
+    The first is the engine's shape, DEPTH levels deep. The second, for policies with other shapes, has all
+    likely paths, or is wide at the root.
     """
     expansion, rule = speculation.fixed_expansion, speculation.draw_rule
     deep = expansion.deepened(DEPTH).widths
@@ -70,7 +68,7 @@ def shapes_of(speculation: SpeculationConfig) -> list[Shape]:
 
 
 def learned_shape(speculation: SpeculationConfig) -> Shape:
-    """The shape of all likely paths, from which any learned one can be taken."""
+    """Return the shape with all likely paths, which contains every learned shape."""
     usual, rule = speculation.fixed_expansion, speculation.draw_rule
     return Shape(usual, rule, learned=True, nodes=LIKELY_NODES, least=0.0)
 
@@ -82,10 +80,10 @@ def record(
     shapes: Sequence[Shape] = (),
     progress: Progress | None = None,
 ) -> Trace:
-    """A trace of what the LLM's target answers, with the guesses of its drafts at every place of the answers.
+    """Record a trace of the target's answers and its drafts' proposals at every position.
 
-    A draft guesses in all `shapes` below every root; what is kept is the union of its trees. Raises
-    ConfigError where drafts draw samples, RequestError for parameters that a trace does not keep.
+    A draft proposes in all `shapes` below every root; the trace keeps the union of the trees. Raises
+    ConfigError if drafts draw samples, RequestError for parameters that a trace does not keep.
     """
     check(llm, requests)
     config, models = llm.config, llm.models
@@ -131,13 +129,13 @@ def record(
 
 
 def check(llm: LLM, requests: Sequence[Request]) -> None:
-    """Raise ConfigError or RequestError where a trace would not tell what an engine does."""
+    """Raise ConfigError or RequestError if a replay would differ from the engine."""
     speculation = llm.config.speculation
     exact = (DrawRule.POINT_MASS, DrawRule.COUPLED)
     if speculation.verifier != "coupled" or speculation.draw_rule not in exact:
         raise ConfigError(
             f"the verifier is {speculation.verifier!r} and drafts draw by {speculation.draw_rule}; traces "
-            "are recorded under the coupled rule, where the text does not depend on what is guessed"
+            "need the coupled rule, whose text does not depend on the proposals"
         )
     heads = [name for name, draft in traced(llm.models).items() if isinstance(draft, BlockModel)]
     if not requests:
@@ -148,26 +146,26 @@ def check(llm: LLM, requests: Sequence[Request]) -> None:
                 continue
             usual = f.default_factory() if f.default_factory is not MISSING else f.default
             if (value := getattr(request.params, f.name)) != usual:
-                raise RequestError(f"{f.name} is {value!r}, and traces do not keep it; leave it out", f.name)
+                raise RequestError(f"{f.name} is {value!r}, and traces do not keep it; omit it", f.name)
         if heads:
             _check_best_first(request.params, heads[0])
 
 
 def _check_best_first(params: SamplingParams, head: str) -> None:
-    """Raise RequestError where a head's trees would be drawn level by level, which is not recorded."""
+    """Raise RequestError if a head would draw its trees level by level, which is not recorded."""
     unset = SamplingParams()
     names = ("min_tokens", *(() if params.greedy else ("top_k", "top_p", "min_p")))
     for name in names:
         if (value := getattr(params, name)) != getattr(unset, name):
             raise RequestError(
-                f"{name} is {value!r}, where head {head} draws its trees level by level; traces keep those "
-                "that grow best first: leave it out",
+                f"{name} is {value!r}, where head {head} draws its trees level by level; traces keep "
+                "best-first trees only: omit it",
                 name,
             )
 
 
 def traced(models: Models) -> dict[str, LanguageModel | BlockModel]:
-    """The drafts whose guesses a trace can keep; raises ConfigError where one is of another kind."""
+    """Return the drafts that a trace can keep; raises ConfigError for another kind."""
     found: dict[str, LanguageModel | BlockModel] = {}
     for name, draft in models.drafts.items():
         what = ""
@@ -178,7 +176,7 @@ def traced(models: Models) -> dict[str, LanguageModel | BlockModel]:
         elif (
             isinstance(draft, BlockModel) and not draft.head.causal and draft.head.block_size > MOST_NODES + 1
         ):
-            # How many of its rows there are, which all see each other, depends on how large trees may be.
+            # The number of rows that see each other depends on the largest tree.
             what = f"has blocks of {draft.head.block_size} rows, more than trees have nodes"
         else:
             found[name] = draft
@@ -193,9 +191,9 @@ def traced(models: Models) -> dict[str, LanguageModel | BlockModel]:
 def _written(
     llm: LLM, requests: Sequence[Request], progress: Progress
 ) -> tuple[list[RequestOutput], dict[str, float]]:
-    """What the target answers without speculation, and the seconds of each stage of a step, on average.
+    """Return the target's answers without speculation, and the mean seconds of each stage of a step.
 
-    The first request runs alone, which shows what a step's stages take, the others in batches.
+    The first request runs alone to time the stages, the others in batches.
     """
     plain = llm.variant(replace(llm.config, speculation=NO_SPECULATION))
     before = plain.statistics()
@@ -224,7 +222,7 @@ def _written(
 
 
 def _block_size(model: LanguageModel | BlockModel) -> int:
-    """Rows of a draft's pass besides those it reads."""
+    """Return the rows of a draft's pass besides the tokens it reads."""
     return model.head.block_size if isinstance(model, BlockModel) else 0
 
 
@@ -235,7 +233,7 @@ def _guess(
     shapes: Sequence[Shape],
     progress: Progress,
 ) -> None:
-    """Let the drafts guess at every place of the trace's texts, and note it."""
+    """Run the drafts at every position of the trace's texts and record their proposals."""
     models = traced(llm.models)
     heads = {name: model for name, model in models.items() if isinstance(model, BlockModel)}
     nodes = sum(LIKELY_NODES if s.learned else s.expansion.num_nodes - 1 for s in shapes)
@@ -243,9 +241,9 @@ def _guess(
     wide = replace(llm.config.speculation, drafts=(), max_nodes=room)
     engine = replace(
         trace.engine,
-        # All trees fit into a step, or they would be cut where a step of the engine has no rows left.
+        # All trees fit into a step; else the engine would cut them for lack of rows.
         max_step_tokens=trace.engine.max_step_tokens + room,
-        # What another request left in shared blocks a head has not read to the end.
+        # A head has not read all KV of prefixes that other requests left in shared blocks.
         prefix_reuse=trace.engine.prefix_reuse and not heads,
     )
     blocks = num_blocks(engine, wide, 1)
@@ -255,7 +253,7 @@ def _guess(
             runner_of_head = HeadRunner(model, num_blocks=blocks, block_size=engine.block_size)
             own = named_tokens(model.ids, model.config.vocab_size)
             if (grow := grow_best_first(name, model, own)) is None:
-                raise ConfigError(f"{name} is a head, whose trees are recorded with native kernels: use them")
+                raise ConfigError(f"{name} is a head; recording its trees needs native kernels")
             best_first = RecordedTrees(grow, notes[name].guesses)
             trees = OnePassTrees(name, shapes[0], best_first.grow, level_drawer(name, model, own))
             speculators.append(
@@ -303,7 +301,7 @@ def _text(request: Request, output: RequestOutput) -> RecordedText:
 
 
 def _two_likeliest(output: RequestOutput) -> list[list[float]]:
-    """The two highest log-probabilities at each place of an output."""
+    """Return the two highest log-probabilities at each position of an output."""
     assert output.logprobs is not None
     ranked = [sorted((one.logprob for one in at.values()), reverse=True)[:2] for at in output.logprobs]
     return [(best + [-np.inf] * 2)[:2] for best in ranked]

@@ -1,4 +1,4 @@
-"""Playing traces under a policy: workloads of recorded texts, what came of them, how much quicker it was."""
+"""Replays traces under a policy: workloads of recorded texts, their results and speedups."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from specinfer.speculate.policy.policy import SpeculationPolicy
 from specinfer.speculate.table import build_speculators
 from specinfer.speculation_config import NO_SPECULATION, SpeculationConfig
 
-_RESAMPLES: Final = 4000  # of texts, for an interval
+_RESAMPLES: Final = 4000  # resamples of texts per interval
 _LEVEL: Final = (2.5, 97.5)  # percentiles
 
-Kind = Trace | Sequence[Trace]  # texts of one kind, in one trace or in several
+Kind = Trace | Sequence[Trace]  # texts of one kind, in one trace or several
 MakePolicy = Callable[[Trace, SpeculationConfig], SpeculationPolicy]
 
 
 def cost_policy(trace: Trace, speculation: SpeculationConfig) -> SpeculationPolicy:
-    """The policy of an engine whose tree_size is "cost" and clock "curve", with the trace's curves."""
+    """Return the policy of an engine with tree_size "cost" and clock "curve", on the trace's curves."""
     drafts = {name: draft.curve for name, draft in trace.drafts.items()}
     return CostPolicy.by_curves(trace.curve, drafts, speculation, measured=False)
 
 
 def fixed_policy(trace: Trace, speculation: SpeculationConfig) -> SpeculationPolicy:
-    """The policy of an engine whose tree_size is "fixed"."""
+    """Return the policy of an engine with tree_size "fixed"."""
     return SpeculationPolicy()
 
 
@@ -43,26 +43,26 @@ POLICIES: Final[dict[str, MakePolicy]] = {
 
 
 def speculation_of(policy: str, speculation: SpeculationConfig) -> SpeculationConfig:
-    """The same of an engine that has the policy of this name."""
+    """Return the speculation config of an engine with the policy of this name."""
     return speculation.with_tree_size("fixed" if policy == "fixed" else "cost")
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Some texts, by trace and number, of which so many are played at once."""
+    """Texts, by trace and number; `at_once` are played concurrently."""
 
     texts: Sequence[tuple[Trace, int]]
     at_once: int = 1
-    slowdown: float = 1.0  # of all passes, by others on the machine
+    slowdown: float = 1.0  # factor on all seconds, caused by other processes
 
 
 def whole(kinds: Sequence[Kind], at_once: int = 1) -> list[Phase]:
-    """All texts of a kind after all of the one before: of several kinds, phases."""
+    """Return all texts of each kind, one kind after the other."""
     return [Phase(_texts(kind), at_once) for kind in kinds]
 
 
 def mixed(kinds: Sequence[Kind], at_once: int = 1) -> list[Phase]:
-    """Texts of all kinds in turns, as long as each lasts."""
+    """Return texts of all kinds, alternating until each kind ends."""
     rounds = zip_longest(*(_texts(kind) for kind in kinds))
     return [Phase([text for turn in rounds for text in turn if text is not None], at_once)]
 
@@ -75,28 +75,28 @@ def _texts(kind: Kind) -> list[tuple[Trace, int]]:
 
 @dataclass(slots=True)
 class Played:
-    """What playing some texts came to, by the traces' own curves; steps of one request count each."""
+    """Totals of playing some texts, by the traces' curves; steps are counted per request."""
 
     tokens: int = 0  # of all texts
     seconds: float = 0.0
-    passes: int = 0  # of the target: steps of the engine
-    rows: int = 0  # of these
-    steps: int = 0  # a request's, those left out that read its prompt or brought its first token
-    step_tokens: int = 0  # what these brought
-    nodes: int = 0  # that they verified, roots not counted
+    passes: int = 0  # target passes: steps of the engine
+    rows: int = 0  # of these passes
+    steps: int = 0  # per request; without steps that prefill or give the first token
+    step_tokens: int = 0  # tokens of these steps
+    nodes: int = 0  # verified nodes, roots excluded
     draft_passes: dict[str, int] = field(default_factory=dict)
-    # Trees of heads that had missed the beginning of a text, and were played as if they had read all of it.
+    # Head trees played in full although the head had not read the text's beginning.
     partly_read: int = 0
-    of_texts: list[float] = field(default_factory=list)  # seconds of each, in order: its part of its steps
+    of_texts: list[float] = field(default_factory=list)  # seconds of each text: its share of its steps
 
     @property
     def tokens_per_step(self) -> float:
-        """What a step brings a request, as RequestOutput.figures counts it."""
+        """Tokens per step of a request, as RequestOutput.figures counts them."""
         return self.step_tokens / self.steps if self.steps else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Prompts included."""
+        """Output tokens per second, prefill included."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
@@ -108,12 +108,11 @@ def play(
     on_step: Callable[[PlayedStep], None] | None = None,
     whole_trees: bool = False,
 ) -> Played:
-    """Play parts one after the other in one engine, which learns on; what all of it came to.
+    """Play parts in order in one engine, which keeps learning, and return the totals.
 
-    `speculation` is the traces' own, changed in whatever but the names of drafts and how they draw. With
-    `whole_trees` heads grow all that was recorded, and not about as much as is verified.
-    Raises ConfigError where the traces are not of the same models, TraceTooSmallError where one lacks a
-    guess.
+    `speculation` is the traces' own, changed in anything but the names of drafts and their draw rule. With
+    `whole_trees` heads grow all recorded nodes, otherwise about the verified number. Raises ConfigError for
+    traces of different models, TraceTooSmallError for a proposal that was not recorded.
     """
     first, clock = _first(parts), ReplayClock()
     speculation = first.speculation if speculation is None else speculation
@@ -135,7 +134,7 @@ def play(
 
 
 def play_without(parts: Sequence[Phase]) -> Played:
-    """Play parts without speculation: what others are compared with."""
+    """Play parts without speculation, as the baseline."""
     first = _first(parts)
     batch = max(part.at_once for part in parts)
     engine = ReplayEngine(first, (), SpeculationPolicy(), NO_SPECULATION, batch=batch)
@@ -143,7 +142,7 @@ def play_without(parts: Sequence[Phase]) -> Played:
 
 
 def with_nodes(trace: Trace, nodes: int | None) -> SpeculationConfig:
-    """The trace's speculation with trees of at most so many nodes; None: as many as it was recorded for."""
+    """Return the trace's speculation with at most `nodes` nodes per tree; None: the recorded maximum."""
     return trace.speculation if nodes is None else replace(trace.speculation, max_nodes=nodes)
 
 
@@ -175,7 +174,7 @@ def _count(
             played.rows += step.rows
             spent = sum(step.seconds.values())
             played.seconds += spent
-            for request_id in step.requests:  # which count from 0, in the order of the texts
+            for request_id in step.requests:  # ids count from 0, in the order of the texts
                 played.of_texts[int(request_id)] += spent / len(step.requests)
             for entry in step.entries:
                 played.tokens += len(entry.committed)
@@ -191,7 +190,7 @@ def _count(
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """A ratio of seconds, and the 95% interval around it."""
+    """A ratio of seconds and its 95% interval."""
 
     ratio: float
     low: float
@@ -202,11 +201,10 @@ class Speedup:
 
 
 def speedup(before: Sequence[float], after: Sequence[float]) -> Speedup:
-    """How many times as quick `after` is as `before`, of the same texts, whose seconds these are.
+    """Return how many times as fast `after` is as `before`, both in seconds of the same texts.
 
-    Texts are paired: which of them a workload happens to have makes both slow or quick alike. The interval
-    says what other texts of the same kind would show (a bootstrap over texts). Of one text it is the ratio
-    alone; the same seconds give the same interval.
+    Texts are paired, as a slow text is slow in both. The interval is a bootstrap over texts: the range for
+    other texts of the same kind. With one text it is the ratio itself; equal seconds give equal intervals.
     """
     seconds = np.array([before, after])  # [2, texts]
     ratio = float(seconds[0].sum() / seconds[1].sum())

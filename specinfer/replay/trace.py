@@ -1,10 +1,10 @@
-"""A policy trace: texts, what drafts would have guessed at every place of them, and what everything costs.
+"""A policy trace: texts, the drafts' proposals at every position, and the costs of passes and stages.
 
-Under the coupled rule, and greedily, a text does not depend on what was guessed. So a trace tells what any
-policy would have made of these texts, without a model (engine.py). Speculators that need none guess
-again when a trace is played, so their guesses are not kept.
+Under the coupled rule, and greedily, a text does not depend on the proposals. So a trace determines the
+result of any policy on these texts without a model (engine.py). Model-free speculators propose again during a
+replay, so a trace does not keep their proposals.
 
-On disk it is one NumPy .npz file, arrays by name and a head of JSON; no pickles.
+On disk it is one NumPy .npz file: named arrays and a JSON header, without pickles.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculation_config import SpeculationConfig
 
-DEPTH: Final = 8  # levels of drafts' trees that are recorded, at least
+DEPTH: Final = 8  # min number of recorded levels of draft trees
 VERSION: Final = 3
 _READ: Final = (2, 3)  # versions; 2 has no heads
-LARGEST: Final = 4 << 30  # bytes of all arrays together
-_UNSAID: Final = SpeculationConfig(lookup=False)  # what a file leaves out is as it is here
+LARGEST: Final = 4 << 30  # max bytes of all arrays
+_UNSAID: Final = SpeculationConfig(lookup=False)  # defaults for fields that a file omits
 _FORMAT: Final = "specinfer policy trace"
-# What of a request's parameters is kept: all that speculators, their limits and text ends depend on.
+# Kept request parameters: those that speculators, their limits and text ends depend on.
 KEPT_PARAMS: Final = (
     *("temperature", "top_k", "top_p", "min_p", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids"),
 )
 _DAMAGED: Final = (
     *(ValueError, TypeError, EOFError, MemoryError, NotImplementedError, RuntimeError, RecursionError),
     *(OverflowError, AttributeError, zipfile.BadZipFile, zlib.error, OSError),
-)  # what reading a file that is no trace may raise
+)  # exceptions from reading an invalid file
 _ARRAYS: Final = tuple(f.name for f in fields(GuessTrie))
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedText:
-    """One answer: what was asked, what the target wrote, and the parameters its guesses depend on."""
+    """One answer: prompt, output, and the parameters that proposals depend on."""
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
@@ -62,29 +62,30 @@ class RecordedText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedDraft:
-    """What one draft guesses along all texts, and what its passes cost.
+    """One draft's proposals along all texts, and the costs of its passes.
 
-    Of a head the sites of a root are one tree, grown best first; so any smaller one is a part of it.
+    A head's sites of a root form one tree, grown best first; every smaller tree is a part of it.
     """
 
     model: str
     max_context: int
     curve: CostCurve
     guesses: GuessTrie
-    measured: Mapping[int, tuple[int, float]] = field(default_factory=dict)  # rows -> passes, their seconds
-    head: BlockRows | None = None  # where it is one; None: a model
+    # rows -> number of passes, seconds
+    measured: Mapping[int, tuple[int, float]] = field(default_factory=dict)
+    head: BlockRows | None = None  # block heads only; None: a draft model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedEngine:
-    """The limits of the engine that wrote the texts, by which its steps are planned."""
+    """Limits of the engine that wrote the texts; they determine its plans."""
 
     vocab: int
     max_context: int
     max_step_tokens: int
     block_size: int
     prefix_reuse: bool
-    ending: tuple[int, ...]  # token ids after which no text follows, unless a request ignores them
+    ending: tuple[int, ...]  # token ids that end a text, unless a request ignores them
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -93,17 +94,17 @@ class Trace:
 
     model: str
     engine: RecordedEngine
-    speculation: SpeculationConfig  # with the speculators, shapes and limits that were switched on
+    speculation: SpeculationConfig  # with the recorded speculators, shapes and limits
     texts: tuple[RecordedText, ...]
-    drafts: Mapping[str, RecordedDraft]  # by speculator name, in the order they are asked
+    drafts: Mapping[str, RecordedDraft]  # by speculator name, in the order they run
     curve: CostCurve  # of the target
-    stages: Mapping[str, float]  # seconds of each stage of a step without speculation, on average
-    likeliest: NDArray[np.float32]  # [places, 2]: the target's two highest log-probabilities; NaN: not known
+    stages: Mapping[str, float]  # mean seconds of each stage of a step without speculation
+    likeliest: NDArray[np.float32]  # [places, 2]: the target's two highest log-probabilities; NaN: unknown
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def starts(self) -> list[int]:
-        """The place of each text's first output token among those of all texts; one more, for the end."""
+        """Index of each text's first output token among those of all texts, and the total at the end."""
         return [0, *accumulate(len(text.output) for text in self.texts)]
 
     @property
@@ -113,7 +114,7 @@ class Trace:
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Put a trace under `path`, which gets its name only when whole; raises ConfigError when that fails."""
+    """Write a trace to `path`, whole or not at all; raises ConfigError if that fails."""
     parts = [part for text in trace.texts for part in (text.prompt, text.output, text.prediction)]
     arrays: dict[str, NDArray[Any]] = {
         "head": np.frombuffer(json.dumps(_head(trace)).encode(), dtype=np.uint8),
@@ -134,7 +135,7 @@ def write_trace(path: Path, trace: Trace) -> None:
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a file; raises UserError where it is none, is damaged, or holds what makes no sense."""
+    """Read a trace; raises UserError if the file is no trace, damaged or inconsistent."""
     try:
         if (size := path.stat().st_size) > LARGEST:
             raise UserError(f"{path} has {size} bytes; allowed: {LARGEST}")
@@ -147,7 +148,9 @@ def read_trace(path: Path) -> Trace:
         reason = f"it lacks {error}"
     except _DAMAGED as error:
         reason = " ".join(str(error).split())
-    raise UserError(f"{path} is no policy trace: {reason}; give a file that `specinfer trace record` wrote")
+    raise UserError(
+        f"{path} is not a policy trace: {reason}; give a file that `specinfer trace record` wrote"
+    )
 
 
 def _head(trace: Trace) -> dict[str, Any]:
@@ -188,7 +191,7 @@ def _points(curve: CostCurve) -> list[list[float]]:
 
 
 def _arrays(data: bytes) -> dict[str, NDArray[Any]]:
-    """The arrays of an .npz file, none larger than its entry, all together within LARGEST bytes."""
+    """Read the arrays of an .npz file; each has its entry's size, and all have at most LARGEST bytes."""
     with zipfile.ZipFile(io.BytesIO(data)) as file:
         entries = file.infolist()
         if (size := sum(entry.file_size for entry in entries)) > LARGEST:
@@ -202,17 +205,17 @@ def _array(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> NDArray[Any]:
             raise ValueError(f"{entry.filename} has an unknown header")
         shape, fortran, kind = np.lib.format.read_array_header_1_0(data)
         if fortran or kind.hasobject or kind.byteorder == ">":
-            raise ValueError(f"{entry.filename} is no plain array")
+            raise ValueError(f"{entry.filename} is not a plain array")
         raw = data.read()
     if math.prod(shape) * kind.itemsize != len(raw):
-        raise ValueError(f"{entry.filename} is not as long as it says")
+        raise ValueError(f"{entry.filename} has another length than its entry")
     return np.frombuffer(raw, dtype=kind).reshape(shape)
 
 
 def _trace(arrays: Mapping[str, NDArray[Any]]) -> Trace:
     head = json.loads(arrays["head"].tobytes())
     if not isinstance(head, dict) or head.get("format") != _FORMAT:
-        raise ValueError("its head does not say that it is one")
+        raise ValueError("its header lacks the format name")
     if head["version"] not in _READ:
         raise ValueError(f"it is of version {head['version']}, this specinfer reads {_READ[0]} to {VERSION}")
     facts = {**head["engine"], "ending": tuple(head["engine"]["ending"])}
@@ -236,7 +239,7 @@ def _trace(arrays: Mapping[str, NDArray[Any]]) -> Trace:
         )
     stages = {str(stage): float(seconds) for stage, seconds in head["stages"].items()}
     if not all(0 <= seconds < math.inf for seconds in stages.values()):
-        raise ValueError("a stage takes no number of seconds")
+        raise ValueError("a stage has an invalid number of seconds")
     return Trace(
         model=str(head["model"]),
         engine=engine,
@@ -275,7 +278,7 @@ def _texts(
     if (lengths[:, :2] < 1).any():
         raise ValueError("a prompt or an output is empty")
     if ((tokens < 0) | (tokens >= engine.vocab)).any():
-        raise ValueError(f"a text holds what is no token of {engine.vocab}")
+        raise ValueError(f"a text has an id outside [0, {engine.vocab})")
     ends = np.cumsum(lengths).tolist()
     parts = [tuple(tokens[start:end].tolist()) for start, end in zip([0, *ends], ends, strict=False)]
     return tuple(

@@ -1,1 +1,1 @@
-"""What every report needs: prompts to ask, where its figures come from, a file to stand in."""
+"""Data sets of prompts, provenance of figures, and files of reports."""

@@ -1,10 +1,9 @@
-"""Prompts to measure with: JSON lines, one conversation each.
+"""Data sets of prompts: JSON lines, one conversation each.
 
     {"prompt": "..."}                          one question
     {"turns": ["...", "..."]}                  Spec-Bench: each turn follows the model's own answer
 
-`category`, `question_id` (or `id`) and `reference`, an answer that is known, may stand beside them; other
-keys are not looked at.
+Optional keys are `category`, `question_id` (or `id`) and `reference`, a known answer. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _ROW = 'each line must be an object with "prompt" (a string) or "turns" (a list 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a user says, turn by turn."""
+    """The user's turns of a conversation."""
 
     turns: tuple[str, ...]
     category: str = ""
     name: str = ""  # question_id, or the line number
-    reference: str | None = None  # an answer that is known; a list of them is not read
+    reference: str | None = None  # a known answer; lists of answers are ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,39 +37,41 @@ class Dataset:
 
     name: str
     conversations: tuple[Conversation, ...]
-    duplicates: int  # rows dropped because an earlier one asks the same
+    duplicates: int  # rows dropped because their turns equal an earlier row's
 
     @property
     def num_turns(self) -> int:
-        """All turns of all conversations: the requests a run consists of."""
+        """Number of turns of all conversations, which is the number of requests of a run."""
         return sum(len(c.turns) for c in self.conversations)
 
     def head(self, limit: int | None) -> Dataset:
-        """The first `limit` conversations; None for all. Raises DatasetError unless it is at least 1."""
+        """Return the first `limit` conversations, or all if None. Raises DatasetError unless it is at least
+        1.
+        """
         if limit is not None and limit < 1:
             raise DatasetError(f"limit is {limit}; allowed: an integer >= 1")
         return Dataset(self.name, self.conversations[:limit], self.duplicates)
 
 
 def built_in() -> Dataset:
-    """The prompts that come with specinfer: questions, code, mathematics, rewriting, summaries, lists."""
+    """Return specinfer's own prompts: questions, code, mathematics, rewriting, summaries and lists."""
     source = files("specinfer") / "data" / "prompts.jsonl"
     return _parse("built-in", source.read_bytes())
 
 
 def read_dataset(path: Path) -> Dataset:
-    """The conversations in a file of JSON lines; blank lines and repeated conversations are left out.
+    """Read the conversations of a JSON lines file; skip blank lines and repeated conversations.
 
-    Raises DatasetError, with file and line, for a row that cannot be read, and for a file without any.
+    Raises DatasetError, with file and line, for an invalid row and for a file without rows.
     """
     return _parse(str(path), _bytes(path))
 
 
 def read_rows(path: Path, row: Callable[[bytes, int, str], Row]) -> tuple[list[Row], list[str]]:
-    """What `row` makes of each line of a file that is not blank, and what is wrong with the others.
+    """Convert each nonblank line of a file with `row`; return the results and the error messages.
 
-    `row` is given a line, its number, and where that is, for its errors. Raises DatasetError where the file
-    cannot be read; those that `row` raises are collected.
+    `row` gets a line, its number and its location for error messages. DatasetErrors of `row` are collected.
+    Raises DatasetError if the file cannot be read.
     """
     rows: list[Row] = []
     faults: list[str] = []
@@ -90,7 +91,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, each with its number."""
+    """Yield each nonblank line with its number."""
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if line.strip():
             yield number, line
@@ -109,7 +110,7 @@ def _parse(name: str, data: bytes) -> Dataset:
 
 
 def json_object(line: bytes, where: str, expected: str) -> dict[str, Any]:
-    """The JSON object that a line holds; raises DatasetError, saying what was `expected`."""
+    """Parse a line as a JSON object; raises DatasetError, with `expected` as the allowed form."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -124,7 +125,7 @@ def json_object(line: bytes, where: str, expected: str) -> dict[str, Any]:
 
 
 def conversation_of(line: bytes, number: int, where: str) -> Conversation:
-    """The conversation that a line holds; raises DatasetError."""
+    """Parse a line as a conversation; raises DatasetError."""
     row = json_object(line, where, _ROW)
     if ("prompt" in row) == ("turns" in row):
         got = "both prompt and turns" if "prompt" in row else f"the keys {_keys(row)}"

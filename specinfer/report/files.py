@@ -1,4 +1,4 @@
-"""A report as files: JSON, written whole or not at all, and pictures, with the look that all share."""
+"""Report files: JSON, written whole or not at all, and matplotlib pictures in one style."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specinfer.files import write_text
 
 
 def check_writable(path: Path) -> None:
-    """Raise ConfigError when `path` cannot be written, before minutes are spent on what goes there."""
+    """Raise ConfigError if `path` cannot be written; called before minutes of measurement."""
     if path.is_dir():
         raise ConfigError(f"cannot write {path}: it is a folder; give a file")
     if not path.absolute().parent.is_dir():
@@ -24,7 +24,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write `result` to `path`, whole or not at all; raises ConfigError when the disk refuses."""
+    """Write `result` to `path`, whole or not at all; raises ConfigError if writing fails."""
     try:
         write_text(path, json.dumps(result, indent=1) + "\n")
     except OSError as error:
@@ -34,11 +34,11 @@ def write_json(path: Path, result: Mapping[str, Any]) -> None:
 INK: Final = "#22303c"
 QUIET: Final = "#8a949e"
 COLOURS: Final = ("#4477aa", "#ee9944", "#66aa77", "#aa5577", "#8877bb")
-REST: Final = "#c3c9cf"  # of what is of no interest
+REST: Final = "#c3c9cf"  # the unimportant rest of a chart
 
 
 def check_plot(path: Path) -> None:
-    """Raise ConfigError when a picture cannot be made: no matplotlib, or a suffix it does not know."""
+    """Raise ConfigError if matplotlib is missing or does not support the suffix."""
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib; install it with: pip install 'specinfer[plot]'")
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
@@ -46,7 +46,7 @@ def check_plot(path: Path) -> None:
 
 
 def new_figure(width: float, height: float, *, dpi: int = 150) -> Any:
-    """An empty matplotlib figure of so many inches that needs no screen."""
+    """Create an empty matplotlib figure, sized in inches, that needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -57,7 +57,7 @@ def new_figure(width: float, height: float, *, dpi: int = 150) -> Any:
 
 
 def dress(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
-    """Give axes their texts and the look that all have."""
+    """Set title, labels and common style of axes."""
     axes.set_title(title, color=INK, fontsize=11, loc="left")
     axes.set_xlabel(xlabel, color=INK)
     axes.set_ylabel(ylabel, color=INK)
@@ -70,7 +70,7 @@ def dress(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write the picture; raises ConfigError when that fails."""
+    """Write the picture; raises ConfigError if that fails."""
     try:
         figure.savefig(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Where a number comes from: commit, versions, hardware."""
+"""Provenance of a figure: commit, versions, hardware."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _WIDE = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8"
 
 
 def provenance(threads: int | None = None) -> dict[str, Any]:
-    """Date, commit (None outside a checkout), versions and hardware, as plain JSON values.
+    """Return date, commit (None outside a checkout), versions and hardware, as plain JSON values.
 
-    `threads` is what the option of that name was, None where it was left out.
+    `threads` is the value of the option of that name, or None if it was not set.
     """
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
@@ -37,9 +37,9 @@ def provenance(threads: int | None = None) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The git commit of the checkout specinfer runs from, "+" behind it when the package differs from it."""
+    """Return the commit of specinfer's checkout, with "+" appended if the package has changes."""
     checkout = Path(__file__).resolve().parents[2]
-    if not (checkout / ".git").exists():  # installed, perhaps into somebody else's checkout
+    if not (checkout / ".git").exists():  # installed, perhaps inside another project's checkout
         return None
     sha = _git(checkout, "rev-parse", "--short=12", "HEAD")
     changed = _git(checkout, "status", "--porcelain", "--", "specinfer")
@@ -47,12 +47,12 @@ def commit() -> str | None:
 
 
 def hardware(threads: int | None = None) -> dict[str, Any]:
-    """CPU, cores, memory and GPU of this machine, and the threads that an engine computes with."""
+    """Return CPU, cores, memory and GPUs of this machine, and the engine's number of threads."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": _cpu(),
         "cores": psutil.cpu_count(logical=False),
-        "threads": thread_count(threads),  # PyTorch may keep fewer (engine/build.py)
+        "threads": thread_count(threads),  # PyTorch may use fewer (engine/build.py)
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": gpus,
         "system": f"{platform.system()} {platform.release()}",

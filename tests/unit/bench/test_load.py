@@ -33,7 +33,7 @@ def test_the_last_conversation_is_cut_short(count: int | None, turns: list[tuple
 
 @pytest.mark.parametrize("count", [0, -1, 6])
 def test_other_counts_are_refused(count: int) -> None:
-    with pytest.raises(ConfigError, match=f"is {count}; made up has 5 to ask, each once: give at most that"):
+    with pytest.raises(ConfigError, match=f"is {count}; made up has 5, and repeated ones would be"):
         first_requests(TALKS, count)
 
 

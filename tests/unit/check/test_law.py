@@ -1,4 +1,4 @@
-"""The place of a token in its law, and the statistic of many places."""
+"""The quantile of a token in its law, and the statistic of many quantiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from specinfer.check.law import chi_square, places
+from specinfer.check.law import chi_square, quantiles
 from specinfer.sampling_params import SamplingParams
 from tests import goodness
 
@@ -41,7 +41,7 @@ class Point:
 def place_of(token: int, law: Sequence[float], at: float, **sampling: Any) -> float:
     target: Any = Stated(law)
     chance: Any = Point(at)
-    (found,) = places(target, [7], [0, token], SamplingParams(**sampling), chance)
+    (found,) = quantiles(target, [7], [0, token], SamplingParams(**sampling), chance)
     return float(found)
 
 
@@ -67,12 +67,12 @@ def test_a_forbidden_token_has_no_place_unless_rounding_forbade_it() -> None:
 
 def test_the_first_token_is_not_counted_and_the_laws_are_those_after_the_text_so_far() -> None:
     target: Any = Stated([0.5, 0.5], [0.9, 0.1])
-    found = places(target, [3, 4], [1, 1, 0], SamplingParams(), np.random.default_rng(0))
+    found = quantiles(target, [3, 4], [1, 1, 0], SamplingParams(), np.random.default_rng(0))
     assert found.shape == (2,)
     assert 0.5 <= found[0] < 1
     assert 0 <= found[1] < 0.9
     assert target.asked == ([3, 4, 1, 1], 3)
-    assert places(target, [3, 4], [1], SamplingParams(), np.random.default_rng(0)).shape == (0,)
+    assert quantiles(target, [3, 4], [1], SamplingParams(), np.random.default_rng(0)).shape == (0,)
 
 
 def test_places_of_an_honest_sampler_are_even_and_those_of_a_top_1_are_not() -> None:
@@ -83,7 +83,7 @@ def test_places_of_an_honest_sampler_are_even_and_those_of_a_top_1_are_not() -> 
         tokens = [
             generator.choice(8, p=law) if honest or generator.random() > 0.3 else law.argmax() for law in laws
         ]
-        found = places(target, [0], [0, *tokens], SamplingParams(), generator)
+        found = quantiles(target, [0], [0, *tokens], SamplingParams(), generator)
         p_value = chi_square(np.histogram(found, bins=10, range=(0, 1))[0])
         assert p_value > 0.01 if honest else p_value < 1e-10
 

@@ -9,7 +9,7 @@ import pytest
 
 from specinfer.check import parameters
 from specinfer.check.difference import TargetAlone, Verdict
-from specinfer.check.parameters import LEAST, ProcessedTarget, check_parameters, params_of, settings_for
+from specinfer.check.parameters import MIN_TOKENS, ProcessedTarget, check_parameters, params_of, settings_for
 from specinfer.check.promise import Effort
 from specinfer.processors.changes import Penalties, RowChanges
 from specinfer.sampling_params import SamplingParams
@@ -30,13 +30,15 @@ def check(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str,
     few = {name: everything[name] for name in names}
     monkeypatch.setattr(parameters, "settings_for", lambda *args: few)
     llm = tiny.llm(drafts=["target"])  # many of its guesses come true
-    return {verdict.name: verdict for verdict in check_parameters(llm, PROMPTS, Effort(max_tokens=LEAST))}
+    return {
+        verdict.name: verdict for verdict in check_parameters(llm, PROMPTS, Effort(max_tokens=MIN_TOKENS))
+    }
 
 
 @pytest.mark.slow
 def test_an_honest_engine_passes_under_every_setting(tiny: Tiny) -> None:
     llm = tiny.llm(drafts=["similar"], lookup=True)
-    verdicts = list(check_parameters(llm, PROMPTS, Effort(max_tokens=LEAST)))
+    verdicts = list(check_parameters(llm, PROMPTS, Effort(max_tokens=MIN_TOKENS)))
     assert [verdict.name for verdict in verdicts] == list(settings_for(tiny.tokenizer, 256))
     assert [str(verdict) for verdict in verdicts if not verdict.passed] == []
 

@@ -113,7 +113,7 @@ def test_what_was_chosen_over_time_is_drawn(priced_trace: Path, tmp_path: Path) 
 def test_what_is_no_trace_is_refused(trace: Path) -> None:
     refused = run("policy", "replay", trace.with_name("prompts.jsonl"))
     assert isinstance(refused.exception, UserError)
-    assert "is no policy trace" in str(refused.exception)
+    assert "is not a policy trace" in str(refused.exception)
 
 
 LEVELS = [[12.0, 2.0, 20.0], [5.0, 0.0, 10.0]]  # first guesses right, others right, tries

@@ -32,7 +32,7 @@ from tests.unit.engine.byte_oracle import EOS, LENGTH, PROMPTS, SPECULATION, VOC
         ),
         (
             {"bad_words": ["a", "\u00e9"]},
-            "bad_words has '\u00e9', for which the model has no token; take it out",
+            "bad_words has '\u00e9', for which the model has no token; remove it",
         ),
         (
             {"allowed_token_ids": [97, 128]},

@@ -84,4 +84,4 @@ def test_the_tokens_of_a_word_at_the_start_of_a_text_and_behind_a_space(
 def test_a_word_the_tokenizer_cannot_write_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
         tokenize_bad_words(["cat", "\u00e9"], TEXTS.__getitem__)
-    assert str(caught.value) == "bad_words has '\u00e9', for which the model has no token; take it out"
+    assert str(caught.value) == "bad_words has '\u00e9', for which the model has no token; remove it"

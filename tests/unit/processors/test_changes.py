@@ -75,9 +75,9 @@ def test_the_changes_of_several_rows_are_those_of_each() -> None:
         assert both.row(place).ids.tolist() == row.ids.tolist()
         assert both.row(place).terms.tolist() == row.terms.tolist()
     both.check(4)
-    with pytest.raises(IndexError, match=r"got changes of tokens 1 \.\. 3 in rows of 3 logits"):
+    with pytest.raises(IndexError, match=r"got changes of token ids 1 \.\. 3 in rows of 3 logits"):
         both.check(3)
-    with pytest.raises(IndexError, match=r"got changes of tokens -1 \.\. 2 in rows of 3 logits"):
+    with pytest.raises(IndexError, match=r"got changes of token ids -1 \.\. 2 in rows of 3 logits"):
         Changes.of([bans([2, -1])]).check(3)
 
 

@@ -103,7 +103,7 @@ def with_array(name: str, make: Callable[[NDArray[Any]], NDArray[Any]]) -> Calla
 
 DAMAGES: dict[str, tuple[Callable[[Arrays], object], str]] = {
     "no head": (lambda a: a.pop("head"), "lacks 'head'"),
-    "another format": (with_head(lambda h: h.update(format="x")), "does not say that it is one"),
+    "another format": (with_head(lambda h: h.update(format="x")), "lacks the format name"),
     "a newer version": (with_head(lambda h: h.update(version=9)), "version 9"),
     "a version too old": (with_head(lambda h: h.update(version=1)), "reads 2 to 3"),
     "a block of nothing": (
@@ -114,16 +114,16 @@ DAMAGES: dict[str, tuple[Callable[[Arrays], object], str]] = {
         ),
         "of 1 rows skips 1",
     ),
-    "no JSON": (with_array("head", lambda a: a[:-3]), "no policy trace"),
-    "head of nothing": (with_array("head", lambda a: np.frombuffer(b"[]", np.uint8)), "does not say"),
-    "unknown option": (with_head(lambda h: h["speculation"].update(x=1)), "no policy trace"),
+    "no JSON": (with_array("head", lambda a: a[:-3]), "not a policy trace"),
+    "head of nothing": (with_array("head", lambda a: np.frombuffer(b"[]", np.uint8)), "lacks the format name"),
+    "unknown option": (with_head(lambda h: h["speculation"].update(x=1)), "not a policy trace"),
     "bad option": (with_head(lambda h: h["speculation"].update(max_nodes=-1)), "max_nodes is -1"),
     "bad parameter": (with_head(lambda h: h["requests"][0]["params"].update(top_p=7)), "top_p is 7"),
     "no parameter": (with_head(lambda h: h["requests"][0]["params"].pop("top_p")), "lacks 'top_p'"),
     "one request too few": (with_head(lambda h: h["requests"].pop()), "do not add up"),
     "a falling curve": (with_head(lambda h: h["curve"].reverse()), "does not rise"),
     "a curve of no number": (with_head(lambda h: h.update(curve=[[1, 1.0], [2, float("nan")]])), "rise"),
-    "endless stages": (with_head(lambda h: h["stages"].update(commit=float("inf"))), "no number of seconds"),
+    "endless stages": (with_head(lambda h: h["stages"].update(commit=float("inf"))), "invalid number of seconds"),
     "a token too high": (with_value("tokens", 0, 64), "no token of 64"),
     "a text too long": (with_value("lengths", 0, 1 << 30), "do not add up"),
     "an empty output": (with_value("lengths", slice(None), 0), "do not add up"),
@@ -135,7 +135,7 @@ DAMAGES: dict[str, tuple[Callable[[Arrays], object], str]] = {
     "NaN": (with_value("draft0.confidences", 0, float("nan")), "no finite number"),
     "integers for floats": (with_array("draft0.confidences", lambda a: a.astype(np.int64)), "is of int64"),
     "another shape": (with_array("draft0.tokens", lambda a: a[:, None]), "another shape"),
-    "objects": (with_array("tokens", lambda a: a.astype(object)), "no plain array"),
+    "objects": (with_array("tokens", lambda a: a.astype(object)), "not a plain array"),
 }
 
 
@@ -162,7 +162,7 @@ def test_a_truncated_file_and_another_kind_are_refused(file: Path) -> None:
     whole_file = file.read_bytes()
     for data in (b"", b"{}", whole_file[:1000], whole_file[:-50], whole_file[:5000] + whole_file[5100:]):
         file.write_bytes(data)
-        with pytest.raises(UserError, match="is no policy trace"):
+        with pytest.raises(UserError, match="is not a policy trace"):
             read_trace(file)
     with pytest.raises(UserError, match="cannot read"):
         read_trace(file.parent)
@@ -173,7 +173,7 @@ def test_no_array_is_believed_to_be_larger_than_its_entry(file: Path) -> None:
     np.lib.format.write_array_header_1_0(data, {"descr": "<i4", "fortran_order": False, "shape": (1 << 60,)})
     with zipfile.ZipFile(file, "w") as entries:
         entries.writestr("head.npy", data.getvalue())
-    with pytest.raises(UserError, match="not as long as it says"):
+    with pytest.raises(UserError, match="has another length than its entry"):
         read_trace(file)
 
 
