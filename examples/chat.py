@@ -1,4 +1,4 @@
-"""A conversation: the messages so far go back to the model with each question."""
+"""Chat: each request contains the messages so far."""
 
 from specinfer import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""A target, a draft model and lookups, merged into one tree per step.
+"""Merge the proposals of a draft model and of lookups into one tree per step.
 
 python examples/draft_model.py TARGET DRAFT      (two models of one family, GGUF files or folders)
 """

@@ -1,4 +1,4 @@
-"""Answer a batch of prompts, and see what speculation did for each."""
+"""Answer a batch of prompts and print the speculation figures of each."""
 
 from specinfer import LLM, SamplingParams
 

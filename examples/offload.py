@@ -1,4 +1,4 @@
-"""A model larger than the memory it may take: its layers are read from the disk in every pass."""
+"""Run a model larger than the given memory: each pass reads layers from disk."""
 
 from specinfer import LLM, SamplingParams
 from specinfer.progress import ProgressBar
@@ -6,7 +6,7 @@ from specinfer.progress import ProgressBar
 question = [{"role": "user", "content": "Name three rivers, and say where each of them ends."}]
 params = SamplingParams(temperature=0, max_tokens=48)
 
-# The whole process may take so much, and not all layers fit. A line says what is decided about them.
+# This limits the whole process, and not all layers fit. The engine logs one line about the placement.
 with LLM("smollm2-135m", memory="640MB", offload="auto", progress=ProgressBar()) as llm:
     [output] = llm.chat(question, params)
     done = llm.statistics()

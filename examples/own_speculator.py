@@ -1,11 +1,11 @@
-"""A speculator of one's own: it guesses that the text repeats what stood `period` tokens earlier."""
+"""Write a speculator: it proposes that the text repeats with a fixed period."""
 
 from specinfer import LLM, SamplingParams, TokenTree
 from specinfer.speculators import Speculator, StepPlan, TreeBuilder
 
 
 class Echo(Speculator):
-    """Guesses the token that stood `period` tokens earlier, and the ones after it."""
+    """Proposes the tokens from `period` positions earlier."""
 
     name = "echo"
 

@@ -1,6 +1,6 @@
-"""A data set through actors with an LLM each, spread over a cluster by Ray Data (pip install 'ray[data]').
+"""Run a data set through one LLM per actor on a cluster with Ray Data (pip install 'ray[data]').
 
-Each actor has one CPU; `specinfer run-batch --replicas N` does the same on one machine, without Ray.
+Each actor has one CPU. `specinfer run-batch --replicas N` does the same on one machine without Ray.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ QUESTIONS = ["Name three rivers.", "What is a prime number?", "Who wrote Hamlet?
 
 
 class Answers:
-    """An actor: it loads the model once, and answers batch after batch."""
+    """An actor that loads the model once and answers batches."""
 
     def __init__(self) -> None:
         self.llm = LLM("smollm2-135m", quantization="int8", threads=1)

@@ -1,10 +1,10 @@
-"""The whole server as a deployment, for users of Ray Serve's autoscaling (pip install 'ray[serve]').
+"""Run the whole server as a Ray Serve deployment, with its autoscaling (pip install 'ray[serve]').
 
-    python examples/ray_serve.py                 serves, asks itself once, and ends
+    python examples/ray_serve.py                 serves, sends itself one request, and ends
     serve run examples.ray_serve:deployment      serves on port 8000
 
-Each replica has an engine process of its own. Ray Serve decides which one answers, so sessions do not find
-their prefix, and a replica that dies ends its answers: `specinfer serve --cluster ray` has neither flaw.
+Each replica has its own engine process. Ray Serve chooses the replica, so sessions do not reuse their prefix,
+and a replica that dies loses its answers. `specinfer serve --cluster ray` has neither limit.
 """
 
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ MODEL = "smollm2-135m"
 
 
 def application() -> FastAPI:
-    """The server's application, whose engine lives as long as it does."""
+    """Return the server's application; its engine lives as long."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""Print an answer as it comes; the same seed gives the same text with and without speculation."""
+"""Print an answer as it arrives; a seed gives the same text with and without speculation."""
 
 from specinfer import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Tiny random adapters, written as PEFT writes them, and models that they are merged into."""
+"""Tiny random adapters in PEFT's format, and models with merged adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PREFIX = "base_model.model."
 def adapter_tensors(
     weights: Mapping[str, Sequence[int]], targets: Sequence[str], rank: int, seed: int, spread: float
 ) -> dict[str, Tensor]:
-    """A and B of each matrix of these shapes whose module has one of these names."""
+    """Return A and B for each matrix whose module has one of these names."""
     chance = torch.Generator().manual_seed(seed)
     found: dict[str, Tensor] = {}
     for name in sorted(weights):
@@ -32,7 +32,7 @@ def adapter_tensors(
 
 
 def write_peft(folder: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
-    """Write a PEFT folder of these tensors; `config` is what its config says beside the usual."""
+    """Write a PEFT folder of these tensors; `config` has fields beside the usual ones."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), folder / "adapter_model.safetensors")
     usual = {
@@ -76,7 +76,7 @@ def write_adapter(
 
 
 def merge(model: Path, adapter: Path, folder: Path, *, scale: float) -> Path:
-    """Write a copy of a model with an adapter in its matrices."""
+    """Write a copy of a model with an adapter merged into its matrices."""
     shutil.copytree(model, folder)
     weights, added = load_file(model / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
     for name, down in added.items():

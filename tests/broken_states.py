@@ -1,6 +1,6 @@
-"""States that a bug might bring about, each asked whether it is whole; run alone, it says which are refused.
+"""Inconsistent states that a bug might cause; each must be refused.
 
-No word of pytest in here: `python -O -m tests.broken_states` runs it without a single assert.
+It does not use pytest, so that `python -O -m tests.broken_states` runs without asserts.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def published_block_without_an_owner() -> None:
 
 
 def _pool_and_table() -> tuple[BlockPool, list[int]]:
-    """Four blocks of 4, of which a request owns two."""
+    """Return a pool with four blocks of 4 slots, two of them owned by a request."""
     pool, table = BlockPool(4, block_size=4), list[int]()
     pool.extend(table, 8)
     return pool, table
@@ -231,7 +231,7 @@ STATES: list[Callable[[], None]] = [
 
 
 def main() -> None:
-    """Print the states that are met with anything but an IntegrityError."""
+    """Print the states that do not raise IntegrityError."""
     for state in STATES:
         try:
             state()

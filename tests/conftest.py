@@ -1,4 +1,4 @@
-"""Shared by all tests."""
+"""Fixtures and hooks of all tests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from specinfer.files import cache_dir
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The same examples in every run, on every machine: a test that passed passes again.
+    """Make hypothesis deterministic: the same examples in every run, on every machine.
 
-    Ctrl-C is heard even where a shell has started the run in the background, and has it ignored.
+    Restore Ctrl-C, which shells ignore for background jobs.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        return  # this process only deals out tests, and the others wait for it to start
+        return  # this process only distributes tests, and the workers wait for it to start
     import hypothesis
 
     hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
@@ -26,30 +26,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long ones first: of several processes none is left with one while the others have nothing to do."""
+    """Run long tests first, so that no worker ends with one while the others are idle."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Tiny tensors gain nothing from more threads, and lose much when the other cores are busy.
+    """Set one thread: tiny tensors gain nothing from more, and lose much when other cores are busy.
 
-    An engine sets its own number for the process: each test begins with one again.
+    An engine sets the number of threads of the process, so each test resets it.
     """
-    import torch  # here, as the process that deals out tests does without
+    import torch  # imported here, as the distributing process does not need it
 
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a policy learns in one test is not known in the next one, nor in the user's cache."""
+    """Keep learned policy state out of other tests and of the user's cache."""
     monkeypatch.setattr("specinfer.speculate.policy.memory.LEAST", 1 << 60)
 
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own, but for compiled kernels, which take most of a minute to make."""
+    """Use a temporary cache, except for compiled kernels, which take most of a minute to build."""
     own, kernels = tmp_path / "cache", cache_dir() / "kernels"
     kernels.mkdir(parents=True, exist_ok=True)
     own.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""Tiny models in engines, and the slow, obvious generator they are compared with."""
+"""Tiny models in engines, and a slow plain generator to compare them with."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from specinfer.verify.target_law import target_law
 from .tiny_models import write_similar_llama, write_tiny_llama
 
 CPU = torch.device("cpu")
-# Trees of a fixed size: a tiny draft is no cheaper than a tiny target, and timings differ every time.
-# No speculator but those that a test asks for.
+# Trees of a fixed size, since a tiny draft costs as much as a tiny target and timings vary. No default
+# speculators.
 ENGINE = {"dtype": "float32", "kv_cache_memory": 1 << 24, "tree_size": "fixed", "lookup": False}
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """A tiny target, a draft that often agrees with it, one that never heard of it."""
+    """A tiny target, a draft that often agrees with it, and an unrelated one."""
 
     target: LanguageModel
     similar: LanguageModel
@@ -43,7 +43,7 @@ class Tiny:
     tokenizer: Tokenizer
 
     def llm(self, drafts: Sequence[str] = (), **options: Any) -> LLM:
-        """An engine over these models; `drafts` names attributes, 'target' drafts for itself."""
+        """Return an engine over these models; `drafts` names attributes, 'target' drafts for itself."""
         named = {f"{i}-{name}": getattr(self, name) for i, name in enumerate(drafts)}
         config = EngineConfig.from_options("tiny", {**ENGINE, "drafts": tuple(drafts), **options})
         return LLM.from_models(config, Models(self.target, self.tokenizer, named))
@@ -52,9 +52,9 @@ class Tiny:
 def write_tiny(
     folder: Path, kernels: Kernels | None = None, quantization: Quantization = "none", **shape: Any
 ) -> Tiny:
-    """All three quantized alike, if at all, and each with the kernels it would have in an engine.
+    """Write the models with the same quantization and with the kernels of an engine.
 
-    Without `kernels` these are the machine's best: tiny passes of the twins take ten times as long.
+    The default `kernels` are the machine's best: with PyTorch, tiny passes take ten times as long.
     """
     kernels = kernels or choose_kernels("auto", CPU)[0]
     target = write_tiny_llama(folder / "target", tokenizer=True, **shape)
@@ -77,7 +77,7 @@ def write_tiny(
 def slow_generate(
     model: LanguageModel, prompt: Sequence[int], params: SamplingParams, ending: Sequence[int] = ()
 ) -> list[int]:
-    """Tokens one at a time, the whole text run again for each: no cache, no tree, no batch."""
+    """Generate one token at a time and rerun the whole text for each: no cache, no tree, no batch."""
     assert params.seed is not None or params.greedy
     text = list(prompt)
     max_context = model.config.max_context
@@ -98,19 +98,19 @@ def slow_generate(
 
 
 def assert_idle(llm: LLM) -> None:
-    """The bookkeeping is right, and no request is left."""
+    """Assert that the bookkeeping is right and no request is left."""
     llm.check_integrity()
     statistics = llm.statistics()
     assert (statistics.running, statistics.waiting) == (0, 0)
 
 
 def engine_of(llm: LLM) -> Engine:
-    """The engine itself, for tests that look inside it or break it."""
+    """Return the engine, for tests of its internals."""
     return llm._open.engine
 
 
 def runner_of(llm: LLM) -> ModelRunner:
-    """The target and its cache, for the same."""
+    """Return the target's runner, with its cache."""
     executor = engine_of(llm)._executor
     assert isinstance(executor, LocalExecutor)
     return executor.target

@@ -1,4 +1,4 @@
-"""A server of OpenAI's API over raw sockets that answers as a test says, byte by byte."""
+"""A fake server of OpenAI's API over raw sockets, whose bytes the test determines."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True)
 class Asked:
-    """One request as it came in."""
+    """A received request."""
 
     path: str
     headers: dict[str, str]
-    body: Any  # None where there is none
+    body: Any  # None without a body
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What the server sends: packets, one chunk of the transfer each."""
+    """The packets of a response, one transfer chunk each."""
 
     packets: Sequence[bytes]
     status: str = "200 OK"
     kind: str = "text/event-stream"
-    cut: bool = False  # the connection ends without the transfer's end
+    cut: bool = False  # close the connection without ending the transfer
 
 
 def event(chunk: Any) -> bytes:
@@ -37,13 +37,13 @@ def event(chunk: Any) -> bytes:
 
 
 def chat(text: str, finish_reason: str | None = None) -> bytes:
-    """A chunk of a chat completion."""
+    """Return a chunk of a chat completion."""
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish_reason}
     return event({"object": "chat.completion.chunk", "choices": [choice]})
 
 
 def usage(prompt: int, completion: int, **speculation: Any) -> bytes:
-    """The last chunk of a stream, with what vLLM says of speculation."""
+    """Return the last chunk of a stream, with vLLM's speculation figures."""
     chunk: dict[str, Any] = {
         "choices": [],
         "usage": {"prompt_tokens": prompt, "completion_tokens": completion},
@@ -63,12 +63,12 @@ MODELS = Reply([b'{"object": "list", "data": [{"id": "fake-model"}]}'], kind="ap
 
 @dataclass
 class FakeServer:
-    """Used as a context; `asked` holds the completions asked for, in order of arrival."""
+    """A context manager; `asked` holds the received completion requests, in order."""
 
     answer: Callable[[Asked], Reply]
-    together: int = 1  # completions are answered when so many are there
+    together: int = 1  # answer after this number of requests
     models: Reply = MODELS
-    port: int = 0  # 0: a free one
+    port: int = 0  # 0: a free port
     asked: list[Asked] = field(default_factory=list)
     connections: int = 0  # so far
     url: str = ""
@@ -110,7 +110,7 @@ class FakeServer:
                 writer.write(b"0\r\n\r\n")
                 await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # the client has gone
+            pass  # the client has disconnected
         finally:
             writer.close()
 

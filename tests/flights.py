@@ -1,4 +1,4 @@
-"""Flights without a model: made-up logits, asked as a pass is."""
+"""Flights with made-up logits instead of a model."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ Mutant = Callable[[TokenTree, TargetLaws, Verifier], Acceptance]
 
 
 def flight_of(logits_RV: NDArray[np.float32]) -> Flight:
-    """What a pass with these logits would answer."""
+    """Return a Flight with these logits."""
     return flight_over(torch.from_numpy(logits_RV), NUMPY)
 
 
 def flight_over(logits_RV: Tensor, scan: Scan) -> Flight:
-    """A flight whose output layer has made these logits already."""
+    """Return a Flight whose output layer has these logits."""
     return HostFlight(logits_RV, lambda rows: rows, logits_RV.shape[1], scan)
 
 
 def choose(laws: TargetLaws, node: int) -> int:
-    """The target's own choice after `node`, from its law alone."""
+    """Return the target's own choice after `node`, from its law."""
     return coupled_choice(laws.law(node), laws.request.seed, laws.position(node))
 
 
 def each_tree(mutant: Mutant) -> Callable[[Sequence[TargetLaws], Verifier, Flight], list[Acceptance]]:
-    """A broken `verify_trees`, from what it does to each tree."""
+    """Make a broken `verify_trees` from a mutant of the verification of one tree."""
     return lambda laws, verifier, flight: [mutant(one.tree, one, verifier) for one in laws]
 
 
 def accept_everything(tree: TokenTree, laws: TargetLaws, verifier: Verifier) -> Acceptance:
-    """A mutant that believes the speculators: the first branch, to its end."""
+    """A mutant that accepts the first branch to its end."""
     path, node = [], 0
     while children := tree.children()[node]:
         node = next(iter(children.values()))

@@ -1,4 +1,4 @@
-"""A tiny draft that has other tokens than its target, and often agrees with it."""
+"""A tiny draft with another vocabulary than its target, which often agrees with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHARACTER = {byte: character for character, byte in byte_alphabet().items()}
 def byte_level(
     singles: Sequence[int], words: Sequence[str], specials: Sequence[str] = ()
 ) -> tokenizers.Tokenizer:
-    """A tokenizer whose ids are these bytes, then the words and what they are merged from, then specials.
+    """Return a tokenizer with ids for these bytes, then words and their merges, then specials.
 
     Words are merged from left to right.
     """
@@ -42,9 +42,9 @@ def byte_level(
 def write_foreign_llama(
     source: Path, folder: Path, *, words: Sequence[str] = (), lacks: Sequence[int] = (), noise: float = 0.1
 ) -> Path:
-    """Write a noisy copy of the byte model in `source` that counts bytes backwards; return the folder.
+    """Write a noisy copy of the byte model in `source` with bytes in reverse order; return the folder.
 
-    It has no token for the bytes it `lacks`, and `words` besides, whose embeddings are their first bytes'.
+    It has no token for the bytes in `lacks`. Tokens of `words` have the embedding of their first byte.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / "config.json").read_text())

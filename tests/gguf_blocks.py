@@ -1,4 +1,4 @@
-"""Random GGUF blocks of a size that models compute with."""
+"""Random GGUF blocks that models can compute with."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 
-# Where the float16 numbers of a block lie.
+# Offsets of a block's float16 numbers.
 HALVES = {
     **{"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2)},
     **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
 }
-# The scale that gives weights of about a tenth.
+# The scale that gives weights of about 0.1.
 SIZES = {
     **{"Q8_0": 0.0015, "Q4_0": 0.02, "Q4_1": 0.02, "Q5_0": 0.01, "Q5_1": 0.01},
     **{"Q4_K": 0.0005, "Q5_K": 0.0003, "Q6_K": 0.0001},
@@ -34,7 +34,7 @@ MATRICES = {
 
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Bytes of rows of blocks; levels and steps are any, scales and mins of both signs."""
+    """Return bytes of rows of blocks with random levels, and scales and mins of both signs."""
     random = np.random.default_rng(seed)
     block, size = GGML_QUANT_SIZES[Kind[kind]]
     octets = random.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
@@ -50,7 +50,7 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarr
 
 
 def write_blocks(path: Path, kinds: dict[str, str], usual: str) -> Path:
-    """A one-layer llama whose matrices are of these kinds by name, the others of the `usual` one."""
+    """Write a one-layer llama with the given kinds by matrix name, and the `usual` kind elsewhere."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(HIDDEN)

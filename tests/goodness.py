@@ -1,4 +1,4 @@
-"""How well what was seen fits a law: p-values as scipy.stats has them, which takes seconds to import."""
+"""P-values of goodness-of-fit tests, as in scipy.stats, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def chi_square(seen: Array, expected: Array | None = None) -> float:
-    """Pearson's, of counts; where nothing else is expected, they are all equally likely."""
+    """Return Pearson's p-value of counts; by default all are equally likely."""
     seen = np.asarray(seen, dtype=float)
     wanted = np.full(len(seen), seen.mean()) if expected is None else np.asarray(expected, dtype=float)
     assert np.isclose(seen.sum(), wanted.sum()), "all that was seen was expected somewhere"
@@ -20,7 +20,7 @@ def chi_square(seen: Array, expected: Array | None = None) -> float:
 
 
 def kolmogorov(values: Array, cdf: Callable[[Array], Array]) -> float:
-    """Kolmogorov and Smirnov's, of thousands of values."""
+    """Return the Kolmogorov-Smirnov p-value of thousands of values."""
     below, n = cdf(np.sort(values)), len(values)
     steps = np.arange(n + 1) / n
     furthest = max((steps[1:] - below).max(), (below - steps[:-1]).max())

@@ -1,4 +1,4 @@
-"""Heads in the layouts of their authors, for a target of `LAYERS` layers."""
+"""Heads in their authors' file layouts, for a target of `LAYERS` layers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.published_configs import EAGLE_LAYERS, LAYERS, Json
 
 @dataclass(frozen=True)
 class Layout:
-    """A head, and how its author writes it."""
+    """A head and its author's layout."""
 
     config: EagleConfig | BlockConfig
-    described: Callable[[Json], Json]  # config.json, of that of the `speculators` library
-    names: dict[str, str] = field(default_factory=dict)  # beginnings of tensors' names: ours, theirs
+    described: Callable[[Json], Json]  # from the config.json of the `speculators` library
+    names: dict[str, str] = field(default_factory=dict)  # prefixes of tensor names: ours, theirs
 
 
 PLAIN = {
@@ -62,7 +62,7 @@ QWEN2_BODY = replace(tiny_body(bias=True), family=Family.QWEN2, o_bias=False)
 EARLY = eagle_config(
     taps=(LAYERS,), depth=5, draft_vocab_size=VOCAB, own_head=False, fc_reads_token=True, fc_bias=True
 )
-NAME_NO_LAYERS = (  # and so mean EAGLE-3's own
+NAME_NO_LAYERS = (  # so they have EAGLE-3's default layers
     "EAGLE-1",
     "EAGLE-1 with layers of Qwen2",
     "EAGLE-1 of vLLM",
@@ -130,7 +130,7 @@ LAYOUTS: dict[str, Layout] = {
 def write_layout(
     layout: Layout, folder: Path, change: Callable[[Json], object] = lambda described: None
 ) -> EagleHead | BlockHead:
-    """Write a random head as its author does, but for a change to its config.json; return the head."""
+    """Write a random head in its author's layout, with a change to its config.json; return the head."""
     head = tiny_head(layout.config)
     if isinstance(layout.config, EagleConfig) and layout.config.fc_reads_token:
         write_early_eagle(head, folder)
@@ -156,7 +156,7 @@ def write_layout(
 
 
 def borrow(head: EagleHead | BlockHead, target: OpenModel) -> None:
-    """Give a head the target's tables where it has none of its own."""
+    """Give a head the target's embedding and output tables if it has none."""
     with torch.no_grad():
         if not head.config.own_embedding:
             head.embed_tokens.weight.copy_(target_embedding(target))
@@ -165,7 +165,7 @@ def borrow(head: EagleHead | BlockHead, target: OpenModel) -> None:
 
 
 def name_next_layers(described: Json) -> None:
-    """Make a config.json name the layers behind those it names."""
+    """Make a config.json name the layers after those it names."""
     lists = [
         (place, name)
         for place in (described, described.get("eagle_config", {}), described.get("dflash_config", {}))

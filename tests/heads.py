@@ -1,4 +1,4 @@
-"""Tiny random heads for tests, the same every time, for the tiny llamas of tests/tiny_models.py."""
+"""Tiny random heads, deterministic, for the tiny llamas of tests/tiny_models.py."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from specinfer.heads.speculators import body_to_hf, write_head
 from specinfer.models.config import Family, ModelConfig, QkNorm
 from specinfer.models.positions import Rope
 
-VOCAB, SIZE, NAMED = 64, 32, 24  # of the target; tokens a head can name
+VOCAB, SIZE, NAMED = 64, 32, 24  # vocabulary and hidden size of the target; tokens that a head can propose
 IDS = [*range(0, 2 * NAMED, 2)]
 
 
 def tiny_body(*, qk_norm: bool = False, num_layers: int = 1, bias: bool = False) -> ModelConfig:
-    """A head's layers beside `write_tiny_llama`'s model: the same sizes, other heads."""
+    """Return a head's layers beside `write_tiny_llama`'s model: the same sizes, different heads."""
     return ModelConfig(
         family=Family.QWEN3 if qk_norm else Family.LLAMA,
         vocab_size=VOCAB,
@@ -75,7 +75,7 @@ def block_config(**changes: object) -> BlockConfig:
 
 
 def medusa_config(**changes: object) -> MedusaConfig:
-    """Beside a target of three layers."""
+    """Return a config for a target of three layers."""
     config = MedusaConfig(
         taps=(3,), target_hidden_size=SIZE, vocab_size=VOCAB, draft_vocab_size=VOCAB, depth=4
     )
@@ -83,7 +83,7 @@ def medusa_config(**changes: object) -> MedusaConfig:
 
 
 def tiny_medusa(config: MedusaConfig, *, seed: int = 0, spread: float = 0.3) -> MedusaHead:
-    """Random Medusa heads."""
+    """Return random Medusa heads."""
     heads = MedusaHead(config, IDS if config.draft_vocab_size == NAMED else range(config.vocab_size))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def tiny_medusa(config: MedusaConfig, *, seed: int = 0, spread: float = 0.3) -> 
 
 
 def write_medusa(heads: MedusaHead, folder: Path, *, vllm: bool = False) -> Path:
-    """In Medusa's own layout, or in vLLM's, which alone knows of heads that cannot name all tokens."""
+    """Write Medusa's own layout, or vLLM's, which also has heads over a part of the vocabulary."""
     config, tensors = heads.config, dict(heads.state_dict())
     described: dict[str, object] = {"medusa_num_heads": config.depth, "medusa_num_layers": config.num_layers}
     if vllm:
@@ -128,7 +128,7 @@ def write_medusa(heads: MedusaHead, folder: Path, *, vllm: bool = False) -> Path
 
 
 def write_any(config: HeadConfig, folder: Path, *, seed: int = 0) -> Path:
-    """A random head of any kind as a folder."""
+    """Write a random head of any kind to a folder."""
     if isinstance(config, MedusaConfig):
         return write_medusa(tiny_medusa(config, seed=seed), folder)
     head = tiny_head(config, seed=seed)
@@ -140,7 +140,7 @@ def write_any(config: HeadConfig, folder: Path, *, seed: int = 0) -> Path:
 def tiny_head(
     config: EagleConfig | BlockConfig, *, seed: int = 0, spread: float = 0.3
 ) -> EagleHead | BlockHead:
-    """A random head, tables included: trained or not, all of its tensors are random."""
+    """Return a head whose tensors are all random, tables included."""
     ids = IDS if config.draft_vocab_size == NAMED else None
     head = EagleHead(config, ids) if isinstance(config, EagleConfig) else BlockHead(config, ids)
     generator = torch.Generator().manual_seed(seed)
@@ -155,7 +155,7 @@ def tiny_head(
 
 
 def write_early_eagle(head: EagleHead | BlockHead, folder: Path) -> Path:
-    """As its authors write an EAGLE-1, for which the layout of speculators has no words."""
+    """Write an EAGLE-1 in its authors' layout, which the layout of speculators does not cover."""
     folder.mkdir(parents=True, exist_ok=True)
     own = {"embed_tokens.weight": head.config.own_embedding, "lm_head.weight": head.config.own_head}
     tensors = {name: tensor for name, tensor in head.state_dict().items() if own.get(name, True)}

@@ -1,4 +1,4 @@
-"""Tiny models of every decoder that transformers has, made of its config alone."""
+"""Tiny random models of every decoder in transformers, made from configs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from specinfer.models.weights import load_model, open_model
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.executor import ModelRunner
 
-# Sizes under the names that configs have for them. Heads and MLPs are whole vectors of 64 elements or halves
-# of one, as those of published models are.
+# Sizes under their names in configs. Heads and MLPs are whole or half vectors of 64 elements, as in published
+# models.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 160),
     **dict.fromkeys(
@@ -49,7 +49,7 @@ SIZES: dict[str, Any] = {
 
 
 def tiny_config(kind: str, **more: Any) -> Any:
-    """A tiny config of that model_type: its defaults, but for sizes; raises what its class raises."""
+    """Return a tiny config of a model_type: its defaults except for sizes; raises what its class raises."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     made = CONFIG_MAPPING[kind]
@@ -61,7 +61,7 @@ def tiny_config(kind: str, **more: Any) -> Any:
 
 
 def save_tiny(kind: str, folder: Path, **more: Any) -> Any:
-    """A tiny random model of that model_type by transformers, saved to `folder`; without a tokenizer."""
+    """Save a tiny random model of a model_type by transformers to `folder`, without a tokenizer."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -87,7 +87,7 @@ def save_tiny(kind: str, folder: Path, **more: Any) -> Any:
 
 
 def load_hosted(folder: Path, kernels: Kernels = TORCH, dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """Ours of a folder, through transformers."""
+    """Load our model of a folder, through transformers' code."""
     opened = open_model(folder, "transformers")
     return load_model(opened, dtype=dtype, device=torch.device("cpu"), kernels=kernels)
 
@@ -95,24 +95,26 @@ def load_hosted(folder: Path, kernels: Kernels = TORCH, dtype: torch.dtype = tor
 PROMPT = [5, 17, 40, 3, 88, 61, 12, 12, 70, 29, 9, 54]
 _BLOCK = 4
 _TABLE = [6, 2, 9, 1, 5, 0, 3, 4, 7, 8]
-_OUTPUT = 4  # tokens of a text
-_MOST = 1 << 25  # parameters of what is tiny
+_OUTPUT = 4  # output tokens of a text
+_MOST = 1 << 25  # max parameters of a tiny model
 
 
 def difference(theirs: Any, ours: LanguageModel) -> float:
-    """The largest difference from transformers' logits over a prompt, by their deviation if above 1."""
+    """Return the largest difference from transformers' logits over a prompt, relative to their deviation
+    if above 1.
+    """
     with torch.no_grad():
         want = theirs(torch.tensor([PROMPT]), use_cache=False).logits[0]
     return float((logits_of(ours).float() - want).abs().max() / want.std().clamp(min=1))
 
 
 def logits_of(ours: LanguageModel) -> torch.Tensor:
-    """The logits of every token of the prompt."""
+    """Return the logits after every prompt token."""
     return _runner(ours).forward([Rows(PROMPT, 0, _TABLE, 0)])
 
 
 def same_with_a_tree(ours: LanguageModel) -> bool:
-    """Whether a text said token by token has the logits of the same nodes of a tree, to the bit."""
+    """True if a text has bitwise equal logits token by token and as nodes of a tree."""
     said, logits, runner = list(PROMPT), list[torch.Tensor](), _runner(ours)
     made = runner.forward([chain_rows(PROMPT, 0, _TABLE, logits=True)])
     for _ in range(_OUTPUT):
@@ -120,7 +122,7 @@ def same_with_a_tree(ours: LanguageModel) -> bool:
         logits.append(made[0])
         made = runner.forward([chain_rows(said[-1:], len(said) - 1, _TABLE, logits=True)])
     logits.append(made[0])
-    # The prompt's last token is the root. Each node of the text has a sibling before it and one behind it.
+    # The prompt's last token is the root. Each node of the text has a sibling before and after it.
     tokens, parents, path = [PROMPT[-1]], [-1], [0]
     for token in said[len(PROMPT) :]:
         above = path[-1]

@@ -1,4 +1,4 @@
-"""The kernels a test asks for by name; it is skipped where the native ones cannot be built."""
+"""Kernels by name; tests are skipped if the native ones cannot be built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES: Final = ("torch", "native")
 
 
 def library_or_skip() -> Library:
-    """The native library."""
+    """Return the native library, or skip the test."""
     try:
         return load_library()
     except KernelBuildError as error:
@@ -24,7 +24,7 @@ def library_or_skip() -> Library:
 
 
 def kernels(name: Literal["torch", "native"]) -> Kernels:
-    """The kernels called `name` in EngineConfig, on the CPU."""
+    """Return the CPU kernels called `name` in EngineConfig."""
     try:
         return choose_kernels(name, torch.device("cpu"))[0]
     except KernelBuildError as error:

@@ -1,4 +1,4 @@
-"""Texts and trees a person can read: each letter is a token."""
+"""Readable texts and trees: each letter is a token."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from specinfer.tree import TokenTree
 
 
 def letters(text: str) -> list[int]:
-    """The token ids of a text."""
+    """Return the token ids of a text."""
     return [ord(c) for c in text]
 
 
 def spelled(tree: TokenTree) -> list[str]:
-    """The leaves' texts below the root, in order of proposal."""
+    """Return the leaves' texts below the root, in order of proposal."""
     tree.check_integrity()
     inner = set(tree.parents)
     leaves = [node for node in range(1, tree.num_nodes) if node not in inner]

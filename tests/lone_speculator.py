@@ -1,4 +1,4 @@
-"""A tiny target in an engine with one speculator: what it answers to one prompt, greedily."""
+"""A tiny target with one speculator, and its greedy answer to one prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=30)
 
 
 def expected(tiny: Tiny) -> list[int]:
-    """What the target alone answers."""
+    """Return the target's answer without speculation."""
     return slow_generate(tiny.target, PROMPT, PARAMS)
 
 
@@ -36,7 +36,7 @@ def answer(
     request_id: str = "r",
     prediction: tuple[int, ...] = (),
 ) -> RequestOutput:
-    """The answer in a context of 64, with trees of at most 4 nodes; the engine is checked."""
+    """Return the answer with a context of 64 and trees of at most 4 nodes; checks the engine."""
     request = Request(request_id, PROMPT, PARAMS, seed=0, prediction=prediction)
     pool = BlockPool(num_blocks=8, block_size=16)
     engine = Engine(

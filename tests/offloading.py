@@ -1,4 +1,4 @@
-"""A tiny model that is larger than the memory it may take."""
+"""A tiny model larger than its given memory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from tests.kernels import library_or_skip
 from tests.tiny_models import write_tiny_llama
 
 LAYERS = 8
-# Of `write_large`'s model in bfloat16, with its twin and KV caches, half of the layers do not fit.
+# Half of the bfloat16 layers of `write_large`'s model do not fit beside its quantized copy and KV caches.
 OPTIONS: dict[str, Any] = {"memory": 7_100_000, "kv_cache_memory": 3 << 20, "offload": "auto"}
 FLAGS = ("--memory", "7100000", "--kv-cache-memory", "3MB", "--offload", "auto")
-DISK = DiskRate(readers=1, piece=1 << 20, bytes_per_second=1e7, direct=True)  # a slow one: a twin pays
+# so slow that the quantized copy pays
+DISK = DiskRate(readers=1, piece=1 << 20, bytes_per_second=1e7, direct=True)
 
 
 def count_models_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have nothing but models counted as memory that is taken: Python is larger than any tiny model.
+    """Count only models as used memory, since Python is larger than any tiny model.
 
-    The disk and memory are as fast in each test. Skips the test where there are no native kernels.
+    Fix the speed of disk and memory. Skips the test without native kernels.
     """
     library_or_skip()
     for module in (memory, kv_cache):
@@ -35,7 +36,7 @@ def count_models_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_large(folder: Path) -> Path:
-    """Write a tiny model whose layers are large beside the rest of it, and return the folder."""
+    """Write a tiny model most of whose bytes are in layers, and return the folder."""
     return write_tiny_llama(
         folder,
         vocab_size=128,

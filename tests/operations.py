@@ -1,4 +1,4 @@
-"""What a call costs, in figures that are the same on every machine: Python lines run, bytes allocated."""
+"""Machine-independent costs of a call: Python lines run, bytes allocated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def lines_run(call: Callable[[], object]) -> int:
-    """How many lines of Python `call` runs: a loop over more things runs more of them."""
+    """Return the number of Python lines that `call` runs, which grows with its loops."""
     lines = 0
 
     def count(frame: FrameType, event: str, argument: Any) -> Any:
@@ -28,7 +28,7 @@ def lines_run(call: Callable[[], object]) -> int:
 
 
 def bytes_allocated(call: Callable[[], object]) -> int:
-    """The most memory `call` holds beyond what there was before: a copy of much takes much."""
+    """Return the peak memory of `call` beyond the memory in use before."""
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()

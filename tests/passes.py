@@ -1,4 +1,4 @@
-"""Passes of a model over a cache of its own, in whichever pieces a test wants."""
+"""Passes of a model over its own KV cache, in any chunks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def forward(
     attend: Attend,
     logit_rows: Tensor | None = None,
 ) -> Tensor:
-    """The logits of `logit_rows` (None: of every row), [R, V], by all of a model."""
+    """Return the logits, [R, V], at `logit_rows`, or at every row if None."""
     context = PassContext(positions_T, attend)
     residual, _ = model.run_layers(model.embed(token_ids_T, positions_T), context)
     return model.logits(model.final_norm(residual, logit_rows))
 
 
 class Passes:
-    """A model and a cache of so many blocks of 4."""
+    """A model and a KV cache with a number of blocks of 4 slots."""
 
     def __init__(self, model: LanguageModel, num_blocks: int = 10) -> None:
         self.model = model
@@ -38,7 +38,7 @@ class Passes:
 
     @torch.inference_mode()
     def run(self, *rows: Rows, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """What the head reads of every row, and the taps."""
+        """Return the output layer's input of every row, and the taps."""
         model = self.model
         batch = build_batch(rows, block_size=BLOCK, device=model.device)
         context = PassContext(batch.positions_T, self._attention.bind(batch.paths), taps)

@@ -1,4 +1,4 @@
-"""Step plans without an engine: what a speculator is asked, and what it learns of a step."""
+"""Step plans and outcomes without an engine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def entry(
     rows: int = 1,
     **fields: Any,
 ) -> PlanEntry:
-    """A request that has said `output` so far, `rows` tokens of which this step computes, and then a tree.
+    """Return a request's entry; the step computes the last `rows` tokens of its text and a tree.
 
-    Its tree has room for much more than a test proposes; `fields` are `PlanEntry`'s. Without an output the
-    text is `prompt` itself, no copy: a test may let it grow, as the engine does.
+    Its tree may be larger than any test's; `fields` are PlanEntry's. Without an output the entry's text is
+    `prompt` itself, not a copy, so that a test may append to it as the engine does.
     """
     text = [*prompt, *output] if output else prompt
     settled: dict[str, Any] = {
@@ -42,10 +42,10 @@ def entry(
 
 
 def plan(*entries: PlanEntry) -> StepPlan:
-    """The step these requests run in."""
+    """Return a step plan with these entries."""
     return StepPlan(entries)
 
 
 def outcome(*committed: int, request_id: str = "r", finished: bool = False) -> Outcome:
-    """What a step added to a request."""
+    """Return the outcome of a step for one request."""
     return Outcome(request_id, committed, finished)

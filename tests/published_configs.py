@@ -1,4 +1,4 @@
-"""config.json of heads as their authors write it, made of that of the `speculators` library."""
+"""config.json of heads in their authors' formats, made from that of the `speculators` library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EAGLE_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 def flat(written: Json, *names: str) -> Json:
-    """The layers' config with what heads of a layout have beside it."""
+    """Return the layers' config and the other fields of a flat layout."""
     layers = dict(written["transformer_layer_config"])
     for key in ("is_causal", "layer_types", "use_sliding_window", "sliding_window"):
         layers.pop(key, None)
@@ -18,24 +18,24 @@ def flat(written: Json, *names: str) -> Json:
 
 
 def eagle(written: Json) -> Json:
-    """As SafeAILab's EAGLE and SpecForge write it: layers 2, L // 2 and L - 3 are meant."""
+    """SafeAILab's EAGLE and SpecForge: the taps are layers 2, L // 2 and L - 3."""
     names = ("draft_vocab_size", "fc_norm", "norm_output")
     return flat(written, *names) | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
 
 
 def eagle_with_taps(written: Json) -> Json:
-    """As vLLM reads it: a layer is named by what it is given."""
+    """vLLM: layer i is tapped at its input."""
     return eagle(written) | {EAGLE_LAYERS: written[EAGLE_LAYERS]}
 
 
 def eagle_with_layers(written: Json) -> Json:
-    """As SpecForge writes it, whose layer i is the one that puts out what we call i + 1."""
+    """SpecForge: its layer i has the output that we call tap i + 1."""
     ids = [tap - 1 for tap in written[EAGLE_LAYERS]]
     return eagle(written) | {"eagle_config": {"use_aux_hidden_state": True, EAGLE_LAYERS: ids}}
 
 
 def eagle_of_authors(written: Json) -> Json:
-    """As SafeAILab publishes it: yuhuili/EAGLE3-LLaMA3.1-Instruct-8B. Its tensors alone tell what it is."""
+    """SafeAILab's release (yuhuili/EAGLE3-LLaMA3.1-Instruct-8B): only its tensors show the kind."""
     return flat(written, "draft_vocab_size") | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -50,18 +50,18 @@ def eagle_of_authors(written: Json) -> Json:
 
 
 def early_eagle(written: Json) -> Json:
-    """As SafeAILab publishes EAGLE-1 and 2: yuhuili/EAGLE-llama2-chat-7B. Tensors alone tell what it is."""
+    """SafeAILab's EAGLE-1 and 2 (yuhuili/EAGLE-llama2-chat-7B): only tensors show the kind."""
     described = eagle_of_authors(written | {"draft_vocab_size": None})
     return {name: value for name, value in described.items() if name != "draft_vocab_size"}
 
 
 def early_eagle_of_qwen(written: Json) -> Json:
-    """The same with layers of Qwen2 and the target's number of them."""
+    """The same with layers of Qwen2 and the target's number of layers."""
     return early_eagle(written) | {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": LAYERS}
 
 
 def early_eagle_of_vllm(written: Json) -> Json:
-    """As vLLM's converter writes it: the fields inside."""
+    """vLLM's converter: nested fields."""
     return {"model_type": "eagle", "model": early_eagle(written) | {"model_type": "eagle"}}
 
 
@@ -71,12 +71,12 @@ def eagle_of_vicuna(written: Json) -> Json:
 
 
 def angelslim(written: Json) -> Json:
-    """As AngelSlim publishes it, a class of vLLM's its name."""
+    """AngelSlim: named as a class of vLLM."""
     return eagle(written) | {"architectures": ["Eagle3LlamaForCausalLM"], "num_hidden_layers": LAYERS}
 
 
 def nvidia(written: Json) -> Json:
-    """As NVIDIA's Model Optimizer writes it, of gpt-oss above all: no layers named are the usual ones."""
+    """NVIDIA's Model Optimizer, mainly for gpt-oss: without named layers the default ones are tapped."""
     said = {
         EAGLE_LAYERS: [],
         "use_aux_hidden_state": True,
@@ -95,14 +95,14 @@ def nvidia(written: Json) -> Json:
 
 
 def nvidia_with_layers(written: Json) -> Json:
-    """As it writes a Llama 4's: layer i is the one that puts out what we call i + 1."""
+    """The same for a Llama 4: its layer i has the output that we call tap i + 1."""
     described = nvidia(written) | {"model_type": "llama4_text"}
     described["eagle_config"][EAGLE_LAYERS] = [tap - 1 for tap in written[EAGLE_LAYERS]]
     return described
 
 
 def automodel(written: Json) -> Json:
-    """As NVIDIA's Automodel writes it: the target's config and more, `model.` before names of tensors."""
+    """NVIDIA's Automodel: the target's config and more; tensor names begin with `model.`."""
     names = ("draft_vocab_size", "target_hidden_size")
     return flat(written, *names) | {
         "architectures": ["LlamaEagle3DraftModel"],
@@ -120,7 +120,7 @@ def parallel_automodel(written: Json) -> Json:
 
 
 def eagle_of_qwen(written: Json) -> Json:
-    """Layers of Qwen's own kind with the target's fields around them, window and all."""
+    """Layers of Qwen's kind and the target's fields, with a sliding window."""
     return eagle(written) | {
         "model_type": written["transformer_layer_config"]["model_type"],
         "num_hidden_layers": LAYERS,
@@ -131,12 +131,12 @@ def eagle_of_qwen(written: Json) -> Json:
 
 
 def eagle_of_phi(written: Json) -> Json:
-    """As SpecForge writes Phi-4's: its layers are Llama's, whatever model_type says."""
+    """SpecForge for Phi-4: layers are Llama's, whatever model_type is."""
     return eagle(written) | {"model_type": "phi3", "tie_word_embeddings": True}
 
 
 def parallel_eagle(written: Json) -> Json:
-    """As SpecForge writes P-EAGLE, but for the mask token, which its author has to add."""
+    """SpecForge's P-EAGLE with the mask token, which its author has to add."""
     names = ("draft_vocab_size", "norm_before_residual", "mask_token_id")
     return flat(written, *names) | {"architectures": ["PEagleDraftModel"], "model_type": "llama"}
 
@@ -150,12 +150,12 @@ def parallel_eagle_of_vllm(written: Json) -> Json:
 
 
 def layers_of_block(written: Json) -> list[int]:
-    """Layers as DFlash and DSpark count them: layer i is the one that puts out what we call i + 1."""
+    """DFlash and DSpark: their layer i has the output that we call tap i + 1."""
     return [tap - 1 for tap in written["aux_hidden_state_layer_ids"]]
 
 
 def dflash(written: Json) -> Json:
-    """As z-lab writes it."""
+    """z-lab's format."""
     own = {"mask_token_id": written["mask_token_id"], "target_layer_ids": layers_of_block(written)}
     return flat(written, "block_size") | {
         "architectures": ["DFlashDraftModel"],
@@ -166,14 +166,14 @@ def dflash(written: Json) -> Json:
 
 
 def newer_dflash(written: Json) -> Json:
-    """The same with the size of blocks inside."""
+    """The same with a nested block size."""
     config = dflash(written)
     config["dflash_config"]["block_size"] = config.pop("block_size")
     return config
 
 
 def full_dflash(written: Json) -> Json:
-    """With all that its readers know, turned off."""
+    """With all optional fields, switched off."""
     config = dflash(written)
     config["dflash_config"] |= {
         "projector_type": "dflash",
@@ -197,14 +197,14 @@ def causal_dflash(written: Json) -> Json:
 
 
 def jetspec(written: Json) -> Json:
-    """As hao-ai-lab writes it."""
+    """hao-ai-lab's format."""
     config = newer_dflash(written)
     config["dflash_config"]["causal_head"] = True
     return config
 
 
 def dspark(written: Json) -> Json:
-    """As DeepSpec writes it."""
+    """DeepSpec's format."""
     return flat(written, "block_size", "mask_token_id", "markov_rank", "markov_head_type") | {
         **CONFIDENCE,
         "architectures": ["Qwen3DSparkModel"],
@@ -214,12 +214,12 @@ def dspark(written: Json) -> Json:
     }
 
 
-CONFIDENCE = {"enable_confidence_head": True, "confidence_head_with_markov": True}  # which is not read
+CONFIDENCE = {"enable_confidence_head": True, "confidence_head_with_markov": True}  # ignored when read
 MARKOV = ("markov_rank", "markov_head_type")
 
 
 def nested_dspark(written: Json) -> Json:
-    """As SpecForge writes it: all but the layers inside."""
+    """SpecForge: all fields nested except the layers."""
     config = dflash(written) | {"architectures": ["DSparkDraftModel"], "target_hidden_size": None}
     config["dflash_config"] |= {
         "projector_type": "dspark",
@@ -232,7 +232,7 @@ def nested_dspark(written: Json) -> Json:
 
 
 def nested_dspark_for_sglang(written: Json) -> Json:
-    """The same once SpecForge has made it ready for SGLang: layers and mask token stay where they were."""
+    """The same after SpecForge's conversion for SGLang: layers and mask token keep their place."""
     return nested_dspark(written) | {
         "architectures": ["Qwen3DSparkModel"],
         **CONFIDENCE,
@@ -241,7 +241,7 @@ def nested_dspark_for_sglang(written: Json) -> Json:
 
 
 def first_dspark(written: Json) -> Json:
-    """As SpecForge wrote it first: what it is only the projector tells, and confidence its weight."""
+    """SpecForge's first format: only the projector shows the kind, and a weight the confidence head."""
     config = nested_dspark(written) | {"architectures": ["DFlashDraftModel"]}
     del config["dflash_config"]["enable_confidence_head"]
     return config

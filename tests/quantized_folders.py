@@ -1,4 +1,4 @@
-"""Tiny models quantized as other programs do it, packed element by element, and the floats that is."""
+"""Tiny models in other programs' quantized formats, packed element by element, with their float values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FP4 = (*_FP4, *(-value for value in _FP4))
 
 @dataclass(frozen=True)
 class Format:
-    """A quantization_config, and what makes a matrix [out, in] into pieces and the floats they stand for."""
+    """A quantization_config, and a function from a matrix [out, in] to its pieces and their float values."""
 
     said: dict[str, Any]
     make: Callable[[Tensor, torch.Generator], tuple[Pieces, Tensor]]
@@ -34,7 +34,7 @@ class Format:
 
 
 def packed(levels: Tensor, bits: int, dim: int) -> Tensor:
-    """Words of neighbours along a dimension, the first in the lowest bits."""
+    """Pack neighbours along a dimension into words, the first in the lowest bits."""
     per = 32 // bits
     rows = levels.movedim(dim, 0)
     rows = torch.cat((rows, rows.new_zeros(-len(rows) % per, *rows.shape[1:])))
@@ -47,15 +47,17 @@ def packed(levels: Tensor, bits: int, dim: int) -> Tensor:
 def grids(
     shape: tuple[int, int], bits: int, groups: int, generator: torch.Generator, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels [out, in], scales and zeros [out, groups]; zeros are any that the levels have."""
+    """Return random levels [out, in], scales and zeros [out, groups]; zeros are in the range of the
+    levels.
+    """
     levels = torch.randint(0, 1 << bits, shape, generator=generator)
-    # Matrices of larger steps make a model whose logits overflow.
+    # Larger steps would make the model's logits overflow.
     scales = (0.2 + torch.rand(shape[0], groups, generator=generator)).mul(0.6 / (1 << bits)).to(dtype)
     return levels, scales, torch.randint(0, 1 << bits, (shape[0], groups), generator=generator)
 
 
 def plain(levels: Tensor, scales: Tensor, zeros: Tensor, group_of: Tensor | None = None) -> Tensor:
-    """Every element by itself."""
+    """Dequantize element by element."""
     inner = levels.shape[1]
     index = torch.arange(inner) // (inner // scales.shape[1]) if group_of is None else group_of
     return scales.float()[:, index] * (levels - zeros[:, index]).float()
@@ -96,7 +98,7 @@ def awq(size: int = 32) -> Format:
     def make(weight: Tensor, generator: torch.Generator) -> tuple[Pieces, Tensor]:
         out, inner = weight.shape
         levels, scales, zeros = grids((out, inner), 4, inner // size, generator, torch.float16)
-        # Word w has the columns 8 w + order: as if columns stood in that order.
+        # Word w holds the columns 8 w + order, as if columns were stored in that order.
         order = [8 * (c // 8) + _AWQ_ORDER[c % 8] for c in range(out)]
         pieces = {
             "qweight": packed(levels[order].T, 4, 1),
@@ -169,7 +171,7 @@ def int_quantized(per_tensor: bool = False, symmetric: bool = True) -> Format:
 def float8(
     weight: Tensor, block: tuple[int, int], generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, scales of blocks, and what they stand for."""
+    """Return values, block scales, and their float values."""
     out, inner = weight.shape
     values = (weight * 100).to(torch.float8_e4m3fn)
     sizes = -(-out // block[0]), -(-inner // block[1])
@@ -287,9 +289,9 @@ FORMATS = {
 def write_quantized(
     folder: Path, form: Format, *, hidden: int = 64, inner: int = 96, experts: int = 0
 ) -> dict[str, Tensor]:
-    """Write a model whose layers' matrices are quantized; returns all tensors, these as floats.
+    """Write a model with quantized layer matrices; returns all tensors, these as floats.
 
-    With `experts` it is a mixture of so many, whose router is not quantized.
+    With `experts` it is a mixture with that number of experts and an unquantized router.
     """
     shape: dict[str, Any] = {"hidden_size": hidden, "spread": 0.1, "tie_embeddings": False}
     if experts:

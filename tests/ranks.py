@@ -1,4 +1,4 @@
-"""Ranks of one model in the threads of one process: they meet, exchange and follow as processes do."""
+"""Ranks of one model as threads of one process, which connect and exchange like processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def told(llm: LLM) -> list[list[int]]:
 
 
 def followers() -> list[psutil.Process]:
-    """Those of this process that are there, ended ones that nobody has waited for among them."""
+    """Return this process's rank processes, zombies included."""
 
     def follows(one: psutil.Process) -> bool:
         try:
@@ -61,7 +61,7 @@ def soon(holds: Callable[[], object], seconds: float = 10.0) -> bool:
 
 
 def hurry(llm: LLM) -> None:
-    """Let an exchange take a second from now on, at rank 0."""
+    """Shorten rank 0's exchange timeout to one second."""
     group = llm.models.target.group
     assert group is not None
     group.limit = 1.0
@@ -70,7 +70,7 @@ def hurry(llm: LLM) -> None:
 
 
 def parts_of(quantization: Quantization, width: int) -> int:
-    """How many parts sums have where so many ranks share them."""
+    """Return the number of parts that sums have with `width` ranks."""
     return 1 if quantization == "int8" or width == 1 else PARTS
 
 
@@ -82,7 +82,7 @@ def whole_model(
     quantization: Quantization = "int8",
     width: int = 2,
 ) -> LanguageModel:
-    """The model of one process, whose sums have as many parts as where so many ranks share its layers."""
+    """Load the model in one process, with sums in as many parts as `width` ranks use."""
     opened = open_model(path)
     return load_model(
         opened,
@@ -107,7 +107,7 @@ def ranks_of(
     whole_table: bool = False,
     stages: int = 1,
 ) -> Iterator[LanguageModel]:
-    """Rank 0's part of a model, whose followers run in threads until the block ends."""
+    """Yield rank 0's part of a model; the other ranks run in threads until the block ends."""
     opened, width = open_model(path), size // stages
     layout = Layout.of(width, stages, [1] * opened.config.num_layers, 0, parts_of(quantization, width))
     pairs = [socket.socketpair() for _ in range(1, size)]
@@ -136,12 +136,12 @@ def ranks_of(
         finally:
             groups[0].close()
             for one in following:
-                with suppress(PeerLostError):  # as a test wants it
+                with suppress(PeerLostError):  # a test may end a rank
                     one.result(30)
 
 
 def llm_of(target: LanguageModel, path: Path, drafts: dict[str, Any] | None = None, **options: Any) -> LLM:
-    """An engine over this target and these drafts."""
+    """Return an engine over this target and these drafts."""
     named = drafts or {}
     config = EngineConfig.from_options(str(path), {**ENGINE, "drafts": tuple(named), **options})
     return LLM.from_models(config, Models(target, Tokenizer.load(path), dict(named)))

@@ -1,12 +1,12 @@
-"""What engines say to a few hundred requests, recorded, so that a redesign can be held against it.
+"""Records an engine's output for a few hundred requests, to compare it after a redesign.
 
     python -m tests.recording OLD.json [--model TARGET] [--pair TARGET SSM] [--tiny]     before
     python -m tests.recording NEW.json ... --against OLD.json                          after
 
-Texts, token ids, log-probabilities (as exact floats) and errors must be the same to the bit. Figures are
-compared as well and told apart: a change of who may guess how much changes them, and no text under the
-coupled verifier. Only the public face is used, so that the same program runs with the code of another commit.
-A recording belongs to one kind of CPU: native products of another kind may round differently.
+Texts, token ids, log-probabilities (as exact floats) and errors must be equal to the bit. Speculation figures
+are compared, too, but listed separately: a change of the policy changes them and no text under the coupled
+verifier. The program uses only the public API, so it runs on another commit's code. A recording belongs to
+one kind of CPU, as native products of another kind may round differently.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ PARAMETERS: Mapping[str, Options] = {
     "no speculation": {"temperature": 0.8, "speculation": False},
     "salted": {"temperature": 0.8, "cache_salt": "somebody"},
 }
-# Few enough run at once that every tree has its full size, which decides the text under multi-step sampling.
+# Few requests run at once, so every tree has its full size, which decides the text under multi-step sampling.
 TINY: Options = {
     **{"dtype": "float32", "kv_cache_memory": 1 << 24, "tree_size": "fixed"},
     **{"max_batch_size": 8, "max_nodes": 24, "lookup": False},
 }
-# draft names: S often agrees with the target, X never heard of it
+# draft names: S often agrees with the target, X is unrelated
 TINY_ENGINES: Mapping[str, Options] = {
     "plain": {},
     "twins": {"kernels": "torch", "drafts": "S"},
@@ -106,7 +106,9 @@ REAL_PROMPTS = (
 
 
 def record_tiny(folder: Path, only: str = "") -> Iterator[Record]:
-    """Every parameter under every tiny engine, in a batch; with preemption and twice, for prefix reuse."""
+    """Yield every parameter under every tiny engine: in a batch, with preemption, and twice for prefix
+    reuse.
+    """
     target = write_tiny_llama(folder / "target", vocab_size=128, tokenizer=True, eos_token_id=10)
     similar = write_similar_llama(target, folder / "similar", noise=0.1)
     stranger = write_tiny_llama(folder / "stranger", vocab_size=128, tokenizer=True, seed=99, eos_token_id=10)
@@ -135,7 +137,7 @@ def record_tiny(folder: Path, only: str = "") -> Iterator[Record]:
 
 
 def record_real(model: str, draft: str | None) -> Iterator[Record]:
-    """Laws and the parameters that need words, under engines of one real model, alone and together."""
+    """Yield sampling settings and text parameters under engines of one real model, alone and batched."""
     engines = REAL_ENGINES
     if draft is not None:
         engines = {name: {**options, "drafts": (draft,)} for name, options in DRAFT_ENGINES.items()}
@@ -182,7 +184,7 @@ def _exact(logprobs: Any) -> Any:
 
 
 def compare(old: Mapping[str, Record], new: Mapping[str, Record]) -> list[str]:
-    """What differs, a line for each request that says something else or is missing."""
+    """Return a line for each request whose record differs or is missing."""
     missing = [f"missing: {name}" for name in old if name not in new]
     return missing + [
         f"differs: {name}: {old[name]['said']} -> {new[name]['said']}"
@@ -199,9 +201,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, help="the recording, a JSON line for each request")
+    parser.add_argument("out", type=Path, help="the recording, one JSON line per request")
     parser.add_argument("--tiny", action="store_true", help="tiny random models, every parameter")
-    parser.add_argument("--only", default="", help="of the tiny engines those with this in their name")
+    parser.add_argument("--only", default="", help="only tiny engines with this in their name")
     parser.add_argument("--model", action="append", default=[], help="a real model; repeatable")
     parser.add_argument("--pair", nargs=2, action="append", default=[], metavar=("TARGET", "SSM"))
     parser.add_argument("--against", type=Path, help="an earlier recording to compare with")

@@ -1,4 +1,4 @@
-"""An engine that only counts, for tests of the loop that drives it: it knows neither models nor time."""
+"""An engine without a model that only counts, for tests of the loop that drives it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from specinfer.verify.coupled import Acceptance
 
 
 class ScriptedEngine:
-    """Each step every request says the next number, 1, 2, ..., until its max_tokens.
+    """In each step every request outputs the next number, 1, 2, ..., until its max_tokens.
 
-    A script is called in each step, with the step's number, when the first request has its token and the
-    others do not: it may wait, call what drives the engine, or raise. Two callers at once are an error.
+    A script runs in each step, with the step's number, after the first request has its token and before the
+    others have theirs. It may block, call functions that drive the engine, or raise. Concurrent callers are
+    an error.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class ScriptedEngine:
         self.steppers: list[int] = []  # the thread of each step
         self.script: Callable[[int], object] = lambda step: None
         self.refuses: set[str] = set()  # ids that cannot be added
-        self._deltas: list[Delta] = []  # made and not returned: a step that raises loses none
+        self._deltas: list[Delta] = []  # made but not returned; a step that raises keeps them
         self._called = threading.Lock()
 
     @contextmanager
@@ -46,7 +47,7 @@ class ScriptedEngine:
         return bool(self.requests or self._deltas)
 
     def close(self) -> None:
-        """A step does not wait for anything that this could end."""
+        """Do nothing: no step blocks."""
 
     def add(self, admitted: Admitted) -> None:
         with self._alone():
@@ -87,7 +88,7 @@ class ScriptedEngine:
 
 
 def admitted(tokenizer: Tokenizer, request_id: str, max_tokens: int = 3) -> Admitted:
-    """A request that counts to `max_tokens`."""
+    """Return a request that counts to `max_tokens`."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     request = Request(request_id, (65,), params, seed=0)
     transcript = Transcript(request, tokenizer, ending=frozenset(), max_context=1 << 20, now=0.0)
@@ -95,7 +96,7 @@ def admitted(tokenizer: Tokenizer, request_id: str, max_tokens: int = 3) -> Admi
 
 
 class Pause:
-    """A script that holds an engine within its first step until it may go on."""
+    """A script that blocks an engine in its first step until it is released."""
 
     def __init__(self) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
@@ -110,12 +111,12 @@ def said(outputs: Iterable[RequestOutput]) -> list[tuple[str, list[int]]]:
 
 
 def counted(request_id: str, to: int = 3) -> list[tuple[str, list[int]]]:
-    """What a request says, output by output."""
+    """Return a request's output, step by step."""
     return [(request_id, list(range(1, n + 1))) for n in range(1, to + 1)]
 
 
 def waits(loop: EngineLoop) -> threading.Semaphore:
-    """Released each time a thread begins to wait for the loop."""
+    """Return a semaphore that is released when a thread starts to wait for the loop."""
     begun, wait = threading.Semaphore(0), loop._changed.wait
 
     def counted_wait(timeout: float | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""A server without a model: its backend says what a script says, with the trees of each step where wanted."""
+"""A server without a model, whose backend answers with scripts, with trees if traced."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from specinfer.tokenizer import Tokenizer
 from tests.tiny_models import write_byte_tokenizer
 
 MODEL: Final = "scripted"
-# Every message on a line of its own, so that a prompt shows which messages it is made of.
+# Each message on its own line, so that a prompt shows its messages.
 TEMPLATE: Final = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -41,24 +41,24 @@ FACTS: Final = EngineInfo(
     speculators=("grammar", "prediction", "draft", "lookup"),
     speculation=SpeculationConfig(drafts=("small",), lookup=False, max_nodes=64),
 )
-_ACCEPTED: Final = (3, 0, 5, 1, 2)  # tokens, step by step
+_ACCEPTED: Final = (3, 0, 5, 1, 2)  # accepted tokens per step
 _NAMES: Final = (["draft"], ["lookup"], ["draft", "lookup"], ["prediction"], ["grammar"])
 
-# What a work is answered; an exception is raised, and None says no more until the work is given up.
+# The answer to a work: an exception is raised, and None waits until the work is cancelled.
 Script = Sequence[Delta | Exception | None]
 
 
 class ScriptedBackend:
-    """A Backend that gives each work the next script, the last one again and again.
+    """A Backend that gives each work the next script, and repeats the last one.
 
-    Deltas get the id of the work, and keep their trees where the work is traced.
+    Deltas get the id of the work; they keep their trees if the work is traced.
     """
 
     def __init__(self, *scripts: Script) -> None:
         self._scripts = list(scripts)
         self.works: list[Work] = []
         self.sessions: list[str] = []  # of each request
-        self.gone: list[str] = []  # works that were given up
+        self.gone: list[str] = []  # cancelled works
 
     async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
         self.sessions.append(session)
@@ -73,7 +73,7 @@ class ScriptedBackend:
                     elif isinstance(delta, Exception):
                         raise delta
                     else:
-                        await asyncio.sleep(0)  # the server hands on what there is
+                        await asyncio.sleep(0)  # lets the server send pending output
                         yield replace(delta, id=work.id, trees=delta.trees if work.traced else ())
                 left.discard(work.id)
         finally:
@@ -92,7 +92,7 @@ class ScriptedBackend:
 def says(
     *texts: str, reason: FinishReason = FinishReason.STOP, logprobs: bool = False, **last: Any
 ) -> list[Delta]:
-    """Deltas with these texts, a token per byte, the last one with the end and whatever else is given."""
+    """Return deltas with these texts, one token per byte; `last` has more fields of the last one."""
     deltas = []
     for text in texts:
         ids = tuple(text.encode())
@@ -103,7 +103,9 @@ def says(
 
 
 def says_in_steps(text: str, *, nodes: int = 6, stops_after: int | None = None) -> list[Delta | None]:
-    """A text in steps of one to six tokens, with their trees; it stops after so many steps, if told to."""
+    """Return deltas for steps of one to six tokens, with trees; with `stops_after` they stop after that
+    step.
+    """
     deltas: list[Delta | None] = []
     figures = SpeculationFigures()
     for number, (said, tree) in enumerate(steps_of(text, nodes=nodes)):
@@ -124,7 +126,7 @@ def says_in_steps(text: str, *, nodes: int = 6, stops_after: int | None = None) 
 
 
 def steps_of(text: str, *, nodes: int = 6) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A text in steps: what each adds, and its tree of about so many nodes, in the form of a trace."""
+    """Yield a text in steps: the new text and a tree of about `nodes` nodes in the trace format."""
     words = re.findall(r"\s*[\w']+|\s*[^\w\s]|\s+", text)
     ids = {word: 100 + i for i, word in enumerate(dict.fromkeys(words))}
     before, at, number = "<assistant>", 0, 0
@@ -139,7 +141,9 @@ def steps_of(text: str, *, nodes: int = 6) -> Iterator[tuple[str, dict[str, Any]
 
 
 def _tree(root: str, said: list[str], step: int, nodes: int) -> dict[str, Any]:
-    """A tree with the path `said`, its last token the target's own, and guesses beside it."""
+    """Return a tree with the accepted path `said`, whose last token is the bonus token, and rejected
+    nodes.
+    """
     texts, parents, path = [root], [-1], list(range(1, len(said)))
     texts += said[:-1]
     parents += range(len(path))
@@ -160,7 +164,7 @@ def _tree(root: str, said: list[str], step: int, nodes: int) -> dict[str, Any]:
 
 
 def byte_tokenizer(folder: Path, template: str = TEMPLATE) -> Tokenizer:
-    """One token per byte, and a chat template; its files are written to `folder`."""
+    """Return a tokenizer with one token per byte and a chat template; writes its files to `folder`."""
     write_byte_tokenizer(folder, 256)
     (folder / "chat_template.jinja").write_text(template)
     return Tokenizer.load(folder)
@@ -177,7 +181,7 @@ def scripted_app(
     adapters: Sequence[str] = (),
     **options: Any,
 ) -> FastAPI:
-    """The server's application over that backend; options are of ServeConfig."""
+    """Return the server's application over that backend, with options of ServeConfig."""
     service = scripted_service(tokenizer, backend, observers, models, sampling, adapters, **options)
     return build_app(service, Keys(list(keys)))
 
@@ -191,7 +195,7 @@ def scripted_service(
     adapters: Sequence[str] = (),
     **options: Any,
 ) -> Service:
-    """What the application asks for answers."""
+    """Return the application's service."""
     return Service(
         ServeConfig(**options),
         backend,
@@ -208,13 +212,13 @@ def scripted_service(
 
 
 def http_client(app: FastAPI) -> httpx.AsyncClient:
-    """A client whose requests go to the application itself."""
+    """Return a client that calls the application directly."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server/v1")
 
 
 @dataclass(frozen=True)
 class ScriptedServer:
-    """Where it listens, and who answers there."""
+    """The address and the backend of a running server."""
 
     url: str
     backend: ScriptedBackend
@@ -224,11 +228,11 @@ class ScriptedServer:
 def scripted_server(
     tokenizer: Tokenizer, *scripts: Script, keys: Sequence[str] = ()
 ) -> Iterator[ScriptedServer]:
-    """The application over a ScriptedBackend, on a free port of this machine."""
+    """Run the application over a ScriptedBackend on a free local port."""
     backend = ScriptedBackend(*scripts)
     app = scripted_app(tokenizer, backend, keys=keys)
     listener = listen(ServeConfig(port=0))
-    listener.listen(16)  # who asks before the server runs waits for it
+    listener.listen(16)  # earlier connections wait until the server runs
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""A server as users start it: `specinfer serve` in a process of its own, on a port that is free."""
+"""`specinfer serve` as a process on a free port."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import Any
 import httpx
 import psutil
 
-_STARTING = 120.0  # seconds; machines that run tests are busy
+_STARTING = 120.0  # seconds, enough for busy machines
 
 
 class Served:
-    """`specinfer serve MODEL FLAGS`, ready when the `with` block begins and ended behind it."""
+    """`specinfer serve MODEL FLAGS` as a context manager: ready at its start, ended at its end."""
 
     def __init__(
         self, model: str | Path, *flags: str, python: str = sys.executable, script: str | None = None
     ) -> None:
-        """`script` is a program that becomes `specinfer`, for what is done before it."""
+        """`script` is a program that runs before `specinfer` in its process."""
         program = ["-m", "specinfer"] if script is None else ["-c", script]
         self._command = [python, *program, "serve", str(model), "--port", "0", *flags]
         self._env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
@@ -56,7 +56,7 @@ class Served:
                 self.process.wait()
         self._reader.join(10)
         if error is not None:
-            print("".join(self.log))  # for whoever looks for why a test fails
+            print("".join(self.log))  # shown if a test fails
         elif self.process.returncode == -signal.SIGKILL:
             raise AssertionError("the server did not end when it was told to:\n" + "".join(self.log))
 
@@ -70,21 +70,21 @@ class Served:
         self._listening.set()
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
-        """The answer to a POST of a JSON body."""
+        """POST a JSON body and return the response."""
         return httpx.post(self.url + path, json=body, timeout=120, **more)
 
     def get(self, path: str) -> httpx.Response:
-        """The answer to a GET."""
+        """GET a path and return the response."""
         return httpx.get(self.url + path, timeout=60)
 
     @property
     def engine_pid(self) -> int | None:
-        """The engine process's id; None while there is none."""
+        """Return the engine process's id, or None without one."""
         found = [p.pid for p in psutil.Process(self.process.pid).children() if "engine_process" in _words(p)]
         return found[0] if found else None
 
     def kill_engine(self) -> None:
-        """SIGKILL for the engine, as soon as there is one."""
+        """Send SIGKILL to the engine once it exists."""
         until = time.monotonic() + 60
         while (pid := self.engine_pid) is None:
             assert time.monotonic() < until, "no engine process is started"
@@ -92,14 +92,14 @@ class Served:
         os.kill(pid, signal.SIGKILL)
 
     def metric(self, name: str) -> float:
-        """One number of /metrics."""
+        """Return one number of /metrics."""
         for line in self.get("/metrics").text.splitlines():
             if line.startswith(f"specinfer:{name}{{"):
                 return float(line.rpartition(" ")[2])
         raise AssertionError(f"/metrics has no {name}")
 
     def wait_idle(self) -> None:
-        """Return when nothing runs and all blocks are free."""
+        """Wait until no request runs and all blocks are free."""
         until = time.monotonic() + 60
         while self.metric("num_requests_running") + self.metric("kv_cache_usage_perc") > 0:
             assert time.monotonic() < until, "the engine is not idle"

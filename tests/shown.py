@@ -1,4 +1,4 @@
-"""A Progress that remembers what it was shown."""
+"""A Progress that records its updates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from specinfer.progress import Progress
 
 
 class Shown(Progress):
-    """`works` holds each finished piece of work: its label, and its units once all of them were done."""
+    """`works` has the label and the number of units of each finished piece of work."""
 
     def __init__(self) -> None:
         self.works: list[tuple[str, int]] = []

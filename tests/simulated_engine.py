@@ -1,7 +1,7 @@
-"""An engine whose passes take made-up seconds of a made-up clock: what a policy decides, and what it costs.
+"""An engine with simulated pass times on a simulated clock, to measure the cost of policy decisions.
 
-The text is given, so no decision can change it; the real ensemble asks the real policy. The clock that
-policies are told of may lie about the machine's own.
+The text is given, so decisions cannot change it; ensemble and policy are real. The clock that the policy
+reads may differ from the machine's time.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ WRONG = 99  # a token that no text has
 PARAMS = SamplingParams(temperature=0)
 OVERHEAD = 0.05  # seconds of a step besides its passes
 
-Seconds = Callable[[int], float]  # of a pass, by its rows
+Seconds = Callable[[int], float]  # seconds of a pass, by its rows
 
 
 def word(position: int) -> int:
-    """The token that every text has there."""
+    """Return the token at this position of every text."""
     return position % 97
 
 
 @dataclass
 class Machine:
-    """A machine's own time, and what its passes take by it."""
+    """A simulated machine: its time and its passes' seconds."""
 
     target: Seconds
     draft: Seconds
-    slowness: Callable[[float], float] = lambda now: 1.0  # of all passes alike, at a time
+    slowness: Callable[[float], float] = lambda now: 1.0  # factor on all passes, by time
     now: float = 0.0
 
     def run(self, seconds: float) -> None:
-        """Let so much time pass, or more where the machine is slow."""
+        """Advance by `seconds`, times the slowness."""
         self.now += seconds * self.slowness(self.now)
 
 
 @dataclass
 class Guesser(LevelSpeculator):
-    """A draft of one guess a level: a level speculator that is right with a probability that may change."""
+    """A draft with one proposal per level, correct with a probability that may change by step."""
 
     machine: Machine
-    hits: Callable[[int], float]  # by the step
+    hits: Callable[[int], float]  # probability, by step
     depth: int = 4
     name: str = "draft"
     confidence: float = 0.8
@@ -66,14 +66,14 @@ class Guesser(LevelSpeculator):
         self._random = random.Random(self.chance)
 
     def begin(self, plan: StepPlan) -> list[int]:
-        """All texts, as far as they were not read."""
+        """Read the unread tokens of all texts."""
         self._plan = plan
         self._trees = [TreeBuilder(e.token_ids[e.end - 1], max(1, e.max_nodes)) for e in plan.entries]
         self._depths = [0] * len(plan.entries)
         return [len(e.token_ids) - self._read.get(e.request.request_id, 0) for e in plan.entries]
 
     def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
-        """A row for each unread token, or each last guess."""
+        """Return a row per unread token or last proposal."""
         if self.gone_at is not None and self.step >= self.gone_at:
             raise RuntimeError("gone")
         rows, going = 0, dict[int, Sequence[int]]()
@@ -94,11 +94,11 @@ class Guesser(LevelSpeculator):
         return going
 
     def tree(self, entry: int) -> TokenTree:
-        """The chain so far."""
+        """Return the chain so far."""
         return self._trees[entry].build()
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """What it ran and was right about it has read; a text that has ended is forgotten."""
+        """Count its correct proposals as read; forget finished texts."""
         self.step += any(outcome.committed for outcome in outcomes)
         depths = {e.request.request_id: d for e, d in zip(self._plan.entries, self._depths, strict=True)}
         for outcome in outcomes:
@@ -112,19 +112,19 @@ class Guesser(LevelSpeculator):
 
 @dataclass
 class Simulation:
-    """Steps of an engine: `batch(step)` requests, each with an answer of `length` tokens after a prompt."""
+    """Runs engine steps with `batch(step)` requests, each with `length` answer tokens after a prompt."""
 
     machine: Machine
     policy: SpeculationPolicy
     guessers: Sequence[Guesser]
-    told: Callable[[float], float] = lambda now: now  # what the clock says at a time
+    told: Callable[[float], float] = lambda now: now  # the clock's reading at a time
     batch: Callable[[int], int] = lambda step: 1
     length: int = 10**9
-    prompt: int = 1  # tokens; read in a step of their own where there are more
-    chunk: int = 64  # rows of a prompt in a step
-    nodes: int = 16  # of a tree
-    without: Seconds | None = None  # passes of the target without guesses; None: as with them
-    plain: float = 0.0  # seconds the same texts would have taken without guesses
+    prompt: int = 1  # tokens; more than one are prefilled in a separate step
+    chunk: int = 64  # prompt rows per step
+    nodes: int = 16  # per tree
+    without: Seconds | None = None  # target passes without proposals; None: the same curve
+    plain: float = 0.0  # seconds of the same texts without proposals
     tokens: int = 0
     steps: int = 0
     _texts: dict[str, list[int]] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class Simulation:
         )
 
     def run(self, steps: int) -> float:
-        """Run so many steps; the machine's seconds, over those without guesses."""
+        """Run `steps` steps; return their seconds divided by those without proposals."""
         began, plain = self.machine.now, self.plain
         for _ in range(steps):
             self._step()
@@ -153,7 +153,7 @@ class Simulation:
         entries = [self._entry(name, text) for name, text in self._texts.items()]
         plan = StepPlan(tuple(entries))
         seconds: dict[str, float] = {}
-        slowness = self.machine.slowness(self.machine.now)  # that the step meets
+        slowness = self.machine.slowness(self.machine.now)  # during this step
         before = self.told(self.machine.now)
         trees = self.ensemble.propose(plan)
         seconds["propose"] = self.told(self.machine.now) - before
@@ -205,7 +205,9 @@ class Simulation:
         return plans.outcome(*committed, request_id=name, finished=len(text) - self.prompt >= self.length)
 
     def _count_plain(self, rows: int, committed: Sequence[int], slowness: float) -> None:
-        """Add what its rows would have taken, and a step for each further token of a request."""
+        """Add the seconds without proposals: the prompt's rows, and a step for each further token of a
+        request.
+        """
         requests, target = len(committed), self.without or self.machine.target
         self.plain += slowness * (target(rows) + OVERHEAD)
         if requests:

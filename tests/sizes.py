@@ -1,4 +1,4 @@
-"""How much memory malloc has given out."""
+"""Bytes allocated by malloc."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 
 
 class _Mallinfo(ctypes.Structure):
-    """What glibc says of its heap, as malloc.h has it."""
+    """glibc's heap statistics, as malloc.h defines them."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -18,7 +18,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def malloced() -> int | None:
-    """The bytes that malloc has given out and not got back; None where it does not say."""
+    """Return the bytes in use by malloc, or None without glibc."""
     asked = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if asked is None:
         return None

@@ -1,10 +1,10 @@
-"""A stand-in for the part of a native library by which memory's speed is measured."""
+"""A fake of the library functions that measure memory bandwidth."""
 
 from __future__ import annotations
 
 
 class Streaming:
-    """A library whose memory streams at these speeds, one after the other, and that knows what was asked."""
+    """A library whose memory streams at these speeds, in order; records its calls."""
 
     def __init__(self, *speeds: float) -> None:
         self.speeds = list(speeds)

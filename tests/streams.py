@@ -1,4 +1,4 @@
-"""What tests of streams share: a file whose reads do as a test says, and its records."""
+"""Helpers for tests of weight streaming: a file with scripted reads, and its records."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from specinfer.models.stream_buffers import StreamRecord
 
 
 class ScriptedSource:
-    """A file in memory whose reads do as the test says."""
+    """A file in memory whose reads follow the test's script."""
 
     def __init__(self, data: bytes) -> None:
         self.path = Path("weights.safetensors")
         self.data = data
         self.size = len(data)
         self.direct = True
-        self.offsets: list[int] = []  # of reads, as they begin
+        self.offsets: list[int] = []  # offsets of reads, in order of their start
         self.delay = 0.0  # seconds of each read
-        self.faults: list[BaseException] = []  # the next reads raise them
+        self.faults: list[BaseException] = []  # exceptions of the next reads
         self.permanent: BaseException | None = None
-        self.changed: ModelFileError | None = None  # what `check` finds
-        self.open = threading.Event()  # a read waits until this is set
+        self.changed: ModelFileError | None = None  # the error that `check` raises
+        self.open = threading.Event()  # reads wait until this is set
         self.open.set()
-        self.stalled = threading.Event()  # a read waits
+        self.stalled = threading.Event()  # set while a read waits
 
     def read_into(self, view: memoryview, offset: int) -> None:
         self.offsets.append(offset)
@@ -50,7 +50,7 @@ class ScriptedSource:
 
 
 def pages(*counts: int) -> list[StreamRecord]:
-    """Records of so many pages, with a page between any two."""
+    """Return records of these numbers of pages, with a page between any two."""
     begins = accumulate([0, *(count + 1 for count in counts)])
     return [
         StreamRecord(begin * PAGE, count * PAGE, None, f"layer.{number}")
@@ -71,12 +71,12 @@ def readers() -> list[threading.Thread]:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Wait until something holds, for two seconds."""
+    """Wait up to two seconds until `holds` returns True."""
     for _ in range(2000):
         if holds():
             return
         time.sleep(0.001)
-    raise AssertionError("it does not come to hold")
+    raise AssertionError("it is not true after two seconds")
 
 
 def taken(stream: LayerStream, number: int, record: StreamRecord) -> bytes:

@@ -1,4 +1,4 @@
-"""Tiny random decoders, built by hand, that have all switches between them."""
+"""Tiny random decoders that together use every switch of ModelConfig."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ SWITCHED: Final[Mapping[str, ModelConfig]] = {
 
 
 class RandomFile:
-    """The tensors that a decoder asks for, in no file."""
+    """Random tensors for the names that a decoder reads."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.path = Path("random")
@@ -123,6 +123,6 @@ def build(
     dtype: torch.dtype = torch.float32,
     quantization: Quantization = "none",
 ) -> Decoder:
-    """A decoder of this config, whose tensors depend on their names' order alone."""
+    """Build a decoder of this config; its tensors depend only on the order of their names."""
     with WeightReader(RandomFile(config), dtype, NoProgress(), quantization) as reader:
         return Decoder(config, Weights(reader, torch.device("cpu"), kernels))

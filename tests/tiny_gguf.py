@@ -12,7 +12,7 @@ NORMAL = 1
 
 
 def write_tiny_gguf(path: Path, *, last_token: str = "<last>", seed: int = 0) -> Path:
-    """Write a one-layer model of float32 weights and return its path.
+    """Write a one-layer model with float32 weights and return its path.
 
     Its tokens are the printable bytes, a merged pair of them, and `last_token`.
     """

@@ -1,4 +1,4 @@
-"""Tiny random llama-style model folders for tests, written without transformers and the same every time."""
+"""Tiny random llama-style model folders, deterministic and written without transformers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def write_tiny_llama(
 ) -> Path:
     """Write config.json and model.safetensors (float32) of a random Llama, and return the folder.
 
-    `spread` is the standard deviation of the weights: 0.3 gives peaked, varied laws; less, flatter ones.
-    Two calls that differ only in `seed` give a target and a draft that agree on little; see
-    `write_similar_llama` for a pair that agrees often. `tokenizer=True` adds a tokenizer.json whose
-    tokens are bytes (vocab_size <= 256: 0 .. vocab_size - 1, spelled as in byte-level BPE).
+    `spread` is the standard deviation of the weights: 0.3 gives peaked, varied laws; smaller values flatter
+    ones. Two calls that differ only in `seed` give a target and a draft that rarely agree;
+    `write_similar_llama` gives a pair that often agrees. `tokenizer=True` adds a tokenizer.json whose tokens
+    are bytes (vocab_size <= 256: 0 .. vocab_size - 1, spelled as in byte-level BPE).
     """
     folder.mkdir(parents=True, exist_ok=True)
     head_dim = hidden_size // num_heads if head_dim is None else head_dim
@@ -96,7 +96,7 @@ def write_tiny_mixture(
     spread: float = 0.3,
     **shape: Any,
 ) -> Path:
-    """As `write_tiny_llama`, with experts in place of each MLP: a Qwen3-MoE, or 2 with a shared expert."""
+    """Write a model with experts in place of each MLP: Qwen3-MoE, or Qwen2-MoE with a shared expert."""
     write_tiny_llama(folder, spread=spread, seed=seed, **shape)
     config, tensors = (
         json.loads((folder / "config.json").read_text()),
@@ -173,7 +173,9 @@ def write_byte_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def _byte_character(byte: int) -> str:
-    """The character byte-level BPE (GPT-2) writes for a byte: itself if printable, else one from 256 on."""
+    """Return the character that byte-level BPE (GPT-2) writes for a byte: itself if printable, else one
+    from 256 on.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     if byte in printable:
         return chr(byte)

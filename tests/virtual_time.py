@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer: sleeps take no time and end exactly when they say."""
+"""An event loop whose clock jumps to the next timer, so that sleeps take no time and end exactly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _Jumping(selectors.SelectSelector):
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:  # no timer is set: what is awaited comes from outside
+        if timeout is None:  # without a timer the event comes from outside
             return super().select(None)
         self.now += timeout
         return super().select(0)
@@ -30,6 +30,6 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(work: Coroutine[Any, Any, _Result]) -> _Result:
-    """What `work` returns, run from second 0 on; it must not wait for sockets."""
+    """Run `work` from second 0 and return its result; it must not wait for sockets."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
         return runner.run(work)

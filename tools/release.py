@@ -121,7 +121,7 @@ def run(*command: str | Path, **variables: str) -> None:
 
 
 def output(*command: str | Path, **variables: str) -> str:
-    """What a command prints, run outside the checkout; raises SystemExit if it fails or prints nothing."""
+    """Return a command's output, run outside the checkout; raises SystemExit without success or output."""
     variables = {**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, **variables}
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, check=False)

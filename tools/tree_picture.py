@@ -1,7 +1,7 @@
 """Draw docs/images/trees.svg, the moving picture of the README: python tools/tree_picture.py.
 
 It answers PROMPT with the model and the draft head of the package, in trees of a fixed size, and draws the
-steps of the trace: first the guesses, then those that the model accepts, and its own next token. The picture
+steps of the trace. Each step shows the proposals, then the accepted ones and the bonus token. The picture
 is SVG with CSS animation, readable on light and dark pages.
 """
 

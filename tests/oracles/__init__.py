@@ -1,1 +1,1 @@
-"""Slow, plain versions of what ships, to hold it against."""
+"""Slow, plain implementations that tests compare the shipped ones with."""

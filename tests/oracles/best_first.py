@@ -1,7 +1,7 @@
-"""Best-first trees of one pass in PyTorch and NumPy: the oracle of the library's (cpu/best_first.cpp).
+"""Best-first trees of one pass in PyTorch and NumPy: the oracle of cpu/best_first.cpp.
 
-Shapes: L levels, C candidates a level, A tokens that may stand before a level (the anchor; then C), W
-children that a node may have.
+Shapes: L levels, C candidates per level, A possible tokens before a level (1 at the root, then C), W children
+per node.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from specinfer.verify.noise import exponentials
 from specinfer.verify.scan import Likeliest
 
 Floats = NDArray[np.float64]
-_CANDIDATES: Final = 16  # of a level where the likeliest are wanted
-_RACERS: Final = 32  # where noise decides among them
+_CANDIDATES: Final = 16  # per level, for the likeliest tokens
+_RACERS: Final = 32  # per level, if noise decides
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What is guessed at one level, given each token that may stand before."""
+    """The proposals at one level, given each token that may precede it."""
 
     tokens_C: NDArray[np.int64]  # the target's ids
-    logits_AC: Floats  # at the temperature, the Markov term included
+    logits_AC: Floats  # divided by the temperature, Markov term included
     rest: float  # the mass of all other tokens, in units of e^logit
 
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """The noise that the target will use: a request's seed, and where the first level's tokens will stand."""
+    """The target's noise: a request's seed and the position of the first level's tokens."""
 
     seed: int
     position: int
@@ -52,29 +52,29 @@ class Race:
 class _Ranked:
     """One level's children, best first: [A, W] each."""
 
-    places: NDArray[np.int64]  # among the level's candidates
+    places: NDArray[np.int64]  # indices among the level's candidates
     tokens: list[list[int]]
     hopes: list[list[float]]
-    evidence: list[tuple[float, float]]  # of each A: how likely the two likeliest are; 0 where there is one
+    evidence: list[tuple[float, float]]  # for each A: probabilities of the two likeliest tokens; 0 for one
 
 
 def grow(
     builder: TreeBuilder, levels: Sequence[Level], most: int, speculator: str, race: Race | None
 ) -> None:
-    """Add at most `most` nodes below the builder's root, as far as it has room, the likeliest paths first.
+    """Add at most `most` nodes below the builder's root, as far as it has space, likeliest paths first.
 
     With `race` children are ranked as the coupled rule draws, else they are point masses. A draw's confidence
-    is how likely it is right, and its evidence how likely the two likeliest tokens there are.
+    is its acceptance probability, and its evidence the probabilities of the two likeliest tokens there.
     """
     ranked = [_rank(level, number, race) for number, level in enumerate(levels)]
     rule = DrawRule.POINT_MASS if race is None else DrawRule.COUPLED
 
-    # A path that waits: its probability, and where its last node would hang: below which node, at which
-    # level, behind which of the tokens that may stand before it, as which of the children there.
+    # A queued path: its probability, and the place of its last node (parent node, level, index of the token
+    # before it, rank among the children).
     waiting: list[tuple[float, int, int, int, int, int, float]] = []
 
     def wait(above: float, parent: int, level: int, before: int, rank: int) -> None:
-        """Let the child of that rank wait, if there is one and it is likely enough."""
+        """Queue the child of that rank, if it exists and is likely enough."""
         hopes = ranked[level].hopes[before]
         if rank < len(hopes) and (path := above * hopes[rank]) >= MIN_PATH:
             heapq.heappush(waiting, (-path, len(builder.parents), parent, level, before, rank, above))
@@ -93,7 +93,7 @@ def grow(
 
 
 def _rank(level: Level, number: int, race: Race | None) -> _Ranked:
-    """The children behind each token that may stand before, best first, and how likely each is right."""
+    """Return the children after each token that may precede, best first, with their probabilities."""
     top_A1 = level.logits_AC.max(axis=1, keepdims=True)
     weights_AC = np.exp(level.logits_AC - top_A1)
     mass_A1 = weights_AC.sum(axis=1, keepdims=True) + level.rest * np.exp(-top_A1)
@@ -113,7 +113,7 @@ def _rank(level: Level, number: int, race: Race | None) -> _Ranked:
 
 
 class PlainTrees:
-    """Best-first trees that run everywhere."""
+    """Best-first trees without native code."""
 
     def __init__(self, name: str, model: AnyHeadModel, vocabulary: DraftVocabulary | None) -> None:
         self._name = name
@@ -145,10 +145,10 @@ class PlainTrees:
                 grow(one.guessed.growth.builder, one.levels, most, self._name, race)
 
     def _grow_level_of_pairs(self, grown: Sequence[_Levels], logits_TU: Tensor, candidates: int) -> None:
-        """Add the next level to these, whose likeliest tokens depend on what may stand before it.
+        """Add the next level, whose likeliest tokens depend on the token before it.
 
-        They are found behind the mean of the tokens that may, as likely as these are: behind the anchor, and
-        wherever one token is all but sure, that is the token itself.
+        The likeliest are chosen after the probability-weighted mean of the possible tokens: at the root, and
+        wherever one token is nearly certain, this is the token itself.
         """
         assert self._markov is not None
         rows = torch.tensor([one.row for one in grown], device=logits_TU.device)
@@ -161,7 +161,7 @@ class PlainTrees:
             self._add_level(one, likeliest, row)
 
     def _add_level(self, one: _Levels, likeliest: Likeliest, row: int) -> None:
-        """What the next level guesses behind each token that may stand before it, of a row of `likeliest`."""
+        """Return the proposals of the next level after each possible token, from a row of `likeliest`."""
         site = one.guessed.site
         raced = site.draws_by is DrawRule.COUPLED
         count = min(_RACERS if raced else _CANDIDATES, int(likeliest.found[row]))
@@ -171,7 +171,7 @@ class PlainTrees:
         markov, temperature = self._markov, site.temperature
         entries_C, values_C = likeliest.ids[row, :count], likeliest.values[row, :count]
         tokens_C = entries_C if self._vocabulary is None else self._vocabulary.ids[entries_C]
-        # Logits and masses count from the largest logit of their row.
+        # Logits and masses are relative to the row's largest logit.
         scaled_C = (values_C.astype(np.float64) - values_C[0]) / temperature
         rest = max(0.0, float(likeliest.masses[row]) - float(np.exp(scaled_C).sum()))
         logits_AC = np.repeat(scaled_C[None], len(one.before_A), axis=0)
@@ -188,27 +188,27 @@ class PlainTrees:
 
 
 class _Levels:
-    """One request's levels so far, and what may stand before the next."""
+    """One request's levels so far, and the tokens that may precede the next."""
 
     def __init__(self, guessed: GuessedTree, markov: MarkovTerm | None) -> None:
         self.guessed = guessed
         self.wanted = guessed.levels
         self.levels: list[Level] = []
         self.before_A: NDArray[np.int64] = np.array([guessed.growth.builder.root])
-        self.mean_M = torch.zeros(0)  # what is known of the token before, on average
+        self.mean_M = torch.zeros(0)  # mean embedding of the token before
         if markov is not None:
             self.mean_M = markov.before(self.before_A.tolist())[0]
 
     @property
     def row(self) -> int:
-        """The next level's, of all that guess."""
+        """The row of the next level among all requests' rows."""
         return self.guessed.first + len(self.levels)
 
 
 def plain_one_pass_trees(
     name: str, model: AnyHeadModel, shape: Shape, vocabulary: DraftVocabulary | None
 ) -> OnePassTrees:
-    """As OnePassTrees.of, with best-first trees by the oracle."""
+    """Make OnePassTrees like OnePassTrees.of, with the oracle's best-first trees."""
     return OnePassTrees(
         name, shape, PlainTrees(name, model, vocabulary).grow, level_drawer(name, model, vocabulary)
     )

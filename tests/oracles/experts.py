@@ -1,4 +1,4 @@
-"""A mixture of experts as it is stated, a row and an expert at a time, in float64."""
+"""A mixture of experts computed by its definition, one row and one expert at a time, in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specinfer.models.config import Experts
 
 
 def chosen_experts(logits: Sequence[float], config: Experts) -> dict[int, float]:
-    """The experts of a row and their weights, by ascending number."""
+    """Return the experts of a row and their weights, by ascending number."""
     order = sorted(range(config.count), key=lambda number: (-logits[number], number))
     chosen = sorted(order[: config.per_token])
     among = chosen if config.normalized else range(config.count)
@@ -22,7 +22,9 @@ def chosen_experts(logits: Sequence[float], config: Experts) -> dict[int, float]
 
 
 def mixture_row(x_D: Tensor, tensors: Mapping[str, Tensor], prefix: str, config: Experts) -> Tensor:
-    """What a mixture makes of one row, [D]; `tensors` have the decoder's names, which begin with `prefix`."""
+    """Return a mixture's output for one row, [D]; `tensors` have the decoder's names, beginning with
+    `prefix`.
+    """
 
     def times(name: str, row: Tensor) -> Tensor:
         bias = tensors.get(f"{prefix}.{name}.bias", torch.zeros(()))

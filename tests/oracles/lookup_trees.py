@@ -1,4 +1,4 @@
-"""What lookup speculation guesses, found by looking everywhere: the oracle of kernels/cpu/lookups.cpp."""
+"""Lookup speculation by exhaustive search: the oracle of kernels/cpu/lookups.cpp."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from specinfer.speculate.lookups.lookup import LONGEST_MATCH, LookupOptions, mat
 from specinfer.speculate.lookups.text_index import LENGTHS
 from specinfer.tree import Draw, DrawRule
 
-VOTERS = 16  # places of the own text, and of earlier answers, that vote
+VOTERS = 16  # voting positions, of the own text and of earlier answers
 
 Texts = Sequence[Sequence[int]]
 Tree = tuple[tuple[int, ...], tuple[int, ...], list[Draw]]
 
 
 class _Vote(NamedTuple):
-    """What followed at one place, as far as its match supports a guess."""
+    """The continuation of one earlier occurrence, as far as its match supports it."""
 
     tokens: Sequence[int]
-    matched: int  # tokens before the place
+    matched: int  # tokens before the position
 
     @property
     def weight(self) -> int:
@@ -30,7 +30,7 @@ class _Candidate(NamedTuple):
     """A node that may be added."""
 
     weight: int
-    made: int  # so many candidates came before it
+    made: int  # number of candidates before it
     parent: int
     depth: int
     token: int
@@ -42,14 +42,14 @@ class _Candidate(NamedTuple):
 def lookup_tree(
     text: Sequence[int], kept: Texts, options: LookupOptions, depth: int, nodes: int, name: str = "lookup"
 ) -> Tree:
-    """Token ids, parents and draws of the tree that is guessed to follow `text`.
+    """Return token ids, parents and draws of the proposed tree after `text`.
 
     Args:
         text: of the request, up to this step's end.
         kept: earlier answers, oldest first.
-        options: `memory` and the limits of the request aside.
-        depth: of the tree at most.
-        nodes: the same, the root included.
+        options: all but `memory` and the limits of the request.
+        depth: largest depth of the tree.
+        nodes: largest number of nodes, root included.
     """
     votes: list[_Vote] = []
     tail = text[-LONGEST_MATCH:]
@@ -58,7 +58,7 @@ def lookup_tree(
             reach = min(depth, int(max(1.0, min(float(depth), options.depth_factor * matched))))
             follows = list(one[stop : stop + reach])
             period = len(follows)
-            while one is text and len(follows) < reach:  # it goes on into itself
+            while one is text and len(follows) < reach:  # the match continues into itself
                 follows.append(follows[len(follows) - period])
             votes.append(_Vote(follows, matched))
     return _grown(votes, text[-1], options.min_probability, nodes if depth > 0 else 1, name)
@@ -67,9 +67,10 @@ def lookup_tree(
 def occurrences(
     texts: Texts, tail: Sequence[int], min_match: int, limit: int
 ) -> list[tuple[int, Sequence[int], int]]:
-    """Where `tail` ends before something else: position and text of what follows, and the tokens matched.
+    """Return earlier occurrences of a suffix of `tail`: position and text of the continuation, matched
+    tokens.
 
-    Longer n-grams come first, of one length the newer places, of which twice `limit` are looked at.
+    Longer n-grams come first; among equal lengths newer ones. Examines twice `limit` of them.
     """
     found: list[tuple[int, Sequence[int], int]] = []
     lengths = [min_match, *(length for length in LENGTHS if length > min_match)]
@@ -90,7 +91,7 @@ def occurrences(
 
 
 def common_end(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many of their last tokens are the same."""
+    """Return the length of the common suffix."""
     matched = 0
     while matched < min(len(one), len(other)) and one[-1 - matched] == other[-1 - matched]:
         matched += 1
@@ -98,7 +99,7 @@ def common_end(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _grown(votes: list[_Vote], root: int, min_probability: float, nodes: int, name: str) -> Tree:
-    """The nodes most votes go through, best first; the earlier voter is better when votes are equal."""
+    """Return the nodes with most votes, best first; among equal votes the earlier voter's comes first."""
     token_ids, parents, draws = [root], [-1], list[Draw]()
     least = min_probability * sum(vote.weight for vote in votes)
     waiting: list[_Candidate] = []

@@ -1,4 +1,4 @@
-"""The cost policy as it is easiest to read: every question is answered anew, from whole trees and arrays."""
+"""The cost policy in its plainest form: computes every answer from whole trees and arrays."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from specinfer.tree.merging import firm_nodes, keep, sampled
 from specinfer.tree.token_tree import single_node
 
 Floats = NDArray[np.float64]
-LEFT = {False: 1.0, True: 0.3}  # of a first level by others, at first, by whether there is a prediction
-MADE = {False: 1.0, True: 8.0}  # tokens of a step with others' guesses, likewise
+# initial value of the share of a first level that others miss, without and with a prediction
+LEFT = {False: 1.0, True: 0.3}
+MADE = {False: 1.0, True: 8.0}  # initial tokens of a step with others' proposals, likewise
 
 
 class PlainPolicy:
-    """Decides as CostPolicy does, for one draft, "draft"; learns as it does."""
+    """Decides and learns like CostPolicy, for one draft named "draft"."""
 
     def __init__(self, target: CostCurve, draft: CostCurve, expansion: Expansion) -> None:
         self.target, self.draft, self.expansion = target, draft, expansion
         self.chances = Chances({"draft": expansion.depth})
-        # What others left of the first level, from the first step on, by whether there is a prediction.
+        # The share of the first level that others missed, per step, without and with a prediction.
         self.left: dict[bool, list[float]] = {False: [], True: []}
-        self.made: dict[bool, list[float]] = {False: [], True: []}  # tokens of a step with others' guesses
+        self.made: dict[bool, list[float]] = {False: [], True: []}  # tokens per step with others' proposals
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
         self.entries, self.requests = plan.tree_entries, len(plan.entries)
@@ -94,7 +95,7 @@ class PlainPolicy:
         self.trees = {e.request.request_id: tree for e, tree in zip(self.entries, trees, strict=True)}
         tokens, nodes = float(self.requests), 0
         stay: list[set[int]] = []
-        candidates: list[tuple[float, int, int]] = []  # least likely first; of equal ones the last
+        candidates: list[tuple[float, int, int]] = []  # least likely first; the last of equal ones
         for i, (entry, tree) in enumerate(zip(self.entries, trees, strict=True)):
             hopes, firm = self._hopes(tree), firm_nodes(tree)
             free = sorted((-hopes[node], i, node) for node in range(1, tree.num_nodes) if node not in firm)
@@ -106,7 +107,7 @@ class PlainPolicy:
             nodes += len(firm)
             stay.append({0, *firm})
             candidates += free
-        # Of equal hopes that of the earlier request, and there that of the earlier node.
+        # Among equal probabilities the earlier request comes first, then the earlier node.
         candidates.sort()
         chances = np.array([-hope for hope, _, _ in candidates])
         count = fastest(chances, tokens, self._seconds(nodes + np.arange(len(chances) + 1)))
@@ -122,14 +123,14 @@ class PlainPolicy:
                 self.chances.learn(self.trees[name], outcome.committed, heats[name])
 
     def _hopes(self, tree: TokenTree) -> list[float]:
-        """How likely each node is to become text."""
+        """Return each node's probability of being committed."""
         hopes, rates = [1.0], self.chances.node_rates(tree)
         for node in range(1, tree.num_nodes):
             hopes.append(rates[node] * hopes[tree.parents[node]])
         return hopes
 
     def _drawn_hopes(self, entry: PlanEntry) -> tuple[TokenTree, list[float], list[bool]]:
-        """The draft's tree, how likely its nodes are, and which of them others have guessed, too."""
+        """Return the draft's tree, its nodes' probabilities, and which of them others have proposed, too."""
         others = self.others[entry.request.request_id]
         tree = self.drawn.get(entry.request.request_id, single_node(others.token_ids[0]))
         paths = {others.path_tokens(node): node for node in range(others.num_nodes)}
@@ -143,7 +144,9 @@ class PlainPolicy:
         return tree, hopes, known
 
     def _agreed_hopes(self, entry: PlanEntry) -> list[float]:
-        """How likely others' nodes are; those that the draft has drawn are as likely as it says."""
+        """Return the probabilities of others' nodes; those that the draft has drawn have the draft's
+        confidence.
+        """
         others, (drawn, of_drawn, _) = self.others[entry.request.request_id], self._drawn_hopes(entry)
         drawn_at = {drawn.path_tokens(node): of_drawn[node] for node in range(drawn.num_nodes)}
         hopes, rates = [1.0], self.chances.node_rates(others)
@@ -153,7 +156,9 @@ class PlainPolicy:
         return hopes
 
     def _gain(self, entry: PlanEntry, end: int, price: float) -> float:
-        """The tokens that children of a node of the draft's tree bring and nobody else holds."""
+        """Return the expected tokens from children of a node of the draft's tree that no other speculator
+        has.
+        """
         others = self.others[entry.request.request_id]
         drawn, hopes, _ = self._drawn_hopes(entry)
         path = drawn.path_tokens(end)
@@ -167,12 +172,12 @@ class PlainPolicy:
         return self.chances.levels["draft"].rates(entry.request.params.temperature)[level]
 
     def _price(self, tokens: float, nodes: int) -> float:
-        """The tokens that another row of the target's costs, as four cost it."""
+        """Return the tokens that another target row must bring, from the cost of four rows."""
         few, more = self._seconds(np.array([nodes, nodes + 4])).tolist()
         return tokens * (more - few) / (4 * few)
 
     def _so_far(self) -> tuple[float, int]:
-        """The tokens and nodes of the step, as it would be without another level."""
+        """Return the tokens and nodes of the step without another level."""
         tokens, nodes = float(self.requests), 0
         free: list[float] = []
         for entry in self.entries:
@@ -200,7 +205,7 @@ class PlainPolicy:
         tokens, nodes = self._so_far()
         price = self._price(tokens, nodes)
         gains, parts = np.zeros(len(entries)), np.zeros(len(entries))
-        # Prompts first: what others leave in this step is not known when one is weighed.
+        # Prompts first, since others' proposals of this step are unknown when a prompt is weighed.
         for i in sorted(range(len(entries)), key=grows.__getitem__):
             entry = entries[i]
             predicted, rate = bool(entry.request.prediction), self._rate(0, entry).any
@@ -214,14 +219,14 @@ class PlainPolicy:
             else:
                 gains[i] = rate * of_late(seen, LEFT[predicted])
             usual, of_others = rate * of_late(seen, LEFT[predicted]), of_late(made, MADE[predicted])
-            # What this step has of all that the draft will bring: the others have what is usual.
-            room = entry.room if grows[i] else entry.room - 1  # of which the first token has no guesses
+            # The expected tokens of the draft's levels in this step; others have their usual share.
+            room = entry.room if grows[i] else entry.room - 1  # the first token has no proposals
             later = (room - 1 - of_others - gains[i]) / (of_others + usual)
             parts[i] = gains[i] + usual * max(0, later)
         together = 2 * len(entries)
         reading = self.draft.seconds(together + np.maximum(unread, 2) - 2) - self.draft.seconds([together])
         shares = reading * gains / np.maximum(1e-300, parts)
-        # Behind a prompt levels are to be worth their passes, too; of a text that is read that is seen below.
+        # After a prompt levels must pay for their passes, too; for a text that is read, see below.
         level = self.draft.seconds([together]) / len(entries)
         level = level + np.diff(self.target.seconds([self.requests, self.requests + 1]))
         taken = shares + np.where(grows, 0.0, 0.9 * level)
@@ -242,17 +247,17 @@ class PlainPolicy:
 
 
 def missed_by(others: TokenTree, node: int, rates: Sequence[float]) -> float:
-    """How likely no child of a node that others have guessed holds the next token."""
+    """Return the probability that no proposed child of a node holds the next token."""
     return max(0.0, 1.0 - sum(rates[child] for child in others.children()[node].values()))
 
 
 def of_late(values: Sequence[float], thought: float) -> float:
-    """The mean of three thoughts and then these, each of which counts .97 times as much as the next."""
+    """Return the mean of three initial values and `values`; each counts .97 times as much as the next."""
     weights = 0.97 ** np.arange(len(values) - 1, -1, -1.0)
     before = 3 * 0.97 ** len(values)
     return float((before * thought + (weights * values).sum()) / (before + weights.sum()))
 
 
 def fastest(hopes: Floats, tokens: float, seconds: Floats) -> int:
-    """How many of the likeliest make a step's tokens per second highest."""
+    """Return the number of likeliest nodes with the highest tokens per second."""
     return int(((np.append(0.0, hopes.cumsum()) + tokens) / seconds).argmax())

@@ -1,6 +1,6 @@
-"""Slow oracles in plain Python: the same rules, written as they are stated, to test the fast ones against.
+"""Verification rules in plain Python, written by their definitions.
 
-`multistep` and `naive` compute with whatever number type the laws have, so with fractions they are exact.
+`multistep` and `naive` compute with the laws' number type, so with fractions they are exact.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Number = TypeVar("Number", float, Fraction)
 
 
 class Chance(Protocol):
-    """The questions the oracles ask of chance: `Coin`, for any number type."""
+    """Random decisions of a verifier, as `Coin` makes them, for any number type."""
 
     def accept(self, depth: int, turn: int, p: Number, q: Number) -> bool:
         """True with probability min(1, p / q); never when p is 0."""
         ...
 
     def pick(self, depth: int, turn: int, weights: Sequence[Number]) -> int:
-        """An index, with probability weights[index] / sum; never one of weight 0."""
+        """Return an index with probability weights[index] / sum; never one of weight 0."""
         ...
 
 
 def exponential(seed: int, position: int, token: int) -> float:
-    """One value of `noise.exponentials`, one token at a time, in Python integers."""
+    """Return one value of `noise.exponentials`, in Python integers."""
     key = key_of(0, seed, position)
     low = mix64((token * 0x9E3779B97F4A7C15 + mix64(key ^ 0x9E3779B97F4A7C15)) % 2**64) >> 32
     x = token
@@ -42,12 +42,12 @@ def exponential(seed: int, position: int, token: int) -> float:
     x = x * 0x7FEB352D % 2**32
     x = ((x ^ (x >> 15)) + (key >> 32)) * 0x846CA68B % 2**32
     h = (x ^ (x >> 16)) * 2**32 + low
-    # 1 - v from the integer, exactly, where -log(1 - v) is large; log1p(-v), where it is small.
+    # -log(1 - v) from the exact integer if it is large, with log1p(-v) if it is small
     return -math.log1p(-(h + 0.5) / 2**64) if h < 2**63 else -math.log((2**64 - 1 - h + 0.5) / 2**64)
 
 
 def coupled_scores(weights: Sequence[float], seed: int, position: int) -> list[float]:
-    """log p + Gumbel noise of every token, [vocab]; -inf where the weight is 0. Weights need not sum to 1."""
+    """Return log p + Gumbel noise of every token, [vocab]; -inf for weight 0. Weights need not sum to 1."""
     return [
         math.log(weight) - math.log(exponential(seed, position, token)) if weight > 0 else -math.inf
         for token, weight in enumerate(weights)
@@ -55,13 +55,14 @@ def coupled_scores(weights: Sequence[float], seed: int, position: int) -> list[f
 
 
 def coupled_choice(weights: Sequence[float], seed: int, position: int) -> int:
-    """The argmax of `coupled_scores`."""
+    """Return the argmax of `coupled_scores`."""
     scores = coupled_scores(weights, seed, position)
     return scores.index(max(scores))
 
 
 def coupled(tree: TokenTree, choices: Sequence[int]) -> Acceptance:
-    """The longest path on which every node holds the target's choice after its parent: try all nodes.
+    """Return the longest path whose every node holds the target's choice after its parent; tries all
+    nodes.
 
     `choices` is the target's choice after every node, [num_nodes].
     """
@@ -82,7 +83,7 @@ def multistep(tree: TokenTree, law: Callable[[int], Sequence[Number]], chance: C
         p = list(law(node))
         turn = 0
         accepted = 0
-        drawn: dict[str, set[int]] = {}  # speculator -> what it drew here without replacement
+        drawn: dict[str, set[int]] = {}  # speculator -> tokens that it drew here without replacement
         for draw in tree.draws:
             if draw.parent != node or accepted:
                 continue
@@ -111,7 +112,9 @@ def multistep(tree: TokenTree, law: Callable[[int], Sequence[Number]], chance: C
 
 
 def naive(tree: TokenTree, law: Callable[[int], Sequence[Number]], chance: Chance) -> Acceptance:
-    """Naive sampling, which the paper compares with: sample from the target, look whether a child has it."""
+    """Naive sampling, the paper's baseline: sample from the target, accept the child with that token, if
+    any.
+    """
     path: list[int] = []
     node = 0
     while True:

@@ -115,7 +115,10 @@ DAMAGES: dict[str, tuple[Callable[[Arrays], object], str]] = {
         "of 1 rows skips 1",
     ),
     "no JSON": (with_array("head", lambda a: a[:-3]), "not a policy trace"),
-    "head of nothing": (with_array("head", lambda a: np.frombuffer(b"[]", np.uint8)), "lacks the format name"),
+    "head of nothing": (
+        with_array("head", lambda a: np.frombuffer(b"[]", np.uint8)),
+        "lacks the format name",
+    ),
     "unknown option": (with_head(lambda h: h["speculation"].update(x=1)), "not a policy trace"),
     "bad option": (with_head(lambda h: h["speculation"].update(max_nodes=-1)), "max_nodes is -1"),
     "bad parameter": (with_head(lambda h: h["requests"][0]["params"].update(top_p=7)), "top_p is 7"),
@@ -123,7 +126,10 @@ DAMAGES: dict[str, tuple[Callable[[Arrays], object], str]] = {
     "one request too few": (with_head(lambda h: h["requests"].pop()), "do not add up"),
     "a falling curve": (with_head(lambda h: h["curve"].reverse()), "does not rise"),
     "a curve of no number": (with_head(lambda h: h.update(curve=[[1, 1.0], [2, float("nan")]])), "rise"),
-    "endless stages": (with_head(lambda h: h["stages"].update(commit=float("inf"))), "invalid number of seconds"),
+    "endless stages": (
+        with_head(lambda h: h["stages"].update(commit=float("inf"))),
+        "invalid number of seconds",
+    ),
     "a token too high": (with_value("tokens", 0, 64), "no token of 64"),
     "a text too long": (with_value("lengths", 0, 1 << 30), "do not add up"),
     "an empty output": (with_value("lengths", slice(None), 0), "do not add up"),
