@@ -1,12 +1,12 @@
-"""Pools of boosted drafts: what boosting, members, sizes, kinds and losses are worth at equal training time.
+"""Compares pools of boosted drafts by boost, members, size, kind and loss at equal training time.
 
     python benchmarks/boosting.py --model TARGET --prompts PROMPTS.jsonl --work DIR --minutes 5
 
-Answers are collected once, into DIR/corpus, and every row learns from them for the same CPU time, which its
-members share. Held-out guesses are compared by counting, so a busy machine changes no such figure but how
-many steps were made in that time; these are told. When all are trained, passes are timed (which wants a quiet
-machine), and what trees of the drafts make of them is reckoned as a tuning selects members. Ctrl-C at any
-time: what was trained is gone on with, what was measured stays.
+Answers are collected once, into DIR/corpus. Every row trains on them for the same CPU time, which its members
+share. Held-out proposals are counted, so a busy machine changes only the number of training steps, which the
+page reports. After training, passes are timed, which needs a quiet machine, and the best trees of the drafts
+are computed as a tuning selects members. Ctrl-C is safe at any time: training resumes, and finished
+measurements are kept.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from specinfer.tune.trainer import TrainConfig
 from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import TuneConfig, Tuning, member_name
 
-_VERSION = 4  # of what a cell tells; cells that an earlier one left are refused
-_TIMED = "timed"  # what a cell's name ends with that tells what passes take
+_VERSION = 4  # version of the cells; others are refused
+_TIMED = "timed"  # suffix of the cells with pass times
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One pool, or a single draft."""
+    """A pool or a single draft."""
 
     kind: Kind
     members: int = 1
     boost: Boost | None = None
     loss: Loss = "hybrid"
-    warm: bool = False  # members begin as the one before them
+    warm: bool = False  # members start from the one before them
 
 
 def variants(layers: int, depth: int, members: int) -> dict[str, Variant]:
-    """What is compared; small models have so many layers, one of them as many as a whole pool."""
+    """Return the compared variants; one small model has `layers` layers, one has as many as a whole pool."""
     ssm, block = SsmKind(layers=layers, depth=depth), BlockKind(depth=depth)
     forms: tuple[Boost, ...] = ("none", "sequence", "discount")
     warm: tuple[Boost, ...] = ("none", "discount")
@@ -77,15 +77,15 @@ def variants(layers: int, depth: int, members: int) -> dict[str, Variant]:
 def main() -> None:
     known = parser(__doc__, model=REQUIRED)
     known.add_argument("--prompts", type=Path, action="append", required=True, metavar="FILE.jsonl")
-    known.add_argument("--work", type=Path, required=True, metavar="DIR", help="answers and drafts")
-    known.add_argument("--minutes", type=float, default=5.0, help="of CPU time, for each pool (default 5)")
+    known.add_argument("--work", type=Path, required=True, metavar="DIR", help="folder of answers and drafts")
+    known.add_argument("--minutes", type=float, default=5.0, help="CPU minutes for each pool (default 5)")
     known.add_argument("--collect-minutes", type=float, default=20.0, help="(default 20)")
-    known.add_argument("--members", type=int, default=3, help="of a pool (default 3)")
-    known.add_argument("--layers", type=int, default=2, help="of a small model (default 2)")
-    known.add_argument("--depth", type=int, default=5, help="tokens that are guessed on end (default 5)")
+    known.add_argument("--members", type=int, default=3, help="members of a pool (default 3)")
+    known.add_argument("--layers", type=int, default=2, help="layers of a small model (default 2)")
+    known.add_argument("--depth", type=int, default=5, help="tokens proposed in a row (default 5)")
     known.add_argument("--max-answer", type=int, default=192, help="tokens (default 192)")
     known.add_argument(
-        "--only", action="append", metavar="ROW", help="of the table; repeatable (default all)"
+        "--only", action="append", metavar="ROW", help="row of the table; repeatable (default all)"
     )
     known.add_argument("--picture", type=Path, metavar="FILE", help="(default: beside the page, .png)")
     args = known.parse_args()
@@ -123,14 +123,16 @@ def main() -> None:
 
 
 def chosen(known: dict[str, Variant], only: list[str] | None) -> dict[str, Variant]:
-    """Those rows alone; raises SystemExit for a name that none has."""
+    """Return only those rows; raises SystemExit for an unknown name."""
     if unknown := set(only or ()) - known.keys():
         raise SystemExit(f"got --only {sorted(unknown)[0]!r}; allowed: {', '.join(map(repr, known))}")
     return {name: variant for name, variant in known.items() if not only or name in only}
 
 
 def collected(engine: EngineConfig, args: Any) -> Corpus:
-    """The answers in the work folder, made where there are none; with the hidden states that a head reads."""
+    """Return the answers of the work folder, collected if missing, with the hidden states that a head
+    reads.
+    """
     out = args.work / "corpus"
     folder = out / "work" / "shards"
     if not list(folder.glob("*.safetensors")):
@@ -147,12 +149,12 @@ def collected(engine: EngineConfig, args: Any) -> Corpus:
 
 
 def train(engine: EngineConfig, variant: Variant, out: Path, corpus: Corpus, minutes: float) -> None:
-    """Train a variant for so many minutes of CPU time, over all runs."""
+    """Train a variant for `minutes` of CPU time, summed over all runs."""
     (out / "work").mkdir(parents=True, exist_ok=True)
     shards = out / "work" / "shards"
     if not shards.exists():
         shards.symlink_to(corpus.folder.resolve())
-    # What collecting took is part of a tuning's minutes, of which it trains in a third at least.
+    # Collecting uses a part of a tuning's minutes; at least a third remains for training.
     taken = corpus.seconds / 60
     config = TuneConfig(
         target=engine,
@@ -169,7 +171,7 @@ def train(engine: EngineConfig, variant: Variant, out: Path, corpus: Corpus, min
 
 
 class Members:
-    """The drafts of a row, along held-out answers."""
+    """The drafts of a row, run along held-out answers."""
 
     def __init__(self, engine: EngineConfig, variant: Variant, out: Path, depth: int) -> None:
         files = resolve(engine.model)
@@ -186,7 +188,7 @@ class Members:
 
 
 def measured(members: Members) -> dict[str, Any]:
-    """What the drafts of a row guess, by counts; and how large they are."""
+    """Return counts of correct proposals of a row's drafts, and their sizes."""
     states = [read_checkpoint(path).state for path in members.checkpoints]
     alongs = [one.along for one in members.trained]
     widths = (1,) * members.depth
@@ -194,7 +196,7 @@ def measured(members: Members) -> dict[str, Any]:
     return {
         "steps": [state.steps for state in states],
         "minutes": [cast(float, row["seconds"]) / 60 for row in states[0].history],  # of the first member,
-        "learnt": [row["tokens_per_pass"] for row in states[0].history],  # which are drawn of single drafts
+        "learnt": [row["tokens_per_pass"] for row in states[0].history],  # drawn only for single drafts
         "blocks": [state.blocks for state in states],
         "places": len(alongs[0].texts_P),
         "own": [accepted([one], widths) for one in alongs],
@@ -212,7 +214,7 @@ def measured(members: Members) -> dict[str, Any]:
 
 
 def reckoned(engine: EngineConfig, members: Members) -> dict[str, Any]:
-    """What trees of some members, of all sizes of a pool, make at what passes take here, int8."""
+    """Return the best trees of each number of members at this machine's pass times, in int8."""
     costs = measured_costs(engine, [one.folder for one in members.trained], NoProgress())
     selection = Selection(candidates_of(members.trained, costs), costs.target)
     return {
@@ -223,13 +225,17 @@ def reckoned(engine: EngineConfig, members: Members) -> dict[str, Any]:
 
 
 def accepted(alongs: Sequence[Along], widths: Sequence[int]) -> float:
-    """Tokens a pass of trees of these widths, merged: the longest of what each member has right, and one."""
+    """Return tokens per pass of merged trees of these widths: the longest correct chain of any member,
+    plus one.
+    """
     longest = torch.stack([one.accepted(widths) for one in alongs]).amax(dim=0)
     return 1.0 + float(longest.double().mean())
 
 
 def conditional(first: Along, other: Along, width: int) -> float:
-    """How often the other's `width` likeliest hold the next token, where the first's likeliest is wrong."""
+    """Return how often the other's `width` likeliest hold the next token where the first's likeliest is
+    wrong.
+    """
     wrong_P = first.ranks_PL[:, 0] > 0
     return float((other.ranks_PL[wrong_P, 0] < width).double().mean())
 
@@ -266,7 +272,7 @@ def page(study: Study) -> list[str]:
 
 
 def draw(cells: dict[str, Any], path: Path) -> None:
-    """Write a picture, where matplotlib is: drafts by themselves while they learn, pools by their members."""
+    """Draw single drafts during training, and pools by their members, if matplotlib is installed."""
     if find_spec("matplotlib") is None:
         return
     figure = new_figure(11, 4.4)

@@ -1,7 +1,7 @@
-"""What a message costs on its way from an engine to the server: a process beside it, or an actor of Ray's.
+"""Measures the cost of a message from an engine to the server: a process on the host, or a Ray actor.
 
-Something talks in the engine's place: deltas of 16 works, as often as SmolLM2 makes a step, each message with
-the time at which it was sent. `python benchmarks/replicas.py --only channel` measures and tells.
+A fake engine sends deltas of 16 works at SmolLM2's step rate, each message with its time of sending. Run it
+with `python benchmarks/replicas.py --only channel`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from specinfer.serve.backend.cluster import Cluster
 from specinfer.serve.backend.engine_child import EngineChild
 from specinfer.serve.backend.work import EngineInfo
 
-WORKS = 16  # of which each message tells
+WORKS = 16  # works per message
 _QUESTIONS = 200
 _LOADED = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
 
 
 def talk(connection: Connection) -> None:
-    """Be the engine: answer questions, and on the command "talk" send so many messages so often."""
+    """Act as the engine: answer questions, and on the command "talk" send messages at a fixed rate."""
     connection.send(("ready", EngineInfo(10, 10)))
     while True:
         try:
@@ -48,14 +48,14 @@ def talk(connection: Connection) -> None:
 
 
 class Beside:
-    """In a Cluster's place, no cluster: the process beside the server talks itself."""
+    """Replaces a Cluster: the process beside the server sends messages itself."""
 
     relay = (Path(__file__).stem,)
     env = {**os.environ, **_LOADED}
 
 
 class OnRay(Cluster):
-    """A cluster whose actors talk."""
+    """A cluster whose actors send messages."""
 
     @property
     def relay(self) -> tuple[str, ...]:
@@ -63,7 +63,9 @@ class OnRay(Cluster):
 
 
 async def measured(cluster: Any, messages: int, every: float) -> dict[str, float]:
-    """Lag of messages and questions, and what they cost this process, its child, and whoever talks."""
+    """Return the lag of messages and questions, and their CPU cost in this process, its child and the
+    sender.
+    """
     loop = asyncio.get_running_loop()
     lags: list[float] = []
     questions: dict[int, asyncio.Future[None]] = {}
@@ -108,7 +110,7 @@ async def measured(cluster: Any, messages: int, every: float) -> dict[str, float
 
 
 def measure(kind: str, messages: int = 1000, every: float = 0.02) -> dict[str, float]:
-    """The figures of a channel, "process" or "ray", in seconds a message."""
+    """Return the figures of a channel, "process" or "ray", in seconds per message."""
     if kind == "process":
         return asyncio.run(measured(Beside(), messages, every))
     os.environ.update(_LOADED)
@@ -117,12 +119,12 @@ def measure(kind: str, messages: int = 1000, every: float = 0.02) -> dict[str, f
 
 
 def main() -> None:
-    """Talk, or be the relay of an actor that does."""
+    """Send messages, or be the relay of an actor that does."""
     if len(sys.argv) == 5:
         connection = Connection(int(sys.argv[1]))
         connection.recv()  # the config
         talk(connection)
-    else:  # without a cluster Ray is never loaded
+    else:  # without a cluster Ray is never imported
         from specinfer.serve.backend import ray_relay
 
         class Talker(ray_relay.EngineActor):

@@ -1,16 +1,16 @@
-"""Microseconds of Python a step takes to guess, merge, and decide what is verified: no model, no data.
+"""Measures the Python microseconds per step for proposing, merging and choosing nodes, without a model.
 
     python benchmarks/deciding.py
 
-A target and a draft are played from made-up texts that repeat themselves, on a clock of made-up costs, so
-every run decides the same: a draft that is asked level by level, one that guesses its trees in one pass, and
-none. Of each step the quickest of some rounds counts, as machines do other things, too.
+A target and a draft are simulated with repetitive made-up texts and made-up costs, so every run makes the
+same decisions: with a draft that works level by level, with a draft that proposes trees in one pass, and
+without a draft. The fastest of some rounds counts for each step, as other processes disturb the rest.
 
-    draft     a DraftModel without its passes: what to run, what was drawn, what became of it (of one pass it
-              is a stand-in, whose time is not counted)
-    ...       looking guesses up in texts, by speculator
-    deciding  the policy: costs, the guard, how likely guesses are, how deep, how many
-    merging   all else of the ensemble: offers, checks, one tree of many
+    draft     a DraftModel without its passes: choosing rows, drawing, observing (the one-pass draft is a
+              stand-in, whose time is not counted)
+    ...       lookups in texts, by speculator
+    deciding  the policy: costs, the guard, acceptance probabilities, depths, node budgets
+    merging   the rest of the ensemble: checks and merging into one tree
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ VOCABULARY = 49152
 EXPANSION = Expansion((1, 2, 2, 2, 2))  # 31 nodes
 NODES = 32
 PROMPT, ANSWER = 600, 600  # tokens
-SKIPPED = 30  # steps: prompts are read, costs are learnt
+SKIPPED = 30  # steps that prefill or learn costs
 TARGET = CostCurve((1, 64, 512), (5.0e-3, 5.4e-3, 30.0e-3))
 DRAFT = CostCurve((1, 64, 512), (0.1e-3, 0.2e-3, 3.0e-3))
-RIGHT = 0.8  # how often the draft's first choice is
+RIGHT = 0.8  # probability that the draft's first choice is correct
 POLICY = ("begin_step", "worth_starting", "worth_deepening", "choose_nodes", "observe")
 
 
 class Watch:
-    """Seconds by part; what is inside of another part is not the other's."""
+    """Seconds by part; a nested part does not count for the outer one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -71,7 +71,7 @@ class Watch:
 
     @contextmanager
     def timing(self, part: str) -> Iterator[None]:
-        """Time what is inside."""
+        """Time the block."""
         outside, self._inner = self._inner, 0.0
         began = time.perf_counter()
         try:
@@ -82,7 +82,7 @@ class Watch:
             self._inner = outside + taken
 
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, timed."""
+        """Return a timed version of `call`."""
 
         def timed(*args: Any, **options: Any) -> Any:
             outside, self._inner = self._inner, 0.0
@@ -97,7 +97,7 @@ class Watch:
 
 
 class Play:
-    """Some requests that are written at once, from made-up texts."""
+    """Requests that run concurrently, with made-up texts."""
 
     def __init__(self, requests: int, watch: Watch, library: Library | None, *, draft: str) -> None:
         self._watch = watch
@@ -137,7 +137,7 @@ class Play:
         self.nodes = self.steps = self.tokens = 0
 
     def step(self) -> bool:
-        """One step of the engine; whether there is another."""
+        """Run one engine step; return False after the last."""
         entries = tuple(map(self._entry, range(len(self._requests))))
         plan, began = StepPlan(entries), self._now
         with self._watch.timing("merging"):
@@ -177,13 +177,13 @@ class Play:
         )
 
     def _draw(self, rows: Sequence[Rows], sites: Sequence[Site]) -> None:
-        """Children: the text's next token first where the path is the text's, mostly, and others."""
+        """Draw children: mostly the text's next token first if the path follows the text, and others."""
         self._now += self._passes.seconds(num_rows(rows))
         for site in sites:
             self._add(site.builder, int(site.request_id), site.node, site.position, site.width)
 
     def _grow(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
-        """Trees of the same shape, at once."""
+        """Return trees of the same shape, built at once."""
         self._now += self._passes.seconds(len(entries))
         trees = list[TokenTree]()
         for entry in entries:
@@ -194,11 +194,11 @@ class Play:
                     self._add(builder, int(entry.request.request_id), node, entry.end + depth, width)
                 level = [*range(before, len(builder.token_ids))]
             tree = builder.build()
-            trees.append(replace(tree, draws=Runs(as_runs(tree.draws).runs)))  # as the library's trees are
+            trees.append(replace(tree, draws=Runs(as_runs(tree.draws).runs)))  # as the library stores draws
         return trees
 
     def _add(self, builder: TreeBuilder, n: int, node: int, at: int, width: int) -> None:
-        """Add children of a node, whose tokens stand at this position of a text."""
+        """Add children of a node, with tokens for this position of a text."""
         path, text = builder.path_tokens(node), self._texts[n]
         chance = random.Random(hash((n, at, path)))
         tokens = [chance.randrange(VOCABULARY) for _ in range(width)]
@@ -216,7 +216,7 @@ class Play:
 
 
 class Head(LevelSpeculator):
-    """A level speculator whose trees are whole after their first level."""
+    """A level speculator whose trees are complete after their first level."""
 
     name = "draft"
 
@@ -226,11 +226,11 @@ class Head(LevelSpeculator):
         self._trees: list[TokenTree] = []
 
     def most_nodes(self, request: Request) -> int:
-        """The nodes of a whole tree, the root apart."""
+        """Return the number of nodes of a complete tree, without the root."""
         return EXPANSION.num_nodes - 1
 
     def begin(self, plan: StepPlan) -> list[int]:
-        """Open a step; it has read everything but the root."""
+        """Start a step; only the root is unread."""
         self._entries = plan.entries
         self._trees = [single_node(entry.token_ids[entry.end - 1]) for entry in plan.entries]
         return [1] * len(plan.entries)
@@ -242,15 +242,15 @@ class Head(LevelSpeculator):
         return {}
 
     def tree(self, entry: int) -> TokenTree:
-        """What was grown."""
+        """Return the grown tree."""
         return self._trees[entry]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Nothing to remember."""
+        """Do nothing."""
 
 
 def made_up(seed: int) -> list[int]:
-    """A text of phrases that come again, some oftener than others, with single tokens between."""
+    """Return a text of repeated phrases, some more frequent than others, with single tokens between."""
     chance = random.Random(seed)
     known = [[chance.randrange(2000) for _ in range(chance.randint(2, 12))] for _ in range(80)]
     text: list[int] = []
@@ -267,7 +267,7 @@ def _watch(watch: Watch, part: str, of: Any, name: str) -> None:
 
 
 def measure(requests: int, rounds: int, library: Library | None, *, draft: str) -> dict[str, Any]:
-    """Mean microseconds of a step by part, of each step the least of some rounds."""
+    """Return the mean microseconds of a step by part; each step counts its fastest round."""
     steps: list[dict[str, float]] = []
     for _ in range(rounds):
         watch = Watch()
@@ -297,7 +297,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument(
-        "--rounds", type=natural, default=20, help="of which the quickest counts (default 20)"
+        "--rounds", type=natural, default=20, help="rounds, of which the fastest counts (default 20)"
     )
     options.add_argument("--twins", action="store_true", help="without native kernels (default: with them)")
     options.add_argument("--out", type=Path, help="Markdown file (default: none)")

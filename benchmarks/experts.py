@@ -1,16 +1,17 @@
-"""What a pass of a mixture of experts costs by its nodes: over one node, over the bytes it reads.
+"""Measures passes of a mixture of experts by their nodes: relative to one node and to the bytes read.
 
     python benchmarks/experts.py
 
-The model has the shape of a small Qwen3-MoE, 8 of 64 experts, and random weights, which are never written to
-a file. So a token's experts are nearly random as well: of a trained model neighbouring tokens share more of
-them, and larger trees cost less than here.
+The model has the shape of a small Qwen3-MoE, 8 of 64 experts, and random weights that are never written to a
+file. So a token's experts are nearly random, too. In a trained model neighbouring tokens share more experts,
+and larger trees cost less than here.
 
-    over one    milliseconds over those of one node: the tokens that a step must make for such a tree to pay
-    floor       over the time that memory needs for the matrices of the experts that were counted, of
-                attention and the output layer, and for the text's K and V; its speed is measured beside
-    expected    distinct experts of a layer, if each node chose its own by chance
-    counted     those of this pass, on average of all layers
+    over one    milliseconds divided by those of one node: the tokens per step at which such a tree pays
+    floor       milliseconds divided by the time to read the matrices of the counted experts, of attention and
+    the
+                output layer, and the text's K and V, at the measured memory bandwidth
+    expected    distinct experts of a layer if each node chose independently
+    counted     distinct experts of this pass, averaged over layers
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from specinfer.speculation_config import Quantization
 KINDS: tuple[Quantization, ...] = ("int8", "int4")
 NODES = (1, 2, 4, 8, 16, 32, 64)
 TEXT = 64  # tokens before the tree
-PASSES = 15  # of which the median counts
+PASSES = 15  # timed passes; the median counts
 DTYPE = torch.bfloat16
 CPU = torch.device("cpu")
-SPREAD = 0.02  # standard deviation of weights, about
+SPREAD = 0.02  # standard deviation of weights, approximately
 
 
 def main() -> None:
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 def shape(layers: int) -> ModelConfig:
-    """OLMoE's sizes, in layers of Qwen3's kind."""
+    """Return a config with OLMoE's sizes and Qwen3's layers."""
     return ModelConfig(
         family=Family.QWEN3_MOE,
         vocab_size=50304,
@@ -84,9 +85,9 @@ def shape(layers: int) -> ModelConfig:
 
 
 class Shapes:
-    """A file with the shapes of a model, and no numbers."""
+    """A model file with shapes and no numbers."""
 
-    path = Path()  # nobody asks where it lies
+    path = Path()  # unused
 
     def __init__(self, config: ModelConfig) -> None:
         self.shapes = decoder_shapes(config)
@@ -96,7 +97,7 @@ class Shapes:
 
 
 class RandomReader(WeightReader):
-    """Fills memory with random numbers of its kind: a matrix that is to be quantized is never there."""
+    """Fills memory with random numbers of its kind, so that no unquantized matrix exists."""
 
     def __init__(self, config: ModelConfig, kind: Quantization) -> None:
         file: Any = Shapes(config)
@@ -104,14 +105,14 @@ class RandomReader(WeightReader):
         self._random = torch.Generator().manual_seed(1)
 
     def read(self, names: Sequence[str], into: Weight, rows: Sequence[int] | None = None) -> None:
-        """As WeightReader says, but for the numbers; vectors are ones."""
+        """Fill the weight with random numbers, and vectors with ones; see WeightReader."""
         inner = self.shape(names)[-1]
         for field, tensor in zip(into._fields, into, strict=True):
             if len(self.shape(names)) == 1:
                 tensor.fill_(1)
             elif field == "zeros":
                 tensor.fill_(120)  # the middle of 16 levels, in sixteenths
-            elif field == "scales":  # of int8 values, whose rows are rotated, or of int4 levels
+            elif field == "scales":  # scales of rotated int8 rows, or of int4 levels
                 tensor.fill_(SPREAD / 74 / 32**0.5 if isinstance(into, Int8Weight) else SPREAD / 4.6)
             elif tensor.dtype == torch.uint8:
                 tensor.view(-1).random_(1, 256, generator=self._random)
@@ -151,7 +152,7 @@ def measure(config: ModelConfig, kind: Quantization, threads: int | None) -> dic
 
 
 def count_experts(model: Decoder, call: Any) -> float:
-    """Distinct experts of a layer in a pass, on average of all layers; the pass is computed op by op."""
+    """Return the distinct experts of a layer in a pass, averaged over layers; computes the pass op by op."""
     choose, native, found = NativeOps.choose_experts, model._native, list[int]()
 
     def noted(
@@ -181,7 +182,7 @@ def page(config: ModelConfig, cells: dict[str, Any]) -> list[str]:
         )
         + config.num_layers * experts.per_token * 3 * experts.size * config.hidden_size
     )
-    active -= config.vocab_size * config.hidden_size  # embeddings are looked up
+    active -= config.vocab_size * config.hidden_size  # embeddings are only looked up
     lines = [
         "# Mixtures of experts: a pass by its nodes",
         "",

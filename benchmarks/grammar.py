@@ -1,10 +1,10 @@
-"""What a grammar costs: mask time per visited node, compile time, over the schemas of the tests.
+"""Measures grammars over the schemas of the tests: mask time per visited node, compile time.
 
     python benchmarks/grammar.py --model MODEL.gguf --out benchmarks/results/grammar_MODEL_HARDWARE_DATE.md
 
-For each schema a document is made by a seeded walk through the grammar. It is then gone through twice, as
-two requests would, in steps of four tokens: the masks of a path of four nodes, then the commit. The first
-request meets a grammar nobody has used yet; the second finds the automaton the first one built.
+For each schema a seeded random walk through the grammar makes a document. Two requests then follow it in
+steps of four tokens: masks of a path of four nodes, then the commit. The first request uses a new grammar;
+the second finds the automaton that the first one built.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _compiler(tokenizer: Tokenizer, vocab_size: int, times: dict[str, list[float]]) -> GrammarCompiler:
-    """A compiler that has read the vocabulary already."""
+    """Return a compiler that has already read the vocabulary."""
     with _timed(times["read the vocabulary, once a model"]):
         compiler = GrammarCompiler(tokenizer, vocab_size)
         compiler.compile(StructuredOutput(OutputKind.REGEX, "a"))
@@ -64,7 +64,7 @@ def _compiler(tokenizer: Tokenizer, vocab_size: int, times: dict[str, list[float
 
 
 def _document(grammar: Grammar, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a document: random legal tokens, half of the time one that closes something."""
+    """Return token ids of a document: random legal tokens, half of the time one that closes something."""
     state, rng = grammar.state(), np.random.default_rng(0)
     tokens: list[int] = []
     while len(tokens) < MAX_DOCUMENT:
@@ -95,7 +95,7 @@ def _go_through(grammar: Grammar, document: list[int], which: str, times: dict[s
 
 @contextmanager
 def _timed(into: list[float]) -> Iterator[None]:
-    """Add the milliseconds of work the block takes; waiting for a busy processor does not count."""
+    """Add the CPU milliseconds of the block."""
     began = time.thread_time()
     yield
     into.append((time.thread_time() - began) * 1e3)

@@ -1,15 +1,15 @@
-"""Microseconds that a block head takes of a step, beside the target's pass.
+"""Measures the microseconds of a step that a block head takes, beside the target's pass.
 
     python benchmarks/head_step.py --model TARGET --draft HEAD --dataset mt_bench.jsonl
 
-One greedy request at a time, with the head in int8 and as it is. Steps are an engine's own, so the target's
-pass has swept the caches before the head begins. Medians of all steps behind the prompts':
+One greedy request runs at a time, with the head in int8 and unquantized. Steps are an engine's own, so the
+target's pass has emptied the caches before the head starts. Medians of all steps without a prompt:
 
-    native     of these, the two native calls: reading and the pass, then the trees
+    native     the two native calls: reading with the pass, then the trees
     head       the head's share: opening the step, reading, its pass, the trees
-    propose    all that lies before the target's pass: the head, and what decides and merges
-    hear       keeping hidden states for it, behind the pass
-    weights    the least there can be: the bytes of the head's matrices at the speed of memory here
+    propose    all work before the target's pass: the head, the policy and merging
+    hear       storing hidden states for the head after the pass
+    weights    the lower bound: the bytes of the head's matrices divided by the memory bandwidth
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Watch:
         self._undone: list[Callable[[], None]] = []
 
     def watch(self, part: str, of: Any, name: str, *, ends: bool = False) -> None:
-        """Time a method of a class or object; each return from one that `ends` is the end of a step."""
+        """Time a method of a class or object; each return from one with `ends` ends a step."""
         call = getattr(of, name)
 
         def timed(*args: Any, **options: Any) -> Any:
@@ -94,7 +94,7 @@ class Watch:
         self._undone.append(lambda: setattr(of, name, call))
 
     def see(self, seen: list[Any], of: type, name: str) -> None:
-        """Note whose method it is that is called first."""
+        """Record the first object whose method is called."""
         call = getattr(of, name)
 
         def noted(one: Any, *args: Any) -> Any:
@@ -106,7 +106,7 @@ class Watch:
         self._undone.append(lambda: setattr(of, name, call))
 
     def stop(self) -> None:
-        """Watch nothing any more."""
+        """Restore all methods."""
         for undo in self._undone:
             undo()
 
@@ -133,7 +133,7 @@ def measure(llm: LLM, kind: Quantization, questions: list[str], max_tokens: int)
         outputs = ask(llm, questions, params)
     finally:
         watch.stop()
-    steps = [step for step in watch.steps if "trees" in step]  # prompts are read by themselves
+    steps = [step for step in watch.steps if "trees" in step]  # steps without prompts
     for step in steps:
         step["native"] = step.get("read and pass", 0.0) + step["trees"]
         step["head"] = sum(step.get(part, 0.0) for part in ("begin", "deepen", "tree"))
@@ -148,13 +148,13 @@ def measure(llm: LLM, kind: Quantization, questions: list[str], max_tokens: int)
 
 
 def matrix_bytes(model: BlockModel, kind: Quantization) -> int:
-    """The bytes of all matrices that a step reads; of tables it reads some rows."""
+    """Return the bytes of all matrices that a step reads; tables are read by row."""
     shapes = {name: shape for name, shape in head_shapes(model.head).items() if len(shape) == 2}
     shapes["lm_head.weight"] = (model.head.draft_vocab_size, model.config.hidden_size)
     both = [name for name in shapes if name.endswith(("k_proj.weight", "v_proj.weight"))]
     looked_up = ("embed_tokens.weight", "markov_w1.weight", ".vector")
     read = [name for name in shapes if not name.endswith(looked_up)]
-    sizes = [shapes[name] for name in (*read, *both)]  # of the text's rows, and of the block's
+    sizes = [shapes[name] for name in (*read, *both)]  # rows of the text, and of the block
     if kind == "int8":
         return sum(int8_bytes(*size) for size in sizes)
     return sum(rows * columns * model.dtype.itemsize for rows, columns in sizes)

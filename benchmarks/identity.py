@@ -1,13 +1,13 @@
-"""Is greedy text the same with speculation? Counted on real prompts, each difference explained.
+"""Counts on real prompts whether greedy text is the same with speculation, and explains differences.
 
     python benchmarks/identity.py --model TARGET --draft SSM --dataset alpaca.jsonl ... --out RESULT.md
 
 The same prompts run without speculation, with it, and again without, one data set after the other. The third
-run shows how much of a difference is not speculation's: on a GPU the batch a request shares a step with
-may turn a tie. At the first token that differs the target's logits are computed once more: a gap of at most
-two bfloat16 steps at that size is rounding (specinfer/check/difference.py), anything more is wrong.
+run shows differences without speculation: on a GPU the other requests of a batch may decide a tie. At the
+first different token the target's logits are computed again: a gap of at most two bfloat16 steps at that size
+is rounding (specinfer/check/difference.py), a larger one is an error.
 
-Finished data sets are kept in a JSON file beside the Markdown, so an interrupted run goes on where it was.
+A JSON file beside the Markdown keeps finished data sets, so an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specinfer.speculation_config import DEFAULT_EXPANSION
 
 def main() -> None:
     options = parser(__doc__, **SPECULATING, quantization="none", limit=50)
-    options.add_argument("--lookup", "--ngram", action="store_true", help="look guesses up in the text, too")
+    options.add_argument("--lookup", "--ngram", action="store_true", help="also use lookups")
     options.add_argument(
         "--repeat",
         action=argparse.BooleanOptionalAction,
@@ -35,7 +35,7 @@ def main() -> None:
     )
     args = options.parse_args()
     if not args.draft and not args.lookup:
-        options.error("nobody speculates: give --draft or --lookup")
+        options.error("no speculator is on: give --draft or --lookup")
 
     datasets = {path.name: read_dataset(path).head(args.limit) for path in args.dataset}
     study = Study("identity", args.out, settings_of(args, without=["dataset"]))
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def measure(speculative: LLM, questions: Sequence[str], max_tokens: int, *, repeat: bool) -> dict[str, Any]:
-    """One data set without speculation, with it, and without again."""
+    """Run one data set without speculation, with it, and without again."""
     plain, target = without_speculation(speculative), TargetAlone(speculative.models.target)
     params = SamplingParams(temperature=0, seed=0, max_tokens=max_tokens)
     expected, got = ask(plain, questions, params), ask(speculative, questions, params)

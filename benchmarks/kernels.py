@@ -1,12 +1,12 @@
-"""What a forward pass costs against the floor of its bytes, for 1 to 128 nodes.
+"""Compares the time of a forward pass with the time to read its bytes, for 1 to 128 nodes.
 
     python benchmarks/kernels.py --model TARGET --quantization none,int8,int4
 
-The floor is the bytes that must be read over the bandwidth at which memory streams, measured in the same run
-with the same threads, from large pages where the system has them, as weights are. Three tables: every matrix
-product of the model with weights kept in every way, from copies enough that none is still in a cache; whole
-forwards of a tree behind some text through the runner, for every quantization; and where the time of these
-goes, stage by stage.
+The floor is the bytes that must be read, divided by the memory bandwidth. The bandwidth is measured in the
+same run with the same threads, from large pages if the system has them, as for weights. There are three
+tables: every matrix product of the model for every weight format, with enough copies that none stays in a
+cache; whole forward passes of a tree after some text through the runner, for every quantization; and the time
+of these by stage.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from specinfer.runtime.kv_cache import KvCache
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 REPEATS = 5
 BLOCK = 16  # cache positions
-PART = 1024  # rows of a matrix that are quantized at a time: whole blocks of channels
-SHOWN_SHARE = 0.01  # of a forward's time: operations below it are added up
+PART = 1024  # matrix rows quantized at a time: whole blocks of channels
+SHOWN_SHARE = 0.01  # share of a forward's time; shorter operations are added up
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A matrix kept in one way: how to make another copy of its product, and the bytes that one reads."""
+    """A matrix in one format: makes copies of its product, with the bytes that one reads."""
 
     name: str
     copy: Callable[[], Product]
@@ -61,7 +61,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds by number of nodes; where reading bytes is their floor, those, and how many times it."""
+    """Milliseconds by number of nodes; with a floor, also its bytes and the multiple of it."""
 
     name: str
     milliseconds: Mapping[int, float]
@@ -106,7 +106,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The shapes of a decoder's products, stacked as it stacks them: [out, in]."""
+    """Return the shapes of a decoder's products, stacked as in the decoder: [out, in]."""
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     return {
         "qkv": ((config.num_heads + 2 * config.num_kv_heads) * head, hidden),
@@ -120,7 +120,7 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def product_rows(
     config: ModelConfig, kernels: Kernels, nodes: Sequence[int], bandwidth: Bandwidth
 ) -> Iterator[Row]:
-    """Every matrix, kept in every way, times 1 to 128 rows."""
+    """Yield every matrix in every format, multiplied by 1 to 128 rows."""
     for matrix, (outputs, inputs) in matrices(config).items():
         weight = torch.empty(outputs, inputs, dtype=torch.bfloat16).uniform_(-0.05, 0.05)
         for kept in ways_to_keep(weight, kernels, output_layer=matrix == "head"):
@@ -136,7 +136,7 @@ def product_rows(
 
 
 def ways_to_keep(weight: Tensor, kernels: Kernels, *, output_layer: bool) -> Iterator[Kept]:
-    """A bf16 matrix in every form a model can have it in; an output layer is never int4."""
+    """Yield a bf16 matrix in every format a model can have it in; an output layer is never int4."""
     yield Kept("bf16 plain", lambda: partial(F.linear, weight=weight.clone()), weight.nbytes)
     yield Kept("bf16", lambda: kernels.products.floats(weight, None), weight.nbytes)
     parts, inner = torch.split(weight, PART), weight.shape[1]
@@ -161,12 +161,12 @@ def ways_to_keep(weight: Tensor, kernels: Kernels, *, output_layer: bool) -> Ite
 
 
 def _stacked(parts: Iterable[Sequence[Tensor]]) -> Iterator[Tensor]:
-    """Weights that were quantized in parts, as one."""
+    """Stack weights that were quantized in parts."""
     return map(torch.cat, zip(*parts, strict=True))
 
 
 def _products(copies: Sequence[Product], x: Tensor, size: int, bandwidth: Bandwidth) -> tuple[float, float]:
-    """Milliseconds of one product after another, and how many times the floor of their bytes."""
+    """Return milliseconds of one product, in a sequence of them, and the multiple of the floor."""
 
     def all_copies() -> None:
         for product in copies:
@@ -180,7 +180,7 @@ def _products(copies: Sequence[Product], x: Tensor, size: int, bandwidth: Bandwi
 def forward_rows(
     model: str, quantization: str, args: argparse.Namespace, bandwidth: Bandwidth
 ) -> tuple[Row, list[Row]]:
-    """Whole forwards of one quantization, and its operations."""
+    """Measure whole forward passes of one quantization, and its operations."""
     options = {
         "dtype": "bfloat16",
         "device": "cpu",
@@ -212,19 +212,19 @@ def forward_rows(
 
 
 def weight_bytes(path: Path, config: ModelConfig, engine_config: EngineConfig, kernels: Kernels) -> int:
-    """The bytes of weights one forward reads: all but the embeddings, of which it takes a few rows."""
+    """Return the weight bytes that one forward reads: all but the embeddings, of whose rows it reads few."""
     embeddings = config.vocab_size * config.embedding_size * torch.bfloat16.itemsize
     return estimate_bytes(path, torch.bfloat16, kernels, engine_config.quantization) - embeddings
 
 
 def tree_rows(nodes: int, start: int, table: Sequence[int]) -> Rows:
-    """A binary tree of nodes behind `start` positions of text, all of whose logits are wanted."""
+    """Return a binary tree of nodes after `start` text positions, with logits for all nodes."""
     parents = [-1, *((node - 1) // 2 for node in range(1, nodes))]
     return Rows(list(range(1, nodes + 1)), start, table, logits_from=0, parents=parents)
 
 
 def operation_milliseconds(forward: Callable[[], object], kernels: Kernels) -> dict[str, float]:
-    """Milliseconds of one forward by stage of the native kernels, and what is outside of them."""
+    """Return milliseconds of one forward by stage of the native kernels, and outside of them."""
     began = time.perf_counter()
     with profiled(kernels) as nanoseconds:
         for _ in range(REPEATS):
@@ -235,7 +235,7 @@ def operation_milliseconds(forward: Callable[[], object], kernels: Kernels) -> d
 
 
 def share_rows(operations: Mapping[int, Mapping[str, float]], times: Mapping[int, float]) -> list[Row]:
-    """A row per operation, longest first; those that are short for every number of nodes are one row."""
+    """Return a row per operation, longest first; operations short at every number of nodes share a row."""
     names = sorted({name for found in operations.values() for name in found})
     by_name = {name: {n: operations[n].get(name, 0.0) for n in operations} for name in names}
     large = [name for name in names if any(by_name[name][n] >= SHOWN_SHARE * times[n] for n in times)]
@@ -289,14 +289,14 @@ def page(
 
 
 def kernels_line(kernels: Kernels, lacking: str | None) -> str:
-    """Which kernels ran."""
+    """Return a line that names the kernels."""
     if kernels.library is None:
         return f"Native kernels are not used: {lacking or 'PyTorch was asked for'}."
     return f"Native kernels for {kernels.library.level.words}."
 
 
 def product_lines(products: Sequence[Row], nodes: Sequence[int], bandwidth: float) -> list[str]:
-    """The table of products, in Markdown."""
+    """Return the table of products, in Markdown."""
     return [
         "## Products",
         "",
@@ -308,7 +308,7 @@ def product_lines(products: Sequence[Row], nodes: Sequence[int], bandwidth: floa
 
 
 def _table(rows: Sequence[Row], nodes: Sequence[int], bandwidth: float) -> list[str]:
-    """Markdown; `bandwidth` in GB/s is the floor column's."""
+    """Return a Markdown table; `bandwidth` in GB/s belongs to the floor column."""
     lines = [
         f"| | floor ms | {' | '.join(f'{n} node' + 's' * (n > 1) for n in nodes)} |",
         f"|---|---|{'---|' * len(nodes)}",

@@ -1,10 +1,10 @@
-"""How long the first token takes: alone, beside seven others, beside a prompt of 20,000 tokens.
+"""Measures the time to the first token: alone, beside seven others, beside a prompt of 20,000 tokens.
 
-    python benchmarks/latency.py --model qwen2.5-coder-1.5b-instruct-q4_k_m.gguf --quantization int8 \\
+    python benchmarks/latency.py --model qwen2.5-coder-1.5b-instruct-q4_k_m.gguf --quantization int8 \
         --dataset alpaca.jsonl --dataset gsm8k.jsonl
 
-One server answers all of it, without speculation. Each load has its own `cache_salt`, so that no prompt is
-found in a cache. The engine's own prefill time is that of a first step offline, prompt by prompt.
+One server without speculation answers all loads. Each load has its own `cache_salt`, so that no prompt is
+cached. The engine's prefill time is that of the first step offline, prompt by prompt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CONTEXT = 24_576
 
 def main() -> None:
     options = parser(__doc__, model=REQUIRED, dataset=REQUIRED, limit=40, quantization="int8")
-    options.add_argument("--users", type=natural, default=8, help="who ask at once (default 8)")
+    options.add_argument("--users", type=natural, default=8, help="concurrent users (default 8)")
     options.add_argument("--long", type=natural, default=20_000, help="tokens of the long prompt")
     options.add_argument("--max-step-tokens", type=natural, default=512, help="as the server's (default 512)")
     args = options.parse_args()
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def start(args: Any) -> Server:
-    """The server, listening."""
+    """Return the running server."""
     port = free_port()
     flags = ["--quantization", args.quantization, "--no-lookup", "--max-context", str(_CONTEXT)]
     flags += ["--max-step-tokens", str(args.max_step_tokens), "--kv-cache-memory", "2GB"]
@@ -54,7 +54,7 @@ def start(args: Any) -> Server:
 
 
 async def drive(server: Server, questions: Sequence[str], args: Any) -> dict[str, Any]:
-    """Seconds to the first token of every answer, load by load."""
+    """Return seconds to the first token of every answer, load by load."""
     async with connect(server.url, None) as http:
         model = await first_model(http, 60)
 
@@ -73,7 +73,7 @@ async def drive(server: Server, questions: Sequence[str], args: Any) -> dict[str
         beside: list[float] = []
 
         async def user(number: int) -> None:
-            # All of them begin at once; what comes after their first answers is a load that goes on.
+            # All start together; the load continues after their first answers.
             await first_token(number, questions[number % len(questions)], f"first {number}", 8 + 4 * number)
             for other, text in left:
                 beside.append(await first_token(other, text, "beside", 32))
@@ -87,19 +87,19 @@ async def drive(server: Server, questions: Sequence[str], args: Any) -> dict[str
         while not long.done():
             behind.append(await first_token(number, questions[number % len(questions)], f"b{number}", 1))
             number += 1
-            await asyncio.sleep(0.37)  # at no fixed place of a step
+            await asyncio.sleep(0.37)  # varies the point within a step
         return {"alone": alone, "beside": beside, "behind": behind[:-1], "long": await long}
 
 
 async def long_text(http: Any, tokens: int) -> str:
-    """A text of about so many tokens, all sentences different."""
+    """Return a text of about `tokens` tokens without repeated sentences."""
     words = [f"Item {i} of the list costs {i * 37 % 1009} coins." for i in range(tokens // 8)]
     count = (await http.post("/tokenize", json={"prompt": " ".join(words)}, timeout=60)).json()["count"]
     return " ".join(words[: int(len(words) * min(1.0, tokens / count))])
 
 
 def prefill(args: Any, questions: Sequence[str]) -> list[float]:
-    """Seconds of the step that reads each prompt, one prompt at a time, offline."""
+    """Return seconds of the step that reads each prompt, one prompt at a time, offline."""
     with LLM(
         args.model,
         quantization=args.quantization,
@@ -117,7 +117,7 @@ def prefill(args: Any, questions: Sequence[str]) -> list[float]:
 
 
 def page(settings: Mapping[str, Any], cell: Mapping[str, Any]) -> list[str]:
-    """The page, Markdown."""
+    """Return the page, in Markdown."""
 
     def figures(name: str, seconds: Sequence[float]) -> str:
         return row(

@@ -1,11 +1,11 @@
-"""lm-evaluation-harness through /v1/completions against the same model in transformers, both in float32.
+"""Compares lm-evaluation-harness through /v1/completions with the model in transformers, in float32.
 
-    make test-clients ARGS=lm-eval                   once: the harness, in an environment of its own
+    make test-clients ARGS=lm-eval                   once: installs the harness in its own environment
     python benchmarks/lm_eval_parity.py --model FILE.gguf --dataset piqa.jsonl --dataset webquestions.jsonl
 
-Each data set becomes a task of choices whose log-likelihoods decide. A row's choices are its solutions, where
-it has some (sol1, sol2, label); else its reference stands among those of the next rows that have others. The
-harness asks a server of ours with the token ids of each prompt (echo, logprobs), then its own backend (hf).
+Each data set becomes a multiple-choice task decided by log-likelihoods. A row's choices are its solutions, if
+it has any (sol1, sol2, label); otherwise its reference and those of the next rows with other references. The
+harness sends the token ids of each prompt to our server (echo, logprobs), then runs its own backend (hf).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from specinfer.report.dataset import json_object, read_rows
 from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 
 WORKER = Path(__file__).parent / "peers" / "run_lm_eval.py"
-CHOICES = 4  # of a row that brings none of its own
+CHOICES = 4  # for a row without its own
 STARTING = 300.0  # seconds
 SIDES = ("specinfer", "transformers")
 
@@ -64,7 +64,7 @@ def arguments() -> argparse.Namespace:
 
 
 def write_task(path: Path, limit: int, folder: Path) -> str:
-    """A task of the first `limit` rows of a data set, as the harness reads it; returns its name."""
+    """Write a task of the first `limit` rows of a data set for the harness; return its name."""
     rows, faults = read_rows(path, lambda line, _, where: json_object(line, where, "give one object a line"))
     if faults:
         raise DatasetError(faults[0])
@@ -86,7 +86,7 @@ def write_task(path: Path, limit: int, folder: Path) -> str:
 
 
 def with_choices(rows: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
-    """A row as a question with choices and the number of the right one."""
+    """Return a row as a question with choices and the number of the correct one."""
     this = rows[number]
     if "sol1" in this:
         return {"question": this["prompt"], "choices": [this["sol1"], this["sol2"]], "label": this["label"]}
@@ -94,7 +94,7 @@ def with_choices(rows: Sequence[Mapping[str, Any]], number: int) -> dict[str, An
     for other in (*rows[number + 1 :], *rows[:number]):
         if len(choices) < CHOICES and (said := first(other["reference"])) not in choices:
             choices.append(said)
-    label = number % len(choices)  # the right one does not always come first
+    label = number % len(choices)  # the correct one does not always come first
     choices[0], choices[label] = choices[label], choices[0]
     return {"question": this["prompt"], "choices": choices, "label": label}
 
@@ -104,7 +104,7 @@ def first(reference: str | Sequence[str]) -> str:
 
 
 def measured(side: str, args: argparse.Namespace, tasks: Sequence[str], folder: str) -> dict[str, Any]:
-    """What the harness says of each task, with one of the two behind it."""
+    """Return the harness's results of each task with one of the two backends."""
     tokenizer = {"tokenizer": folder}
     if side == "transformers":
         target = resolve(args.model).path
@@ -162,7 +162,7 @@ def page(
     theirs: Mapping[str, Any],
     within: float,
 ) -> tuple[list[str], bool]:
-    """The page as lines of Markdown, and whether both sides say the same."""
+    """Return the page as lines of Markdown, and whether both sides agree."""
     lines = [
         f"# {settings['model']}: lm-evaluation-harness through /v1/completions and in transformers, float32",
         "",

@@ -1,11 +1,11 @@
-"""What do adapters cost? Tokens per second of a batch with adapters, over the same batch without.
+"""Measures adapters: tokens per second of a batch with adapters, relative to the same batch without.
 
     python benchmarks/lora.py --model smollm2-135m --out RESULT.md
 
-Random adapters of one rank, on all linear modules or on q_proj and v_proj, are written as PEFT writes them.
-Requests take them in turn, and generate the same number of tokens each, without speculation: random adapters
-make other texts, whose guesses are worth more or less. Both batches run in turns, so that what else the
-machine does meets both.
+Random adapters of one rank, on all linear modules or on q_proj and v_proj, are written in PEFT's format.
+Requests use them in turn and generate the same number of tokens each. There is no speculation, since random
+adapters change texts and so acceptance. Both batches alternate, so that other load on the machine affects
+both.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def measure(args: Any, kind: str, modules: Sequence[str]) -> dict[str, Any]:
-    """Tokens per second of each round, without adapters and with them."""
+    """Return tokens per second of each round, without adapters and with them."""
     with tempfile.TemporaryDirectory() as folder:
         adapters = [
             LoRARequest(f"adapter-{n}", n + 1, write_adapter(args.model, Path(folder), n, args.rank, modules))

@@ -1,19 +1,19 @@
-"""Can matching lengths be predicted before anything is drawn? By which inputs, and how large a predictor?
+"""Tests whether accepted lengths can be predicted before drawing, by input and by size of the predictor.
 
-    python benchmarks/matching_length.py --model TARGET --quantization int8 \\
+    python benchmarks/matching_length.py --model TARGET --quantization int8 \
         --train TRACE... --held-out TRACE... --out RESULT.md
 
-SpecInfer's first version (arXiv 2305.09781v1) has a predictor that is asked before a draft is: from the
-target's features at the root, how many tokens of each speculator's guess will be accepted. Here it is trained
-on traces (`specinfer trace record`) and compared with counts of how often each level was right:
+SpecInfer's first version (arXiv 2305.09781v1) runs a predictor before a draft. From the target's features at
+the root it predicts the number of accepted tokens of each speculator. Here predictors are trained on traces
+(`specinfer trace record`) and compared with acceptance counts of each level:
 
-    hazard      P(level d of a speculator's guess holds the next token, given that the levels above did)
-    inputs      cheap: what is known anyway of the last steps; final: the target's last hidden state that is
-                known at the root, that of the row which chose the root; taps: those of two earlier layers
-    predictors  linear, and MLPs of 16, 64, 256 and 64+64 units, one output a speculator and level
+    hazard      P(level d of a speculator's proposal holds the next token, given that the levels above did)
+    inputs      cheap: known facts of the last steps; final: the target's last hidden state known at the
+                root, in the row that chose the root; taps: those of two earlier layers
+    predictors  linear, and MLPs of 16, 64, 256 and 64+64 units, one output per speculator and level
 
-Held-out texts, whose prompts are left out of the training, give log-loss and AUC, and by how much the
-log-loss is below that of the counts, with a 95% interval over texts.
+Held-out texts, whose prompts are not in the training data, give log-loss, AUC, and the reduction of log-loss
+relative to the counts, with a 95% interval over texts.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ SIZES: Final[dict[str, tuple[int, ...]]] = {
     "64+64": (64, 64),
 }  # hidden units
 INPUTS: Final = ("cheap", "final", "cheap + final", "cheap + final + taps")
-LEVELS: Final = 5  # of a guess that are predicted
-FADES: Final = (4.0, 16.0)  # tokens, over which hits of a text are averaged
-COUNTED: Final = 30.0  # outcomes of a level that the counts are about
-CHUNK: Final = 128  # rows of a pass over a text
+LEVELS: Final = 5  # predicted levels of a proposal
+FADES: Final = (4.0, 16.0)  # tokens over which the hits of a text are averaged
+COUNTED: Final = 30.0  # outcomes per level in the counts
+CHUNK: Final = 128  # rows per pass over a text
 EPOCHS: Final = 30
-PATIENCE: Final = 3  # epochs without a better log-loss
-BATCH: Final = 256  # places
-RATE: Final = 2e-3  # of learning
-DECAYS: Final = (1.0, 30.0)  # of weights; the one that is best on texts not learnt from is taken
-RESAMPLES: Final = 2000  # of texts, for an interval
+PATIENCE: Final = 3  # epochs without a lower log-loss
+BATCH: Final = 256  # positions
+RATE: Final = 2e-3  # learning rate
+DECAYS: Final = (1.0, 30.0)  # weight decays; the best on held-back texts is used
+RESAMPLES: Final = 2000  # resamples of texts per interval
 
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of some texts' places, each text's first left out, and what became of the guesses."""
+    """Facts about the positions of some texts, without each text's first, and the outcomes of proposals."""
 
-    texts: NDArray[np.int64]  # [places]: which text it is of
+    texts: NDArray[np.int64]  # [places]: the text's number
     cheap: Floats  # [places, features]
-    hidden: Floats  # [places, taps, D], of the row that chose the root; the final one last
-    hits: Floats  # [places, speculators, LEVELS]: 1 right, 0 wrong, NaN behind a miss and behind the text
-    counted: Floats  # the same of what counts said before it was known
+    hidden: Floats  # [places, taps, D], in the row that chose the root; the final one last
+    hits: Floats  # [places, speculators, LEVELS]: 1 hit, 0 miss, NaN below a miss and after the text
+    counted: Floats  # the same: predictions of the counts
 
     def inputs(self, name: str) -> Floats:
-        """What a predictor sees of each place, [places, features]."""
+        """Return a predictor's inputs at each position, [places, features]."""
         parts = {
             "cheap": self.cheap,
             "final": self.hidden[:, -1],
@@ -83,8 +83,8 @@ class Known:
 def main() -> None:
     options = parser(__doc__, model=REQUIRED, quantization="none")
     traces: dict[str, Any] = {"nargs": "+", "type": Path, "metavar": "TRACE", "required": True}
-    options.add_argument("--train", help="traces that predictors learn from", **traces)
-    options.add_argument("--held-out", help="traces they are tried on", **traces)
+    options.add_argument("--train", help="traces for training", **traces)
+    options.add_argument("--held-out", help="held-out traces", **traces)
     args = options.parse_args()
     study = Study("matching-length", args.out, settings_of(args))
     wanted = [f"{inputs}, {size}" for inputs in INPUTS for size in SIZES]
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def places_of(args: argparse.Namespace) -> tuple[Known, Known, list[str]]:
-    """The places that are learnt from, those of other prompts that are held out, and all speculators."""
+    """Return the training positions, the held-out positions with other prompts, and all speculators."""
     learnt, held_out = ([read_trace(path) for path in paths] for paths in (args.train, args.held_out))
     asked = {text.prompt for trace in held_out for text in trace.texts}
     reaches = [reaches_of([Phase([(one, i) for i in range(len(one.texts))])]) for one in (*learnt, *held_out)]
@@ -126,7 +126,7 @@ def places_of(args: argparse.Namespace) -> tuple[Known, Known, list[str]]:
 def matching_lengths(
     trace: Trace, reaches: Sequence[Mapping[int, Mapping[str, int]]], names: Sequence[str]
 ) -> NDArray[np.int64]:
-    """How many tokens of each speculator's guess at each place the text goes on with, [places, names]."""
+    """Return the accepted tokens of each speculator's proposal at each position, [places, names]."""
     return np.array(
         [
             [reaches[i].get(len(text.prompt) + place, {}).get(name, 0) for name in names]
@@ -137,9 +137,11 @@ def matching_lengths(
 
 
 def hidden_states(target: LanguageModel, trace: Trace, block_size: int) -> Floats:
-    """Of every place the inputs of a middle layer, of a late one, and what the last one gave, [places, 3, D].
+    """Return the inputs of a middle and a late layer and the last output at every position, [places, 3,
+    D].
 
-    Those of the row that chose the root, each divided by its root mean square; zeros at a text's first place.
+    Rows are those that chose the root, each divided by its root mean square; zeros at a text's first
+    position.
     """
     layers = target.config.num_layers
     taps = (layers // 2, max(0, layers - 4), layers)
@@ -161,7 +163,7 @@ def hidden_states(target: LanguageModel, trace: Trace, block_size: int) -> Float
 def known(
     trace: Trace, lengths: NDArray[np.int64], states: Floats, without: Collection[tuple[int, ...]] = ()
 ) -> Known:
-    """All that is known of a trace's places but those of prompts `without`, and of texts' first ones."""
+    """Return the facts of a trace's positions, without texts' first positions and prompts in `without`."""
     place = np.concatenate([np.arange(len(text.output)) for text in trace.texts])
     texts = np.repeat(np.arange(len(trace.texts)), np.diff(trace.starts))
     left = np.array([len(text.output) for text in trace.texts])[texts] - place
@@ -176,11 +178,11 @@ def known(
 
 
 def cheap_features(trace: Trace, hits: Floats, counted: Floats, place: NDArray[np.int64]) -> Floats:
-    """What is known of each place without another look at the target, [places, features].
+    """Return facts of each position that need no further target pass, [places, features].
 
-    The margin and the entropy of the token before the root, whose guesses were right there, and how often
-    over the last tokens; whoever would have guessed is known, asked or not: more than a policy has. And what
-    counts say, so that nobody knows less.
+    These are margin and entropy of the token before the root, the speculators with hits there, and hit rates
+    over the last tokens. Hits count even for speculators that did not run, which is more than a policy has.
+    The counts are included, so no predictor has less than they have.
     """
     best = np.clip(np.nan_to_num(trace.likeliest.astype(np.float64), nan=-1.0, neginf=-30.0), -30, 0)
     first, second = np.exp(best).T
@@ -197,12 +199,12 @@ def cheap_features(trace: Trace, hits: Floats, counted: Floats, place: NDArray[n
 
 
 def _before(values: NDArray[Any], place: NDArray[np.int64]) -> NDArray[np.float64]:
-    """What stood one place before in the same text; 0 at its first one."""
+    """Return values one position earlier in the same text; 0 at its first."""
     return np.where(place > 0, np.roll(values, 1), 0.0)
 
 
 def _faded(values: NDArray[Any], place: NDArray[np.int64], tokens: float) -> NDArray[np.float64]:
-    """The mean over the last `tokens` or so of the same text."""
+    """Return the fading mean over about `tokens` tokens of the same text."""
     found, mean = np.empty(len(values)), 0.5
     for i, value in enumerate(values):
         mean = 0.5 if place[i] == 0 else mean
@@ -212,7 +214,7 @@ def _faded(values: NDArray[Any], place: NDArray[np.int64], tokens: float) -> NDA
 
 
 def counts(hits: Floats) -> Floats:
-    """What fading counts of each level say of each hit before it is known, all hits being seen in turn."""
+    """Return each hit's prediction by fading counts of its level, updated in order."""
     rates, found = np.full(hits.shape[1:], 0.7), np.empty_like(hits)
     for place, of_place in enumerate(hits):
         found[place] = rates
@@ -221,7 +223,7 @@ def counts(hits: Floats) -> Floats:
 
 
 def joined(parts: Sequence[Known]) -> Known:
-    """Places of several traces as those of one; texts are numbered on."""
+    """Join the positions of several traces, with texts renumbered."""
     starts = np.cumsum([0, *(part.texts.max(initial=-1) + 1 for part in parts)])
     return Known(
         np.concatenate([part.texts + start for part, start in zip(parts, starts, strict=False)]),
@@ -230,10 +232,10 @@ def joined(parts: Sequence[Known]) -> Known:
 
 
 class Predictor:
-    """A small network: features of places -> hazards of each speculator and level."""
+    """A small network from features to hazards of each speculator and level."""
 
     def __init__(self, x: Floats, units: Sequence[int], y: torch.Tensor, seen: torch.Tensor) -> None:
-        """It begins as how often each of `y`, [places, outputs], was right where it was seen."""
+        """Initialize the output biases with the mean of each of `y`, [places, outputs], where it was seen."""
         self.shape = (-1, y.shape[1] // LEVELS, LEVELS)
         self._mean, self._scale = x.mean(axis=0), 1 / (x.std(axis=0) + 1e-3)
         layers = [torch.nn.Linear(*pair) for pair in pairwise([x.shape[1], *units, y.shape[1]])]
@@ -243,20 +245,20 @@ class Predictor:
             layers[-1].bias.copy_(torch.logit((y * seen).sum(0).add(1) / seen.sum(0).add(2)))
 
     def scaled(self, x: Floats) -> torch.Tensor:
-        """Features as the network reads them."""
+        """Return features scaled for the network."""
         return torch.from_numpy(((x - self._mean) * self._scale).astype(np.float32))
 
     @torch.no_grad()
     def __call__(self, x: Floats) -> Floats:
-        """Hazards, [places, speculators, LEVELS]."""
+        """Return hazards, [places, speculators, LEVELS]."""
         hazards: Floats = torch.sigmoid(self.net(self.scaled(x))).numpy().reshape(self.shape)
         return hazards
 
 
 def fit(known: Known, x: Floats, units: Sequence[int], *, seed: int = 0) -> Predictor:
-    """The predictor of hazards from `x` that was best on a sixth of the texts, which it did not learn from.
+    """Return the best predictor from `x` on a held-back sixth of the texts.
 
-    The loss is that of known hits alone: of a level behind a miss nothing is known.
+    The loss counts only known hits, as a level below a miss is unknown.
     """
     with torch.random.fork_rng(devices=[]):
         fitted = [_fit(known, x, units, decay, seed) for decay in DECAYS]
@@ -264,7 +266,7 @@ def fit(known: Known, x: Floats, units: Sequence[int], *, seed: int = 0) -> Pred
 
 
 def _fit(known: Known, x: Floats, units: Sequence[int], decay: float, seed: int) -> tuple[Predictor, float]:
-    """The predictor with this decay of weights, and its loss on the texts that are held back."""
+    """Return the predictor with this weight decay, and its loss on the held-back texts."""
     flat = known.hits.reshape(len(known.hits), -1)
     y, seen = torch.from_numpy(np.nan_to_num(flat)), torch.from_numpy(~np.isnan(flat))
     held = torch.from_numpy(np.flatnonzero(known.texts % 6 == 0))
@@ -301,7 +303,9 @@ def _fit(known: Known, x: Floats, units: Sequence[int], decay: float, seed: int)
 
 
 def judged(hazards: Floats, test: Known, names: Sequence[str]) -> dict[str, Any]:
-    """Log-loss and AUC by speculator, and how far the log-loss is below the counts', with an interval."""
+    """Return log-loss, AUC and the log-loss reduction relative to the counts, with interval, by
+    speculator.
+    """
     of: dict[str, Any] = {}
     for i, name in enumerate(names):
         y, seen = test.hits[:, i], ~np.isnan(test.hits[:, i])
@@ -323,7 +327,7 @@ def _losses(p: NDArray[Any], truth: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def auc(p: NDArray[Any], truth: NDArray[Any]) -> float:
-    """How often a hit has the larger value than a miss, ties counting half; 0.5 where all are alike."""
+    """Return the AUC: how often a hit has a larger value than a miss, with ties as half; 0.5 without both."""
     hits, misses = int((truth > 0.5).sum()), int((truth <= 0.5).sum())
     if not hits or not misses:
         return 0.5
@@ -333,7 +337,7 @@ def auc(p: NDArray[Any], truth: NDArray[Any]) -> float:
 
 
 def interval(values: NDArray[np.float64], texts: NDArray[np.int64]) -> tuple[float, float, float]:
-    """A mean and its 95% interval where texts are drawn anew."""
+    """Return a mean and its 95% bootstrap interval over texts."""
     numbers, where = np.unique(texts, return_inverse=True)
     sums, count = np.bincount(where, weights=values), np.bincount(where)
     drawn = np.random.default_rng(0).integers(len(numbers), size=(RESAMPLES, len(numbers)))
@@ -342,7 +346,7 @@ def interval(values: NDArray[np.float64], texts: NDArray[np.int64]) -> tuple[flo
 
 
 def page(cells: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
-    """Markdown: a table of predictors for each speculator."""
+    """Return Markdown: a table of predictors per speculator."""
     data = cells["data"]
     lines = [
         f"# Matching lengths, predicted before anything is drawn: {Path(args.model).stem}",

@@ -1,11 +1,11 @@
-"""Commands that run in a memory cgroup: they are killed where they take more than it allows.
+"""Runs commands in a memory cgroup, where the kernel kills them above a limit.
 
     with memory_group(2 << 30) as group:
         ran = group.run([sys.executable, "-m", "specinfer", "generate", ...])
     assert ran.oom_kills == 0
 
-Groups of version 1 (memory.limit_in_bytes) or 2 (memory.max); whoever runs it must be allowed to make them,
-as root is. Tests use it, too: `from benchmarks.memory_group import memory_group`.
+It supports cgroup version 1 (memory.limit_in_bytes) and 2 (memory.max), and needs permission to create
+groups, as root has. Tests use it, too: `from benchmarks.memory_group import memory_group`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-_EVERY: Final = 0.01  # seconds between two looks at what is resident
+_EVERY: Final = 0.01  # seconds between samples of resident memory
 _NUMBERS = itertools.count()
-# A process joins the group before it becomes the command: all of its memory is counted.
+# A process joins the group before it becomes the command, so all of its memory counts.
 _JOIN: Final = 'echo $$ > "$0" && exec "$@"'
 
 
@@ -34,22 +34,22 @@ class NoGroupError(Exception):
 
 @dataclass(frozen=True)
 class Ran:
-    """How a command ended, and what it took."""
+    """The end of a command, and its memory."""
 
-    returncode: int  # -9 where the kernel killed it for its memory
+    returncode: int  # -9 if the kernel killed it for its memory
     stdout: str
     stderr: str
-    peak_usage: int  # bytes that were charged at most, cached pages of files among them
-    peak_resident: int  # bytes of its own at most, as was seen every 10 ms
+    peak_usage: int  # peak of charged bytes, cached file pages included
+    peak_resident: int  # peak of its resident bytes, sampled every 10 ms
     oom_kills: int
 
 
 @dataclass(frozen=True)
 class _Names:
-    """The files of a group in one version."""
+    """File names of a group in one cgroup version."""
 
     limit: str
-    swap: str  # a limit that keeps it from swapping
+    swap: str  # a limit that disables swapping
     usage: str
     peak: str
     resident: str  # in memory.stat
@@ -64,15 +64,15 @@ _V2: Final = _Names("memory.max", "memory.swap.max", "memory.current", "memory.p
 
 
 class MemoryGroup:
-    """A group with a limit; one command after another runs in it."""
+    """A group with a limit; runs one command at a time."""
 
     def __init__(self, folder: Path, names: _Names, limit: int) -> None:
-        """Set the limit of the group at `folder`, which has no processes yet."""
+        """Set the limit of the new group at `folder`."""
         self.folder = folder
         self._names = names
         self.limit = limit
         (folder / names.limit).write_text(str(limit))
-        with suppress(OSError):  # a machine that does not count swap
+        with suppress(OSError):  # a kernel without swap accounting
             (folder / names.swap).write_text(str(limit if names is _V1 else 0))
 
     def run(
@@ -85,9 +85,9 @@ class MemoryGroup:
     ) -> Ran:
         """Run a command in the group and wait for it.
 
-        Raises subprocess.TimeoutExpired after `timeout` seconds; nothing of it runs on.
+        Raises subprocess.TimeoutExpired after `timeout` seconds, when all its processes have ended.
         """
-        with suppress(OSError):  # the peak of the command before; version 2 resets it by any text
+        with suppress(OSError):  # the previous command's peak; version 2 resets it by any text
             (self.folder / self._names.peak).write_text("0")
         kills = self.oom_kills()
         ended = threading.Event()
@@ -119,19 +119,19 @@ class MemoryGroup:
         )
 
     def inside(self, args: Sequence[str]) -> list[str]:
-        """The command that joins the group and becomes `args`; where it cannot join it runs nothing."""
+        """Return a command that joins the group and becomes `args`, or fails."""
         return joining(self.folder, args)
 
     def peak_usage(self) -> int:
-        """The most bytes that were charged so far, cached pages of files among them; 0 where nobody tells."""
+        """Return the peak of charged bytes, cached file pages included; 0 if unknown."""
         return self._number(self._names.peak)
 
     def oom_kills(self) -> int:
-        """How many of its processes the kernel killed for their memory."""
+        """Return the number of processes that the kernel killed for their memory."""
         return self._count(self._names.events, "oom_kill")
 
     def kill(self) -> None:
-        """End every process of the group."""
+        """Kill every process of the group."""
         for _ in range(100):
             left = self._read("cgroup.procs").split()
             if not left:
@@ -151,7 +151,7 @@ class MemoryGroup:
     def _read(self, name: str) -> str:
         try:
             return (self.folder / name).read_text()
-        except OSError:  # a kernel that lacks the file
+        except OSError:  # an older kernel
             return ""
 
     def _number(self, name: str) -> int:
@@ -164,15 +164,15 @@ class MemoryGroup:
 
 
 def joining(folder: Path, args: Sequence[str]) -> list[str]:
-    """The command that joins the group at `folder`, of any kind, and becomes `args`."""
+    """Return a command that joins the group at `folder`, of any kind, and becomes `args`."""
     return ["/bin/sh", "-c", _JOIN, str(folder / "cgroup.procs"), *args]
 
 
 @contextmanager
 def memory_group(limit: int) -> Iterator[MemoryGroup]:
-    """A new group whose processes may take `limit` bytes together, cached pages of files among them.
+    """Make a group whose processes may use `limit` bytes in total, cached file pages included.
 
-    It is removed at the end, with whatever still runs in it. Raises NoGroupError where none can be made.
+    The end of the block kills its processes and removes it. Raises NoGroupError if no group can be made.
     """
     folder, names = _make()
     try:
@@ -188,14 +188,14 @@ def memory_group(limit: int) -> Iterator[MemoryGroup]:
             try:
                 folder.rmdir()
                 break
-            except OSError:  # its last process has not quite ended
+            except OSError:  # its last process is still ending
                 time.sleep(0.02)
         else:
             folder.rmdir()
 
 
 def _make() -> tuple[Path, _Names]:
-    """A group's new folder, and how its files are called."""
+    """Make a group's folder; return it with the group's file names."""
     reasons = []
     for parent, names in _parents():
         folder = parent / f"specinfer-{os.getpid()}-{next(_NUMBERS)}"
@@ -214,7 +214,7 @@ def _make() -> tuple[Path, _Names]:
 
 
 def _parents(root: Path = Path("/")) -> list[tuple[Path, _Names]]:
-    """Groups in which one may be made: the process's own, so that its limits hold, else the top."""
+    """Return possible parent groups: the process's own, so that its limits apply, else the top."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()

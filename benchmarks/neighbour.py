@@ -1,14 +1,14 @@
-"""What neighbours cost: other programs that keep cores busy, or other requests that ask for much.
+"""Measures interference by other programs that keep cores busy, or by other large requests.
 
     python benchmarks/neighbour.py --model TARGET --quantization none,int8,int4
     python benchmarks/neighbour.py --model TARGET --beside requests
 
-Programs: rounds in turns, alone, then beside so many processes that do nothing but count. No speculation, one
-request, greedy; tokens per second of decoding. With two cores and one neighbour two threads have two thirds
-of the machine.
+Programs: rounds alternate between alone and beside processes that only count. One greedy request decodes
+without speculation; the figure is tokens per second. With two cores and one such process, two threads get two
+thirds of the machine.
 
-Requests: a server with its default options gets one large request at a time, and beside it short ones, one
-after the other; how long their first tokens take, and the memory that the server has before and after.
+Requests: a server with default options gets one large request at a time and a sequence of short ones beside
+it. The figures are their times to the first token, and the server's memory before and after.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from specinfer import LLM, SamplingParams
 
 PROMPT = list(range(100, 132))
 BUSY = "while True: pass"
-SETTLED = 0.5  # seconds until a neighbour counts
+SETTLED = 0.5  # seconds until a started process counts
 ORDINARY: Final = "an ordinary prompt"
-# What one request asks for beside its prompt.
+# Parameters of one request, without its prompt.
 LARGE: Final[Mapping[str, Mapping[str, Any]]] = {
     ORDINARY: {},
     "prompt_logprobs 20": {"prompt_logprobs": 20},
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def beside_programs(args: argparse.Namespace) -> None:
-    """Decoding beside programs that keep cores busy."""
+    """Measure decoding beside programs that keep cores busy."""
     settings = settings_of(args, without=["quantization", "beside", "prompt_tokens"])
     study = Study("neighbour", args.out, settings)
     for quantization in args.quantization.split(","):
@@ -70,7 +70,7 @@ def beside_programs(args: argparse.Namespace) -> None:
 
 
 def measure(model: str, quantization: str, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Tokens per second of every round, alone and beside the neighbours."""
+    """Return tokens per second of every round, alone and beside the other programs."""
     llm = LLM(model, quantization=quantization, threads=args.threads, lookup=False)
     tokens_per_second(llm, args.tokens)
     rates: dict[str, list[float]] = {"alone": [], "beside": []}
@@ -82,7 +82,7 @@ def measure(model: str, quantization: str, args: argparse.Namespace) -> dict[str
 
 
 def tokens_per_second(llm: LLM, count: int) -> float:
-    """Of the answer to one prompt, from its first token on."""
+    """Return tokens per second of one answer, after its first token."""
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     arrivals: list[float] = []
     llm.generate([PROMPT], params, on_output=lambda output: arrivals.append(time.perf_counter()))
@@ -91,7 +91,7 @@ def tokens_per_second(llm: LLM, count: int) -> float:
 
 @contextmanager
 def neighbours(count: int) -> Iterator[None]:
-    """So many processes count while the block runs."""
+    """Run this number of counting processes during the block."""
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
     try:
         time.sleep(SETTLED)
@@ -120,7 +120,7 @@ def page(study: Study) -> list[str]:
 
 
 def beside_requests(args: argparse.Namespace) -> None:
-    """First tokens beside requests that ask for much."""
+    """Measure times to the first token beside large requests."""
     settings = settings_of(args, without=["beside", "neighbours", "tokens"])
     study = Study("neighbour-requests", args.out, settings)
     left = [name for name in LARGE if name not in study.cells]
@@ -139,7 +139,7 @@ def beside_requests(args: argparse.Namespace) -> None:
 
 
 async def drive(server: Server, large: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds to the first token of short requests beside a large one, and bytes of memory around it."""
+    """Return times to the first token of short requests beside a large one, and bytes of memory around it."""
     numbers = random.Random(0)
     seconds: list[float] = []
     async with httpx.AsyncClient(base_url=f"{server.url}/v1", timeout=None) as http:
@@ -166,7 +166,7 @@ async def drive(server: Server, large: Mapping[str, Any], args: argparse.Namespa
 
 
 def memory_of(server: Server) -> int:
-    """Bytes that the server's processes have resident, together."""
+    """Return the resident bytes of the server's processes."""
     process = psutil.Process(server.pid)
     return sum(int(one.memory_info().rss) for one in (process, *process.children(recursive=True)))
 

@@ -1,17 +1,17 @@
-"""Models larger than memory: specinfer and others under one limit, each pass a read of what does not fit.
+"""Compares specinfer and others on models larger than memory, whose passes read the rest from disk.
 
     make peers-env ARGS="transformers llama_cpp airllm"                     once: the others
-    python benchmarks/offload.py --model TARGET.gguf --draft SMALL.gguf \\
+    python benchmarks/offload.py --model TARGET.gguf --draft SMALL.gguf \
         --dataset alpaca=alpaca.jsonl --dataset humaneval=humaneval.jsonl
 
-The target is a 4-bit file, of which a dithered model in bfloat16 is made once (offload/models.py);
-`--inflate` adds one of so many layers, whose text is known. Limits are shares of the model's bytes, above
-what Python takes by itself. Everybody under a limit is a child in a memory cgroup, and is not run where none
-can be made; only the resident run, whose texts are the measure, has all the memory there is.
+The target is a 4-bit file; a dithered bfloat16 model is made from it once (offload/models.py). `--inflate`
+adds a model with more layers and the same text. Limits are shares of the model's bytes, beyond the memory of
+Python itself. Every engine under a limit is a child in a memory cgroup, and does not run if none can be made.
+Only the resident run, whose texts are the reference, has unlimited memory.
 
-A cell is one row (offload/rows.py) with its share of the prompts. Cells of one question run in turns, each
-behind a reading of the file past the page cache, of which no page stays. They are kept in a JSON file beside
-the page: an interrupted run goes on where it was, and what failed is tried again.
+A cell is one row (offload/rows.py) with its share of the prompts. Cells of one question alternate. Before
+each, the file is read past the page cache, and its pages are dropped. A JSON file beside the page keeps
+finished cells: an interrupted run continues, and failed cells run again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from specinfer.report.dataset import read_dataset
 from specinfer.tokenizer import Tokenizer
 
 EDITS = "edits"
-LONGEST_EDIT = 768  # tokens of a prompt
+LONGEST_EDIT = 768  # max tokens of a prompt
 
 
 def main() -> None:
@@ -87,18 +87,18 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--inflated-limits", type=float, nargs="+", default=[0.5])
     options.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     options.add_argument("--batches", type=natural, nargs="+", default=[1, 4])
-    options.add_argument("--rate", type=natural, help="the most MB/s that anybody reads from the disk")
+    options.add_argument("--rate", type=natural, help="limit of all engines' disk reads, MB/s")
     options.add_argument("--rows", default="*", help="names, comma-separated, * for any text (default *)")
-    options.add_argument("--only", default="", help="only cells whose names have this text in them")
+    options.add_argument("--only", default="", help="only cells whose names contain this text")
     options.add_argument("--timeout", type=float, default=1800, help="seconds for one answer, or to load")
     cache = Path.home() / ".cache" / "specinfer-bench"
-    options.add_argument("--models", type=Path, default=cache, help="where models are made")
-    options.add_argument("--home", type=Path, default=default_home(), help="where the others are")
+    options.add_argument("--models", type=Path, default=cache, help="folder for the models")
+    options.add_argument("--home", type=Path, default=default_home(), help="folder of the other engines")
     return options.parse_args()
 
 
 def prepare(args: argparse.Namespace) -> Bench:
-    """Make the models where they are not there yet, and read the prompts."""
+    """Make missing models and read the prompts."""
     gguf, folder = dithered(Path(args.model).resolve(), args.models)
     folders = {"dithered": folder}
     if args.inflate:
@@ -124,7 +124,7 @@ def prepare(args: argparse.Namespace) -> Bench:
 
 
 def cells_of(bench: Bench, rows: Sequence[Row]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """The names of all cells in the order they run, each with what measures it."""
+    """Yield the names of all cells in running order, each with its measuring function."""
     args = bench.args
     limits = [Limit("dithered", kind, share) for share in args.limits for kind in args.kinds]
     if args.inflate:
@@ -152,7 +152,7 @@ def cells_of(bench: Bench, rows: Sequence[Row]) -> Iterator[tuple[str, Callable[
 
 
 def beside(limit: Limit, args: argparse.Namespace) -> list[Limit]:
-    """Other quantizations in the memory that bfloat16 has, as far as they do not fit into it."""
+    """Return the limits of other quantizations in bfloat16's memory, if they do not fit into it."""
     if limit.kind != "none" or limit.model != "dithered":
         return []
     shares = {kind: limit.share * BYTES["none"] / BYTES[kind] for kind in BYTES if kind != "none"}
@@ -160,7 +160,7 @@ def beside(limit: Limit, args: argparse.Namespace) -> list[Limit]:
 
 
 def asked(row: Row, limit: Limit, question: Question) -> bool:
-    """Whether a row is run for a question; peers are asked greedily, one prompt at a time."""
+    """True if a row runs for a question; peers only run greedily with one prompt at a time."""
     if limit.kind not in row.kinds or row.edits not in (None, question.workload == EDITS):
         return False
     return row.peer is None or (
@@ -169,13 +169,13 @@ def asked(row: Row, limit: Limit, question: Question) -> bool:
 
 
 def failed_before(name: str, cells: dict[str, Any]) -> bool:
-    """Whether the row failed in an earlier round, and has its reason."""
+    """True if the row failed in an earlier round, with its reason recorded."""
     start, _, round_ = name.rpartition("|")
     return any("error" in cells.get(f"{start}|{r}", {}) for r in range(int(round_)))
 
 
 def outcome(cell: dict[str, Any]) -> str:
-    """A cell in a few words, for the terminal."""
+    """Return a cell in a few words, for the terminal."""
     if "error" in cell:
         return str(cell["error"])
     tokens, seconds = (sum(group[name] for group in cell["groups"]) for name in ("tokens", "seconds"))

@@ -1,14 +1,15 @@
-"""What every script here needs: options, cells that outlive an interruption, a page with its provenance.
+"""Common options, resumable cells and result pages with provenance, for all scripts here.
 
     options = parser(__doc__, model=REQUIRED, dataset=REQUIRED, limit=50)       the common options it takes
     args = options.parse_args()
-    study = Study("identity", args.out, {"model": args.model, ...})             goes on where it was
+    study = Study("identity", args.out, {"model": args.model, ...})             continues an earlier run
     for name in ...:
         if name not in study.cells:
-            study.keep(name, measure(...))                                      on disk, one cell a line
+            study.keep(name, measure(...))                                      on disk, one cell per line
     study.write(page(study.cells))                                              Markdown, with provenance
 
-The cells of a study lie beside its page, as .json. They belong to its settings; those of others are refused.
+A study's cells are stored beside its page, as .json. They belong to its settings; cells of other settings are
+refused.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from specinfer.report.provenance import commit, hardware, provenance
 from specinfer.speculation_config import DEFAULT_EXPANSION, NO_SPECULATION
 
 RESULTS = Path(__file__).parent / "results"
-REQUIRED: Any = object()  # stands for the default of an option that has none
-# The common options, and their defaults, of scripts that answer prompts with speculation and without.
+REQUIRED: Any = object()  # default of an option that must be given
+# Common options with their defaults, for scripts that answer prompts with and without speculation.
 SPECULATING: Mapping[str, Any] = {
     "model": REQUIRED,
     "draft": [],
@@ -46,7 +47,7 @@ SPECULATING: Mapping[str, Any] = {
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a script; what a user did wrong is one line."""
+    """Run a script; a user's mistake prints one line."""
     try:
         main()
     except SpecInferError as error:
@@ -75,7 +76,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """Of --out and the common options that are named, each with its default here."""
+    """Return a parser with --out and the named common options, each with its default here."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
         told = dict(_OPTIONS[name], required=default is REQUIRED)
@@ -88,7 +89,9 @@ def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
 
 
 def settings_of(args: argparse.Namespace, *, without: Iterable[str] = ()) -> dict[str, Any]:
-    """The options of a run as plain JSON values, files by their names; all but --out and `without`."""
+    """Return the options of a run as plain JSON values, with file names for paths; without --out and
+    `without`.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -99,7 +102,7 @@ def settings_of(args: argparse.Namespace, *, without: Iterable[str] = ()) -> dic
 
 
 class Study:
-    """Cells by name, each on disk as soon as it is measured, and the page they become."""
+    """Cells by name, each on disk once it is measured, and the page made from them."""
 
     def __init__(
         self,
@@ -108,9 +111,9 @@ class Study:
         settings: Mapping[str, Any],
         digests: Mapping[str, str] | None = None,
     ) -> None:
-        """Reads what an earlier run of the same settings kept; exits when the file is of others.
+        """Read the cells of an earlier run; exits if the file has other settings.
 
-        `digests` says what each cell must have been measured of: those of something else are left out.
+        `digests` has the digest of each cell's question; cells with another digest are dropped.
         """
         self.out = out or default_result(question, Path(settings["model"]).stem)
         self.file = self.out.with_suffix(".json")
@@ -130,13 +133,13 @@ class Study:
             self.cells = {name: cell for name, cell in known.items() if cell["digest"] == digests[name]}
 
     def keep(self, name: str, cell: Mapping[str, Any]) -> None:
-        """Add a cell, with the commit it was measured at, and write all of them, one a line."""
+        """Add a cell with its commit, and write all cells, one per line."""
         self.cells[name] = {**cell, "commit": commit()}
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in self.cells.items())
         _write(self.file, f'{{"settings": {json.dumps(self.settings)},\n"cells": {{\n{lines}\n}}}}\n')
 
     def write(self, lines: Sequence[str], threads: int | None = None) -> str:
-        """Write the page, Markdown, and where its figures come from; `threads` is the option."""
+        """Write the page, in Markdown, with provenance; `threads` is the option."""
         commits = {cell["commit"] for cell in self.cells.values()}
         named = ", ".join(sorted(sha or "not a checkout" for sha in commits))
         others = [f"- cells measured at: {named}"] if commits - {commit()} else []
@@ -146,7 +149,7 @@ class Study:
 
 
 def provenance_lines(threads: int | None = None) -> list[str]:
-    """Markdown lines that say how and where the figures above were measured; `threads` is the option."""
+    """Return Markdown lines with the provenance of the figures above; `threads` is the option."""
     facts = provenance(threads)
     versions, machine = facts["versions"], facts["hardware"]
     command = " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *map(_short, sys.argv[1:])])
@@ -162,7 +165,7 @@ def provenance_lines(threads: int | None = None) -> list[str]:
 
 
 def default_result(question: str, model: str) -> Path:
-    """results/<question>_<model>_<hardware>_<date>.md, which may be there already."""
+    """Return results/<question>_<model>_<hardware>_<date>.md, which may exist already."""
     facts = hardware()
     brand = re.split(r" \(family| amx| avx", facts["cpu"])[0]
     machine = "-".join([*re.findall(r"[a-z0-9.]+", brand.lower()), f"{facts['cores']}c"])
@@ -170,21 +173,21 @@ def default_result(question: str, model: str) -> Path:
 
 
 def in_turn(datasets: Sequence[Dataset], limit: int) -> list[Conversation]:
-    """The first conversations of the data sets in turn, `limit` in all."""
+    """Return the first conversations of the data sets in turn, `limit` in all."""
     columns = [dataset.conversations for dataset in datasets]
     mixed = chain.from_iterable(zip_longest(*columns))
     return [conversation for conversation in mixed if conversation is not None][:limit]
 
 
 def without_speculation(llm: LLM) -> LLM:
-    """The same weights and options without speculators; it still guesses what a grammar forces."""
+    """Return an LLM with the same weights and options and no speculators; grammars still force tokens."""
     return llm.variant(replace(llm.config, speculation=NO_SPECULATION))
 
 
 def ask(
     llm: LLM, questions: Sequence[str], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[RequestOutput]:
-    """The answers, through the chat template where there is one."""
+    """Return the answers, with the chat template if there is one."""
     if llm.tokenizer.has_chat_template:
         return llm.chat([[{"role": "user", "content": text}] for text in questions], params)
     return llm.generate(questions, params)
@@ -198,12 +201,12 @@ def total_figures(outputs: Iterable[RequestOutput]) -> SpeculationFigures:
 
 
 def row(*cells: object) -> str:
-    """A row of a table, in Markdown."""
+    """Return a row of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def digest(value: Any) -> str:
-    """Tells whether a cell was measured of this question or setting."""
+    """Return a digest of a cell's question or settings."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
@@ -213,6 +216,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def _short(argument: str) -> str:
-    """Paths by their last part: where a file lay on some machine helps nobody."""
+    """Return the last part of a path, as folders of one machine are irrelevant."""
     name, sign, path = argument.rpartition("=")
     return name + sign + (Path(path).name if "/" in path else path)

@@ -1,8 +1,8 @@
-"""A tuned head as it lies in the package: matrices as int8, and beside them what it is made of.
+"""Packs a tuned head for the package: int8 matrices and its card.
 
     python benchmarks/head_recipes/pack.py TUNED TARGET specinfer/data/heads/smollm2-135m-head SEED [INIT]
 
-INIT is the head that the tuning went on from; what its card says of what it had learnt from is kept.
+INIT is the head that the tuning started from; its card's training data are added.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ The head is given under Apache-2.0.
 
 
 def main() -> None:
-    """Pack one head; raises SystemExit, and leaves what is there, where it is too large for the package."""
+    """Pack one head; raises SystemExit, and keeps the old one, if it is too large for the package."""
     known = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("tuned", "target", "out"):
         known.add_argument(name, type=Path, metavar=name.upper())
@@ -72,8 +72,8 @@ def main() -> None:
 
 
 def card_of(tuned: Path, seed: int, init: Path | None) -> str:
-    """The card of the head in the package, which says what the one it went on from had learnt from."""
-    # Its licences are known here, and what it is worth was measured with other matrices.
+    """Return the card of the packed head, with the training data of the head it started from."""
+    # The recipe has the licences, and the quality figures are of other matrices.
     card = (tuned / "README.md").read_text(encoding="utf-8").partition("\n## Licence\n")[0]
     card = re.sub(r"--model \S+ --draft THIS_FOLDER", "--model smollm2-135m --draft smollm2-135m-head", card)
     went_on = ""

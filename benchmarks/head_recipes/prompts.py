@@ -1,14 +1,14 @@
-"""What heads are asked that others may use: prompts of our own, and short ones of others.
+"""Prompts for training heads: our own, and short ones of data sets with a suitable licence.
 
     python benchmarks/head_recipes/prompts.py chat|code [FILE.jsonl ...] > prompts.jsonl
 
     chat   forms times topics (chat.json), of the kinds of MT-Bench (writing, role play, reasoning,
            mathematics, coding, extraction, science, the humanities, advice, and others), then those of files
-    code   functions (code.json: name, parameters, result, what it does, a call and what it gives), each to be
-           completed, written, tested, translated; among the others
+    code   functions (code.json: name, parameters, result, purpose, a call and its result), each to be
+           completed, written, tested and translated, mixed with prompts of files
 
-Ours are taken from nowhere: none of MT-Bench's or HumanEval's is among them. Of the files those rows are
-taken whose "prompt" is short: an answer teaches, reading a prompt only takes time. The same lines every time.
+Our prompts contain none of MT-Bench's or HumanEval's. Of the files, rows with a short "prompt" are used:
+answers train the head, while reading a prompt only takes time. The output is deterministic.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any, Final
 
 Row = dict[str, str | int]
 
-PER_FORM: Final = 100  # prompts, of which some come twice and are left out
-LONGEST: Final = 350  # characters of a prompt of others
-OTHERS: Final = 2  # prompts of others behind each function, as long as there are any
+PER_FORM: Final = 100  # prompts; repeated ones are left out
+LONGEST: Final = 350  # max characters of a prompt from a file
+OTHERS: Final = 2  # prompts from files after each function, while there are any
 
 TYPING: Final = ("Any", "Dict", "List", "Optional", "Tuple")
 FUNCTIONS: Final = (
@@ -42,7 +42,7 @@ FUNCTIONS: Final = (
 
 
 def chat() -> Iterator[Row]:
-    """All forms times topics, in the same order every time."""
+    """Yield all forms times topics, in a fixed order."""
     parts = _read("chat.json")
     dice = random.Random(14)
     seen: set[str] = set()
@@ -56,21 +56,21 @@ def chat() -> Iterator[Row]:
 
 
 def filled(form: str, topics: Mapping[str, Sequence[str]], dice: random.Random) -> str:
-    """A form with topics and numbers."""
+    """Return a form filled with topics and numbers."""
     words = {name: dice.choice(choices) for name, choices in topics.items()}
     others = {
         f"{name}2": dice.choice([one for one in topics[name] if one != words[name]])
         for name in ("thing", "name")
     }
     a, c, d = dice.randint(3, 12), dice.randint(2, 30), dice.randint(2, 9)
-    # An equation's solution is whole, and so is the middle of three numbers.
+    # The solution of the equation and the middle of three numbers are integers.
     b = a * dice.randint(3, 9) + c
     numbers = {"a": a, "b": b, "c": c, "d": d, "e": 3 * dice.randint(4, 60), "hour": dice.randint(6, 20)}
     return form.format(**words, **others, **numbers)
 
 
 def code() -> Iterator[Row]:
-    """All that is asked of functions, form by form."""
+    """Yield all tasks about functions, form by form."""
     for form in FUNCTIONS:
         for name, parameters, result, does, call, gives in _read("code.json"):
             signature = f"{parameters} -> {result}"
@@ -89,7 +89,7 @@ def code() -> Iterator[Row]:
 
 
 def short(files: Sequence[str]) -> Iterator[Row]:
-    """The short prompts of files of JSON lines, in their order."""
+    """Yield the short prompts of JSON lines files, in their order."""
     for file in files:
         for line in Path(file).read_text(encoding="utf-8").splitlines():
             if len(prompt := json.loads(line)["prompt"]) < LONGEST:
@@ -97,7 +97,7 @@ def short(files: Sequence[str]) -> Iterator[Row]:
 
 
 def in_turns(ours: Iterable[Row], others: Iterable[Row]) -> Iterator[Row]:
-    """One of ours, then `OTHERS` of the others, until there are none of either."""
+    """Yield one of `ours`, then `OTHERS` of `others`, until both end."""
     theirs = iter(others)
     for own in ours:
         yield own
@@ -106,18 +106,18 @@ def in_turns(ours: Iterable[Row], others: Iterable[Row]) -> Iterator[Row]:
 
 
 def rows(kind: str, files: Sequence[str]) -> Iterator[Row]:
-    """What heads of a kind are asked."""
+    """Return the prompts for a kind of head."""
     if kind == "chat":
         yield from chat()
         yield from short(files)
     elif kind == "code":
         yield from in_turns(code(), short(files))
     else:
-        raise SystemExit(f"{kind!r} is asked for; there are chat and code")
+        raise SystemExit(f"{kind!r} is unknown; allowed: chat, code")
 
 
 def main() -> None:
-    """Print them."""
+    """Print the prompts."""
     for row in rows(sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]):
         sys.stdout.write(json.dumps(row) + "\n")
 

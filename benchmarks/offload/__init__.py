@@ -1,1 +1,1 @@
-"""What benchmarks/offload.py measures on, in which memory, beside whom, and the page it writes."""
+"""Models, memory limits, engines and the page of benchmarks/offload.py."""

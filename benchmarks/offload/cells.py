@@ -1,7 +1,8 @@
 """A cell of benchmarks/offload.py: a row's answers to its prompts, under a limit.
 
-Everybody under a limit is a child in a memory cgroup, and is not run where none can be made. Before it the
-disk's rate is read, and of the files it reads no page is left in the cache: who reads them has them counted.
+Every engine under a limit is a child in a memory cgroup, and does not run if none can be made. Before it
+runs, the disk's rate is measured, and the pages of its files are dropped from the cache, so that its reads
+count for its limit.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ HERE = Path(__file__).parent
 ENGINE = HERE / "run_engine.py"
 PEERS = HERE.parent / "peers"
 RESIDENT = "resident"
-BYTES = {"none": 2.0, "int8": 1.0, "int4": 19 / 32}  # of a weight; int4 has a scale and a zero for 32 of them
+BYTES = {"none": 2.0, "int8": 1.0, "int4": 19 / 32}  # per weight; int4 has a scale and a zero for 32 of them
 REFERENCE_SECONDS = 2.0
 WARM_UP_TOKENS = 2
-TREE_ROOM = 64  # cache positions beyond prompt and answer, for what is guessed and not kept
+TREE_ROOM = 64  # KV slots beyond prompt and answer, for rejected nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Limit:
 
     model: str  # dithered or inflated
     kind: str  # its quantization
-    share: float  # of its bytes that may be in memory
+    share: float  # share of its bytes that may be in memory
 
     def __str__(self) -> str:
         return f"{self.model} {self.kind} {self.share:.0%}"
@@ -50,7 +51,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, and how: cells of one question are compared."""
+    """Workload, sampling and batch size; cells of one question are compared."""
 
     workload: str
     temperature: float
@@ -68,33 +69,33 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Bench:
-    """All that cells are made of."""
+    """Common data of all cells."""
 
     folders: dict[str, Path]  # dithered, inflated -> model folder
-    gguf: Path  # of the dithered model, bfloat16
+    gguf: Path  # the dithered model in bfloat16
     draft: Path
     prompts: dict[str, list[Prompt]]  # by workload
     home: Home
-    own: int  # bytes that Python takes by itself
+    own: int  # bytes of Python itself
     args: argparse.Namespace
 
     def bytes(self, limit: Limit) -> int:
-        """What the weights take that are in memory."""
+        """Return the bytes of the weights in memory."""
         return int(limit.share * weights(self.folders[limit.model]) * BYTES[limit.kind])
 
     def dealt(self, question: Question, round_: int) -> range:
-        """The prompts of a question's round, by number."""
+        """Return the prompt numbers of a question's round."""
         count = len(self.prompts[question.workload])
         return range(round_ * count // self.args.rounds, (round_ + 1) * count // self.args.rounds)
 
     def context(self, question: Question) -> int:
-        """Cache positions that an answer needs."""
+        """Return the number of KV slots for an answer."""
         longest = max(len(prompt.tokens) for prompt in self.prompts[question.workload])
         return longest + int(self.args.max_tokens) + TREE_ROOM
 
 
 def run_cell(bench: Bench, limit: Limit, question: Question, row: Row, round_: int) -> dict[str, Any]:
-    """One row's answers to its prompts of a round, or the reason there are none."""
+    """Return one row's answers to its prompts of a round, or the reason for their absence."""
     python = Path(sys.executable) if row.peer is None else bench.home.python(row.peer)
     if not python.exists():
         return {"error": f"not installed; {INSTALL}"}
@@ -124,7 +125,7 @@ def run_cell(bench: Bench, limit: Limit, question: Question, row: Row, round_: i
 def run_child(
     bench: Bench, command: Sequence[str], setup: dict[str, Any], question: Question, row: Row, round_: int
 ) -> dict[str, Any]:
-    """What a child answers, and the most it took; raises WorkerError, or ValueError for a wrong length."""
+    """Return a child's answers and peak memory; raises WorkerError, or ValueError for a wrong length."""
     environment = {"OMP_NUM_THREADS": str(bench.args.threads), "HF_HUB_OFFLINE": "1"}
     with Worker(command, environment, bench.args.timeout) as worker:
         cell = converse(bench, worker, setup, question, row, round_)
@@ -134,7 +135,7 @@ def run_child(
 def setup_of(
     bench: Bench, limit: Limit, question: Question, row: Row, room: int | None
 ) -> tuple[dict[str, Any], list[Path]]:
-    """What the child is told first, and the files it reads; `room` is None for the resident run."""
+    """Return the child's first message and the files it reads; `room` is None for the resident run."""
     folder, options = bench.folders[limit.model], dict(row.options)
     model = {
         "folder": lambda: folder,
@@ -174,7 +175,7 @@ def setup_of(
 def converse(
     bench: Bench, worker: Worker, setup: dict[str, Any], question: Question, row: Row, round_: int
 ) -> dict[str, Any]:
-    """Load, warm up and ask, a batch at a time; raises WorkerError, or ValueError for a wrong length."""
+    """Load, warm up and answer, a batch at a time; raises WorkerError, or ValueError for a wrong length."""
     began = time.perf_counter()
     told = worker.ask(setup)
     loaded = time.perf_counter()
@@ -214,7 +215,7 @@ def ask(
     max_tokens: int,
     salt: str,
 ) -> dict[str, Any]:
-    """The answers to some prompts at once; a peer is given one."""
+    """Return the answers to some concurrent prompts; a peer gets one."""
     if row.peer is not None:
         [(_, prompt)] = batch
         return {"answers": [worker.ask({"prompt": prompt.tokens, "max_tokens": max_tokens})]}
@@ -233,7 +234,7 @@ def ask(
 
 
 def timed(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What came after the first token of all: tokens, seconds, passes; and seconds to that token."""
+    """Return tokens, seconds and passes after the first token of all prompts, and the seconds to it."""
     first = max(answer["arrivals"][0][0] for answer in answers)
     later = [[(at, n) for at, n in answer["arrivals"] if at > first] for answer in answers]
     everything = [arrival for arrivals in later for arrival in arrivals]
@@ -246,14 +247,14 @@ def timed(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read_reference(inside: Inside, file: Path) -> float | None:
-    """Bytes per second that one reader of 4 MiB at a time gets of a file now; None where refused."""
+    """Return bytes per second of one reader with pieces of 4 MiB, or None if refused."""
     command = [sys.executable, str(HERE / "read_rate.py"), str(file), str(REFERENCE_SECONDS)]
     done = call(inside(command), capture_output=True, text=True, check=False)
     return float(done.stdout) if done.returncode == 0 else None
 
 
 def forget(file: Path) -> None:
-    """Drop a file's pages from the cache: whoever reads them under a limit has them counted."""
+    """Drop a file's pages from the cache, so that reading them counts for the reader's limit."""
     if hasattr(os, "posix_fadvise"):
         number = os.open(file, os.O_RDONLY)
         os.fdatasync(number)
@@ -262,6 +263,6 @@ def forget(file: Path) -> None:
 
 
 def weights(folder: Path) -> int:
-    """Elements of a model's matrices."""
+    """Return the number of elements of a model's matrices."""
     shapes = open_model(resolve(str(folder))).shapes.values()
     return sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)

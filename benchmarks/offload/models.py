@@ -1,15 +1,15 @@
-"""Models to stream: dithered ones, inflated ones, and the GGUF files that other engines read.
+"""Models for streaming: dithered ones, inflated ones, and GGUF files for other engines.
 
-Models at hand are 4-bit files. In bfloat16 their weights lie on a 4-bit grid still, which `quantize_int4`
-finds again, so a twin in 4 bits would be all but the target itself. A *dithered* model has every weight of
-every matrix moved by chance, evenly within half a step of its own grid: any of these may have been the weight
-before the file was quantized.
+Available models are 4-bit files. Their weights in bfloat16 still lie on a 4-bit grid, which `quantize_int4`
+finds again, so a 4-bit copy of such a target would nearly equal the target. A *dithered* model moves every
+weight of every matrix by a uniform random amount within half a step of its own grid: the file may have been
+quantized from any of these.
 
-An *inflated* model is a larger one that says the same. Between the layers of a model stand copies of them
-whose o and down matrices are zero: such a layer adds nothing, to the bit. Its zeros have signs drawn by
-chance, so that no disk takes them for holes.
+An *inflated* model is larger and has the same text. Copies of layers with zero o and down matrices stand
+between the layers: they add exactly nothing. Signs of the zeros are random, so that no disk treats them as
+holes.
 
-Files are written some rows at a time, get their names when whole, and are made once.
+Files are written some rows at a time, whole or not at all, and made once.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from specinfer.models.hf_config import config_to_hf
 from specinfer.models.weights import OpenModel, open_model
 from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 
-_PIECE: Final = 1 << 22  # weights that are read, moved and written at once: 16 MB in float32
-_ALIKE: Final = 0.98  # correlation of two quantizations of one matrix, and of no two matrices
+_PIECE: Final = 1 << 22  # weights read, moved and written at once: 16 MB in float32
+_ALIKE: Final = 0.98  # min correlation of two quantizations of one matrix
 _BF16: Final = gguf.GGMLQuantizationType.BF16
-_BYTES: Final = 2  # of a weight
+_BYTES: Final = 2  # per weight
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -49,11 +49,11 @@ Rows = Mapping[str, tuple[tuple[int, ...], Matrix]]  # tensors by name, each wit
 
 
 class Levels(NamedTuple):
-    """Where a block of a quantized kind has its levels, of which all are first zero, then one."""
+    """The levels in a block of a quantized kind, for setting all of them to zero or one."""
 
     all: slice
     low: slice  # bytes with the levels' lowest bits
-    one: int  # such a byte when every level in it is one
+    one: int  # such a byte if every level in it is one
 
 
 _LEVELS: Final = {
@@ -69,9 +69,10 @@ _LEVELS: Final = {
 
 
 def dithered(source: Path, folder: Path, seed: int = 0) -> tuple[Path, Path]:
-    """A dithered model of a quantized GGUF file: a GGUF file in bfloat16, and a folder of the same weights.
+    """Make a dithered model of a quantized GGUF file: a bfloat16 GGUF file and a folder of the same
+    weights.
 
-    Both lie in `folder`. Raises UserError where the disk has no room, or a matrix is not quantized.
+    Both are in `folder`. Raises UserError if the disk is full or a matrix is not quantized.
     """
     file = folder / f"dithered-{source.stem}-bf16.gguf"
     model = folder / f"dithered-{source.stem}"
@@ -86,9 +87,9 @@ def dithered(source: Path, folder: Path, seed: int = 0) -> tuple[Path, Path]:
 
 
 def inflated(source: Path, folder: Path, layers: int) -> Path:
-    """A model of so many layers that says what the one in the folder `source` says; it lies in `folder`.
+    """Make a model with `layers` layers in `folder` whose text is that of the model in `source`.
 
-    Raises UserError where the disk has no room, or the layers of the model are not all alike.
+    Raises UserError if the disk is full or the layers of the model differ in shape.
     """
     model = folder / f"inflated-{layers}-{source.name}"
     if not (model / "config.json").exists():
@@ -106,10 +107,10 @@ def inflated(source: Path, folder: Path, layers: int) -> Path:
 
 
 def write_dithered_gguf(source: Path, target: Path, seed: int) -> None:
-    """Write a quantized GGUF file's model in bfloat16, every matrix dithered, the rest as it is.
+    """Write a quantized GGUF file's model in bfloat16, with every matrix dithered and the rest unchanged.
 
-    Embeddings and output layer become one where they are two quantizations of one matrix: it is the finer
-    one, which then is the embeddings. At most one matrix is in memory, in bfloat16. Raises UserError.
+    If embeddings and output layer are two quantizations of one matrix, they become one: the finer, as
+    embeddings. At most one matrix is in memory, in bfloat16. Raises UserError.
     """
     reader = gguf.GGUFReader(source)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -147,9 +148,9 @@ def write_dithered_gguf(source: Path, target: Path, seed: int) -> None:
 
 
 def write_folder(config: ModelConfig, rows: Rows, folder: Path) -> None:
-    """Write config.json and bfloat16 weights, which `rows` gives by name: shape, and rows where asked for.
+    """Write config.json and the bfloat16 weights of `rows`, which has each shape and reads rows.
 
-    The config comes last: a folder that has it is whole. Raises UserError where the disk has no room.
+    The config comes last, so a folder with it is complete. Raises UserError if the disk is full.
     """
     sizes = {name: _BYTES * int(np.prod(shape)) for name, (shape, _) in rows.items()}
     folder.mkdir(parents=True, exist_ok=True)
@@ -173,7 +174,9 @@ def write_folder(config: ModelConfig, rows: Rows, folder: Path) -> None:
 
 
 def _dithered(tensor: Any, random: np.random.Generator) -> Bytes:
-    """A quantized matrix of a GGUF file in bfloat16, each weight moved within half a step of its grid."""
+    """Return a quantized matrix of a GGUF file in bfloat16, each weight moved within half a step of its
+    grid.
+    """
     rows = tensor.data  # [rows, bytes of a row], mapped
     inner = int(tensor.shape[0])
     out = torch.empty(len(rows), inner, dtype=torch.bfloat16)
@@ -185,7 +188,7 @@ def _dithered(tensor: Any, random: np.random.Generator) -> Bytes:
 
 
 def values_and_steps(rows: Bytes, kind: gguf.GGMLQuantizationType) -> tuple[Floats, Floats]:
-    """The weights of quantized rows, and by how much each of them changes from one level to the next."""
+    """Return the weights of quantized rows, and the size of each weight's steps."""
     levels, block = _LEVELS[kind.name], gguf.GGML_QUANT_SIZES[kind][1]
     values = gguf.quants.dequantize(rows, kind)
     blocks = rows.reshape(len(rows), -1, block).copy()
@@ -197,7 +200,7 @@ def values_and_steps(rows: Bytes, kind: gguf.GGMLQuantizationType) -> tuple[Floa
 
 
 def _one_matrix(output: Any, embeddings: Any) -> bool:
-    """Whether two quantized matrices are two quantizations of one, by their first rows."""
+    """True if two quantized matrices are quantizations of one, judged by their first rows."""
     first, second = (
         values_and_steps(np.array(tensor.data[:256]), tensor.tensor_type)[0].ravel()
         for tensor in (output, embeddings)
@@ -213,7 +216,7 @@ def rows_of(opened: OpenModel) -> Rows:
 
 
 def _inflated_rows(opened: OpenModel, layers: int) -> Rows:
-    """The tensors of a model of so many layers: each layer of `opened`, and behind it its share of copies."""
+    """Return the tensors of the inflated model: each layer of `opened`, then its share of copies."""
     source = rows_of(opened)
     rows = {name: given for name, given in source.items() if not name.startswith("model.layers.")}
     before = -1
@@ -231,7 +234,7 @@ def _inflated_rows(opened: OpenModel, layers: int) -> Rows:
 
 
 def _zeros(shape: tuple[int, ...], seed: int) -> Matrix:
-    """Zeros with signs by chance."""
+    """Return zeros with random signs."""
 
     def rows(start: int, stop: int) -> Tensor:
         random = np.random.default_rng([seed, start])
@@ -242,7 +245,7 @@ def _zeros(shape: tuple[int, ...], seed: int) -> Matrix:
 
 
 def _pieces(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of about _PIECE weights."""
+    """Yield ranges of rows of about _PIECE weights."""
     rows = max(1, _PIECE // max(1, int(np.prod(shape[1:]))))
     for start in range(0, shape[0], rows):
         yield start, min(start + rows, shape[0])

@@ -1,7 +1,7 @@
-"""The page of benchmarks/offload.py: a table for every limit, how rows compare, and figures of others.
+"""The page of benchmarks/offload.py: a table for every limit, comparisons of rows, and others' figures.
 
-A cell's groups are prompts that ran together. Its speed is tokens behind the first of each group over their
-seconds. Ratios are of cells of one question and round, and the median over rounds is told.
+A cell's groups are prompts that ran together. Its speed is the tokens after the first of each group, divided
+by their seconds. Ratios compare cells of one question and round; the page gives their median over rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Cell = Mapping[str, Any]
 Cells = Mapping[str, Cell]  # "limit|question|row|round" -> cell
 Figure = Callable[[Cell], float | None]
 
-# What others report: who, what was measured, over what, and what differs from the tables here.
+# Published figures: source, measurement, baseline, and differences from the tables here.
 PUBLISHED: Final = (
     (
         "SpecInfer (2305.09781)",
@@ -69,7 +69,7 @@ PUBLISHED: Final = (
 
 
 class Name(NamedTuple):
-    """What a cell's name says."""
+    """The parts of a cell's name."""
 
     limit: str
     question: str
@@ -82,7 +82,7 @@ class Name(NamedTuple):
 
 
 def page(cells: Cells, settings: Mapping[str, Any]) -> list[str]:
-    """The page, Markdown."""
+    """Return the page, in Markdown."""
     limits = dict.fromkeys(name.limit for name in map(Name.of, cells) if name.row != "resident")
     rate = settings["rate"]
     return [
@@ -120,7 +120,7 @@ def page(cells: Cells, settings: Mapping[str, Any]) -> list[str]:
 
 
 def draw(cells: Cells, path: Path) -> bool:
-    """Whether a picture was written, as it is where matplotlib is: over plain, greedy, batch 1."""
+    """Draw speeds relative to plain, greedy, at batch 1; return False without matplotlib."""
     bars = _bars(cells)
     if not bars or find_spec("matplotlib") is None:
         return False
@@ -140,7 +140,7 @@ def draw(cells: Cells, path: Path) -> bool:
 
 
 def speed(cell: Cell) -> float | None:
-    """Tokens per second after the first ones; None where all came at once."""
+    """Return tokens per second after the first ones; None if all arrived together."""
     seconds = _sum(cell, "seconds")
     return _sum(cell, "tokens") / seconds if seconds else None
 
@@ -156,19 +156,19 @@ def seconds_a_pass(cell: Cell) -> float | None:
 
 
 def streamed(cell: Cell) -> float | None:
-    """Bytes that a pass streamed, prompts' passes included; None where nobody counted."""
+    """Return the bytes that a pass streamed, prefill included; None if not counted."""
     total, steps = _counted(cell, "streamed_bytes"), _counted(cell, "steps")
     return total / steps if total is not None and steps else None
 
 
 def rate_reached(cell: Cell) -> float | None:
-    """Bytes streamed per second, of what one reader got just before."""
+    """Return bytes streamed per second, relative to the rate of one reader just before."""
     total, reference = _counted(cell, "streamed_bytes"), cell["reference"]
     return total / _sum(cell, "whole") / reference if total is not None and reference else None
 
 
 def waited(cell: Cell) -> float | None:
-    """The part of the time in which a pass waited for bytes."""
+    """Return the share of time that passes waited for bytes."""
     seconds = _counted(cell, "stream_wait_seconds")
     return None if seconds is None else seconds / _sum(cell, "whole")
 
@@ -176,7 +176,9 @@ def waited(cell: Cell) -> float | None:
 def ratio(
     limit: str, question: str, some: str, other: str, cells: Cells, *, rivals: str | None = None
 ) -> float | None:
-    """The median over rounds of one row's speed over another's, whose limit is `rivals` or the same."""
+    """Return the median over rounds of one row's speed divided by another's, under `rivals` or the same
+    limit.
+    """
     others = _of(rivals or limit, question, other, cells)
     pairs = [
         (speed(cell), speed(others[round_]))
@@ -232,7 +234,7 @@ def _row(limit: str, question: str, name: str, found: Cells, cells: Cells) -> st
 
 
 def _agreement(limit: str, question: str, part: str, done: Sequence[Cell], cells: Cells) -> str:
-    """ "7/8": answers whose text, or head, is the resident run's, of how many that both gave."""
+    """Return "7/8": answers whose text, or head, equals the resident run's, of those that both gave."""
     kind = limit.split()[1]
     resident = [
         cell for name, cell in cells.items() if name.startswith(f"dithered {kind} 100%|{question}|resident|")
@@ -244,7 +246,7 @@ def _agreement(limit: str, question: str, part: str, done: Sequence[Cell], cells
 
 
 def _summary(limits: Sequence[str], cells: Cells) -> list[str]:
-    """The choice made by `auto` beside the best, and ours beside the peers'."""
+    """Compare the choice of `auto` with the best row, and our rows with the peers'."""
     head = (
         "limit",
         "asked",
@@ -289,7 +291,7 @@ def _summary(limits: Sequence[str], cells: Cells) -> list[str]:
 
 
 def _kinds(limits: Sequence[str], cells: Cells) -> list[str]:
-    """Plain in one quantization over plain in the next wider one, in the same bytes of memory."""
+    """Compare plain rows of one quantization with the next wider one in the same memory."""
     rooms = {Name.of(name).limit: cell["room"] for name, cell in cells.items() if "room" in cell}
     lines = []
     for narrow in limits:
@@ -306,7 +308,7 @@ def _kinds(limits: Sequence[str], cells: Cells) -> list[str]:
 
 
 def _conditions(cells: Cells) -> list[str]:
-    """Which versions ran, how quiet the machine was, and whether the kernel ended anybody."""
+    """List versions, load of the machine, and processes killed for their memory."""
     done = {name: cell for name, cell in cells.items() if "error" not in cell}
     if not done:
         return []
@@ -322,7 +324,7 @@ def _conditions(cells: Cells) -> list[str]:
 
 
 def _bars(cells: Cells) -> list[tuple[str, dict[str, float]]]:
-    """For each limit and workload, greedy and batch 1: rows of ours, and their speed over plain."""
+    """Return our rows' speeds relative to plain for each limit and workload, greedy, at batch 1."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for name in map(Name.of, cells):
         if name.question.endswith(" T=0 batch 1") and _ours(name.row):
@@ -333,7 +335,7 @@ def _bars(cells: Cells) -> list[tuple[str, dict[str, float]]]:
 
 
 def _of(limit: str, question: str, row: str, cells: Cells) -> dict[str, Cell]:
-    """A row's cells that hold figures, by round."""
+    """Return a row's cells that hold figures, by round."""
     named = {Name.of(name): cell for name, cell in cells.items()}
     return {
         name.round: cell
@@ -358,6 +360,6 @@ def _sum(cell: Cell, name: str) -> float:
 
 
 def _counted(cell: Cell, name: str) -> float | None:
-    """The sum of one of the engine's counts over all groups; None where it does not count that."""
+    """Return the sum of one of the engine's counters over all groups; None without that counter."""
     values = [group["counted"].get(name) for group in cell["groups"]]
     return None if None in values else float(sum(values))

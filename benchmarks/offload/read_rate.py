@@ -1,8 +1,8 @@
-"""How fast a file is read past the page cache by one reader of 4 MiB at a time, in bytes per second.
+"""Measures bytes per second of a file, read past the page cache by one reader in pieces of 4 MiB.
 
     python read_rate.py FILE SECONDS
 
-It is the reference that rates of the same minute are held against. Only the standard library is imported.
+Rates of the same minute are compared with it. It imports only the standard library.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ PIECE = 4 << 20
 
 
 def read_rate(path: str, seconds: float) -> float:
-    """Read whole pieces from the file's beginning on, over and over, for so long; raises OSError."""
+    """Read whole pieces from the file's start, repeatedly, for `seconds`; raises OSError."""
     file = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
     try:
         pieces = os.fstat(file).st_size // PIECE
         if not pieces:
             raise OSError(f"{path} is smaller than {PIECE} bytes")
-        buffer = mmap.mmap(-1, PIECE)  # whose address is one of a page, as O_DIRECT wants it
+        buffer = mmap.mmap(-1, PIECE)  # page-aligned, as O_DIRECT requires
         done, began = 0, time.perf_counter()
         while time.perf_counter() - began < seconds:
             done += os.preadv(file, [buffer], done // PIECE % pieces * PIECE)

@@ -1,4 +1,6 @@
-"""What is run under every limit: specinfer with each way to guess, and the peers, each in its best mode."""
+"""The rows under every limit: specinfer with each kind of speculation, and the peers, each in its best
+mode.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any, Final
 
 PLAIN: Final = "plain"
 KINDS: Final = ("none", "int8", "int4")  # quantizations of the target
-DRAFT_TOKENS: Final = 16  # of a peer's chain: a pass takes seconds, so it may be long
+DRAFT_TOKENS: Final = 16  # length of a peer's chain; a pass takes seconds, so it may be long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,15 +20,15 @@ class Row:
 
     name: str
     peer: str | None = None  # run_<peer>.py in the environment of that name; None: specinfer
-    form: str = "folder"  # of the weights: the dithered folder, "bf16" or "q8_0" as a GGUF file
-    draft: str | None = None  # the small model as the GGUF "file" at hand, or as "safetensors"
+    form: str = "folder"  # the dithered folder, or "bf16" or "q8_0" as a GGUF file
+    draft: str | None = None  # the small model as the available GGUF "file", or as "safetensors"
     options: Mapping[str, Any] = field(default_factory=dict)
-    edits: bool | None = None  # only for edits, or never for them; None: for every workload
-    predicts: bool = False  # is given the old file as the prediction
-    kinds: tuple[str, ...] = KINDS  # that it is run for
+    edits: bool | None = None  # True: only for edits; False: never for edits; None: every workload
+    predicts: bool = False  # gets the old file as the prediction
+    kinds: tuple[str, ...] = KINDS  # quantizations that it runs for
 
 
-# Plain has trees of one node: no draft, no twin of `offload="auto"`, nothing looked up.
+# Plain has one-node trees: no draft, no `offload="auto"` copy of the target, no lookups.
 OURS: Final = (
     Row(name=PLAIN, options={"lookup": False, "max_nodes": 1}),
     Row(
@@ -79,7 +81,7 @@ ROWS: Final = (*OURS, *PEERS)
 
 
 def select(patterns: str) -> list[Row]:
-    """The rows whose names match one of some comma-separated patterns; raises ValueError where none does."""
+    """Return the rows that match comma-separated patterns; raises ValueError if none does."""
     wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
     for pattern in wanted:
         if not any(fnmatchcase(row.name, pattern) for row in ROWS):

@@ -1,6 +1,7 @@
-"""lm-evaluation-harness on tasks of a folder; benchmarks/lm_eval_parity.py sends the job as JSON on stdin.
+"""Runs lm-evaluation-harness on tasks of a folder; benchmarks/lm_eval_parity.py sends the job as JSON on
+stdin.
 
-This runs in the environment that `make test-clients ARGS=lm-eval` makes.
+It runs in the environment that `make test-clients ARGS=lm-eval` makes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def main() -> None:
         rows = sorted(results["samples"][task], key=lambda row: row["doc_id"])
         told[task] = {
             "accuracy": results["results"][task]["acc,none"],
-            "answers": [row["filtered_resps"] for row in rows],  # of each choice: log-likelihood, greedy
+            "answers": [row["filtered_resps"] for row in rows],  # for each choice: log-likelihood, greedy
         }
     Path(job["out"]).write_text(json.dumps(told), encoding="utf-8")
 
