@@ -35,7 +35,7 @@ from study import REQUIRED, Study, natural, parser, run, settings_of
 
 from specinfer.hub import resolve
 from specinfer.report.dataset import read_dataset
-from specinfer.tokenizer import Tokenizer
+from specinfer.tokenizer import ChatEncoder, Tokenizer
 
 EDITS = "edits"
 LONGEST_EDIT = 768  # max tokens of a prompt
@@ -106,7 +106,7 @@ def prepare(args: argparse.Namespace) -> Bench:
     tokenizer = Tokenizer.load(resolve(str(folder)))
 
     def chat(text: str, prediction: str | None = None) -> Prompt:
-        return Prompt(tokenizer.encode_chat([{"role": "user", "content": text}]), prediction)
+        return Prompt(ChatEncoder(tokenizer).token_ids([{"role": "user", "content": text}]), prediction)
 
     prompts = {}
     for given in args.dataset:

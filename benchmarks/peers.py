@@ -28,7 +28,7 @@ from study import Study, digest, in_turn, natural, parser, run
 
 from specinfer.hub import resolve
 from specinfer.report.dataset import built_in, read_dataset
-from specinfer.tokenizer import Tokenizer
+from specinfer.tokenizer import ChatEncoder, Tokenizer
 
 SCRIPTS = Path(__file__).parent / "peers"
 WARM_UP_TOKENS = 16
@@ -67,8 +67,8 @@ def main() -> None:
     draft = resolve(args.draft).path if args.draft is not None else None
     datasets = [read_dataset(path) for path in args.prompts] or [built_in()]
     questions = [conversation.turns[0] for conversation in in_turn(datasets, args.limit)]
-    tokenizer = Tokenizer.load(target)
-    prompts = [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in questions]
+    chat = ChatEncoder(Tokenizer.load(target))
+    prompts = [chat.token_ids([{"role": "user", "content": question}]) for question in questions]
     rounds = min(args.rounds, len(prompts))
     task = Task(target.path, draft, prompts, args.max_tokens, rounds, args.threads)
     settings = {

@@ -26,7 +26,7 @@ from specinfer.errors import DatasetError
 from specinfer.models.language_model import LanguageModel
 from specinfer.progress import ProgressBar
 from specinfer.report.dataset import Conversation, read_dataset
-from specinfer.tokenizer import Tokenizer
+from specinfer.tokenizer import ChatEncoder, Tokenizer
 
 BASE = "none"
 ALLOWED = {"gguf": 0.5, "int8": 1.0, "int4": 6.0}  # percent of perplexity a quantization may cost
@@ -71,7 +71,7 @@ def _text(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int) -> 
     """Prompt and answer, as token ids."""
     if conversation.reference is None:
         raise DatasetError(f'row {conversation.name} has no "reference"; give the answer to its prompt')
-    prompt = list(tokenizer.encode_chat([{"role": "user", "content": conversation.turns[0]}]))
+    prompt = list(ChatEncoder(tokenizer).token_ids([{"role": "user", "content": conversation.turns[0]}]))
     answer = list(tokenizer.encode(conversation.reference))
     return prompt[: max_tokens - 1], answer[: max_tokens - min(len(prompt), max_tokens - 1)]
 

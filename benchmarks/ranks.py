@@ -37,6 +37,7 @@ from specinfer.report.dataset import read_dataset
 from specinfer.report.files import dress, new_figure, save
 from specinfer.runtime.sharded import MessageReader, Open
 from specinfer.speculation_config import NO_SPECULATION
+from specinfer.tokenizer import ChatEncoder
 
 _LONG: Final = 1000  # tokens of the prompts that are only read
 _FOLLOWER: Final = "specinfer.parallel.follower"
@@ -210,9 +211,8 @@ def measure(
     with llm:
         plain = llm.variant(replace(llm.config, speculation=NO_SPECULATION))
         memory = [one.memory_full_info().uss for one in ranks_of()]
-        prompts = [
-            llm.tokenizer.encode_chat([{"role": "user", "content": question}]) for question in questions
-        ]
+        chat = ChatEncoder(llm.tokenizer)
+        prompts = [chat.token_ids([{"role": "user", "content": question}]) for question in questions]
         found: dict[str, Any] = {"memory": memory, "own": own, "texts": {}}
         for name, engine in (("plain", plain), ("draft", llm)):
             for batch in (1, args.batch_size):

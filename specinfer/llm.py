@@ -13,7 +13,7 @@ from specinfer.config import EngineConfig, SpecialTokens
 from specinfer.engine.admission import Admitted
 from specinfer.engine.build import build_engine
 from specinfer.engine.engine import Engine
-from specinfer.engine.intake import Intake, LoRA, Message, Params, Prompt, Tool
+from specinfer.engine.intake import Intake, LoRA, Params, Prompt
 from specinfer.engine.loop import EngineLoop
 from specinfer.engine.models import Models, load_models, models_for, with_members
 from specinfer.engine.steps import Statistics
@@ -24,6 +24,7 @@ from specinfer.request import LoRARequest, RequestOutput
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.speculator import Speculator
 from specinfer.tokenizer import Tokenizer
+from specinfer.tokenizer.chat_encoder import Message, Tool
 
 OnOutput = Callable[[RequestOutput], None]
 

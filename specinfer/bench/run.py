@@ -27,6 +27,7 @@ from specinfer.llm import LLM
 from specinfer.report.dataset import Conversation, Dataset
 from specinfer.request import Delta, RequestOutput, SpeculationFigures
 from specinfer.sampling_params import SamplingParams
+from specinfer.tokenizer import ChatEncoder
 
 Key = tuple[int, int]  # conversation, turn
 _WARM_UP_TOKENS = 16
@@ -175,6 +176,7 @@ class _Bench:
     def __init__(self, llm: LLM, load: Load, dataset: Dataset) -> None:
         self._llm = llm
         self._load = load
+        self._chat = ChatEncoder(llm.tokenizer)
         self._conversations = dataset.conversations
         turns = [0]
         for conversation in self._conversations:
@@ -267,7 +269,7 @@ class _Bench:
         talk.messages.append({"role": "user", "content": question})
         tokenizer = self._llm.tokenizer
         if self._load.chat:
-            return tokenizer.encode_chat(talk.messages)
+            return self._chat.token_ids(talk.messages)
         return tokenizer.encode("\n\n".join(message["content"] for message in talk.messages))
 
     def _memory(self) -> int:

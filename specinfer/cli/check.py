@@ -72,12 +72,13 @@ def check(
     from specinfer.check.parameters import check_parameters
     from specinfer.check.promise import Effort, check_promise
     from specinfer.progress import ProgressBar
+    from specinfer.tokenizer import ChatEncoder
 
-    tokenizer = llm.tokenizer
+    tokenizer, chat = llm.tokenizer, ChatEncoder(llm.tokenizer)
     # Spread over the built-in set, which is ordered by kind.
     chosen = [conversations[i * len(conversations) // num_prompts].turns[0] for i in range(num_prompts)]
     prompts = [
-        tokenizer.encode_chat([{"role": "user", "content": text}])
+        chat.token_ids([{"role": "user", "content": text}])
         if tokenizer.has_chat_template
         else tokenizer.encode(text)
         for text in chosen

@@ -20,15 +20,14 @@ from specinfer.errors import RequestError, naming
 from specinfer.request import LoRARequest, Request
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.lookups.alignment import within_reach
-from specinfer.tokenizer import Tokenizer
+from specinfer.tokenizer import ChatEncoder, Tokenizer
+from specinfer.tokenizer.chat_encoder import Message, Tool
 from specinfer.verify.noise import completion_seed
 
 if TYPE_CHECKING:  # who only asks for texts loads no models
     from specinfer.models.adapters.adapter_shelf import AdapterShelf
 
 Prompt = str | Sequence[int]  # text, or token ids
-Message = Mapping[str, Any]  # {"role": ..., "content": ...}
-Tool = Mapping[str, Any]  # {"type": "function", "function": {"name": ..., "parameters": ...}}
 Params = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one per prompt
 LoRA = LoRARequest | Sequence[LoRARequest | None] | None  # the same; None: the model as it is
 
@@ -49,6 +48,7 @@ class Intake:
         """`usual` are the parameters of requests that come without any, `adapters` those they may name."""
         self._admission = admission
         self._adapters = adapters
+        self._chat = ChatEncoder(admission.tokenizer)
         self.usual = usual or SamplingParams()
         self._numbers = itertools.count()
 
@@ -101,7 +101,7 @@ class Intake:
             )
         more: dict[str, Any] = {"tools": _as_tools(tools), "special_tokens": special_tokens}
         with naming("messages"):
-            encoded = [self.tokenizer.encode_chat(chat, **more) for chat in _as_conversations(messages)]
+            encoded = [self._chat.token_ids(chat, **more) for chat in _as_conversations(messages)]
         return self._admit(encoded, params, "messages", lora)
 
     def completion(

@@ -1,7 +1,8 @@
 """Text to token ids and back, chat templates, and text that grows token by token."""
 
+from specinfer.tokenizer.chat_encoder import ChatEncoder
 from specinfer.tokenizer.detokenizer import Detokenizer
 from specinfer.tokenizer.special_names import Rendered
 from specinfer.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "Rendered", "Tokenizer"]
+__all__ = ["ChatEncoder", "Detokenizer", "Rendered", "Tokenizer"]

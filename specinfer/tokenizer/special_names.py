@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -32,10 +32,11 @@ class Rendered:
 
     text: str
     plain: tuple[int, ...] = ()
+    continued: str = ""  # the end of the text: content of a last message that the answer continues
 
     def cut(self, length: int) -> Rendered:
         """Its first `length` characters."""
-        return Rendered(self.text[:length], tuple(place for place in self.plain if place < length))
+        return replace(self, text=self.text[:length], plain=tuple(at for at in self.plain if at < length))
 
 
 class SpecialNames:

@@ -1,25 +1,20 @@
-"""Tokenizer: encode, decode, chat templates; from a model's folder or its GGUF file."""
+"""Tokenizer: encode and decode; from a model's folder or its GGUF file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import tokenizers
 
-from specinfer.config import SpecialTokens
 from specinfer.errors import ConfigError, ModelFileError, RequestError
 from specinfer.hub.gguf_header import GgufHeader, read_gguf
 from specinfer.hub.model_files import ModelFiles, read_json
 from specinfer.tokenizer.detokenizer import TokenBytes
 from specinfer.tokenizer.fill_in import LOOKED_FOR, NAMES, FillInTokens
-from specinfer.tokenizer.special_names import Rendered, SpecialNames
 from specinfer.tokenizer.vocabulary import library_panics, read_backend, tokenizer_file
-
-if TYPE_CHECKING:
-    from specinfer.tokenizer.chat_template import ChatTemplate
 
 _IDS: Final = 1 << 31  # no id of a token reaches it
 _SHORT: Final = 4096  # characters, which take about a millisecond
@@ -48,14 +43,14 @@ class Tokenizer:
         chat_template: str | None = None,
         tool_template: str | None = None,
     ) -> None:
-        self._backend = backend
+        self.backend = backend
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = bos_token_id
         self.eos_token_ids = frozenset(eos_token_ids)
         self.token_bytes = TokenBytes(backend)
         self.chat_template = chat_template  # its source
         self.tool_template = tool_template or chat_template
-        self._special_tokens = dict(special_tokens or {})
+        self.special_tokens = dict(special_tokens or {})
 
     @classmethod
     def load(cls, files: ModelFiles | str | Path, chat_template: str | None = None) -> Tokenizer:
@@ -93,9 +88,9 @@ class Tokenizer:
 
     def _encoded(self, text: str, add_special: bool) -> tokenizers.Encoding:
         if len(text) <= _SHORT:
-            return self._backend.encode(text, add_special_tokens=add_special)
+            return self.backend.encode(text, add_special_tokens=add_special)
         # A batch is encoded without the interpreter's lock: megabytes would stop all threads for a second.
-        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
+        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special)
         return encoding
 
     def encode_behind(self, text: str) -> list[int]:
@@ -129,7 +124,7 @@ class Tokenizer:
     @cached_property
     def fill_in(self) -> FillInTokens | None:
         """The fill-in-the-middle tokens; None if the vocabulary has none."""
-        return FillInTokens.of(self._backend.token_to_id, self._special_tokens)
+        return FillInTokens.of(self.backend.token_to_id, self.special_tokens)
 
     @property
     def beginning(self) -> list[int]:
@@ -151,65 +146,9 @@ class Tokenizer:
         """Whether the model came with a chat template."""
         return bool(self.chat_template)
 
-    def prepare_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
-        special_tokens: SpecialTokens = "text",
-    ) -> Rendered:
-        """The conversation as text, for `encode_rendered`.
-
-        `tools` are what the assistant may call, in OpenAI's shape; `variables` are switches of the template's
-        own. Names of special tokens that users and tools write are texts, or with "special" the tokens.
-        Raises RequestError when the model has no chat template or its template refuses the messages.
-        """
-        if not self.chat_template:
-            raise RequestError("the model has no chat template; use generate with a plain prompt")
-        template = self._tool_template if tools else self._template
-        names = self._special_names if special_tokens == "text" else None
-        return template.prepare(messages, add_generation_prompt, tools, variables, names)
-
-    def encode_rendered(self, rendered: Rendered) -> list[int]:
-        """The token ids of a conversation; begin-of-text only where the template writes it.
-
-        Raises RequestError as `encode`, and on names of special tokens that cannot be texts here.
-        """
-        ids = self.encode(rendered.text, add_special=False)
-        return self._special_names.encode(rendered) if rendered.plain else ids
-
-    @property
-    def template_variables(self) -> frozenset[str]:
-        """Variables that the chat templates look at and a caller of `prepare_chat` may give."""
-        if not self.chat_template:
-            return frozenset()
-        return self._template.variables | self._tool_template.variables
-
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        from specinfer.tokenizer.chat_template import ChatTemplate  # and Jinja, for those who chat
-
-        return ChatTemplate(self.chat_template or "", self._special_tokens)
-
-    @cached_property
-    def _tool_template(self) -> ChatTemplate:
-        from specinfer.tokenizer.chat_template import ChatTemplate
-
-        return ChatTemplate(self.tool_template or "", self._special_tokens)
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> list[int]:
-        """The conversation as token ids; `more` as `prepare_chat` has it."""
-        return self.encode_rendered(self.prepare_chat(messages, **more))
-
-    @cached_property
-    def _special_names(self) -> SpecialNames:
-        return SpecialNames(self._backend)
-
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's string for an id, stand-in characters and all; None for an id without one."""
-        token: str | None = self._backend.id_to_token(token_id) if token_id >= 0 else None
+        token: str | None = self.backend.id_to_token(token_id) if token_id >= 0 else None
         return token
 
     def text_of(self, token_id: int) -> str:
@@ -228,7 +167,7 @@ class Tokenizer:
 
     def special_id(self, name: str) -> int | None:
         """The id of the special token of that name; None when it is text to `decode`, or no token."""
-        token_id: int | None = self._backend.token_to_id(name)
+        token_id: int | None = self.backend.token_to_id(name)
         return token_id if token_id in self.token_bytes.special_ids else None
 
     @classmethod

@@ -30,6 +30,7 @@ from specinfer.runtime.flight import HostFlight
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.speculator import Speculator
 from specinfer.speculation_config import NO_SPECULATION
+from specinfer.tokenizer import ChatEncoder
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import single_node
 from specinfer.tune.dataset import LABELS, Corpus, TunedText
@@ -133,6 +134,7 @@ class Collector:
         self._llm = llm
         self._listener = listener
         self._chat = chat
+        self._encoder = ChatEncoder(llm.tokenizer)
         self._max_tokens = max_tokens
         self._seed = seed
         self._deltas: deque[Delta] = deque()
@@ -245,7 +247,7 @@ class Collector:
         if not isinstance(one.content, str):
             return one.content
         if self._chat:
-            return tokenizer.encode_chat([{"role": "user", "content": one.content}])
+            return self._encoder.token_ids([{"role": "user", "content": one.content}])
         return tokenizer.encode(one.content)
 
 

@@ -18,7 +18,7 @@ from specinfer.engine.steps import Stage
 from specinfer.engine.trace import TreeEvent
 from specinfer.errors import ClosedError, ConfigError, RequestError, UserError
 from specinfer.llm import LLM
-from specinfer.tokenizer import Tokenizer
+from specinfer.tokenizer import ChatEncoder
 from tests.engines import ENGINE, Tiny, assert_idle, engine_of, runner_of, slow_generate, write_tiny
 from tests.tiny_models import write_pair
 
@@ -155,12 +155,12 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(tiny: Tiny, ask: 
 def test_tools_are_the_chat_templates(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, ask: str) -> None:
     given: list[object] = []
 
-    def encode_chat(self: Tokenizer, messages: object, *, tools: object, **more: object) -> list[int]:
+    def token_ids(self: ChatEncoder, messages: object, *, tools: object, **more: object) -> list[int]:
         given.append(tools)
         return [1, 2, 3]
 
     llm = tiny.llm()
-    monkeypatch.setattr(Tokenizer, "encode_chat", encode_chat)
+    monkeypatch.setattr(ChatEncoder, "token_ids", token_ids)
     tools = [{"type": "function", "function": {"name": "f"}}]
     asked = getattr(llm, ask)([{"role": "user", "content": "hi"}], GREEDY, tools=tools)
     assert [output.token_ids for output in asked][-1]

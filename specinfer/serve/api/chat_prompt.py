@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from specinfer.serve.fields.functions import read_tools
 from specinfer.serve.http.api_error import ApiError, cut
 from specinfer.structured_output import StructuredOutput
 from specinfer.tokenizer import Rendered
-from specinfer.tokenizer.chat_template import messages_for_template
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -78,8 +76,10 @@ async def chat_token_ids(
 
     def make() -> tuple[int, ...]:
         service.check_sizes({"messages": _size(messages)})
-        rendered, _ = _render(service, messages, prompted=prompted, continued=continued)
-        return _encode(service, rendered, add_special=add_special)
+        rendered = _render(
+            service, messages, add_generation_prompt=prompted, continue_final_message=continued
+        )
+        return tuple(service.chat.encode(rendered, add_special_tokens=add_special))
 
     return await service.in_thread("messages", make)
 
@@ -95,15 +95,15 @@ def _prepare(service: Service, fields: ConversationFields, messages: Messages) -
     form = _form(fields, dialect.reasoning) if tools and choice.mode == "auto" else None
     if tools and dialect.calls is None:
         raise ApiError(dialect.no_calls, param="tools")
-    rendered, begun = _render(
+    rendered = _render(
         service,
         messages,
-        prompted=fields.add_generation_prompt is not False,
-        continued=fields.continue_final_message is True,
-        tools=tools,
+        tools,
         variables=variables,
+        add_generation_prompt=fields.add_generation_prompt is not False,
+        continue_final_message=fields.continue_final_message is True,
     )
-    starts_inside, closed, preamble = _thoughts(dialect.reasoning, rendered.text, begun, fields)
+    starts_inside, closed, preamble = _thoughts(dialect.reasoning, rendered, fields)
     visible = () if dialect.reasoning is None else tuple(dialect.reasoning.special.values())
     held: dict[str, Any] = {"preamble": preamble}
     if tools and dialect.calls is not None:
@@ -120,7 +120,7 @@ def _prepare(service: Service, fields: ConversationFields, messages: Messages) -
                 whitespace=fields.json_whitespace or "bounded",
             )
         held = {"grammar": grammar}
-    token_ids = _encode(service, rendered, add_special=fields.add_special_tokens is True)
+    token_ids = tuple(service.chat.encode(rendered, add_special_tokens=fields.add_special_tokens is True))
     return ChatPrompt(token_ids, held | {"visible_token_ids": visible or None}, dialect, tools, starts_inside)
 
 
@@ -129,60 +129,17 @@ def _size(parts: Iterable[object]) -> int:
     return sum(len(str(one)) for one in parts)
 
 
-def _render(
-    service: Service,
-    messages: Messages,
-    *,
-    prompted: bool,
-    continued: bool,
-    tools: Sequence[Tool] = (),
-    variables: Mapping[str, Any] | None = None,
-) -> tuple[Rendered, str]:
-    """A conversation as the model reads it, and the text that its answer goes on with if `continued`."""
-    mark = begun = ""
-    if continued:
-        mark = f"mark{uuid.uuid4().hex}"
-        messages = messages_for_template(messages)
-        begun = _last_text(messages)
-        messages = [*messages[:-1], {**messages[-1], "content": begun + mark}]
-    given, shown = messages, list[dict[str, Any]]()
-    if service.dialect.calls is not None:
-        given, shown = for_template(messages, tools, service.dialect.calls)
-    rendered = service.tokenizer.prepare_chat(
-        given,
-        add_generation_prompt=prompted and not continued,
-        tools=shown,
-        variables=variables,
+def _render(service: Service, messages: Messages, tools: Sequence[Tool] = (), **more: Any) -> Rendered:
+    """A conversation as the model reads it; raises ApiError where it is too long to be tokenized."""
+    calls = service.dialect.calls
+    rendered = service.chat.render(
+        messages,
         special_tokens=service.config.special_tokens_in_messages,
+        rewrite=None if calls is None else lambda given: for_template(given, tools, calls),
+        **more,
     )
-    if not continued:
-        return rendered, begun
-    if rendered.text.count(mark) != 1:
-        raise ApiError(
-            "continue_final_message is true, and the model's chat template does not show the last message as "
-            "it is; drop it, or ask /v1/completions",
-            param="continue_final_message",
-        )
-    return rendered.cut(rendered.text.index(mark)), begun
-
-
-def _last_text(messages: Messages) -> str:
-    """The content of the last message; raises ApiError where that is no text."""
-    last: Mapping[str, Any] = messages[-1] if messages else {}
-    content = last.get("content")
-    if not isinstance(content, str) or last.get("tool_calls"):
-        raise ApiError(
-            "continue_final_message is true, and the last message is no text; drop it, or give one",
-            param="continue_final_message",
-        )
-    return content
-
-
-def _encode(service: Service, rendered: Rendered, *, add_special: bool) -> tuple[int, ...]:
-    """Its token ids; with `add_special` the begin-of-text token of plain texts is put before them."""
     service.check_sizes({"messages": len(rendered.text)})
-    begin = service.tokenizer.beginning if add_special else []
-    return (*begin, *service.tokenizer.encode_rendered(rendered))
+    return rendered
 
 
 def _form(fields: ConversationFields, reasoning: Reasoning | None) -> StructuredOutput | None:
@@ -205,17 +162,17 @@ def _form(fields: ConversationFields, reasoning: Reasoning | None) -> Structured
 
 
 def _thoughts(
-    reasoning: Reasoning | None, prompt: str, begun: str, fields: ConversationFields
+    reasoning: Reasoning | None, prompt: Rendered, fields: ConversationFields
 ) -> tuple[bool, bool, str | None]:
     """Whether an answer begins inside of reasoning, whether there is no more, and what may be before a form.
 
-    `begun` is the message that it goes on with, if it does. A rule that speaks of the mark has the reasoning
-    in it.
+    A rule that has the mark in it covers the reasoning, too.
     """
     if reasoning is None:
         return False, False, None
-    opened = reasoning.opened_by(prompt) or begun.rfind(OPEN) > begun.rfind(CLOSE)
-    closed = reasoning.closed_by(prompt) or (bool(begun.strip()) and not opened)
+    begun = prompt.continued
+    opened = reasoning.opened_by(prompt.text) or begun.rfind(OPEN) > begun.rfind(CLOSE)
+    closed = reasoning.closed_by(prompt.text) or (bool(begun.strip()) and not opened)
     if not fields.forms or _thinks_itself(fields) or closed:
         return opened, closed, None
     rules = [f"{name}: {body}" for name, body in reasoning.preamble(opened).items()]
@@ -237,7 +194,7 @@ def _variables(service: Service, fields: ConversationFields) -> dict[str, Any]:
     param, effort = fields.effort_field, fields.effort
     if not given and effort is None:
         return given
-    known = service.tokenizer.template_variables
+    known = service.chat.variables
     reasons = service.dialect.reasoning is not None
     if effort is not None and "reasoning_effort" in known:
         given["reasoning_effort"] = effort

@@ -170,5 +170,4 @@ async def count_tokens(service: Service, fields: MessageFields) -> dict[str, Any
 
 def _checked(service: Service, fields: MessageFields) -> MessageFields:
     fields.check()
-    tokenizer, reasoning = service.tokenizer, service.dialect.reasoning
-    return fields.for_template(tokenizer.template_variables, reasons=reasoning is not None)
+    return fields.for_template(service.chat.variables, reasons=service.dialect.reasoning is not None)

@@ -31,7 +31,7 @@ from specinfer.serve.fields.policy import FieldPolicy
 from specinfer.serve.http.api_error import ADMITTED, CALLER, ApiError, cut
 from specinfer.serve.observe.metrics import Metrics
 from specinfer.speculate.lookups.alignment import within_reach
-from specinfer.tokenizer import Tokenizer
+from specinfer.tokenizer import ChatEncoder, Tokenizer
 
 _AT_ONCE: Final = 20_000  # characters; longer texts are tokenized in a thread, and others answered meanwhile
 _MOST_CHARACTERS: Final = 64  # of a token, on average: a longer prompt cannot fit, and is not tokenized
@@ -61,6 +61,7 @@ class Service:
         self.config = config
         self.backend = backend
         self.tokenizer = tokenizer
+        self.chat = ChatEncoder(tokenizer)
         self.facts = facts
         self.dialect = dialect
         self.models = tuple(models)  # the names requests may use, the own one first

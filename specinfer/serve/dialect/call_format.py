@@ -140,7 +140,7 @@ def _why_none(template: str) -> str:
 def for_template(
     messages: Sequence[Message], tools: Sequence[Tool], call_format: CallFormat
 ) -> tuple[list[Message], list[dict[str, Any]]]:
-    """Messages and tools for `Tokenizer.encode_chat`; no tools where a message tells of them.
+    """Messages and tools for `ChatEncoder.render`; no tools where a message tells of them.
 
     Raises RequestError, as the template would, on messages and earlier calls of the wrong shape.
     """

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from specinfer.hub.model_files import ModelFiles
-from specinfer.tokenizer import Tokenizer
+from specinfer.tokenizer import ChatEncoder, Tokenizer
 from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 from specinfer.tokenizer.vocabulary import Vocabulary
 
@@ -32,8 +32,8 @@ def test_of_a_gguf_file(kind, tmp_path):
         assert theirs.encode(text) == ours.encode(text)
         assert theirs.decode(theirs.encode(text)) == ours.decode(ours.encode(text))
     messages = [{"role": "user", "content": "hi"}]
-    assert theirs.prepare_chat(messages).text == ours.prepare_chat(messages).text
-    assert theirs.prepare_chat(messages).text.startswith("hi<")
+    assert ChatEncoder(theirs).render(messages).text == ChatEncoder(ours).render(messages).text
+    assert ChatEncoder(theirs).render(messages).text.startswith("hi<")
     assert theirs.bos_token_id == ours.bos_token_id
     assert Vocabulary(source).same_ids(Vocabulary(ModelFiles("written", tmp_path, ())))
 

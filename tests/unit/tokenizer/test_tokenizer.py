@@ -10,7 +10,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from specinfer.errors import ModelFileError, RequestError
 from specinfer.hub import ModelFiles
-from specinfer.tokenizer import Tokenizer
+from specinfer.tokenizer import ChatEncoder, Tokenizer
 
 from .made_up import byte_level_header, write_folder
 from .test_gguf_vocabulary import load
@@ -35,9 +35,9 @@ def test_a_folder_gives_ids_text_and_names(tmp_path):
 def test_a_long_text_is_encoded_without_the_lock_of_the_interpreter(tmp_path, monkeypatch):
     tokenizer = Tokenizer.load(write_folder(tmp_path))
     text = "a\u00e9</s> b" * 5000
-    want = tokenizer._backend.encode(text).ids
-    batched = SimpleNamespace(encode_batch_fast=tokenizer._backend.encode_batch_fast)  # `encode` keeps it
-    monkeypatch.setattr(tokenizer, "_backend", batched)
+    want = tokenizer.backend.encode(text).ids
+    batched = SimpleNamespace(encode_batch_fast=tokenizer.backend.encode_batch_fast)  # `encode` keeps it
+    monkeypatch.setattr(tokenizer, "backend", batched)
     assert tokenizer.encode(text) == want
 
 
@@ -125,32 +125,34 @@ def test_chat_is_rendered_and_encoded_without_a_second_bos(tmp_path):
     tokenizer = Tokenizer.load(folder)
     messages = [{"role": "user", "content": "hi"}]
     assert tokenizer.has_chat_template
-    assert tokenizer.prepare_chat(messages).text == "<|user|>hi</s><|assistant|>"
-    assert tokenizer.prepare_chat(messages, add_generation_prompt=False).text == "<|user|>hi</s>"
-    assert tokenizer.encode_chat(messages) == [*b"<|user|>hi", 257, *b"<|assistant|>"]
+    assert ChatEncoder(tokenizer).render(messages).text == "<|user|>hi</s><|assistant|>"
+    assert ChatEncoder(tokenizer).render(messages, add_generation_prompt=False).text == "<|user|>hi</s>"
+    assert ChatEncoder(tokenizer).token_ids(messages) == [*b"<|user|>hi", 257, *b"<|assistant|>"]
     gguf = load(byte_level_header(add_bos_token=True, chat_template="<|bos|>{{ messages[0]['content'] }}"))
-    assert gguf.encode_chat(messages) == [256, *b"hi"]
+    assert ChatEncoder(gguf).token_ids(messages) == [256, *b"hi"]
 
 
 def test_the_template_is_found_wherever_models_keep_it(tmp_path):
     named = [{"name": "tool_use", "template": "T{{ tools[0].type }}"}, {"name": "default", "template": "D"}]
     folder = write_folder(tmp_path, tokenizer_config={"chat_template": named})
     message = [{"role": "user", "content": "hi"}]
-    assert Tokenizer.load(folder).prepare_chat(message).text == "D"
-    assert Tokenizer.load(folder).prepare_chat(message, tools=[{"type": "function"}]).text == "Tfunction"
+    assert ChatEncoder(Tokenizer.load(folder)).render(message).text == "D"
+    assert (
+        ChatEncoder(Tokenizer.load(folder)).render(message, tools=[{"type": "function"}]).text == "Tfunction"
+    )
     (folder / "chat_template.json").write_text('{"chat_template": "J"}')
-    assert Tokenizer.load(folder).prepare_chat(message).text == "J"
+    assert ChatEncoder(Tokenizer.load(folder)).render(message).text == "J"
     (folder / "chat_template.jinja").write_text("F")
-    assert Tokenizer.load(folder).prepare_chat(message).text == "F"
+    assert ChatEncoder(Tokenizer.load(folder)).render(message).text == "F"
 
 
 def test_a_gguf_file_has_a_template_for_tools_too():
     header = byte_level_header(chat_template="D{{ (tools or [{}])[0].type }}")
     message = [{"role": "user", "content": "hi"}]
-    assert load(header).prepare_chat(message, tools=[{"type": "function"}]).text == "Dfunction"
+    assert ChatEncoder(load(header)).render(message, tools=[{"type": "function"}]).text == "Dfunction"
     header.metadata["tokenizer.chat_template.tool_use"] = "T{{ tools[0].type }}"
-    assert load(header).prepare_chat(message, tools=[{"type": "function"}]).text == "Tfunction"
-    assert load(header).prepare_chat(message).text == "D"
+    assert ChatEncoder(load(header)).render(message, tools=[{"type": "function"}]).text == "Tfunction"
+    assert ChatEncoder(load(header)).render(message).text == "D"
 
 
 def test_special_tokens_have_ids_and_others_are_text():
@@ -163,7 +165,7 @@ def test_without_a_template_chat_points_to_generate(tmp_path):
     tokenizer = Tokenizer.load(write_folder(tmp_path))
     assert not tokenizer.has_chat_template
     with pytest.raises(RequestError, match="no chat template; use generate"):
-        tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+        ChatEncoder(tokenizer).token_ids([{"role": "user", "content": "hi"}])
 
 
 def test_folders_that_cannot_be_read_say_what_to_do(tmp_path):

@@ -54,7 +54,7 @@ def test_a_space_may_be_spelled_either_way() -> None:
 
 def test_a_folder_and_a_gguf_file_of_the_same_vocabulary_agree(tmp_path: Path) -> None:
     made_up = byte_level_header(words=["hello"])
-    backend = load(made_up)._backend
+    backend = load(made_up).backend
     folder = of_folder(write_folder(tmp_path, backend=backend))
     assert folder.size == of_header(made_up).size == backend.get_vocab_size(with_added_tokens=True)
     assert folder.same_ids(of_header(made_up))

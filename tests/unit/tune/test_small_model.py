@@ -15,7 +15,7 @@ from specinfer.hub import resolve
 from specinfer.llm import LLM
 from specinfer.models.weights import OpenModel, open_model
 from specinfer.sampling_params import SamplingParams
-from specinfer.tokenizer import Tokenizer
+from specinfer.tokenizer import ChatEncoder, Tokenizer
 from specinfer.tune.dataset import Corpus, TrainingSet, anchors_of, block_batch
 from specinfer.tune.draft import Target
 from specinfer.tune.evaluation import held_out_texts, measure, read_draft
@@ -97,7 +97,7 @@ def test_transformers_loads_it_and_says_the_same(tuned: Path, chatting: Path) ->
     tokenizer = transformers.AutoTokenizer.from_pretrained(tuned)
     assert tokenizer("12 * 3")["input_ids"] == Tokenizer.load(chatting).encode("12 * 3")
     said = tokenizer.apply_chat_template([{"role": "user", "content": "7"}], tokenize=False)
-    assert said == "7" == Tokenizer.load(tuned).prepare_chat([{"role": "user", "content": "7"}]).text
+    assert said == "7" == ChatEncoder(Tokenizer.load(tuned)).render([{"role": "user", "content": "7"}]).text
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

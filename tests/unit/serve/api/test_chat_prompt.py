@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specinfer.serve.api import chat_prompt
-from specinfer.tokenizer import Rendered, Tokenizer
+from specinfer.tokenizer import ChatEncoder, Rendered, Tokenizer
 from tests.scripted_server import FACTS, ScriptedBackend, byte_tokenizer, http_client, says, scripted_app
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -117,7 +117,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_made_of_it(
         raise AssertionError("it was looked at")
 
     monkeypatch.setattr(chat_prompt, "read_tools", never)
-    monkeypatch.setattr(Tokenizer, "prepare_chat", never)
+    monkeypatch.setattr(ChatEncoder, "render", never)
     large = "x" * (64 * FACTS.longest)
     body = {
         "messages": {"messages": [{"role": "user", "content": large}]},
@@ -153,12 +153,12 @@ def test_templates_run_while_others_are_answered(
 ) -> None:
     where: list[int] = []
 
-    def render(self: Tokenizer, *args: Any, real: Any = Tokenizer.prepare_chat, **more: Any) -> Rendered:
+    def render(self: ChatEncoder, *args: Any, real: Any = ChatEncoder.render, **more: Any) -> Rendered:
         where.append(threading.get_ident())
         made: Rendered = real(self, *args, **more)
         return made
 
-    monkeypatch.setattr(Tokenizer, "prepare_chat", render)
+    monkeypatch.setattr(ChatEncoder, "render", render)
     assert ask(tokenizer, ScriptedBackend(says("Hi")), **body)["status"] == 200
     assert len(where) == 1
     assert threading.get_ident() not in where

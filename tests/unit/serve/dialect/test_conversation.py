@@ -7,6 +7,7 @@ import pytest
 from specinfer.errors import RequestError
 from specinfer.serve.dialect.call_format import for_template
 from specinfer.serve.dialect.call_parser import CallParser
+from specinfer.tokenizer import ChatEncoder
 from tests.unit.serve.dialect.families import FAMILIES, PLAIN, TOOLS, Family, tokenizer
 from tests.unit.serve.dialect.whole_answers import content_and_calls
 
@@ -22,7 +23,7 @@ RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": "no"}
 
 def rendered(family, messages, tools=TOOLS):
     given, shown = for_template(messages, tools, family.format)
-    return family.tokenizer.prepare_chat(given, tools=shown).text
+    return ChatEncoder(family.tokenizer).render(given, tools=shown).text
 
 
 @pytest.mark.parametrize(

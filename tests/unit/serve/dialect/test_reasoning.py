@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from specinfer.serve.dialect.dialect import Reasoning, ReasoningSplitter
 from specinfer.structured_output import structured_output
+from specinfer.tokenizer import ChatEncoder
 from tests.operations import lines_run
 from tests.unit.serve.dialect.families import FAMILIES, PLAIN, THINKING, tokenizer, verdict_of_form
 
@@ -135,7 +136,7 @@ def test_whether_a_template_opens_it_shows_in_what_it_writes():
     messages = [{"role": "user", "content": "hi"}]
     reasoning = Reasoning.of(thinking := tokenizer(THINKING))
     for enabled in (True, False):
-        prompt = thinking.prepare_chat(messages, variables={"enable_thinking": enabled}).text
+        prompt = ChatEncoder(thinking).render(messages, variables={"enable_thinking": enabled}).text
         assert reasoning.opened_by(prompt) is enabled
 
 

@@ -15,6 +15,7 @@ from specinfer.serve.dialect.reader import ArgumentsPiece, CallEnded, CallStarte
 from specinfer.serve.dialect.tagged_calls import call_parser, json_of, schemas_of, types_of
 from specinfer.serve.dialect.tool import Tool, ToolChoice
 from specinfer.structured_output import structured_output
+from specinfer.tokenizer import ChatEncoder
 from tests.operations import lines_run
 from tests.unit.serve.dialect.families import PLAIN, Family, tokenizer, tools_of, verdict
 from tests.unit.serve.dialect.whole_answers import content_and_calls
@@ -294,7 +295,7 @@ def test_the_template_shows_the_form_and_one_that_does_not_is_told_of_it():
     ]
     given_messages, shown = for_template(messages, TOOLS, CODER.format)
     same = written("put", text="a", n="2")
-    assert same in CODER.tokenizer.prepare_chat(given_messages, tools=shown).text
+    assert same in ChatEncoder(CODER.tokenizer).render(given_messages, tools=shown).text
     forced = CallFormat.of(tokenizer(PLAIN), "qwen3_coder")
     (system, _, answer), shown = for_template(messages, TOOLS, forced)
     assert (answer["content"], shown) == (same, [])
