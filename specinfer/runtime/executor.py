@@ -2,7 +2,7 @@
 
 The engine knows only the protocol. It never asks where a tensor lies, how many processes share a model, or
 whether a pass has finished when `launch` returns: the flight is asked for answers, and waits where it must.
-docs/map.md says what an implementation owes.
+docs/contracts.md says what an implementation owes.
 """
 
 from __future__ import annotations
