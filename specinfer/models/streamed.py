@@ -4,8 +4,8 @@
     buffers    a layer each; its products are made once for every buffer that it may come to lie in
     disk       the prepared file: a record for each layer, and the rows of the embedding table
 
-Products are made over addresses (docs/contracts.md), so a layer need not know where it lies. A pass goes through
-the layers in their order, and waits for those that are read.
+Products are made over addresses (docs/contracts.md), so a layer does not depend on where it lies. A pass goes
+through the layers in their order, and waits for those that are read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where a model's weights end up: a layer is built from addresses, and never reads what is there.
 
 A layer asks for its tensors and products by name, and for ranges of their rows and columns where it is one of
-several ranks' part. Here they are tensors in ordinary memory, filled at once. docs/contracts.md says what another
-implementation owes: one whose memory is a view of a buffer, say, or is filled after the layer was built.
+several ranks' part. Here they are tensors in ordinary memory, filled at once. docs/contracts.md lists the
+guarantees of any implementation, such as one whose memory is a view of a buffer or is filled later.
 """
 
 from __future__ import annotations

@@ -1,0 +1,61 @@
+"""CURRENT.toml names the result pages that are current, by question, and the folder has no others."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections import defaultdict
+from datetime import date, timedelta
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+OLDEST = timedelta(days=60)  # of a page, counted back from the newest one
+WITHOUT_COMMAND = {"identity_2026-11-22"}  # a table of many runs
+
+
+def stale(listed: dict[str, list[str]], pages: dict[str, str], scripts: set[str]) -> list[str]:
+    """Why pages, given by name with their text, are not current; empty if all are."""
+    names = [name for question in listed.values() for name in question]
+    problems = [f"{name} is not in CURRENT.toml: list it, or delete it" for name in pages.keys() - {*names}]
+    problems += [f"{name} is in CURRENT.toml, and there is no such page" for name in {*names} - pages.keys()]
+    problems += [f"{name} is in CURRENT.toml twice" for name in {*names} if names.count(name) > 1]
+    versions: dict[str, list[str]] = defaultdict(list)
+    for name in pages:
+        versions[name.rpartition("_")[0]].append(name)
+    days = {name: date.fromisoformat(name.rpartition("_")[2]) for name in pages}
+    for same in versions.values():
+        *older, newest = sorted(same)
+        problems += [f"{name} is replaced by {newest}: delete it" for name in older]
+    for name, text in pages.items():
+        if max(days.values()) - days[name] > OLDEST:
+            problems.append(
+                f"{name} is more than {OLDEST.days} days older than the newest page: measure again"
+            )
+        command = re.search(r"python (?:-m )?(benchmarks[./][\w./]+)", text)
+        script = command[1].removesuffix(".py").replace("/", ".").rpartition(".")[2] if command else None
+        if script not in scripts and name not in WITHOUT_COMMAND:
+            problems.append(f"{name} was made by {script}, which is gone: delete it")
+    return sorted(problems)
+
+
+def test_every_page_is_current() -> None:
+    listed = tomllib.loads((RESULTS / "CURRENT.toml").read_text(encoding="utf-8"))
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in RESULTS.glob("*.md")}
+    assert stale(listed, pages, {path.stem for path in BENCHMARKS.rglob("*.py")}) == []
+
+
+def test_a_page_that_is_not_current_is_named() -> None:
+    text = "- command: `python benchmarks/speed.py --model m`"
+    pages = {f"speed_m_box_{day}": text for day in ("2026-01-01", "2026-01-02")}
+    pages |= {"speed_n_box_2026-05-01": text, "gone_m_box_2026-05-01": text.replace("speed", "gone")}
+    listed = {"speed": ["speed_m_box_2026-01-01", "speed_n_box_2026-05-01", "speed_o_box_2026-05-01"]}
+    assert stale(listed, pages, {"speed"}) == [
+        "gone_m_box_2026-05-01 is not in CURRENT.toml: list it, or delete it",
+        "gone_m_box_2026-05-01 was made by gone, which is gone: delete it",
+        "speed_m_box_2026-01-01 is more than 60 days older than the newest page: measure again",
+        "speed_m_box_2026-01-01 is replaced by speed_m_box_2026-01-02: delete it",
+        "speed_m_box_2026-01-02 is more than 60 days older than the newest page: measure again",
+        "speed_m_box_2026-01-02 is not in CURRENT.toml: list it, or delete it",
+        "speed_o_box_2026-05-01 is in CURRENT.toml, and there is no such page",
+    ]
