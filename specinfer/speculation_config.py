@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import Final, Literal
@@ -60,6 +60,12 @@ class SpeculationConfig:
         more="`shared`: only tokens that both vocabularies have; `text`: the draft's text, retokenized with "
         "the target's tokenizer. `auto`: `text` under the coupled verifier, unless `draft_vocabulary` is set "
         "([how](losslessness.md#drafts-with-another-vocabulary)).",
+    )
+    draft_lora: tuple[str, ...] = option(
+        (),
+        "FOLDER: a low-rank adapter, saved by PEFT, for all rows of a draft model.",
+        more="With several drafts: NAME=FOLDER, where NAME is `draft1`, `draft2`, ... in the order of "
+        "`drafts`; repeatable ([lora.md](lora.md#speculation)).",
     )
     lookup: Lookup = option(
         "auto",
@@ -143,7 +149,12 @@ class SpeculationConfig:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "drafts", _model_names("drafts", self.drafts))
+        object.__setattr__(self, "drafts", _names("drafts", self.drafts, "model names"))
+        if isinstance(self.draft_lora, Mapping):
+            pairs = tuple(f"{name}={folder}" for name, folder in self.draft_lora.items())
+            object.__setattr__(self, "draft_lora", pairs)
+        else:
+            object.__setattr__(self, "draft_lora", _names("draft_lora", self.draft_lora, "folders"))
         object.__setattr__(self, "draft_vocabulary", _vocabulary(self.draft_vocabulary))
         if self.expansion is not None and self.expansion != "learned":
             try:
@@ -215,7 +226,7 @@ class SpeculationConfig:
         return bool(self.drafts or self.lookup)
 
 
-def _model_names(name: str, value: object) -> tuple[str, ...]:
+def _names(name: str, value: object, kind: str) -> tuple[str, ...]:
     """Return one name or several as a tuple; raises ConfigError for other values."""
     if isinstance(value, (str, PathLike)):
         value = (value,)
@@ -225,7 +236,7 @@ def _model_names(name: str, value: object) -> tuple[str, ...]:
         else (None,)
     )
     if not all(isinstance(n, str) and n for n in names):
-        raise ConfigError(f"{name} is {value!r}; allowed: model names, each a non-empty string")
+        raise ConfigError(f"{name} is {value!r}; allowed: {kind}, each a non-empty string")
     return names
 
 

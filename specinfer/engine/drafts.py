@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,7 @@ from specinfer.heads.kinds import AnyHeadModel
 from specinfer.heads.runner import HeadModel
 from specinfer.hub import ModelFiles, resolve
 from specinfer.kernels.choice import Kernels
+from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.config import ModelConfig
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.hosted.model import HostedModel
@@ -186,7 +188,9 @@ def exchanges(
 def check_options(speculation: SpeculationConfig, drafts: Mapping[str, Found | FoundHead]) -> None:
     """Raise ConfigError for options of drafts that none of them heeds."""
     unset = SpeculationConfig()
-    for option in ("expansion", "draw", "draft_quantization", "draft_vocabulary", "draft_tokens"):
+    for option in (
+        *("expansion", "draw", "draft_quantization", "draft_vocabulary", "draft_tokens", "draft_lora"),
+    ):
         value = getattr(speculation, option)
         if value != getattr(unset, option) and not drafts:
             raise ConfigError(
@@ -197,6 +201,36 @@ def check_options(speculation: SpeculationConfig, drafts: Mapping[str, Found | F
             f"draft_vocabulary is {speculation.draft_vocabulary!r}, and all drafts are heads, which name the "
             "tokens they were trained for; leave it out"
         )
+
+
+def adapters_of_drafts(
+    speculation: SpeculationConfig, drafts: Mapping[str, Found | FoundHead]
+) -> dict[str, PeftFolder]:
+    """The adapter of each draft that has one, by the draft's name; their numbers are not read.
+
+    Raises ConfigError for one of no draft, of a head and of a model through transformers, else as PeftFolder.
+    """
+    found: dict[str, PeftFolder] = {}
+    for given in speculation.draft_lora:
+        name, sign, folder = given.partition("=")
+        if not sign or (name not in drafts and len(drafts) == 1):
+            name, folder = "draft", given
+        if name not in drafts:
+            raise ConfigError(
+                f"draft_lora is {given!r}, and the drafts are {', '.join(drafts)}; allowed: NAME=FOLDER with "
+                "one of these names"
+            )
+        if name in found:
+            raise ConfigError(f"draft_lora names two adapters of {name}; a draft has one at most: merge them")
+        draft = drafts[name]
+        if isinstance(draft, FoundHead) or isinstance(draft.model, HostedFolder):
+            kind = "a head" if isinstance(draft, FoundHead) else "a model that runs through transformers"
+            raise ConfigError(
+                f"draft_lora gives {draft.files.name} an adapter, and it is {kind}; allowed: adapters of "
+                "models that run natively"
+            )
+        found[name] = PeftFolder(name, Path(folder).expanduser().resolve(), draft.config)
+    return found
 
 
 def vocabularies(
@@ -241,6 +275,8 @@ def what_is_timed(model: AnyDraft, vocabulary: DraftVocabulary | None) -> str:
     if isinstance(model, HeadModel):
         return f"{len(model.ids)} logits, {model.head}"
     logits = f"{model.config.vocab_size if vocabulary is None else len(vocabulary.ids)} logits"
+    if model.adapter is not None:
+        logits += ", an adapter"
     return f"{logits}, {model.told}" if isinstance(model, HostedModel) else logits
 
 

@@ -15,6 +15,7 @@ from specinfer.engine.drafts import (
     AnyDraft,
     Found,
     FoundHead,
+    adapters_of_drafts,
     check_options,
     draft_kind,
     draft_names,
@@ -40,8 +41,10 @@ from specinfer.hub import resolve
 from specinfer.hub.model_files import hash_of, sampling_defaults
 from specinfer.hub.pool import is_pool, member_folders, read_pool
 from specinfer.kernels.choice import Kernels, choose_kernels
+from specinfer.kernels.low_rank import PER_LAYER
 from specinfer.kernels.machine import thread_count
 from specinfer.models.adapters.adapter_shelf import AdapterShelf
+from specinfer.models.adapters.peft_folder import PeftFolder
 from specinfer.models.fingerprint import is_of
 from specinfer.models.hosted.folder import HostedFolder
 from specinfer.models.hosted.model import HostedModel
@@ -65,7 +68,7 @@ _LOADED = (
     *("chat_template", "memory", "offload", "offload_folder", "lora", "max_loras"),
 )
 _BESIDE = 4  # variants have room for KV together, where memory was planned for one engine
-_OF_DRAFTS = ("draft_quantization", "draft_vocabulary", "draft_tokens")
+_OF_DRAFTS = ("draft_quantization", "draft_vocabulary", "draft_tokens", "draft_lora")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,7 @@ def _load_models(
     )
     drafts = {name: found[model] for name, model in draft_names(config.speculation.drafts).items()}
     check_options(config.speculation, drafts)
+    adapted = adapters_of_drafts(config.speculation, drafts)
     tokenizer = Tokenizer.load(target.files, config.chat_template)
     sampling = sampling_defaults(target.files) if config.generation_config == "auto" else {}
     size = target.config.vocab_size
@@ -164,7 +168,7 @@ def _load_models(
         _LOG.warning("native kernels are not used, PyTorch runs instead, slowly: %s", lacking)
     elif kernels.library is None and {of_target, *kinds.values()} != {"none"}:
         _LOG.warning("quantized products run in PyTorch, without native kernels, and slowly")
-    wanted = _wanted(target, drafts, kinds, config, dtype, device, kernels)
+    wanted = _wanted(target, drafts, kinds, adapted, config, dtype, device, kernels)
     layout: Layout | None = None
     reads_table = wanted.reads_table or target in drafts.values()
     if config.ranks > 1:
@@ -210,7 +214,7 @@ def _load_models(
         can = {
             name: (draft, kinds[name])
             for name, draft in models_among(drafts).items()
-            if ids[name] is None and name not in foreign
+            if ids[name] is None and name not in foreign and name not in adapted
         }
         ranks = Ranks(target, config, layout, can, whole_table=reads_table)
         loaded, shared = loader.shared_out(ranks, can)
@@ -232,6 +236,12 @@ def _load_models(
             loaded_drafts[name] = loader.twin(draft, loaded, kinds[name], ids[name], lent)
         else:
             loaded_drafts[name] = loader.draft(draft, kinds[name], ids[name])
+    for name, adapter in adapted.items():
+        model = loaded_drafts[name]
+        assert isinstance(model, LanguageModel), "adapters of heads were refused"
+        library = model.kernels.products.library
+        products = PER_LAYER * model.config.num_layers
+        model.adapter = adapter.load(products, model.dtype, device, library)
     refused: str | None = None
     if not loaded.takes_adapters:
         refused = f"models of {loaded.config.family} run without; merge it into the model"
@@ -282,6 +292,7 @@ def _wanted(
     target: Found,
     drafts: Mapping[str, Found | FoundHead],
     kinds: Mapping[str, Quantization],
+    adapted: Mapping[str, PeftFolder],
     config: EngineConfig,
     dtype: torch.dtype,
     device: torch.device,
@@ -289,6 +300,8 @@ def _wanted(
 ) -> Wanted:
     """What memory is planned for: these models, or a twin where no draft is named."""
     sizes = {name: draft.weight_bytes(dtype, kernels, kinds[name]) for name, draft in drafts.items()}
+    for name, adapter in adapted.items():
+        sizes[name] += adapter.bytes(dtype)
     wanted = Wanted(
         name=target.files.name,
         target=target.model,

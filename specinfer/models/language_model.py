@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from specinfer.attention.backend import Attend
-from specinfer.kernels.low_rank import AdaptedRows
+from specinfer.kernels.low_rank import AdaptedRows, Adapter
 from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig, PipelineStage
 from specinfer.models.weight_memory import EmbeddingTable, Weights
@@ -69,6 +69,7 @@ class LanguageModel(ABC):
         self.device = weights.device
         self.kernels = weights.kernels  # whoever runs a model brings attention from here
         self.group = weights.group  # of ranks that have a part of it each; None: it is whole
+        self.adapter: Adapter | None = None  # of every row of every pass; None: rows have those of requests
         self.number = 0  # among the models that these ranks share
         self.stream = (
             weights.stream

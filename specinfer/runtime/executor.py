@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specinfer.kernels.low_rank import AdaptedRows, Span
 from specinfer.models.adapters.adapter_shelf import AdapterShelf
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel, PassContext, Read
@@ -379,6 +380,9 @@ class ModelRunner:
         if batch.adapted:
             assert self._adapters is not None, "requests have adapters that were named"
             adapted = self._adapters.rows(batch.adapted, len(ids))
+        elif model.adapter is not None and len(ids):
+            span = Span(range(len(ids)), model.adapter)
+            adapted = AdaptedRows.of([span], len(ids), model.kernels.products.library)
         context = PassContext(batch.positions_T, self._attention.bind(batch.paths), taps, adapted)
 
         def read(given_TD: Tensor | None) -> Read:

@@ -36,6 +36,7 @@ FLAGS = (
     *(
         "--device",
         "--draft",
+        "--draft-lora",
         "--draft-quantization",
         "--draft-tokens",
         "--draft-vocabulary",

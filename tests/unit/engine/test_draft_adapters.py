@@ -1,0 +1,151 @@
+"""Drafts with an adapter of their own: texts stay, and guesses are those of the merged model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from specinfer import LLM, LoRARequest, SamplingParams
+from specinfer.errors import ConfigError, ModelError, ModelFileError
+from specinfer.request import RequestOutput
+from tests.adapters import merge, write_adapter
+from tests.engines import ENGINE
+from tests.heads import block_config, tiny_head, write_tiny_head
+from tests.hosted import save_tiny
+from tests.kernels import NAMES, kernels
+from tests.tiny_models import write_tiny_llama
+
+pytestmark = pytest.mark.usefixtures("own_cache")  # of quantized weights
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [9], [*range(5, 25)]]
+GREEDY = SamplingParams(temperature=0, max_tokens=17, ignore_eos=True)
+RANDOM = SamplingParams(temperature=1, seed=5, max_tokens=17, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model "base", an adapter "one" of it, and "merged", which is both."""
+    folder = tmp_path_factory.mktemp("models")
+    write_tiny_llama(folder / "base", tokenizer=True)
+    write_adapter(folder / "one", folder / "base", rank=4, alpha=8, seed=1)
+    merge(folder / "base", folder / "one", folder / "merged", scale=2)
+    return folder
+
+
+def open_llm(folder: Path, model: str = "merged", **options: Any) -> LLM:
+    shape = {"expansion": (1, 1, 1)} if options.get("drafts") else {}
+    return LLM(folder / model, **{**ENGINE, **shape, **options})
+
+
+def accepted(outputs: list[RequestOutput], *names: str) -> int:
+    return sum(output.figures.accepted_by.get(name, 0) for output in outputs for name in names or ("draft",))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
+def test_a_draft_with_its_adapter_is_the_merged_model(
+    folder: Path, name: Literal["torch", "native"], params: SamplingParams
+) -> None:
+    kernels(name)
+    drafts = {"drafts": (str(folder / "base"),), "kernels": name}
+    with open_llm(folder, kernels=name) as llm:
+        want = [one.token_ids for one in llm.generate(PROMPTS, params)]
+    counts = []
+    for lora in ((), (str(folder / "one"),)):
+        with open_llm(folder, **drafts, draft_lora=lora) as llm:
+            outputs = llm.generate(PROMPTS, params)
+            assert [one.token_ids for one in outputs] == want
+            counts.append(accepted(outputs))
+    most = len(PROMPTS) * 12  # a prompt's pass gives 1 token, and each of 4 trees 3 nodes and 1
+    assert counts[0] < most // 2
+    assert counts[1] == most
+
+
+def test_a_twin_guesses_for_requests_with_an_adapter(folder: Path) -> None:
+    asked = LoRARequest("one", 1, folder / "one")
+    counts = []
+    for lora in ((), folder / "one"):
+        with open_llm(folder, "base", drafts="self", draft_quantization="int8", draft_lora=lora) as llm:
+            outputs = llm.generate(PROMPTS, GREEDY, lora_request=asked)
+            counts.append(accepted(outputs))
+    with open_llm(folder, "base") as llm:
+        want = llm.generate(PROMPTS, GREEDY, lora_request=asked)
+    assert [one.token_ids for one in outputs] == [one.token_ids for one in want]
+    assert counts[1] > 2 * counts[0]
+
+
+def test_one_of_several_drafts_has_one(folder: Path) -> None:
+    base, given = str(folder / "base"), {"draft2": folder / "one"}
+    with open_llm(folder, drafts=(base, base), draft_lora=given) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY)
+        assert accepted(outputs, "draft2") > 2 * accepted(outputs, "draft1")
+        with llm.variant(lookup=True) as variant:
+            assert accepted(variant.generate(PROMPTS, GREEDY), "draft2") > 0
+        with pytest.raises(ConfigError, match=r"draft_lora is \(\), and a variant shares weights"):
+            llm.variant(draft_lora=())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"drafts": (), "draft_lora": "one"}, "draft_lora is .*, and no draft model is named"),
+        ({"draft_lora": ""}, r"draft_lora is .*''.*; allowed: folders, each a non-empty string"),
+        ({"draft_lora": ("one", "draft=one")}, "draft_lora names two adapters of draft"),
+        (
+            {"drafts": ("base", "base"), "draft_lora": "one"},
+            "draft_lora is 'one', and the drafts are draft1, draft2; allowed: NAME=FOLDER",
+        ),
+        (
+            {"drafts": ("base", "base"), "draft_lora": {"draft3": "one"}},
+            "draft_lora is 'draft3=one', and the drafts are draft1, draft2",
+        ),
+    ],
+)
+def test_what_names_no_draft_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], told: str
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match=told):
+        open_llm(folder, **{"drafts": ("base",), **options})
+
+
+def test_an_adapter_that_does_not_fit_its_draft_is_refused(folder: Path, tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path / "wide", tokenizer=True, hidden_size=64)
+    write_adapter(tmp_path / "other", tmp_path / "wide")
+    for lora, kind, told in (
+        (tmp_path / "other", ModelFileError, "adapter 'draft' .* it is an adapter of another model"),
+        (tmp_path / "nowhere", ModelFileError, "adapter 'draft': .*nowhere is no folder"),
+        (
+            write_adapter(tmp_path / "dora", folder / "base", use_dora=True),
+            ModelError,
+            "adapter 'draft' .* use_dora",
+        ),
+    ):
+        with pytest.raises(kind, match=told):
+            open_llm(folder, drafts=folder / "base", draft_lora=lora)
+
+
+def test_a_draft_through_transformers_has_none(folder: Path, tmp_path: Path) -> None:
+    save_tiny("phi", tmp_path / "phi", vocab_size=256)
+    for file in folder.glob("base/tokenizer*"):
+        (tmp_path / "phi" / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ConfigError, match="phi an adapter, and it is a model that runs through transformers"):
+        open_llm(folder, drafts=tmp_path / "phi", draft_lora=folder / "one")
+
+
+def test_a_head_has_none(folder: Path, tmp_path: Path) -> None:
+    write_tiny_head(tiny_head(block_config()), tmp_path / "head")
+    with pytest.raises(ConfigError, match="head an adapter, and it is a head"):
+        open_llm(folder, "base", drafts=tmp_path / "head", draft_lora=folder / "one")
+
+
+def test_beside_ranks_the_first_process_has_the_draft(folder: Path) -> None:
+    with open_llm(folder) as llm:
+        want = [one.token_ids for one in llm.generate(PROMPTS, GREEDY)]
+    drafts = {"drafts": folder / "base", "draft_lora": folder / "one"}
+    with open_llm(folder, **drafts, pipeline_parallel=2) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY)
+    assert [one.token_ids for one in outputs] == want
+    assert accepted(outputs) == len(PROMPTS) * 12
