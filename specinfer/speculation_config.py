@@ -123,8 +123,9 @@ class SpeculationConfig:
     max_nodes: int | Literal["auto"] | None = option(
         None,
         "Maximum nodes of one request's tree in one step, the root included; or auto.",
-        more="The likeliest nodes of [all speculators](add_a_speculator.md#4-the-door) are kept. `auto`: as "
-        "many rows as a pass has on this machine before it takes 1.5 times as long as with one, 64 to 2048.",
+        more="The likeliest nodes of [all speculators](add_a_speculator.md#4-in-an-engine) are kept. `auto`: "
+        "as many rows as a pass has on this machine before it takes 1.5 times as long as with one, 64 to "
+        "2048.",
         shown="64; auto where layers are streamed",
         minimum=1,
     )
