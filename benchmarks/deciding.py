@@ -3,7 +3,7 @@
     python benchmarks/deciding.py
 
 A target and a draft are simulated with repetitive made-up texts and made-up costs, so every run makes the
-same decisions: with a draft that works level by level, with a draft that proposes trees in one pass, and
+same decisions. It runs with a draft that works level by level, with one that proposes trees in one pass, and
 without a draft. The fastest of some rounds counts for each step, as other processes disturb the rest.
 
     draft     a DraftModel without its passes: choosing rows, drawing, observing (the one-pass draft is a
@@ -296,9 +296,7 @@ def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument(
-        "--rounds", type=natural, default=20, help="rounds, of which the fastest counts (default 20)"
-    )
+    options.add_argument("--rounds", type=natural, default=20, help="rounds; the fastest counts (default 20)")
     options.add_argument("--twins", action="store_true", help="without native kernels (default: with them)")
     options.add_argument("--out", type=Path, help="Markdown file (default: none)")
     args = options.parse_args()

@@ -4,9 +4,11 @@
 
 The floor is the bytes that must be read, divided by the memory bandwidth. The bandwidth is measured in the
 same run with the same threads, from large pages if the system has them, as for weights. There are three
-tables: every matrix product of the model for every weight format, with enough copies that none stays in a
-cache; whole forward passes of a tree after some text through the runner, for every quantization; and the time
-of these by stage.
+tables:
+
+- every matrix product of the model in every weight format, with enough copies that none stays in a cache
+- whole forward passes of a tree after some text through the runner, for every quantization
+- their time by stage
 """
 
 from __future__ import annotations

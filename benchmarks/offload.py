@@ -75,7 +75,9 @@ def arguments() -> argparse.Namespace:
         "--dataset", action="append", default=[], metavar="NAME=FILE.jsonl", help="prompts; repeatable"
     )
     options.add_argument("--prompts", type=natural, default=8, help="of each workload (default 8)")
-    options.add_argument("--peer-prompts", type=natural, default=2, help="of a round, for others (default 2)")
+    options.add_argument(
+        "--peer-prompts", type=natural, default=2, help="prompts of a round for peers (default 2)"
+    )
     options.add_argument("--peer-tokens", type=natural, default=24, help="of their answers (default 24)")
     options.add_argument("--limits", type=float, nargs="+", default=[0.5, 0.25, 0.75], help="shares of bytes")
     options.add_argument(

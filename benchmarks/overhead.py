@@ -1,9 +1,9 @@
-"""How much of a step is not a forward pass: what scheduling, guessing, walking and telling cost.
+"""Measures the share of a step outside of forward passes: scheduling, proposing, verifying, detokenizing.
 
     python benchmarks/overhead.py --model TARGET --dataset alpaca.jsonl
 
-Two loads, each without speculation and with lookups: one greedy request at a time, and a batch of requests
-that sample with penalties. A share is of the wall time of the whole run, what lies outside of steps included.
+There are two loads, each without speculation and with lookups: one greedy request at a time, and a batch of
+requests sampled with penalties. Shares are of the wall time of the whole run, including time between steps.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def measure(llm: LLM, questions: Sequence[str], params: Sequence[SamplingParams]) -> dict[str, Any]:
-    """Where the time of answering goes, once everything is warm."""
+    """Return the time of answering by stage, after a warm-up."""
     ask(llm, questions[:2], params[:2])
     before, began = llm.statistics(), time.perf_counter()
     outputs = ask(llm, questions, params)

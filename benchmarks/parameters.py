@@ -1,14 +1,14 @@
-"""Does every sampling parameter give the same text with speculation? And what do processors cost?
+"""Checks every sampling parameter with speculation, and measures the time of logit processors.
 
     python benchmarks/parameters.py --model TARGET --dataset alpaca.jsonl --limit 100 --out RESULT.md
 
-`specinfer check --suite parameters` at length: for each of its settings (specinfer/check/parameters.py) the
-same seeded requests are answered without speculation and with it. At the first token that differs the
-target's logits are computed once more by the plainest way and processed by the request's parameters: a gap
-that rounding can close is explained, anything more is wrong. A timer around the processors says which share
-of the steps' time they take, in batches of --batch-size requests.
+It is a long `specinfer check --suite parameters`: for each of its settings (specinfer/check/parameters.py)
+the same seeded requests are answered without speculation and with it. At the first different token the
+target's logits are computed again by the plainest path and processed by the request's parameters. A gap
+within rounding is explained, a larger one is an error. A timer around the processors gives their share of the
+steps' time, in batches of --batch-size.
 
-Finished settings are kept in a JSON file beside the Markdown, so an interrupted run goes on where it was.
+A JSON file beside the Markdown keeps finished settings, so an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from specinfer.check.parameters import LEAST, OFF, Setting, judge, params_of, se
 from specinfer.processors.pipeline import Processors
 from specinfer.report.dataset import read_dataset
 
-GOAL = 0.05  # of a step's time, for processors; grammars have a goal per node, in benchmarks/grammar.py
+GOAL = 0.05  # share of a step's time for processors; grammars have a goal per node, in benchmarks/grammar.py
 
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Seconds spent in processors, and how often they were asked."""
+    """Seconds in processors, and number of calls."""
 
     seconds: float = 0.0
     calls: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Time every call to a processor, whoever makes it, until the block ends."""
+        """Time every call to a processor until the block ends."""
         methods = {name: getattr(Processors, name) for name in ("changes", "change", "permits", "commit")}
         for name, method in methods.items():
             setattr(Processors, name, self._timed(name, method))
@@ -56,7 +56,7 @@ class Stopwatch:
             began = time.perf_counter()
             answer = method(*args, **named)
             self.seconds += time.perf_counter() - began
-            if name != "changes" or answer is not None:  # which leaves masks of whole rows to `change`
+            if name != "changes" or answer is not None:  # None: masks of whole rows are left to `change`
                 self.calls[name] = self.calls.get(name, 0) + 1
             return answer
 
@@ -112,7 +112,7 @@ def main() -> None:
 def measure(
     plain: LLM, speculative: LLM, questions: Sequence[str], params: Sequence[SamplingParams]
 ) -> dict[str, Any]:
-    """One setting without and with speculation, as plain JSON values."""
+    """Run one setting without and with speculation; return plain JSON values."""
     expected, alone = answers(plain, questions, [replace(asked, speculation=OFF) for asked in params])
     got, beside = answers(speculative, questions, params)
     differences = []
@@ -133,7 +133,7 @@ def measure(
 def answers(
     llm: LLM, questions: Sequence[str], params: Sequence[SamplingParams]
 ) -> tuple[list[RequestOutput], dict[str, Any]]:
-    """The outputs, and the figures of the run."""
+    """Return the outputs and the figures of the run."""
     before = llm.statistics()
     watch = Stopwatch()
     with watch.running():
@@ -151,7 +151,7 @@ def answers(
 
 
 def unexplained(result: Mapping[str, Any]) -> int:
-    """How many texts differ by more than rounding does."""
+    """Return the number of texts that differ by more than rounding."""
     return sum(not difference["explained"] for difference in result["differences"])
 
 
@@ -178,7 +178,7 @@ def page(about: Mapping[str, Any], settings: Mapping[str, Setting], results: Map
 
 
 def summary(settings: Mapping[str, Setting], results: Mapping[str, Any]) -> list[str]:
-    """The figures over all settings measured so far, as Markdown lines."""
+    """Return the figures over all measured settings, as Markdown lines."""
     done = {name: results[name] for name in settings if name in results}
     if not done:
         return ["- no setting measured yet"]
@@ -203,10 +203,10 @@ def summary(settings: Mapping[str, Setting], results: Mapping[str, Any]) -> list
 
 
 def row_of(name: str, result: Mapping[str, Any]) -> str:
-    """One setting as a row of the table."""
+    """Return a setting's row of the table."""
     plain, speculative = result["plain"], result["speculative"]
     counted = speculative["processor_calls"]
-    calls = sum(counted.get(name, 0) for name in ("changes", "change", "apply"))  # the last in older cells
+    calls = sum(counted.get(name, 0) for name in ("changes", "change", "apply"))  # "apply" in older cells
     return row(
         name,
         f"{result['identical']} of {result['requests']}",
@@ -228,12 +228,12 @@ def _share(side: Mapping[str, Any]) -> float:
 
 
 def _ratio(a: float, b: float) -> float:
-    """a / b; 0 where nothing was counted."""
+    """Return a / b, or 0 if b is 0."""
     return a / b if b else 0.0
 
 
 def _shown(asked: Setting) -> dict[str, Any]:
-    """A setting for the page: long lists by their length."""
+    """Return a setting for the page, with long lists as their lengths."""
     return {
         name: f"{len(value)} ids" if isinstance(value, list) and len(value) > 20 else value
         for name, value in asked.items()

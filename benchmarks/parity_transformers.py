@@ -1,11 +1,11 @@
-"""Do we say what transformers says? Greedy tokens on real files, both in float32.
+"""Compares greedy tokens with those of transformers on real files, both in float32.
 
     python benchmarks/parity_transformers.py --model FILE.gguf --dataset prompts/alpaca.jsonl --out RESULT.md
 
 Our engine continues each prompt greedily; transformers then reads prompt and continuation in one pass and
-states its own argmax at every position. Where all agree, greedy decoding with transformers gives the same
-tokens. A disagreement is a tie when transformers' two logits differ by less than --tie; the text is not
-compared after the first one, since from there on the two would write different texts.
+gives its argmax at every position. If all agree, greedy decoding with transformers gives the same tokens. A
+difference is a tie if transformers' two logits differ by less than --tie. Texts are compared up to the first
+difference, as they diverge after it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
     chosen = in_turn([read_dataset(path) for path in args.dataset], args.limit)
     texts = _our_texts(args.model, [conversation.turns[0] for conversation in chosen], args.max_tokens)
     gc.collect()  # both models in float32 at once would not fit on a small machine
-    torch.set_num_threads(thread_count())  # of which ours had left PyTorch one
+    torch.set_num_threads(thread_count())  # our engine left PyTorch one thread
     model = _theirs(Path(args.model))
     ties: list[str] = []
     wrong: list[str] = []
@@ -77,7 +77,7 @@ def _our_texts(
 
 
 def _theirs(model: Path) -> PreTrainedModel:
-    import transformers  # seconds, which --help does not need
+    import transformers  # takes seconds, and --help does not need it
 
     if model.is_dir():
         return transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -1,12 +1,12 @@
-"""specinfer beside other engines: the same weights, prompts and lengths, one engine after another.
+"""Compares specinfer with other engines: the same weights, prompts and lengths, one engine at a time.
 
-    make peers-env                                   once: the others, each in an environment of its own
+    make peers-env                                   once: the others, each in its own environment
     python benchmarks/peers.py --model TARGET.gguf --draft SSM.gguf --prompts alpaca.jsonl humaneval.jsonl
 
-Every engine is a child process (benchmarks/peers/run_*.py), started for a round and ended after it, so that
-none spins or holds memory while another is measured. One that is missing or fails is a row with its reason.
-Every finished (engine, round) is kept in a JSON file beside the Markdown: an interrupted run goes on where
-it was, and what failed is tried again.
+Every engine is a child process (benchmarks/peers/run_*.py) that runs for one round, so that none spins or
+holds memory while another is measured. A missing or failing engine is a row with its reason. A JSON file
+beside the Markdown keeps every finished (engine, round): an interrupted run continues, and failed ones run
+again.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from specinfer.tokenizer import ChatEncoder, Tokenizer
 
 SCRIPTS = Path(__file__).parent / "peers"
 WARM_UP_TOKENS = 16
-TREE_ROOM = 64  # cache positions beyond prompt and answer, for what is guessed and not kept
+TREE_ROOM = 64  # KV slots beyond prompt and answer, for rejected nodes
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every engine is asked to do."""
+    """The prompts and options, equal for every engine."""
 
     model: Path
     draft: Path | None
@@ -48,11 +48,11 @@ class Task:
 
     @property
     def context(self) -> int:
-        """Cache positions a request may need."""
+        """Return the number of KV slots for a request."""
         return max(map(len, self.prompts)) + self.max_tokens + TREE_ROOM
 
     def dealt(self, round_: int) -> range:
-        """The prompts of one round."""
+        """Return the prompts of one round."""
         n = len(self.prompts)
         return range(round_ * n // self.rounds, (round_ + 1) * n // self.rounds)
 
@@ -91,7 +91,7 @@ def main() -> None:
 
     for round_, engine in schedule(engines, rounds, study.cells):
         if any("error" in study.cells.get(cell_key(engine, r), {}) for r in range(round_)):
-            continue  # what failed in an earlier round has its reason
+            continue  # an engine that failed in an earlier round has its reason
         cell = run_cell(engine, task, round_, home, args.timeout)
         study.keep(cell_key(engine, round_), cell)
         print(f"round {round_ + 1}/{rounds} {engine.name}: {outcome(cell)}", flush=True)
@@ -110,13 +110,13 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--engines", default="*", help="names, comma-separated, * for any text (default *)")
     options.add_argument("--timeout", type=float, default=1200, help="seconds for one answer, or to load")
     options.add_argument(
-        "--home", type=Path, default=default_home(), help="where the others are (SPECINFER_PEERS)"
+        "--home", type=Path, default=default_home(), help="folder of the other engines (SPECINFER_PEERS)"
     )
     return options.parse_args()
 
 
 def schedule(engines: Sequence[Engine], rounds: int, cells: dict[str, Any]) -> list[tuple[int, Engine]]:
-    """Which engine runs when, every second round in reverse; what is finished does not run again."""
+    """Return the running order, reversed in every second round; finished cells do not run again."""
     cells_left = [
         (round_, engine)
         for round_ in range(rounds)
@@ -130,13 +130,13 @@ def schedule(engines: Sequence[Engine], rounds: int, cells: dict[str, Any]) -> l
 
 
 def shown(engines: Sequence[Engine], cells: dict[str, Any]) -> list[Engine]:
-    """The engines of the page: those asked for now, and those an earlier run has left cells of."""
+    """Return the engines of the page: those selected now, and those with cells of an earlier run."""
     known = {engine.name for engine in engines} | {key.partition("|")[0] for key in cells}
     return [engine for engine in ENGINES if engine.name in known]
 
 
 def run_cell(engine: Engine, task: Task, round_: int, home: Home, timeout: float) -> dict[str, Any]:
-    """One engine's answers to the prompts of one round, or the reason there are none."""
+    """Return an engine's answers to a round's prompts, or the reason for their absence."""
     python = Path(sys.executable) if engine.environment is None else home.python(engine.environment)
     if not python.exists():
         return {"error": f"not installed; {INSTALL}"}
@@ -157,7 +157,7 @@ def run_cell(engine: Engine, task: Task, round_: int, home: Home, timeout: float
 
 
 def converse(worker: Worker, setup: dict[str, Any], task: Task, round_: int) -> dict[str, Any]:
-    """Load, warm up and ask one after another; raises WorkerError, or ValueError for a wrong length."""
+    """Load, warm up and answer one by one; raises WorkerError, or ValueError for a wrong length."""
     began = time.perf_counter()
     versions = worker.ask(setup)["versions"]
     loaded = time.perf_counter()
@@ -179,7 +179,7 @@ def converse(worker: Worker, setup: dict[str, Any], task: Task, round_: int) -> 
 
 
 def outcome(cell: dict[str, Any]) -> str:
-    """A cell in a few words, for the terminal."""
+    """Return a cell in a few words, for the terminal."""
     if "error" in cell:
         return str(cell["error"])
     seconds = sum(a["seconds"] for a in cell["answers"])

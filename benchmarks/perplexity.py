@@ -1,11 +1,11 @@
-"""What quantized weights cost in quality: perplexity over given answers, against bfloat16.
+"""Measures the quality of quantized weights: perplexity over given answers, relative to bfloat16.
 
     python benchmarks/perplexity.py --model MODEL --dataset prompts/dolly.jsonl --out RESULT.md
 
-Every row's prompt goes through the chat template, and its reference follows as the answer; the model is asked
-for the probability of each of the answer's tokens, given all before it. Beside perplexity stands the mean
-Kullback-Leibler divergence from the bfloat16 model's laws: how far the laws moved, with much less noise.
-Every finished row is kept in a JSON file beside the Markdown, so an interrupted run goes on where it was.
+Every row's prompt goes through the chat template, and its reference follows as the answer. The model computes
+the probability of each answer token, given all tokens before it. The page also has the mean Kullback-Leibler
+divergence from the bfloat16 model's laws, which has much less noise. A JSON file beside the Markdown keeps
+finished rows, so an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from specinfer.report.dataset import Conversation, read_dataset
 from specinfer.tokenizer import ChatEncoder, Tokenizer
 
 BASE = "none"
-ALLOWED = {"gguf": 0.5, "int8": 1.0, "int4": 6.0}  # percent of perplexity a quantization may cost
+ALLOWED = {"gguf": 0.5, "int8": 1.0, "int4": 6.0}  # allowed increase of perplexity, in percent
 
 
 def main() -> None:
     options = parser(__doc__, model=REQUIRED, dataset=REQUIRED, limit=200)
     options.add_argument(
-        "--max-tokens", type=natural, default=1024, help="of a row; what is longer is cut off"
+        "--max-tokens", type=natural, default=1024, help="max tokens of a row; the rest is cut off"
     )
     options.add_argument("--quantizations", default="int8,int4", help="compared with bfloat16")
     args = options.parse_args()
@@ -53,7 +53,7 @@ def main() -> None:
     for number, conversation in enumerate(conversations):
         if str(number) in study.cells:
             continue
-        # All at once, so that a row's bfloat16 laws need not be kept for the others.
+        # All models at once, so that only one row's bfloat16 laws are in memory.
         models = models or {kind: _load(args.model, kind) for kind in kinds}
         text = _text(models[BASE].tokenizer, conversation, args.max_tokens)
         study.keep(str(number), _row({kind: m.target for kind, m in models.items()}, *text))
@@ -68,7 +68,7 @@ def _load(model: str, quantization: str) -> Models:
 
 
 def _text(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int) -> tuple[list[int], list[int]]:
-    """Prompt and answer, as token ids."""
+    """Return prompt and answer, as token ids."""
     if conversation.reference is None:
         raise DatasetError(f'row {conversation.name} has no "reference"; give the answer to its prompt')
     prompt = list(ChatEncoder(tokenizer).token_ids([{"role": "user", "content": conversation.turns[0]}]))
@@ -77,7 +77,7 @@ def _text(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int) -> 
 
 
 def _row(models: dict[str, LanguageModel], prompt: list[int], answer: list[int]) -> dict[str, Any]:
-    """How many tokens the answer has; by model, what they cost in nats and how far its laws are off."""
+    """Return the answer's tokens and, by model, their cost in nats and the divergence of its laws."""
     found: dict[str, Any] = {"tokens": len(answer)}
     base: Tensor | None = None
     for kind, model in models.items():
@@ -96,7 +96,7 @@ def _perplexity(kind: str, rows: Sequence[dict[str, Any]]) -> float:
 
 
 def _cost(kind: str, rows: Sequence[dict[str, Any]]) -> float:
-    """By how many percent perplexity is above the first model's."""
+    """Return by how many percent perplexity is above the first model's."""
     return 100 * (_perplexity(kind, rows) / _perplexity(BASE, rows) - 1)
 
 

@@ -1,17 +1,17 @@
-"""Is everybody together, under the policy, quicker than the best of them alone, and never slower than none?
+"""Compares all speculators under the policy with each alone and with none, live.
 
-    python benchmarks/policy_live.py --model TARGET --draft DRAFT --quantization int8 \\
+    python benchmarks/policy_live.py --model TARGET --draft DRAFT --quantization int8 \
         --chat alpaca.jsonl --code humaneval.jsonl --maths gsm8k.jsonl --out RESULT.md
 
-Live, by the clock: each text of six kinds (benchmarks/policy_traces.py has what they are) is written in every
-way before the next one is, in another order each time, so that an hour in which the machine is slow is slow
-for all. Texts must be the same. Each way is an engine of its own that has learnt from the same texts; they
-share their weights, and the first text of a kind is not counted.
+Measured in wall time: each text of six kinds (see benchmarks/policy_traces.py) is generated in every way
+before the next one, in a varying order, so that a slow hour of the machine affects all ways. Texts must be
+equal. Each way is an engine that has learned from the same texts; engines share their weights, and the first
+text of a kind does not count.
 
     none      no speculation
-    lookup    lookups in the text and in earlier answers alone
+    lookup    lookups in the text and in earlier answers
     lookups   these, and the caller's predictions
-    draft     the draft alone
+    draft     the draft
     all       all of these
 """
 
@@ -40,7 +40,9 @@ def main() -> None:
     options = parser(__doc__, model=REQUIRED, draft=[], quantization="none", max_tokens=64)
     for name in ("chat", "code", "maths"):
         options.add_argument(f"--{name}", type=Path, required=True, metavar="FILE.jsonl", help="prompts")
-    options.add_argument("--texts", type=natural, default=8, help="of each kind, and one more (default 8)")
+    options.add_argument(
+        "--texts", type=natural, default=8, help="texts of each kind, and one more (default 8)"
+    )
     args = options.parse_args()
     study = Study("policy-live", args.out, settings_of(args))
     datasets = {name: read_dataset(getattr(args, name)) for name in ("chat", "code", "maths")}
@@ -55,7 +57,7 @@ def main() -> None:
 
 
 def engines(everybody: LLM, *, drafted: bool) -> dict[str, LLM]:
-    """An engine for each way; without a draft all of them are the lookups."""
+    """Return an engine for each way; without a draft they use only lookups."""
     config, speculation = everybody.config, everybody.config.speculation
     others = {"lookup": SpeculationConfig(lookup=True)}
     if drafted:
@@ -66,7 +68,7 @@ def engines(everybody: LLM, *, drafted: bool) -> dict[str, LLM]:
 
 
 def measured(ways: Mapping[str, LLM], questions: list[Question]) -> dict[str, Any]:
-    """Seconds of every text but the first, in every way; raises UserError where texts differ."""
+    """Return seconds of every text but the first, in every way; raises UserError if texts differ."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     steps, tokens = dict.fromkeys(ways, 0), 0
     for number, question in enumerate(questions):
@@ -92,7 +94,7 @@ def measured(ways: Mapping[str, LLM], questions: list[Question]) -> dict[str, An
 
 
 def answer(llm: LLM, question: Question, seed: int, *, predicted: bool) -> RequestOutput:
-    """One answer; the caller's prediction is left out where nobody may use it."""
+    """Return one answer, with the caller's prediction if `predicted`."""
     params = replace(question.params, seed=seed)
     if not predicted:
         params = replace(params, prediction=None)
@@ -135,7 +137,7 @@ def row_of(kind: str, cell: Mapping[str, Any]) -> str:
 
 
 def over(before: list[float], after: list[float]) -> str:
-    """A ratio of seconds with its interval."""
+    """Return a ratio of seconds with its interval, as text."""
     found = speedup(before, after)
     return told([found.ratio, found.low, found.high])
 

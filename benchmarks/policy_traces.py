@@ -1,26 +1,26 @@
-"""Ten workloads for policies of speculation: traces of six kinds of text, four more made of these.
+"""Replays policies on ten workloads: traces of six kinds of text, and four combinations of them.
 
-    python benchmarks/policy_traces.py --model TARGET --draft DRAFT --quantization int8 \\
+    python benchmarks/policy_traces.py --model TARGET --draft DRAFT --quantization int8 \
         --chat alpaca.jsonl --code humaneval.jsonl --maths gsm8k.jsonl --traces FOLDER --out RESULT.md
 
-Recorded once (specinfer/replay/recorder.py), each kind in files of a few texts, so that an interrupted run
-goes on behind the last file; nothing is loaded where all are there:
+Traces are recorded once (specinfer/replay/recorder.py), each kind in files of a few texts, so that an
+interrupted run continues after the last file. Nothing is loaded if all exist:
 
     chat, code, maths   the prompts of a data set each, greedy
     edits               benchmarks/code_edits.toml, each with the old file as its prediction
-    repeats             chat prompts, each asked three times in a row, at temperature 0.7
-    adversarial         chat prompts and random tokens in turns, at temperature 1.5
+    repeats             chat prompts, each sent three times in a row, at temperature 0.7
+    adversarial         chat prompts and random tokens, alternating, at temperature 1.5
 
-Then everything is played, without a model, by the clock of the traces: these six, and
+They are replayed without a model, on the clock of the traces, and so are
 
-    mixed               chat, code, maths and edits in turns
+    mixed               chat, code, maths and edits, alternating
     phases              all of chat, then of code, then of edits
     ramp                mixed, 1 text at once, then 2, 4, 8, 16, 8, 4, 2, 1
-    neighbour           chat, while somebody else takes part of the machine every now and then
+    neighbour           chat, while another process takes a part of the machine from time to time
 
-The page has the speed of each policy over no speculation on the same texts, the engine's own over the best
-fixed one in hindsight, with 95% intervals over texts, and what it has chosen. Traces hold token ids of
-prompts and answers, and are not kept in git.
+The page has each policy's speedup over no speculation on the same texts, that of the engine's policy over the
+best fixed choice in hindsight, 95% intervals over texts, and its choices. Traces hold token ids of prompts
+and answers, and are not kept in git.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ from specinfer.request import Request
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.tree.expansion import Expansion
 
-PART: Final = 8  # texts of a file
-RANDOM_TOKENS: Final = 48  # of a prompt that means nothing
+PART: Final = 8  # texts per file
+RANDOM_TOKENS: Final = 48  # length of a random prompt
 COLUMNS: Final = ("fixed", "cost", "best fixed", "oracle")
-SETTLED: Final = 200  # steps, after which a policy should know its workload
+SETTLED: Final = 200  # steps after which a policy should have learned its workload
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt of a workload, and how it is answered."""
+    """A prompt of a workload, and its parameters."""
 
-    prompt: str | Sequence[int]  # what a user says, or tokens as they stand
+    prompt: str | Sequence[int]  # a user's message, or token ids
     params: SamplingParams
 
 
@@ -79,14 +79,14 @@ def main() -> None:
     options = parser(__doc__, model=REQUIRED, draft=[], quantization="none", max_tokens=160)
     for name in ("chat", "code", "maths"):
         options.add_argument(f"--{name}", type=Path, required=True, metavar="FILE.jsonl", help="prompts")
-    options.add_argument("--traces", type=Path, required=True, metavar="FOLDER", help="where traces are kept")
+    options.add_argument("--traces", type=Path, required=True, metavar="FOLDER", help="folder of the traces")
     options.add_argument(
         "--shape",
         type=Expansion.parse,
         action="append",
         default=[],
         metavar="K1,K2,...",
-        help="in which drafts are recorded; repeatable (default: two, 8 levels deep)",
+        help="recorded shape of drafts' trees; repeatable (default: two, 8 levels deep)",
     )
     options.add_argument("--texts", type=natural, default=128, help="of each kind (default 128)")
     args = options.parse_args()
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def recorded(args: argparse.Namespace) -> dict[str, list[Trace]]:
-    """The traces of each kind, those recorded that are not in the folder yet."""
+    """Return the traces of each kind; records those missing in the folder."""
     datasets = {name: read_dataset(getattr(args, name)) for name in ("chat", "code", "maths")}
     questions = questions_of(datasets, args.texts, args.max_tokens)
     args.traces.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def recorded(args: argparse.Namespace) -> dict[str, list[Trace]]:
 
 
 def build(args: argparse.Namespace) -> LLM:
-    """Everybody guesses: who of them is worth asking is what policies are to find out."""
+    """Return an LLM with all speculators; policies choose among them."""
     return LLM(
         args.model,
         drafts=tuple(args.draft),
@@ -139,7 +139,7 @@ def build(args: argparse.Namespace) -> LLM:
 
 
 def questions_of(datasets: Mapping[str, Dataset], texts: int, max_tokens: int) -> dict[str, list[Question]]:
-    """What is asked in each workload that is recorded."""
+    """Return the questions of each recorded workload."""
     greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
     asked = {
         name: [Question(one.turns[0], greedy) for one in dataset.conversations[:texts]]
@@ -160,7 +160,7 @@ def questions_of(datasets: Mapping[str, Dataset], texts: int, max_tokens: int) -
 
 
 def requests_of(llm: LLM, asked: Sequence[Question], part: int) -> list[Request]:
-    """The requests of some questions, each with a seed of its own; random tokens within the vocabulary."""
+    """Return the requests of some questions, each with its own seed; random tokens are in the vocabulary."""
     requests: list[Request] = []
     for i, question in enumerate(asked):
         params = replace(question.params, seed=part * PART + i)
@@ -176,7 +176,7 @@ def requests_of(llm: LLM, asked: Sequence[Question], part: int) -> list[Request]
 
 
 def workloads(traces: Mapping[str, Sequence[Trace]]) -> dict[str, list[Phase]]:
-    """The ten workloads: six as they were recorded, four made of these."""
+    """Return the ten workloads: six recorded ones and four combinations."""
     several = [traces[kind] for kind in ("chat", "code", "maths", "edits")]
     return {
         **{kind: whole([of_kind]) for kind, of_kind in traces.items()},
@@ -188,7 +188,7 @@ def workloads(traces: Mapping[str, Sequence[Trace]]) -> dict[str, list[Phase]]:
 
 
 def ramp(kinds: Sequence[Kind], sizes: Sequence[int] = (1, 2, 4, 8, 16, 8, 4, 2, 1)) -> list[Phase]:
-    """Texts of all kinds in turns, in parts of about equal length with so many at once in each."""
+    """Return texts of all kinds, alternating, in parts of about equal length with these batch sizes."""
     [turns] = mixed(kinds)
     ends = [len(turns.texts) * i // len(sizes) for i in range(len(sizes) + 1)]
     parts = zip(sizes, pairwise(ends), strict=True)
@@ -196,7 +196,7 @@ def ramp(kinds: Sequence[Kind], sizes: Sequence[int] = (1, 2, 4, 8, 16, 8, 4, 2,
 
 
 def disturbed(parts: Sequence[Phase], slowdown: float = 1.8, texts: int = 4) -> list[Phase]:
-    """The same while somebody else uses the machine, from time to time: during every other few `texts`."""
+    """Return the parts with a slowdown during every other group of `texts` texts."""
     return [
         Phase(part.texts[start : start + texts], part.at_once, slowdown if turn % 2 else 1.0)
         for part in parts
@@ -205,7 +205,7 @@ def disturbed(parts: Sequence[Phase], slowdown: float = 1.8, texts: int = 4) -> 
 
 
 def measured(parts: Sequence[Phase]) -> dict[str, Any]:
-    """What each policy makes of a workload, as plain JSON values; ratios with their intervals."""
+    """Return the result of each policy on a workload, as plain JSON values; ratios with intervals."""
     trace = parts[0].texts[0][0]
     speculation, fixed = (speculation_of(name, trace.speculation) for name in ("cost", "fixed"))
     choices = Choices()
@@ -239,7 +239,7 @@ def measured(parts: Sequence[Phase]) -> dict[str, Any]:
 
 
 def interval(before: Sequence[float], after: Sequence[float]) -> list[float] | None:
-    """A ratio of seconds and its 95% interval; None of no texts."""
+    """Return a ratio of seconds and its 95% interval; None without texts."""
     if not before:
         return None
     found = speedup(before, after)
@@ -247,12 +247,12 @@ def interval(before: Sequence[float], after: Sequence[float]) -> list[float] | N
 
 
 def settled(choices: Choices) -> int:
-    """The first text that begins when so many steps were made that a policy should have learnt."""
+    """Return the first text that starts after SETTLED steps."""
     return max(step.text for step in choices.steps[:SETTLED]) + 1
 
 
 def page(cells: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
-    """Markdown: tables with a row for each workload."""
+    """Return Markdown: tables with a row per workload."""
     drafts = ", ".join(Path(draft).stem for draft in args.draft) or "no draft"
     return [
         f"# Policies of speculation on ten workloads: {Path(args.model).stem} with {drafts}",
@@ -281,7 +281,7 @@ def page(cells: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
 
 
 def row_of(name: str, cell: Mapping[str, Any]) -> str:
-    """A workload's row of the first table: ratio, interval, tokens per step in brackets."""
+    """Return a workload's row of the first table: ratio, interval, tokens per step in brackets."""
     speeds = [
         f"{told(cell['over_none'][policy])} ({cell['tokens_per_step'][policy]:.2f})"
         if policy in cell["over_none"]
@@ -292,7 +292,7 @@ def row_of(name: str, cell: Mapping[str, Any]) -> str:
 
 
 def over_best(name: str, cell: Mapping[str, Any]) -> str:
-    """Its row of the second."""
+    """Return a workload's row of the second table."""
     choice, part = cell["choice"], cell["gap_closed"]
     best = f"{'+'.join(choice['speculators'])}, depth {choice['depth']}, {choice['nodes']} nodes"
     of_the_way = "" if part is None else f"{100 * part:.0f}%"
@@ -300,14 +300,14 @@ def over_best(name: str, cell: Mapping[str, Any]) -> str:
 
 
 def chosen(name: str, average: Mapping[str, Any]) -> str:
-    """Its row of the third."""
+    """Return a workload's row of the third table."""
     by = ", ".join(f"{who} {100 * part:.0f}%" for who, part in average["by"].items())
     figures = (f"{average[what]:.2f}" for what in ("tokens", "nodes", "passes"))
     return row(name, *figures, by)
 
 
 def told(found: Sequence[float] | None) -> str:
-    """A ratio and its interval."""
+    """Return a ratio and its interval, as text."""
     return "" if found is None else f"{found[0]:.3f} [{found[1]:.3f}, {found[2]:.3f}]"
 
 

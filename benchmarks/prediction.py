@@ -1,14 +1,14 @@
-"""Tokens per step when the caller guesses the answer: forty code edits, the old file as the prediction.
+"""Measures tokens per step with predictions: forty code edits, with the old file as the prediction.
 
     python benchmarks/prediction.py --model TARGET --out RESULT.md
 
-Each edit of benchmarks/code_edits.toml is a file and one asked change. It is answered twice, greedily, one
-request at a time: without any speculation, and with the file as it was as the prediction and no other
-speculator. The two take turns at going first, since a machine's speed drifts. Rates count what comes after
-the first token, so that neither gains by a prompt the cache knows already.
+Each edit of benchmarks/code_edits.toml is a file and one requested change. It is answered twice, greedily,
+one request at a time: without speculation, and with the old file as the prediction and no other speculator.
+The two alternate in going first, because a machine's speed drifts. Rates start after the first token, so that
+a cached prompt does not matter.
 
-Finished edits are kept in a JSON file beside the Markdown, so an interrupted run goes on where it was; an
-edit whose prompt has changed since is run again.
+A JSON file beside the Markdown keeps finished edits, so an interrupted run continues; an edit whose prompt
+has changed runs again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FENCE = "```"
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A file and the change that is asked of it."""
+    """A file and the requested change."""
 
     file: str
     source: str
@@ -44,7 +44,7 @@ class Edit:
 
     @property
     def prompt(self) -> str:
-        """The question as it is put."""
+        """The question with the file."""
         return (
             f"{self.ask}\n\nThis is {self.file}:\n\n{FENCE}\n{self.source}{FENCE}\n\n"
             "Answer with the whole changed file and nothing else."
@@ -52,7 +52,7 @@ class Edit:
 
     @property
     def digest(self) -> str:
-        """Tells whether a result belongs to this prompt."""
+        """A digest of the prompt, to match results to it."""
         return hashlib.sha256(self.prompt.encode()).hexdigest()[:16]
 
 
@@ -90,14 +90,14 @@ def main() -> None:
 
 
 def read_edits() -> list[Edit]:
-    """All edits, in the order of the file."""
+    """Return all edits, in file order."""
     return [Edit(**item) for item in tomllib.loads(EDITS.read_text(encoding="utf-8"))["edit"]]
 
 
 def measure(
     llm: LLM, edit: Edit, params: SamplingParams, *, prediction_first: bool, compare: bool
 ) -> dict[str, Any]:
-    """One edit with its prediction and, to `compare`, without, as plain JSON values."""
+    """Answer an edit with its prediction and, if `compare`, without; return plain JSON values."""
     sides = {"predicted": replace(params, prediction=edit.source)}
     if compare:
         sides = {"plain": params, **sides}
@@ -126,10 +126,10 @@ def measure(
 
 
 def changed_lines(source: str, answer: str) -> tuple[int, int]:
-    """Lines of the source that the answer lacks, and lines it has instead or besides.
+    """Count lines of the source that the answer lacks, and new lines of the answer.
 
-    Of an answer with a Markdown fence only what is between its first fence and its last counts; one that
-    was cut short may have no closing fence.
+    If the answer has a Markdown fence, only the part between its first and last fence counts; a truncated
+    answer may have no closing fence.
     """
     lines = answer.splitlines()
     fences = [i for i, line in enumerate(lines) if line.startswith(FENCE)]
@@ -141,7 +141,7 @@ def changed_lines(source: str, answer: str) -> tuple[int, int]:
 
 
 def unexplained(result: Mapping[str, Any]) -> bool:
-    """Whether the two texts differ, and by more than rounding does."""
+    """True if the two texts differ by more than rounding explains."""
     return result["difference"] is not None and not result["difference"]["explained"]
 
 
@@ -163,7 +163,7 @@ def page(edits: Sequence[Edit], results: Mapping[str, Any], settings: Mapping[st
 
 
 def _summary(edits: Sequence[Edit], results: Mapping[str, Any]) -> list[str]:
-    """The figures over all edits measured so far, as Markdown lines."""
+    """Return the figures over all measured edits, as Markdown lines."""
     done = {edit.file: results[edit.file] for edit in edits if edit.file in results}
     if not done:
         return ["- no edit measured yet"]
@@ -251,7 +251,7 @@ def _rate(side: Mapping[str, Any]) -> float:
 
 
 def _ratio(a: float, b: float) -> float:
-    """a / b; 0 where nothing was counted, as for an answer of one token."""
+    """Return a / b, or 0 if b is 0, as for an answer of one token."""
     return a / b if b else 0.0
 
 

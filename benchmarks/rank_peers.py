@@ -27,7 +27,8 @@ from two_nodes import two_nodes
 
 from specinfer.report.dataset import read_dataset
 
-# What vLLM's interpreter runs: prompts one by one, then several together; tokens a second and texts as JSON.
+# Program for vLLM's interpreter: prompts one by one, then several together; prints tokens per second and
+# texts as JSON.
 _VLLM: Final = """
 import json, sys, time
 def main():
@@ -70,7 +71,7 @@ def main() -> None:
 
 
 def vllm(args: argparse.Namespace, ranks: int, prompts: Sequence[str]) -> dict[str, Any]:
-    """Tokens a second and texts of vLLM with so many ranks, all of which share two cores."""
+    """Return tokens per second and texts of vLLM with `ranks` ranks, which share two cores."""
     with tempfile.TemporaryDirectory() as folder:
         script, out = Path(folder) / "worker.py", Path(folder) / "found.json"
         script.write_text(_VLLM)
@@ -89,7 +90,9 @@ def vllm(args: argparse.Namespace, ranks: int, prompts: Sequence[str]) -> dict[s
 
 
 def llama(args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second of llama.cpp: one core, then two nodes with the layers of the second over RPC."""
+    """Return tokens per second of llama.cpp on one core, and on two nodes with half of the layers over
+    RPC.
+    """
 
     def bench(before: Sequence[str], *more: str) -> dict[str, float]:
         sizes = ("-t", "1", "-p", "1000", "-n", str(args.max_tokens), "-r", "3", "-o", "json")
@@ -120,7 +123,7 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def page(cells: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """The page, Markdown."""
+    """Return the page, in Markdown."""
     batch = str(settings["batch_size"])
     lines = [
         "# Other engines on several ranks",

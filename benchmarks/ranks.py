@@ -1,13 +1,13 @@
-"""Ranks and stages of one core each against one core: speed, prompts, speculation, memory, exchanges.
+"""Compares ranks and stages of one core each with one core: speed, prefill, speculation, memory, messages.
 
-    python benchmarks/ranks.py --model qwen2.5-coder-1.5b.gguf --draft qwen2.5-coder-0.5b.gguf \\
+    python benchmarks/ranks.py --model qwen2.5-coder-1.5b.gguf --draft qwen2.5-coder-0.5b.gguf \
         --dataset alpaca.jsonl
 
-Every layout is a process of its own on core 0, whose followers have core 1, 2, ... each, and the native
-kernels one thread. It answers the same prompts without speculation and with the draft, one request at a time
-and several, and reads prompts of 1,000 tokens. Texts are compared with those of one process. Layouts run in
-turns; `--layouts 2x1@1000 1x2@1000` has two nodes with a network between them (two_nodes.py). Cells are kept
-in a JSON file beside the page: an interrupted run goes on where it was.
+Every layout is a process on core 0, whose followers have cores 1, 2, ..., with one kernel thread each. It
+answers the same prompts without speculation and with the draft, one request at a time and several, and
+prefills prompts of 1,000 tokens. Texts are compared with those of one process. Layouts alternate; `--layouts
+2x1@1000 1x2@1000` has two nodes connected by a network (two_nodes.py). A JSON file beside the page keeps
+cells: an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from specinfer.runtime.sharded import MessageReader, Open
 from specinfer.speculation_config import NO_SPECULATION
 from specinfer.tokenizer import ChatEncoder
 
-_LONG: Final = 1000  # tokens of the prompts that are only read
+_LONG: Final = 1000  # tokens of the prompts without an answer
 _FOLLOWER: Final = "specinfer.parallel.follower"
 _EXCHANGE: Final = re.compile(r"([\d.]+) us for 16 rows")
 _HOP: Final = re.compile(r"from stage to stage in ([\d.]+) us")
@@ -47,15 +47,15 @@ _HOP: Final = re.compile(r"from stage to stage in ([\d.]+) us")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many ranks share each layer, and how many stages there are."""
+    """The number of ranks per layer, and the number of stages."""
 
     tensor: int
     stages: int
-    mbit: int = 0  # of the network between two nodes that have a rank each; 0: all are on one
+    mbit: int = 0  # network between two nodes with a rank each; 0: all on one node
 
     @classmethod
     def of(cls, text: str) -> Layout:
-        """The layout that `TPxPP` or `TPxPP@MBIT` names."""
+        """Parse `TPxPP` or `TPxPP@MBIT`."""
         sizes, _, mbit = text.partition("@")
         tensor, stages = map(int, sizes.split("x"))
         return cls(tensor, stages, int(mbit or 0))
@@ -76,13 +76,13 @@ ONE: Final = Layout(1, 1)
 
 
 class Said(NoProgress):
-    """Keeps the lines that a start says."""
+    """Records the lines that a start reports."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
     def say(self, line: str) -> None:
-        """Keep it."""
+        """Record a line."""
         self.lines.append(line)
 
 
@@ -122,7 +122,7 @@ def main() -> None:
 
 
 def apart(args: argparse.Namespace, layout: Layout, questions: Sequence[str]) -> dict[str, Any]:
-    """What a layout comes to, measured in a process of its own."""
+    """Measure a layout in a separate process."""
     places, context = cores(), get_context("spawn")
     if not layout.mbit:
         with ProcessPoolExecutor(1, context, os.sched_setaffinity, (0, {places[0]})) as pool:
@@ -136,19 +136,19 @@ def apart(args: argparse.Namespace, layout: Layout, questions: Sequence[str]) ->
 
 
 def on_node(node: str, core: int) -> None:
-    """Be on that node, and on that core."""
+    """Move this process to that node and core."""
     enter(node)
     os.sched_setaffinity(0, {core})
 
 
 def cores() -> list[int]:
-    """The cores that this process may use."""
+    """Return the cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
 
 
 @contextmanager
 def pinned(places: Sequence[int]) -> Iterator[None]:
-    """A block in which followers that start are given the second of these cores, the third and so on."""
+    """Give followers that start in the block the second of these cores, the third and so on."""
     done = threading.Event()
 
     def watch() -> None:
@@ -182,9 +182,7 @@ def measure(
     places: Sequence[int],
     key_file: str | None = None,
 ) -> dict[str, Any]:
-    """The figures of a layout, in a process that is on the first of these cores; with a key the other rank
-    is on another node.
-    """
+    """Return a layout's figures, from a process on the first of these cores; a key means another node."""
     if layout.size > len(places):
         raise ValueError(f"{layout} needs {layout.size} cores; there are {len(places)}")
     said, own = Said(), psutil.Process().memory_full_info().uss
@@ -229,13 +227,13 @@ def measure(
 
 
 def ranks_of() -> list[psutil.Process]:
-    """The processes of the ranks, this one first."""
+    """Return the processes of the ranks, this one first."""
     here = psutil.Process()
     return [here, *(child for child in here.children() if follows(child))]
 
 
 class Arrivals:
-    """When the first tokens of all texts of a batch had come, and how many tokens that were."""
+    """The time of the first tokens of all texts of a batch, and their number."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -243,14 +241,14 @@ class Arrivals:
         self.begun: float | None = None
 
     def __call__(self, output: RequestOutput) -> None:
-        """Hear of an output that goes on."""
+        """Record an output."""
         if self.begun is None and output.token_ids:
             self._lengths[output.request_id] = len(output.token_ids)
             if len(self._lengths) == self._count:
                 self.begun = time.perf_counter()
 
     def behind(self, outputs: Sequence[RequestOutput]) -> tuple[int, float]:
-        """Tokens that came behind these, and their seconds."""
+        """Return the tokens after these first ones, and their seconds."""
         assert self.begun is not None, "every text has a token"
         tokens = sum(len(output.token_ids) for output in outputs) - sum(self._lengths.values())
         return tokens, time.perf_counter() - self.begun
@@ -259,7 +257,7 @@ class Arrivals:
 def answered(
     llm: LLM, prompts: Sequence[Sequence[int]], tokens: int, batch: int
 ) -> tuple[float, list[list[int]]]:
-    """Tokens a second behind the first ones of each batch, and the texts."""
+    """Return tokens per second after the first ones of each batch, and the texts."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     total, seconds = 0, 0.0
     texts: list[list[int]] = []
@@ -274,7 +272,7 @@ def answered(
 
 
 def reading(llm: LLM, prompts: Sequence[Sequence[int]], count: int) -> float:
-    """Seconds until the first token behind a prompt of 1,000 tokens, a median."""
+    """Return the median seconds to the first token after a prompt of 1,000 tokens."""
     text = [token for prompt in prompts for token in prompt]
     text *= -(-(_LONG + count) // len(text))
     found: list[float] = []
@@ -286,7 +284,7 @@ def reading(llm: LLM, prompts: Sequence[Sequence[int]], count: int) -> float:
 
 
 def control(llm: LLM, prompt: Sequence[int]) -> float | None:
-    """Seconds in which a step's messages are sent and read, a median; None where there is nobody to tell."""
+    """Return the median seconds to send and read a step's messages; None without followers."""
     target = llm.models.target
     if (group := target.group) is None:
         return None
@@ -312,7 +310,7 @@ def control(llm: LLM, prompt: Sequence[int]) -> float | None:
 
 
 def over_one(cells: Mapping[str, Any], layout: str, figure: str) -> float | None:
-    """The median over rounds of a layout's figure over that of one core in the same round."""
+    """Return the median over rounds of a layout's figure divided by that of one core."""
     pairs = [
         (cells[f"{layout}|{name.split('|')[1]}"][figure], cell[figure])
         for name, cell in cells.items()
@@ -322,13 +320,13 @@ def over_one(cells: Mapping[str, Any], layout: str, figure: str) -> float | None
 
 
 def gain(cells: Mapping[str, Any], layout: str, batch: int) -> float:
-    """How many times as fast the draft makes a layout, a median over rounds."""
+    """Return the median over rounds of the draft's speedup of a layout."""
     found = [cell for name, cell in cells.items() if name.startswith(f"{layout}|")]
     return float(statistics.median(cell[f"draft {batch}"] / cell[f"plain {batch}"] for cell in found))
 
 
 def page(cells: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """The page, Markdown."""
+    """Return the page, in Markdown."""
     batch = settings["batch_size"]
     layouts = list(dict.fromkeys(name.split("|")[0] for name in cells))
     lines = [
@@ -378,7 +376,7 @@ def shown(figure: float | None, places: int = 2) -> str:
 
 
 def draw(cells: Mapping[str, Any], path: Path) -> bool:
-    """Whether a picture was written, as it is where matplotlib is."""
+    """Draw the picture; return False without matplotlib."""
     layouts = list(dict.fromkeys(name.split("|")[0] for name in cells))
     if find_spec("matplotlib") is None or len(layouts) < 2:
         return False

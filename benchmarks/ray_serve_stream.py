@@ -1,7 +1,7 @@
-"""What a client of Ray Serve gets of a stream whose replica is killed: python benchmarks/ray_serve_stream.py
+"""Shows a Ray Serve client's stream when its replica is killed: python benchmarks/ray_serve_stream.py
 
-A deployment of two replicas streams 400 lines, 20 ms apart; the replica that streams is killed when 100 have
-come. It needs ray[serve]. `python benchmarks/replicas.py --only kills` does the same to replicas of ours.
+A deployment of two replicas streams 400 lines, 20 ms apart; the streaming replica is killed after 100. It
+needs ray[serve]. `python benchmarks/replicas.py --only kills` does the same to our replicas.
 """
 
 from __future__ import annotations

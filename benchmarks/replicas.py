@@ -1,18 +1,18 @@
-"""Replicas of one model behind one server: how much faster, what kills lose, whether second turns are cached.
+"""Measures replicas of one model behind one server: speed, losses by kills, prefix reuse of second turns.
 
     python benchmarks/replicas.py --model smollm2-135m --dataset alpaca.jsonl
     python benchmarks/replicas.py ... --only kills --kills 200 --users 16
     python benchmarks/replicas.py ... --only plain --pinned
     python benchmarks/replicas.py ... --only channel                         (with specinfer[cluster])
 
-Every user holds talks of two turns, each talk a session of its own, each answer with a seed of its own: with
-one replica and with several in turns, then with several of which one gets SIGKILL, again and again, then with
-several whose engines are replaced (SIGUSR1) as often. A replica computes with `--threads` cores. When a
-server has ended, the same requests are answered offline, and every text is compared: a token that is lost or
-comes twice is a different text. Kills are measured by twenty, so an interrupted run loses no more.
+Every user holds conversations of two turns; each is a session, and each answer has its own seed. There are
+four loads: one replica and several, alternating; several replicas with SIGKILL to one again and again;
+and several whose engines are replaced (SIGUSR1) as often. A replica computes with `--threads` cores. After a
+server has ended, the same requests are answered offline, and every text is compared: a lost or repeated token
+gives a different text. A cell has twenty kills, so an interrupted run loses at most these.
 
-`--pinned` gives everything, engines, server and users, as many cores as there are replicas: for a machine
-that has none left for users. What a message costs from an engine to the server (channels.py) needs no load.
+`--pinned` gives engines, server and users together as many cores as there are replicas: for a machine without
+spare cores for users. The cost of a message from an engine to the server (channels.py) needs no load.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from specinfer.bench.openai_client import Asking, ask, connect, first_model
 from specinfer.report.dataset import read_dataset
 
 _STARTING = 300.0  # seconds
-_TEMPERATURES = (0.0, 0.8)  # in turns
+_TEMPERATURES = (0.0, 0.8)  # alternating
 _MORE = "Say more about the last part."  # the second turn
-_KILLS = 20  # of one cell
+_KILLS = 20  # per cell
 _SUMS = ("requests", "failed", "kills", "seconds", "tokens", "second_turns", "found", "different")
 _KINDS = ("plain", "kills", "replacing", "channel")
-_FOUND = 0.5  # of the first turn's prompt, in the cache, for a second turn to have found its prefix
+_FOUND = 0.5  # min share of the first turn's prompt in the cache for prefix reuse of a second turn
 
 
 @dataclass
 class Turn:
-    """A question with what was said before it, and its answer."""
+    """A question with the conversation before it, and its answer."""
 
     number: int  # also its seed
     messages: list[dict[str, str]]
@@ -59,23 +59,23 @@ class Turn:
 
     @property
     def is_second(self) -> bool:
-        """Whether it is the second of its talk."""
+        """True for the second turn of a conversation."""
         return len(self.messages) > 1
 
 
 @dataclass
 class Load:
-    """What users asked a server, and what they got."""
+    """The users' requests to a server, and its answers."""
 
     questions: Sequence[str]
     max_tokens: int
     turns: list[Turn] = field(default_factory=list)
     kills: int = 0
-    killed: list[tuple[float, int]] = field(default_factory=list)  # when, and how many answers moved
+    killed: list[tuple[float, int]] = field(default_factory=list)  # time, and number of moved answers
     seconds: float = 0.0
 
     def params(self, number: int) -> SamplingParams:
-        """The parameters of a request; its seed is its number."""
+        """Return the parameters of a request; its seed is its number."""
         return SamplingParams(temperature=_TEMPERATURES[number % 2], seed=number, max_tokens=self.max_tokens)
 
 
@@ -92,8 +92,10 @@ def main() -> None:
         threads=1,
     )
     options.add_argument("--replicas", type=natural, default=2, help="against one (default 2)")
-    options.add_argument("--users", type=natural, default=16, help="that talk at once (default 16)")
-    options.add_argument("--minutes", type=float, default=3.0, help="of a load without kills (default 3)")
+    options.add_argument("--users", type=natural, default=16, help="concurrent users (default 16)")
+    options.add_argument(
+        "--minutes", type=float, default=3.0, help="minutes of a load without kills (default 3)"
+    )
     options.add_argument("--kills", type=natural, default=2 * _KILLS, help=f"(default {2 * _KILLS})")
     options.add_argument("--pinned", action="store_true", help="a core a replica, for users too")
     options.add_argument("--only", choices=_KINDS, action="append", help="repeatable (default: all)")
@@ -117,7 +119,7 @@ def main() -> None:
 
 
 def cells(args: Any) -> list[tuple[str, int, int]]:
-    """What is measured: the kind of load, replicas, the round."""
+    """Return the cells: the kind of load, replicas, the round."""
     found = [("plain", count, number) for number in range(args.rounds) for count in (1, args.replicas)]
     found += [("kills", args.replicas, number) for number in range(-(-args.kills // _KILLS))]
     found += [("replacing", args.replicas, 0), ("channel", 1, 0), ("channel", 1, 1)]
@@ -126,7 +128,7 @@ def cells(args: Any) -> list[tuple[str, int, int]]:
 
 @contextmanager
 def cores(count: int) -> Iterator[None]:
-    """A block in which this process, and those that it starts, have so many cores; 0: all."""
+    """Limit this process and those it starts to `count` cores in the block; 0: no limit."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(before)[: count or None])
     try:
@@ -136,7 +138,7 @@ def cores(count: int) -> Iterator[None]:
 
 
 def start(args: Any, count: int) -> Server:
-    """The server, listening."""
+    """Return the running server."""
     port = free_port()
     flags = ["--replicas", str(count), "--threads", str(args.threads), "--quantization", args.quantization]
     flags += ["--max-batch-size", str(args.batch_size), "--max-waiting", str(4 * args.users)]
@@ -148,7 +150,7 @@ def start(args: Any, count: int) -> Server:
 
 
 async def drive(load: Load, args: Any, count: int, kind: str) -> None:
-    """Put the load on a server of its own, in the presence of kills where the kind says so."""
+    """Run the load on a new server, with kills if the kind has them."""
     with start(args, count) as server:
         async with connect(server.url, None) as http:
             model = await first_model(http, 60)
@@ -172,7 +174,7 @@ async def drive(load: Load, args: Any, count: int, kind: str) -> None:
 
 
 async def talk(http: Any, load: Load, model: str, question: str, numbers: Any) -> None:
-    """A talk of two turns."""
+    """Hold a conversation of two turns."""
     messages = [{"role": "user", "content": question}]
     for _ in range(2):
         number = next(numbers)
@@ -190,23 +192,23 @@ async def talk(http: Any, load: Load, model: str, question: str, numbers: Any) -
 
 
 async def handed_on(http: Any) -> int:
-    """How many answers went on with another engine, so far."""
+    """Return the number of answers so far that another engine continued."""
     lines = (await http.get("/metrics", timeout=60)).text.splitlines()
     [number] = [line.split()[-1] for line in lines if line.startswith("specinfer:num_handed_on{")]
     return int(float(number))
 
 
 async def all_serve(http: Any, count: int) -> None:
-    """Return when so many replicas take work."""
+    """Wait until this number of replicas accept work."""
     while (await http.get("/ready", timeout=60)).json().get("serving") != count:
         await asyncio.sleep(0.1)
 
 
 @asynccontextmanager
 async def trouble(server: Server, load: Load, kind: str, every: float, count: int) -> AsyncIterator[None]:
-    """A block in which engines are killed, one by one, or the server is told to replace them.
+    """In the block, kill engines one by one, or send the server the signal to replace them.
 
-    Each time `every` seconds after all replicas took work.
+    Each event comes `every` seconds after all replicas accept work.
     """
 
     async def make() -> None:
@@ -237,14 +239,15 @@ async def trouble(server: Server, load: Load, kind: str, every: float, count: in
 
 
 def p95(gaps: Sequence[float]) -> float:
-    """The longest of them but for the longest twentieth."""
+    """Return the 95th percentile."""
     return sorted(gaps)[int(0.95 * len(gaps))] if gaps else 0.0
 
 
 def gaps_of(load: Load) -> list[float]:
-    """The gaps of the streams that went on elsewhere.
+    """Return the longest gaps of the streams that another engine continued.
 
-    Of those that were open at a kill, the longest, as many as the server moved: the others had none.
+    After a kill, takes the longest gaps of the open streams, as many as the server moved; the other streams
+    had none.
     """
     found: list[float] = []
     for at, moved in load.killed:
@@ -255,7 +258,7 @@ def gaps_of(load: Load) -> list[float]:
 
 
 def figures(load: Load) -> dict[str, Any]:
-    """What a load came to."""
+    """Return the figures of a load."""
     good = [turn for turn in load.turns if not turn.exchange.error]
     for turn in [turn for turn in load.turns if turn.exchange.error][:5]:
         print(turn.number, turn.exchange.error, flush=True)
@@ -282,7 +285,7 @@ def figures(load: Load) -> dict[str, Any]:
 
 
 def different(load: Load, args: Any) -> int:
-    """How many texts are not those of the same requests offline."""
+    """Return the number of texts that differ from those of the same requests offline."""
     good = [turn for turn in load.turns if not turn.exchange.error]
     with LLM(
         args.model,
@@ -296,7 +299,7 @@ def different(load: Load, args: Any) -> int:
 
 
 def page(settings: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The page, Markdown."""
+    """Return the page, in Markdown."""
     lines = [
         f"# Replicas: {settings['model']}, {settings['quantization']}",
         "",
@@ -318,7 +321,7 @@ def page(settings: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) ->
 
 
 def load_table(loads: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> list[str]:
-    """The loads in Markdown, all cells of one kind in a row."""
+    """Return the table of loads, with a row per kind."""
     speeds = {
         int(replicas): statistics.median(cell["tokens"] / cell["seconds"] for cell in cells)
         for (kind, replicas), cells in loads.items()
@@ -352,7 +355,7 @@ def load_table(loads: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> 
 
 
 def channel_table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What messages cost, in Markdown."""
+    """Return the table of message costs."""
     cells = {name.rpartition(", ")[2]: cell for name, cell in found.items() if name.startswith("channel")}
     if not cells:
         return []

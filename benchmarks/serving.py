@@ -1,13 +1,12 @@
-"""Servers under load, with speculation and without: one, two, ... users at once, over HTTP.
+"""Measures servers under load, with speculation and without, for 1, 2, ... concurrent users over HTTP.
 
-    make peers-env                                   once: the others, each in an environment of its own
+    make peers-env                                   once: the others, each in its own environment
     python benchmarks/serving.py --model TARGET.gguf --draft SSM.gguf --dataset alpaca.jsonl
 
-Every engine is a server process of its own (benchmarks/serving/engines.py says how each is started), started
-for a round, put under load by the client of `specinfer bench --url`, and ended. Beside each mode with
-speculation runs the same engine without. A server that is missing or fails is a row with its reason. Every
-finished cell is kept in a JSON file beside the Markdown: an interrupted run goes on where it was, and what
-failed is tried again.
+Every engine is a server process (see benchmarks/serving/engines.py) that runs for one round under the load of
+`specinfer bench --url`. Beside each mode with speculation the same engine runs without. A missing or failing
+server is a row with its reason. A JSON file beside the Markdown keeps every finished cell: an interrupted run
+continues, and failed cells run again.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from specinfer.hub import resolve
 from specinfer.report.dataset import Conversation, Dataset, read_dataset
 from specinfer.sampling_params import SamplingParams
 
-LEAST = 8  # requests of a run, however few users there are
+LEAST = 8  # min requests of a run
 
 Run: TypeAlias = tuple[Dataset, int, str]  # prompts, users, the name of the cell
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every server is asked to do."""
+    """The prompts and options, equal for every server."""
 
     model: Path
     draft: Path | None
@@ -57,7 +56,7 @@ class Task:
     timeout: float
 
     def dealt(self, dataset: Dataset, users: int) -> Dataset:
-        """The prompts that so many users ask."""
+        """Return the prompts of this number of users."""
         return first_requests(dataset, min(dataset.num_turns, max(LEAST, self.per_user * users)))
 
 
@@ -120,7 +119,7 @@ def arguments() -> argparse.Namespace:
         type=lambda text: [natural(part) for part in text.split(",")],
         default=[1, 2, 4, 8, 16, 32],
         metavar="N,N,...",
-        help="who ask at once (default 1,2,4,8,16,32)",
+        help="concurrent users (default 1,2,4,8,16,32)",
     )
     options.add_argument("--per-user", type=natural, default=4, help="prompts for each user (default 4)")
     options.add_argument("--engines", default="*", help="names, comma-separated, * for any text (default *)")
@@ -130,25 +129,25 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--context", type=natural, default=4096, help="tokens of a request (default 4096)")
     options.add_argument("--timeout", type=float, default=1200, help="seconds for one answer, or to start")
     options.add_argument(
-        "--home", type=Path, default=default_home(), help="where the others are (SPECINFER_PEERS)"
+        "--home", type=Path, default=default_home(), help="folder of the other engines (SPECINFER_PEERS)"
     )
     return options.parse_args()
 
 
 def first_turns(dataset: Dataset) -> Dataset:
-    """The first questions alone, under the file's name: what is asked later would hang on the answers."""
+    """Return the first questions under the file's name; later ones would depend on the answers."""
     questions = tuple(Conversation(talk.turns[:1]) for talk in dataset.conversations)
     return replace(dataset, name=Path(dataset.name).stem, conversations=questions)
 
 
 def shown(engines: Sequence[Engine], cells: dict[str, Any]) -> list[Engine]:
-    """The engines of the page: those asked for now, and those an earlier run has left cells of."""
+    """Return the engines of the page: those selected now, and those with cells of an earlier run."""
     known = {engine.name for engine in engines} | {key.partition("|")[0] for key in cells}
     return [engine for engine in ENGINES if engine.name in known]
 
 
 def sweep(engines: Sequence[Engine], task: Task, study: Study, home: Home) -> None:
-    """Run what is not finished, round by round; an engine that failed whole is not started again."""
+    """Run unfinished cells, round by round; an engine that failed to start does not start again."""
     for round_ in range(task.rounds):
         for engine in engines if round_ % 2 == 0 else engines[::-1]:
             keys = {r: list(keys_of(engine, r, task)) for r in range(round_ + 1)}
@@ -160,14 +159,14 @@ def sweep(engines: Sequence[Engine], task: Task, study: Study, home: Home) -> No
 
 
 def keys_of(engine: Engine, round_: int, task: Task) -> Iterator[Run]:
-    """All loads of a round, with the names of their cells."""
+    """Return all loads of a round, with the names of their cells."""
     for dataset in task.datasets:
         for users in task.users:
             yield dataset, users, cell_key(engine, round_, dataset.name, users)
 
 
 def serve(engine: Engine, round_: int, left: Sequence[Run], task: Task, study: Study, home: Home) -> None:
-    """Start an engine's server, put each load on it that is left, and end it; keep every cell."""
+    """Start an engine's server, run each remaining load, end it, and keep every cell."""
 
     def keep(key: str, cell: dict[str, Any]) -> None:
         study.keep(key, cell)
@@ -186,7 +185,7 @@ def serve(engine: Engine, round_: int, left: Sequence[Run], task: Task, study: S
 
 
 def start(engine: Engine, task: Task, home: Home) -> Server:
-    """The engine's server, loading; raises WorkerError or WeightsError."""
+    """Return the engine's server while it loads; raises WorkerError or WeightsError."""
     python = python_of(engine, home)
     if not python.exists():
         raise WorkerError(f"not installed; {INSTALL}")
@@ -205,12 +204,12 @@ def start(engine: Engine, task: Task, home: Home) -> Server:
 
 
 def load(server: Server, dataset: Dataset, users: int, task: Task) -> dict[str, Any]:
-    """The cell of one load."""
+    """Return the cell of one load."""
     asking = Asking(
         params=SamplingParams(temperature=0, max_tokens=task.max_tokens, seed=0),
         ignore_eos=task.ignore_eos,
-        # Prompts of one run share nothing with those of another, as cached prefixes and remembered answers
-        # would make every run quicker than the one before.
+        # Prompts of runs differ, as cached prefixes and earlier answers would make every run faster than the
+        # one before.
         body={"cache_salt": f"{dataset.name} {users}"},
         timeout=task.timeout,
     )
@@ -227,12 +226,12 @@ def load(server: Server, dataset: Dataset, users: int, task: Task) -> dict[str, 
 
 
 def python_of(engine: Engine, home: Home) -> Path:
-    """The Python of the engine's environment, which may not be there."""
+    """Return the Python of the engine's environment, which may not exist."""
     return Path(sys.executable) if engine.environment is None else home.python(engine.environment)
 
 
 def version_of(engine: Engine, home: Home) -> str:
-    """ "name 1.2" of another engine's package; empty for ours, or where its environment does not know."""
+    """Return "name 1.2" for another engine's package, or "" for ours and if it is unknown."""
     if engine.package is None:
         return ""
     code = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"

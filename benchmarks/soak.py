@@ -1,12 +1,12 @@
-"""A server under minutes of load, with clients that go away and an engine that is killed: is anything lost?
+"""Runs a server for minutes with disconnecting clients and killed engines, and compares every text.
 
     python benchmarks/soak.py --model TARGET --dataset alpaca.jsonl --minutes 5 --clients 32
     python benchmarks/soak.py ... --minutes 10 --kill-every 6          the engine gets SIGKILL every 6 seconds
     python benchmarks/soak.py ... --minutes 0 --aborts 10000
 
-Every client streams one answer after the other, each with parameters and a seed of its own. When the server
-has ended, the same requests are answered offline, and every text is compared: a token that is lost or comes
-twice is a different text. Memory is that of server and engine, before and behind the load.
+Every client streams one answer after the other, each with its own parameters and seed. After the server has
+ended, the same requests are answered offline, and every text is compared: a lost or repeated token gives a
+different text. Memory is that of server and engine, before and after the load.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LAWS: Sequence[Mapping[str, Any]] = (
 
 @dataclass
 class Load:
-    """What clients ask and what they got."""
+    """The clients' requests and the answers."""
 
     questions: Sequence[str]
     max_tokens: int
@@ -49,11 +49,11 @@ class Load:
     seconds: float = 0.0
 
     def params(self, number: int) -> SamplingParams:
-        """The parameters of a request; its seed is its number."""
+        """Return the parameters of a request; its seed is its number."""
         return SamplingParams(**_LAWS[number % len(_LAWS)], seed=number, max_tokens=self.max_tokens)
 
     def question(self, number: int) -> str:
-        """Its question."""
+        """Return a request's question."""
         return self.questions[number % len(self.questions)]
 
 
@@ -68,11 +68,11 @@ def main() -> None:
         quantization="none",
     )
     options.add_argument("--draft", help="a draft model")
-    options.add_argument("--lookup", "--ngram", action="store_true", help="look guesses up in the text")
+    options.add_argument("--lookup", "--ngram", action="store_true", help="use lookups")
     options.add_argument("--clients", type=natural, default=32, help="that stream at once (default 32)")
     options.add_argument("--minutes", type=float, default=5.0, help="of load (default 5)")
     options.add_argument("--kill-every", type=float, metavar="SECONDS", help="SIGKILL for the engine")
-    options.add_argument("--aborts", type=int, default=0, help="streams that are begun and dropped")
+    options.add_argument("--aborts", type=int, default=0, help="streams that clients abort")
     options.add_argument("--kv-cache-memory", default="1GB", help="(default 1GB)")
     args = options.parse_args()
     study = Study("soak", args.out, settings_of(args))
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def start(args: Any) -> Server:
-    """The server, listening."""
+    """Return the running server."""
     port = free_port()
     flags = ["--lookup" if args.lookup else "--no-lookup", "--quantization", args.quantization]
     if args.draft:
@@ -100,7 +100,7 @@ def start(args: Any) -> Server:
 
 
 async def drive(server: Server, load: Load, args: Any) -> dict[str, Any]:
-    """Put the load on the server; what came of it, but for the texts."""
+    """Run the load on the server; return its figures, without the texts."""
     async with connect(server.url, None) as http:
         model = await first_model(http, 60)
 
@@ -113,7 +113,7 @@ async def drive(server: Server, load: Load, args: Any) -> dict[str, Any]:
             messages = [{"role": "user", "content": load.question(number)}]
             return await ask_server(http, asking, model, number, messages)
 
-        warm = [10**6 + i for i in range(2 * args.clients)]  # numbers that are not compared
+        warm = [10**6 + i for i in range(2 * args.clients)]  # warm-up requests, which are not compared
         await asyncio.gather(*(one(number) for number in warm))
         before = memory(server)
         print(f"memory before: {before >> 20} MiB", flush=True)
@@ -132,7 +132,7 @@ async def drive(server: Server, load: Load, args: Any) -> dict[str, Any]:
         load.seconds = time.monotonic() - begun
         done.set()
         kills = await killer
-        await wait_idle(http)  # an engine that was killed last is there again
+        await wait_idle(http)  # wait for the engine after the last kill
         after_load, spent = memory(server), cpu_seconds(server) - spent
         print(f"memory after the load: {after_load >> 20} MiB", flush=True)
         await abort(http, model, load, args.aborts)
@@ -149,7 +149,7 @@ async def drive(server: Server, load: Load, args: Any) -> dict[str, Any]:
 
 
 async def kill(server: Server, every: float, done: asyncio.Event) -> int:
-    """SIGKILL for the engine again and again, until it is done; how often."""
+    """Kill the engine every `every` seconds until `done`; return the number of kills."""
     kills = 0
     while not done.is_set():
         with suppress(TimeoutError):
@@ -163,7 +163,7 @@ async def kill(server: Server, every: float, done: asyncio.Event) -> int:
 
 
 async def abort(http: Any, model: str, load: Load, count: int) -> None:
-    """Begin streams and drop them: before anything came, or behind a few chunks."""
+    """Start streams and abort them, before the first chunk or after a few."""
     chance = random.Random(0)
     room = asyncio.Semaphore(64)
 
@@ -191,7 +191,7 @@ async def abort(http: Any, model: str, load: Load, count: int) -> None:
 
 
 async def wait_idle(http: Any) -> bool:
-    """Whether an engine is there within half a minute that runs nothing and has all blocks free."""
+    """Return True if within half a minute an engine is idle with all blocks free."""
     for _ in range(60):
         ready = (await http.get("/ready", timeout=60)).is_success
         text = (await http.get("/metrics", timeout=60)).text
@@ -205,19 +205,19 @@ async def wait_idle(http: Any) -> bool:
 
 
 def cpu_seconds(server: Server) -> float:
-    """CPU time of the server's own process so far: HTTP, tokenizing, and what it says to its engine."""
+    """Return CPU seconds of the server's own process: HTTP, tokenizing, messages to the engine."""
     times = psutil.Process(server.pid).cpu_times()
     return float(times.user + times.system)
 
 
 def memory(server: Server) -> int:
-    """Bytes that are resident in the server and its engine; shared ones count once for each."""
+    """Return the resident bytes of the server and its engine; shared ones count for each."""
     parent = psutil.Process(server.pid)
     return sum(process.memory_info().rss for process in [parent, *parent.children(recursive=True)])
 
 
 def compare(load: Load, args: Any) -> dict[str, Any]:
-    """The same requests offline: which texts differ, and how quick it is."""
+    """Answer the same requests offline; return the differing texts and the speed."""
     drafts = {"drafts": [args.draft], "draft_quantization": args.quantization} if args.draft else {}
     with LLM(
         args.model,
@@ -258,7 +258,7 @@ def compare(load: Load, args: Any) -> dict[str, Any]:
 
 
 def page(settings: Mapping[str, Any], cell: Mapping[str, Any]) -> list[str]:
-    """The page, Markdown."""
+    """Return the page, in Markdown."""
     server = cell["tokens"] / cell["seconds"] if cell["seconds"] else 0.0
     offline = cell["offline_tokens"] / cell["offline_seconds"] if cell["offline_seconds"] else 0.0
     ratio = server / offline if offline else 0.0

@@ -1,11 +1,11 @@
-"""Does every answer have the form it was asked for, with trees and without, and what do grammars guess?
+"""Checks the form of structured answers with and without trees, and counts the grammar's proposals.
 
     python benchmarks/structured.py --model M --questions json_wikiquestions.jsonl --out RESULT.md
 
-Two sets: the questions, each to be answered by {"answerable": boolean, "answer": string}, and our 100 schemas
-(tests/unit/grammar/schemas.json), for each of which an example is asked. The same requests run without
-speculation and with lookups and the grammar's own guesses. An answer that max_tokens cut is a
-beginning, and counted apart; every other one is parsed and validated by jsonschema.
+There are two sets: the questions, each answered by {"answerable": boolean, "answer": string}, and an example
+for each of our 100 schemas (tests/unit/grammar/schemas.json). The same requests run without speculation, and
+with lookups and the grammar's proposals. An answer truncated by max_tokens is counted separately; every other
+one is parsed and validated by jsonschema.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ANSWER = {
 
 @dataclass(frozen=True)
 class Task:
-    """One request: what is asked, and the schema of the answer."""
+    """One request: the question and the schema of the answer."""
 
     prompt: str
     schema: Any
@@ -63,10 +63,10 @@ def main() -> None:
 
 
 def measure(llm: LLM, tasks: Sequence[Task], max_tokens: int) -> dict[str, int | float]:
-    """One set with speculation and without."""
+    """Run one set with speculation and without."""
     prompts, params = [task.prompt for task in tasks], [form(task, max_tokens) for task in tasks]
     got = ask(llm, prompts, params)
-    # The grammar's own guesses are speculation, too.
+    # The grammar's proposals are speculation, too.
     alone = [replace(p, speculation=SpeculationParams.of(False)) for p in params]
     expected = ask(without_speculation(llm), prompts, alone)
     verdicts = Counter(verdict(task, output) for task, output in zip(tasks, got, strict=True))
@@ -101,7 +101,7 @@ def row_of(name: str, cell: Mapping[str, Any]) -> str:
 
 
 def our_schemas() -> list[Task]:
-    """Our schemas, with a request for an example of each."""
+    """Return our schemas, with a request for an example of each."""
     rows = json.loads(SCHEMAS.read_text())
     return [
         Task(
@@ -113,7 +113,7 @@ def our_schemas() -> list[Task]:
 
 
 def form(task: Task, max_tokens: int) -> SamplingParams:
-    """The parameters that ask for the task's schema."""
+    """Return the parameters with the task's schema."""
     schema = {"name": "answer", "schema": task.schema, "strict": True}
     return SamplingParams(
         temperature=0,
@@ -123,7 +123,7 @@ def form(task: Task, max_tokens: int) -> SamplingParams:
 
 
 def verdict(task: Task, output: RequestOutput) -> str:
-    """valid, cut or broken."""
+    """Return valid, cut or broken."""
     if output.finish_reason == "length":
         return "cut"
     try:

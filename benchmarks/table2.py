@@ -1,10 +1,10 @@
-"""Tokens per step by tree width: the paper's Table 2 on a real pair of models.
+"""Measures tokens per step by tree width: Table 2 of the SpecInfer paper on a real pair of models.
 
     python benchmarks/table2.py --model TARGET --draft SSM --dataset alpaca=prompts/alpaca.jsonl ...
 
-Runs expansion <1,1,w,1,1,1,1,1> for w = 1..5 on the first prompts of each data set: greedy, and at T = 1
-with the coupled rule and with multi-step speculative sampling. Every finished cell is kept in a JSON file
-beside the Markdown, so an interrupted run goes on where it was; the Markdown is written anew after each.
+Runs expansion <1,1,w,1,1,1,1,1> for w = 1..5 on the first prompts of each data set: greedy, and at T = 1 with
+the coupled rule and with multi-step speculative sampling. A JSON file beside the Markdown keeps every
+finished cell, so an interrupted run continues; the Markdown is rewritten after each.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def page(study: Study, datasets: Sequence[str]) -> list[str]:
 
 
 def _rows(name: str, all_cells: Mapping[str, Any]) -> list[str]:
-    """One data set, by mode, and the paper's."""
+    """Return the rows of one data set, by mode, and the paper's."""
     lines = []
     for mode in MODES:
         cells = [all_cells.get(f"{mode}|{name}|{w}") for w in WIDTHS]

@@ -1,17 +1,16 @@
-"""Trees of 8 to 128 nodes: what they bring, what they take, and the memory they need.
+"""Measures trees of 8 to 128 nodes: tokens per step, time and memory.
 
     python benchmarks/tree_nodes.py --model TARGET --draft HEAD --draft POOL --dataset mt_bench.jsonl
 
-Each draft alone, greedy, with trees of a fixed shape: all of it is verified in every step, whatever that
-costs. Before them no draft, and the size that costs decide, as an engine does unless told otherwise.
-Of each row
+Each draft runs alone, greedily, with trees of a fixed shape, verified as a whole in every step whatever
+its cost. Two rows precede them: without a draft, and with sizes by cost, an engine's default. The columns are
 
-    nodes      verified in a step beside the root, on the average
-    tokens     made by a step
-    step       milliseconds of a whole step; of all requests where several run together
-    over none  tokens a second, over those without a draft, which are measured first
-    KV cache   of one request's tree, root included, in the caches of the target and its draft
-    peak       what the process's memory grows by while it answers (on Linux)
+    nodes      mean number of verified nodes per step, without the root
+    tokens     tokens per step
+    step       milliseconds of a whole step, of all requests if several run together
+    over none  tokens per second, relative to those without a draft, which are measured first
+    KV cache   bytes of one request's tree, root included, in the caches of the target and its draft
+    peak       growth of the process's memory while it answers (on Linux)
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from specinfer.report.dataset import read_dataset
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.tree.expansion import Expansion
 
-# Four levels each, which every head guesses: 8, 16, 28, 64 and 128 nodes below a root.
+# Four levels each, as every head has four: 8, 16, 28, 64 and 128 nodes below a root.
 SHAPES: Final = [*map(Expansion.parse, ("2,1,1,1", "4,1,1,1", "4,2,1,1", "4,3,2,1", "8,3,2,1"))]
 MOST: Final = max(shape.num_nodes for shape in SHAPES)
 BY_COST: Final = "by cost"
@@ -79,7 +78,7 @@ def main() -> None:
 
 
 def measure(llm: LLM, questions: list[str], max_tokens: int, shape: Expansion | None) -> dict[str, Any]:
-    """Ask everything in trees of this shape, or as costs decide, after a few that warm up."""
+    """Answer all questions with trees of this shape, or of sizes by cost, after a few to warm up."""
     params = SamplingParams(
         temperature=0.0,
         max_tokens=max_tokens,
@@ -104,7 +103,9 @@ def measure(llm: LLM, questions: list[str], max_tokens: int, shape: Expansion | 
 
 
 def bytes_per_node(llm: LLM) -> int:
-    """What a node of a tree takes in the caches of the target and all drafts; Medusa's heads have none."""
+    """Return the bytes of a tree node in the caches of the target and all drafts; Medusa's heads have
+    none.
+    """
     drafts = [one for one in llm.models.drafts.values() if not isinstance(one, MedusaModel)]
     models = (llm.models.target, *drafts)
     return sum(
@@ -114,14 +115,14 @@ def bytes_per_node(llm: LLM) -> int:
 
 
 def forget_peak() -> int:
-    """Let the peak of the process's memory begin anew, where that can be; what it is now, in bytes."""
+    """Reset the peak of the process's memory, if possible; return the current bytes."""
     with suppress(OSError):
         (PROCESS / "clear_refs").write_text("5")
     return peak()
 
 
 def peak() -> int:
-    """The most bytes the process has had in memory since that was last forgotten; 0 where nobody says."""
+    """Return the peak bytes of the process's memory since the last reset; 0 if unknown."""
     with suppress(OSError):
         for line in (PROCESS / "status").read_text().splitlines():
             if line.startswith("VmHWM:"):

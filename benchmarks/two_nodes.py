@@ -1,10 +1,10 @@
-"""Two nodes with a network between them: network namespaces of this machine, for ranks.py and for tests.
+"""Two nodes connected by a network: network namespaces of this machine, for ranks.py and for tests.
 
-    with two_nodes(mbit=1000) as nodes:      makes them, and a cable that carries so much; needs root
+    with two_nodes(mbit=1000) as nodes:      makes them and a link of this bandwidth; needs root
         with follower(nodes, model, core):   rank 1 of `model` on the second node, on that core
-            enter(nodes.here)                this process is on the first node from now on
+            enter(nodes.here)                moves this process to the first node
 
-A cable has no latency of its own: none can be had here.
+The link adds no latency.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 MASTER = "10.213.9.1:29500"
 _NETWORK = 0x40000000  # CLONE_NEWNET
-_BURST = "64kb"  # that goes at once
+_BURST = "64kb"  # bytes without a limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Nodes:
 
 @contextmanager
 def two_nodes(mbit: int = 0) -> Iterator[Nodes]:
-    """Two nodes and the cable between them, of so many megabits a second each way; 0: any number."""
+    """Make two nodes and a link of `mbit` megabits per second each way; 0: no limit."""
     names = [f"specinfer-{which}-{os.getpid()}" for which in ("here", "there")]
     with tempfile.TemporaryDirectory() as folder:
         key = Path(folder) / "key"
@@ -63,7 +63,7 @@ def two_nodes(mbit: int = 0) -> Iterator[Nodes]:
 
 @contextmanager
 def follower(nodes: Nodes, model: str, core: int) -> Iterator[None]:
-    """Rank 1 of a model on the second node, which waits for an engine on the first."""
+    """Run rank 1 of a model on the second node, which waits for an engine on the first."""
     inside = ["ip", "netns", "exec", nodes.there, "taskset", "-c", str(core)]
     follow = [sys.executable, "-m", "specinfer", "follow", model, "--rank", "1"]
     process = subprocess.Popen([*inside, *follow, "--master", MASTER, "--key-file", nodes.key_file])
@@ -75,7 +75,7 @@ def follower(nodes: Nodes, model: str, core: int) -> Iterator[None]:
 
 
 def enter(node: str) -> None:
-    """Make a node the one on which this process is."""
+    """Move this process to a node."""
     number = os.open(f"/run/netns/{node}", os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).setns(number, _NETWORK):
@@ -85,7 +85,7 @@ def enter(node: str) -> None:
 
 
 def call(*words: str) -> None:
-    """Run a command; says what it said where it fails."""
+    """Run a command; raises with its output if it fails."""
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"error: {' '.join(words)}: {done.stderr.strip()}; network namespaces need root")

@@ -31,6 +31,7 @@ from proselint.tools import LintFile
 ROOT = Path(__file__).resolve().parents[1]
 HELD = (
     "CONTRIBUTING.md",
+    "benchmarks",
     "docs/contracts.md",
     "docs/glossary.md",
     "docs/map.md",
@@ -196,7 +197,8 @@ RULES = (
         "Mask tokens only mark positions.",
     ),
     Rule(
-        r"\bof (?:ours|theirs|its own|their own|his own|yours|mine)\b",
+        r"\bof (?:ours|theirs|yours|mine)\b"
+        r"|\bof (?:its|their|his) own(?= (?:and|for|in|on|with|that|to|as|at)\b|[^\w\s]|$)",
         "say 'its own X' or name the owner",
         "A salt of its own.",
         "Its own salt.",

@@ -7,7 +7,7 @@
     code   functions (code.json: name, parameters, result, purpose, a call and its result), each to be
            completed, written, tested and translated, mixed with prompts of files
 
-Our prompts contain none of MT-Bench's or HumanEval's. Of the files, rows with a short "prompt" are used:
+Our prompts contain none of MT-Bench's or HumanEval's. Rows of files count if their "prompt" is short:
 answers train the head, while reading a prompt only takes time. The output is deterministic.
 """
 

@@ -1,12 +1,12 @@
-"""specinfer as a worker of benchmarks/offload.py: peers/worker.py's protocol, for several prompts at once.
+"""specinfer as a worker of benchmarks/offload.py: peers/worker.py's protocol with several prompts at once.
 
     <- {"model": ..., "threads": 2, "options": {...}}
     -> {"versions": {...}, "own": bytes, "load_seconds": ...}   own: resident before a model is loaded
     <- {"prompts": [[1, 2, 3], ...], "params": [{...}, ...]}
     -> {"answers": [{"tokens": [...], "arrivals": [[seconds, tokens], ...]}, ...], "counted": {...}}
 
-`counted` are the numbers of `LLM.statistics()` that these answers added. Without a model the worker tells
-what it takes by itself.
+`counted` is the increase of `LLM.statistics()` by these answers. Without a model the worker only reports its
+own memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specinfer.version import VERSION
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints is not a reply
+    os.dup2(2, 1)  # output of a library is not a reply
     setup = json.loads(sys.stdin.readline())
     told: dict[str, Any] = {"versions": {"specinfer": VERSION, "torch": torch.__version__}, "own": resident()}
     if setup["model"] is None:
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def answered(llm: LLM, request: dict[str, Any]) -> dict[str, Any]:
-    """The answers to one request's prompts, which run together."""
+    """Return the answers to one request's prompts, which run together."""
     arrivals: dict[str, list[tuple[float, int]]] = {}
     lengths: dict[str, int] = {}
     before, began = llm.statistics(), time.perf_counter()
@@ -64,7 +64,7 @@ def answered(llm: LLM, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory; 0 where nobody tells."""
+    """Return the resident bytes of this process; 0 if unknown."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     except OSError:

@@ -1,4 +1,4 @@
-"""A limit on how fast a group reads from a disk, so that figures of different minutes may be compared."""
+"""Limits a group's disk reads per second, so that figures of different minutes are comparable."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from memory_group import MemoryGroup, NoGroupError, joining
 
 BLKIO = Path("/sys/fs/cgroup/blkio")
-Inside = Callable[[Sequence[str]], list[str]]  # what makes a command run under the limits
+Inside = Callable[[Sequence[str]], list[str]]  # wraps a command so that it runs under the limits
 
 
 @contextmanager
 def slow_disk(group: MemoryGroup, rate: int | None, file: Path) -> Iterator[Inside]:
-    """Makes commands run in `group`, and read at most `rate` bytes per second from the disk of `file`.
+    """Yield a function that makes commands run in `group` with at most `rate` bytes read per second.
 
-    None is no such limit. Raises NoGroupError where it cannot be set.
+    The limit is for the disk of `file`; None: no limit. Raises NoGroupError if it cannot be set.
     """
     if rate is None:
         yield group.inside
@@ -42,7 +42,7 @@ def slow_disk(group: MemoryGroup, rate: int | None, file: Path) -> Iterator[Insi
     finally:
         group.kill()
         for _ in range(100):
-            with suppress(OSError):  # its last process has not quite ended
+            with suppress(OSError):  # its last process is still ending
                 folder.rmdir()
                 break
             time.sleep(0.02)

@@ -1,1 +1,1 @@
-"""Running other engines for benchmarks/peers.py, each in its own process and virtual environment."""
+"""Other engines for benchmarks/peers.py, each in its own process and virtual environment."""

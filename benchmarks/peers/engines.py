@@ -1,4 +1,4 @@
-"""The engines of benchmarks/peers.py and the modes each is run in: one row of the table each."""
+"""The engines of benchmarks/peers.py and their modes: one row of the table each."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class Engine:
     name: str
     script: str  # run_<script>.py
     environment: str | None  # folder of its virtual environment; None: the Python that runs the benchmark
-    form: str  # of the weights: see weights.Home
-    bits: str  # what it computes with, for the table
-    plain: str  # the name of the same engine without speculation
-    draft: bool = False  # is given the draft model
+    form: str  # weights.Home.weights has the forms
+    bits: str  # precision, for the table
+    plain: str  # name of the same engine without speculation
+    draft: bool = False  # gets the draft model
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ours(self) -> bool:
-        """Whether this is specinfer."""
+        """True for specinfer."""
         return self.script == OURS
 
 
-# specinfer: every quantization with every way to speculate. The draft is always int4: its trees are as good
-# as in bfloat16 (docs/log.md), and the text is the target's anyway.
+# specinfer: every quantization with every kind of speculation. The draft is always int4: its trees are as
+# good as in bfloat16 (docs/log.md), and it does not change the text.
 _QUANTIZATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("bf16", {"dtype": "bfloat16"}),
     "int8": ("int8", {"dtype": "bfloat16", "quantization": "int8"}),
@@ -67,7 +67,7 @@ def _theirs(
     bits: str,
     modes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Iterable[Engine]:
-    """An engine in its modes: suffix of the name -> options; "+draft" is given the draft model."""
+    """Return an engine in its modes: suffix of the name -> options; "+draft" gets the draft model."""
     for suffix, options in (modes or {"": {}}).items():
         yield Engine(
             name=name + suffix,
@@ -88,7 +88,7 @@ ENGINES: tuple[Engine, ...] = (
         script="transformers",
         form="safetensors",
         bits="bf16",
-        # Its own defaults for the assistant: up to 20 tokens, fewer when it is not sure of them.
+        # Its own defaults for the assistant: up to 20 tokens, fewer when it is not confident.
         modes={"": {}, "+draft": {}, "+lookup": {"prompt_lookup_num_tokens": 10}},
     ),
     *_theirs(
@@ -119,7 +119,7 @@ ENGINES: tuple[Engine, ...] = (
         bits="the file's own",
         modes={
             "": {},
-            # No "+draft": where it takes a draft model, it reads OpenVINO's own format only, no GGUF file.
+            # No "+draft": for draft models it reads OpenVINO's own format only, no GGUF file.
             "+lookup": {
                 "prompt_lookup": True,
                 "generation": {"num_assistant_tokens": 4, "max_ngram_size": 4},
@@ -130,10 +130,10 @@ ENGINES: tuple[Engine, ...] = (
 
 
 def select(patterns: str, *, has_draft: bool) -> list[Engine]:
-    """The engines whose names match one of some comma-separated patterns, in the table's order.
+    """Return the engines that match comma-separated patterns, in the table's order.
 
-    Without a draft model those that need one are left out. Raises ValueError for a pattern that matches
-    nothing, or nothing that could run without a draft model.
+    Engines with "+draft" are left out without a draft model. Raises ValueError for a pattern without a match,
+    or without one that runs without a draft model.
     """
     wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
     for pattern in wanted:

@@ -1,4 +1,4 @@
-"""Engines as child processes: workers, by the parent's side of the protocol in worker.py, and servers."""
+"""Engines as child processes: workers, with the parent's side of worker.py's protocol, and servers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from urllib.request import ProxyHandler, build_opener
 
 import psutil
 
-_GRACE = 20  # seconds a worker has to end by itself
-_SHOWN = 160  # characters of its last words
-_EVERY = 0.2  # seconds between two questions whether a server is ready
+_GRACE = 20  # seconds until a worker must have ended
+_SHOWN = 160  # characters of its last line
+_EVERY = 0.2  # seconds between checks of a server's readiness
 _DIRECT = build_opener(ProxyHandler({}))
 
 
 class WorkerError(Exception):
-    """A worker cannot be started, ended, answered nonsense or nothing in time; the message is one line."""
+    """A worker did not start, ended, timed out or sent an invalid answer; the message is one line."""
 
 
 class Child:
-    """A process, with those it starts; used as a context, they end with it."""
+    """A process with its children; used as a context manager, which ends them."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], pipe: int) -> None:
         """Start `command`; `pipe` is its stdin and stdout. Raises WorkerError if it cannot be run."""
@@ -43,7 +43,7 @@ class Child:
                 stdout=pipe,
                 stderr=self._log,
                 env={**os.environ, **environment},
-                start_new_session=True,  # with the processes it starts, to be ended together
+                start_new_session=True,  # in its own process group with its children
             )
         except OSError as error:
             self._log.close()
@@ -63,11 +63,11 @@ class Child:
         return self._process.pid
 
     def peak_memory(self) -> int:
-        """The most bytes that were resident so far, the sum over the process and its children."""
+        """Return the peak of resident bytes, summed over the process and its children."""
         return sum(_peak_memory(process) for process in self._tree())
 
     def cpu_seconds(self) -> float:
-        """CPU time used so far by the process and its living children."""
+        """Return CPU seconds of the process and its living children."""
         total = 0.0
         for process in self._tree():
             with suppress(psutil.NoSuchProcess):
@@ -76,14 +76,14 @@ class Child:
         return total
 
     def busy_elsewhere(self) -> float:
-        """CPU seconds so far that these did not use, those of other guests on the machine included."""
+        """Return CPU seconds of all other processes, including other guests of the machine."""
         everybody = psutil.cpu_times()
         idle = everybody.idle + getattr(everybody, "iowait", 0.0)
         counted = sum(everybody) - getattr(everybody, "guest", 0.0) - getattr(everybody, "guest_nice", 0.0)
         return float(counted - idle - self.cpu_seconds())
 
     def close(self) -> None:
-        """End the process and all it started; nothing of it runs when this returns."""
+        """Kill the process and its children; all have ended when this returns."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE)
         self._kill()
@@ -120,9 +120,9 @@ class Worker(Child):
         self._unread = b""
 
     def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply to `message`; raises WorkerError when there is none, with the worker's last words."""
+        """Return the reply to `message`; raises WorkerError with the worker's last line if it gives none."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended; reading says how
+        with suppress(BrokenPipeError):  # it has ended; reading shows the reason
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
         line = self._read_line()
@@ -135,7 +135,7 @@ class Worker(Child):
         return reply
 
     def close(self) -> None:
-        """End the worker, which does so by itself when nothing can be asked any more."""
+        """Close the worker's input, which ends it, and wait."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -160,7 +160,7 @@ class Worker(Child):
 
 
 class Server(Child):
-    """A server of OpenAI's API on a port of this machine."""
+    """A server of OpenAI's API on a local port."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], port: int) -> None:
         """Start `command`, which serves at `port`. Raises WorkerError if it cannot be run."""
@@ -168,7 +168,7 @@ class Server(Child):
         self.url = f"http://127.0.0.1:{port}"
 
     def wait_until_ready(self, timeout: float) -> None:
-        """Return when it lists its models; raises WorkerError when it ends before that, or takes longer."""
+        """Return once the server lists its models; raises WorkerError if it ends or takes longer."""
         end = time.monotonic() + timeout
         while not self._ready():
             if self._process.poll() is not None:
@@ -178,7 +178,7 @@ class Server(Child):
             time.sleep(_EVERY)
 
     def close(self) -> None:
-        """Ask the server to end, and see to it."""
+        """Terminate the server, and kill it if that fails."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         super().close()
@@ -192,7 +192,7 @@ class Server(Child):
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens to now."""
+    """Return an unused local port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -201,7 +201,7 @@ def free_port() -> int:
 def _peak_memory(process: psutil.Process) -> int:
     try:
         status = Path(f"/proc/{process.pid}/status").read_text()
-    except OSError:  # gone, or not Linux, where only the present is known
+    except OSError:  # ended, or not Linux, which has only the current value
         with suppress(psutil.NoSuchProcess):
             return int(process.memory_info().rss)
         return 0

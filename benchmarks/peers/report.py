@@ -1,9 +1,9 @@
-"""What the engines did, as figures and as a page of Markdown.
+"""Figures of engines and their page, in Markdown.
 
-A cell is one engine in one round, as it lies in the JSON file: {"error": reason}, or its answers with the
-memory it took. Of a text it keeps digests, of its beginning and of all of it: they say whether two are the
-same. Figures are of a whole cell (tokens of all its answers over their time); over several rounds the page
-gives their median and, in brackets, the least and the most.
+A cell of the JSON file is one engine in one round: {"error": reason}, or its answers with its memory. To
+compare texts it keeps digests of each text's beginning and of the whole. Figures are of a whole cell (tokens
+of all answers divided by their time); over several rounds the page has their median, and minimum and maximum
+in brackets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from study import digest, row
 
 from peers.engines import Engine
 
-AGREE = 32  # tokens that are compared between engines that round differently
+AGREE = 32  # tokens compared between engines with different rounding
 REFERENCE = "specinfer-bf16"
 
 Cell = Mapping[str, Any]
@@ -29,7 +29,7 @@ def cell_key(engine: Engine, round_: int) -> str:
 
 
 def answer(prompt: int, reply: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
-    """What is kept of a worker's reply to a prompt; raises ValueError unless it made `max_tokens` tokens."""
+    """Return the kept part of a worker's reply; raises ValueError unless it has `max_tokens` tokens."""
     tokens = reply["tokens"]
     if len(tokens) != max_tokens:
         raise ValueError(f"made {len(tokens)} tokens of {max_tokens} for prompt {prompt}")
@@ -47,28 +47,28 @@ def answer(prompt: int, reply: Mapping[str, Any], max_tokens: int) -> dict[str, 
 
 
 def decode_rate(cell: Cell) -> float | None:
-    """Tokens per second after the first ones; None when an engine gave all at once."""
+    """Return tokens per second after the first ones; None if all arrived together."""
     seconds = sum(a["seconds"] - a["first_seconds"] for a in cell["answers"])
     return _decoded(cell) / seconds if seconds else None
 
 
 def overall_rate(cell: Cell) -> float:
-    """Tokens per second from the request on."""
+    """Return tokens per second from the request on."""
     return made(cell) / sum(float(a["seconds"]) for a in cell["answers"])
 
 
 def made(cell: Cell) -> int:
-    """Tokens of all answers."""
+    """Return the tokens of all answers."""
     return sum(int(a["tokens"]) for a in cell["answers"])
 
 
 def first_token_seconds(cell: Cell) -> float:
-    """The median time from a request to its first token."""
+    """Return the median time from a request to its first token."""
     return statistics.median(float(a["first_seconds"]) for a in cell["answers"])
 
 
 def tokens_per_step(cell: Cell) -> float | None:
-    """Tokens that arrive together, on average, after the first."""
+    """Return the mean number of tokens that arrive together after the first."""
     steps = sum(a["steps"] for a in cell["answers"])
     return _decoded(cell) / steps if steps else None
 
@@ -78,13 +78,13 @@ def _decoded(cell: Cell) -> float:
 
 
 def measured(engine: Engine, cells: Cells, rounds: int) -> dict[int, Cell]:
-    """The engine's cells that hold figures, by round."""
+    """Return the engine's cells that hold figures, by round."""
     found = {r: cells[key] for r in range(rounds) if (key := cell_key(engine, r)) in cells}
     return {r: cell for r, cell in found.items() if "error" not in cell}
 
 
 def agreement(ours: Iterable[Cell], theirs: Iterable[Cell], part: Literal["head", "text"]) -> str:
-    """ "3/4": prompts answered by both with the same first tokens, or the same text, of how many."""
+    """Return "3/4": prompts whose first tokens, or texts, are equal, of those that both answered."""
     one, other = (
         {a["prompt"]: a[part] for cell in cells for a in cell["answers"]} for cells in (ours, theirs)
     )
@@ -93,14 +93,14 @@ def agreement(ours: Iterable[Cell], theirs: Iterable[Cell], part: Literal["head"
 
 
 def ratio(figure: Figure, ours: Mapping[int, Cell], theirs: Mapping[int, Cell]) -> float | None:
-    """The median over common rounds of ours over theirs."""
+    """Return the median over common rounds of our figure divided by theirs."""
     pairs = [(figure(ours[r]), figure(theirs[r])) for r in ours.keys() & theirs.keys()]
     ratios = [a / b for a, b in pairs if a is not None and b]
     return statistics.median(ratios) if ratios else None
 
 
 def page(engines: Sequence[Engine], cells: Cells, settings: Mapping[str, Any]) -> list[str]:
-    """What was asked of all, a row per engine, ours over theirs, conditions."""
+    """Return the settings, a row per engine, ours over theirs, and conditions."""
     rounds = settings["rounds"]
     runs = {engine.name: measured(engine, cells, rounds) for engine in engines}
     draft = f" (draft: {settings['draft']})" if settings["draft"] else ""
@@ -184,7 +184,7 @@ def _times(figure: Figure, ours: Mapping[int, Cell], theirs: Mapping[int, Cell])
 
 
 def _conditions(engines: Sequence[Engine], runs: Mapping[str, Mapping[int, Cell]]) -> list[str]:
-    """How quiet the machine was, and which versions ran."""
+    """Return the load of the machine and the versions."""
     done = [(engine.name, cell) for engine in engines for cell in runs[engine.name].values()]
     if not done:
         return []

@@ -1,6 +1,6 @@
-"""AirLLM on the CPU as a worker of benchmarks/offload.py: every layer is read for every token.
+"""AirLLM on the CPU as a worker of benchmarks/offload.py; it reads every layer for every token.
 
-It cuts the model into a file a layer at the first start, in the folder that the option `layers` names.
+At the first start it splits the model into a file per layer, in the folder of the option `layers`.
 """
 
 from __future__ import annotations

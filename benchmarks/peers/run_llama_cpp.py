@@ -1,9 +1,10 @@
-"""llama.cpp as a worker of benchmarks/peers.py and offload.py, through the C functions of llama-cpp-python.
+"""llama.cpp as a worker of benchmarks/peers.py and offload.py, through the C functions of
+llama-cpp-python.
 
-Its Python class copies logits and samples in numpy, which costs a quarter of the speed of a 135M model;
-calling the library is as quick as llama.cpp's own programs. With a draft model it does what they do: the
-draft goes on by `draft_tokens` of its own choice, the target checks them in one pass. The draft lies in
-memory of its own, not mapped: beside a target that does not fit, mapped pages would be read again each time.
+Its Python class copies logits and samples in numpy, which costs a quarter of a 135M model's speed; calling
+the library is as fast as llama.cpp's own programs. With a draft model it works as they do: the draft proposes
+a chain of `draft_tokens` tokens, and the target checks them in one pass. The draft is in private memory, not
+mapped, because mapped pages would be read again each time beside a target larger than memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from worker import Arrived, Generate, Setup, serve
 
 
 class Model:
-    """A model with the tokens its cache holds."""
+    """A model with the tokens in its cache."""
 
     def __init__(self, path: str, setup: Setup, **options: Any) -> None:
         self._llama = llama_cpp.Llama(
@@ -30,13 +31,13 @@ class Model:
         self._held: list[int] = []
 
     def forget(self) -> None:
-        """Drop the cache: no prompt finds another one's beginning."""
+        """Clear the cache, so that no prompt reuses another's prefix."""
         self._held = []
 
     def choices(self, tokens: list[int], wanted: int = 1) -> list[int]:
-        """Run `tokens`, a whole text; the choices behind each of the last `wanted`.
+        """Run `tokens`, a whole text; return the choices after each of the last `wanted`.
 
-        What the cache holds of another text is dropped first.
+        Drops the cache of another text first.
         """
         llama = self._llama
         keep = min(common(self._held, tokens), len(tokens) - wanted)
@@ -48,7 +49,7 @@ class Model:
         return chosen
 
     def _run(self, begin: int, piece: list[int], first: int) -> list[int]:
-        """The choices behind the tokens of a piece from position `first` on."""
+        """Return the choices after the tokens of a piece, from position `first` on."""
         batch = llama_cpp.llama_batch_init(len(piece), 0, 1)
         batch.n_tokens = len(piece)
         for i, token in enumerate(piece):
@@ -67,7 +68,7 @@ class Model:
 
 
 def common(some: list[int], others: list[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     pairs = zip(some, others, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(some), len(others)))
 

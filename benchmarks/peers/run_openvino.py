@@ -13,7 +13,7 @@ CACHE_GB = 1
 
 
 class Streamer(openvino_genai.StreamerBase):
-    """Called with the tokens of each step."""
+    """Receives the tokens of each step."""
 
     def __init__(self, arrived: Arrived) -> None:
         super().__init__()

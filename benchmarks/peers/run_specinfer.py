@@ -24,7 +24,7 @@ def start(setup: Setup) -> tuple[Generate, dict[str, str]]:
 
     def generate(prompt: list[int], max_tokens: int, arrived: Arrived) -> None:
         done = 0
-        # A salt of its own: a prompt that is asked again must not find its answer looked up.
+        # Its own cache salt keeps lookups from finding a repeated prompt's answer.
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, cache_salt=uuid4().hex)
         for output in llm.stream(prompt, params):
             arrived(output.token_ids[done:])

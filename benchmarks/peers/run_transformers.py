@@ -1,7 +1,7 @@
-"""transformers as a worker of benchmarks/peers.py and offload.py: generate(), assisted if asked.
+"""transformers as a worker of benchmarks/peers.py and offload.py: generate(), optionally assisted.
 
-The option `memory` is what the process may take, in bytes: layers that do not fit stay on the disk, as
-accelerate has it. `assistance` changes how the draft is asked.
+The option `memory` is the process's memory in bytes: accelerate keeps layers that do not fit on disk.
+`assistance` has options of the assistant.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from worker import Arrived, Generate, Setup, serve
 
 ROOM = (
     384 << 20
-)  # bytes beside the weights that stay: a layer or an output layer that is read, KV, activations
+)  # bytes beside the resident weights: a layer or an output layer that is read, KV, activations
 
 
 class Streamer:
-    """What generate() calls with the prompt first, then with each step's tokens."""
+    """Receives from generate() the prompt first, then each step's tokens."""
 
     def __init__(self, arrived: Arrived) -> None:
         self._arrived = arrived
@@ -70,11 +70,11 @@ def load(folder: str, memory: int | None = None) -> Any:
         placed = {
             "device_map": "auto",
             "max_memory": {"cpu": stays},
-            "offload_folder": tempfile.mkdtemp(),  # which stays empty: weights are read from where they are
+            "offload_folder": tempfile.mkdtemp(),  # stays empty: weights are read from their files
         }
         atexit.register(shutil.rmtree, placed["offload_folder"], ignore_errors=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **placed).eval()
-    # Where all of it is on the disk it says that it is nowhere, and an assistant's tokens are sent there.
+    # A model wholly on disk reports no device, and the assistant's tokens are sent to that device.
     type(model).device = property(lambda self: torch.device("cpu"))
     assistance = {
         name: getattr(model.generation_config, name)
@@ -89,7 +89,7 @@ def load(folder: str, memory: int | None = None) -> Any:
 
 
 def resident() -> int:
-    """Bytes of this process that cannot be read again from a file."""
+    """Return the bytes of this process that cannot be read again from a file."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) << 10
 

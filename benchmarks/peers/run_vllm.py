@@ -1,4 +1,4 @@
-"""vLLM on the CPU as a worker of benchmarks/peers.py, stepped by hand so that each step's tokens are seen."""
+"""vLLM on the CPU as a worker of benchmarks/peers.py, stepped by hand to see each step's tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from worker import Arrived, Generate, Setup, serve
 
 
 def start(setup: Setup) -> tuple[Generate, dict[str, str]]:
-    # Read when vllm is imported. In one process, there is nobody to wait for between steps.
+    # Read when vllm is imported. One process has no waiting between steps.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{setup['threads'] - 1}"

@@ -1,8 +1,8 @@
-"""A GGUF file -> the same weights in one of llama.cpp's own types.
+"""Converts a GGUF file to one of llama.cpp's own types.
 
     python to_gguf.py MODEL.gguf TARGET.gguf Q8_0           with the llama_cpp environment's Python
 
-Every tensor is dequantized to float32 and quantized anew, as llama.cpp's own program does it.
+Every tensor is dequantized to float32 and quantized again, as by llama.cpp's own program.
 """
 
 from __future__ import annotations

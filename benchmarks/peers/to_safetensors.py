@@ -1,4 +1,4 @@
-"""A GGUF file -> a folder of bf16 safetensors and its tokenizer that transformers and vLLM read.
+"""Converts a GGUF file to a folder of bf16 safetensors with tokenizer, for transformers and vLLM.
 
 python to_safetensors.py MODEL.gguf FOLDER              with the transformers environment's Python
 """
@@ -16,13 +16,13 @@ def main(source: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         str(source.parent), gguf_file=source.name, dtype=torch.bfloat16
     )
-    # The weights are plain numbers now; the folder must not claim to be quantized.
+    # The weights are unquantized now, and the config must agree.
     model.hf_quantizer = None
     model.is_quantized = False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)
-    # With its chat template: servers are asked in conversations.
+    # With its chat template, as servers get conversations.
     AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name).save_pretrained(folder)
 
 

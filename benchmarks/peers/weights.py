@@ -1,4 +1,4 @@
-"""A model's weights in the form an engine reads, made once and kept in the peers' folder."""
+"""A model's weights in each engine's format, converted once and kept in the peers' folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-_CONVERTERS = {  # form -> environment, script, its further arguments, suffix of what it makes
+_CONVERTERS = {  # form -> environment, script, more arguments, suffix of the result
     "safetensors": ("transformers", "to_safetensors.py", (), ""),
     "q8_0": ("llama_cpp", "to_gguf.py", ("Q8_0",), ".gguf"),
     "q4_0": ("llama_cpp", "to_gguf.py", ("Q4_0",), ".gguf"),
@@ -17,7 +17,7 @@ _CONVERTERS = {  # form -> environment, script, its further arguments, suffix of
 
 
 class WeightsError(Exception):
-    """A model cannot be had in a form; the message is one line."""
+    """A model cannot be converted; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,18 @@ class Home:
     folder: Path
 
     def python(self, environment: str) -> Path:
-        """The Python of an environment, which may not be there."""
+        """Return the Python of an environment, which may not exist."""
         return self.folder / environment / "bin" / "python"
 
     def weights(self, model: Path, form: str) -> Path:
-        """`model` in a form: "file" (as it is), "safetensors", "q8_0" or "q4_0".
+        """Return `model` in a form: "file" (unchanged), "safetensors", "q8_0" or "q4_0".
 
-        Raises WeightsError when it cannot be converted.
+        Raises WeightsError if it cannot be converted.
         """
         if form == "file" or (form == "safetensors" and model.is_dir()):
             return model
         environment, script, arguments, suffix = _CONVERTERS[form]
-        # Size tells apart files of one name; a file that is cut off is not converted in the first place.
+        # Files of one name differ in size; a truncated file cannot be converted.
         target = self.folder / "weights" / f"{model.stem}-{model.stat().st_size}-{form}{suffix}"
         if target.exists():
             return target
@@ -60,7 +60,7 @@ class Home:
 
 
 def default_home() -> Path:
-    """Where install.sh puts the others."""
+    """Return the folder of install.sh."""
     named = os.environ.get("SPECINFER_PEERS")
     cache = os.environ.get("XDG_CACHE_HOME")
     return Path(named) if named else (Path(cache) if cache else Path.home() / ".cache") / "specinfer-peers"

@@ -1,14 +1,14 @@
-"""The child's side of the protocol: an engine behind stdin and stdout, one JSON object a line.
+"""The child's side of the protocol: an engine behind stdin and stdout, one JSON object per line.
 
     <- {"model": ..., "draft": ..., "threads": 2, "context": 1024, "options": {...}}
     -> {"versions": {"name": "1.2.3"}}                                when the engine is loaded
-    <- {"prompt": [1, 2, 3], "max_tokens": 32}                        as often as wanted
-    -> {"tokens": [...], "arrivals": [[seconds, tokens], ...]}        what came when, from the request on
+    <- {"prompt": [1, 2, 3], "max_tokens": 32}                        any number of times
+    -> {"tokens": [...], "arrivals": [[seconds, tokens], ...]}        seconds from the request on
 
-Tokens that one step of the target yields arrive together, so an arrival is a step. The end of input ends the
-worker. An error ends it, too: its last line on stderr is the reason that is reported.
+The target's tokens of one step arrive together, so an arrival is a step. The end of input ends the worker. An
+error ends it, too; its last line on stderr is the reported reason.
 
-Only the standard library is imported here: every engine's environment runs this file.
+It imports only the standard library, because every engine's environment runs this file.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Arrived = Callable[[Sequence[int]], None]
-Generate = Callable[[list[int], int, Arrived], None]  # prompt, max_tokens, called with each step's tokens
+Generate = Callable[[list[int], int, Arrived], None]  # prompt, max_tokens, callback for each step's tokens
 Setup = dict[str, Any]
 
 
 def serve(start: Callable[[Setup], tuple[Generate, dict[str, str]]]) -> None:
-    """Answer stdin's requests with the engine that `start` makes of the first; it also gives versions."""
+    """Answer stdin's requests with the engine that `start` makes from the first; it also returns versions."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints is not a reply
+    os.dup2(2, 1)  # output of a library is not a reply
     generate, versions = start(json.loads(sys.stdin.readline()))
     print(json.dumps({"versions": versions}), file=replies)
     for line in sys.stdin:

@@ -1,1 +1,1 @@
-"""What benchmarks/serving.py is made of."""
+"""Engines and pages of benchmarks/serving.py."""

@@ -1,8 +1,8 @@
-"""The servers of benchmarks/serving.py and the modes each is run in: how each is started, one row each.
+"""The servers of benchmarks/serving.py and their modes, one row each.
 
-Words of a command may hold $python (of the engine's environment), $model, $draft, $port,
-$threads, $cores (the first so many, as 0-1), $context (tokens of prompt and answer) and $users (most
-requests at once); so may the variables of a process.
+Commands and variables may contain $python (of the engine's environment), $model, $draft, $port, $threads and
+$cores (a range of $threads cores, such as 0-1). The tokens of prompt and answer are $context; the largest
+number of concurrent requests is $users.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ class Engine:
     """One server in one mode."""
 
     name: str
-    plain: str  # the name of the same engine without speculation
+    plain: str  # name of the same engine without speculation
     command: tuple[str, ...]
-    bits: str  # what it computes with, for the page
+    bits: str  # precision, for the page
     environment: str | None = None  # folder of its virtual environment; None: the Python of the benchmark
-    form: str = "file"  # of the weights: see peers/weights.py
+    form: str = "file"  # peers/weights.py has the forms
     variables: Mapping[str, str] = field(default_factory=dict)  # of its process
-    package: str | None = None  # whose version the page names; ours is named anyway
+    package: str | None = None  # package whose version the page names; ours is always named
 
     @property
     def draft(self) -> bool:
-        """Whether it is started with the draft model."""
+        """True if it starts with the draft model."""
         return any("$draft" in word for word in self.command)
 
     def started(self, **values: str) -> tuple[list[str], dict[str, str]]:
-        """The command and the variables of its process, with their values filled in."""
+        """Return the command and the variables of its process, with values filled in."""
 
         def filled(text: str) -> str:
             return Template(text).substitute(values)
@@ -43,7 +43,7 @@ class Engine:
 
 _AT = ("--host", "127.0.0.1", "--port", "$port")
 
-# specinfer: each quantization without speculation, and each way to guess with trees of both sizes.
+# specinfer: each quantization without speculation, and each kind of speculation with trees of both sizes.
 _SPECINFER = (
     *("$python", "-m", "specinfer", "serve", "$model", *_AT),
     *("--threads", "$threads", "--max-context", "$context", "--max-batch-size", "$users"),
@@ -61,7 +61,7 @@ _SPECINFER_MODES = {
 }  # fmt: skip
 
 _VLLM = (
-    # Not `vllm serve`, which asks for the version of a package that the CPU's is not called.
+    # `vllm serve` checks the version of a package that the CPU build names differently.
     *("$python", "-m", "vllm.entrypoints.openai.api_server", "--model", "$model"),
     *(*_AT, "--dtype", "bfloat16"),
     *("--max-model-len", "$context", "--max-num-seqs", "$users"),
@@ -77,7 +77,7 @@ _VLLM_MODES: dict[str, tuple[str, ...]] = {
        for name, config in _VLLM_GUESSING.items()},
 }  # fmt: skip
 
-# It answers one request at a time; by default a new one would even end the one that runs.
+# It answers one request at a time; by default a new one would cancel the running one.
 _LLAMA_CPP = (
     *("$python", "-m", "llama_cpp.server", "--model", "$model", *_AT, "--n_ctx", "$context"),
     *("--n_threads", "$threads", "--n_threads_batch", "$threads"),
@@ -124,10 +124,10 @@ ENGINES: tuple[Engine, ...] = tuple(_engines())
 
 
 def select(engines: Iterable[Engine], patterns: str, *, has_draft: bool) -> list[Engine]:
-    """The engines whose names match one of some comma-separated patterns, in their order.
+    """Return the engines that match comma-separated patterns, in their order.
 
-    Those without speculation are there beside every mode of theirs; without a draft model those that need
-    one are left out. Raises ValueError for a pattern that matches nothing that could run.
+    Each mode's engine without speculation is included. Modes with a draft model are left out without one.
+    Raises ValueError for a pattern without a match that can run.
     """
     able = [engine for engine in engines if has_draft or not engine.draft]
     wanted = set()

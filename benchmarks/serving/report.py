@@ -1,8 +1,8 @@
-"""What servers did under load, as figures and as a page of Markdown.
+"""Figures of servers under load and their page, in Markdown.
 
-A cell is one engine in one round with one data set and so many users, as it lies in the JSON file:
-{"error": reason}, or figures of `specinfer bench --url`. Of each text it keeps a digest. Over several rounds
-the page gives medians and, in brackets, the least and the most.
+A cell of the JSON file is one engine in one round with one data set and one number of users: {"error":
+reason}, or figures of `specinfer bench --url` with a digest of each text. Over several rounds the page has
+medians, and minimum and maximum in brackets.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from study import digest, row
 
 from serving.engines import Engine
 
-_KEPT = (  # of the figures of a load
+_KEPT = (  # kept figures of a load
     *("duration", "completed", "failed", "total_output_tokens", "request_throughput", "output_throughput"),
     *("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "p99_itl_ms"),
     *("median_e2el_ms", "p99_e2el_ms", "client_cores", "tokens_counted_as_chunks"),
 )
-_TEXT_DIGITS = 8  # of a text's digest: enough to tell two texts apart
+_TEXT_DIGITS = 8  # digits of a text's digest, enough to compare texts
 _HEAD = (
     *("users", "engine", "bits", "output tokens/s", "times no speculation", "requests/s"),
     *("first token ms, median / p99", "per token ms, median / p99", "between chunks ms, p99"),
@@ -37,7 +37,7 @@ def cell_key(engine: Engine, round_: int, dataset: str, users: int) -> str:
 
 
 def kept(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a load's figures and texts; the reason alone where nothing was answered."""
+    """Return the kept figures and digests of a load, or the reason if nothing was answered."""
     reason = next((error for error in result["errors"] if error), "")
     if not result["completed"]:
         return {"error": reason}
@@ -52,7 +52,7 @@ def kept(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def page(engines: Sequence[Engine], cells: Cells, settings: Mapping[str, Any]) -> list[str]:
-    """What was asked of all, a table per data set, conditions."""
+    """Return the settings, a table per data set, and conditions."""
     draft = f" (draft: {settings['draft']})" if settings["draft"] else ""
     ends = "end of text ignored where a server can" if settings["ignore_eos"] else "or to the end of the text"
     lines = [
@@ -128,7 +128,7 @@ def _times(run: Mapping[int, Cell], plain: Mapping[int, Cell]) -> str:
 
 
 def _agreement(run: Mapping[int, Cell], plain: Mapping[int, Cell]) -> str:
-    """ "30/32": prompts that both answered with the same text, of how many both answered."""
+    """Return "30/32": prompts with equal texts, of those that both answered."""
     pairs = [
         pair
         for r, cell in plain.items()
@@ -139,7 +139,7 @@ def _agreement(run: Mapping[int, Cell], plain: Mapping[int, Cell]) -> str:
 
 
 def _conditions(engines: Sequence[Engine], cells: Cells) -> list[str]:
-    """Which versions ran, why requests failed, how quiet the machine was, what the client took of it."""
+    """List versions, reasons of failures, the load of the machine, and the client's share of it."""
     names = {engine.name for engine in engines}
     done = {
         key: cell for key, cell in cells.items() if "error" not in cell and key.partition("|")[0] in names

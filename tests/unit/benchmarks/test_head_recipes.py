@@ -72,7 +72,7 @@ def test_ours_stand_among_the_others(module: ModuleType, tmp_path: Path) -> None
     found = [row["prompt"] for row in module.rows("code", [str(file)])]
     assert [found.index(str(number)) for number in range(5)] == [1, 2, 4, 5, 7]
     assert len(found) == 8 * 60 + 5
-    with pytest.raises(SystemExit, match="chat and code"):
+    with pytest.raises(SystemExit, match="allowed: chat, code"):
         list(module.rows("poems", []))
 
 
