@@ -1,1 +1,1 @@
-"""Drafts trained on what their target says: texts are collected, drafts are trained, the best are kept."""
+"""Training of draft models on their target's answers."""

@@ -1,14 +1,15 @@
-"""Boosting: what the next member of a pool learns, so that it guesses what the others do not.
+"""Training sets of the later members of a pool, which make each member guess different tokens.
 
-    sequence   texts that the pool predicts best are left out (the paper's collective boost-tuning)
-    discount   tokens that the pool proposes keep a part of their probability in the law that is learnt, and
-               places count the less the likelier they hold the target's token. So a member says what the pool
-               says where the target is sure of it, and something else where it is not
-    none       nothing: members that do not begin as the one before them differ by their seeds alone
+    sequence   the texts that the pool predicts best are left out (the paper's collective boost-tuning)
+    discount   tokens that the pool proposes keep a part of their probability in the learned distribution, and
+    a
+               position counts less the more probability the pool's tokens have there. So a member agrees with
+               the pool where the target is certain of the pool's token, and guesses another token elsewhere
+    none       no boosting: members that all start from scratch differ by their seeds alone
 
-A member proposes its likeliest token at every place of the answers.
+A member proposes its likeliest token at each position of the answers.
 
-Shapes: R tokens of an answer, K labels, M members, each of which proposes a token at a place.
+Shapes: R tokens of an answer, K labels, M members, each proposing one token at a position.
 """
 
 from __future__ import annotations
@@ -29,37 +30,37 @@ from specinfer.tune.prompts import temperature_of
 
 Boost = Literal["discount", "sequence", "none"]
 FORMS: Final[tuple[Boost, ...]] = get_args(Boost)
-DROPPED: Final = 0.5  # sequence: the part of a member's texts that the next one does not learn from
-KEPT: Final = 0.3  # discount: the part of their probability that tokens keep which the pool proposes
-_LEAST: Final = 1e-4  # of a law that is left
-_LOOKED_AT: Final = 8192  # tokens among which a member that can name all proposes
-Proposals = Sequence[Tensor]  # a member's tokens, int64 [R] of each text to learn from; -1: none
+DROPPED: Final = 0.5  # sequence: fraction of a member's texts that the next member does not learn from
+KEPT: Final = 0.3  # discount: fraction of its probability that a proposed token keeps
+_MIN_MASS: Final = 1e-4  # probability left over after discounting
+_MAX_CANDIDATES: Final = 8192  # number of candidate tokens, for a member that can propose every token
+Proposals = Sequence[Tensor]  # one member's tokens, int64 [R] for each text; -1: no proposal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoostConfig:
-    """How members of a pool learn from each other.
+    """How each member of a pool is boosted.
 
-    As it stands it is what made the best pools of small models (docs/boost-tuning.md); the paper's is
+    The defaults made the best pools of small models (docs/boost-tuning.md). The paper's setting is
     `sequence`, not warm.
     """
 
     form: Boost = "discount"
-    warm: bool = True  # members begin as the one before them, and not as the first one did
+    warm: bool = True  # each member starts from the previous member, not as the first one did
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise TuneError(f"boost is {self.form!r}; allowed: {', '.join(FORMS)}")
 
     def facts(self) -> dict[str, object]:
-        """What a tuning that is gone on with must have in common with this one."""
+        """Settings that must not change when a tuning is resumed."""
         facts: dict[str, object] = {"form": self.form, "width": 1, "dropped": DROPPED}
         facts |= {"kept": KEPT} if self.form == "discount" else {}
         return facts | ({"warm": True} if self.warm else {})
 
 
 def dataset_of(corpus: Corpus, form: Boost, known: Sequence[Proposals]) -> TrainingSet:
-    """What a member learns from, where `known` is what the members before it propose, in their order."""
+    """Return the training set of a member; `known` holds the proposals of the earlier members, in order."""
     if not known or form == "none":
         return TrainingSet(corpus)
     if form == "sequence":
@@ -68,9 +69,9 @@ def dataset_of(corpus: Corpus, form: Boost, known: Sequence[Proposals]) -> Train
 
 
 def hit_chances(text: TunedText, proposed_RM: Tensor) -> Tensor:
-    """How likely the target's token is among those proposed, [R], at the text's own temperature.
+    """Probability that the target's token is among the proposed tokens, [R], at the text's own temperature.
 
-    At temperature 0 it is 0 or 1: whether the likeliest is. Proposals of -1 are none.
+    At temperature 0 it is 1 if the likeliest token is proposed, else 0. A proposal of -1 is ignored.
     """
     temperature = temperature_of(text.key, held_out=text.held_out)
     there_RK = _among(text.label_ids_RK, proposed_RM)
@@ -85,23 +86,23 @@ def hit_chances(text: TunedText, proposed_RM: Tensor) -> Tensor:
 
 
 def discounted(text: TunedText, proposed_RM: Tensor, kept: float) -> Tensor:
-    """The labels' log-probabilities, where proposed tokens keep a part of theirs, renormalised, [R, K]."""
+    """Log-probabilities of the labels after scaling proposed tokens by `kept` and renormalizing, [R, K]."""
     there_RK = _among(text.label_ids_RK, proposed_RM)
     taken_R = (1 - kept) * (text.label_logprobs_RK.exp() * there_RK).sum(dim=1)
-    left_R = (1 - taken_R).clamp(min=_LEAST)
+    left_R = (1 - taken_R).clamp(min=_MIN_MASS)
     factors_RK = torch.where(there_RK, kept, 1.0)
     return text.label_logprobs_RK + factors_RK.log() - left_R.log()[:, None]
 
 
 class _Discounted(TrainingSet):
-    """All texts; proposed tokens keep a part of their probability, and of their places' weight as much."""
+    """All texts, with the probability of proposed tokens and the weight of their positions reduced."""
 
     def __init__(self, corpus: Corpus, known: Sequence[Proposals]) -> None:
         super().__init__(corpus)
         self._known = known
 
     def text(self, number: int) -> TunedText:
-        """Read one of them."""
+        """Read a text."""
         text = super().text(number)
         proposed_RM = _proposed(self._known, number)
         counts_R = 1 - (1 - KEPT) * hit_chances(text, proposed_RM)
@@ -109,10 +110,10 @@ class _Discounted(TrainingSet):
 
 
 def _left(corpus: Corpus, known: Sequence[Proposals]) -> list[int]:
-    """The texts that are left when, member by member, those that the pool predicts best are dropped."""
+    """Numbers of the texts that remain after each member's best predicted texts are dropped."""
 
     def share(number: int, members: int) -> float:
-        """How much of a text they predict, of 1: its first token, which nobody guesses, is left out."""
+        """Mean hit probability over a text, in [0, 1]. Its first token is skipped: no draft guesses it."""
         text = corpus.text(number, held_out=False)
         hits_R = hit_chances(text, _proposed(known[:members], number))[1:]
         return float(hits_R.mean()) if len(hits_R) else 1.0
@@ -126,10 +127,10 @@ def _left(corpus: Corpus, known: Sequence[Proposals]) -> list[int]:
 
 
 def proposals(draft: TrainableDraft, corpus: Corpus, progress: Progress) -> Proposals:
-    """What a member proposes along all that is learnt from."""
-    among_S = None  # of a draft that names every token those are looked at that are ever right
-    if len(draft.ids) == draft.vocab > _LOOKED_AT:  # so entries are tokens
-        among_S = torch.tensor(frequent_tokens(corpus, _LOOKED_AT, draft.vocab))
+    """A member's proposals for every training text."""
+    among_S = None  # candidate entries: for a draft that names every token, the tokens that occur as labels
+    if len(draft.ids) == draft.vocab > _MAX_CANDIDATES:  # entries equal token ids
+        among_S = torch.tensor(frequent_tokens(corpus, _MAX_CANDIDATES, draft.vocab))
     dataset = TrainingSet(corpus)
     found: list[Tensor] = []
     with progress.showing(len(dataset), "guesses of the pool so far", "texts"):
@@ -141,9 +142,9 @@ def proposals(draft: TrainableDraft, corpus: Corpus, progress: Progress) -> Prop
 
 @torch.inference_mode()
 def proposed(draft: TrainableDraft, text: TunedText, among_S: Tensor | None = None) -> Tensor:
-    """A draft's likeliest token behind each place of an answer, int64 [R]; -1: none.
+    """A draft's likeliest token at each position of an answer, int64 [R]; -1: none.
 
-    Of these entries of its ids, where they are given.
+    `among_S` restricts the choice to these entries of `draft.ids`.
     """
     found_R = torch.full((text.answer,), -1)
     if text.answer < 2:
@@ -161,5 +162,5 @@ def _proposed(known: Sequence[Proposals], number: int) -> Tensor:
 
 
 def _among(ids_RK: Tensor, proposed_RM: Tensor) -> Tensor:
-    """Which labels are proposed, bool [R, K]."""
+    """True where a label is among the proposed tokens, bool [R, K]."""
     return (ids_RK[:, :, None] == proposed_RM[:, None, :]).any(dim=2)

@@ -1,4 +1,4 @@
-"""The model card of a trained draft: what it is for, what it learnt from, what it is worth, its licence."""
+"""Model card of a trained draft: its use, training material, measurements and licence."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from specinfer.tune.evaluation import Figures
 from specinfer.tune.trainer import Trainer
 from specinfer.version import VERSION
 
-_FRONT: Final = re.compile(r"\A---\r?\n(.*?)\r?\n---", re.DOTALL)  # of a card: what hubs read
+_FRONT: Final = re.compile(r"\A---\r?\n(.*?)\r?\n---", re.DOTALL)  # front matter of a card, as hubs read it
 _FIELD: Final = re.compile(r"^(license(?:_name|_link)?):(.*)$", re.MULTILINE)
-_HUB_ID: Final = re.compile(r"[a-z0-9][a-z0-9.+-]*")  # as hubs know licences
-_UNNAMED: Final = ("other", "unknown", "none", "null", "~")  # what is no licence
-_CARD: Final = 1 << 16  # characters of a card that are looked at
-_LONGEST: Final = 200  # of a name or link
+_HUB_ID: Final = re.compile(r"[a-z0-9][a-z0-9.+-]*")  # licence identifier on hubs
+_NO_LICENCE: Final = ("other", "unknown", "none", "null", "~")  # values that name no licence
+_MAX_CARD: Final = 1 << 16  # characters of a card that are read
+_MAX_FIELD: Final = 200  # characters of a licence name or link
 
 
 @dataclass(frozen=True, slots=True)
 class Licence:
-    """What a model is given under."""
+    """A licence of a model."""
 
     name: str
     link: str | None
-    source: str  # what says so
+    source: str  # the place that names the licence
 
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What a draft learnt from."""
+    """Training material of a draft."""
 
     target: str
-    licence: Licence | None  # the target's; None: it is not known
+    licence: Licence | None  # the target's; None: unknown
     sources: Sequence[str]  # names of prompt files
     texts: int
     held_out: int
@@ -49,14 +49,14 @@ class Material:
 
     @classmethod
     def of(cls, target: Target, sources: Sequence[str], corpus: Corpus) -> Material:
-        """All of a corpus."""
+        """Describe a whole corpus."""
         counts = corpus.count(held_out=False), corpus.count(held_out=True)
         licence = licence_of(target.files)
         return cls(target.name, licence, sources, *counts, corpus.tokens, corpus.seconds)
 
 
 def card(draft: Description, material: Material, trainer: Trainer, loss: str, figures: Figures) -> str:
-    """A README.md, with the front matter that hubs read."""
+    """Return a README.md with the front matter that hubs read."""
     hits = " ".join(f"{hit:.3f}" for hit in figures.hits)
     state = trainer.state
     return f"""---
@@ -84,42 +84,42 @@ It {draft.does}. It changes no text.
 
 On {figures.places} places of {material.held_out} held-out greedy answers:
 
-- a chain of first guesses makes {figures.tokens_per_pass:.2f} tokens a pass of the target's;
-- first guesses are right at {hits} of places, level by level, where all before them were right;
-- the first level's token is among three at {figures.first_three:.3f}.
+- a chain of first guesses makes {figures.tokens_per_pass:.2f} tokens per target pass;
+- the first guess is right with probability {hits}, level by level, given that all before it were right;
+- the first level's token is among the three likeliest guesses with probability {figures.first_three:.3f}.
 {licence_section(material, draft.of_target)}"""
 
 
 def learnt_from(material: Material) -> str:
-    """What is asked and answered, in a line."""
+    """Describe the training texts in one line."""
     names = ", ".join(material.sources)
     return f"{material.texts} answers of the target, {material.tokens} tokens; to {names}"
 
 
 def licence_section(material: Material, of_target: str) -> str:
-    """Whose terms apply to a draft; `of_target` is what its files hold of the target's weights."""
+    """The card's section on licences; `of_target` describes the target weights in the draft's files."""
     known = material.licence
     if known is None:
         named = (
-            f"The licence of {material.target} is not known here: what was read of it names none. Look it up "
-            "before you pass this on."
+            f"The licence of {material.target} is unknown: its files name none. Look it up "
+            "before you distribute this draft."
         )
     else:
         link = "" if known.link is None else f" ({known.link})"
-        named = f"{material.target} is given under {known.name}{link}, as {known.source} says."
+        named = f"{material.target} is licensed under {known.name}{link}, according to {known.source}."
     return f"""
 ## Licence
 
-{named} That applies to what is the target's here: all answers that were learnt from,
-and of its weights {of_target}.
+{named} It applies to the target's material in this draft: the answers it was trained on,
+and these weights: {of_target}.
 
-What was asked ({", ".join(material.sources)}) may have terms of its own for what is learnt from it:
-they are not known here, look them up.
+The prompts ({", ".join(material.sources)}) may have their own terms for models trained on them.
+specinfer does not read these terms: look them up.
 """
 
 
 def licence_of(files: ModelFiles) -> Licence | None:
-    """The licence that a model's file, its card or specinfer's catalogue names; None: none of them does."""
+    """The licence named by a model's file, its card or the catalogue; None if none of them names one."""
     if files.header is not None:
         found = _named(
             *(files.header.metadata.get(f"general.license{part}") for part in ("", ".name", ".link")),
@@ -136,11 +136,11 @@ def licence_of(files: ModelFiles) -> Licence | None:
 
 
 def front_matter(licence: Licence | None) -> str:
-    """The lines by which hubs know the licence of a card's target."""
+    """The front-matter lines that declare the licence of a card's target."""
     if licence is None:
         return "license: unknown"
     known = licence.name.lower()
-    if _HUB_ID.fullmatch(known) and known not in _UNNAMED:
+    if _HUB_ID.fullmatch(known) and known not in _NO_LICENCE:
         return f"license: {known}"
     link = "" if licence.link is None else f"\nlicense_link: {json.dumps(licence.link)}"
     return f"license: other\nlicense_name: {json.dumps(licence.name)}{link}"
@@ -148,22 +148,22 @@ def front_matter(licence: Licence | None) -> str:
 
 def _named(identifier: object, name: object, link: object, *, source: str) -> Licence | None:
     one, full, where = (_text(value) for value in (identifier, name, link))
-    if one is None or one.lower() in _UNNAMED:
+    if one is None or one.lower() in _NO_LICENCE:
         one = full
     return None if one is None else Licence(one, where, source)
 
 
 def _text(value: object) -> str | None:
-    """One line of what a file says, or None where that is nothing."""
+    """Collapse whitespace into one line; None if the value is empty or no string."""
     if not isinstance(value, str):
         return None
-    return " ".join(value.split())[:_LONGEST] or None
+    return " ".join(value.split())[:_MAX_FIELD] or None
 
 
 def _read(card: Path) -> str:
-    """A model card's text; nothing where there is none that can be read."""
+    """Read a model card; an empty string if it cannot be read."""
     try:
-        return card.read_text("utf-8", "replace")[:_CARD]
+        return card.read_text("utf-8", "replace")[:_MAX_CARD]
     except OSError:
         return ""
 

@@ -1,9 +1,9 @@
-"""Collecting: the target answers prompts, and what it thought on the way is kept.
+"""Collector: records a target's answers, their hidden states and the target's likeliest tokens.
 
-One pass does it all. The engine answers in batches, without speculation; a listener keeps the hidden states
-of the layers a head reads, and those behind the last layer. When a prompt is answered, the output layer makes
-labels of the latter: that second use of it is all that labels cost. Every half a minute what was answered
-becomes a shard.
+One pass over each token suffices. The engine answers prompts in batches, without speculation, and a listener
+keeps the hidden states of the tapped layers and of the last layer. When an answer is finished, the output
+layer computes labels from the last layer's states; this second use of the output layer is the only extra
+cost. Finished answers are written to a shard about every 30 seconds.
 """
 
 from __future__ import annotations
@@ -45,40 +45,40 @@ class HiddenStateListener(Speculator):
     def __init__(self, taps: tuple[int, ...]) -> None:
         """`taps` are the layers whose inputs are kept."""
         self.taps = taps
-        self._heard: dict[str, list[Tensor]] = {}  # by request: parts [T, N, D] of its text
-        self._ends: dict[str, int] = {}  # where these end
+        self._states: dict[str, list[Tensor]] = {}  # by request id: parts [T, N, D] of its text
+        self._ends: dict[str, int] = {}  # by request id: end of the last part
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
-        """Trees without guesses."""
+        """Return trees without guesses."""
         return [single_node(entry.token_ids[entry.end - 1]) for entry in plan.tree_entries]
 
     def hear(self, texts: Sequence[TextFeatures]) -> None:
-        """Keep these states; where a text begins anew, its old ones are dropped."""
+        """Keep these states; a text that starts again replaces its old states."""
         for features in texts:
             name = features.entry.request.request_id
             if features.start == 0:
-                self._heard[name] = []
+                self._states[name] = []
             elif self._ends.get(name) != features.start:
-                continue  # its beginning was not heard: there is nothing to be had of it
-            self._heard[name].append(features.states.copied())
+                continue  # the states of its first tokens are missing, so the text is unusable
+            self._states[name].append(features.states.copied())
             self._ends[name] = features.end
 
     def take(self, request_id: str) -> Tensor | None:
-        """What was heard of a text, [T, N, D], which is forgotten with this; None: nothing."""
-        parts = self._heard.pop(request_id, None)
+        """Remove and return the states of a text, [T, N, D]; None if there are none."""
+        parts = self._states.pop(request_id, None)
         self._ends.pop(request_id, None)
         return torch.cat(parts) if parts else None
 
 
-_SHARD_SECONDS: Final = 30.0  # that the answers of a shard take
-_LEAST_ANSWER: Final = 8  # tokens that are worth the while
-_MOST_SILENT: Final = 64  # prompts without an answer, before which there was none: the target says nothing
-_ROWS: Final = 256  # of labels made at once
+_SHARD_SECONDS: Final = 30.0  # time between shards
+_MIN_ANSWER: Final = 8  # tokens of an answer worth keeping
+_MAX_SILENT: Final = 64  # prompts without any answer after which collecting fails
+_ROWS: Final = 256  # rows per call of the output layer
 _BATCH: Final = 64  # requests in a step
 
 
 def collecting(config: EngineConfig) -> EngineConfig:
-    """The config of an engine that collects: many requests, no guesses, all of every prompt is read."""
+    """Config of an engine that collects: many requests, no speculation, no reuse of cached prefixes."""
     return replace(
         config,
         speculation=NO_SPECULATION,
@@ -93,16 +93,16 @@ def collecting(config: EngineConfig) -> EngineConfig:
 
 @dataclass(slots=True)
 class Collected:
-    """What came of collecting."""
+    """Counts of one collecting run."""
 
-    answered: int = 0  # prompts, with an answer to learn from
-    silent: int = 0  # prompts that the target answered with too little
-    refused: int = 0  # prompts that cannot be asked: longer than a text may be
-    refusal: str = ""  # why the last of them could not
+    answered: int = 0  # prompts with an answer that is kept
+    silent: int = 0  # prompts whose answer was too short
+    refused: int = 0  # prompts that are too long for the target
+    refusal: str = ""  # why the last of them was refused
 
-    def told(self, corpus: Corpus) -> str:
-        """The same in a line for a person, with what there is now."""
-        skipped = f", {self.silent} said nothing" if self.silent else ""
+    def summary(self, corpus: Corpus) -> str:
+        """Summarize the run and the corpus in one line."""
+        skipped = f", {self.silent} had no usable answer" if self.silent else ""
         skipped += f", {self.refused} were too long" if self.refused else ""
         return (
             f"{self.answered} prompts were answered{skipped}; there are {corpus.tokens} tokens of answers, "
@@ -112,24 +112,24 @@ class Collected:
 
 
 @dataclass(slots=True)
-class _Flying:
-    """A prompt that is being answered, and the answer so far."""
+class _InProgress:
+    """A prompt in progress and its answer so far."""
 
     one: Asked
     ids: Sequence[int]
     admitted: Admitted
-    said: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
 
 
 class Collector:
-    """Asks a target, as many prompts at once as fit into a step."""
+    """Sends prompts to a target, as many at once as a step holds."""
 
     def __init__(
         self, llm: LLM, listener: HiddenStateListener, *, chat: bool, max_tokens: int, seed: int = 0
     ) -> None:
-        """`llm` has a config of `collecting` and the listener, whose last tap lies behind all layers.
+        """`llm` has a config from `collecting`, and `listener` taps the last layer's output as its last tap.
 
-        `seed` says in which order prompts are asked, and what answers are drawn.
+        `seed` determines the order of the prompts and the sampled answers.
         """
         self._llm = llm
         self._listener = listener
@@ -138,7 +138,7 @@ class Collector:
         self._max_tokens = max_tokens
         self._seed = seed
         self._deltas: deque[Delta] = deque()
-        self._flying: dict[str, _Flying] = {}
+        self._flying: dict[str, _InProgress] = {}
 
     def run(
         self,
@@ -148,11 +148,11 @@ class Collector:
         progress: Progress,
         clock: Callable[[], float] = time.monotonic,
     ) -> Collected:
-        """Ask prompts until `seconds` are over or all are answered; add shards to `corpus`.
+        """Answer prompts until `seconds` have passed or all are answered; add shards to `corpus`.
 
-        The first time it goes on until there is something to learn from and to measure with. Answers that are
-        not whole when the time is over are kept as far as they are. Raises TuneError where the target says
-        nothing, OSError where a shard cannot be written.
+        With an empty corpus it continues until there is a text to learn from and one to measure with. Answers
+        that are unfinished at the end are kept as far as they go. Raises TuneError if the target gives no
+        usable answer, OSError if a shard cannot be written.
         """
         known = corpus.keys
         waiting = deque(one for one in in_order(prompts, self._seed) if one.key not in known)
@@ -168,7 +168,7 @@ class Collector:
                 if texts and now - written >= _SHARD_SECONDS:
                     corpus.add(texts, now - written)
                     texts, written = [], now
-                if now - began >= seconds and (corpus.tokens or texts or self._said_enough()):
+                if now - began >= seconds and (corpus.tokens or texts or self._has_enough()):
                     break
         finally:
             progress.finish()
@@ -181,7 +181,7 @@ class Collector:
         return found
 
     def _ask(self, waiting: deque[Asked], found: Collected) -> bool:
-        """Ask as many as there is room for; whether somebody is being answered."""
+        """Submit as many prompts as there is room for; return True while any is in progress."""
         longest = self._llm.intake.longest - 2
         while waiting and len(self._flying) < self._llm.config.scheduler.max_batch_size:
             one = waiting.popleft()
@@ -196,18 +196,18 @@ class Collector:
                 max_tokens=min(self._max_tokens, longest + 2 - len(ids)),
             )
             admitted = self._llm.intake.completion(ids, params)
-            self._flying[admitted.request.request_id] = _Flying(one, ids, admitted)
+            self._flying[admitted.request.request_id] = _InProgress(one, ids, admitted)
             self._llm.loop.submit([admitted], self._deltas.append)
         return bool(self._flying)
 
     def _land(self, found: Collected, progress: Progress) -> list[TunedText]:
-        """The texts that ended, as far as there is something to learn from."""
+        """Return the finished texts that are long enough to learn from."""
         texts: list[TunedText] = []
         while self._deltas:
             delta = self._deltas.popleft()
             if (flying := self._flying.get(delta.id)) is None:
                 continue
-            flying.said.extend(delta.token_ids)
+            flying.tokens.extend(delta.token_ids)
             if not delta.finished:
                 continue
             del self._flying[delta.id]
@@ -220,27 +220,27 @@ class Collector:
                 found.silent += 1
         return texts
 
-    def _text(self, flying: _Flying, heard: Tensor | None) -> TunedText | None:
-        """A text as far as the target's states are known; None: less than two tokens of answer."""
+    def _text(self, flying: _InProgress, states: Tensor | None) -> TunedText | None:
+        """A text as far as hidden states were recorded; None if its answer has fewer than two tokens."""
         ids = flying.ids
-        # Of the step that ends a text nothing is heard: its last token has no labels, and is left out.
-        tokens = [*ids, *flying.said][: 0 if heard is None else len(heard) + 1]
-        if heard is None or len(tokens) < len(ids) + 2:
+        # The last step of a text reports no hidden states, so its last token has no labels and is left out.
+        tokens = [*ids, *flying.tokens][: 0 if states is None else len(states) + 1]
+        if states is None or len(tokens) < len(ids) + 2:
             return None
-        heard = heard[: len(tokens) - 1]
+        states = states[: len(tokens) - 1]
         target = self._llm.models.target
-        assert isinstance(target, LayeredModel), "layers of others have no taps"
-        labels = _labels(target, heard[len(ids) - 1 :, -1])
-        taps = heard[:, :-1].cpu().contiguous()
+        assert isinstance(target, LayeredModel), "only a LayeredModel has taps"
+        labels = _labels(target, states[len(ids) - 1 :, -1])
+        taps = states[:, :-1].cpu().contiguous()
         one = flying.one
         return TunedText(torch.tensor(tokens), len(ids), taps, *labels, one.key, one.held_out)
 
-    def _said_enough(self) -> bool:
-        """Whether two of the answers under way, of which one is held out, are worth keeping."""
-        return sum(len(one.said) >= _LEAST_ANSWER for one in self._flying.values()) >= 2
+    def _has_enough(self) -> bool:
+        """True if two unfinished answers, one of them held out, are long enough to keep."""
+        return sum(len(one.tokens) >= _MIN_ANSWER for one in self._flying.values()) >= 2
 
     def _is_silent(self, corpus: Corpus, texts: Sequence[TunedText], found: Collected) -> bool:
-        return not texts and not corpus.tokens and found.silent + found.refused >= _MOST_SILENT
+        return not texts and not corpus.tokens and found.silent + found.refused >= _MAX_SILENT
 
     def _ids(self, one: Asked) -> Sequence[int]:
         tokenizer = self._llm.tokenizer
@@ -252,9 +252,9 @@ class Collector:
 
 
 def in_order(prompts: Sequence[Asked], seed: int) -> list[Asked]:
-    """The prompts in an order of the seed's, but for the first two.
+    """Order the prompts by `seed`, with one held-out and one training prompt first.
 
-    These are one that is held out and one that is not: enough for the shortest run.
+    So the shortest run has a text to measure with and one to learn from.
     """
     ordered = sorted(prompts, key=lambda one: shuffled(one.key, seed))
     first = [next((one for one in ordered if one.held_out is held), None) for held in (True, False)]
@@ -263,7 +263,7 @@ def in_order(prompts: Sequence[Asked], seed: int) -> list[Asked]:
 
 @torch.inference_mode()
 def _labels(target: LayeredModel, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens behind rows of the last layer's output, and their log-probabilities, [R, K]."""
+    """The target's likeliest next tokens, and their log-probabilities, for rows of hidden states, [R, K]."""
     vocab = target.config.vocab_size
     count = min(LABELS, vocab)
     ids: list[Tensor] = []
@@ -281,8 +281,8 @@ def _labels(target: LayeredModel, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
 
 def _nothing(found: Collected) -> str:
     if not found.silent and found.refused:
-        return f"no prompt can be asked: {found.refusal}; give shorter prompts or a larger --max-context"
+        return f"no prompt fits the target: {found.refusal}; give shorter prompts or a larger --max-context"
     return (
-        f"the target said nothing to {found.silent} prompts: no answer was longer than a token. Is it "
-        "a model that follows instructions, and its chat template right? --raw asks them as they stand"
+        f"the target gave no usable answer to {found.silent} prompts: no answer was longer than one token. "
+        "Is it an instruction-tuned model with the right chat template? --raw sends prompts without it"
     )

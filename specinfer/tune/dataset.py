@@ -1,25 +1,25 @@
-"""The dataset of a training: the target's answers on disk, those that are learnt from, and their blocks.
+"""Training data: shards of collected answers, the texts of a training set, and blocks of them.
 
 A shard is a safetensors file of a few dozen texts:
 
-    tokens            int32   [T]           all texts, one behind the other
-    lengths, prompts  int64   [n]           tokens of each text, and how many of them are its prompt
+    tokens            int32   [T]           all texts, concatenated
+    lengths, prompts  int64   [n]           tokens of each text, and tokens of its prompt
     taps              floats  [T - n, N, D] the target's hidden states: of all tokens but each text's last
-    label_ids         int32   [R, K]        the tokens the target thinks likeliest behind the prompt's last
-    label_logprobs    float16 [R, K]        token and each of the answer's but the last; -inf: there are fewer
+    label_ids         int32   [R, K]        the target's likeliest next tokens after the prompt's last token
+    label_logprobs    float16 [R, K]        and after each answer token but the last; -inf: padding
     keys              int64   [n]           of the prompts
     held_out          bool    [n]
-    seconds           float64 [1]           that it took to make
+    seconds           float64 [1]           time it took to collect
 
-It has its name when it is whole, so a process that is killed while it writes one loses that one alone.
+A shard gets its name once it is complete, so a process that is killed while writing loses that shard alone.
 
-A block is an anchor in an answer and the levels behind it, each of which guesses a token:
+A block is an anchor in an answer and the levels after it; each level predicts one token:
 
     text     p p p p a a a a a a a        p: prompt, a: answer
-    block            ^ 1 2 3              level l guesses token anchor + l
+    block            ^ 1 2 3              level l predicts token anchor + l
 
-A block sees hidden states of the tokens before its anchor. Guesses are made behind the true tokens.
-Shapes: B texts, T tokens of the longest, A anchors a text, L levels, K labels, N taps, D hidden size.
+A block reads hidden states of the tokens before its anchor. Each guess is conditioned on the true tokens.
+Shapes: B texts, T tokens of the longest, A anchors per text, L levels, K labels, N taps, D hidden size.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ from torch import Tensor
 from specinfer.errors import ModelFileError
 from specinfer.models.safetensors import FLOATS, TensorEntry, read_entries, write_safetensors
 
-LABELS: Final = 64  # tokens whose log-probabilities are kept of each place
+LABELS: Final = 64  # tokens per position whose log-probabilities are kept
 _DTYPES: Final = {**FLOATS, "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 _NAMES: Final = ("tokens", "lengths", "prompts", "taps", "label_ids", "label_logprobs", "keys", "held_out")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TunedText:
-    """One text with what its target thought on the way.
+    """A text with the target's hidden states and labels.
 
-    T tokens, P of them the prompt's; N taps, K labels of each of the answer's tokens.
+    T tokens, P of them in the prompt; N taps, K labels for each token of the answer.
     """
 
     tokens_T: Tensor
     prompt: int  # P
-    taps_TND: Tensor  # of all tokens but the last: [T - 1, N, D]
-    label_ids_RK: Tensor  # [T - P, K]: row i is about token P + i
+    taps_TND: Tensor  # all tokens but the last: [T - 1, N, D]
+    label_ids_RK: Tensor  # [T - P, K]: row i is for token P + i
     label_logprobs_RK: Tensor
     key: int
     held_out: bool
-    counts_R: Tensor | None = None  # how much each token of the answer counts; None: 1
+    counts_R: Tensor | None = None  # loss weight of each answer token; None: 1
 
     @property
     def weights_R(self) -> Tensor:
-        """How much each token of the answer counts, float32 [T - P]."""
+        """Loss weight of each answer token, float32 [T - P]."""
         return torch.ones(self.answer) if self.counts_R is None else self.counts_R
 
     @property
     def answer(self) -> int:
-        """Tokens behind the prompt."""
+        """Number of tokens after the prompt."""
         return len(self.tokens_T) - self.prompt
 
 
 def write_shard(path: Path, texts: Sequence[TunedText], seconds: float) -> None:
-    """Write texts that took so many seconds to `path`, whole or not at all; raises OSError."""
+    """Write texts that took `seconds` to collect to `path`, completely or not at all; raises OSError."""
     tensors = {
         "tokens": torch.cat([text.tokens_T.to(torch.int32) for text in texts]),
         "lengths": torch.tensor([len(text.tokens_T) for text in texts]),
@@ -84,15 +84,15 @@ def write_shard(path: Path, texts: Sequence[TunedText], seconds: float) -> None:
 
 
 class Shard:
-    """An open shard; its texts are read one at a time."""
+    """An open shard; texts are read one at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ModelFileError where it is damaged."""
+        """Raises ModelFileError if the file is damaged."""
         self.path = path
         self._entries = entries = read_entries([path], _DTYPES)
         missing = [name for name in (*_NAMES, "seconds") if name not in entries]
         if missing:
-            raise ModelFileError(f"{path} lacks {missing[0]!r}: it is no shard of collected texts")
+            raise ModelFileError(f"{path} lacks {missing[0]!r}: it is not a shard of collected texts")
         self._lengths = _whole(entries["lengths"]).tolist()
         self._prompts = _whole(entries["prompts"]).tolist()
         self.keys: list[int] = _whole(entries["keys"]).tolist()
@@ -107,7 +107,7 @@ class Shard:
             or entries["taps"].shape[0] != self._starts[-1] - len(self)
             or entries["label_ids"].shape[0] != self._labels[-1]
         ):
-            raise ModelFileError(f"{path} is damaged: its texts have other lengths than its tensors")
+            raise ModelFileError(f"{path} is damaged: the lengths of its texts do not match its tensors")
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -118,7 +118,7 @@ class Shard:
         return self._labels[-1]
 
     def text(self, number: int) -> TunedText:
-        """Read one of its texts."""
+        """Read a text."""
         start, stop = self._starts[number], self._starts[number + 1]
         labels = self._labels[number], self._labels[number + 1]
         entries = self._entries
@@ -133,7 +133,7 @@ class Shard:
         )
 
     def labels(self) -> tuple[Tensor, Tensor]:
-        """The labels of all texts: ids and log-probabilities, [R, K] each."""
+        """Labels of all texts: ids and log-probabilities, [R, K] each."""
         return (
             _whole(self._entries["label_ids"]).long(),
             _whole(self._entries["label_logprobs"]).float(),
@@ -141,10 +141,10 @@ class Shard:
 
 
 class Corpus:
-    """All shards of a folder. What is damaged (a power cut's) is left out, and its names are kept."""
+    """All readable shards of a folder; the names of damaged ones (after a power cut) are in `damaged`."""
 
     def __init__(self, folder: Path, columns: Sequence[int] | None = None) -> None:
-        """`columns` are the taps to be read, of those that were collected; None: all."""
+        """`columns` are the collected taps to read; None: all."""
         self.folder = folder
         self._columns = None if columns is None else [*columns]
         self._shards: list[Shard] = []
@@ -152,7 +152,7 @@ class Corpus:
         self._texts: dict[bool, list[tuple[Shard, int]]] = {
             False: [],
             True: [],
-        }  # by whether they are held out
+        }  # keyed by held_out
         self._next = 0
         for path in sorted(folder.glob("*.safetensors")):
             self._open(path)
@@ -169,38 +169,38 @@ class Corpus:
             self._texts[held_out].append((shard, number))
 
     def add(self, texts: Sequence[TunedText], seconds: float) -> None:
-        """Keep these as one more shard; raises OSError."""
+        """Write these as one more shard; raises OSError."""
         path = self.folder / f"{self._next:05d}.safetensors"
         write_shard(path, texts, seconds)
         self._open(path)
 
     @property
     def keys(self) -> set[int]:
-        """Of all prompts that were answered."""
+        """Keys of all answered prompts."""
         return {key for shard in self._shards for key in shard.keys}
 
     @property
     def seconds(self) -> float:
-        """That collecting took."""
+        """Time that collecting took."""
         return sum(shard.seconds for shard in self._shards)
 
     @property
     def tokens(self) -> int:
-        """Of all answers."""
+        """Tokens of all answers."""
         return sum(shard.answers for shard in self._shards)
 
     def count(self, *, held_out: bool) -> int:
-        """Texts that are held out, or that are not."""
+        """Number of texts that are held out, or that are not."""
         return len(self._texts[held_out])
 
     def text(self, number: int, *, held_out: bool) -> TunedText:
-        """Read one of these."""
+        """Read one of these texts."""
         shard, place = self._texts[held_out][number]
         text = shard.text(place)
         return text if self._columns is None else replace(text, taps_TND=text.taps_TND[:, self._columns])
 
     def shards(self) -> Sequence[Shard]:
-        """All of them, in the order they were made."""
+        """All shards, in the order they were written."""
         return self._shards
 
 
@@ -209,10 +209,10 @@ def _whole(entry: TensorEntry) -> Tensor:
 
 
 class TrainingSet:
-    """Texts of a corpus to learn from, as they were collected; their number may be 0."""
+    """Texts of a corpus to learn from, as collected; may be empty."""
 
     def __init__(self, corpus: Corpus, numbers: Sequence[int] | None = None) -> None:
-        """`numbers` of the texts that are not held out; None: all."""
+        """`numbers` selects texts that are not held out; None: all."""
         self.corpus = corpus
         self._numbers = range(corpus.count(held_out=False)) if numbers is None else numbers
 
@@ -220,49 +220,49 @@ class TrainingSet:
         return len(self._numbers)
 
     def text(self, number: int) -> TunedText:
-        """Read one of them."""
+        """Read a text."""
         return self.corpus.text(self._numbers[number], held_out=False)
 
 
-def first_texts(dataset: TrainingSet, most: int) -> Sequence[TunedText]:
-    """The first texts, at most so many."""
-    return [dataset.text(number) for number in range(min(most, len(dataset)))]
+def first_texts(dataset: TrainingSet, limit: int) -> Sequence[TunedText]:
+    """The first `limit` texts, or all if there are fewer."""
+    return [dataset.text(number) for number in range(min(limit, len(dataset)))]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockBatch:
-    """Blocks of some texts; what is not `valid` is padding."""
+    """Blocks of some texts; entries that are not `valid` are padding."""
 
-    taps_BTND: Tensor  # float32, each value divided by how large its like is
-    tokens_BT: Tensor  # of the texts, so many levels further than the taps
-    anchors_BA: Tensor  # places in the texts
+    taps_BTND: Tensor  # float32, each value multiplied by its scale
+    tokens_BT: Tensor  # `levels` longer than the taps
+    anchors_BA: Tensor  # positions in the texts
     before_BAL: Tensor  # the token before each guess: the anchor, then true tokens
-    next_BAL: Tensor  # the token that came
-    label_ids_BALK: Tensor  # the target's ids
+    next_BAL: Tensor  # the true token
+    label_ids_BALK: Tensor  # the target's likeliest tokens
     label_chances_BALK: Tensor
-    weights_BAL: Tensor  # how much each guess counts
+    weights_BAL: Tensor  # loss weight of each guess
     valid_BAL: Tensor  # bool
 
     @property
     def anchor_ids_BA(self) -> Tensor:
-        """The tokens that blocks hang from."""
+        """The anchor token of each block."""
         return self.before_BAL[..., 0]
 
 
-def anchors_of(text: TunedText, most: int, generator: torch.Generator) -> Tensor:
-    """At most so many places of an answer from which blocks can hang, ascending; none of a single token."""
+def anchors_of(text: TunedText, limit: int, generator: torch.Generator) -> Tensor:
+    """Up to `limit` anchor positions of an answer, ascending; none for an answer of a single token."""
     places = torch.arange(text.prompt, len(text.tokens_T) - 1)
-    if len(places) > most:
-        places = places[torch.randperm(len(places), generator=generator)[:most]].sort().values
+    if len(places) > limit:
+        places = places[torch.randperm(len(places), generator=generator)[:limit]].sort().values
     return places
 
 
 def block_batch(
     texts: Sequence[TunedText], anchors: Sequence[Tensor], levels: int, scale_ND: Tensor
 ) -> BlockBatch:
-    """Blocks of so many levels at these anchors of the texts, of which each has one or more."""
+    """Blocks of `levels` levels at these anchors of the texts; each text has at least one anchor."""
     width = max(len(places) for places in anchors)
-    rows = max(int(places[-1]) for places in anchors)  # a block sees what is before its anchor
+    rows = max(int(places[-1]) for places in anchors)  # a block reads hidden states before its anchor
     labels = texts[0].label_ids_RK.shape[1]
     taps_BTND = torch.zeros(len(texts), rows, *scale_ND.shape)
     tokens_BT = torch.zeros(len(texts), rows + levels, dtype=torch.int64)

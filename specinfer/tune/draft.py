@@ -1,9 +1,9 @@
-"""What training, measuring and keeping ask of a draft, whatever its kind is.
+"""Interfaces of drafts that can be trained, measured and written, and of the kinds that create them.
 
-A kind (head_kinds.py, small_model.py) is a frozen config that makes drafts; a draft is a module
-with what it reads and names.
+A kind (head_kinds.py, small_model.py) is a frozen config that creates drafts. A draft is a module with the
+inputs it reads and the tokens it can predict.
 
-Shapes: B texts, A anchors a text, L levels, N taps, D hidden size, U tokens it can name, S some of them.
+Shapes: B texts, A anchors per text, L levels, N taps, D hidden size, U tokens it can name, S some of them.
 """
 
 from __future__ import annotations
@@ -29,92 +29,90 @@ EVERY_ANCHOR: Final = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """Who is to be guessed: its files and what they hold."""
+    """The target model: its files and its opened weights."""
 
     files: ModelFiles
     model: OpenModel
 
     @property
     def config(self) -> ModelConfig:
-        """What it is."""
+        """The model's config."""
         return self.model.config
 
     @property
     def name(self) -> str:
-        """As cards and configs say it: without folders, which are nobody's business."""
+        """Name for cards and configs, without the path."""
         return Path(self.files.name).name
 
 
 class TrainableDraft(ABC):
-    """A draft that learns."""
+    """A draft that can be trained."""
 
-    module: nn.Module  # its weights; those that require a gradient are trained
-    scale_ND: Tensor  # what hidden states are multiplied by before it reads them; N is 0 where it reads none
-    ids: Tensor  # the tokens it can name, ascending, int64 [U]
-    vocab: int  # how many tokens its target has
-    depth: int  # the levels that are measured
-    learnt_depth: int  # the levels that are learnt: one, where the others are the same pass at the next place
-    one_pass: bool  # whether it guesses all levels of a tree in one pass; else a level in each
-    anchors: int = EVERY_ANCHOR  # of a text that a step computes, at most
+    module: nn.Module  # weights; those that require a gradient are trained
+    scale_ND: Tensor  # factors applied to hidden states before it reads them; N is 0 if it reads none
+    ids: Tensor  # tokens it can name, ascending, int64 [U]
+    vocab: int  # number of the target's tokens
+    depth: int  # levels that are measured
+    learnt_depth: int  # levels that are trained: 1 if deeper levels are the same pass one position later
+    one_pass: bool  # True if it predicts all levels of a tree in one pass; else one pass per level
+    anchors: int = EVERY_ANCHOR  # maximum number of anchors per text in a step
     last_norm: HeadNorm  # the norm before the output layer
 
     @abstractmethod
     def guessed(self, batch: BlockBatch, levels: int) -> Tensor:
-        """What the output layer reads of so many levels behind every anchor, [B, A, L, D]."""
+        """Inputs of the output layer for `levels` levels after each anchor, [B, A, L, D]."""
 
     @abstractmethod
     def logits(self, h: Tensor, before: Tensor, entries_S: Tensor | None = None) -> Tensor:
-        """The logits [..., S] of rows [..., D] behind tokens [...]: of entries of `ids`, or of all."""
+        """Logits [..., S] of rows [..., D] after tokens [...]: for entries of `ids`, or for all of them."""
 
     @abstractmethod
     def write(self, folder: Path, target: Target) -> None:
-        """Write it as a folder that `--draft` takes; raises OSError, and ModelError for weights that are not
-        finite.
-        """
+        """Write a folder that `--draft` accepts; raises OSError, and ModelError if a weight is not finite."""
 
     @abstractmethod
     def described(self) -> Description:
-        """What a card says of it."""
+        """Description for the model card."""
 
     def copy(self) -> Self:
-        """Another one with trained weights of its own, which are the same; the others are shared."""
+        """A copy with its own trained weights; frozen weights are shared."""
         return deepcopy(self, {id(p): p for p in self.module.parameters() if not p.requires_grad})
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A draft in words for its card."""
+    """Phrases that describe a draft on its card."""
 
-    library: str  # that hubs file it under
+    library: str  # library name for hubs
     tag: str
-    title: str  # what it is, behind "A"
-    does: str  # what it reads and how it guesses, behind "It"
-    kind: str  # with its layout and sizes
+    title: str  # noun phrase after "A"
+    does: str  # inputs and method, after "It"
+    kind: str  # with layout and sizes
     reads: str
-    of_target: str  # what its files hold of the target's weights
+    of_target: str  # target weights in its files
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beginning:
-    """What a draft that has not learnt anything is made of."""
+    """Inputs for creating an untrained draft."""
 
     target: Target
     dataset: TrainingSet
     seed: int
-    loss_of: Callable[[TrainableDraft], float]  # on some texts, the same ones every time
-    say: Callable[[str], None]  # to a person
+    loss_of: Callable[[TrainableDraft], float]  # on a fixed set of texts
+    say: Callable[[str], None]  # prints a line
 
 
 class Kind(ABC):
-    """A kind of draft, and what may be chosen about it: a frozen dataclass."""
+    """A kind of draft with its options; a frozen dataclass."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def check(self, target: ModelConfig, init: str | None) -> None:
-        """Raise ModelError for targets it does not fit, TuneError for what it cannot begin as.
+        """Raise ModelError for unsupported targets, TuneError for an unsupported `init`.
 
-        An `init` that names a draft is looked up, and opened: ModelError and its kind where there is none.
+        An `init` that names a draft is opened: raises ModelError or a subclass if there is none.
         """
 
     @abstractmethod
@@ -123,22 +121,22 @@ class Kind(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, object]:
-        """What a tuning that is gone on with has to have in common with this one."""
+        """Settings that must not change when a tuning is resumed."""
 
     @abstractmethod
     def new(self, init: str | None, beginning: Beginning) -> TrainableDraft:
-        """A draft before it has learnt anything; `init` as `specinfer tune` has it.
+        """An untrained draft; `init` is the option of `specinfer tune`.
 
         Raises TuneError and ModelError for an `init` that cannot be used.
         """
 
     @abstractmethod
     def blank(self, target: Target, scale_ND: Tensor, ids: list[int]) -> TrainableDraft:
-        """A draft whose trained weights are anybody's: a checkpoint's take their place."""
+        """A draft whose trained weights are arbitrary, to be replaced by a checkpoint's."""
 
 
 def entries_of(draft: TrainableDraft) -> Tensor:
-    """Where each of the target's tokens is among those the draft can name, int64 [V]; -1: it cannot."""
+    """Index of each target token in `draft.ids`, int64 [V]; -1: the draft cannot name it."""
     entry_V = torch.full((draft.vocab,), -1, dtype=torch.int64)
     entry_V[draft.ids] = torch.arange(len(draft.ids))
     return entry_V

@@ -1,10 +1,10 @@
-"""What a draft is worth: its guesses along held-out answers, and whether it replaces an older draft.
+"""Evaluation of drafts along held-out answers, and replacement of an older draft.
 
-These answers are greedy, so a guess is right where it is the token that came, and a chain of the draft's
-first guesses gains as many tokens as are right from its beginning on: what an engine would accept of it.
+The answers are greedy, so a guess is right if it equals the next token. A chain of the draft's first guesses
+gains as many tokens as are right from its start on, which is the number an engine would accept.
 
-A new draft replaces an older one only where its tokens a second are more by more than the standard error of
-the difference, answer by answer; both are measured along the same held-out answers and at the same costs.
+A new draft replaces an older one only if its tokens/s are higher by more than the standard error of the
+per-answer difference. Both are measured along the same held-out answers and at the same pass costs.
 """
 
 from __future__ import annotations
@@ -39,45 +39,47 @@ from specinfer.tune.head_draft import draft_of
 from specinfer.tune.small_model import read_small
 
 _TEXTS: Final = 64
-_ANCHORS: Final = 32  # of a text
-_AT_ONCE: Final = 4  # texts
-NEVER: Final = 1 << 40  # the rank of what a draft cannot name, or is not asked
-WIDEST: Final = 8  # guesses a level of the widest tree that is looked at
-BEFORE: Final = ".before"  # behind a folder's name: what it was until it was replaced
+_ANCHORS: Final = 32  # per text
+_BATCH_TEXTS: Final = 4  # texts per batch
+NEVER: Final = 1 << 40  # rank of a token that the draft cannot name, or was not computed for
+WIDEST: Final = 8  # maximum guesses per node in an evaluated tree
+BEFORE: Final = ".before"  # suffix of the backup of a replaced folder
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """How often guesses are right, at places of held-out answers."""
+    """Accuracy of guesses along held-out answers."""
 
-    hits: tuple[float, ...]  # of each level's first guess, where all before it were right
-    first_three: float  # how often the token is among the first level's three likeliest
-    tokens_per_pass: float  # of the target's, with a chain of first guesses: 1 without any luck
+    # per level: probability that the first guess is right, given that all before it were
+    hits: tuple[float, ...]
+    first_three: float  # probability that the token is among the first level's three likeliest
+    tokens_per_pass: float  # tokens per target pass with a chain of first guesses; at least 1
     places: int
-    pooled: float | None = None  # the same beside chains of the members before it; None: there are none
+    # the same with the longest chain of this draft and the earlier members; None: no pool
+    pooled: float | None = None
 
     @property
     def worth(self) -> float:
-        """By which drafts of one training are compared."""
+        """The number by which drafts of one training are compared."""
         return self.tokens_per_pass if self.pooled is None else self.pooled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Along:
-    """How likely a draft thought the tokens that came, at places of held-out answers.
+    """Ranks that a draft gives to the true tokens along held-out answers.
 
-    P places, L levels.
+    P positions, L levels.
     """
 
-    # int64: how many tokens it thought likelier. `NEVER` where it cannot name it, and behind a token that was
-    # not among the `WIDEST` likeliest: so far down no tree is right.
+    # int64: number of tokens the draft ranks higher. `NEVER` if it cannot name the token, and after a token
+    # outside the `WIDEST` likeliest, where no evaluated tree is right.
     ranks_PL: Tensor
-    texts_P: Tensor  # int64: the text each place is of
+    texts_P: Tensor  # int64: text of each position
 
     def accepted(self, widths: Sequence[int]) -> Tensor:
-        """How many levels of a tree with so many guesses a level are right from the root on, int64 [P].
+        """Number of accepted levels of a tree with these widths, int64 [P].
 
-        At most as many as there are levels here.
+        Limited to the levels measured here.
         """
         assert max(widths, default=0) <= WIDEST
         levels = min(len(widths), self.ranks_PL.shape[1])
@@ -86,7 +88,7 @@ class Along:
 
 
 def held_out_texts(corpus: Corpus) -> list[TunedText]:
-    """The first of what is held out, and what is learnt from where nothing is held out yet."""
+    """The first held-out texts, or the first training texts if nothing is held out yet."""
     held_out = corpus.count(held_out=True) > 0
     count = min(_TEXTS, corpus.count(held_out=held_out))
     texts = [corpus.text(number, held_out=held_out) for number in range(count)]
@@ -95,7 +97,7 @@ def held_out_texts(corpus: Corpus) -> list[TunedText]:
 
 @torch.inference_mode()
 def along(draft: TrainableDraft, texts: Sequence[TunedText]) -> Along:
-    """What a draft makes of the texts' tokens; the same places for every draft, and every time."""
+    """Rank the true tokens of the texts; every call uses the same positions."""
     entry_V = entries_of(draft)
     ranks: list[Tensor] = [torch.zeros(0, draft.depth, dtype=torch.int64)]
     of_texts: list[Tensor] = [torch.zeros(0, dtype=torch.int64)]
@@ -107,8 +109,8 @@ def along(draft: TrainableDraft, texts: Sequence[TunedText]) -> Along:
         for level in range(draft.depth):
             alive_BA &= wanted_BAL[..., level] >= 0
             logits_RU = draft.logits(h_BALD[alive_BA, level], batch.before_BAL[alive_BA, level])
-            theirs_R1 = logits_RU.gather(1, wanted_BAL[alive_BA, level][:, None])
-            ranks_BAL[alive_BA, level] = (logits_RU > theirs_R1).sum(dim=1)
+            true_R1 = logits_RU.gather(1, wanted_BAL[alive_BA, level][:, None])
+            ranks_BAL[alive_BA, level] = (logits_RU > true_R1).sum(dim=1)
             alive_BA &= ranks_BAL[..., level] < WIDEST
         anchors = batch.valid_BAL[..., 0]
         ranks.append(ranks_BAL[anchors])
@@ -117,12 +119,12 @@ def along(draft: TrainableDraft, texts: Sequence[TunedText]) -> Along:
 
 
 def measure(draft: TrainableDraft, texts: Sequence[TunedText], earlier: Sequence[Along] = ()) -> Figures:
-    """The figures of a draft; `earlier` are other members of its pool, along the same texts."""
+    """Figures of a draft; `earlier` are other members of its pool along the same texts."""
     return figures_of(along(draft, texts), earlier)
 
 
 def figures_of(own: Along, earlier: Sequence[Along] = ()) -> Figures:
-    """The figures of a draft of which this is known."""
+    """Figures from ranks."""
     places, depth = own.ranks_PL.shape
     if not places:
         return Figures((0.0,) * depth, 0.0, 1.0, 0)
@@ -138,18 +140,18 @@ def figures_of(own: Along, earlier: Sequence[Along] = ()) -> Figures:
 
 
 def _batches(draft: TrainableDraft, texts: Sequence[TunedText]) -> Iterator[tuple[int, BlockBatch]]:
-    """Blocks of some places of a few texts at a time, behind the number of the first of these."""
+    """Blocks at some positions of a few texts at a time, each with the number of its first text."""
     generator = torch.Generator().manual_seed(0)
-    for start in range(0, len(texts), _AT_ONCE):
-        part = texts[start : start + _AT_ONCE]
+    for start in range(0, len(texts), _BATCH_TEXTS):
+        part = texts[start : start + _BATCH_TEXTS]
         anchors = [anchors_of(text, _ANCHORS, generator) for text in part]
         yield start, block_batch(part, anchors, draft.depth, draft.scale_ND)
 
 
 def open_draft(folder: Path, target: Target) -> HeadFolder | OpenModel:
-    """The head or small model in a folder, with the target's tokens; reads no weights.
+    """Open the head or small model in a folder, with the target's tokens; reads no weights.
 
-    Raises ModelError and its kind where it cannot be used, or cannot be measured along known texts.
+    Raises ModelError or a subclass if it cannot be used, or cannot be measured along known texts.
     """
     if is_head(folder):
         head = open_head(folder, target.model)
@@ -170,26 +172,26 @@ def open_draft(folder: Path, target: Target) -> HeadFolder | OpenModel:
 
 
 def read_draft(folder: Path, target: Target, depth: int) -> TrainableDraft:
-    """The head or small model in a folder, which reads hidden states as the target leaves them.
+    """Read the head or small model in a folder, for unscaled hidden states.
 
-    `depth` is how many levels of a small model are measured; a head has its own. Raises as `open_draft`.
+    `depth` is the number of measured levels of a small model; a head has its own. Raises as `open_draft`.
     """
     opened = open_draft(folder, target)
     if not isinstance(opened, HeadFolder):
         return read_small(opened, depth)
     head = opened.module(target.model)
-    assert isinstance(head, BlockHead | EagleHead)  # as open_draft has seen
+    assert isinstance(head, BlockHead | EagleHead)  # checked by open_draft
     scale_ND = torch.ones(len(head.config.taps), head.config.target_hidden_size)
     return draft_of(head, scale_ND)
 
 
 @dataclass(frozen=True, slots=True)
 class PairedComparison:
-    """Two drafts along the same answers, in tokens a second."""
+    """Two drafts along the same answers, in tokens/s."""
 
     new: float
     old: float
-    gain: float  # the mean of the differences, answer by answer
+    gain: float  # mean per-answer difference
     error: float  # its standard error
     answers: int
 
@@ -203,11 +205,11 @@ class PairedComparison:
 
     @property
     def better(self) -> bool:
-        """Whether the new one takes the old one's place."""
+        """True if the new draft should replace the old one."""
         return self.gain > self.error
 
-    def told(self, folder: Path) -> str:
-        """Why it did or did not, in a line."""
+    def summary(self, folder: Path) -> str:
+        """The verdict in one line."""
         done, than = ("is replaced", "more") if self.better else ("stays", "not more")
         return (
             f"{folder} {done}: on {self.answers} held-out answers the new one makes {self.new:.2f} tokens/s "
@@ -220,13 +222,11 @@ class Incumbent:
     """The draft that may be replaced: a head, a small model or a pool of these."""
 
     def __init__(self, folder: Path, target: Target) -> None:
-        """Raises TuneError where there is nothing to be replaced, ModelError and its kind where it cannot be
-        used with this target.
-        """
+        """Raises TuneError if there is no draft to replace, ModelError if it does not fit the target."""
         if not folder.is_dir():
             before = folder.with_name(folder.name + BEFORE)
             hint = f"; {before} is there: rename it" if before.is_dir() else "; give --out alone"
-            raise TuneError(f"there is no folder {folder} whose draft could be replaced{hint}")
+            raise TuneError(f"the folder of the draft to replace, {folder}, does not exist{hint}")
         self.folder = folder
         self.members = [folder]
         self._target = target
@@ -236,29 +236,29 @@ class Incumbent:
                 raise ModelError(f"the pool {folder} was tuned for {pool.target}; name that model")
             self.members = member_folders(folder, pool)
         elif not (folder / "config.json").is_file():
-            raise TuneError(f"{folder} holds no draft and no pool that could be replaced; give --out alone")
+            raise TuneError(f"{folder} holds neither a draft nor a pool to replace; give --out alone")
         for member in self.members:
-            open_draft(member, target)  # before anything is trained
+            open_draft(member, target)  # fail before training starts
 
     def taps(self) -> tuple[int, ...]:
         """The layers whose inputs its heads read."""
         return tuple(sorted({tap for member in self.members for tap in taps_of(member, self._target)}))
 
     def drafts(self, depth: int) -> list[TrainableDraft]:
-        """Its drafts; `depth` as `read_draft`."""
+        """Its drafts; `depth` as for `read_draft`."""
         return [read_draft(member, self._target, depth) for member in self.members]
 
 
 def taps_of(folder: Path, target: Target) -> tuple[int, ...]:
-    """The layers whose inputs a draft reads: none, where it is a model."""
+    """The layers whose inputs a draft reads; none for a language model."""
     draft = open_draft(folder, target)
     return draft.config.taps if isinstance(draft, HeadFolder) else ()
 
 
 def replace_folder(new: Path, old: Path) -> None:
-    """Put what `new` holds, but for its work, in the place of `old`, which is kept as OLD.before.
+    """Replace `old` by the contents of `new` without its `work`; the old folder is kept as OLD.before.
 
-    Whoever reads the folder finds the old draft or the new one whole, or for an instant none. Raises OSError.
+    A reader finds the old draft or the new one complete, or for an instant no folder. Raises OSError.
     """
     before = old.with_name(old.name + BEFORE)
     fresh = Path(tempfile.mkdtemp(dir=old.parent, prefix=f"{old.name}.", suffix=".partial"))

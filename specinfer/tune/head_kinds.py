@@ -1,4 +1,4 @@
-"""Block heads and EAGLE heads as kinds of draft: their sizes for a target, and what they begin as."""
+"""Block heads and EAGLE heads as kinds of draft: config for a target, and initial weights."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from specinfer.tune.initial_head import (
     Head,
     begin_as_target,
     body_of,
+    calibrate_norm,
     check_trainable,
     frequent_tokens,
     learn_pairs,
     new_head,
     scale_of,
-    tune_loudness,
 )
 
 Layout = Literal["specinfer", "dspark"]
-_SOLVED_BY: Final = 1000  # texts by which a head begins as its target
+_INIT_TEXTS: Final = 1000  # texts used to initialize a head from its target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +44,18 @@ class TrainableHeadKind(Kind):
     """A head whose layers have the sizes of the target's."""
 
     layers: int = 1
-    depth: int = 5  # tokens on end that it learns to guess
-    vocabulary: int | None = None  # tokens it can name, at most; None: as usual, or as one to go on from
+    depth: int = 5  # number of consecutive tokens that it learns to predict
+    # maximum number of tokens it can name; None: the default, or as the head in `init`
+    vocabulary: int | None = None
 
     @property
     def begins_as_target(self) -> bool:
-        """Whether it can begin with its target's layers, which is what it does then as a rule."""
+        """True if it can be initialized from its target's layers, which is then the default."""
         return False
 
     @abstractmethod
     def config(self, target: ModelConfig, taps: tuple[int, ...]) -> BlockConfig | EagleConfig:
-        """The head's config; raises ModelError for targets it does not fit."""
+        """The head's config; raises ModelError for unsupported targets."""
 
     def draft(self, head: Head, scale_ND: Tensor) -> HeadDraft:
         """The head as a draft."""
@@ -80,7 +81,7 @@ class TrainableHeadKind(Kind):
         return {"kind": self.name, **asdict(self), "vocabulary": self.vocabulary or USUAL_VOCABULARY}
 
     def new(self, init: str | None, beginning: Beginning) -> HeadDraft:
-        """A head that knows what can be had without learning, a random one, or an exported one."""
+        """A head initialized from the target, at random, or from an exported head."""
         target, dataset = beginning.target, beginning.dataset
         config = self.config(target.config, default_taps(target.config))
         scale_ND = scale_of(dataset)
@@ -92,10 +93,10 @@ class TrainableHeadKind(Kind):
         head = new_head(config, target.model, ids, beginning.seed)
         draft = self.draft(head, scale_ND)
         if init == "target":
-            assert isinstance(head, BlockHead)  # no other begins so
+            assert isinstance(head, BlockHead)  # no other kind of head begins as its target
             learn_pairs(head, dataset, entries_of(draft))
-            begin_as_target(head, target.model, first_texts(dataset, _SOLVED_BY), scale_ND)
-            beginning.say(f"the head begins with a loss of {tune_loudness(draft, beginning.loss_of):.2f}")
+            begin_as_target(head, target.model, first_texts(dataset, _INIT_TEXTS), scale_ND)
+            beginning.say(f"the head begins with a loss of {calibrate_norm(draft, beginning.loss_of):.2f}")
         return draft
 
     def blank(self, target: Target, scale_ND: Tensor, ids: list[int]) -> HeadDraft:
@@ -109,15 +110,15 @@ class BlockKind(TrainableHeadKind):
     """A causal block head."""
 
     name = "block"
-    # Rows begin with the target's last hidden state, and its output layer is used; or, as vLLM reads it, rows
-    # begin with embeddings, and the output layer is the head's own.
+    # specinfer: rows begin with the target's last hidden state, and the head uses the target's output layer.
+    # dspark (vLLM): rows begin with embeddings, and the head has its own output layer.
     layout: Layout = "specinfer"
-    markov_rank: int = 64  # of the term by which a guess depends on the token before it
-    anchors: int = USUAL_ANCHORS  # of a text that a step computes, at most
+    markov_rank: int = 64  # rank of the term that conditions a guess on the token before it
+    anchors: int = USUAL_ANCHORS  # maximum anchors per text in a step
 
     @property
     def begins_as_target(self) -> bool:
-        """In the layout that reads the target's last hidden state."""
+        """True for the layout that reads the target's last hidden state."""
         return self.layout == "specinfer"
 
     def draft(self, head: Head, scale_ND: Tensor) -> HeadDraft:
@@ -125,7 +126,7 @@ class BlockKind(TrainableHeadKind):
         return draft_of(head, scale_ND, self.anchors)
 
     def facts(self) -> dict[str, object]:
-        """The head's shape; anchors are how it is trained."""
+        """The head's shape; `anchors` is a training option and left out."""
         facts = super().facts()
         del facts["anchors"]
         return facts
@@ -133,8 +134,8 @@ class BlockKind(TrainableHeadKind):
     def config(self, target: ModelConfig, taps: tuple[int, ...]) -> BlockConfig:
         """A head whose layers have the sizes of the target's.
 
-        The tokens behind a block's anchor are guessed from rows of the target's end of text, from which no
-        block ever hangs. Raises ModelError for targets it does not fit.
+        The mask token is the target's end of text, which is never the anchor of a block. Raises ModelError
+        for unsupported targets.
         """
         check_trainable(target)
         config = BlockConfig(
@@ -154,12 +155,12 @@ class BlockKind(TrainableHeadKind):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleKind(TrainableHeadKind):
-    """A head that makes a pass a level."""
+    """A head that makes one pass per level."""
 
     name = "eagle"
 
     def config(self, target: ModelConfig, taps: tuple[int, ...]) -> EagleConfig:
-        """A head whose layers have the sizes of the target's; raises ModelError where it does not fit."""
+        """A head whose layers have the sizes of the target's; raises ModelError for unsupported targets."""
         check_trainable(target)
         config = EagleConfig(
             body=body_of(target, Family.LLAMA, self.layers),
@@ -173,6 +174,6 @@ class EagleKind(TrainableHeadKind):
 
 
 def default_taps(target: ModelConfig) -> tuple[int, ...]:
-    """The layers a head reads: an early one, one in the middle and one near the end, as EAGLE-3 does."""
+    """The tapped layers: an early one, one in the middle and one near the end, as in EAGLE-3."""
     layers = target.num_layers
     return tuple(sorted({min(2, layers), layers // 2, max(layers - 3, 0)}))

@@ -1,13 +1,13 @@
-"""A head before it is trained: random matrices, or what its target's weights and answers say already.
+"""Initial weights of a head: random, or computed from its target's weights and answers.
 
-A head that begins with random numbers spends most of a short training on what can be had for nothing:
+A randomly initialized head spends most of a short training on parts that can be computed directly:
 
-    pairs    which tokens follow which: counts of the target's own laws, as the Markov term
-    layers   the target's last ones, which turn a hidden state into the next one's beginning
-    entry    what the last hidden state and the next token say of the states to come, by least squares
-    norm     the last one, scaled so that the loss is least
+    pairs    bigram statistics from the target's distributions, as the Markov term
+    layers   the target's last layers, which produce the hidden state that the next token is predicted from
+    entry    a least-squares prediction of later hidden states from the last hidden state and the next token
+    norm     the last norm, scaled to minimize the loss
 
-Shapes: N taps, D hidden size, R rows of a block, X = 2 D values that a row is made of, U tokens it can name,
+Shapes: N taps, D hidden size, R rows of a block, X = 2 D input values of a row, U tokens it can name,
 M rank of the Markov term.
 """
 
@@ -35,16 +35,16 @@ from specinfer.tune.dataset import Corpus, TrainingSet, TunedText, first_texts
 from specinfer.tune.draft import TrainableDraft
 
 Head = BlockHead | EagleHead
-USUAL_VOCABULARY: Final = 8192  # tokens that a new head can name, where nothing else is asked for
-_FAINT: Final = 0.1  # of the target's output layer, to begin with
-_LOUD: Final = 4.0  # times the usual deviation of what layers add
-_SCALED_BY: Final = 64  # texts whose hidden states say how large these are
-_LEAST: Final = 1e-6  # of a size that something is divided by
-_LOUDNESSES: Final = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05)
-_LEAST_CHANCE: Final = 1e-3  # of a token that is counted
-_SHRUNK: Final = 3.0  # imagined tokens behind each token, that follow as tokens do on the whole
-_ROWS: Final = 60_000  # of texts that are enough for least squares
-_RIDGE: Final = 1e-2  # of the mean square of what is known
+USUAL_VOCABULARY: Final = 8192  # default number of tokens that a new head can name
+_OUTPUT_SCALE: Final = 0.1  # initial scale of the target's output layer
+_LAYER_SCALE: Final = 4.0  # initial scale of the layers' output matrices, over the usual deviation
+_SCALE_TEXTS: Final = 64  # texts from which the scale of hidden states is measured
+_MIN_DIVISOR: Final = 1e-6  # lower bound of a divisor
+_NORM_SCALES: Final = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05)
+_MIN_PROB: Final = 1e-3  # below it a label is not counted
+_PSEUDO_COUNTS: Final = 3.0  # pseudo-counts per token, distributed as tokens overall
+_ROWS: Final = 60_000  # rows that suffice for least squares
+_RIDGE: Final = 1e-2  # times the mean square of the inputs
 _PRODUCTS: Final = ("self_attn.o_proj", "mlp.down_proj")
 _BEHIND_NORMS: Final = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -53,7 +53,7 @@ _BEHIND_NORMS: Final = {
 
 
 def body_of(target: ModelConfig, family: Family, layers: int) -> ModelConfig:
-    """So many layers of the target's sizes; those of QWEN3 norm queries and keys."""
+    """Config of `layers` layers of the target's sizes; those of QWEN3 normalize queries and keys."""
     rope = target.rope if target.rope is not None else Rope(10000.0)
     return ModelConfig(
         family=family,
@@ -76,7 +76,7 @@ def body_of(target: ModelConfig, family: Family, layers: int) -> ModelConfig:
 
 
 def check_trainable(target: ModelConfig) -> None:
-    """Raise ModelError for targets whose layers are not what is trained here."""
+    """Raise ModelError for targets whose layers cannot be trained here."""
     if target.activation is not Activation.SILU or not target.plain_layers:
         raise ModelError(
             f"no draft can be trained for {target.family} yet; supported: Llama, Mistral and Qwen"
@@ -84,7 +84,7 @@ def check_trainable(target: ModelConfig) -> None:
 
 
 def likely_tokens(corpus: Corpus, vocab: int) -> Tensor:
-    """All tokens, first those that the target thinks likeliest over all answers to learn from, int64 [V]."""
+    """All tokens by descending total probability under the target over the collected answers, int64 [V]."""
     masses_V = torch.zeros(vocab, dtype=torch.float64)
     for shard in corpus.shards():
         ids, logprobs = shard.labels()
@@ -93,32 +93,32 @@ def likely_tokens(corpus: Corpus, vocab: int) -> Tensor:
 
 
 def frequent_tokens(corpus: Corpus, count: int, vocab: int) -> list[int]:
-    """The `count` tokens that the target thinks likeliest, ascending."""
+    """The `count` tokens with the largest total probability, in ascending order."""
     ids: list[int] = likely_tokens(corpus, vocab)[:count].sort().values.tolist()
     return ids
 
 
 def scale_of(dataset: TrainingSet) -> Tensor:
-    """`sizes_of` the first texts to learn from."""
-    return sizes_of(first_texts(dataset, _SCALED_BY))
+    """`sizes_of` the first training texts."""
+    return sizes_of(first_texts(dataset, _SCALE_TEXTS))
 
 
 def sizes_of(texts: Iterable[TunedText]) -> Tensor:
-    """What to multiply hidden states by so that each of their values is about 1 in size, float32 [N, D].
+    """Factors that bring each component of the hidden states to a root mean square of 1, float32 [N, D].
 
-    Some values of a target's hidden states are a thousand times as large as others: left so, a head would
-    learn from those alone for long.
+    Some components of a target's hidden states are a thousand times as large as others. Unscaled, a head
+    learns from these alone for a long time.
     """
     squares: Tensor | None = None
     rows = 0
     for text in texts:
-        # The first token's states are like no other's, in most targets by far the largest.
+        # In most targets the first token's states are by far the largest, so they are left out.
         taps_TND = text.taps_TND[1:].double()
         found_ND = taps_TND.square().sum(dim=0)
         squares = found_ND if squares is None else squares + found_ND
         rows += len(taps_TND)
     assert squares is not None
-    return (squares / max(rows, 1)).sqrt().clamp(min=_LEAST).reciprocal().float()
+    return (squares / max(rows, 1)).sqrt().clamp(min=_MIN_DIVISOR).reciprocal().float()
 
 
 def head_of(config: BlockConfig | EagleConfig, ids: list[int], tables: Tables) -> Head:
@@ -129,10 +129,10 @@ def head_of(config: BlockConfig | EagleConfig, ids: list[int], tables: Tables) -
 
 
 def new_head(config: BlockConfig | EagleConfig, target: OpenModel, ids: list[int], seed: int) -> Head:
-    """A head of random matrices, but for the target's output layer and last norm.
+    """A randomly initialized head with the target's output layer and last norm.
 
-    Left at that, it would be sure that its anchor comes again, where embeddings and output layer are one
-    table: so its guesses begin faint, and what its layers add to the embedding larger than that.
+    With tied embeddings an unscaled head would predict its anchor again with certainty. So the logits are
+    scaled down at first, and the layers' outputs are scaled up relative to the embedding.
     """
     tables = Tables(target_embedding(target), target_head(target, ids))
     head = head_of(config, ids, tables)
@@ -140,40 +140,40 @@ def new_head(config: BlockConfig | EagleConfig, target: OpenModel, ids: list[int
     initialise(head, generator)
     with torch.no_grad():
         if config.own_head:
-            head.lm_head.weight.copy_(_FAINT * tables.head_UD)
+            head.lm_head.weight.copy_(_OUTPUT_SCALE * tables.head_UD)
         for layer in head.layers:
             assert isinstance(layer, HeadLayer)
-            layer.self_attn.o_proj.weight.mul_(_LOUD)
-            layer.mlp.down_proj.weight.mul_(_LOUD)
+            layer.self_attn.o_proj.weight.mul_(_LAYER_SCALE)
+            layer.mlp.down_proj.weight.mul_(_LAYER_SCALE)
         norm_D = target.read_rows("model.norm.weight", 0, config.body.hidden_size).float()
-        loudness = 1.0 if config.own_head else _FAINT
-        head.norm.weight.copy_(loudness * (norm_D + target.config.norm_weight_offset))
-        # What is read is about 1 in size, and so is what comes of it.
+        scale = 1.0 if config.own_head else _OUTPUT_SCALE
+        head.norm.weight.copy_(scale * (norm_D + target.config.norm_weight_offset))
+        # Inputs have a root mean square of about 1; keep this for the output.
         head.fc.weight.mul_(1 / (0.02 * math.sqrt(head.fc.in_features)))
         if isinstance(head, BlockHead) and head.config.reads_last:
             head.entry.weight.mul_(1 / (0.02 * math.sqrt(head.entry.in_features)))
     return head
 
 
-def tune_loudness(draft: TrainableDraft, loss: Callable[[TrainableDraft], float]) -> float:
-    """Multiply the last norm by what makes the loss least, of a few values; the loss."""
+def calibrate_norm(draft: TrainableDraft, loss: Callable[[TrainableDraft], float]) -> float:
+    """Scale the last norm by the candidate factor with the smallest loss; return that loss."""
     norm = draft.last_norm
     whole_D = norm.weight.detach().clone()
     found: list[tuple[float, float]] = []
     with torch.no_grad():
-        for loudness in _LOUDNESSES:
-            norm.weight.copy_(whole_D * loudness)
-            found.append((loss(draft), loudness))
-        least, best = min(found)
+        for scale in _NORM_SCALES:
+            norm.weight.copy_(whole_D * scale)
+            found.append((loss(draft), scale))
+        smallest, best = min(found)
         norm.weight.copy_(whole_D * best)
-    return least
+    return smallest
 
 
 def learn_pairs(head: BlockHead, dataset: TrainingSet, entry_V: Tensor) -> None:
-    """Make the Markov term the law of a token behind the one before it, as far as its rank goes.
+    """Set the Markov term to the distribution of a token given the one before it, up to its rank.
 
-    The law is a mean of the target's own, shrunk to how frequent tokens are. `entry_V` is where tokens are
-    among those the head can name, -1: they are not.
+    The distribution is the mean of the target's own, shrunk toward the token frequencies. `entry_V` maps
+    tokens to entries the head can name; -1: it cannot.
     """
     rank, named = head.config.markov_rank, head.config.draft_vocab_size
     vocab = head.config.body.vocab_size
@@ -181,9 +181,9 @@ def learn_pairs(head: BlockHead, dataset: TrainingSet, entry_V: Tensor) -> None:
     singles_U = torch.zeros(named).index_add_(0, places[1], masses) + 0.1
     singles_U /= singles_U.sum()
     seen_V = torch.zeros(vocab).index_add_(0, places[0], masses)
-    # What is above the law of all tokens, as a logarithm; 0 for pairs that were never seen.
-    above = (1 + masses / (_SHRUNK * singles_U[places[1]])).log()
-    weight_V = (seen_V + 0.5).sqrt()  # rows that are seen often have to be right
+    # Log ratio to the marginal distribution; 0 for pairs that were never seen.
+    above = (1 + masses / (_PSEUDO_COUNTS * singles_U[places[1]])).log()
+    weight_V = (seen_V + 0.5).sqrt()  # frequent rows need smaller errors
     law_VU = torch.sparse_coo_tensor(
         places, above * weight_V[places[0]], (vocab, named), check_invariants=True
     )
@@ -192,7 +192,7 @@ def learn_pairs(head: BlockHead, dataset: TrainingSet, entry_V: Tensor) -> None:
         torch.manual_seed(0)
         left_VM, sizes_M, right_UM = torch.svd_lowrank(law_VU, q=kept, niter=3)
     left_VM = left_VM / weight_V[:, None]
-    # The same product, with both sides about as large.
+    # The same product, with both factors of similar norm.
     balance_M = (left_VM.norm(dim=0).clamp(min=1e-9) / right_UM.norm(dim=0).clamp(min=1e-9)).sqrt()
     root_M = sizes_M.sqrt()
     markov = head.markov_head
@@ -206,14 +206,14 @@ def learn_pairs(head: BlockHead, dataset: TrainingSet, entry_V: Tensor) -> None:
 
 
 def begin_as_target(head: BlockHead, target: OpenModel, texts: Iterable[TunedText], scale_ND: Tensor) -> None:
-    """Make layers and norms the target's last ones, and the entry what least squares say of the last tap.
+    """Initialize layers and norms from the target's last ones, and the entry by least squares.
 
-    The head reads its last tap alone, to begin with.
+    At first the head reads its last tap alone.
     """
     last = scale_ND.shape[0] - 1
     size = scale_ND.shape[1]
     with torch.no_grad():
-        # Fused is the last tap as it is, divided by its size alone.
+        # The fused input is the last tap, divided by its root mean square.
         head.fc.weight.zero_()
         sizes_D = scale_ND[last].reciprocal()
         head.fc.weight[:, last * size :] = torch.diag(sizes_D * math.sqrt(size) / sizes_D.norm())
@@ -230,7 +230,7 @@ def begin_as_target(head: BlockHead, target: OpenModel, texts: Iterable[TunedTex
 
 
 def _pairs(dataset: TrainingSet, entry_V: Tensor, named: int) -> tuple[Tensor, Tensor]:
-    """Tokens before [0] and entries behind them [1], with the target's probabilities added up."""
+    """Pairs of previous token [0] and next entry [1], with the target's probabilities summed."""
     codes: list[Tensor] = []
     masses: list[Tensor] = []
     for number in range(len(dataset)):
@@ -238,7 +238,7 @@ def _pairs(dataset: TrainingSet, entry_V: Tensor, named: int) -> tuple[Tensor, T
         before_R = text.tokens_T[text.prompt - 1 : -1]
         entries_RK = entry_V[text.label_ids_RK]
         chances_RK = text.label_logprobs_RK.exp() * text.weights_R[:, None]
-        known_RK = (entries_RK >= 0) & (chances_RK >= _LEAST_CHANCE)
+        known_RK = (entries_RK >= 0) & (chances_RK >= _MIN_PROB)
         codes.append((before_R[:, None] * named + entries_RK)[known_RK])
         masses.append(chances_RK[known_RK])
     code, where = torch.unique(torch.cat(codes), return_inverse=True)
@@ -247,9 +247,9 @@ def _pairs(dataset: TrainingSet, entry_V: Tensor, named: int) -> tuple[Tensor, T
 
 
 def _take(layer: HeadLayer, target: OpenModel, prefix: str) -> None:
-    """Copy a layer of the target's; what norms multiply by goes into the products behind them.
+    """Copy a layer of the target's, with norm weights folded into the matrices after them.
 
-    So keys and values can be made of what has no such factors.
+    Keys and values can then be computed from inputs without norm weights.
     """
 
     def read(name: str) -> Tensor:
@@ -270,7 +270,7 @@ def _take(layer: HeadLayer, target: OpenModel, prefix: str) -> None:
 
 
 def _solve_entry(head: BlockHead, texts: Iterable[TunedText], scale_ND: Tensor) -> Tensor:
-    """Solve for the entry: each row begins as the last tap will be at its place. Some of what is known."""
+    """Solve for the entry: each row predicts the last tap at its position. Returns some of the inputs."""
     size, rows = head.config.body.hidden_size, head.config.block_size
     squares_XX = torch.zeros(2 * size, 2 * size)
     products_XY = torch.zeros(2 * size, rows * size)
@@ -278,7 +278,7 @@ def _solve_entry(head: BlockHead, texts: Iterable[TunedText], scale_ND: Tensor) 
     kept: list[Tensor] = []
     for text in texts:
         taps_TND = text.taps_TND
-        anchors = torch.arange(2, len(taps_TND) - rows)  # the first token's states are like no other's
+        anchors = torch.arange(2, len(taps_TND) - rows)  # skips the first token's states, which are outliers
         if not len(anchors):
             continue
         fused_TD = head.fused(taps_TND.float() * scale_ND)
@@ -299,7 +299,7 @@ def _solve_entry(head: BlockHead, texts: Iterable[TunedText], scale_ND: Tensor) 
 
 
 def _size_norms(layer: HeadLayer, known_RX: Tensor, entry_DX: Tensor) -> None:
-    """The norms of queries and keys, which the target may not have: as large as these mostly are there."""
+    """Set the norms of queries and keys, which the target may lack, to the measured root mean squares."""
     attention = layer.self_attn
     if not len(known_RX) or not hasattr(attention, "q_norm"):
         return

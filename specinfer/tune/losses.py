@@ -1,17 +1,18 @@
-"""Losses: how far what a draft guesses is from the target's law, place by place.
+"""Losses between a draft's distribution and the target's, position by position.
 
-The target's law p is known by its K likeliest tokens; the rest of it is one mass. The draft's law q is over
-the tokens it can name, of which a shortlist is computed: those that matter to this batch, and a few of all
-others, whose logits are raised by as much as they stand for, so that the sum over all is right on average.
+The target's distribution p is known for its K likeliest tokens; the rest is one lumped mass. The draft's
+distribution q is over the tokens it can name, and a shortlist of these is computed: the tokens with most
+label mass in the batch, and a sample of all others. The sampled logits are raised to compensate, so that the
+sum over all tokens is right in expectation.
 
-    kl       sum p log(p / q)       all of the target's choices matter, in proportion
-    hybrid   w kl + (1 - w) tv      kl where they are far apart: w = e^(-3 sum min(p, q)); then the total
+    kl       sum p log(p / q)       every choice of the target counts in proportion
+    hybrid   w kl + (1 - w) tv      w = e^(-3 sum min(p, q)): kl where p and q differ much, else total
                                     variation, tv = 1 - sum min(p, q)
 
-Losses are sums, so those of a step's parts are added up; and all parts have one shortlist, so that the
-gradient does not depend on how many parts there are.
+Losses are sums, so the parts of a step add up. All parts share one shortlist, so that the gradient does not
+depend on the number of parts.
 
-Shapes: R places, K labels, S shortlisted tokens, U tokens the draft can name, V tokens of the target.
+Shapes: R positions, K labels, S shortlisted tokens, U tokens the draft can name, V tokens of the target.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from specinfer.tune.draft import TrainableDraft
 
 Loss = Literal["hybrid", "kl"]
 LOSSES: Final[tuple[Loss, ...]] = get_args(Loss)
-_DRAWN: Final = 0.25  # of a shortlist: drawn from all that is not in it by right
+_DRAWN: Final = 0.25  # fraction of a shortlist that is sampled from the remaining tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shortlist:
-    """Some of the tokens a head can name, standing for all."""
+    """A subset of the tokens a head can name, weighted to represent all of them."""
 
-    entries_S: Tensor  # among the U, int64, each once
-    raised_S: Tensor  # what is added to their logits
-    places_RK: Tensor  # where the labels are in it; 0 where they are not
-    chances_RK: Tensor  # p of the labels; 0 where they are not in it
+    entries_S: Tensor  # indices into the U, int64, distinct
+    raised_S: Tensor  # added to their logits
+    places_RK: Tensor  # indices of the labels in the shortlist; 0 if absent
+    chances_RK: Tensor  # p of the labels; 0 if absent
 
     def parts(self, counts: list[int]) -> list[Shortlist]:
-        """The same for so many places each, one behind the other."""
+        """Split by positions into consecutive parts of these counts."""
         of_parts = zip(torch.split(self.places_RK, counts), torch.split(self.chances_RK, counts), strict=True)
         return [replace(self, places_RK=places, chances_RK=chances) for places, chances in of_parts]
 
@@ -51,9 +52,9 @@ class Shortlist:
 def shortlist(
     entries_RK: Tensor, chances_RK: Tensor, named: int, size: int, generator: torch.Generator
 ) -> Shortlist:
-    """A shortlist of `size` of the `named` tokens, for labels with these chances.
+    """A shortlist of `size` of the `named` tokens, for labels with these probabilities.
 
-    `entries_RK` are the labels among the tokens that can be named, -1 for others.
+    `entries_RK` are indices of the labels among the nameable tokens, -1 for others.
     """
     known = entries_RK >= 0
     chances_RK = chances_RK * known
@@ -74,15 +75,15 @@ def shortlist(
     place_U = torch.full((named,), -1, dtype=torch.int64, device=entries_RK.device)
     place_U[entries_S] = torch.arange(size, device=entries_RK.device)
     places_RK = place_U[clamped]
-    # A label that was drawn for many others says nothing of them: only those in it by right are learnt from.
-    right = (places_RK >= 0) & (places_RK < size - drawn)
-    return Shortlist(entries_S, raised_S, places_RK.clamp(min=0), chances_RK * right)
+    # A sampled label stands for many other tokens, so only labels that were not sampled are learned from.
+    unsampled = (places_RK >= 0) & (places_RK < size - drawn)
+    return Shortlist(entries_S, raised_S, places_RK.clamp(min=0), chances_RK * unsampled)
 
 
 def losses(kind: Loss, logits_RS: Tensor, short: Shortlist) -> Tensor:
-    """The loss of each place, [R], of the head's logits for a shortlist, `raised_S` not yet added.
+    """The loss of each position, [R], from the head's logits for a shortlist, before `raised_S` is added.
 
-    Where none of the labels can be named there is nothing to learn: those places' are constant.
+    A position with no nameable label has a constant loss, hence no gradient.
     """
     log_q_RS = (logits_RS + short.raised_S).log_softmax(dim=-1)
     log_q_RK = log_q_RS.gather(1, short.places_RK)
@@ -91,24 +92,24 @@ def losses(kind: Loss, logits_RS: Tensor, short: Shortlist) -> Tensor:
     kl_R = (p_RK * (log_p_RK - log_q_RK)).sum(dim=1)
     if kind == "kl":
         return kl_R
-    alike_R = torch.minimum(p_RK, log_q_RK.exp()).sum(dim=1)
-    w_R = torch.exp(-3 * alike_R.detach())
-    return w_R * kl_R + (1 - w_R) * (1 - alike_R)
+    overlap_R = torch.minimum(p_RK, log_q_RK.exp()).sum(dim=1)
+    w_R = torch.exp(-3 * overlap_R.detach())
+    return w_R * kl_R + (1 - w_R) * (1 - overlap_R)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GuessBatch:
-    """The guesses of some blocks, one behind the other, with the labels they are held against."""
+    """The guesses of some blocks, concatenated, with their labels."""
 
     batch: BlockBatch
     before_R: Tensor  # the tokens before the guesses
-    entries_RK: Tensor  # the labels among the tokens the draft can name; -1: others
-    chances_RK: Tensor  # of the labels
-    weights_R: Tensor  # how much each counts
+    entries_RK: Tensor  # label indices among the nameable tokens; -1: others
+    chances_RK: Tensor  # p of the labels
+    weights_R: Tensor  # loss weight
 
     @staticmethod
     def of(batch: BlockBatch, entry_V: Tensor) -> GuessBatch:
-        """Those of a batch; `entry_V` is where tokens are among those the draft can name."""
+        """Flatten a batch; `entry_V` maps tokens to nameable entries."""
         valid = batch.valid_BAL
         return GuessBatch(
             batch,
@@ -122,14 +123,14 @@ class GuessBatch:
 def shortlists(
     draft: TrainableDraft, parts: Sequence[GuessBatch], size: int, generator: torch.Generator
 ) -> list[Shortlist]:
-    """One shortlist for all parts of a step, for the places of each."""
+    """One shortlist for all parts of a step, split by part."""
     entries, chances = zip(*((part.entries_RK, part.chances_RK) for part in parts), strict=True)
     short = shortlist(torch.cat(entries), torch.cat(chances), len(draft.ids), size, generator)
     return short.parts([len(of_part) for of_part in entries])
 
 
 def summed_losses(draft: TrainableDraft, places: GuessBatch, short: Shortlist, kind: Loss) -> Tensor:
-    """The sum of the losses of guesses, each as much as it counts."""
+    """Weighted sum of the losses of the guesses."""
     valid = places.batch.valid_BAL
     with torch.autocast("cpu", torch.bfloat16, enabled=is_quick_in_bfloat16()):
         h_RD = draft.guessed(places.batch, valid.shape[2])[valid]

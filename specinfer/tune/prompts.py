@@ -1,8 +1,8 @@
-"""What a target is asked, so that it says something to learn from.
+"""Prompts for collecting a target's answers.
 
-A prompt is known by a hash of it, its *key*. By that it is held out or not, its answer's temperature is
-chosen, and with the run's seed the order of all is made: the same in every run, wherever the prompt stands in
-its file.
+A prompt is identified by a hash, its *key*. The key determines whether the prompt is held out and the
+temperature of its answer, and together with the run's seed its place in the order. All of these are the same
+in every run, wherever the prompt is in its file.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from typing import Final
 from specinfer.errors import DatasetError
 from specinfer.report.dataset import built_in, conversation_of, json_object, read_rows
 
-HELD_OUT: Final = 16  # of so many prompts one is held out
-_TEMPERATURES: Final = (0.0, 0.7, 1.0)  # of answers to learn from
-_SHUFFLE: Final = 0x9E37_79B9_7F4A_7C14  # even, so seed times this and one is odd: no two keys become one
+HELD_OUT: Final = 16  # one prompt in this many is held out
+_TEMPERATURES: Final = (0.0, 0.7, 1.0)  # for answers to learn from
+# even, so seed times this plus one is odd, and the map is a bijection
+_SHUFFLE: Final = 0x9E37_79B9_7F4A_7C14
 _TRAFFIC: Final = 'each line must be a completion that the server logged, with "prompt_token_ids"'
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One prompt: text of a user, or the ids that a server's model was given."""
+    """One prompt: a user's text, or token ids from a server's log."""
 
     key: int  # 63 bits
     content: str | tuple[int, ...]
@@ -33,38 +34,38 @@ class Asked:
 
     @property
     def temperature(self) -> float:
-        """Of its answer; what is held out is answered greedily."""
+        """Temperature of the answer; 0 for held-out prompts."""
         return temperature_of(self.key, held_out=self.held_out)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Distinct prompts in the order of their keys, and what was wrong with the lines that were skipped."""
+    """Distinct prompts ordered by key, and the faults of skipped lines."""
 
     asked: tuple[Asked, ...]
     faults: tuple[str, ...] = ()
 
 
 def temperature_of(key: int, *, held_out: bool) -> float:
-    """At which the prompt with this key is answered."""
+    """Temperature for the prompt with this key."""
     return 0.0 if held_out else _TEMPERATURES[key // HELD_OUT % len(_TEMPERATURES)]
 
 
 def shuffled(key: int, seed: int) -> int:
-    """A number of 62 bits for each key, others for each seed below 2^60; with seed 0 in the order of keys."""
+    """Shuffle a key to 62 bits; a bijection for each seed below 2^60. Seed 0 keeps the order of keys."""
     return (key >> 1) * (1 + seed * _SHUFFLE) % 2**62
 
 
 def built_in_prompts() -> Prompts:
-    """The prompts that come with specinfer."""
+    """The prompts that ship with specinfer."""
     return _prompts([conversation.turns[0] for conversation in built_in().conversations], ())
 
 
 def read_prompts(files: Sequence[Path]) -> Prompts:
-    """The first turns of the conversations in files of JSON lines, as report/dataset.py has them.
+    """The first turns of the conversations in JSON-lines files, in the format of report/dataset.py.
 
-    Lines that cannot be read are skipped and named in `faults`. Raises DatasetError for a file that cannot be
-    read, and where fewer than two prompts are found.
+    Unreadable lines are skipped and listed in `faults`. Raises DatasetError if a file cannot be read, or if
+    fewer than two prompts are found.
     """
     read = [read_rows(file, conversation_of) for file in files]
     return _at_least_two(
@@ -76,18 +77,18 @@ def read_prompts(files: Sequence[Path]) -> Prompts:
 
 
 def read_traffic(file: Path, vocab: int) -> Prompts:
-    """The prompts of what a server logged (`--log-traffic`), each once however often it was asked.
+    """The distinct prompts of a server's log (`--log-traffic`).
 
-    Raises as `read_prompts`; lines with tokens that a target of this `vocab` has not are skipped.
+    Raises as `read_prompts`. Lines with tokens outside the target's `vocab` are skipped.
     """
 
     def ids_of(line: bytes, number: int, where: str) -> tuple[int, ...]:
         ids = json_object(line, where, _TRAFFIC).get("prompt_token_ids")
         if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
-            raise DatasetError(f"{where}: it has no prompt_token_ids; {_TRAFFIC}")
+            raise DatasetError(f"{where}: prompt_token_ids is missing or not a list of integers; {_TRAFFIC}")
         if not 0 <= min(ids) <= max(ids) < vocab:
             raise DatasetError(
-                f"{where}: it has tokens outside the target's {vocab}; name the model it is of"
+                f"{where}: tokens must be below the target's {vocab}; name the model that served this log"
             )
         return tuple(ids)
 
@@ -98,9 +99,9 @@ def read_traffic(file: Path, vocab: int) -> Prompts:
 def _at_least_two(files: Sequence[Path], prompts: Prompts) -> Prompts:
     if len(prompts.asked) < 2:
         named = ", ".join(str(file) for file in files)
-        wrong = f"; the first line that was skipped: {prompts.faults[0]}" if prompts.faults else ""
+        wrong = f"; the first skipped line: {prompts.faults[0]}" if prompts.faults else ""
         raise DatasetError(
-            f"{named}: {len(prompts.asked)} prompts can be asked; needed: 2, one to learn from and one to "
+            f"{named}: {len(prompts.asked)} usable prompts; needed: 2, one to learn from and one to "
             f"measure with{wrong}"
         )
     return prompts
@@ -109,8 +110,8 @@ def _at_least_two(files: Sequence[Path], prompts: Prompts) -> Prompts:
 def _prompts(contents: Iterable[str | tuple[int, ...]], faults: Sequence[str]) -> Prompts:
     found = {key: Asked(key, one, key % HELD_OUT == 0) for one in contents for key in [_key(one)]}
     asked = sorted(found.values(), key=lambda one: one.key // HELD_OUT)
-    # A few prompts, none of which the hash holds out, are measured on one of them all the same; and none but
-    # held-out ones are learnt from all but one.
+    # Among a few prompts the hash may hold out none or all; then one is moved, so that both sets are
+    # non-empty.
     if asked and not any(one.held_out for one in asked):
         asked[0] = replace(asked[0], held_out=True)
     elif all(one.held_out for one in asked):

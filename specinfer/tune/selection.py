@@ -1,13 +1,12 @@
-"""Pool selection: which members pay, in tokens a second of their merged trees along held-out answers.
+"""Selection of the pool members that pay, by tokens/s of their merged trees along held-out answers.
 
-A step verifies one tree in which those of the members are merged, and costs a pass of the target over its
-nodes and the members' passes, as this machine runs them (runtime/cost_curve.py). Each member's tree has a few
-guesses a level, and the shapes are chosen with the members: what a policy can do in each step is done here
-once for all of them. Members are added one by one, that which makes the most of it first, and those behind
-the best size are dropped.
+A step verifies one tree in which the members' trees are merged. It costs a target pass over its nodes and the
+members' passes, as measured on this machine (runtime/cost_curve.py). Each member's tree has a few guesses per
+level, and these widths are chosen together with the members: a policy's choice per step is made here once for
+all steps. Members are added greedily, best first, and those after the best pool size are dropped.
 
-A guess is right where it is the token that came. Guesses that are right are one node, whoever made them; of
-wrong ones it is not known whether they are the same, and they count apart.
+A guess is right if it equals the next token. Right guesses of several members are one node. Whether their
+wrong guesses coincide is unknown, so these are counted separately.
 """
 
 from __future__ import annotations
@@ -35,27 +34,27 @@ from specinfer.tune.draft import Target, TrainableDraft
 from specinfer.tune.evaluation import Along, Figures, figures_of
 from specinfer.version import VERSION
 
-_ROWS: Final = 256  # of the largest pass that is measured, at least
-Widths = tuple[int, ...]  # guesses a node gets, level by level
-_FIRST: Final = ((1, 1), (2, 1), (3, 1), (2, 2))  # of the first two levels; those below have one each
-_READ: Final = 2  # tokens that a draft has to read in a step, mostly
-_ROUNDS: Final = 3  # of choosing each member's shape anew
+_MIN_ROWS: Final = 256  # minimum rows of the largest measured pass
+Widths = tuple[int, ...]  # guesses per node, level by level
+_FIRST: Final = ((1, 1), (2, 1), (3, 1), (2, 2))  # first two levels; deeper levels have one guess each
+_READ: Final = 2  # tokens that a draft usually reads in a step
+_ROUNDS: Final = 3  # rounds of choosing each member's shape again
 Costs = Callable[[EngineConfig, Sequence[Path], Progress], Curves]
 _MS: Final = 1e3
-_WORTH: Final = "\n## What it is worth\n"  # a section of a single draft's card, the last one
+_WORTH: Final = "\n## What it is worth\n"  # the last section of a single draft's card
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A member, along held-out answers, and what its passes cost."""
+    """A member with its ranks along held-out answers and the cost of its passes."""
 
     name: str
     along: Along
     curve: CostCurve
-    one_pass: bool  # it guesses all levels in one; else a pass a level
+    one_pass: bool  # predicts all levels in one pass; else one pass per level
 
     def shapes(self) -> list[Widths]:
-        """The trees it may be asked for."""
+        """The tree shapes that are tried."""
         depth = self.along.ranks_PL.shape[1]
         return list(
             dict.fromkeys(
@@ -64,37 +63,37 @@ class Candidate:
         )
 
     def seconds(self, widths: Widths) -> float:
-        """Of its passes in a step, of one text."""
+        """Time of its passes in a step of one text."""
         rows = [_READ] if self.one_pass else [_READ, *level_sizes(widths)[:-1]]
         return float(self.curve.seconds(rows).sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Speed:
-    """What some members make of held-out answers, each with its shape."""
+    """Speed of some members along held-out answers, each with its tree shape."""
 
     members: tuple[int, ...]  # in the order they were chosen
     widths: tuple[Widths, ...]
-    tokens_P: NDArray[np.float64]  # of a step, at each place
+    tokens_P: NDArray[np.float64]  # per step, at each position
     seconds_P: NDArray[np.float64]
 
     @property
     def tokens_per_step(self) -> float:
-        """The mean."""
+        """Mean number of tokens."""
         return float(self.tokens_P.mean())
 
     @property
     def step_seconds(self) -> float:
-        """The mean."""
+        """Mean time of a step."""
         return float(self.seconds_P.mean())
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all places."""
+        """Mean tokens over mean time, over all positions."""
         return self.tokens_per_step / self.step_seconds
 
     def of_texts(self, texts_P: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Tokens a second of each text that has a place."""
+        """Tokens/s of each text that has a position."""
         count = int(texts_P.max()) + 1
         tokens = np.bincount(texts_P, self.tokens_P, count)
         seconds = np.bincount(texts_P, self.seconds_P, count)
@@ -104,12 +103,12 @@ class Speed:
 
 
 def level_sizes(widths: Widths) -> list[int]:
-    """The nodes of each level of such a tree."""
+    """Number of nodes on each level of a tree."""
     return [int(size) for size in np.cumprod(widths)]
 
 
 def speed_of(candidates: Sequence[Candidate], target: CostCurve, shapes: Mapping[int, Widths]) -> Speed:
-    """What members make, by their places in `candidates`, with trees of these shapes."""
+    """Speed of the members, keys of `shapes` that index `candidates`, with trees of these shapes."""
     places = len(candidates[0].along.texts_P)
     accepted = [_accepted(candidates[member], widths) for member, widths in shapes.items()]
     tokens_P = np.ones(places) + (np.max(accepted, axis=0) if accepted else 0.0)
@@ -124,7 +123,7 @@ def speed_of(candidates: Sequence[Candidate], target: CostCurve, shapes: Mapping
 
 
 def best_shapes(candidates: Sequence[Candidate], target: CostCurve, members: Sequence[int]) -> Speed:
-    """The quickest shapes of these members, found one member at a time, round after round."""
+    """The fastest shapes of these members, by coordinate ascent over members."""
     shapes: dict[int, Widths] = {}
     best: Speed | None = None
     for _ in range(_ROUNDS):
@@ -143,7 +142,7 @@ def best_shapes(candidates: Sequence[Candidate], target: CostCurve, members: Seq
 
 
 def selected(candidates: Sequence[Candidate], target: CostCurve) -> list[Speed]:
-    """The quickest pools of one member, of two, and so on: each is the one before it and one member more."""
+    """The fastest pools of one member, of two, and so on; each extends the one before by a member."""
     chosen: list[int] = []
     found: list[Speed] = []
     while len(chosen) < len(candidates):
@@ -156,7 +155,7 @@ def selected(candidates: Sequence[Candidate], target: CostCurve) -> list[Speed]:
 
 
 def quickest(pools: Sequence[Speed]) -> Speed:
-    """The pool that makes the most tokens a second; of equal ones the smaller."""
+    """The pool with the most tokens/s; of equal ones the smaller."""
     return max(pools, key=lambda pool: pool.tokens_per_second)
 
 
@@ -167,7 +166,7 @@ def _accepted(candidate: Candidate, widths: Widths) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeasuredDraft:
-    """A member that was written."""
+    """A member in its folder."""
 
     folder: Path
     draft: TrainableDraft
@@ -175,7 +174,7 @@ class MeasuredDraft:
 
 
 def candidates_of(members: Sequence[MeasuredDraft], costs: Curves) -> list[Candidate]:
-    """Members with what their passes cost, which are named as an engine names its drafts."""
+    """Members with the costs of their passes, looked up by the engine's names of drafts."""
     names = draft_names(tuple(str(member.folder) for member in members))
     return [
         Candidate(member.folder.name, member.along, costs.drafts[name], member.draft.one_pass)
@@ -184,11 +183,11 @@ def candidates_of(members: Sequence[MeasuredDraft], costs: Curves) -> list[Candi
 
 
 class Selection:
-    """What selecting among candidates found."""
+    """Result of selecting among candidates."""
 
     def __init__(self, candidates: Sequence[Candidate], target: CostCurve) -> None:
         self.candidates = candidates
-        self.pools = selected(candidates, target)  # by their size, from one member on
+        self.pools = selected(candidates, target)  # by size, from one member on
         self._target = target
 
     @property
@@ -198,22 +197,22 @@ class Selection:
 
     @property
     def pays(self) -> bool:
-        """Whether that makes more tokens a second than no draft."""
+        """True if the best pool makes more tokens/s than no draft."""
         return self.ratio(self.best) > 1
 
     @property
     def plain_seconds(self) -> float:
-        """Of a step without any draft."""
+        """Time of a step without a draft."""
         return self._target.expected(1)
 
     @property
     def plain_tokens_per_second(self) -> float:
-        """Without any draft."""
+        """Tokens/s without a draft."""
         return 1 / self.plain_seconds
 
     @property
     def dropped(self) -> list[str]:
-        """The members that do not pay."""
+        """The members left out of the best pool."""
         return [one.name for number, one in enumerate(self.candidates) if number not in self.best.members]
 
     def names(self, pool: Speed) -> str:
@@ -221,24 +220,24 @@ class Selection:
         return ", ".join(self.candidates[number].name for number in pool.members)
 
     def lines(self) -> list[str]:
-        """For a person: what passes cost, what each size is worth, and what is left out."""
-        told = [
+        """Report lines: pass costs, the speed of each pool size, and the members left out."""
+        lines = [
             f"a pass of the target takes {_MS * self.plain_seconds:.2f} ms for one token: "
             f"{self.plain_tokens_per_second:.1f} tokens/s without a draft"
         ]
-        told += [
-            f"{self.names(pool)}: {pool.tokens_per_step:.3f} tokens a step of "
-            f"{_MS * pool.step_seconds:.2f} ms, {_MS * self.guessing_seconds(pool):.2f} ms of it to guess, "
-            f"{pool.tokens_per_second:.1f} tokens/s ({self.ratio(pool):.3f} of no speculation)"
+        lines += [
+            f"{self.names(pool)}: {pool.tokens_per_step:.3f} tokens per step of "
+            f"{_MS * pool.step_seconds:.2f} ms, {_MS * self.guessing_seconds(pool):.2f} ms for drafting, "
+            f"{pool.tokens_per_second:.1f} tokens/s ({self.ratio(pool):.3f} times no speculation)"
             for pool in self.pools
         ]
-        told += [f"{name} does not pay and is left out of the pool" for name in self.dropped]
+        lines += [f"{name} does not pay and is left out of the pool" for name in self.dropped]
         if not self.pays:
-            told.append("no draft pays on this machine: no speculation is quicker")
-        return told
+            lines.append("no draft pays on this machine: decoding without speculation is faster")
+        return lines
 
     def verdict(self) -> str:
-        """Whether what is kept pays, to stand behind its name."""
+        """Whether the best pool pays, as a predicate after its name."""
         does = "pays" if self.pays else "does not pay"
         return (
             f"{does} on this machine ({self.best.tokens_per_second:.1f} tokens/s expected with it, "
@@ -246,25 +245,25 @@ class Selection:
         )
 
     def guessing_seconds(self, pool: Speed) -> float:
-        """Of its members' passes in a step."""
+        """Time of its members' passes in a step."""
         shapes = zip(pool.members, pool.widths, strict=True)
         return sum(self.candidates[number].seconds(widths) for number, widths in shapes)
 
     def ratio(self, pool: Speed) -> float:
-        """Its speed over that of no draft."""
+        """Its speed over the speed without a draft."""
         return pool.tokens_per_second / self.plain_tokens_per_second
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TuneResult:
-    """What came of a tuning."""
+    """Result of a tuning."""
 
-    figures: Figures  # of what was kept
+    figures: Figures  # for the kept draft or pool
     selection: Selection
 
 
 def add_worth(folder: Path, selection: Selection) -> None:
-    """Put what a single draft is worth at the end of its card, in place of what is said there already.
+    """Write the measured speed of a single draft at the end of its card, replacing an earlier section.
 
     Raises OSError.
     """
@@ -281,7 +280,7 @@ def make_pool(
     selection: Selection,
     material: Material,
 ) -> None:
-    """Write the pool of the selected members into the folder that theirs are in; raises OSError."""
+    """Write the pool of the selected members into the folder above theirs; raises OSError."""
     best = selection.best
     listed = [
         Member(
@@ -305,35 +304,35 @@ def _worth(selection: Selection) -> str:
     best = selection.best
     [widths] = best.widths
     return f"""
-Its trees along the same answers, at what passes took on the machine that tuned it:
+Its trees along the same answers, with pass times of the machine that tuned it:
 
 | | |
 |---|---|
-| tokens a step | {best.tokens_per_step:.3f}, of trees with {_shown(widths)} guesses a level |
-| a step | {_MS * best.step_seconds:.2f} ms, {_MS * selection.guessing_seconds(best):.2f} ms of it to guess |
+| tokens per step | {best.tokens_per_step:.3f}, with trees of {_shown(widths)} guesses per node, by level |
+| a step | {_MS * best.step_seconds:.2f} ms, {_MS * selection.guessing_seconds(best):.2f} ms for drafting |
 | a step without it | {_MS * selection.plain_seconds:.2f} ms, for one token |
-| over no speculation | {selection.ratio(best):.3f} |
+| speed over no speculation | {selection.ratio(best):.3f} |
 
 It {selection.verdict()}.
 """
 
 
 def _table(selection: Selection) -> str:
-    """What each size is worth."""
+    """A table of the speed of each pool size."""
     rows = [
         f"| {selection.names(pool)} | {pool.tokens_per_step:.3f} | {_MS * pool.step_seconds:.2f} | "
         f"{selection.ratio(pool):.3f} | {' '.join(_shown(widths) for widths in pool.widths)} |"
         for pool in selection.pools
     ]
     header = (
-        "| members | tokens a step | ms a step | over no speculation | guesses a level, member by member |"
+        "| members | tokens per step | ms per step | speed over no speculation | guesses per node, by level |"
     )
     return "\n".join((header, "|---|---|---|---|---|", *rows))
 
 
 def _card(selection: Selection, members: Sequence[MeasuredDraft], kind: str, material: Material) -> str:
     left = ", ".join(selection.dropped)
-    verdict = f"Left out, as they do not pay: {left}." if left else "Every member pays and is in the pool."
+    verdict = f"Left out, since they do not pay: {left}." if left else "Every member pays and is in the pool."
     places = len(members[0].along.texts_P)
     return f"""---
 tags: [speculative-decoding, draft-pool]
@@ -346,10 +345,10 @@ tags: [speculative-decoding, draft-pool]
 
     specinfer generate --model {material.target} --draft THIS_FOLDER "..."
 
-They learnt from {learnt_from(material)}.
+They were trained on {learnt_from(material)}.
 
-Trees of these members, merged, along {material.held_out} held-out greedy answers ({places} places), at what
-passes took on the machine that tuned them:
+Merged trees of these members, along {material.held_out} held-out greedy answers ({places} positions), with
+pass times of the machine that tuned them:
 
 {_table(selection)}
 
@@ -363,9 +362,9 @@ def _shown(widths: Sequence[int]) -> str:
 
 
 def measured_costs(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> Curves:
-    """Costs of the config's target and of these drafts, each kept as the target is: int8 beside int8.
+    """Measured costs of the config's target and of these drafts; drafts use the target's quantization.
 
-    They are named as an engine's drafts are, in their order. Raises as `load_models`.
+    Keys are the engine's names of the drafts, in order. Raises as `load_models`.
     """
     speculation = replace(
         config.speculation,
@@ -373,4 +372,4 @@ def measured_costs(config: EngineConfig, drafts: Sequence[Path], progress: Progr
         draft_quantization=config.quantization,
     )
     wanted = replace(config, speculation=speculation)
-    return measured_alone(wanted, load_models(wanted, progress), _ROWS, progress)
+    return measured_alone(wanted, load_models(wanted, progress), _MIN_ROWS, progress)

@@ -1,8 +1,7 @@
 """Small language models (SpecInfer's SSMs) as a kind of draft: a few layers between the target's own tables.
 
-A small model reads tokens alone: no hidden states are collected for it, and its folder is one that anybody
-loads. Embeddings and output layer are the target's and stay as they are; layers and norms are trained, in
-float32.
+A small model reads tokens alone: no hidden states are collected for it, and its folder loads in any library.
+Embeddings and output layer are the target's and stay frozen; layers and norms are trained, in float32.
 
 Shapes: B texts, T tokens, D hidden size, V vocabulary.
 """
@@ -29,7 +28,7 @@ from specinfer.models.weight_reader import TensorFile
 from specinfer.models.weights import OpenModel, open_model
 from specinfer.tune.dataset import BlockBatch
 from specinfer.tune.draft import Beginning, Description, Kind, Target, TrainableDraft
-from specinfer.tune.initial_head import check_trainable, tune_loudness
+from specinfer.tune.initial_head import calibrate_norm, check_trainable
 
 EMBEDDINGS = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
@@ -37,7 +36,7 @@ _FAMILIES: Final = (Family.LLAMA, Family.MISTRAL, Family.QWEN2, Family.QWEN3)
 
 
 class SmallModel(nn.Module):
-    """A decoder of Llama's kind; its trained tensors have the names of checkpoints behind `model.`."""
+    """A Llama-like decoder; its trained tensors have checkpoint names without the prefix `model.`."""
 
     def __init__(self, config: ModelConfig, embedding_VD: Tensor, output_VD: Tensor | None = None) -> None:
         """The tables are shared, not copied; `output_VD` None: tied to the embeddings."""
@@ -52,7 +51,7 @@ class SmallModel(nn.Module):
         self.output_VD = nn.Parameter(table_VD, requires_grad=False)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """What the output layer reads of every token, [B, T, D]; texts may be padded behind their ends."""
+        """Inputs of the output layer for every token, [B, T, D]; texts may be padded at their ends."""
         config = self.config
         assert config.rope is not None
         rotation = rotation_at(torch.arange(tokens_BT.shape[1]), config.rope, config.head_dim)
@@ -64,11 +63,11 @@ class SmallModel(nn.Module):
         return out
 
     def trained(self) -> dict[str, Tensor]:
-        """The tensors that are trained, by name; not copies."""
+        """The trained tensors by name; not copies."""
         return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
 
     def take(self, source: TensorFile, layers: Sequence[int]) -> None:
-        """Copy the last norm of a model, and these of its layers: one for each, or none."""
+        """Copy a model's last norm and the given layers, one for each layer here, or none."""
         with torch.no_grad():
             for layer, theirs in zip(self.layers, layers, strict=False):
                 for name, parameter in layer.named_parameters():
@@ -77,12 +76,12 @@ class SmallModel(nn.Module):
 
 
 def tables(source: TensorFile) -> tuple[Tensor, Tensor | None]:
-    """Embeddings of a model and its output layer, float32 [V, D]; None: these are one table."""
+    """Embeddings and output layer of a model, float32 [V, D]; None: tied."""
     return _whole(source, EMBEDDINGS), _whole(source, OUTPUT) if OUTPUT in source.shapes else None
 
 
 def _attended(layer: HeadLayer, x_BTD: Tensor, rotation: Rotation) -> Tensor:
-    """What the layer's attention finds, [B, T, K, G, H]: each token sees those up to itself."""
+    """Attention output of the layer, [B, T, K, G, H]; causal."""
     given, attention = layer.input_layernorm(x_BTD), layer.self_attn
     q_BTKGH = attention.queries(given, rotation)  # scaled
     group = q_BTKGH.shape[3]
@@ -100,9 +99,9 @@ def _whole(source: TensorFile, name: str) -> Tensor:
 
 
 class SmallDraft(TrainableDraft):
-    """A small language model. Guesses are what it says behind each token of a text."""
+    """A small language model as a draft; it predicts the next token after each token of a text."""
 
-    learnt_depth = 1  # a level below is the same pass, one token on
+    learnt_depth = 1  # a deeper level is the same pass, one token later
     one_pass = False
 
     def __init__(self, model: SmallModel, depth: int) -> None:
@@ -115,14 +114,14 @@ class SmallDraft(TrainableDraft):
         self.last_norm = model.norm
 
     def guessed(self, batch: BlockBatch, levels: int) -> Tensor:
-        """Rows of the text: level l hangs from the token l behind the anchor."""
+        """Rows of the text: level l is the row l tokens after the anchor."""
         h_BTD: Tensor = self.model(batch.tokens_BT)
         places_BAL = batch.anchors_BA[..., None] + torch.arange(levels)
         flat = places_BAL.flatten(1)[..., None].expand(-1, -1, h_BTD.shape[2])
         return h_BTD.gather(1, flat).view(*places_BAL.shape, -1)
 
     def logits(self, h: Tensor, before: Tensor, entries_S: Tensor | None = None) -> Tensor:
-        """As TrainableDraft; its layers know what stands before."""
+        """As TrainableDraft; `before` is unused, since the rows depend on it already."""
         table = self.model.output_VD if entries_S is None else self.model.output_VD[entries_S]
         return h @ table.T
 
@@ -136,7 +135,7 @@ class SmallDraft(TrainableDraft):
         write_model(model.config, tensors, folder, tokenizer=target.files)
 
     def described(self) -> Description:
-        """What a card says of it."""
+        """Description for the model card."""
         body = self.model.config
         return Description(
             library="transformers",
@@ -145,7 +144,7 @@ class SmallDraft(TrainableDraft):
             does="is a language model that guesses a level of a tree in each pass",
             kind=f"{body.family}, {body.num_layers} layer(s) of {body.hidden_size}; the target's embeddings",
             reads="tokens alone",
-            of_target="embeddings and output layer, and layers that began as its own unless told otherwise",
+            of_target="embeddings and output layer, and layers initialized from its own by default",
         )
 
 
@@ -164,7 +163,7 @@ class SsmKind(Kind):
             _opened(init, config)
 
     def taps(self, target: ModelConfig) -> tuple[int, ...]:
-        """None."""
+        """No taps."""
         return ()
 
     def facts(self) -> dict[str, object]:
@@ -172,7 +171,7 @@ class SsmKind(Kind):
         return {"kind": self.name, **asdict(self)}
 
     def new(self, init: str | None, beginning: Beginning) -> SmallDraft:
-        """Layers of the target's, those that lose least; or random ones; or an exported model's."""
+        """A model with the best of the target's layers, random layers, or an exported model's."""
         target = beginning.target
         if init not in (None, "target", "random"):
             config = self.config(target.config)
@@ -186,10 +185,10 @@ class SsmKind(Kind):
         tried: list[tuple[float, Sequence[int]]] = []
         for layers in _choices(self.layers, target.config.num_layers):
             model.take(target.model, layers)
-            tried.append((tune_loudness(draft, beginning.loss_of), layers))
+            tried.append((calibrate_norm(draft, beginning.loss_of), layers))
         _, best = min(tried)
         model.take(target.model, best)
-        loss = tune_loudness(draft, beginning.loss_of)
+        loss = calibrate_norm(draft, beginning.loss_of)
         named = ", ".join(str(layer) for layer in best)
         beginning.say(f"the model begins with the target's layers {named} and a loss of {loss:.2f}")
         return draft
@@ -201,15 +200,13 @@ class SsmKind(Kind):
     def config(self, target: ModelConfig) -> ModelConfig:
         """The model's config: the target's, with fewer layers, no windows and unscaled positions.
 
-        Raises ModelError for targets whose layers are not what is trained here.
+        Raises ModelError for targets whose layers cannot be trained here.
         """
         check_trainable(target)
         if target.family not in _FAMILIES or target.rope is None:
             raise ModelError(f"no small model can be trained for {target.family}; use Llama, Mistral or Qwen")
         if not 1 <= self.layers <= target.num_layers:
-            raise TuneError(
-                f"layers is {self.layers}; allowed: 1 to {target.num_layers}, which its target has"
-            )
+            raise TuneError(f"layers is {self.layers}; allowed: 1 to the target's {target.num_layers}")
         return replace(
             target,
             num_layers=self.layers,
@@ -222,7 +219,7 @@ class SsmKind(Kind):
 
 
 def read_small(opened: OpenModel, depth: int) -> SmallDraft:
-    """A language model as a draft; raises ModelError where its layers are not what is trained here."""
+    """A language model as a draft; raises ModelError if its layers cannot be trained here."""
     check_trainable(opened.config)
     return SmallDraft(_whole_model(opened, opened.config), depth)
 
@@ -235,9 +232,9 @@ def _whole_model(opened: OpenModel, config: ModelConfig) -> SmallModel:
 
 
 def _opened(name: str, wanted: ModelConfig) -> OpenModel:
-    """An exported model that can be trained on, of which no weights are read.
+    """Open an exported model to resume training; reads no weights.
 
-    Raises TuneError where it is not of the shape that is wanted, ModelError and its kind where there is none.
+    Raises TuneError if its shape differs from `wanted`, ModelError or a subclass if there is none.
     """
     files = resolve(name)
     if is_head(files.path):
@@ -247,14 +244,14 @@ def _opened(name: str, wanted: ModelConfig) -> OpenModel:
     opened = open_model(files)
     if replace(opened.config, eos_ids=wanted.eos_ids) != wanted:
         raise TuneError(
-            f"the model {name} has another shape than the one that is wanted; give --layers as it was "
+            f"the model {name} differs in shape from the configured one; give --layers as it was "
             "trained, and the model it is a draft of, or leave --init out"
         )
     return opened
 
 
 def _choices(count: int, whole: int) -> list[tuple[int, ...]]:
-    """Ways to choose so many of a model's layers: from both ends, the first, the last, and spread out."""
+    """Candidate subsets of a model's layers: from both ends, the first, the last, and evenly spread."""
     first = (count + 1) // 2
     ends = (*range(first), *range(whole - (count - first), whole))
     spread = tuple(round(i * (whole - 1) / max(count - 1, 1)) for i in range(count))

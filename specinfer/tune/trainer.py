@@ -1,14 +1,13 @@
-"""The trainer: steps of gradient descent over blocks of the collected texts, until the time is over.
+"""Trainer: gradient descent on blocks of the collected texts until the time is spent.
 
-A step's batch is a function of its number, so a run that is resumed sees what it would have seen. Blocks
-are as deep as a die says, each level .6 times as often as the one before it: deep levels count only where all
-before them are right, and what is not computed costs nothing. What is measured and exported is an average
-of the weights over the last few hundred steps, which is better than any of them and makes the end of a run
-as good as its middle; over the last half of the time the learning rate falls besides.
+A step's batch is a function of its number, so a resumed run sees the same batches. The depth of blocks is
+random: each level occurs 0.6 times as often as the level before. Deep levels matter only if all before them
+are right, and levels that are not drawn cost no time. Measurements and exports use an average of the weights
+over the last few hundred steps, which is better than any single step's weights and makes the end of a run
+less important. The learning rate also decays over the last half of the time.
 
-Where the CPU has instructions for it, products are of bfloat16 numbers and put out such, and so is what lies
-between an MLP's. All else is of float32: weights, their average and moments, norms, rotations, softmaxes, the
-residual stream, losses.
+On CPUs with bfloat16 instructions, matrix products and the MLP's intermediate values are bfloat16. All else
+is float32: weights, their average and moments, norms, rotations, softmaxes, the residual stream, losses.
 """
 
 from __future__ import annotations
@@ -32,31 +31,31 @@ from specinfer.tune.losses import LOSSES, GuessBatch, Loss, Shortlist, shortlist
 # Names of glibc's malloc.h.
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
-_KEPT: Final = 1 << 30  # bytes
-_LARGEST: Final = (1 << 30, 1 << 25)  # bytes of a block; older versions of glibc take no more than the latter
+_TRIM_THRESHOLD: Final = 1 << 30  # bytes
+_MMAP_THRESHOLDS: Final = (1 << 30, 1 << 25)  # bytes; older versions of glibc accept only the second
 _Given = TypeVar("_Given")
 _Made = TypeVar("_Made")
-_WARM_UP: Final = 30  # steps
-_RATE: Final = 1e-3  # of learning, for rows of at most ...
-_WIDTH: Final = 576  # ... so many values
-_COOLING: Final = 0.5  # of the time, at its end
-_COLDEST: Final = 0.03  # of the rate
-_DEEPER: Final = 0.6  # chance that a block that is l levels deep is l + 1
-_NORM: Final = 1.0  # of a step's gradient at most
-_MEMORY: Final = 0.995  # of the average, for a step
-_REMEMBERED: Final = 4  # one step in so many goes into it
-_TRIED_ON: Final = 64  # anchors of a text, where a loss is tried
-_LEAST: Final = 1e-6  # of all that places count for
+_WARM_UP_STEPS: Final = 30  # steps
+_RATE: Final = 1e-3  # learning rate for a width of at most _REFERENCE_WIDTH
+_REFERENCE_WIDTH: Final = 576
+_DECAY: Final = 0.5  # final fraction of the time in which the learning rate decays
+_MIN_RATE: Final = 0.03  # minimum factor of the learning rate
+_DEEPER: Final = 0.6  # probability that a block of l levels gets level l + 1
+_MAX_NORM: Final = 1.0  # maximum gradient norm
+_AVERAGE_DECAY: Final = 0.995  # decay of the average per step
+_AVERAGE_EVERY: Final = 4  # steps between updates of the average
+_LOSS_ANCHORS: Final = 64  # anchors per text when an initial loss is computed
+_MIN_WEIGHT: Final = 1e-6  # minimum total weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How a draft is trained, of whichever kind."""
+    """Training options common to all kinds of draft."""
 
     loss: Loss = "hybrid"
-    rate: float | None = None  # of learning; None: by the width of the draft
-    texts: int = 4  # of a step
-    shortlist: int = 768  # tokens of the draft's that a step computes
+    rate: float | None = None  # learning rate; None: by the width of the draft
+    texts: int = 4  # per step
+    shortlist: int = 768  # tokens of the draft whose logits a step computes
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -66,25 +65,25 @@ class TrainConfig:
 
 @dataclass(slots=True)
 class TrainState:
-    """How far a training has come; all of it that is not weights."""
+    """Progress of a training, without weights."""
 
     steps: int = 0
     blocks: int = 0
     seconds: float = 0.0
-    loss: float = 0.0  # of late
+    loss: float = 0.0  # running mean
     history: list[dict[str, float | list[float]]] = field(default_factory=list)  # a row per measurement
-    best: float = 0.0  # tokens per pass of what is exported, with the members before it
-    places: int = 0  # of held-out answers, on which that was measured
+    best: float = 0.0  # tokens per pass of the exported draft together with the earlier members
+    places: int = 0  # held-out positions of that measurement
 
     def learned(self, loss: float, count: int) -> None:
-        """One more step is done."""
+        """Count one step."""
         self.loss = loss if not self.steps else 0.98 * self.loss + 0.02 * loss
         self.steps += 1
         self.blocks += count
 
 
 class Trainer:
-    """A draft, its average, and the optimizer's moments."""
+    """A draft, the average of its weights, and the optimizer's moments."""
 
     def __init__(self, draft: TrainableDraft, config: TrainConfig) -> None:
         self.draft = draft
@@ -101,7 +100,7 @@ class Trainer:
         )
 
     def step(self, dataset: TrainingSet, left: float) -> None:
-        """Learn from a few texts; `left` is the part of the time that is left, of 1."""
+        """Train on a few texts; `left` is the remaining fraction of the time, in [0, 1]."""
         config, number = self._config, self.state.steps
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
         chosen = torch.randint(len(dataset), (config.texts,), generator=generator)
@@ -113,19 +112,19 @@ class Trainer:
             return
         anchors = [anchors_of(text, self.draft.anchors, generator) for text in texts]
         loss, count = self._learn(texts, anchors, levels, generator)
-        torch.nn.utils.clip_grad_norm_(self._named.values(), _NORM)
-        rate = self._rate * min(1.0, (number + 1) / _WARM_UP) * max(_COLDEST, min(1.0, left / _COOLING))
+        torch.nn.utils.clip_grad_norm_(self._named.values(), _MAX_NORM)
+        rate = self._rate * min(1.0, (number + 1) / _WARM_UP_STEPS) * max(_MIN_RATE, min(1.0, left / _DECAY))
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
-        if number % _REMEMBERED == 0:
-            self._remember()
+        if number % _AVERAGE_EVERY == 0:
+            self._update_average()
         self.state.learned(loss, count)
 
     def _learn(
         self, texts: Sequence[TunedText], anchors: Sequence[Tensor], levels: int, generator: torch.Generator
     ) -> tuple[float, int]:
-        """Leave the gradients of a step's texts in the parameters; its loss, and how many blocks it had."""
+        """Set the gradients of the parameters for a step's texts; return its loss and number of blocks."""
         draft, config = self.draft, self._config
         count = min(self._workers.count, len(texts))
 
@@ -141,7 +140,7 @@ class Trainer:
 
         parameters = [*self._named.values()]
         parts = self._workers.map(read, range(count))
-        weight = max(_LEAST, sum(float(part.weights_R.sum()) for part in parts))
+        weight = max(_MIN_WEIGHT, sum(float(part.weights_R.sum()) for part in parts))
         short = shortlists(draft, parts, config.shortlist, generator)
         found = self._workers.map(gradients, [*zip(parts, short, strict=True)])
         for parameter, of_parts in zip(parameters, zip(*(of for _, of in found), strict=True), strict=True):
@@ -157,7 +156,7 @@ class Trainer:
         return copy
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Everything a checkpoint holds, under names of its own; not copies."""
+        """All tensors of a checkpoint, by name; not copies."""
         yield "scale", self.draft.scale_ND
         yield "ids", self.draft.ids
         for name, parameter in self._named.items():
@@ -168,7 +167,7 @@ class Trainer:
                 yield f"{moment}.{name}", state.get(moment, torch.zeros_like(parameter))
 
     def load(self, tensors: dict[str, Tensor], state: TrainState) -> None:
-        """Go on from a checkpoint of such a trainer; raises KeyError where it lacks something."""
+        """Resume from a checkpoint; raises KeyError if a tensor is missing."""
         self.state = state
         for name, parameter in self._named.items():
             with torch.no_grad():
@@ -180,61 +179,61 @@ class Trainer:
             }
 
     def _levels(self, generator: torch.Generator) -> int:
-        """How deep this step's blocks are."""
+        """Random depth of this step's blocks."""
         dice = torch.rand(self.draft.learnt_depth - 1, generator=generator)
         return 1 + int((dice < _DEEPER).cumprod(dim=0).sum())
 
     @torch.no_grad()
-    def _remember(self) -> None:
-        # A young average is of few steps, or it would be of the first ones for long.
-        memory = min(_MEMORY, (1 + self.state.steps) / (10 + self.state.steps)) ** _REMEMBERED
+    def _update_average(self) -> None:
+        # At first the average has a short memory; otherwise the first steps would dominate it for long.
+        memory = min(_AVERAGE_DECAY, (1 + self.state.steps) / (10 + self.state.steps)) ** _AVERAGE_EVERY
         for name, parameter in self._named.items():
             self.average[name].lerp_(parameter, 1 - memory)
 
 
 def usual_rate(width: int) -> float:
-    """The rate of learning of a draft whose rows have so many values.
+    """Default learning rate of a draft with rows of `width` values.
 
-    Wide ones are made of the layers of wide targets, whose weights are small: at a rate that a head of 576
-    learns best at, one of 1536 unlearns its target's layer in its first steps (docs/log.md).
+    Wide drafts are built from layers of wide targets, whose weights are small. At the best rate of a width of
+    576, a draft of width 1536 destroys its target's layer in its first steps (docs/log.md).
     """
-    return _RATE * math.sqrt(min(1.0, _WIDTH / width)) ** 3
+    return _RATE * math.sqrt(min(1.0, _REFERENCE_WIDTH / width)) ** 3
 
 
 @torch.no_grad()
 def loss_of(draft: TrainableDraft, texts: Sequence[TunedText], config: TrainConfig) -> float:
-    """The loss of a draft on some of each text, all levels it learns; the same places every time.
+    """Loss of a draft on some anchors of each text, over all trained levels; the anchors are fixed.
 
-    Raises TuneError where no text has an answer of two tokens, of which a guess could be made.
+    Raises TuneError if no text has an answer of at least two tokens.
     """
     generator = torch.Generator().manual_seed(config.seed)
     texts = [text for text in texts if text.answer > 1]
     if not texts:
         raise TuneError(
-            "every answer that was looked at is a single token, of which nothing can be guessed; ask prompts "
-            "that are answered at length"
+            "every answer that was read is a single token, which leaves nothing to guess; use prompts with "
+            "longer answers"
         )
-    anchors = [anchors_of(text, _TRIED_ON, generator) for text in texts]
+    anchors = [anchors_of(text, _LOSS_ANCHORS, generator) for text in texts]
     batch = block_batch(texts, anchors, draft.learnt_depth, draft.scale_ND)
     places = GuessBatch.of(batch, entries_of(draft))
     [short] = shortlists(draft, [places], config.shortlist, generator)
     loss = summed_losses(draft, places, short, config.loss)
-    return float(loss) / max(float(places.weights_R.sum()), _LEAST)
+    return float(loss) / max(float(places.weights_R.sum()), _MIN_WEIGHT)
 
 
 class Workers:
-    """As many as there are cores to compute with, and no more than there can be parts."""
+    """A thread pool with at most one thread per core."""
 
-    def __init__(self, most: int) -> None:
-        """`most` parts of a step; the cores are those that torch computes with now."""
+    def __init__(self, limit: int) -> None:
+        """`limit` is the maximum number of parts of a step; the cores are torch's current threads."""
         self._cores = torch.get_num_threads()
-        self.count = max(1, min(most, self._cores))
+        self.count = max(1, min(limit, self._cores))
         self._pool = ThreadPoolExecutor(self.count, "training") if self.count > 1 else None
 
     def map(self, work: Callable[[_Given], _Made], parts: Sequence[_Given]) -> list[_Made]:
-        """What comes of each part, in their order; raises what the first of them that fails raises.
+        """Apply `work` to each part, in parallel and in order; raises the exception of the first failed part.
 
-        Each has its share of the cores. No part is under way any more when it returns or raises.
+        The parts share the cores. No part is running when it returns or raises.
         """
         count = len(parts)
         if self._pool is None or count == 1:
@@ -242,7 +241,7 @@ class Workers:
 
         def alone(number: int) -> _Made:
             share = self._cores // count + (number < self._cores % count)
-            torch.set_num_threads(max(1, share))  # of this thread
+            torch.set_num_threads(max(1, share))  # thread-local
             return work(parts[number])
 
         futures = [self._pool.submit(alone, number) for number in range(count)]
@@ -250,20 +249,20 @@ class Workers:
             return [future.result() for future in futures]
         finally:
             wait(futures)
-            torch.set_num_threads(self._cores)  # what threads begin with that compute for the first time
+            torch.set_num_threads(self._cores)  # initial value for threads that compute for the first time
 
 
 def keep_freed_memory() -> bool:
-    """Let the process keep what it frees, as far as the C library can be told to; whether it could.
+    """Keep freed memory in the process, if the C library supports it; return True on success.
 
-    A step of training allocates what the one before it freed, a few hundred tensors of megabytes. By default
-    glibc gives such blocks back and maps new ones, whose pages the kernel fills with zeros, for one thread of
-    the process at a time: that was a fifth of one thread's time, and a quarter of two's (docs/log.md). Other
-    threads than the main one still give back blocks of 64 MB and more.
+    A training step allocates what the step before it freed, a few hundred tensors of megabytes. By default
+    glibc returns such blocks and maps new ones, whose pages the kernel zeroes for one thread of the process
+    at a time. That took a fifth of the time with one thread, a quarter with two (docs/log.md). Threads other
+    than the main one still return blocks of 64 MB and more.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # another C library
         return False
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    kept = bool(mallopt(_M_TRIM_THRESHOLD, _KEPT))
-    return any(mallopt(_M_MMAP_THRESHOLD, size) for size in _LARGEST) and kept
+    kept = bool(mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD))
+    return any(mallopt(_M_MMAP_THRESHOLD, size) for size in _MMAP_THRESHOLDS) and kept

@@ -1,7 +1,7 @@
-"""The training of one draft: until its time is over, the best is exported, and a checkpoint holds all else.
+"""Training of one draft: exports the best draft so far and writes checkpoints until the time is spent.
 
-A checkpoint is one safetensors file, replaced as a whole, so that some state is always there. A process that
-is killed loses what came after the last one. Time counts over all runs.
+A checkpoint is one safetensors file that is replaced atomically. A process that is killed loses the work
+since the last one. Time is counted over all runs.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from specinfer.tune.trainer import TrainConfig, Trainer, TrainState, loss_of
 
 _DTYPES: Final = {**FLOATS, "I64": torch.int64, "U8": torch.uint8}
 _FACTS: Final = "facts"  # JSON, as bytes
-_BETWEEN: Final = 90.0  # seconds from one checkpoint to the next, at most; writing one takes some more
-_CHECKPOINTS: Final = 4  # at least, however short the training
-_TRIED_BY: Final = 8  # texts on which it is tried how a draft should begin
+_MAX_INTERVAL: Final = 90.0  # maximum seconds between checkpoints, without the time to write one
+_MIN_CHECKPOINTS: Final = 4  # minimum number of checkpoints
+_INIT_TEXTS: Final = 8  # texts used to choose the initial weights
 _MINUTES: Final = "minutes of training"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """What was read."""
+    """Contents of a checkpoint."""
 
     tensors: dict[str, Tensor]
     state: TrainState
-    shape: Mapping[str, object]  # of the head, and of what it is trained for
+    shape: Mapping[str, object]  # shape of the draft, and settings of its training
 
     @property
     def ids(self) -> list[int]:
-        """The tokens the head can name."""
+        """The tokens the draft can name."""
         return [int(token) for token in self.tensors["ids"]]
 
 
 def write_checkpoint(path: Path, trainer: Trainer, shape: Mapping[str, object]) -> None:
-    """Write all that a training needs to go on; raises OSError."""
+    """Write all state that training needs to resume; raises OSError."""
     facts = json.dumps({"state": asdict(trainer.state), "shape": dict(shape)}).encode()
     tensors = {name: tensor.contiguous() for name, tensor in trainer.tensors()}
     tensors[_FACTS] = torch.frombuffer(bytearray(facts), dtype=torch.uint8)
@@ -59,7 +59,7 @@ def write_checkpoint(path: Path, trainer: Trainer, shape: Mapping[str, object]) 
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint; raises TuneError where it is damaged."""
+    """Read a checkpoint; raises TuneError if it is damaged."""
     try:
         entries = read_entries([path], _DTYPES)
         tensors = {name: entry.read_rows(0, entry.shape[0]) for name, entry in entries.items()}
@@ -69,21 +69,21 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(tensors, state, dict(facts["shape"]))
     except (ModelFileError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise TuneError(
-            f"{path} is damaged ({error}); remove it, and training begins anew on what was collected"
+            f"{path} is damaged ({error}); remove it to restart training on the collected answers"
         ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingFiles:
-    """Where a training's files lie."""
+    """Paths of a training."""
 
-    folder: Path  # of the best draft so far
+    folder: Path  # holds the best draft so far
     checkpoint: Path
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Hearers:
-    """Who is told how it goes, and what counts the seconds."""
+class Outputs:
+    """Outputs for progress and messages, and the clock."""
 
     progress: Progress = field(default_factory=NoProgress)
     say: Callable[[str], None] = lambda line: None
@@ -91,7 +91,7 @@ class Hearers:
 
 
 class Training:
-    """A draft and what it learns from."""
+    """Trains one draft."""
 
     def __init__(
         self,
@@ -105,41 +105,41 @@ class Training:
         earlier: Sequence[Along] = (),
         material: Material,
         init: str | None = None,
-        hearers: Hearers,
+        outputs: Outputs,
     ) -> None:
-        """Goes on where the last one was, or begins as `init`; `texts` are held out, `earlier` are members of
-        its pool.
+        """Resume from the checkpoint, or start as `init`.
 
-        Raises TuneError where the checkpoint is damaged or another draft's, and as Kind.new.
+        `texts` are held out; `earlier` are members of its pool. Raises TuneError if the checkpoint is damaged
+        or belongs to another draft, and as Kind.new.
         """
         self._kind, self._target, self._dataset, self._texts = kind, target, dataset, texts
-        self._files, self._material, self._hearers = files, material, hearers
+        self._files, self._material, self._outputs = files, material, outputs
         self._earlier = earlier
         self._config = config
         self.trainer = self._resumed() or self._begun(init)
 
     def run(self, seconds: float) -> None:
-        """Train until `seconds` are over, in all runs; the best draft is in its folder then.
+        """Train until `seconds` have passed over all runs; the best draft is then in its folder.
 
-        Raises TuneError where no time is left before anything was trained, OSError where the disk is full.
+        Raises TuneError if no time is left and no draft was trained, OSError if the disk is full.
         """
-        trainer, hearers = self.trainer, self._hearers
-        self._measure_anew()
+        trainer, outputs = self.trainer, self._outputs
+        self._measure_exported()
         left = seconds - trainer.state.seconds
         if left <= 0:
             if trainer.state.best == 0:
-                raise TuneError("no draft was trained yet, and no time is left; give more minutes")
+                raise TuneError("no draft was trained yet and no time is left; give more minutes")
             return
-        between = min(_BETWEEN, seconds / _CHECKPOINTS)
-        with hearers.progress.showing(round(left), "training", "seconds"):
+        between = min(_MAX_INTERVAL, seconds / _MIN_CHECKPOINTS)
+        with outputs.progress.showing(round(left), "training", "seconds"):
             while (left := seconds - trainer.state.seconds) > 0:
                 self._stretch(min(between, left), seconds)
                 self.keep()
-                hearers.progress.advance(round(min(between, left)))
+                outputs.progress.advance(round(min(between, left)))
 
     def keep(self) -> None:
-        """Measure, export what is better than before, write a checkpoint."""
-        clock, trainer, folder = self._hearers.clock, self.trainer, self._files.folder
+        """Measure, export the draft if it is the best so far, and write a checkpoint."""
+        clock, trainer, folder = self._outputs.clock, self.trainer, self._files.folder
         began = clock()
         state, averaged = trainer.state, trainer.averaged()
         figures = measure(averaged, self._texts, self._earlier)
@@ -161,10 +161,10 @@ class Training:
         draw_training(state.history, folder / "training.png")
         state.seconds += clock() - began
         write_checkpoint(self._files.checkpoint, trainer, self._kind.facts())
-        self._hearers.say(
+        self._outputs.say(
             f"{state.seconds / 60:.1f} min, {state.steps} steps, {state.blocks} blocks: loss "
             f"{state.loss:.3f}; held out: first guess {figures.hits[0]:.3f}, one of three "
-            f"{figures.first_three:.3f}, {figures.tokens_per_pass:.3f} tokens a pass"
+            f"{figures.first_three:.3f}, {figures.tokens_per_pass:.3f} tokens per pass"
             f"{'' if figures.pooled is None else f', {figures.pooled:.3f} in the pool'}"
             f"{', the best so far' if better else ''}"
         )
@@ -178,21 +178,21 @@ class Training:
             trainer = Trainer(self._kind.blank(self._target, kept.tensors["scale"], kept.ids), self._config)
             trainer.load(kept.tensors, kept.state)
         except (KeyError, RuntimeError) as error:
-            raise TuneError(f"{path} is of another draft ({error}); remove it to train anew") from error
+            raise TuneError(f"{path} is of another draft ({error}); remove it to restart training") from error
         return trainer
 
     def _begun(self, init: str | None) -> Trainer:
-        tried = first_texts(self._dataset, _TRIED_BY)
+        tried = first_texts(self._dataset, _INIT_TEXTS)
 
         def loss(draft: TrainableDraft) -> float:
             return loss_of(draft, tried, self._config)
 
-        beginning = Beginning(self._target, self._dataset, self._config.seed, loss, self._hearers.say)
+        beginning = Beginning(self._target, self._dataset, self._config.seed, loss, self._outputs.say)
         return Trainer(self._kind.new(init, beginning), self._config)
 
     def _stretch(self, seconds: float, total: float) -> None:
-        """Train for so many seconds, at least one step, of `total` that this training has."""
-        state, clock = self.trainer.state, self._hearers.clock
+        """Train for `seconds`, at least one step; `total` is the whole time of this training."""
+        state, clock = self.trainer.state, self._outputs.clock
         before, began = state.seconds, clock()
         while True:
             self.trainer.step(self._dataset, max(0.0, 1 - state.seconds / total))
@@ -200,11 +200,11 @@ class Training:
             if state.seconds - before >= seconds:
                 return
 
-    def _measure_anew(self) -> None:
-        """What is exported: later drafts are held against that, whatever the last checkpoint says of it.
+    def _measure_exported(self) -> None:
+        """Measure the exported draft, which later drafts are compared with.
 
-        Whoever is killed behind an export has a checkpoint of before; and since then more may have been held
-        out, and the members before this one may have learnt.
+        The checkpoint's figure may be outdated: the process may have been killed between an export and its
+        checkpoint, more answers may have been held out since, or earlier members may have been trained on.
         """
         state, folder = self.trainer.state, self._files.folder
         if not (folder / "config.json").exists():
@@ -213,15 +213,16 @@ class Training:
         exported = read_draft(folder, self._target, self.trainer.draft.depth)
         figures = measure(exported, self._texts, self._earlier)
         if state.history and figures.places != state.places:
-            self._hearers.say(
-                f"on {figures.places} held-out places that there are now the best makes {figures.worth:.3f}"
+            self._outputs.say(
+                f"on the {figures.places} held-out positions available now, the best draft makes "
+                f"{figures.worth:.3f} tokens per pass"
             )
         state.best, state.places = figures.worth, figures.places
         if not self._card.exists():
             self._describe(exported, figures)
 
     def _export(self, draft: TrainableDraft, figures: Figures) -> None:
-        """Write a draft and its card; whoever is killed on the way leaves no card that is another draft's."""
+        """Write a draft and its card; a killed process leaves no card that describes another draft."""
         self._card.unlink(missing_ok=True)
         draft.write(self._files.folder, self._target)
         self._describe(draft, figures)
@@ -231,12 +232,12 @@ class Training:
         return self._files.folder / "README.md"
 
     def _describe(self, draft: TrainableDraft, figures: Figures) -> None:
-        told = card(draft.described(), self._material, self.trainer, self._config.loss, figures)
-        write_text(self._card, told)
+        text = card(draft.described(), self._material, self.trainer, self._config.loss, figures)
+        write_text(self._card, text)
 
 
 def draw_training(history: Sequence[Mapping[str, Any]], path: Path) -> bool:
-    """Write the picture of a training's measurements to `path`, if matplotlib is there; whether it is.
+    """Plot a training's measurements to `path` if matplotlib is installed; return True if written.
 
     Raises OSError.
     """
@@ -253,6 +254,6 @@ def draw_training(history: Sequence[Mapping[str, Any]], path: Path) -> bool:
     right.plot(minutes, [row["tokens_per_pass"] for row in history])
     dress(left, "Loss", _MINUTES, "")
     dress(middle, "Held out: first guess right", _MINUTES, "")
-    dress(right, "Held out: tokens a pass, chain", _MINUTES, "")
+    dress(right, "Held out: tokens per pass, chain", _MINUTES, "")
     figure.savefig(path)
     return True

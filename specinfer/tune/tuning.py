@@ -1,19 +1,20 @@
-"""A tuning: collect, train, keep the best; in a folder that any later run can go on from.
+"""A tuning: collects answers, trains drafts and keeps the best, in a folder that a later run can resume.
 
     OUT     config.json, model.safetensors, README.md     the best draft so far: `--draft OUT`
-            training.png                                  loss and held-out guesses, if matplotlib is there
-            work    tuning.json                           what it is for: the target, the draft's shape
-                    shards                                what was collected
+            training.png                                  loss and held-out accuracy, if matplotlib is
+            installed
+            work    tuning.json                           settings: the target, the draft's shape
+                    shards                                collected answers
                     checkpoint.safetensors                the training's state
 
-With several members each has a folder and a state of its own, and the pool is in the folder itself:
+With several members each has its own folder and state, and OUT itself holds the pool:
 
-    OUT     pool.json                                     which of them are in it: `--draft OUT`
+    OUT     pool.json                                     its members: `--draft OUT`
             member1, member2, ...                         each as above
             work    member1.safetensors, ...              the trainings' states
 
-A process that is killed loses what came after the last shard or checkpoint. Time counts over all runs: a run
-with `--resume` and the same minutes does what the earlier ones left.
+A process that is killed loses the work since the last shard or checkpoint. Time is counted over all runs: a
+run with `--resume` and the same minutes spends what earlier runs left.
 """
 
 from __future__ import annotations
@@ -67,28 +68,28 @@ from specinfer.tune.selection import (
     measured_costs,
 )
 from specinfer.tune.trainer import TrainConfig, keep_freed_memory
-from specinfer.tune.training import Hearers, Training, TrainingFiles
+from specinfer.tune.training import Outputs, Training, TrainingFiles
 
-_LEAST_TRAINING: Final = 1 / 3  # of the time, whatever collecting took
-_SEEDS_APART: Final = 101  # of members
+_MIN_TRAINING: Final = 1 / 3  # minimum fraction of the time for training, however long collecting took
+_SEEDS_APART: Final = 101  # between members
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneConfig:
-    """One tuning; what it may be gone on with is in its folder."""
+    """Options of a tuning."""
 
     target: EngineConfig
     out: Path
-    minutes: float = 30.0  # in all, over all runs
-    collect_minutes: float | None = None  # of these; None: a third
+    minutes: float = 30.0  # total over all runs
+    collect_minutes: float | None = None  # part of `minutes` for collecting; None: a third
     resume: bool = False
-    chat: bool | None = None  # prompts go through the chat template; None: where there is one
-    max_tokens: int = 256  # of an answer
-    replace: Path | None = None  # the head or pool in this folder is replaced where that is worth it
-    init: str | None = None  # target, random, or an exported draft to go on from; None: as the kind allows
+    chat: bool | None = None  # apply the chat template to prompts; None: if the model has one
+    max_tokens: int = 256  # per answer
+    replace: Path | None = None  # folder of a head or pool to replace if the new draft is faster
+    init: str | None = None  # target, random, or a folder of an exported draft; None: the kind's default
     kind: Kind = field(default_factory=BlockKind)
     members: int = 1  # drafts, which share the time
-    boost: BoostConfig | None = None  # how the later ones are boosted; None: as usual
+    boost: BoostConfig | None = None  # how later members are boosted; None: default
     training: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
@@ -98,40 +99,40 @@ class TuneConfig:
             raise TuneError(f"members is {self.members}; allowed: 1 to {MOST_MEMBERS}")
         if self.boost is not None and self.members == 1:
             boost = f"{self.boost.form}, {'warm' if self.boost.warm else 'cold'}"
-            raise TuneError(f"boost is {boost}, and a single member has nobody to be boosted by")
+            raise TuneError(f"boost is {boost}, which needs more than one member")
         if self.replace is not None:
             old, new = self.replace.expanduser().resolve(), self.out.expanduser().resolve()
             if old == new or old in new.parents or new in old.parents or not old.name:
                 raise TuneError(
-                    f"what is to be replaced is in {self.replace}, and what is tuned goes into {self.out}; "
-                    "allowed: two folders, neither of them in the other"
+                    f"replace is {self.replace} and out is {self.out}; "
+                    "allowed: two folders, neither inside the other"
                 )
         if self.collect_minutes is not None and not 0 <= self.collect_minutes < self.minutes:
             raise TuneError(
-                f"{self.collect_minutes} minutes are to collect in, of {self.minutes} in all; allowed: 0 or "
-                "more, and fewer than these"
+                f"collect_minutes is {self.collect_minutes}; allowed: 0 or more, and less than the "
+                f"{self.minutes} minutes in all"
             )
 
     @property
     def boosting(self) -> BoostConfig:
-        """How members are boosted."""
+        """The boost config in effect."""
         return self.boost or BoostConfig()
 
     @property
     def work(self) -> Path:
-        """What later runs go on from."""
+        """Folder with the state for later runs."""
         return self.out / "work"
 
     @property
     def collect_seconds(self) -> float:
-        """What collecting may take, over all runs."""
+        """Time for collecting, over all runs."""
         return 60 * (self.minutes / 3 if self.collect_minutes is None else self.collect_minutes)
 
 
 class Tuning:
-    """One run.
+    """One run of a tuning.
 
-    `say` is told each line for a person, `clock` counts seconds, `costs` says what passes cost.
+    `say` receives report lines, `clock` returns seconds, `costs` returns the costs of passes.
     """
 
     def __init__(
@@ -143,13 +144,13 @@ class Tuning:
         clock: Callable[[], float] = time.monotonic,
         costs: Costs = measured_costs,
     ) -> None:
-        """Writes nothing yet; raises TuneError where the folder is another tuning's.
+        """Writes nothing yet; raises TuneError if the folder belongs to another tuning.
 
-        Raises ModelError and its kind for a target that cannot be found, or that no head is trained for.
+        Raises ModelError or a subclass if the target cannot be found or is not supported.
         """
         self._config = config
-        self._hearers = Hearers(progress or NoProgress(), say, clock)
-        files = resolve(config.target.model, progress=self._hearers.progress)
+        self._outputs = Outputs(progress or NoProgress(), say, clock)
+        files = resolve(config.target.model, progress=self._outputs.progress)
         self._target = Target(files, open_model(files))
         config.kind.check(self._target.config, config.init if self._begins else None)
         old = config.replace
@@ -172,45 +173,45 @@ class Tuning:
 
     @property
     def _begins(self) -> bool:
-        """Whether a draft is still to begin as the config says: what is resumed asks for it no more."""
+        """True if a draft must still be initialized from the config; a resumed draft ignores `init`."""
         warm = self._config.members > 1 and self._config.boosting.warm
         beginning = range(1 if warm else self._config.members)
         return not all(self._files(number).checkpoint.exists() for number in beginning)
 
     @property
     def vocab(self) -> int:
-        """The target's tokens."""
+        """Number of the target's tokens."""
         return self._target.config.vocab_size
 
     def run(self, prompts: Prompts, sources: Sequence[str]) -> TuneResult:
-        """Collect and train until the time is over; what the best draft, or the pool, is worth.
+        """Collect and train until the time is spent; return the figures of the best draft or the pool.
 
-        `sources` are the names of what prompts were read from. Raises TuneError where nothing can be learnt,
-        OSError where the disk is full: what was kept until then can be gone on from.
+        `sources` are the names of the prompt files. Raises TuneError if there is nothing to learn from,
+        OSError if the disk is full; the saved state can be resumed.
         """
         self.collect(prompts)
         return self.train(sources)
 
     def collect(self, prompts: Prompts) -> None:
-        """Collect until the time for that is over; raises as `run`."""
+        """Collect until the time for it is spent; raises as `run`."""
         for fault in prompts.faults:
-            self._hearers.say(f"skipped: {fault}")
-        with self._telling_of_the_disk():
+            self._outputs.say(f"skipped: {fault}")
+        with self._reporting_disk_errors():
             self._collect(prompts)
 
     def train(self, sources: Sequence[str]) -> TuneResult:
-        """Train on what was collected, until the time is over; returns and raises as `run`."""
-        with self._telling_of_the_disk():
+        """Train on the collected answers until the time is spent; returns and raises as `run`."""
+        with self._reporting_disk_errors():
             return self._train(sources)
 
     @contextmanager
-    def _telling_of_the_disk(self) -> Iterator[None]:
+    def _reporting_disk_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise TuneError(
-                f"cannot write to {self._config.out}: {error.strerror or error}; make room, and --resume "
-                "goes on from what was kept"
+                f"cannot write to {self._config.out}: {error.strerror or error}; free some space; --resume "
+                "continues from the saved state"
             ) from error
 
     @property
@@ -218,27 +219,27 @@ class Tuning:
         return self._config.work / "tuning.json"
 
     def _claim(self) -> None:
-        """Make the folder this tuning's, now that there is something to be put into it."""
+        """Mark the folder as this tuning's, before the first file is written."""
         (self._config.work / "shards").mkdir(parents=True, exist_ok=True)
         write_text(self._facts, json.dumps(self._shape))
 
     def _check_folder(self) -> None:
-        """Raise TuneError where the folder is not this tuning's, and cannot be."""
+        """Raise TuneError if the folder belongs to another tuning or holds a model."""
         facts = self._facts
         if facts.exists():
             if not self._config.resume:
-                raise TuneError(f"{self._config.out} has a tuning in it; --resume goes on with it")
+                raise TuneError(f"{self._config.out} holds a tuning already; --resume continues it")
             known = _read(facts)
-            for name in (*self._shape, *known):  # of what a single draft lacks, too
+            for name in (*self._shape, *known):  # includes settings that only pools have
                 if known.get(name) != self._shape.get(name):
                     raise TuneError(
-                        f"the tuning in {self._config.out} is of {name} {known.get(name)}, this one of "
-                        f"{self._shape.get(name)}; name another folder, or the same options"
+                        f"the tuning in {self._config.out} has {name} {known.get(name)}, and this one has "
+                        f"{self._shape.get(name)}; name another folder, or give the same options"
                     )
         elif self._config.resume:
             raise TuneError(f"{self._config.out} has no tuning to resume; leave --resume out")
         elif (self._config.out / "config.json").exists() or is_pool(self._config.out):
-            raise TuneError(f"{self._config.out} has a model in it already; name another folder")
+            raise TuneError(f"{self._config.out} holds a model already; name another folder")
 
     def _collect(self, prompts: Prompts) -> None:
         corpus = self._corpus
@@ -246,11 +247,11 @@ class Tuning:
         known = corpus.keys
         if left <= 0 or all(one.key in known for one in prompts.asked):
             if not corpus.tokens:
-                raise TuneError("nothing was collected, and no time is left for it; give more minutes")
+                raise TuneError("nothing was collected and no time is left for collecting; give more minutes")
             return
         listener = HiddenStateListener((*self._taps, self._target.config.num_layers))
         with LLM(
-            collecting(self._config.target), speculators=[listener], progress=self._hearers.progress
+            collecting(self._config.target), speculators=[listener], progress=self._outputs.progress
         ) as llm:
             chat = llm.tokenizer.has_chat_template if self._config.chat is None else self._config.chat
             config = self._config
@@ -258,8 +259,8 @@ class Tuning:
                 llm, listener, chat=chat, max_tokens=config.max_tokens, seed=config.training.seed
             )
             self._claim()
-            found = collector.run(prompts.asked, corpus, left, self._hearers.progress, self._hearers.clock)
-        self._hearers.say(found.told(corpus))
+            found = collector.run(prompts.asked, corpus, left, self._outputs.progress, self._outputs.clock)
+        self._outputs.say(found.summary(corpus))
 
     def _train(self, sources: Sequence[str]) -> TuneResult:
         config, corpus = self._config, self._corpus
@@ -273,7 +274,7 @@ class Tuning:
             )
         self._claim()
         total = 60 * config.minutes
-        share = max(total - corpus.seconds, _LEAST_TRAINING * total) / config.members
+        share = max(total - corpus.seconds, _MIN_TRAINING * total) / config.members
         known: list[Proposals] = []
         members: list[MeasuredDraft] = []
         late = 0
@@ -282,22 +283,22 @@ class Tuning:
             training = self._training(dataset, sources, number, [one.along for one in members])
             late += training.trainer.state.seconds >= share
             if late == config.members:
-                self._hearers.say(f"the {config.minutes:g} minutes are over; --resume with more goes on")
+                self._outputs.say(f"the {config.minutes:g} minutes are spent; --resume with more continues")
             training.run(share)
             files = self._files(number)
             draft = read_draft(files.folder, self._target, training.trainer.draft.depth)
             members.append(MeasuredDraft(files.folder, draft, along(draft, texts)))
             if number + 1 < config.members and config.boosting.form != "none":
-                known.append(proposals(draft, corpus, self._hearers.progress))
+                known.append(proposals(draft, corpus, self._outputs.progress))
         return self._judged(members, Material.of(self._target, sources, corpus))
 
     def _training(
         self, dataset: TrainingSet, sources: Sequence[str], number: int = 0, earlier: Sequence[Along] = ()
     ) -> Training:
-        """The training of a member, by its number from 0 on."""
+        """The training of a member; `number` counts from 0."""
         config, corpus = self._config, self._corpus
         if config.members > 1:
-            self._hearers.say(
+            self._outputs.say(
                 f"member {number + 1} of {config.members} learns from {len(dataset)} of "
                 f"{corpus.count(held_out=False)} texts"
             )
@@ -312,11 +313,11 @@ class Tuning:
             earlier=tuple(earlier),
             material=Material.of(self._target, sources, corpus),
             init=init,
-            hearers=self._hearers,
+            outputs=self._outputs,
         )
 
     def _files(self, number: int) -> TrainingFiles:
-        """Where a member's files lie: a single one is the folder's own."""
+        """Paths of a member's files; a single draft is in the folder itself."""
         config = self._config
         if config.members == 1:
             return TrainingFiles(config.out, config.work / "checkpoint.safetensors")
@@ -324,16 +325,16 @@ class Tuning:
         return TrainingFiles(config.out / name, config.work / f"{name}.safetensors")
 
     def _judged(self, members: Sequence[MeasuredDraft], material: Material) -> TuneResult:
-        """Say what passes cost and who pays, make a pool of those, and let it replace what is worse."""
+        """Report costs, select members, write the pool, and replace the old draft if slower."""
         config, old = self._config, self._incumbent
         former = [] if old is None else self._former(old, members[0].draft.depth)
         folders = [one.folder for one in (*members, *former)]
-        costs = self._costs(config.target, folders, self._hearers.progress)
+        costs = self._costs(config.target, folders, self._outputs.progress)
         everybody = candidates_of([*members, *former], costs)
         candidates, theirs = everybody[: len(members)], everybody[len(members) :]
         selection = Selection(candidates, costs.target)
         for line in selection.lines():
-            self._hearers.say(line)
+            self._outputs.say(line)
         if config.members > 1:
             make_pool(config.out, self._target, members, config.kind.name, selection, material)
         else:
@@ -341,18 +342,18 @@ class Tuning:
         chosen = [candidates[number].along for number in selection.best.members]
         figures = figures_of(chosen[0], chosen[1:])
         if old is not None and not self._corpus.count(held_out=True):
-            self._hearers.say(f"{old.folder} stays: no answer was held out that both could be measured along")
+            self._outputs.say(f"{old.folder} stays: there is no held-out answer to measure both along")
         elif old is not None:
             former_speed = best_shapes(theirs, costs.target, range(len(theirs)))
             texts_P = members[0].along.texts_P.numpy()
             comparison = PairedComparison.of(selection.best.of_texts(texts_P), former_speed.of_texts(texts_P))
-            self._hearers.say(comparison.told(old.folder))
+            self._outputs.say(comparison.summary(old.folder))
             if comparison.better:
                 replace_folder(config.out, old.folder)
         return TuneResult(replace(figures, tokens_per_pass=figures.worth), selection)
 
     def _former(self, old: Incumbent, depth: int) -> list[MeasuredDraft]:
-        """The drafts that may be replaced, along the same answers."""
+        """The drafts that may be replaced, measured along the same answers."""
         found: list[MeasuredDraft] = []
         for folder, draft in zip(old.members, old.drafts(depth), strict=True):
             corpus = self._reading(taps_of(folder, self._target))
@@ -360,12 +361,12 @@ class Tuning:
         return found
 
     def _reading(self, taps: Sequence[int]) -> Corpus:
-        """What was collected, with these taps of those that were."""
+        """The corpus, restricted to these taps."""
         return Corpus(self._config.work / "shards", [self._taps.index(tap) for tap in taps])
 
 
 def member_name(number: int) -> str:
-    """The folder of a pool's member, by its number from 0 on."""
+    """Folder name of a pool's member; `number` counts from 0."""
     return f"member{number + 1}"
 
 

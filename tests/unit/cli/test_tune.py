@@ -100,8 +100,8 @@ def test_options_of_other_kinds_are_refused(tmp_path: Path) -> None:
         "layout is dspark, and kind eagle": ["--kind", "eagle", "--layout", "dspark"],
         "vocabulary is 64, and kind ssm": ["--kind", "ssm", "--vocabulary", "64"],
         "layers is 5, and kind ssm; allowed: 1 to 4": ["--kind", "ssm", "--layers", "5"],
-        "boost is sequence, warm, and a single member": ["--boost", "sequence"],
-        "boost is discount, cold, and a single member": ["--cold"],
+        "boost is sequence, warm, which needs more than one member": ["--boost", "sequence"],
+        "boost is discount, cold, which needs more than one member": ["--cold"],
     }
     for words, options in cases.items():
         done = CliRunner().invoke(cli, ["tune", "--out", str(tmp_path / "out"), *options])

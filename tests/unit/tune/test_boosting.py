@@ -148,7 +148,7 @@ def test_of_many_taps_a_member_sees_its_own(target: Path, tmp_path: Path) -> Non
 def test_numbers_that_make_no_sense_are_refused(target: Path, tmp_path: Path) -> None:
     with pytest.raises(TuneError, match="members is 0; allowed: 1 to 16"):
         tuning_of(target, tmp_path, members=0)
-    with pytest.raises(TuneError, match="boost is sequence, warm, and a single member"):
+    with pytest.raises(TuneError, match="boost is sequence, warm, which needs more than one member"):
         Tuning(tuning_of(target, tmp_path, boost=BoostConfig(form="sequence")), clock=ticking())
 
 

@@ -86,7 +86,7 @@ def test_prompts_that_are_too_long_are_counted_and_the_others_answered(target: P
 
 def test_only_prompts_that_are_too_long(target: Path, tmp_path: Path) -> None:
     asked = read_prompts([write_prompts(tmp_path, ["5 " * 40, "6 " * 41])])
-    with pytest.raises(TuneError, match=r"no prompt can be asked.*--max-context"):
+    with pytest.raises(TuneError, match=r"no prompt fits the target.*--max-context"):
         collect(target, asked, tmp_path / "shards")
 
 
@@ -97,7 +97,7 @@ def test_a_target_that_says_nothing_is_told_of(tmp_path: Path) -> None:
         config.read_text().replace('"eos_token_id": null', f'"eos_token_id": {list(range(64))}')
     )
     asked = read_prompts([write_prompts(tmp_path, [f"{n}" for n in range(200)])])
-    with pytest.raises(TuneError, match=r"said nothing to \d+ prompts") as error:
+    with pytest.raises(TuneError, match=r"gave no usable answer to \d+ prompts") as error:
         collect(silent, asked, tmp_path / "shards")
     assert int(str(error.value).split()[5]) < 200  # it is not asked for ever
     assert list((tmp_path / "shards").iterdir()) == []

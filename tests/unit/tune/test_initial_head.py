@@ -19,7 +19,7 @@ from specinfer.tune.dataset import Corpus, TrainingSet, TunedText, first_texts
 from specinfer.tune.draft import entries_of
 from specinfer.tune.head_draft import BlockHeadDraft, known_head, widened
 from specinfer.tune.head_kinds import BlockKind, Layout
-from specinfer.tune.initial_head import begin_as_target, learn_pairs, likely_tokens, new_head, tune_loudness
+from specinfer.tune.initial_head import begin_as_target, calibrate_norm, learn_pairs, likely_tokens, new_head
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.trainer import loss_of
 from specinfer.tune.tuning import Tuning
@@ -133,7 +133,7 @@ def test_the_loudness_that_loses_least_is_kept(opened: OpenModel) -> None:
     head = untrained(opened)
     whole = head.norm.weight.detach().clone()
     draft = BlockHeadDraft(head, SCALE, 8)
-    least = tune_loudness(draft, lambda one: abs(float(one.last_norm.weight[0] / whole[0]) - 0.3))
+    least = calibrate_norm(draft, lambda one: abs(float(one.last_norm.weight[0] / whole[0]) - 0.3))
     assert least == pytest.approx(0.05)
     assert torch.allclose(head.norm.weight, whole * 0.35) or torch.allclose(head.norm.weight, whole * 0.25)
 
@@ -182,11 +182,13 @@ def test_an_exported_head_can_name_more_tokens(
     few = known_head(str(tmp_path / "first"), replace(wanted, draft_vocab_size=8), opened, scale)
     assert isinstance(few, BlockHead)
     assert widened(few, None, begun) is widened(few, 24, begun) is few
-    with pytest.raises(TuneError, match="vocabulary is 23, and the head to go on from names 24 tokens; give"):
+    with pytest.raises(
+        TuneError, match="vocabulary is 23, and the head to resume from names 24 tokens; give"
+    ):
         widened(few, 23, begun)
     assert not said
     many = widened(few, 40, begun)
-    assert said == ["the head named 24 tokens, and is given 16 more"]
+    assert said == ["the head names 24 tokens; adding 16 more"]
     assert (len(few.ids), len(many.ids)) == (24, 40), "it keeps what it can name"
     assert len(widened(few, 8192, begun).ids) == 64, "a target has no more"
     own = torch.searchsorted(many.ids, few.ids)
@@ -231,11 +233,11 @@ def test_a_head_with_more_tokens_learns_on_and_resumes(target: Path, prompts: Pa
 def test_what_a_head_cannot_begin_as_is_refused(target: Path, prompts: Path, tmp_path: Path) -> None:
     opened = open_model(target)
     config = SHAPE.config(opened.config, (1, 2))
-    with pytest.raises(TuneError, match="which is no draft head"):
+    with pytest.raises(TuneError, match="which is not a draft head"):
         known_head(str(target), config, opened, SCALE)
     first = Tuning(tuning_of(target, tmp_path / "first"), clock=ticking())
     first.run(read_prompts([prompts]), [prompts.name])
-    with pytest.raises(TuneError, match="has another shape"):
+    with pytest.raises(TuneError, match="differs in shape"):
         known_head(str(tmp_path / "first"), replace(config, block_size=7), opened, SCALE)
     dspark = tuning_of(target, tmp_path / "x", init="target", kind=replace(SHAPE, layout="dspark"))
     with pytest.raises(TuneError, match="init is target, which is for block heads"):

@@ -63,8 +63,8 @@ def test_a_pool_guesses_more_than_its_members(
         assert ("Left out" in card) is (len(alone) == 1)
     assert "A pool of drafts for target" in card
     assert "license: unknown\n---" in card
-    assert re.search(r"They learnt from \d+ answers of the target, \d+ tokens; to prompts.jsonl\.", card)
-    assert ("weights embeddings and output layer" in card) is (kind is SSM)
+    assert re.search(r"They were trained on \d+ answers of the target, \d+ tokens; to prompts.jsonl\.", card)
+    assert ("weights: embeddings and output layer" in card) is (kind is SSM)
     counts = [re.findall(r"learns from (\d+) of (\d+) texts", line) for line in lines]
     first, second = ((int(some), int(every)) for found in counts for some, every in found)
     assert first[0] == first[1]
@@ -130,7 +130,7 @@ def test_who_is_killed_goes_on_with_the_member_he_was_at(target: Path, prompts: 
     assert 0 < seconds[-1] < read_checkpoint(config.work / "member2.safetensors").state.steps
     assert len(read_pool(config.out).members) >= 1
     _, lines = run(again, prompts)
-    assert any("minutes are over" in line for line in lines)
+    assert any("minutes are spent" in line for line in lines)
 
 
 def test_another_boost_is_another_tuning(pool: Path, target: Path, prompts: Path) -> None:
@@ -143,7 +143,7 @@ def test_another_boost_is_another_tuning(pool: Path, target: Path, prompts: Path
     for other in (pool_of(target, pool, SSM, "none"), pool_of(target, pool, SSM, "discount", members=3)):
         with pytest.raises(TuneError, match=r"the tuning in .* is of"):
             run(replace(other, resume=True), prompts)
-    with pytest.raises(TuneError, match="has a tuning in it; --resume goes on"):
+    with pytest.raises(TuneError, match="holds a tuning already; --resume continues it"):
         run(pool_of(target, pool, SSM, "discount"), prompts)
 
 

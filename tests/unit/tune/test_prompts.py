@@ -47,7 +47,7 @@ def test_of_a_few_prompts_some_are_held_out_and_some_are_not(tmp_path: Path, tex
 def test_a_single_prompt_is_not_enough(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "one"}\n{"prompt": "one"}\nnot this\n')
-    with pytest.raises(DatasetError, match=r"1 prompts can be asked; needed: 2.*line 3: not JSON"):
+    with pytest.raises(DatasetError, match=r"1 usable prompts; needed: 2.*line 3: not JSON"):
         read_prompts([path])
     with pytest.raises(DatasetError, match="cannot read the data set"):
         read_prompts([tmp_path / "none"])

@@ -39,7 +39,7 @@ from tests.unit.tune.test_small_model import opened
 def test_a_gain_has_to_exceed_its_error(new: list[float], old: list[float], better: bool) -> None:
     verdict = PairedComparison.of(np.array(new), np.array(old))
     assert verdict.better is better
-    assert ("stays" in verdict.told(Path("pool"))) is not better
+    assert ("stays" in verdict.summary(Path("pool"))) is not better
 
 
 def test_an_error_is_of_pairs() -> None:
@@ -85,9 +85,9 @@ def test_a_better_draft_replaces_a_worse_one_of_another_kind(
     # A small model for whose sake no hidden states are collected is held against the head, which reads them.
     weak = tuning_of(target, tmp_path / "weak", minutes=0.5, kind=SSM, init="random", replace=poor)
     _, lines = run(weak, prompts)
-    told = [line for line in lines if line.startswith(f"{poor} stays: on ")]
-    assert len(told) == 1
-    assert "is not more than its standard error" in told[0]
+    summary = [line for line in lines if line.startswith(f"{poor} stays: on ")]
+    assert len(summary) == 1
+    assert "is not more than its standard error" in summary[0]
     assert is_head(poor)
 
 
@@ -121,7 +121,7 @@ def test_what_is_tuned_and_what_is_replaced_are_apart(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TuneError, match="two folders, neither of them in the other"):
+    with pytest.raises(TuneError, match="two folders, neither inside the other"):
         tuning_of(target, Path(out), replace=tmp_path / "old")
 
 
@@ -136,19 +136,21 @@ def test_nothing_is_replaced_where_no_answer_was_held_out(
     )
     tuning = tuning_of(target, tmp_path / "new", minutes=0.5, kind=BLOCK, replace=tmp_path / "old")
     _, lines = run(tuning, prompts)
-    assert f"{tmp_path / 'old'} stays: no answer was held out that both could be measured along" in lines
+    assert f"{tmp_path / 'old'} stays: there is no held-out answer to measure both along" in lines
     assert (tmp_path / "old" / "model.safetensors").read_bytes() == whole
 
 
 def test_what_cannot_be_replaced_is_refused(target: Path, tmp_path: Path) -> None:
     source = opened(target)
-    with pytest.raises(TuneError, match=r"there is no folder .*missing whose draft.*give --out alone"):
+    with pytest.raises(
+        TuneError, match=r"the folder of the draft to replace, .*missing, does not exist; give --out alone"
+    ):
         Incumbent(tmp_path / "missing", source)
     (tmp_path / "lost.before").mkdir()
     with pytest.raises(TuneError, match=r"lost.before is there: rename it"):
         Incumbent(tmp_path / "lost", source)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(TuneError, match="holds no draft and no pool"):
+    with pytest.raises(TuneError, match="holds neither a draft nor a pool"):
         Tuning(tuning_of(target, tmp_path / "out", replace=tmp_path / "empty"))
     assert not (tmp_path / "out").exists()
     other = write_tiny_llama(tmp_path / "other", num_layers=3, seed=7)

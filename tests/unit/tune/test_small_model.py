@@ -67,7 +67,7 @@ def test_it_learns_and_is_measured_as_it_was_written(tuned: Path, chatting: Path
     assert "A small speculative model for target" in card
     assert "can name | 64 of 64 tokens" in card
     assert "license: apache-2.0\n---" in card
-    assert "target is given under apache-2.0, as its model card says." in card
+    assert "target is licensed under apache-2.0, according to its model card." in card
     assert "its weights embeddings and output layer" in card.replace("\n", " ")
 
 
@@ -146,7 +146,7 @@ def test_a_written_model_is_trained_on(tuned: Path, chatting: Path, prompts: Pat
     written = read_draft(tuned, opened(chatting), 3)
     for name, weight in written.module.named_parameters():
         assert torch.equal(weight, draft.module.get_parameter(name)), name
-    with pytest.raises(TuneError, match="has another shape than the one that is wanted"):
+    with pytest.raises(TuneError, match="differs in shape from the configured one"):
         Tuning(replace(config, out=tmp_path / "other", kind=SsmKind(layers=1, depth=3)))
 
 

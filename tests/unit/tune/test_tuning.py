@@ -94,7 +94,7 @@ def test_the_best_checkpoint_is_kept_and_not_the_newest(
     told = [line.endswith("the best so far") for line in lines if "held out: first" in line]
     assert told[:3] == [True, True, False]
     assert not any(told[3:])
-    assert "makes 2.50 tokens a pass" in (tmp_path / "head" / "README.md").read_text()
+    assert "makes 2.50 tokens per target pass" in (tmp_path / "head" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("writes", [0, 1])
@@ -128,7 +128,7 @@ def test_a_later_worse_one_never_replaces_what_was_exported_before_a_kill(
     assert len(kept.history) > writes
     assert (kept.best, kept.places) == (best, 5)
     assert (config.out / "model.safetensors").read_bytes() == exported
-    assert "makes 2.50 tokens a pass" in (config.out / "README.md").read_text()
+    assert "makes 2.50 tokens per target pass" in (config.out / "README.md").read_text()
 
 
 def test_a_draft_whose_card_was_not_written_before_a_kill_gets_it(
@@ -156,7 +156,7 @@ def test_a_draft_whose_card_was_not_written_before_a_kill_gets_it(
     monkeypatch.setattr(training, "card", write)
     run(replace(config, resume=True), prompts, ticking(3.0))
     text = (config.out / "README.md").read_text()
-    assert "makes 2.50 tokens a pass" in text
+    assert "makes 2.50 tokens per target pass" in text
     assert "## What it is worth" in text
 
 
@@ -178,8 +178,8 @@ def test_a_model_card_says_where_a_head_is_from(tuned: Path) -> None:
         "loss hybrid",
         "can name | 48 of 64",
         "license: unknown\n---",
-        "The licence of target is not known here",
-        "What was asked (prompts.jsonl) may have terms of its own",
+        "The licence of target is unknown",
+        "The prompts (prompts.jsonl) may have their own terms",
     ):
         assert part in text
     assert (tuned / "training.png").exists() is (find_spec("matplotlib") is not None)

@@ -80,7 +80,7 @@ def test_minutes_that_are_over_are_told_and_more_go_on(target: Path, prompts: Pa
     run(config, prompts, ticking(3.0))
     steps = read_checkpoint(config.out / _CHECKPOINT).state.steps
     _, lines = run(replace(config, resume=True), prompts)
-    assert lines[0] == "the 1 minutes are over; --resume with more goes on"
+    assert lines[0] == "the 1 minutes are spent; --resume with more continues"
     assert not any("steps" in line for line in lines)
     run(replace(config, resume=True, minutes=3.0), prompts, ticking(8.0))
     assert read_checkpoint(config.out / _CHECKPOINT).state.steps > steps
@@ -151,11 +151,11 @@ def test_folders_that_are_something_else_are_refused(
     facts = json.loads((tuned / "work/tuning.json").read_text()) | {"members": 2}
     (pool / "work/tuning.json").write_text(json.dumps(facts))
     cases: list[tuple[TuneConfig, str]] = [
-        (tuning_of(target, tuned), "has a tuning in it; --resume goes on"),
-        (tuning_of(target, target), "has a model in it already"),
+        (tuning_of(target, tuned), "holds a tuning already; --resume continues it"),
+        (tuning_of(target, target), "holds a model already"),
         (tuning_of(target, tmp_path / "new", resume=True), "has no tuning to resume"),
-        (tuning_of(target, tuned, resume=True, kind=BlockKind(depth=3)), "the tuning in .* is of head"),
-        (tuning_of(target, pool, resume=True), "the tuning in .* is of members 2, this one of None"),
+        (tuning_of(target, tuned, resume=True, kind=BlockKind(depth=3)), "the tuning in .* has head"),
+        (tuning_of(target, pool, resume=True), "the tuning in .* has members 2, and this one has None"),
     ]
     for config, words in cases:
         with pytest.raises(TuneError, match=words):
@@ -172,7 +172,7 @@ def test_what_a_draft_cannot_begin_as_is_refused_before_anything_is_collected(
     other = target if kind is SHAPE else tuned  # a model, where a head is wanted, and the other way round
     with pytest.raises(ModelError, match="no model is called 'typo'"):
         Tuning(tuning_of(target, out, kind=kind, init="typo"))
-    with pytest.raises(TuneError, match=r"is no draft head|is a draft head|has another shape"):
+    with pytest.raises(TuneError, match=r"is not a draft head|is a draft head|differs in shape"):
         Tuning(tuning_of(target, out, kind=kind, init=str(other)))
     assert not out.exists()
     Tuning(tuning_of(target, out, kind=kind))
@@ -193,7 +193,7 @@ def test_a_head_that_names_more_than_is_asked_for_is_refused_before_anything_is_
     tuned: Path, target: Path, tmp_path: Path
 ) -> None:
     narrow = replace(SHAPE, vocabulary=32)
-    with pytest.raises(TuneError, match="vocabulary is 32, and the head to go on from names 48 tokens"):
+    with pytest.raises(TuneError, match="vocabulary is 32, and the head to resume from names 48 tokens"):
         Tuning(tuning_of(target, tmp_path / "head", kind=narrow, init=str(tuned)))
     assert not (tmp_path / "head").exists()
 
@@ -239,5 +239,5 @@ def test_the_best_head_is_measured_anew_where_more_is_held_out(
     more = write_prompts(tmp_path, [f"{n} * {n + 2}" for n in range(60)])
     kept = read_checkpoint(config.out / _CHECKPOINT).state
     _, lines = run(replace(config, resume=True, minutes=2.0, collect_minutes=1.0), more)
-    assert any("held-out places that there are now" in line for line in lines)
+    assert any("held-out positions available now" in line for line in lines)
     assert read_checkpoint(config.out / _CHECKPOINT).state.places > kept.places > 0

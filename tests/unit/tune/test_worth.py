@@ -43,13 +43,14 @@ def test_a_draft_that_pays_is_said_to(target: Path, prompts: Path, tmp_path: Pat
     assert selection.guessing_seconds(best) == pytest.approx(0.001, rel=0.2)
     assert selection.ratio(best) == pytest.approx(best.tokens_per_step * 0.01 / best.step_seconds)
     assert lines[-2] == "a pass of the target takes 10.00 ms for one token: 100.0 tokens/s without a draft"
-    assert lines[-1].startswith(f"head: {best.tokens_per_step:.3f} tokens a step of ")
+    assert lines[-1].startswith(f"head: {best.tokens_per_step:.3f} tokens per step of ")
     assert (
-        f"{best.tokens_per_second:.1f} tokens/s ({selection.ratio(best):.3f} of no speculation)" in lines[-1]
+        f"{best.tokens_per_second:.1f} tokens/s ({selection.ratio(best):.3f} times no speculation)"
+        in lines[-1]
     )
     card = (out / "README.md").read_text()
     assert "It pays on this machine" in card
-    assert f"| tokens a step | {best.tokens_per_step:.3f}, of trees with <" in card
+    assert f"| tokens per step | {best.tokens_per_step:.3f}, with trees of <" in card
     assert "| a step without it | 10.00 ms, for one token |" in card
     assert outcome.figures.tokens_per_pass > 1
 
@@ -61,7 +62,7 @@ def test_a_draft_that_does_not_pay_is_said_not_to_and_stays(
     out = tmp_path / "draft"
     outcome, lines = tuned(target, prompts, out, dear, kind=kind)
     assert not outcome.selection.pays
-    assert lines[-1] == "no draft pays on this machine: no speculation is quicker"
+    assert lines[-1] == "no draft pays on this machine: decoding without speculation is faster"
     card = (out / "README.md").read_text()
     assert "It does not pay on this machine" in card
     assert (out / "config.json").exists()
@@ -73,7 +74,7 @@ def test_a_card_says_it_once_and_of_the_last_run(target: Path, prompts: Path, tm
     _, lines = tuned(target, prompts, out, dear, minutes=3.0)
     before = (out / "README.md").read_text()
     _, lines = tuned(target, prompts, out, cheap, minutes=3.0, resume=True)
-    assert lines[0] == "the 3 minutes are over; --resume with more goes on"
+    assert lines[0] == "the 3 minutes are spent; --resume with more continues"
     after = (out / "README.md").read_text()
     heading = "## What it is worth"
     assert (before.count(heading), after.count(heading)) == (1, 1)
