@@ -1,4 +1,4 @@
-"""Text to token ids and back, chat templates, and text that grows token by token."""
+"""Tokenizers, chat templates and incremental detokenization."""
 
 from specinfer.tokenizer.chat_encoder import ChatEncoder
 from specinfer.tokenizer.detokenizer import Detokenizer

@@ -1,10 +1,11 @@
-"""BoundedEnvironment: Jinja in a sandbox in which every template ends, within some memory.
+"""BoundedEnvironment: a Jinja sandbox with limits on time and memory.
 
-A chat template is somebody else's program, and Python cannot stop one in mid-operation. So no operation is
-begun that could take long: steps of loops, calls, filters and operators are counted, the characters that they
-make, and the seconds since the template began; and whatever makes much of little (`'a' * 10**9`, `center`,
-`'%9999999d'`) is asked about first. A value is weighed before it is written or compared: a list that holds a
-list twice, which holds one twice, and so on, is small in memory and endless on paper.
+A chat template is untrusted code, and Python cannot interrupt a single operation. So no operation starts that
+could take long. Steps of loops, calls, filters and operators are counted, as are the characters they produce
+and
+the seconds since the template began. Operations that produce much output from little input (`'a' * 10**9`,
+`center`, `'%9999999d'`) are checked first. A value is weighed before it is written or compared: a list that
+contains another list twice, which contains a third twice, and so on, is small in memory and huge as text.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from specinfer.tokenizer.template_budget import MOST_BITS, OF_NODE, BoundsError, Budget
+from specinfer.tokenizer.template_budget import MAX_BITS, NODE_WEIGHT, BoundsError, Budget
 
-_MOST_DIGITS: Final = 300  # of a rounded number
-_MOST_INDENT: Final = 16
-_MOST_STRIPPED: Final = 1000  # each is looked for at each end, one character of the text after the other
-_MOST_WIDTH: Final = 10_000  # of a formatted value
-_FLOAT: Final = 400  # characters of the longest float
+_MAX_DIGITS: Final = 300  # in a rounded number
+_MAX_INDENT: Final = 16
+# characters to strip; each is searched for at each end, per character of the text
+_MAX_STRIPPED: Final = 1000
+_MAX_WIDTH: Final = 10_000  # characters per formatted value
+_MAX_FLOAT: Final = 400  # characters of the longest float
 _PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\d*)(?:\.(\d*))?")
-# Names that no template can write, as they have a blank in them.
+# Filter names with a blank, so that no template can use them.
 _STEP, _CONCAT, _MADE, _WEIGHED = "a step", "a concatenation", "a value made", "a value weighed"
-_NEEDLESS = ("pprint", "striptags", "urlize", "wordwrap")  # for web pages, and slow on long texts
+_REMOVED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap")  # for web pages, and slow on long texts
 # Filters that make a list of a text's characters or words.
 _SPLITTING = frozenset(
     {"batch", "groupby", "list", "map", "max", "min", "reject", "rejectattr", "select", "selectattr", "slice"}
@@ -41,15 +43,15 @@ _CODECS = frozenset({"utf-8", "utf8", "ascii", "latin-1"})  # others may be slow
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates end: `budget.begin` comes before each."""
+    """A sandbox with bounded templates; call `budget.begin` before rendering one."""
 
     intercepted_binops = frozenset({"*", "+", "%", "**"})
 
     def __init__(self, **options: Any) -> None:
         self.budget = Budget()
-        # Nothing is computed while a template is compiled.
+        # `optimized=False`: the compiler evaluates no constant expressions.
         super().__init__(optimized=False, finalize=self._written, **options)
-        for name in _NEEDLESS:
+        for name in _REMOVED_FILTERS:
             del self.filters[name]
         del self.globals["lipsum"]
         self.filters["tojson"] = self._to_json
@@ -68,24 +70,24 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return parsed
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """An operator whose result may be large."""
+        """Evaluate an operator whose result may be large."""
         budget = self.budget
         budget.step()
         if operator == "*":
             for one, other in ((left, right), (right, left)):
                 if isinstance(other, int) and not isinstance(one, (int, float)):
-                    budget.ask(budget.weigh(one) * max(0, other))
+                    budget.check_size(budget.weigh(one) * max(0, other))
         elif operator == "**":
-            if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MOST_BITS:
+            if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MAX_BITS:
                 raise BoundsError("it makes too large a number")
         elif operator == "%" and isinstance(left, (str, bytes)):
-            self._ask_percent(left, right)
+            self._check_percent(left, right)
         elif operator == "+":
-            budget.ask(budget.weigh(left) + budget.weigh(right))
+            budget.check_size(budget.weigh(left) + budget.weigh(right))
         return budget.made(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """A function, macro or method."""
+        """Call a function, macro or method."""
         budget = __self.budget
         budget.step()
         args = tuple(map(_listed, args))
@@ -93,9 +95,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             budget.weigh(value)
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, (str, bytes)):
-            __self._ask_text(owner, name, [*args, *kwargs.values()])
+            __self._check_text(owner, name, [*args, *kwargs.values()])
         elif isinstance(owner, int) and name == "to_bytes":
-            budget.ask(
+            budget.check_size(
                 max([value for value in (*args, *kwargs.values()) if isinstance(value, int)], default=0)
             )
         elif owner is not None:
@@ -103,7 +105,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return budget.made(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`str.format`, once it is known how much it may write."""
+        """`str.format` with a check of the size of its result."""
         formatted = super().wrap_str_format(value)
         if formatted is None:
             return None
@@ -118,57 +120,58 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 widths = [int(digits) for digits in re.findall(r"\d{1,9}", spec or "")]
                 if (
                     "{" in (spec or "")
-                    or max(widths, default=0) > _MOST_WIDTH
+                    or max(widths, default=0) > _MAX_WIDTH
                     or re.search(r"[.\[]", field or "")
                 ):
                     raise BoundsError("it formats more than plain fields")
-            self._ask_fields(fields, len(value.__self__), values)
+            self._check_fields(fields, len(value.__self__), values)
             return formatted(*args, **kwargs)
 
         return bounded
 
-    def _ask_percent(self, text: str | bytes, given: Any) -> None:
-        """Ask for what `text % given` may write."""
+    def _check_percent(self, text: str | bytes, given: Any) -> None:
+        """Check the size of `text % given`."""
         plain = text if isinstance(text, str) else text.decode("latin-1")
         fields = _PERCENT.findall(plain)
-        if "*" in plain or any(int(digits[:9] or 0) > _MOST_WIDTH for field in fields for digits in field):
+        if "*" in plain or any(int(digits[:9] or 0) > _MAX_WIDTH for field in fields for digits in field):
             raise BoundsError("it formats more than plain fields")
         values = (
             given.values() if isinstance(given, Mapping) else given if isinstance(given, tuple) else [given]
         )
-        self._ask_fields(len(fields), len(plain), values)
+        self._check_fields(len(fields), len(plain), values)
 
-    def _ask_fields(self, fields: int, length: int, values: Iterable[Any]) -> None:
+    def _check_fields(self, fields: int, length: int, values: Iterable[Any]) -> None:
         longest = max(map(self.budget.weigh, values), default=0)
-        self.budget.ask(length + fields * (longest + _FLOAT) if fields else length)
-        self.budget.ask(fields * _MOST_WIDTH if fields > 1000 else 0)
+        self.budget.check_size(length + fields * (longest + _MAX_FLOAT) if fields else length)
+        self.budget.check_size(fields * _MAX_WIDTH if fields > 1000 else 0)
 
-    def _ask_text(self, text: str | bytes, name: str, args: Sequence[Any]) -> None:
-        """Ask for what a method of a text may make."""
+    def _check_text(self, text: str | bytes, name: str, args: Sequence[Any]) -> None:
+        """Check the size of the result of a text method."""
         numbers = [value for value in args if isinstance(value, int)]
         if name in ("ljust", "rjust", "center", "zfill"):
-            self.budget.ask(max(numbers, default=0))
+            self.budget.check_size(max(numbers, default=0))
         elif name == "expandtabs":
-            self.budget.ask(len(text) * max([8, *numbers]))
+            self.budget.check_size(len(text) * max([8, *numbers]))
         elif name == "replace":
-            self.budget.ask(_replaced(text, *args))
+            self.budget.check_size(_replaced(text, *args))
         elif name == "join" and args:
-            self.budget.ask(self.budget.weigh(args[0]) + len(text) * len(args[0]))
+            self.budget.check_size(self.budget.weigh(args[0]) + len(text) * len(args[0]))
         elif name in ("split", "rsplit", "splitlines"):
             separator = next((one for one in args if isinstance(one, (str, bytes)) and one), None)
             places: int = len(text) // 8 if separator is None else text.count(separator)  # type: ignore[arg-type]
-            self.budget.ask(OF_NODE * places)
+            self.budget.check_size(NODE_WEIGHT * places)
         elif name in ("encode", "decode") and not _CODECS.issuperset(args):
             raise BoundsError(f"it encodes texts in ways other than {', '.join(sorted(_CODECS))}")
         elif name == "translate":
             raise BoundsError("it calls translate")
         elif name in ("strip", "lstrip", "rstrip"):
-            _ask_strip(*args[:1])
+            _check_strip(*args[:1])
 
     def _filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter or a test that is counted, and asked about first where it makes much of little."""
-        first = getattr(function, "jinja_pass_arg", None) is not None  # its first argument is Jinja's own
-        ask = _ASKED.get(name)
+        """Wrap a filter or test: count its calls, and check the size of its result first."""
+        # Jinja passes its context or environment first
+        first = getattr(function, "jinja_pass_arg", None) is not None
+        check_size = _SIZES.get(name)
 
         @functools.wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -178,17 +181,17 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             for value in (*given, *kwargs.values()):
                 budget.weigh(value)
             if name in _SPLITTING and isinstance(given[0], str):
-                budget.ask(OF_NODE * len(given[0]))
+                budget.check_size(NODE_WEIGHT * len(given[0]))
             if name == "format":
-                self._ask_percent(str(given[0]), kwargs or tuple(given[1:]))
-            elif ask is not None:
-                budget.ask(ask(budget.weigh(given[0]), *given, **kwargs))
+                self._check_percent(str(given[0]), kwargs or tuple(given[1:]))
+            elif check_size is not None:
+                budget.check_size(check_size(budget.weigh(given[0]), *given, **kwargs))
             return budget.made(_listed(function(*args[:first], *given, **kwargs)))
 
         return counted
 
     def _spend(self, size: int) -> None:
-        """A round of a loop, or a call of a macro, whose own text is so long."""
+        """Count one loop iteration or macro call whose literal text has `size` characters."""
         self.budget.step()
         self.budget.spend(size)
 
@@ -207,7 +210,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _concat(self, values: Sequence[Any]) -> str:
-        self.budget.ask(sum(map(self.budget.weigh, values)))
+        self.budget.check_size(sum(map(self.budget.weigh, values)))
         text: str = self.budget.made("".join(map(str, values)))
         return text
 
@@ -220,9 +223,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         sort_keys: bool = False,
     ) -> str:
         # Jinja's own tojson escapes for HTML, which would show in the prompt.
-        if (len(indent) if isinstance(indent, str) else indent or 0) > _MOST_INDENT:
-            raise BoundsError(f"it indents JSON by more than {_MOST_INDENT}")
-        if separators is not None and any(len(one) > _MOST_INDENT for one in separators):
+        if (len(indent) if isinstance(indent, str) else indent or 0) > _MAX_INDENT:
+            raise BoundsError(f"it indents JSON by more than {_MAX_INDENT}")
+        if separators is not None and any(len(one) > _MAX_INDENT for one in separators):
             raise BoundsError("it separates JSON by long texts")
         if indent is None:
             return json.dumps(value, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
@@ -230,15 +233,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
         pieces, size = [], 0
-        for piece in encoder.iterencode(value):  # of which blanks may be the most
+        for piece in encoder.iterencode(value):  # indentation may be most of the text
             pieces.append(piece)
             size += len(piece)
-            self.budget.ask(size)
+            self.budget.check_size(size)
         return "".join(pieces)
 
 
 class _Counting(NodeTransformer):
-    """Writes into a template what counts its steps."""
+    """Inserts calls into a template that count its steps."""
 
     def _counted(self, node: Any) -> Any:
         size = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
@@ -281,12 +284,12 @@ def _applied(name: str, node: nodes.Expr) -> nodes.Filter:
 
 
 def _listed(value: Any) -> Any:
-    """A value that gives its items but once, as a list; Jinja's loops stay what they are."""
+    """Turn an iterator into a list, except Jinja's loop context."""
     return list(value) if isinstance(value, Iterator) and not isinstance(value, LoopContext) else value
 
 
 def _replaced(text: Any, old: Any = "", new: Any = "", count: Any = None) -> int:
-    """How long a text is after a replacement."""
+    """Length of a text after a replacement."""
     if not isinstance(text, (str, bytes)):
         text, old, new = str(text), str(old), str(new)
     places = text.count(old)
@@ -296,13 +299,13 @@ def _replaced(text: Any, old: Any = "", new: Any = "", count: Any = None) -> int
     return size
 
 
-def _ask_strip(characters: Any = None) -> None:
-    if isinstance(characters, (str, bytes)) and len(characters) > _MOST_STRIPPED:
-        raise BoundsError(f"it strips more than {_MOST_STRIPPED} characters of a text")
+def _check_strip(characters: Any = None) -> None:
+    if isinstance(characters, (str, bytes)) and len(characters) > _MAX_STRIPPED:
+        raise BoundsError(f"it strips more than {_MAX_STRIPPED} characters of a text")
 
 
 def _trimmed(weight: int, text: Any, chars: Any = None) -> int:
-    _ask_strip(chars)
+    _check_strip(chars)
     return weight
 
 
@@ -312,20 +315,20 @@ def _lines(weight: int, text: Any, width: Any = 4, *args: Any, **kwargs: Any) ->
 
 
 def _digits(weight: int, value: Any, precision: Any = 0, *args: Any, **kwargs: Any) -> int:
-    if abs(precision) > _MOST_DIGITS:
-        raise BoundsError(f"it rounds to more than {_MOST_DIGITS} digits")
+    if abs(precision) > _MAX_DIGITS:
+        raise BoundsError(f"it rounds to more than {_MAX_DIGITS} digits")
     return 0
 
 
 def _numbers(weight: int, value: Any, attribute: Any = None, start: Any = 0) -> int:
     if not isinstance(start, (int, float)):
-        raise BoundsError("it adds up what are no numbers")
+        raise BoundsError("it sums values that are not numbers")
     return 0
 
 
-# What these filters may make of values that weigh so much.
-_ASKED: Final[Mapping[str, Callable[..., int]]] = {
-    "batch": lambda weight, value, linecount, *fill, **more: OF_NODE * int(linecount),
+# Bounds of the size of these filters' results, given the weight of their input.
+_SIZES: Final[Mapping[str, Callable[..., int]]] = {
+    "batch": lambda weight, value, linecount, *fill, **more: NODE_WEIGHT * int(linecount),
     "center": lambda weight, text, width=80: weight + int(width),
     "indent": _lines,
     "join": lambda weight, values, d="", attribute=None: (
@@ -333,7 +336,7 @@ _ASKED: Final[Mapping[str, Callable[..., int]]] = {
     ),
     "replace": lambda weight, text, *args, **kwargs: _replaced(text, *args, **kwargs),
     "round": _digits,
-    "slice": lambda weight, value, slices, *fill, **more: OF_NODE * int(slices),
+    "slice": lambda weight, value, slices, *fill, **more: NODE_WEIGHT * int(slices),
     "sum": _numbers,
     "trim": _trimmed,
 }

@@ -1,12 +1,12 @@
-"""The chat template of a model: Jinja, in a sandbox with bounds, with the helpers model authors count on.
+"""Chat templates: Jinja in a bounded sandbox, with the helpers that template authors expect.
 
-The environment is the one transformers documents for chat templates, since the templates are written
-against it: trimmed blocks, loop controls, raise_exception, strftime_now, a tojson that keeps Unicode,
-and {% generation %} (which marks the assistant's text for training and here renders its body).
+The environment is that of transformers: trimmed blocks, loop controls,
+raise_exception, strftime_now, a tojson that keeps Unicode, and {% generation %} (which marks the assistant's
+text for training; here it renders its body).
 
-Clients write messages in more ways than templates read: content in parts or null, arguments of earlier calls
-as JSON text, call ids of any length. A template is a program that prints what it is given, so a list would
-stand in the prompt as Python writes it, and null as "None". So every conversation is made ready first.
+Clients write messages in more forms than templates handle: content as parts or null, arguments of earlier
+calls as JSON text, call ids of any length. A template prints its input, so a list would appear in the prompt
+as Python writes it, and null as "None". So messages are normalized first.
 """
 
 from __future__ import annotations
@@ -30,37 +30,38 @@ from specinfer.errors import ModelFileError, RequestError, shown
 from specinfer.tokenizer.bounded_environment import BoundedEnvironment
 from specinfer.tokenizer.special_names import Rendered, SpecialNames
 
-# Fields of clients and of OpenAI's answers that mean nothing to a template.
+# Fields of clients and of OpenAI's answers that templates do not read.
 _DROPPED: Final = frozenset({"refusal", "audio", "annotations", "function_call", "cache_control"})
 _TEXT_PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _LETTERS: Final = string.digits + string.ascii_letters
-# `tool_call.id | length != 9` stands in Mistral's templates; those that write ids mean such ones, too.
+# `tool_call.id | length != 9` is in Mistral's templates; templates that print ids have the same limit.
 _ID_LENGTH = re.compile(r"\bid\b[^%{}]{0,40}?\blength\b\s*\)?\s*[!=]=\s*(\d{1,2})\b")
 _SHOWN_ID = "[CALL_ID]"
 _SHOWN_ID_LENGTH = 9
-_SINGLE_CALLS = "single tool-call"  # what Llama 3's say where a message has several
-_PROBE = "8a7f3c"  # what no template writes itself
-_GIVEN = ("messages", "add_generation_prompt", "tools", "documents")  # by us
+# part of the error in Llama 3's templates about a message with several calls
+_SINGLE_CALLS = "single tool-call"
+_PROBE = "8a7f3c"  # a text that no template contains
+_GIVEN = ("messages", "add_generation_prompt", "tools", "documents")  # variables set by specinfer
 
 
 @dataclass(frozen=True, slots=True)
 class MessageStyle:
-    """What a template asks of messages."""
+    """Requirements of a template on messages."""
 
-    parts: bool = False  # content as a list of parts; a text would be passed over
-    id_length: int | None = None  # letters and digits of a call's id; None: any id is taken
-    single_calls: bool = False  # a message of the assistant has one call at most
+    parts: bool = False  # content must be a list of parts; a text would be ignored
+    id_length: int | None = None  # required length of a call's id in letters and digits; None: any
+    single_calls: bool = False  # an assistant message has at most one call
 
 
 def messages_for_template(
     messages: Sequence[Mapping[str, Any]], style: MessageStyle = MessageStyle()
 ) -> list[dict[str, Any]]:
-    """Copies of the messages as templates want them; what is ready stays as it is.
+    """Copies of the messages in the form that templates expect.
 
-    Content is a text, "" where an assistant's is null, its refusal where it has nothing else. `developer` is
-    `system`. Arguments of tool calls are objects. Fields that are None are left out. Raises RequestError,
-    which names the place, on a message without a role, on content that is no text, and on calls of the wrong
-    shape.
+    Content becomes a text: "" for an assistant's null, or its refusal. `developer`
+    becomes `system`. Arguments of tool calls become objects. Fields that are None are dropped. Raises
+    RequestError, naming the place, for a message without a role, content other than text, and malformed
+    calls.
     """
     if not messages:
         raise RequestError("messages is empty; give at least one message with a role and content")
@@ -86,7 +87,7 @@ def _message(name: str, message: object) -> dict[str, Any]:
     if isinstance(read.get("reasoning"), str):  # vLLM's name
         read.setdefault("reasoning_content", read["reasoning"])
     read["content"] = _content(f"{name}.content", message)
-    calls = read.pop("tool_calls", None)  # a template may take a list without calls, or None, for calls
+    calls = read.pop("tool_calls", None)  # a template may treat an empty list, or None, as calls
     if calls:
         if not isinstance(calls, Sequence) or isinstance(calls, str):
             raise RequestError(f"{name}.tool_calls is {shown(calls, 80)}; allowed: a list of calls")
@@ -97,7 +98,7 @@ def _message(name: str, message: object) -> dict[str, Any]:
 def _content(name: str, message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if content is None:
-        if message["role"] == "assistant":  # who has called tools, or refused
+        if message["role"] == "assistant":  # with tool calls or a refusal
             return message.get("refusal") or ""
     elif isinstance(content, str):
         return content or message.get("refusal") or ""
@@ -116,7 +117,7 @@ def _part(name: str, part: object) -> str:
         what = name if not isinstance(part, Mapping) else f"{name}.type"
         raise RequestError(
             f"{what} is {shown(part if kind is None else kind, 80)}; allowed: {', '.join(_TEXT_PARTS)}: "
-            "texts alone are read here"
+            "only text is supported"
         )
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):
@@ -136,7 +137,7 @@ def _call(name: str, call: object) -> dict[str, Any]:
     if arguments is None:
         raise RequestError(
             f"{name}.function.arguments is {shown(function.get('arguments'), 80)}; "
-            "allowed: a JSON object, as text or as it is"
+            "allowed: a JSON object, or its text"
         )
     # Streams number calls, and clients send the numbers back.
     kept = {key: value for key, value in call.items() if key != "index" and value is not None}
@@ -144,7 +145,7 @@ def _call(name: str, call: object) -> dict[str, Any]:
 
 
 def _arguments(given: object) -> Mapping[str, Any] | None:
-    """The arguments as an object; None when they are none."""
+    """The arguments as an object; None if they are malformed."""
     if given is None or given == "":  # a call without arguments
         return {}
     if isinstance(given, str):
@@ -156,9 +157,9 @@ def _arguments(given: object) -> Mapping[str, Any] | None:
 
 
 def _one_call_each(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The conversation as if calls that were made at once had been made one after the other.
+    """Turn parallel calls into consecutive ones.
 
-    Each is followed by its own result, found by its id, or by its place where results name none.
+    Each is followed by its own result, matched by id, or by position if the result has no id.
     """
     place = 0
     while place < len(messages):
@@ -183,10 +184,10 @@ def _one_call_each(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any
 
 
 def _fit_ids(messages: Sequence[dict[str, Any]], length: int) -> None:
-    """Give calls and their results ids of that length, the same ones in every request.
+    """Give calls and their results ids of `length` characters, the same ones in every request.
 
-    An id that fits stays; of another one a hash is taken, of a missing one that of the call's place. A result
-    without an id is that of the next call that has none yet.
+    An id that fits is kept. Another id is replaced by its hash; a missing one by a hash of the call's
+    position. A result without an id belongs to the next call without a result.
     """
     unanswered: list[str] = []
     for place, message in enumerate(messages):
@@ -217,11 +218,11 @@ def _fitting(given: object, length: int) -> str:
 
 
 class ChatTemplate:
-    """A compiled chat template; compiling waits for the first use."""
+    """A chat template, compiled on first use."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
-        self._special_tokens = dict(special_tokens)  # bos_token, eos_token, ... as the template names them
+        self._special_tokens = dict(special_tokens)  # by the template's names: bos_token, eos_token, ...
 
     def prepare(
         self,
@@ -231,17 +232,17 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         names: SpecialNames | None = None,
     ) -> Rendered:
-        """The conversation as the model wants to read it; with `names`, those in messages are found.
+        """Render a conversation; with `names`, names of special tokens in messages are located.
 
-        `tools` are what the assistant may call, in OpenAI's shape; `variables` are switches of the template's
-        own (`enable_thinking`, say), none of which may have the name of what is given anyway. Raises
-        RequestError when a message has no role, the template refuses the conversation or never looks at tools
-        that there are, and ModelFileError when the template itself does not parse.
+        `tools` are the tools the assistant may call, in OpenAI's format. `variables` are variables of the
+        template (such as `enable_thinking`); they must not shadow the standard ones. Raises RequestError if a
+        message has no role, the template rejects the conversation, or it does not support the given tools,
+        and ModelFileError if the template does not parse.
         """
         given = messages_for_template(messages, self._style)
         if tools and "tools" not in self._looked_at:
             raise RequestError(
-                "the model's chat template knows no tools; drop them, or tell of them in a message", "tools"
+                "the model's chat template does not support tools; describe them in a message", "tools"
             )
         shown, switches = [dict(tool) for tool in tools], variables or {}
 
@@ -270,8 +271,8 @@ class ChatTemplate:
                 **self._special_tokens,
                 **variables,
             )
-        # A template is the model author's program: given messages it does not expect (content that is
-        # None, say) it fails with the plain Python errors of its expressions.
+        # Given messages that its author did not expect (content that is None, say), a template fails with the
+        # plain Python errors of its expressions.
         except (
             jinja2.TemplateError,
             TypeError,
@@ -279,19 +280,19 @@ class ChatTemplate:
             ArithmeticError,
             LookupError,
             AttributeError,
-            RecursionError,  # a call's arguments may nest as deep as their JSON can be read
+            RecursionError,  # a call's arguments may nest as deep as JSON can be parsed
             MemoryError,
         ) as error:
-            raise RequestError(f"the model's chat template refuses the messages: {error}") from error
+            raise RequestError(f"the model's chat template rejects the messages: {error}") from error
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The names of variables that it looks at and a caller may give, such as enable_thinking."""
+        """Variables that the template reads and a caller may set, such as enable_thinking."""
         return self._looked_at - set(self._environment.globals) - set(_GIVEN) - set(self._special_tokens)
 
     @cached_property
     def _style(self) -> MessageStyle:
-        """What the template asks of messages, as its source and a try or two show."""
+        """The template's requirements on messages, found in its source and by rendering probes."""
         length = _ID_LENGTH.search(self.source)
         id_length = _SHOWN_ID_LENGTH if _SHOWN_ID in self.source else None
         return MessageStyle(
@@ -301,7 +302,7 @@ class ChatTemplate:
         )
 
     def _reads(self, content: object) -> bool:
-        """Whether content of that form gets into the prompt."""
+        """True if content in that form appears in the prompt."""
         try:
             return _PROBE in self._render([{"role": "user", "content": content}], True, (), {})
         except RequestError:
@@ -309,7 +310,7 @@ class ChatTemplate:
 
     @cached_property
     def _looked_at(self) -> frozenset[str]:
-        _ = self._compiled  # which says what is wrong with it
+        _ = self._compiled  # raises if it does not parse
         return frozenset(meta.find_undeclared_variables(self._environment.parse(self.source)))
 
     @cached_property
@@ -318,7 +319,7 @@ class ChatTemplate:
             return self._environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
             reason = f"line {error.lineno}: {error.message}"
-        except (RecursionError, MemoryError, SyntaxError, ValueError) as error:  # of Python's compiler
+        except (RecursionError, MemoryError, SyntaxError, ValueError) as error:  # from Python's compiler
             reason = str(error) or type(error).__name__
         raise ModelFileError(
             f"the model's chat template does not parse ({reason}); "

@@ -1,8 +1,8 @@
-"""The bytes each token stands for, and the text they make while it grows.
+"""Bytes of tokens, and incremental decoding of growing text.
 
-Decoding works on bytes and not on the tokenizer library's strings: text is then simply the UTF-8
-decoding of the tokens' bytes one after another, so a growing text can be decoded as it grows, exactly
-and at a cost that depends on the new tokens alone. Bytes that are not UTF-8 become U+FFFD.
+Decoding uses bytes, not the tokenizer library's strings. Text is the UTF-8 decoding of the concatenated bytes
+of the tokens, so it can be decoded incrementally and exactly, at a cost that depends on the new tokens alone.
+Invalid UTF-8 becomes U+FFFD.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import tokenizers
 
 from specinfer.errors import ModelFileError
 
-SPACE_SYMBOL = "\u2581"  # how SentencePiece writes a space
+SPACE_SYMBOL = "\u2581"  # SentencePiece's space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _DECODER = codecs.getincrementaldecoder("utf-8")
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes, character -> byte."""
+    """GPT-2's printable characters for the 256 bytes, character -> byte."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     alphabet = {chr(byte): byte for byte in plain}
@@ -35,7 +35,7 @@ _CHARACTERS = {byte: character for character, byte in _ALPHABET.items()}
 
 
 class TokenBytes(dict[int, bytes]):
-    """token id -> bytes; empty for special tokens and for ids that hold no token (padding rows)."""
+    """token id -> bytes; empty for special tokens and for ids without a token (padding rows)."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ class TokenBytes(dict[int, bytes]):
         return found
 
     def byte_id(self, byte: int) -> int | None:
-        """The token of that byte alone, whatever it is a part of; None where there is none."""
+        """The token of a single byte; None if there is none."""
         name = _CHARACTERS[byte] if self._to_bytes is _byte_level else f"<0x{byte:02X}>"
         token_id: int | None = self._backend.token_to_id(name)
         return token_id
 
 
 def _decoding_rules(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
-    """How a token's string becomes bytes, and whether the text loses one leading space."""
+    """Return the map from a token's string to bytes, and True if decoding drops a leading space."""
     if backend.decoder is None:
         raise ModelFileError("tokenizer.json has no decoder; it cannot turn token ids into text")
     state = json.loads(backend.decoder.__getstate__())
@@ -90,12 +90,12 @@ def _decoding_rules(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], byte
 def _byte_level(token: str) -> bytes:
     try:
         return bytes([_ALPHABET[character] for character in token])
-    except KeyError:  # an added token, stored as it reads
+    except KeyError:  # an added token, stored as plain text
         return token.encode()
 
 
 def is_byte_token(token: str) -> bool:
-    """Whether SentencePiece wrote this token for a byte that it had no other token for."""
+    """True for a byte-fallback token of SentencePiece."""
     return _BYTE_TOKEN.fullmatch(token) is not None
 
 
@@ -109,12 +109,11 @@ if TYPE_CHECKING:
 
 
 class Detokenizer:
-    """Turns the token ids of one generation into text, piece by piece.
+    """Converts the token ids of one generation into text, incrementally.
 
-    Whatever the pieces, they add up to what `Tokenizer.decode` makes of the prompt and the ids together,
-    less the prompt's own text. A character that is only half there is held back until it is whole, or
-    until the next bytes show that it never will be (then it is U+FFFD), or until `flush`. Of the special
-    tokens, which `decode` leaves out, those in `visible` stand in the text by their names.
+    The pieces add up to `Tokenizer.decode` of the prompt and the ids together, without the prompt's text. An
+    incomplete character is held back until it is complete, until the next bytes show that it is invalid (it
+    then becomes U+FFFD), or until `flush`. `decode` omits special tokens; those in `visible` appear by name.
     """
 
     def __init__(
@@ -123,8 +122,8 @@ class Detokenizer:
         self._bytes: dict[int, bytes] = tokenizer.token_bytes
         self._decoder = _DECODER("replace")
         self._parts: list[str] = []
-        # All that the prompt decides is an unfinished character at its end (3 bytes at most), and
-        # whether the text has begun, for tokenizers that drop the first space of a text.
+        # The prompt matters only by an incomplete character at its end (3 bytes at most), and by being
+        # non-empty, for tokenizers that drop the first space of a text.
         tail = b""
         for token_id in reversed(prompt_ids):
             tail = self._bytes[token_id] + tail
@@ -138,17 +137,17 @@ class Detokenizer:
             self._bytes = _WithNames(tokenizer.token_bytes, shown)
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is final now and was not before; often that of `ids`, sometimes empty."""
+        """Return the text that has become final; often that of `ids`, sometimes empty."""
         table = self._bytes
         return self._add(self._decoder.decode(b"".join([table[token_id] for token_id in ids])))
 
     def flush(self) -> str:
-        """The rest, at the end of the generation: U+FFFD for a character that stayed unfinished."""
+        """Return the rest at the end of the generation: U+FFFD for an incomplete character."""
         return self._add(self._decoder.decode(b"", True))
 
     @property
     def text(self) -> str:
-        """Everything that was returned so far."""
+        """All text returned so far."""
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
@@ -163,7 +162,7 @@ class Detokenizer:
 
 
 class _WithNames(dict[int, bytes]):
-    """The bytes of tokens, where some special ones have their names for bytes."""
+    """Bytes of tokens, with some special tokens mapped to their names."""
 
     def __init__(self, others: TokenBytes, names: dict[int, bytes]) -> None:
         super().__init__(names)

@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 # Keys of tokenizer_config.json; GGUF metadata is mapped to the same names.
 NAMES: Final = ("prefix_token", "suffix_token", "middle_token")
-_REPOSITORY, _FILE = "myproject", "filename"  # llama.cpp's names for what the request does not name
+_REPOSITORY, _FILE = "myproject", "filename"  # llama.cpp's defaults for missing names
 _SNIPPET: Final = "\n\n--- snippet ---\n\n"  # llama.cpp's separator for models without a file token
 
 
 class _Family(NamedTuple):
-    """The names of the FIM tokens of one family of models; "" for none."""
+    """Names of the FIM tokens of one family of models; "" for none."""
 
     prefix: str
     suffix: str
     middle: str
     repository: str = ""
     file: str = ""
-    ends: tuple[str, ...] = ()  # other tokens that may follow an answer
+    ends: tuple[str, ...] = ()  # other tokens that may end an answer
 
 
 FAMILIES: Final = (
@@ -33,7 +33,7 @@ FAMILIES: Final = (
         *("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>"),
         ends=("<|fim_pad|>", "<|file_separator|>", "<|endoftext|>"),
     ),
-    _Family(  # StarCoder 2; StarCoder and Granite name files otherwise
+    _Family(  # StarCoder 2; StarCoder and Granite name files differently
         *("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<repo_name>", "<file_sep>"),
         ends=("<fim_pad>", "<filename>", "<reponame>", "<|endoftext|>"),
     ),
@@ -48,15 +48,15 @@ FAMILIES: Final = (
     _Family("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
     _Family("[PREFIX]", "[SUFFIX]", ""),  # Codestral: suffix first, no middle token
 )
-LOOKED_FOR: Final = ", ".join(family.prefix for family in FAMILIES)
+KNOWN_PREFIXES: Final = ", ".join(family.prefix for family in FAMILIES)
 
 
 @dataclass(frozen=True, slots=True)
 class FillInTokens:
-    """The FIM tokens of one vocabulary, as ids.
+    """Ids of the FIM tokens of a vocabulary.
 
     Without `middle` the prompt has the suffix first, and the answer continues the prefix. `ends` are the
-    tokens that may follow an answer: pass them as `stop_token_ids`.
+    tokens that may end an answer: pass them as `stop_token_ids`.
     """
 
     prefix: int
@@ -69,7 +69,10 @@ class FillInTokens:
 
     @classmethod
     def of(cls, token_id: Callable[[str], int | None], named: Mapping[str, str]) -> FillInTokens | None:
-        """Find the tokens; None if there are none. `named` are those that the model's files name by NAMES."""
+        """Find the tokens; None if there are none.
+
+        `named` holds token names from the model's files, by NAMES.
+        """
         before, behind, between = (named.get(name, "") for name in NAMES)
         own = _Family(before, behind, between)
         for family in (*FAMILIES, *([own] if all(own[:3]) else [])):
@@ -103,7 +106,7 @@ class FillInTokens:
         have more than `most` tokens. Names of FIM tokens inside the texts are encoded as text.
         """
         before = [self.prefix, *self._ids(tokenizer, prefix)]
-        behind = [self.suffix, *self._ids(tokenizer, suffix, goes_on=True)]
+        behind = [self.suffix, *self._ids(tokenizer, suffix, continues=True)]
         body = [*behind, *before] if self.middle is None else [*before, *behind, self.middle]
         begin = tokenizer.beginning
         if not files:
@@ -121,16 +124,16 @@ class FillInTokens:
 
     def _named(self, tokenizer: Tokenizer, name: str, text: str) -> list[int]:
         if self.file is None:
-            return self._ids(tokenizer, _SNIPPET + text, goes_on=True)
-        return [self.file, *self._ids(tokenizer, f"{name}\n{text}", goes_on=True)]
+            return self._ids(tokenizer, _SNIPPET + text, continues=True)
+        return [self.file, *self._ids(tokenizer, f"{name}\n{text}", continues=True)]
 
-    def _ids(self, tokenizer: Tokenizer, text: str, *, goes_on: bool = False) -> list[int]:
-        """Encode a text; names of FIM tokens in it are cut in two, so that they stay text."""
+    def _ids(self, tokenizer: Tokenizer, text: str, *, continues: bool = False) -> list[int]:
+        """Encode a text; a name of a FIM token in it is split in two, so that it stays text."""
         cuts = [0, *(found.start() + 1 for found in self.names.finditer(text)), len(text)]
         ids: list[int] = []
         for start, end in pairwise(cuts):
             piece = text[start:end]
-            if goes_on or start:
+            if continues or start:
                 ids += tokenizer.encode_behind(piece)
             else:
                 ids += tokenizer.encode(piece, add_special=False)

@@ -1,9 +1,9 @@
-"""A tokenizer from the metadata of a GGUF file: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
+"""Tokenizers from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
 
 A GGUF file holds tokens, scores or merges, and the *name* of a pre-tokenizer (tokenizer.ggml.pre). The
-splitting rules behind the names are those of the models' own tokenizers; llama.cpp implements the same
-ones. SentencePiece BPE merges the pair whose union has the best score, which is a list of merges in the
-order of the scores. `write_tokenizer` writes such a tokenizer as files that transformers reads.
+splitting rules of each name are those of the models' own tokenizers, as in llama.cpp. SentencePiece BPE
+merges the pair whose union has the highest score, so its merges are listed in order of the scores.
+`write_tokenizer` writes such a tokenizer as files for transformers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specinfer.tokenizer.vocabulary import first_ids, gguf_texts, gguf_value, li
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 
-# Control tokens that end a turn or a text, whichever of them the file names as its eos.
+# Control tokens that end a turn or a text, in addition to the file's eos token.
 END_TOKENS = frozenset(
     {
         "<|im_end|>",  # ChatML: Qwen, SmolLM
@@ -42,7 +42,7 @@ END_TOKENS = frozenset(
         "<|END_OF_TURN_TOKEN|>",  # Command R
     }
 )
-# Fill-in-the-middle tokens, by their names in configs: the GGUF key of today, and the earlier one.
+# Fill-in-the-middle tokens, by their names in configs: the current GGUF key and the earlier one.
 _FILL_IN = {
     "prefix_token": ("fim_pre_token_id", "prefix_token_id"),
     "suffix_token": ("fim_suf_token_id", "suffix_token_id"),
@@ -55,7 +55,7 @@ _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _QWEN2 = rf"{_ENDING}|{_WORD}|\p{{N}}|{_SYMBOLS}|{_BLANKS}"
 _LLAMA3 = rf"{_ENDING}|{_WORD}|\p{{N}}{{1,3}}|{_SYMBOLS}|{_BLANKS}"
-# Words that also end where small letters are followed by a capital.
+# Words that also end between a lower-case and an upper-case letter.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SMALL, _LARGE = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+",
@@ -64,7 +64,7 @@ _SMALL, _LARGE = (
 _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _TEKKEN = rf"{_SMALL}|{_LARGE}|\p{{N}}|{_PATHS}|{_BLANKS}"
 _GPT4O = rf"{_SMALL}{_ENDING}?|{_LARGE}{_ENDING}?|\p{{N}}{{1,3}}|{_PATHS}|{_BLANKS}"
-# Whatever of a folder says how texts become tokens, and conversations texts.
+# Files of a model's folder that belong to its tokenizer and chat template.
 _FILES: Final = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "chat_template.json"),
@@ -73,12 +73,12 @@ _FILES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How byte-level BPE cuts a text into words before it merges."""
+    """How byte-level BPE splits a text into words before merging."""
 
-    patterns: tuple[str, ...]  # each cuts the pieces the one before it left
-    nfc: bool = False  # the text is composed (NFC) first
-    ignore_merges: bool = False  # a word that is a token as a whole is taken as it is
-    add_bos: bool = False  # when the file does not say
+    patterns: tuple[str, ...]  # applied in order, each to the pieces of the previous one
+    nfc: bool = False  # the text is first normalized to NFC
+    ignore_merges: bool = False  # a word that is itself a token is not split
+    add_bos: bool = False  # default, if the file does not specify it
 
 
 _SINGLE_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
@@ -104,20 +104,20 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 @dataclass(frozen=True, slots=True)
 class GgufVocabulary:
-    """What a GGUF file says about its tokenizer."""
+    """The tokenizer in a GGUF file."""
 
     backend: tokenizers.Tokenizer
     bos_token_id: int | None
     eos_token_ids: frozenset[int]
     special_tokens: dict[str, str]
     chat_template: str | None
-    tool_template: str | None  # for conversations with tools, where it is another one
+    tool_template: str | None  # for conversations with tools, if it is separate
 
 
 def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
-    """Build the tokenizer a GGUF file describes.
+    """Build the tokenizer that a GGUF file describes.
 
-    Raises ModelFileError when the metadata lacks a piece or names an unknown tokenizer.
+    Raises ModelFileError if metadata is missing or names an unknown tokenizer.
     """
     metadata = _Metadata(header)
     kind = gguf_value(header, "model")
@@ -133,7 +133,7 @@ def read_vocabulary(header: GgufHeader) -> GgufVocabulary:
         backend, add_bos = _sentencepiece(metadata, tokens, types), True
     else:
         raise ModelFileError(
-            f"{header.path} has a tokenizer of the kind {kind!r}; supported: 'gpt2' (byte-level BPE) and "
+            f"{header.path} has a tokenizer of kind {kind!r}; supported: 'gpt2' (byte-level BPE) and "
             "'llama' (SentencePiece BPE): use the model's safetensors folder instead"
         )
     bos, eos = metadata.token_id("bos_token_id", tokens), metadata.token_id("eos_token_id", tokens)
@@ -222,8 +222,8 @@ def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> 
         )
     add_space = metadata.get("add_space_prefix", True)
     if add_space:
-        # With a space put before every piece of text, user-defined runs of spaces cannot be cut out of
-        # the text beforehand; they take part in the merges like other tokens.
+        # If a space is prepended to every piece of text, user-defined runs of spaces cannot be split off
+        # beforehand; they take part in the merges like other tokens.
         types = [
             NORMAL if kind == USER_DEFINED and SPACE_SYMBOL in token else kind
             for token, kind in zip(tokens, types, strict=True)
@@ -248,7 +248,7 @@ def _sentencepiece(metadata: _Metadata, tokens: list[str], types: list[int]) -> 
     else:
         backend.normalizer = spaces
     backend.decoder = decoders.Sequence(steps)
-    # Normalized, so that user-defined runs of spaces are found in the text after its spaces became symbols.
+    # Normalized, so that user-defined runs of spaces are found after spaces became symbols.
     _add_tokens(backend, tokens, types, normalized=not add_space)
     return backend
 
@@ -261,7 +261,7 @@ def _backend(metadata: _Metadata, bpe: dict[str, Any]) -> tokenizers.Tokenizer:
 def _merges_by_score(
     tokens: list[str], scores: list[float], types: list[int], ids: dict[str, int]
 ) -> list[tuple[str, str]]:
-    """Every way to make a normal token out of two, best score first."""
+    """Every split of a normal token into two, highest score first."""
     parts = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}
     order = sorted(
         (i for i, kind in enumerate(types) if kind == NORMAL and len(tokens[i]) > 1), key=lambda i: -scores[i]
@@ -300,9 +300,9 @@ def _add_tokens(
 
 
 def write_tokenizer(source: ModelFiles, folder: Path) -> None:
-    """Write the tokenizer of a model into a folder: a copy of its files, or one made of a GGUF file.
+    """Write a model's tokenizer into a folder: a copy of its files, or converted from a GGUF file.
 
-    Raises OSError, and ModelFileError where the model has no tokenizer that can be read.
+    Raises OSError, and ModelFileError if the model has no readable tokenizer.
     """
     if source.header is None:
         for name in _FILES:

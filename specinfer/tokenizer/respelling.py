@@ -1,16 +1,16 @@
-"""Respelling: a text that grows in one model's tokens, in another's.
+"""Respelling: incremental retokenization of a growing text from one model's tokens into another's.
 
-The one idea: bytes are what both models mean. The text's last bytes are open: with what follows, the reader
-may spell them otherwise, so they are encoded again whenever the text grows. What lies further back, and
-before a special token, is closed.
+Both models' tokens stand for bytes. The last bytes of the text are open: later bytes may change how the
+reader tokenizes them, so they are encoded again whenever the text grows. Earlier bytes, and those before a
+special token, are closed.
 
-    ids     closed ................... | spelled from the open bytes
-    bytes   (forgotten)                | at most 2 * _OPEN, cut where a word begins
+    ids     closed ................... | encoded from the open bytes
+    bytes   (dropped)                  | at most 2 * _OPEN, cut at the start of a word
 
-A special token is read as the special token of the same name; one that the reader does not have is left out.
+A special token becomes the reader's special token of the same name, or is dropped if there is none.
 
-SharedTokens are those that two vocabularies both have, whatever their ids. Two tokens are the same where they
-stand for the same bytes; special tokens, which stand for none, where they have the same name.
+SharedTokens are the tokens in both vocabularies. Two tokens are the same if they stand for the same bytes;
+special tokens, which stand for no bytes, if they have the same name.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from numpy.typing import NDArray
 from specinfer.tokenizer.detokenizer import is_byte_token
 from specinfer.tokenizer.tokenizer import Tokenizer
 
-_OPEN: Final = 32  # bytes that stay open when more are closed: longer than nearly every word
+_OPEN: Final = 32  # bytes that stay open when earlier ones are closed: longer than nearly every word
 _SPACES: Final = b" \t\n\r"
 
 
 class Respelling:
-    """One text as the reader's ids, `whole` unless its last character is half there and has no spelling.
+    """A text as the reader's ids; `whole` unless it ends in an incomplete character without byte tokens.
 
-    `specials` says which of the reader's ids the writer's special tokens are read as.
+    `specials` maps the writer's special token ids to the reader's.
     """
 
     def __init__(self, writer: Tokenizer, reader: Tokenizer, specials: Mapping[int, int]) -> None:
         self._writer, self._reader, self._specials = writer, reader, specials
         first = reader.encode("")[:1]
         self.ids: list[int] = first if first == [reader.bos_token_id] else []
-        self.taken = 0  # tokens of the writer's
+        self.taken = 0  # number of the writer's tokens read
         self.whole = True
         self._open = b""
         self._closed = len(self.ids)
 
     def extend(self, tokens: Sequence[int]) -> int:
-        """Take in tokens of the writer; how many of the ids before are still the first ones."""
+        """Append tokens of the writer; return the number of leading ids that did not change."""
         closed, before = self._closed, self.ids[self._closed :]
         table = self._writer.token_bytes
         for token in tokens:
@@ -54,7 +54,7 @@ class Respelling:
                 self._add_special(token)
             else:
                 self._open += table[token]
-        self._spell()
+        self._encode_open()
         self._close()
         self.taken += len(tokens)
         now = self.ids[closed:]
@@ -62,35 +62,36 @@ class Respelling:
         return closed + next((i for i, (was, is_) in pairs if was != is_), min(len(before), len(now)))
 
     def _add_special(self, token: int) -> None:
-        """Close what is open, and add the reader's special token of that name."""
-        self._spell()
-        spelled = self._specials.get(token)
-        if spelled is not None and self.ids != [spelled]:  # the text's first token may be there already
-            self.ids.append(spelled)
+        """Close the open bytes, and append the reader's special token of that name."""
+        self._encode_open()
+        encoded = self._specials.get(token)
+        if encoded is not None and self.ids != [encoded]:  # the text's first token may be there already
+            self.ids.append(encoded)
         self._open, self._closed = b"", len(self.ids)
 
-    def _spell(self) -> None:
-        """Spell the open bytes; of half a character each byte, where the reader has tokens for them."""
+    def _encode_open(self) -> None:
+        """Encode the open bytes; an incomplete character becomes byte tokens, if the reader has them."""
         text, rest = complete(self._open)
         del self.ids[self._closed :]
         self.ids += self._reader.encode_behind(text)
-        spelled = [self._reader.token_bytes.byte_id(byte) for byte in rest]
-        self.whole = None not in spelled
+        encoded = [self._reader.token_bytes.byte_id(byte) for byte in rest]
+        self.whole = None not in encoded
         if self.whole:
-            self.ids += [i for i in spelled if i is not None]
+            self.ids += [i for i in encoded if i is not None]
 
     def _close(self) -> None:
-        """Close all but the last words, where much is open."""
+        """Close all but the last words if many bytes are open."""
         if len(self._open) <= 2 * _OPEN:
             return
-        spelled = [self._reader.token_bytes[i] for i in self.ids[self._closed :]]
-        if b"".join(spelled) != self._open:  # the reader writes it otherwise: nobody knows what is whose
+        encoded = [self._reader.token_bytes[i] for i in self.ids[self._closed :]]
+        # the reader's ids stand for other bytes, so they cannot be aligned
+        if b"".join(encoded) != self._open:
             if complete(self._open)[1] == b"":
                 self._open, self._closed = b"", len(self.ids)
             return
-        ends = [0, *accumulate(map(len, spelled))]
-        far = [i for i in range(1, len(spelled)) if ends[i] <= len(self._open) - _OPEN]
-        words = [i for i in far if spelled[i][0] in _SPACES and spelled[i - 1][-1] not in _SPACES]
+        ends = [0, *accumulate(map(len, encoded))]
+        far = [i for i in range(1, len(encoded)) if ends[i] <= len(self._open) - _OPEN]
+        words = [i for i in far if encoded[i][0] in _SPACES and encoded[i - 1][-1] not in _SPACES]
         if not far:
             return
         cut = words[-1] if words else far[-1]
@@ -99,7 +100,7 @@ class Respelling:
 
 
 def complete(text: bytes) -> tuple[str, bytes]:
-    """UTF-8 as text, and the bytes of a character at its end that is only half there."""
+    """Decode UTF-8; return the text and the bytes of an incomplete character at its end."""
     for back in range(1, min(3, len(text)) + 1):
         byte = text[-back]
         if byte >= 0xC0:
@@ -114,7 +115,7 @@ def complete(text: bytes) -> tuple[str, bytes]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedTokens:
-    """Pairs of ids that stand for the same token: entry i of both is one; no id comes twice."""
+    """Pairs of ids for the same token: entry i of both arrays; no id occurs twice."""
 
     ours: NDArray[np.int64]  # [shared], ascending
     theirs: NDArray[np.int64]  # [shared]
@@ -124,10 +125,9 @@ class SharedTokens:
 
 
 def shared_tokens(ours: Tokenizer, theirs: Tokenizer, our_size: int, their_size: int) -> SharedTokens:
-    """What the first `our_size` ids of one tokenizer and the first `their_size` of another have in common.
+    """The tokens common to the first `our_size` ids of one tokenizer and the first `their_size` of another.
 
-    Of several ids of one vocabulary for the same bytes the first counts, spelled-out tokens before the
-    single bytes that SentencePiece falls back on.
+    The first of several ids for the same bytes counts; plain tokens precede byte-fallback tokens.
     """
     one, other = _meanings(ours, our_size), _meanings(theirs, their_size)
     pairs = sorted((one[meaning], other[meaning]) for meaning in one.keys() & other.keys())
@@ -136,14 +136,14 @@ def shared_tokens(ours: Tokenizer, theirs: Tokenizer, our_size: int, their_size:
 
 
 def _meanings(tokenizer: Tokenizer, size: int) -> dict[bytes | str, int]:
-    """What each of the first `size` ids stands for, bytes or the name of a special token -> id."""
+    """bytes, or the name of a special token, -> id, for the first `size` ids."""
     table, found = tokenizer.token_bytes, dict[bytes | str, int]()
     fallbacks = dict[bytes | str, int]()
     for token_id in range(size):
         if token_id in table.special_ids:
             found.setdefault(tokenizer.id_to_token(token_id) or "", token_id)
-        elif spelled := table[token_id]:
-            single = len(spelled) == 1 and is_byte_token(tokenizer.id_to_token(token_id) or "")
-            (fallbacks if single else found).setdefault(spelled, token_id)
+        elif encoded := table[token_id]:
+            single = len(encoded) == 1 and is_byte_token(tokenizer.id_to_token(token_id) or "")
+            (fallbacks if single else found).setdefault(encoded, token_id)
     found.pop("", None)
     return fallbacks | found

@@ -1,9 +1,9 @@
-"""SpecialNames: special tokens whose names somebody writes, who is not to end a turn by them.
+"""SpecialNames: keeps names of special tokens in untrusted messages from being read as special tokens.
 
-A user, or a page that a tool fetched, may say "<|im_end|>". In a prompt that is a special token, unless it is
-known where the text came from. So a conversation that has such a name is rendered twice: as it is, and with a
-mark in each of these names. The marks show where the names are in the prompt. Then the prompt is encoded with
-the template's own special tokens under other names, and those of the conversation are texts like any other.
+A user's message or a fetched page may contain "<|im_end|>". In a prompt this is a special token unless its
+origin is known. So a conversation with such a name is rendered twice: unchanged, and with a mark in each of
+these names. The marks show where the names are in the prompt. The prompt is then encoded with the template's
+own special tokens renamed, so that those from messages are plain text.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tokenizers import AddedToken
 from specinfer.errors import RequestError
 from specinfer.tokenizer.vocabulary import library_panics
 
-_PRIVATE: Final = range(0xE000, 0xF900)  # characters that Unicode gives no meaning
-_TRUSTED: Final = ("system", "assistant")  # who may write special tokens
+_PRIVATE: Final = range(0xE000, 0xF900)  # Unicode's private use area
+_TRUSTED: Final = ("system", "assistant")  # roles that may write special tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as text; at the offsets `plain` stand names of special tokens that are texts."""
+    """A rendered conversation; `plain` holds offsets of special-token names that are plain text."""
 
     text: str
     plain: tuple[int, ...] = ()
@@ -45,10 +45,10 @@ class SpecialNames:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
         self._added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
-        # A single character has no place for a mark.
+        # A single character has no room for a mark.
         self._special = {i for i, token in self._added.items() if token.special and len(token.content) > 1}
         names = {self._added[i].content for i in self._special}
-        # Of two that begin alike the longer one is meant, as the library has it.
+        # Longest match first, as in the library.
         ordered = sorted(names, key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
@@ -58,10 +58,9 @@ class SpecialNames:
         render: Callable[[Sequence[dict[str, Any]]], str],
         others: object,
     ) -> Rendered:
-        """A conversation as `render` renders it, with the names that users and tools write.
+        """Render a conversation with `render`, and locate the names that users and tools wrote.
 
-        `others` is what the template reads beside the messages. Raises RequestError where the template makes
-        something else of a marked name.
+        `others` holds the template's other inputs. Raises RequestError if the template changes a marked name.
         """
         text = render(messages)
         if self._names is None or not any(map(self._names.search, _written(messages))):
@@ -72,19 +71,19 @@ class SpecialNames:
         ends, end = set(), 0
         for piece in pieces[:-1]:
             end += len(piece)
-            ends.add(end + 1)  # the mark is before the name's last character
+            ends.add(end + 1)  # the mark precedes the name's last character
         plain = tuple(name.start() for name in self._names.finditer(text) if name.end() in ends)
         if not mark or "".join(pieces) != text or len(plain) < len(ends):
             raise RequestError(
-                "the messages have names of special tokens in places where the model's chat template changes "
+                "the messages contain names of special tokens where the model's chat template changes "
                 "them; drop them, or set special_tokens_in_messages to special"
             )
         return Rendered(text, plain)
 
     def encode(self, rendered: Rendered) -> list[int]:
-        """The token ids of a conversation, of which the names at `rendered.plain` are texts.
+        """Token ids of a conversation; the names at `rendered.plain` are encoded as text.
 
-        Raises RequestError where the tokenizer cannot tell them apart.
+        Raises RequestError if the tokenizer cannot separate them.
         """
         assert self._names is not None
         text, plain = rendered.text, set(rendered.plain)
@@ -104,13 +103,13 @@ class SpecialNames:
         of_special = sum(token in self._special for token in found)
         if plain or of_special != special:
             raise RequestError(
-                "the messages have names of special tokens that the tokenizer cannot read as text; drop "
+                "the messages contain names of special tokens that the tokenizer cannot encode as text; drop "
                 "them, or set special_tokens_in_messages to special"
             )
         return found
 
     def _marked(self, message: dict[str, Any], mark: str) -> dict[str, Any]:
-        """The message with a mark before the last character of each name, unless its author is trusted."""
+        """The message with a mark before the last character of each name, unless its role is trusted."""
         assert self._names is not None
         if message["role"] in _TRUSTED:
             return message
@@ -129,9 +128,10 @@ class SpecialNames:
 
     @cached_property
     def _renamed(self) -> tuple[str, tokenizers.Tokenizer, Mapping[int, int]]:
-        """A tokenizer with another beginning of the names of special tokens, and its ids in the usual one.
+        """Name prefix, a tokenizer with prefixed special tokens, and a map of its ids to the usual ones.
 
-        Nobody can guess the beginning. The model behind it is the same one, so it takes no memory.
+        The prefix is random, so that a message cannot contain it. The model behind it is shared and takes no
+        memory.
         """
         prefix = "".join(chr(secrets.choice(_PRIVATE)) for _ in range(8))
         renamed = tokenizers.Tokenizer(self._backend.model)
@@ -151,14 +151,14 @@ class SpecialNames:
             )
             (renamed.add_special_tokens if token.special else renamed.add_tokens)([new])
             its_id = renamed.token_to_id(new.content)
-            # Where a vocabulary has gaps, the library gives ids that other tokens have already.
+            # If a vocabulary has gaps, the library assigns ids that other tokens have already.
             if its_id is not None and self._backend.model.id_to_token(its_id) in (None, new.content):
                 ids[its_id] = token_id
         return prefix, renamed, ids
 
 
 def _written(messages: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """The texts of those who are not trusted, wherever they stand in a message."""
+    """All texts in messages of untrusted roles."""
     for message in messages:
         if message["role"] not in _TRUSTED:
             yield from _texts([one for key, one in message.items() if key != "role"])

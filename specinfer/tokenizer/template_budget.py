@@ -1,4 +1,4 @@
-"""Budget: what a chat template may do before it is stopped."""
+"""Budget: limits of a chat template on steps, seconds and produced characters."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any, Final
 import jinja2
 from jinja2.utils import Namespace
 
-MOST_STEPS: Final = 1_000_000  # about a second of them
-MOST_SECONDS: Final = 10.0
-OF_NODE: Final = 32  # what an object counts for that is no text
-MOST_BITS: Final = 1 << 14  # of an integer
-_SPARE: Final = 16 << 20  # characters that a template may make, whatever it is given
-_TIMES: Final = 32  # and of each character that it is given
+MAX_STEPS: Final = 1_000_000  # take about a second
+MAX_SECONDS: Final = 10.0
+NODE_WEIGHT: Final = 32  # weight of an object other than text, in characters
+MAX_BITS: Final = 1 << 14  # per integer
+_BASE_SIZE: Final = 16 << 20  # characters that any template may produce
+_SIZE_PER_INPUT: Final = 32  # characters that a template may produce in addition, per input character
 
 
 class BoundsError(jinja2.TemplateError):
-    """A template does too much."""
+    """A template exceeds its limits."""
 
 
 class Budget(threading.local):
-    """What a template may still do; each thread has a template of its own under way."""
+    """Remaining limits of the running template; one per thread."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._size = 0
         self._end = 0.0
-        self._known: dict[int, int] = {}  # id -> weight of what it was given, which is not weighed again
+        self._known: dict[int, int] = {}  # id -> weight of inputs, which are weighed once
 
     def begin(self, values: Iterable[object]) -> None:
-        """Begin a template that is given these, of which lists are known with their items."""
+        """Start the limits of a template with these inputs; items of input lists are weighed individually."""
         self._size, self._known = 1 << 62, {}
         known: dict[int, int] = {}
         for value in values:
@@ -40,58 +40,58 @@ class Budget(threading.local):
             known |= {id(item): self.weigh(item) for item in items}
             known[id(value)] = sum(known[id(item)] for item in items) if items else self.weigh(value)
         self._known = known
-        self._size = _SPARE + _TIMES * sum(known.values())
-        self._steps, self._end = MOST_STEPS, time.monotonic() + MOST_SECONDS
+        self._size = _BASE_SIZE + _SIZE_PER_INPUT * sum(known.values())
+        self._steps, self._end = MAX_STEPS, time.monotonic() + MAX_SECONDS
 
     def step(self) -> None:
-        """Count a step."""
+        """Count a step; raises BoundsError if there were too many, or if the time is over."""
         self._steps -= 1
         if self._steps < 0:
-            raise BoundsError(f"it takes more than {MOST_STEPS} steps")
+            raise BoundsError(f"it takes more than {MAX_STEPS} steps")
         if time.monotonic() > self._end:
-            raise BoundsError(f"it takes more than {MOST_SECONDS:g} seconds")
+            raise BoundsError(f"it takes more than {MAX_SECONDS:g} seconds")
 
-    def ask(self, size: int) -> None:
-        """Raise BoundsError where so many characters more are too many."""
+    def check_size(self, size: int) -> None:
+        """Raise BoundsError if `size` more characters exceed the limit."""
         if size > self._size:
             raise BoundsError("it makes too long a text or list")
 
     def spend(self, size: int) -> None:
-        """Count so many characters; raises BoundsError where they are too many."""
-        self.ask(size)
+        """Count `size` produced characters; raises BoundsError if they exceed the limit."""
+        self.check_size(size)
         self._size -= size
 
     def made(self, value: Any) -> Any:
-        """Count a value that was made, and return it."""
+        """Count a produced value, and return it."""
         size = 0
         if isinstance(value, (str, bytes)):
             size = len(value)
         elif isinstance(value, (list, tuple, dict, set)):
-            size = OF_NODE * len(value)
-        elif isinstance(value, int) and value.bit_length() > MOST_BITS:
+            size = NODE_WEIGHT * len(value)
+        elif isinstance(value, int) and value.bit_length() > MAX_BITS:
             raise BoundsError("it makes too large a number")
         self.spend(size)
         return value
 
     def weigh(self, value: Any) -> int:
-        """How many characters a value has when it is written, about; raises BoundsError as `ask` does."""
-        weight, left, known, most = 0, [value], self._known, self._size
+        """Approximate number of characters of a value as text; raises BoundsError if above the limit."""
+        weight, left, known, limit = 0, [value], self._known, self._size
         while left:
             one = left.pop()
             kind = type(one)
             if kind is str:
                 weight += len(one)
-            elif (told := known.get(id(one))) is not None:
-                weight += told
+            elif (weighed := known.get(id(one))) is not None:
+                weight += weighed
             elif kind is int or kind is float or kind is bool:
-                weight += OF_NODE
+                weight += NODE_WEIGHT
             elif kind is list or kind is tuple:
-                weight += OF_NODE
+                weight += NODE_WEIGHT
                 left += one
             elif isinstance(one, (str, bytes)):
                 weight += len(one)
             else:
-                weight += OF_NODE
+                weight += NODE_WEIGHT
                 if kind is dict or isinstance(one, Mapping):
                     left += one.keys()
                     left += one.values()
@@ -99,6 +99,6 @@ class Budget(threading.local):
                     left += object.__getattribute__(one, "_Namespace__attrs").values()
                 elif isinstance(one, (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)):
                     left += one
-            if weight > most:
-                self.ask(weight)
+            if weight > limit:
+                self.check_size(weight)
         return weight

@@ -1,4 +1,4 @@
-"""Tokenizer: encode and decode; from a model's folder or its GGUF file."""
+"""Tokenizer: encodes and decodes; from a model's folder or its GGUF file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from specinfer.errors import ConfigError, ModelFileError, RequestError
 from specinfer.hub.gguf_header import GgufHeader, read_gguf
 from specinfer.hub.model_files import ModelFiles, read_json
 from specinfer.tokenizer.detokenizer import TokenBytes
-from specinfer.tokenizer.fill_in import LOOKED_FOR, NAMES, FillInTokens
+from specinfer.tokenizer.fill_in import KNOWN_PREFIXES, NAMES, FillInTokens
 from specinfer.tokenizer.vocabulary import library_panics, read_backend, tokenizer_file
 
-_IDS: Final = 1 << 31  # no id of a token reaches it
-_SHORT: Final = 4096  # characters, which take about a millisecond
-_LINE = "\n"  # what a text goes on behind
+_MAX_IDS: Final = 1 << 31  # exclusive upper bound of token ids
+_MAX_SHORT: Final = 4096  # characters, which take about 1 ms
+_LINE = "\n"  # context for encoding the continuation of a text
 _SPECIAL_NAMES = (
     *("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"),
     *NAMES,
@@ -28,9 +28,9 @@ _SPECIAL_NAMES = (
 class Tokenizer:
     """A model's tokenizer. Immutable and safe to share between threads.
 
-    `backend` does the encoding, its post-processor adds the special tokens a plain prompt starts with;
-    `special_tokens` are the names a chat template uses (bos_token, ...) with their text; `tool_template` is
-    for conversations with tools, where a model has a template of their own for them.
+    `backend` encodes, and its post-processor adds the special tokens at the start of a plain prompt.
+    `special_tokens` are the texts of the names in a chat template (bos_token, ...). `tool_template` is the
+    template for conversations with tools, if the model has a separate one.
     """
 
     def __init__(
@@ -48,17 +48,16 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.eos_token_ids = frozenset(eos_token_ids)
         self.token_bytes = TokenBytes(backend)
-        self.chat_template = chat_template  # its source
+        self.chat_template = chat_template  # source
         self.tool_template = tool_template or chat_template
         self.special_tokens = dict(special_tokens or {})
 
     @classmethod
     def load(cls, files: ModelFiles | str | Path, chat_template: str | None = None) -> Tokenizer:
-        """The tokenizer of a model on disk: a folder with tokenizer.json, or a GGUF file.
+        """Load the tokenizer of a model on disk: a folder with tokenizer.json, or a GGUF file.
 
-        `chat_template` is the path of a file with another template than the model's own. Raises
-        ModelFileError when there is no tokenizer, or it is of a kind that cannot be read, and ConfigError
-        where the template cannot be.
+        `chat_template` is the path of a template that replaces the model's own. Raises ModelFileError if
+        there is no tokenizer or its kind is not supported, and ConfigError if the template cannot be read.
         """
         path = files.path if isinstance(files, ModelFiles) else Path(files)
         if path.is_dir():
@@ -71,10 +70,10 @@ class Tokenizer:
         return loaded
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """The token ids of a text, with the model's begin-of-text token where it wants one.
+        """Token ids of a text, with the begin-of-text token if the model uses one.
 
-        Special tokens written out in the text ("<|im_end|>") are read as special tokens. Raises RequestError
-        on a text that is not valid Unicode, and on one with which the tokenizer's own rules do not end.
+        Names of special tokens in the text ("<|im_end|>") become special tokens. Raises RequestError for a
+        text that is not valid Unicode, or on which the tokenizer's regular expressions do not terminate.
         """
         try:
             text.encode()
@@ -87,20 +86,20 @@ class Tokenizer:
         return ids
 
     def _encoded(self, text: str, add_special: bool) -> tokenizers.Encoding:
-        if len(text) <= _SHORT:
+        if len(text) <= _MAX_SHORT:
             return self.backend.encode(text, add_special_tokens=add_special)
-        # A batch is encoded without the interpreter's lock: megabytes would stop all threads for a second.
+        # A batch is encoded without the GIL: megabytes would stop all threads for a second.
         [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special)
         return encoding
 
     def encode_behind(self, text: str) -> list[int]:
-        """The token ids of a text that goes on behind another one: nothing is put before it.
+        """Token ids of a text that continues another one: no space or token is prepended.
 
         Raises as `encode`.
         """
         if not self.token_bytes.strips_first_space:
             return self.encode(text, add_special=False)
-        # Such a tokenizer begins every text with a space, which decoding takes away again.
+        # Such a tokenizer prepends a space to every text; decoding removes it.
         ids = self.encode(_LINE + text, add_special=False)
         before = self._line
         return ids[len(before) :] if ids[: len(before)] == before else self.encode(text, add_special=False)
@@ -117,7 +116,7 @@ class Tokenizer:
         if self.fill_in is None:
             raise RequestError(
                 "the model has no fill-in-the-middle tokens in its vocabulary; looked for "
-                f"{LOOKED_FOR}; use a code model that has them"
+                f"{KNOWN_PREFIXES}; use a code model that has them"
             )
         return self.fill_in.encode(self, prefix, suffix, files, most)
 
@@ -143,30 +142,30 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model came with a chat template."""
+        """True if the model has a chat template."""
         return bool(self.chat_template)
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary's string for an id, stand-in characters and all; None for an id without one."""
+        """The vocabulary's string for an id, with stand-in characters; None for an id without a token."""
         token: str | None = self.backend.id_to_token(token_id) if token_id >= 0 else None
         return token
 
     def text_of(self, token_id: int) -> str:
-        """One token as text; a special token by its name, a part of a character as U+FFFD."""
+        """One token as text; a special token as its name, part of a character as U+FFFD."""
         return self.bytes_of(token_id).decode("utf-8", "replace")
 
     def bytes_of(self, token_id: int) -> bytes:
-        """One token as bytes; a special token, which `token_bytes` leaves out, by its name."""
+        """One token as bytes; a special token, which `token_bytes` omits, as its name."""
         if self.is_special(token_id):
             return (self.id_to_token(token_id) or "").encode()
         return self.token_bytes[token_id]
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is one that `decode` leaves out."""
+        """True if `decode` omits the token."""
         return token_id in self.token_bytes.special_ids
 
     def special_id(self, name: str) -> int | None:
-        """The id of the special token of that name; None when it is text to `decode`, or no token."""
+        """The id of the special token of that name; None if it is text to `decode`, or no token."""
         token_id: int | None = self.backend.token_to_id(name)
         return token_id if token_id in self.token_bytes.special_ids else None
 
@@ -208,7 +207,7 @@ class Tokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A file's object, empty where there is no file."""
+    """The object in a JSON file, empty if the file does not exist."""
     return read_json(path) if path.is_file() else {}
 
 
@@ -220,20 +219,20 @@ def _token_text(value: object) -> str | None:
 
 
 def _eos_ids(file: Path) -> set[int]:
-    """eos_token_id of a config: absent, one id or several; in a nested text_config for multimodal models."""
+    """eos_token_id of a config: absent, one id or several; in text_config for multimodal models."""
     config = _read_json(file)
     nested = config.get("text_config") or {}
     if not isinstance(nested, dict):
         raise _odd(file, "text_config", nested, "a JSON object")
     value = config.get("eos_token_id", nested.get("eos_token_id"))
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(token_id) is not int or not 0 <= token_id < _IDS for token_id in ids):
+    if any(type(token_id) is not int or not 0 <= token_id < _MAX_IDS for token_id in ids):
         raise _odd(file, "eos_token_id", value, "a token id, or a list of them")
     return set(ids)
 
 
 def _folder_templates(folder: Path) -> dict[str, str]:
-    """The chat templates of a model by name; the only one is "default"."""
+    """The chat templates of a model by name; a single one is "default"."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:
@@ -253,7 +252,7 @@ def _folder_templates(folder: Path) -> dict[str, str]:
 
 
 def _template_in(path: str) -> str:
-    """The text of a file that a user named; raises ConfigError."""
+    """Read a template file that the user named; raises ConfigError."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:

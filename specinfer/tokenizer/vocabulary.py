@@ -1,7 +1,7 @@
-"""Vocabulary: the token behind every id, enough to know whether the ids of two models can be exchanged.
+"""Vocabulary: the token of every id, to check whether two models' ids are interchangeable.
 
-A draft needs nothing else of its tokenizer, and what encodes takes a second to build. Two models of one
-family mostly hold the same bytes here, and then not even the tokens are looked at.
+A draft needs only this from its tokenizer, and building an encoder takes a second. Two models of one family
+usually have identical files, and then the tokens are not compared.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from specinfer.hub.gguf_header import GgufHeader, Strings
 from specinfer.hub.model_files import ModelFiles
 from specinfer.tokenizer.detokenizer import SPACE_SYMBOL
 
-_MOST_GROWTH: Final = 256  # characters that a tokenizer may make of one before it looks for tokens
-_PADDING_TOKEN = re.compile(r"\[PAD(\d+)\]")  # how GGUF converters name the rows beyond the vocabulary
+_MAX_GROWTH: Final = 256  # characters that a normalizer may make of one
+_PADDING_TOKEN = re.compile(r"\[PAD(\d+)\]")  # GGUF converters' names for rows beyond the vocabulary
 
 
 @contextmanager
 def library_errors(path: Path) -> Iterator[None]:
-    """Let what the tokenizers library finds wrong with a file leave as ModelFileError.
+    """Translate the tokenizers library's errors about a file into ModelFileError.
 
-    It raises bare `Exception` for all of it, so exactly that class is translated, and its panics are.
+    The library raises bare `Exception`, so exactly that class is translated, and its panics.
     """
     try:
         yield
@@ -41,9 +41,10 @@ def library_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def library_panics() -> Iterator[None]:
-    """Let the tokenizers library's panics over a text leave as RequestError.
+    """Translate the tokenizers library's panics about a text into RequestError.
 
-    It panics where a regex of the tokenizer's does not end. A panic is no Exception, and ends threads.
+    It panics if a regular expression of the tokenizer does not terminate. A panic is no Exception, and ends
+    threads.
     """
     try:
         yield
@@ -51,18 +52,18 @@ def library_panics() -> Iterator[None]:
         if not _is_panic(error):
             raise
         raise RequestError(
-            f"the model's tokenizer cannot read the text ({error}); shorten it, or change its repetitions"
+            f"the model's tokenizer cannot encode the text ({error}); shorten it, or reduce its repetitions"
         ) from None
 
 
 def _is_panic(error: BaseException) -> bool:
-    return type(error).__name__ == "PanicException"  # which cannot be imported
+    return type(error).__name__ == "PanicException"  # the class cannot be imported
 
 
 class Vocabulary:
-    """What the ids of a model on disk stand for.
+    """The tokens of the ids of a model on disk.
 
-    Raises ModelFileError where the model has no tokenizer, or one that cannot be read.
+    Raises ModelFileError if the model has no readable tokenizer.
     """
 
     def __init__(self, files: ModelFiles) -> None:
@@ -72,18 +73,18 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """How many ids stand for a token, padding included."""
+        """Number of ids with a token, padding included."""
         return len(self._tokens)
 
     @property
     def last_token(self) -> int:
-        """The highest id that stands for a token and is no padding."""
+        """The highest id of a token that is not padding."""
         return max(self._meanings)
 
     def same_ids(self, other: Vocabulary) -> bool:
-        """Whether every id stands for the same token in both.
+        """True if every id stands for the same token in both.
 
-        Padding does not count, so the same vocabulary from a folder and from a GGUF file agrees.
+        Padding is ignored, so the same vocabulary from a folder and from a GGUF file is equal.
         """
         one, two = self._source, other._source
         if isinstance(one, Path) and isinstance(two, Path):
@@ -108,7 +109,7 @@ class Vocabulary:
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """The tokenizer.json of a model's folder; raises ModelFileError where there is none."""
+    """The tokenizer.json of a model's folder; raises ModelFileError if there is none."""
     file = folder / "tokenizer.json"
     if file.is_file():
         return file
@@ -117,15 +118,15 @@ def tokenizer_file(folder: Path) -> Path:
             f"{folder} has only a SentencePiece tokenizer.model; make a tokenizer.json with "
             "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
-    raise ModelFileError(f"{folder} has no tokenizer.json; copy the one of the model there")
+    raise ModelFileError(f"{folder} has no tokenizer.json; copy the model's tokenizer.json there")
 
 
 def read_backend(file: Path) -> tokenizers.Tokenizer:
-    """The library's tokenizer of a tokenizer.json, for texts of any length.
+    """The library's tokenizer from a tokenizer.json, for texts of any length.
 
-    Training leaves `truncation` and `padding` in such files, which would cut prompts or fill them up.
-    Raises ModelFileError where the file is damaged, or makes so much of a character that a short prompt
-    could take all memory.
+    Such files may contain `truncation` and `padding` from training, which would cut or pad prompts; both are
+    disabled. Raises ModelFileError if the file is damaged, or if its normalizer could expand a short prompt
+    until memory is exhausted.
     """
     with library_errors(file):
         backend = tokenizers.Tokenizer.from_file(str(file))
@@ -136,7 +137,7 @@ def read_backend(file: Path) -> tokenizers.Tokenizer:
 
 
 def _check_growth(file: Path, backend: tokenizers.Tokenizer) -> None:
-    """Raise ModelFileError where the normalizer can make too much of a text."""
+    """Raise ModelFileError if the normalizer can expand a text too much."""
     if backend.normalizer is None:
         return
     growth = 1
@@ -144,19 +145,20 @@ def _check_growth(file: Path, backend: tokenizers.Tokenizer) -> None:
         match step:
             case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)}:
                 growth *= max(1, -(-len(content) // max(1, len(pattern))))
-            case {"type": "Replace", "content": str(content)}:  # a regex, which may match between characters
+            # a regular expression, which may match between characters
+            case {"type": "Replace", "content": str(content)}:
                 growth *= 1 + len(content)
             case {"type": "Prepend", "prepend": str(content)}:
                 growth *= 1 + len(content)
-        if growth > _MOST_GROWTH:
+        if growth > _MAX_GROWTH:
             raise ModelFileError(
                 f"{file}: its normalizer can make {growth} characters of one; allowed: at most "
-                f"{_MOST_GROWTH}. Fetch the model again"
+                f"{_MAX_GROWTH}. Fetch the model again"
             )
 
 
 def _steps(normalizer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer, of which some may be sequences themselves."""
+    """The steps of a normalizer; nested sequences are flattened."""
     if normalizer.get("type") == "Sequence":
         for step in normalizer["normalizers"]:
             yield from _steps(step)
@@ -165,20 +167,20 @@ def _steps(normalizer: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def gguf_value(header: GgufHeader, key: str) -> Any:
-    """What a GGUF file has under tokenizer.ggml.KEY; raises ModelFileError where it has nothing."""
+    """The value of tokenizer.ggml.KEY in a GGUF file; raises ModelFileError if there is none."""
     value = header.metadata.get(f"tokenizer.ggml.{key}")
     if value is None:
         raise ModelFileError(
             f"{header.path} has no tokenizer.ggml.{key}; it holds no complete tokenizer: "
-            "use a GGUF file made with its vocabulary"
+            "use a GGUF file that includes its vocabulary"
         )
     return value
 
 
 def gguf_texts(header: GgufHeader, key: str) -> Sequence[str]:
-    """The list of texts under a GGUF file's tokenizer.ggml.KEY; raises ModelFileError where there is none."""
+    """The list of texts in tokenizer.ggml.KEY of a GGUF file; raises ModelFileError if there is none."""
     value = gguf_value(header, key)
-    # Those that lie in a file as texts are not decoded to be looked at.
+    # `Strings` are texts by construction, so they are not decoded for a check.
     if isinstance(value, Strings) or (
         isinstance(value, list) and all(isinstance(text, str) for text in value)
     ):
@@ -187,14 +189,14 @@ def gguf_texts(header: GgufHeader, key: str) -> Sequence[str]:
 
 
 def odd_value(header: GgufHeader, name: str, value: object, allowed: str) -> ModelFileError:
-    """The error about a value of a GGUF file that is of another kind than `allowed`."""
+    """The error for a value in a GGUF file that is not as `allowed`."""
     return ModelFileError(
         f"{header.path}: {name} is {repr(value)[:80]}; allowed: {allowed}. Fetch the model again"
     )
 
 
 def first_ids(tokens: Sequence[str]) -> dict[str, int]:
-    """Token -> id: of two tokens with the same string (padding, in some files) the first is meant."""
+    """Token -> id; of equal tokens (padding, in some files) the first counts."""
     return {token: i for i, token in reversed(list(enumerate(tokens)))}
 
 

@@ -109,8 +109,8 @@ SIZES = {
 
 @pytest.mark.parametrize("source", STEPS.values(), ids=STEPS)
 def test_a_template_that_does_not_end_is_stopped(source, monkeypatch):
-    monkeypatch.setattr(template_budget, "MOST_STEPS", 20_000)
-    with pytest.raises(RequestError, match="refuses the messages: ") as error:
+    monkeypatch.setattr(template_budget, "MAX_STEPS", 20_000)
+    with pytest.raises(RequestError, match="rejects the messages: ") as error:
         render(source)
     told = str(error.value)
     assert "20000 steps" in told or "too long" in told or "recursion" in told
@@ -119,8 +119,8 @@ def test_a_template_that_does_not_end_is_stopped(source, monkeypatch):
 
 @pytest.mark.parametrize("source", SIZES.values(), ids=SIZES)
 def test_a_template_that_takes_all_memory_is_stopped(source, memory, monkeypatch):
-    monkeypatch.setattr(template_budget, "_SPARE", 1 << 20)
-    with pytest.raises(RequestError, match="refuses the messages: it ") as error:
+    monkeypatch.setattr(template_budget, "_BASE_SIZE", 1 << 20)
+    with pytest.raises(RequestError, match="rejects the messages: it ") as error:
         render(source)
     assert "\n" not in str(error.value)
     assert memory() < 50 << 20
@@ -140,10 +140,10 @@ def test_bounds_grow_with_what_a_template_is_given():
 
 
 def test_each_rendering_and_each_thread_has_bounds_of_its_own(monkeypatch):
-    monkeypatch.setattr(template_budget, "MOST_STEPS", 150)
+    monkeypatch.setattr(template_budget, "MAX_STEPS", 150)
     template = ChatTemplate("{% for i in range(100) %}{{ i % 10 }}{% endfor %}", {})
     source = "0123456789" * 10
-    monkeypatch.setattr(template_budget, "MOST_STEPS", 250)
+    monkeypatch.setattr(template_budget, "MAX_STEPS", 250)
     made = []
     threads = [
         threading.Thread(target=lambda: made.append(template.prepare(HI, True).text)) for _ in range(8)

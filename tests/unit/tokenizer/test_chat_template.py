@@ -40,7 +40,7 @@ def test_what_nests_too_deep_to_be_written_is_refused():
     deep = []
     for _ in range(100_000):
         deep = [deep]
-    with pytest.raises(RequestError, match="refuses the messages"):
+    with pytest.raises(RequestError, match="rejects the messages"):
         render("{{ messages | tojson }}", [{"role": "user", "content": "", "more": deep}])
 
 
@@ -60,7 +60,7 @@ def test_tools_and_variables_reach_the_template():
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert render("{{ tools | tojson }}", tools=tools) == '[{"type": "function", "function": {"name": "f"}}]'
     assert render("{{ enable_thinking is false }}", variables={"enable_thinking": False}) == "True"
-    with pytest.raises(RequestError, match=r"refuses the messages: .*multiple values .*'tools'"):
+    with pytest.raises(RequestError, match=r"rejects the messages: .*multiple values .*'tools'"):
         render("", variables={"tools": tools})
 
 
@@ -69,7 +69,7 @@ def test_what_the_template_refuses_comes_with_its_own_words():
         "{% if messages[0].role != 'system' %}"
         "{{ raise_exception('System message must come first') }}{% endif %}"
     )
-    with pytest.raises(RequestError, match="refuses the messages: System message must come first"):
+    with pytest.raises(RequestError, match="rejects the messages: System message must come first"):
         render(source)
 
 
@@ -83,7 +83,7 @@ def test_what_the_template_refuses_comes_with_its_own_words():
     ],
 )
 def test_a_template_that_stumbles_is_a_request_error(source):
-    with pytest.raises(RequestError, match="refuses the messages"):
+    with pytest.raises(RequestError, match="rejects the messages"):
         render(source, [{"role": "user", "content": "hi", "more": 3}])
 
 

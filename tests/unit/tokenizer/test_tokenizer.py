@@ -103,7 +103,7 @@ def test_a_text_that_the_tokenizers_own_rules_do_not_end_with_is_refused(tmp_pat
     words = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(use_regex=False)])
     tokenizer = Tokenizer.load(write_folder(tmp_path, backend=backend))
-    with pytest.raises(RequestError, match="tokenizer cannot read the text"):
+    with pytest.raises(RequestError, match="tokenizer cannot encode the text"):
         tokenizer.encode("a" * 40 + "b")
 
 

@@ -173,8 +173,8 @@ def test_schemas_of_tools_are_held_as_far_as_they_can_be(client: openai.OpenAI) 
     refused = http.post("chat/completions", content=odd(strict=True))
     told = refused.json()["error"]
     assert (refused.status_code, told["param"]) == (400, "tools[0].function.parameters")
-    assert "pattern at /properties/word cannot be held" in told["message"]
-    assert "leave out strict to hold the rest" in told["message"]
+    assert "pattern at /properties/word cannot be enforced" in told["message"]
+    assert "leave out strict to enforce the rest" in told["message"]
 
 
 def test_a_named_tool_is_called_and_its_result_can_be_told(client: openai.OpenAI) -> None:

@@ -73,13 +73,13 @@ PARAMETERS = "tools[0].function.parameters"
         ),
         (
             [function(parameters={"properties": {"a": {"format": "poem", "type": "string"}}}, strict=True)],
-            f"{PARAMETERS} cannot be used: format at /properties/a cannot be held while the answer is "
-            "written; leave out strict to hold the rest",
+            f"{PARAMETERS} cannot be used: format at /properties/a cannot be enforced during "
+            "generation; leave out strict to enforce the rest",
             PARAMETERS,
         ),
         (
             [function(parameters=json.loads('{"properties":{"a":' * 150 + "{}" + "}}" * 150), strict=True)],
-            f"{PARAMETERS} cannot be used: it cannot be held while the answer is written (failed to parse",
+            f"{PARAMETERS} cannot be used: it cannot be enforced during generation (failed to parse",
             PARAMETERS,
         ),
         ([function()] * 129, "tools has 129 tools; allowed: at most 128", "tools"),
