@@ -1,1 +1,1 @@
-"""Which tokens a form allows at any node of a tree: regular expressions, JSON schemas, choices, grammars."""
+"""Grammars for structured output: which tokens may come next."""

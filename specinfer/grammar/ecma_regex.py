@@ -1,12 +1,12 @@
-"""Regular expressions of JSON schemas, which are JavaScript's (ECMA-262), written as Rust's.
+"""Translate JavaScript (ECMA-262) regular expressions of JSON schemas into Rust's.
 
-The library reads Rust's. Written anew is what the two read differently (`.`, `\\s`, `[^]`, a literal brace),
-and a lookahead right behind `^`, which becomes an expression of its own that a text has to match as well. The
-library has no other assertions about neighbours: they are left out, and what is left matches every text that
-the whole would match.
+The grammar library reads Rust's syntax. Parts that the two read differently are rewritten (`.`, `\\s`, `[^]`,
+a literal brace). A lookahead right after `^` becomes a separate expression that a text must match as well.
+The library supports no other assertions: they are dropped, and the result matches every text that the
+original matches.
 
-The library follows nested repeats by writing them out as it goes, `(x{20}){30}` as 600 of x, so what is too
-large shows late, in the middle of a text. Counting them tells beforehand.
+The library expands nested repeats as it goes, `(x{20}){30}` into 600 copies of x, so an expression that is
+too large would fail in the middle of a text. Counting the repeats finds it in advance.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ _ESCAPE = (
     r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|u\{[0-9A-Fa-f]+\}|[pP](?:\{[^}]*\}|[A-Z])|c[A-Za-z]"
     r"|k<[^>]*>|[1-9]\d*|[\s\S])"
 )
-# The parts of a JavaScript expression; [] and [^] are whole classes.
+# The parts of a JavaScript expression; [] and [^] are complete classes.
 _PART = re.compile(
     rf"(?P<escape>{_ESCAPE})|(?P<class>\[(?:\\[\s\S]|[^\]\\])*\])|(?P<look>\((?:\?=|\?!|\?<=|\?<!))"
     r"|(?P<open>\((?:\?:|\?P?<[A-Za-z_]\w*>|\?[a-z]+(?:-[a-z]+)?[:)])?)|(?P<count>\{\d+(?:,\d*)?\})|[\s\S]"
 )
 _CLASS_PART = re.compile(rf"(?P<escape>{_ESCAPE})|[\s\S]")
 _SET = re.compile(r"\\[sSdDwWpP]")
-# The same of a Rust expression: escapes (`\d`, `\x{41}`, `\p{Greek}`), classes (`[a-z]`), counts.
+# The parts of a Rust expression: escapes (`\d`, `\x{41}`, `\p{Greek}`), classes (`[a-z]`), counts.
 _RUST_PART = re.compile(
     r"\{(?P<low>\d+)(?:,(?P<high>\d*))?\}|\\(?:[xuUpP]\{[^}]{0,64}\}|.)"
     r"|\[\^?\]?(?:\\.|[^\]\\])*\]|\[.*|.",
     re.DOTALL,
 )
 
-_LONGEST: Final = 16 * 1024  # characters: each lookahead reads the rest of the expression
-_MOST_PARTS: Final = 16  # leading lookaheads that are held
-MAX_REPEAT = 100_000  # of a part, counted repeats in one another multiplied
+_MAX_LENGTH: Final = 16 * 1024  # characters: each lookahead scans the rest of the expression
+_MAX_PARTS: Final = 16  # leading lookaheads that are enforced
+MAX_REPEAT = 100_000  # per part; nested counts are multiplied
 
 
 class UnreadableError(ValueError):
-    """An expression that is none, or needs what no automaton has: references back to a group."""
+    """The expression is malformed, or needs backreferences, which no automaton supports."""
 
 
 @dataclass(frozen=True, slots=True)
 class RustRegex:
-    """What a text has to match: each of `parts`, somewhere in it.
+    """Expressions that a text must match: each of `parts`, somewhere in it.
 
-    `left_out` are the assertions that are in none of them, such as `(?!` and `\\b`, as they are written.
+    `left_out` holds the dropped assertions, such as `(?!` and `\\b`, as written.
     """
 
     parts: tuple[str, ...]
@@ -60,16 +60,16 @@ class RustRegex:
 
 
 def read_ecma(pattern: str) -> RustRegex:
-    """A JavaScript expression as Rust's; raises UnreadableError, which says why there is none.
+    """Translate a JavaScript expression; raises UnreadableError with the reason if it cannot be translated.
 
-    What is malformed otherwise is passed on, for the library to complain about.
+    Other malformed parts are passed on, and the library reports them.
     """
-    if len(pattern) > _LONGEST:
-        raise UnreadableError(f"it has {len(pattern)} characters, more than {_LONGEST}")
+    if len(pattern) > _MAX_LENGTH:
+        raise UnreadableError(f"it has {len(pattern)} characters, more than {_MAX_LENGTH}")
     left_out: dict[str, None] = {}
     parts: list[str] = []
     rest = pattern
-    while len(parts) < _MOST_PARTS and (inner := _leading_lookahead(rest)) is not None:
+    while len(parts) < _MAX_PARTS and (inner := _leading_lookahead(rest)) is not None:
         parts.append(_as_rust(f"^(?:{inner})", left_out))
         rest = f"^{rest[len('^(?=') + len(inner) + 1 :]}"
     parts.append(_as_rust(rest, left_out))
@@ -77,7 +77,7 @@ def read_ecma(pattern: str) -> RustRegex:
 
 
 def _parts(pattern: str) -> Iterator[tuple[re.Match[str], int]]:
-    """The parts of an expression, each with how many groups it opens; one that it closes is -1."""
+    """The parts of an expression, each with the number of groups it opens; -1 if it closes one."""
     for part in _PART.finditer(pattern):
         if part[0] == "\\":
             raise UnreadableError("a backslash is the last character")
@@ -88,7 +88,7 @@ def _parts(pattern: str) -> Iterator[tuple[re.Match[str], int]]:
 
 
 def _leading_lookahead(pattern: str) -> str | None:
-    """What a lookahead right behind a leading ^ says, where nothing beside it is an alternative to it."""
+    """The content of a lookahead right after a leading ^, unless there are alternatives beside it."""
     if not pattern.startswith("^(?="):
         return None
     depth = end = 0
@@ -105,17 +105,17 @@ def _leading_lookahead(pattern: str) -> str | None:
 
 
 def _as_rust(pattern: str, left_out: dict[str, None]) -> str:
-    """An expression as Rust's, without the assertions that `left_out` gains."""
+    """Translate an expression without assertions, which are added to `left_out`."""
     written: list[str] = []
-    within = 0  # groups that are open, the outermost a look-around that is left out
+    dropped_depth = 0  # open groups, the outermost of them a dropped look-around
     for part, opened in _parts(pattern):
-        if within:
-            within += opened
+        if dropped_depth:
+            dropped_depth += opened
             continue
         match part.lastgroup:
             case "look":
                 left_out[part[0]] = None
-                within = 1
+                dropped_depth = 1
                 written.append(_NOTHING)
             case "escape":
                 rust = _escape(part[0])
@@ -132,13 +132,13 @@ def _as_rust(pattern: str, left_out: dict[str, None]) -> str:
                 written.append(
                     f"[^{_LINE_ENDS}]" if part[0] == "." else f"\\{part[0]}" if part[0] in "{}]" else part[0]
                 )
-    if within:
+    if dropped_depth:
         raise UnreadableError("a group is not closed")
     return "".join(written)
 
 
 def _escape(escape: str, *, in_class: bool = False) -> str | None:
-    """An escape as Rust's; None for an assertion."""
+    """Translate an escape; None for an assertion."""
     kind = escape[1]
     match kind:
         case "s" | "S":
@@ -155,7 +155,7 @@ def _escape(escape: str, *, in_class: bool = False) -> str | None:
         case _ if kind == "k" or kind.isdigit():
             raise UnreadableError(f"{escape} refers back to a group")
         case _ if kind.isalnum() and kind.isascii():
-            return escape  # the same in both, or a complaint of the library's
+            return escape  # the same in both, or reported by the library
     return f"\\u{{{ord(kind):X}}}"
 
 
@@ -167,11 +167,11 @@ def _class(text: str) -> str:
         if part.lastgroup == "escape":
             rust = _escape(part[0], in_class=True)
             if rust is None:
-                raise UnreadableError(f"{part[0]} stands in a character class")
+                raise UnreadableError(f"{part[0]} is not allowed in a character class")
             written.append(rust)
             continue
         beside_set = part[0] == "-" and (_is_set(written[-1:]) or _SET.match(inner, part.end()) is not None)
-        # Rust knows operators in classes, && and -- and ~~, and classes in one another.
+        # Rust has class operators, && and -- and ~~, and nested classes.
         written.append(f"\\{part[0]}" if beside_set or part[0] in "[&~^" else part[0])
     if not written:
         return _ANY if negated else _NEVER
@@ -183,12 +183,12 @@ def _is_set(last: list[str]) -> bool:
 
 
 def largest_repeat(regex: str) -> int:
-    """The largest product of counted repeats (`{3}`, `{2,5}`, `{4,}`) inside one another; 1 without any.
+    """The largest product of nested counted repeats (`{3}`, `{2,5}`, `{4,}`); 1 without any.
 
     The expression need not be well formed.
     """
-    open_groups = [1]  # the largest product so far in each group that is open, outermost first
-    last = 1  # that of the part just read, to which a repeat applies
+    open_groups = [1]  # the largest product in each open group, outermost first
+    last = 1  # the product of the last part, to which a repeat applies
     for part in _RUST_PART.finditer(regex):
         if part["low"] is not None:
             last *= max(1, int(part["low"]), int(part["high"] or 0))

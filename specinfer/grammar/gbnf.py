@@ -1,12 +1,11 @@
-"""GBNF: grammars with `::=`, as llama.cpp writes them, read and written anew as Lark for the library.
+"""GBNF: parses llama.cpp's grammars (`::=`) and writes them as Lark for the library.
 
-    root ::= "yes" | "no" | list
-    list ::= "[" [0-9]+ ("," [0-9]+)* "]"
+    root ::= "yes" | "no" | list list ::= "[" [0-9]+ ("," [0-9]+)* "]"
 
-The library's Lark splits a text into lexemes greedily, and its own gbnf_to_lark makes such lexemes of rules:
-with `word ::= [a-z]+`, `word "x"` matches nothing there. GBNF knows no lexemes: a grammar whose rules do not
-need themselves becomes one regular expression, and any other one is written character by character. Both
-describe exactly the texts of the grammar.
+The library's Lark splits a text greedily into lexemes, and its own gbnf_to_lark makes such lexemes of rules:
+with `word ::= [a-z]+`, `word "x"` matches nothing there. GBNF has no lexemes, so a grammar without recursion
+becomes one regular expression, and any other grammar is written character by character. Both match exactly
+the texts of the grammar.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from specinfer.errors import RequestError
 from specinfer.grammar.ecma_regex import MAX_REPEAT, largest_repeat
 
 START = "root"
-MAX_REGEX = 32 * 1024  # characters; a larger regular grammar is written as rules
+MAX_REGEX = 32 * 1024  # characters; a larger grammar is written as rules
 _RULE = re.compile(r"([A-Za-z][\w-]*)\s*::=")
 _NAME = re.compile(r"[A-Za-z][\w-]*")
 _SPACE = re.compile(r"(?:\s|#[^\n]*)*")
@@ -32,42 +31,42 @@ _LETTERS = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]"
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """This text."""
+    """A fixed text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Any text a regular expression matches; one character of a class, in a GBNF grammar."""
+    """Any text that a regular expression matches; one character of a class in a GBNF grammar."""
 
     regex: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Whatever the rule of that name stands for."""
+    """A reference to a rule."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One after the other."""
+    """Expressions in order."""
 
     items: tuple[Expression, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Alternation:
-    """Any one of them."""
+    """Any one of the options."""
 
     options: tuple[Expression, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """`low` to `high` times; without end when `high` is None."""
+    """`low` to `high` times; unbounded if `high` is None."""
 
     item: Expression
     low: int
@@ -79,7 +78,7 @@ Rules = Mapping[str, Expression]
 
 
 def in_use(rules: Rules, start: str) -> list[str]:
-    """The names of the rules that `start` leads to, itself first."""
+    """The names of the rules reachable from `start`, itself first."""
     found: dict[str, None] = {start: None}
     todo = deque(found)
     while todo:
@@ -90,7 +89,7 @@ def in_use(rules: Rules, start: str) -> list[str]:
 
 
 def references(body: Expression) -> Iterator[str]:
-    """The names a rule's body mentions, in order."""
+    """The names that a rule's body refers to, in order."""
     match body:
         case Reference(name):
             yield name
@@ -102,9 +101,9 @@ def references(body: Expression) -> Iterator[str]:
 
 
 def read_gbnf(text: str) -> dict[str, Expression]:
-    """The rules of a GBNF grammar, `root` among them.
+    """Parse a GBNF grammar; the rules include `root`.
 
-    Raises RequestError, with the line, on text that is no such grammar, and on a rule that is missing.
+    Raises RequestError, with the line, for a malformed grammar or an undefined rule.
     """
     rules = _GbnfReader(text).rules()
     if START not in rules:
@@ -117,7 +116,7 @@ def read_gbnf(text: str) -> dict[str, Expression]:
 
 
 def to_lark(rules: Rules) -> str:
-    """A Lark grammar for the same texts; raises RequestError on one that repeats a part too often."""
+    """A Lark grammar for the same texts; raises RequestError if it repeats a part too often."""
     names = in_use(rules, START)
     for name in names:
         if (repeat := _largest_repeat(rules[name])) > MAX_REPEAT:
@@ -132,7 +131,7 @@ def to_lark(rules: Rules) -> str:
 
 
 def _largest_repeat(body: Expression) -> int:
-    """The largest product of counted repeats in one another, within one rule."""
+    """The largest product of nested counted repeats within one rule."""
     match body:
         case Sequence(parts) | Alternation(parts):
             return max(map(_largest_repeat, parts), default=1)
@@ -143,15 +142,15 @@ def _largest_repeat(body: Expression) -> int:
 
 def _too_often(what: str, repeat: int) -> RequestError:
     return RequestError(
-        f"grammar: {what} repeats a part {repeat} times, counted repeats in one another multiplied; "
+        f"grammar: {what} repeats a part {repeat} times (nested counts are multiplied); "
         f"allowed: at most {MAX_REPEAT}"
     )
 
 
 def _regex(body: Expression, rules: Rules, known: dict[str, str | None]) -> str | None:
-    """The regular expression of a body; None when it becomes too long, or a rule needs itself.
+    """The regular expression of a body; None if it is too long or recursive.
 
-    `known` gains what becomes of each rule.
+    `known` collects the result for each rule.
     """
     match body:
         case Literal(text):
@@ -160,7 +159,7 @@ def _regex(body: Expression, rules: Rules, known: dict[str, str | None]) -> str 
             written = regex
         case Reference(name):
             if name not in known:
-                known[name] = None  # what mentions it until it is read needs itself
+                known[name] = None  # a reference to it before it is translated is recursion
                 inner = _regex(rules[name], rules, known)
                 known[name] = None if inner is None else f"(?:{inner})"
             return known[name]
@@ -184,7 +183,7 @@ def _regex(body: Expression, rules: Rules, known: dict[str, str | None]) -> str 
 
 def _lark(body: Expression, short: dict[str, str]) -> str:
     match body:
-        case Literal(text):  # character by character: no lexeme is longer than another
+        case Literal(text):  # character by character, so that no lexeme is longer than another
             return "(" + " ".join(json.dumps(c, ensure_ascii=False) for c in text) + ")" if text else '""'
         case Pattern(regex):
             return f"/{regex}/"
@@ -203,12 +202,12 @@ def _lark(body: Expression, short: dict[str, str]) -> str:
 
 
 def escaped(c: str) -> str:
-    """A character as it stands in a regular expression, inside a class or outside."""
+    """A character escaped for a regular expression, inside or outside a class."""
     return c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}"
 
 
 class _GbnfReader:
-    """Reads a grammar from left to right; `at` is the next character."""
+    """A parser that reads left to right; `at` is the next character."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
@@ -255,7 +254,7 @@ class _GbnfReader:
             name = _NAME.match(self.text, self.at)
             if name is None or _RULE.match(self.text, self.at):
                 if self.at < len(self.text) and name is None and self.text[self.at] not in "|)":
-                    raise self._error(f"{self.text[self.at]!r} is not understood")
+                    raise self._error(f"{self.text[self.at]!r} is unexpected")
                 return None
             self.at = name.end()
             item = Reference(name[0])
@@ -270,7 +269,7 @@ class _GbnfReader:
             low = int(bounds[1] or 0)
             high = int(bounds[3]) if bounds[3] else None if bounds[2] else low
             if high is not None and high < low:
-                raise self._error(f"{bounds[0]} asks for more than it allows")
+                raise self._error(f"{bounds[0]} has a minimum above its maximum")
             self.at = bounds.end()
             return self._repeated(Repeat(item, low, high))
         for sign, low, high in (("*", 0, None), ("+", 1, None), ("?", 0, 1)):
@@ -289,7 +288,7 @@ class _GbnfReader:
                 last = characters[i + 2]
                 i += 2
             if last < first:
-                raise self._error(f"the range {first}-{last} is the wrong way round")
+                raise self._error(f"the range {first}-{last} is reversed")
             ranges.append(escaped(first) if first == last else f"{escaped(first)}-{escaped(last)}")
             i += 1
         if not ranges:
@@ -297,7 +296,7 @@ class _GbnfReader:
         return Pattern(f"[{'^' if negated else ''}{''.join(ranges)}]")
 
     def _characters(self, end: str, *, ranges_apart: bool = False) -> list[str]:
-        """The characters up to `end`, escapes undone; a bare - between two is "" where ranges count."""
+        """The characters up to `end`, unescaped; if `ranges_apart`, a bare - between two is ""."""
         found: list[str] = []
         while not self._next_here(end):
             if self.at >= len(self.text):
@@ -320,7 +319,7 @@ class _GbnfReader:
             return _LETTERS[escape[4]]
         code = int(digits, 16) if digits else 0xD800
         if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-            raise self._error(f"{escape[0]!r} is no escape for a character")
+            raise self._error(f"{escape[0]!r} is not a valid escape")
         return chr(code)
 
     def _next(self, sign: str) -> bool:

@@ -1,18 +1,18 @@
-"""Grammar: which tokens may follow a text, at every node of a token tree.
+"""Grammar: the tokens that may follow a text, at every node of a token tree.
 
-A request's cursor stands at the end of a path below the committed text. To look at another node it rolls
-back to where the two paths part and consumes the rest, microseconds a token, so that a walk down a tree, or
-siblings asked one after the other, cost little more than their masks; these are kept until the next commit.
+A request's cursor is at the end of a path below the committed text. To inspect another node it rolls back to
+the common prefix of the two paths and consumes the rest, at microseconds per token. So a walk down a tree, or
+a query of siblings, costs little more than the masks, and masks are cached until the next commit.
 
-Matchers of one grammar share the automaton they build as they go. It has a limited size, and one that is
-full stays so for all of them: a request that fills it must not fail the others, nor may a grammar wear out
-with use. So a matcher that breaks is replaced by one with a new automaton, and asked once more.
+Matchers of one grammar share an automaton that is built on demand and has a limited size. Once full, it fails
+for every matcher. A request that fills it must not fail the others, nor may a grammar wear out with use. So a
+matcher that fails is replaced by one with a new automaton, and the query is repeated once.
 
-A mask holds every token whose bytes the grammar permits, so the target is free to spell a forced text as it
-likes; `forced` guesses the canonical spelling. (The library would rather mask all other spellings away: its
-option no_forcing stops that, and a second matcher without the option makes the guesses.)
+A mask contains every token whose bytes the grammar allows, so the target may spell a forced text in any way;
+`forced` guesses the canonical spelling. (By default the library masks all other spellings; the option
+no_forcing disables that, and a second matcher without the option makes the guesses.)
 
-The library is llguidance; why, and what was measured, is in docs/log.md. It is imported when the first
+The library is llguidance; the reasons and measurements are in docs/log.md. It is imported when the first
 grammar is compiled.
 """
 
@@ -37,12 +37,13 @@ if TYPE_CHECKING:
 
     from specinfer.tokenizer import Tokenizer
 
-_DEAD_END = "NoExtension"  # how the library's complaint begins when nothing can follow
+_DEAD_END = "NoExtension"  # prefix of the library's error when nothing can follow
 _Answer = TypeVar("_Answer")
 CACHED_GRAMMARS = 32
-CACHED_MASKS = 256  # of one request, within one step; 19 kB each at a vocabulary of 152k
-LONG_FORCED = 256  # tokens; longer forced text is kept: to find it takes time in proportion to its length
-TRIAL_TOKENS = 32  # how far a new grammar is tried, each of TRIALS times
+CACHED_MASKS = 256  # per request and step; 19 kB each at a vocabulary of 152k
+# tokens; longer forced text is cached, since finding it takes time in proportion to its length
+LONG_FORCED = 256
+TRIAL_TOKENS = 32  # tokens of each trial of a new grammar
 TRIALS = 2
 _NO_FORCING = '%llguidance {"no_forcing": true}'
 _HINTS = {
@@ -55,77 +56,77 @@ _HINTS = {
 
 
 class MatcherSource:
-    """Makes matchers that share one automaton, until that is worn. Safe to share by threads."""
+    """Makes matchers that share one automaton until it is full. Safe to share between threads."""
 
     def __init__(self, grammar: str, vocabulary: LibraryVocabulary, parameter: str) -> None:
         self.vocabulary = vocabulary
-        self.parameter = parameter  # for messages
+        self.parameter = parameter  # for error messages
         self._grammar = grammar
         self._lock = threading.Lock()
         self._first: LLMatcher | None = vocabulary.matcher(grammar)
 
     @property
     def first(self) -> LLMatcher:
-        """The matcher the others are copied from, at the start of the text; it is never moved itself."""
+        """The matcher at the start of the text from which others are copied; it never moves."""
         with self._lock:
             if self._first is None:
                 self._first = self.vocabulary.matcher(self._grammar)
             return self._first
 
     def replace(self, worn: LLMatcher) -> None:
-        """Begin a new automaton, unless `worn` is not the present one any more."""
+        """Start a new automaton, unless `worn` was replaced already."""
         with self._lock:
             if worn is self._first:
                 self._first = None
 
 
 class Cursor:
-    """A place in a grammar: the committed text, and any path of tokens below it."""
+    """A position in a grammar: the committed text and a path of tokens below it."""
 
     def __init__(self, source: MatcherSource) -> None:
         self._source = source
         self._first = source.first
         self._matcher = self._first.deep_copy()
-        self._base = 0  # of the committed tokens the matcher has followed so many,
-        self._path: list[int] = []  # and consumed these after them
+        self._base = 0  # number of committed tokens that the matcher has consumed
+        self._path: list[int] = []  # tokens consumed after them
         self.committed: list[int] = []
 
     def ask(self, path: Sequence[int], question: Callable[[LLMatcher], _Answer]) -> _Answer | None:
-        """What `question` makes of the matcher after the committed text and `path`.
+        """Evaluate `question` on the matcher after the committed text and `path`.
 
-        None when `path` is not allowed, or turns out to be a dead end. `question` may compute, but not
-        consume. Raises RequestError when the grammar is too complex to follow there.
+        Returns None if `path` is not allowed or is a dead end. `question` must not consume tokens. Raises
+        RequestError if the grammar is too complex to follow there.
         """
         for is_last in (False, True):
             answer = question(self._matcher) if self._follow() and self._go_to(path) else None
             if not self._matcher.is_error():
                 return answer
-            said = complaint(self._matcher)
-            if said.startswith(_DEAD_END):
+            error = complaint(self._matcher)
+            if error.startswith(_DEAD_END):
                 self._start_again()
                 return None
             self._source.replace(self._first)
             self._start_again()
             if is_last:
                 raise RequestError(
-                    f"{self._source.parameter} is too complex to follow ({said}); make it smaller: fewer "
+                    f"{self._source.parameter} is too complex to follow ({error}); make it smaller: fewer "
                     "nested repeats, tighter bounds"
                 )
-        raise AssertionError("the second time ends the loop")
+        raise AssertionError("the second attempt returns or raises")
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Move the committed text on; the tokens must be allowed.
+        """Append to the committed text; the tokens must be allowed.
 
-        The matcher follows when it is next asked: a grammar that breaks on the way fails whoever asks, never
+        The matcher advances at the next query: a grammar that fails on the way then fails that query, never
         the commit, which a whole batch shares.
         """
         self.committed += tokens
 
     def _follow(self) -> bool:
-        """Put the matcher behind what was committed since it was last asked; False when it broke there."""
+        """Advance the matcher over tokens committed since the last query; False if it failed."""
         ahead = self.committed[self._base :]
         if self._path[: len(ahead)] != ahead and not self._go_to(ahead):
-            self._matcher.compute_bitmask()  # one whose automaton is full says so only when it makes a mask
+            self._matcher.compute_bitmask()  # a full automaton reports its error only with a mask
             assert self._matcher.is_error(), f"tokens {ahead} are not allowed by {self._source.parameter}"
             return False
         del self._path[: len(ahead)]
@@ -133,7 +134,7 @@ class Cursor:
         return True
 
     def _go_to(self, path: Sequence[int]) -> bool:
-        """Put the matcher after `path`; False when it is not allowed, or the matcher broke on the way."""
+        """Move the matcher to `path`; False if it is not allowed or the matcher failed."""
         shared = 0
         while shared < min(len(path), len(self._path)) and path[shared] == self._path[shared]:
             shared += 1
@@ -156,49 +157,47 @@ class Cursor:
 
 
 class GrammarCompiler:
-    """Compiles the forms that requests ask for, against one model's vocabulary.
+    """Compiles requests' forms for one model's vocabulary.
 
-    Any thread may compile while others do, or follow what was compiled. `vocab_size` is the number of the
-    target's logits; ids beyond the tokenizer's are never allowed.
+    Thread-safe. `vocab_size` is the number of the target's logits; ids beyond the tokenizer's are never
+    allowed.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._vocabulary = LibraryVocabulary(tokenizer, vocab_size)
-        self._places: OrderedDict[StructuredOutput, _Place] = OrderedDict()
-        self._lock = threading.Lock()  # of the dictionary; a form being compiled holds its own place alone
+        self._entries: OrderedDict[StructuredOutput, _Entry] = OrderedDict()
+        self._lock = threading.Lock()  # guards the dictionary; compiling holds only the form's own lock
 
     def compile(self, spec: StructuredOutput) -> Grammar:
-        """The grammar of a form; the last 32 are kept, and threads that ask for one at once share it.
+        """The grammar of a form; the last 32 are cached, and concurrent requests for one share the work.
 
-        Raises RequestError, naming the parameter, on a form that is malformed, uses what is not supported,
-        cannot be begun, or is too large to follow, and when the model has no token that ends a text. A form
-        that can be begun but never be complete is compiled: its texts go on until they are cut.
+        Raises RequestError, naming the parameter, if the form is malformed, unsupported, cannot be started,
+        or is too large, and if the model has no end-of-text token. A form that can be started but never
+        completed is accepted: its texts continue until they are cut.
         """
         if spec.preamble:
-            self.compile(replace(spec, preamble=""))  # tried at its beginning, and blamed for its own faults
+            self.compile(replace(spec, preamble=""))  # without the preamble, so that errors name the form
         if not self._vocabulary.end_ids:
             raise RequestError(
-                f"{spec.parameter} needs a model with an end-of-text token, which says that the form is "
-                "complete; this one names none: leave it out"
+                f"{spec.parameter} needs a model with an end-of-text token, which marks the form as "
+                "complete; this model has none: leave the parameter out"
             )
         with self._lock:
-            place = self._places.setdefault(spec, _Place())
-            self._places.move_to_end(spec)
-            if len(self._places) > CACHED_GRAMMARS:
-                self._places.popitem(last=False)
-        with place.lock:
-            if place.grammar is None:
+            entry = self._entries.setdefault(spec, _Entry())
+            self._entries.move_to_end(spec)
+            if len(self._entries) > CACHED_GRAMMARS:
+                self._entries.popitem(last=False)
+        with entry.lock:
+            if entry.grammar is None:
                 try:
-                    place.grammar = Grammar(spec, self._vocabulary)
+                    entry.grammar = Grammar(spec, self._vocabulary)
                 except RecursionError:
-                    raise RequestError(
-                        f"{spec.parameter} has parts too deep inside one another; make it flatter"
-                    ) from None
-            return place.grammar
+                    raise RequestError(f"{spec.parameter} is nested too deeply; make it flatter") from None
+            return entry.grammar
 
 
-class _Place:
-    """Where the grammar of one form is kept, and made by one thread at a time."""
+class _Entry:
+    """A cache entry; its lock is held while the grammar is compiled."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -206,29 +205,30 @@ class _Place:
 
 
 class Grammar:
-    """One compiled form; gives each request its own `GrammarState`. Safe to share by threads."""
+    """A compiled form; creates a `GrammarState` for each request. Thread-safe."""
 
     def __init__(self, spec: StructuredOutput, vocabulary: LibraryVocabulary) -> None:
         self.spec = spec
         self.vocabulary = vocabulary
-        self._blamed = "preamble" if spec.preamble else spec.parameter  # its form is compiled already
+        # the form without the preamble is known to be good
+        self._parameter = "preamble" if spec.preamble else spec.parameter
         lark = lark_of(spec)
         self.exact = MatcherSource(f"{lark}\n{_NO_FORCING}", vocabulary, spec.parameter)
         if self.exact.first.is_error():
-            said = complaint(self.exact.first)
+            error = complaint(self.exact.first)
             if spec.kind is not OutputKind.GRAMMAR or spec.preamble:
-                said = without_places(said)
+                error = without_places(error)
             hint = "allowed: Lark rules with a rule preamble" if spec.preamble else _HINTS[spec.kind]
-            raise RequestError(f"{self._blamed} cannot be used: {said}; {hint}", self._blamed)
+            raise RequestError(f"{self._parameter} cannot be used: {error}; {hint}", self._parameter)
         self.guide = MatcherSource(lark, vocabulary, spec.parameter)
-        self._try_out()
+        self._check_start()
 
     def state(self) -> GrammarState:
-        """The position of a new request: at the start of its text."""
+        """The state of a new request, at the start of its text."""
         return GrammarState(self)
 
-    def _try_out(self) -> None:
-        """Follow the grammar a little way: what explodes or cannot be met mostly shows at once."""
+    def _check_start(self) -> None:
+        """Follow the grammar for a few tokens: most explosions and contradictions show at once."""
         for trial in range(TRIALS):
             state, choices = GrammarState(self), np.random.default_rng(trial)
             text: list[int] = []
@@ -237,9 +237,9 @@ class Grammar:
                 if not allowed.size:
                     tail = self.vocabulary.tokenizer.decode(text)
                     raise RequestError(
-                        f"{self._blamed} cannot be met: nothing can follow {shortened(repr(tail))}; "
-                        "take out what contradicts itself",
-                        self._blamed,
+                        f"{self._parameter} cannot be met: nothing can follow {shortened(repr(tail))}; "
+                        "remove the contradiction",
+                        self._parameter,
                     )
                 token = int(choices.choice(allowed))
                 if token in self.vocabulary.end_ids:
@@ -249,32 +249,32 @@ class Grammar:
 
 
 class GrammarState:
-    """One request's position in its grammar: the committed text, and looks ahead of it. For one thread.
+    """A request's position in its grammar: the committed text, and queries ahead of it. Not thread-safe.
 
-    A path is a sequence of token ids that would follow the committed text. Nothing but `commit` moves the
-    position. An end-of-text token is allowed where the text may end, and nothing is after it. When a path
-    is itself not allowed, or a vocabulary that lacks bytes cannot write what must come, nothing is.
-    Every method raises RequestError when the grammar turns out too complex to follow at that place.
+    A path is a sequence of token ids after the committed text. Only `commit` moves the position. An
+    end-of-text token is allowed where the text may end, and nothing is allowed after it. Nothing is allowed
+    after a path that is itself not allowed, or where the vocabulary lacks bytes for the required text. Every
+    method raises RequestError if the grammar is too complex to follow at that place.
     """
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
         self._vocabulary = grammar.vocabulary
         self._cursor = Cursor(grammar.exact)
-        self._guide: Cursor | None = None  # made when forced text is first asked for
-        self._forced: list[int] = []  # what it said of the committed text
+        self._guide: Cursor | None = None  # created at the first call of `forced`
+        self._forced: list[int] = []  # cached forced tokens after the committed text
         self._ended = False
-        self._masks: dict[tuple[int, ...], NDArray[np.uint8]] = {}  # by path, a bit a token
+        self._masks: dict[tuple[int, ...], NDArray[np.uint8]] = {}  # by path, one bit per token
 
     def allowed(self, path: Sequence[int] = ()) -> NDArray[np.bool_]:
-        """Which tokens may follow the committed text and then `path`: [vocab_size], the caller's own."""
+        """The tokens allowed after the committed text and `path`: a new array [vocab_size]."""
         bits = self._bits(tuple(path))
         if bits is None:
             return np.zeros(self._vocabulary.size, dtype=np.bool_)
         return np.unpackbits(bits, count=self._vocabulary.size, bitorder="little").view(np.bool_)
 
     def permits(self, path: Sequence[int], token: int) -> bool:
-        """Whether `token` may follow the committed text and then `path`, without making a mask of it."""
+        """True if `token` is allowed after the committed text and `path`; computes no mask."""
         bits = self._masks.get(tuple(path))
         if bits is not None:
             return 0 <= token < self._vocabulary.size and bool(bits[token >> 3] >> (token & 7) & 1)
@@ -285,10 +285,10 @@ class GrammarState:
         return self._cursor.ask([*path, token], lambda matcher: True) is True
 
     def forced(self, path: Sequence[int], limit: int) -> tuple[int, ...]:
-        """At most `limit` tokens that the grammar forces after `path`, as the tokenizer writes that text.
+        """Up to `limit` tokens that the grammar forces after `path`, in the tokenizer's spelling.
 
-        Empty when there is a choice, or when the forced text may go on inside a longer token. A good
-        guess and no more: other tokens may spell the same text.
+        Empty if there is a choice, or if the forced text may continue inside a longer token. The result is a
+        guess: other tokens may spell the same text.
         """
         if limit <= 0 or self._ended:
             return ()
@@ -298,7 +298,7 @@ class GrammarState:
         return tuple(found)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """The tokens became text; each was allowed after the ones before it."""
+        """Append tokens to the text; each must be allowed after the ones before it."""
         assert not (self._ended and tokens), "nothing follows the end of the text"
         text = [token for token in tokens if token not in self._vocabulary.end_ids]
         ends = len(text) < len(tokens)
@@ -317,7 +317,7 @@ class GrammarState:
         self._masks = {} if ends else kept
 
     def _found_forced(self, path: Sequence[int], limit: int) -> list[int]:
-        """All that is forced after `path`, `limit` tokens at least where there are as many."""
+        """All tokens forced after `path`; at least `limit` if there are as many."""
         if not path and len(self._forced) >= max(limit, LONG_FORCED):
             return self._forced
         if self._guide is None:
@@ -330,13 +330,13 @@ class GrammarState:
 
     @property
     def finished(self) -> bool:
-        """Whether the text is complete: nothing may follow but its end, or the end is there."""
+        """True if the text is complete: only its end may follow, or the end was committed."""
         return self._ended or self._cursor.ask((), lambda m: m.is_stopped() and m.is_accepting()) is True
 
     def _bits(self, path: tuple[int, ...]) -> NDArray[np.uint8] | None:
-        """The mask after `path`, as bits; None where nothing is allowed.
+        """The mask after `path` as bits; None if nothing is allowed.
 
-        None is not kept: a full automaton may have said so, and a new one may know better.
+        None is not cached: it may come from a full automaton, and a new one may give another result.
         """
         bits = self._masks.get(path)
         if bits is None and not self._ended:

@@ -1,4 +1,4 @@
-"""A form, written as a grammar in the library's Lark, and what is refused before the library sees it."""
+"""Writes structured-output forms as grammars in the library's Lark, and rejects unsupported options."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from specinfer.grammar.gbnf import escaped, read_gbnf, to_lark
 from specinfer.grammar.schemas.held import held_schema
 from specinfer.structured_output import JsonWhitespace, OutputKind, StructuredOutput
 
-# Between two parts of a JSON text: nothing, one space, or a line break with indentation. Without a bound a
-# model that has lost its thread writes spaces until max_tokens.
+# Between two parts of a JSON text: nothing, one space, or a line break with indentation. Unbounded, a
+# degenerating model would write spaces until max_tokens.
 _WHITESPACE: Mapping[JsonWhitespace, Mapping[str, Any]] = {
     "bounded": {"whitespace_pattern": r" |\n[ \t]{0,32}"},
     "any": {"whitespace_pattern": r"[ \t\n\r]+"},
@@ -23,23 +23,23 @@ _WHITESPACE: Mapping[JsonWhitespace, Mapping[str, Any]] = {
 
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
 _OPTIONS = re.compile(r"^[ \t]*[?!]?([\w-]+)\s*\[([^\]\n]*)\]\s*:", re.MULTILINE)
-# Strings, regular expressions and remarks of Lark, which may hold anything; and where a schema begins.
+# Strings, regular expressions and comments of Lark, and the start of an embedded schema (group 1).
 _JSON = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*|%json\s*(?=\{)()')
 _REFUSED = re.compile(r"\b(max_tokens|temperature|stop)\b")
 
 
 def lark_of(spec: StructuredOutput) -> str:
-    """The Lark grammar of a form, behind its preamble where it has one.
+    """The Lark grammar of a form, after its preamble if it has one.
 
-    Raises RequestError on a regex that repeats a part too often, on a GBNF grammar that is none, and on Lark
-    rules with options that ask for something other than a form of text.
+    Raises RequestError for a regex that repeats a part too often, a malformed GBNF grammar, and Lark rules
+    with options that do not describe the text.
     """
     form = _grammar(spec) if spec.kind is OutputKind.GRAMMAR else f"start: {_body(spec)}"
     if not spec.preamble:
         return form
     _refuse_options("preamble", spec.preamble)
     preamble = f"start: preamble\n{spec.preamble}"
-    return f"start: %lark {{\n{preamble}\n}} %lark {{\n{form}\n}}"  # each has names of its own for its rules
+    return f"start: %lark {{\n{preamble}\n}} %lark {{\n{form}\n}}"  # each part has its own rule names
 
 
 def _grammar(spec: StructuredOutput) -> str:
@@ -50,7 +50,7 @@ def _grammar(spec: StructuredOutput) -> str:
 
 
 def _with_whitespace(lark: str, whitespace: JsonWhitespace) -> str:
-    """Lark rules whose `%json` schemas say what stands between parts: by default of the library anything."""
+    """Set the whitespace of `%json` schemas in Lark rules; the library's default allows any."""
     written: list[str] = []
     at = 0
     for found in _JSON.finditer(lark):
@@ -59,7 +59,7 @@ def _with_whitespace(lark: str, whitespace: JsonWhitespace) -> str:
         try:
             schema, end = json.JSONDecoder().raw_decode(lark, found.end(1))
         except (ValueError, RecursionError):
-            continue  # which the library complains of
+            continue  # the library reports the error
         options = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
         if isinstance(options, dict) and not any(key.startswith("whitespace") for key in options):
             schema["x-guidance"] = {**_WHITESPACE[whitespace], **options}
@@ -69,13 +69,13 @@ def _with_whitespace(lark: str, whitespace: JsonWhitespace) -> str:
 
 
 def _body(spec: StructuredOutput) -> str:
-    """The body of a rule for a form that is no grammar."""
+    """The body of a rule for a form that is not a grammar."""
     match spec.kind:
         case OutputKind.REGEX:
             repeat = largest_repeat(spec.source)
             if repeat > MAX_REPEAT:
                 raise RequestError(
-                    f"regex repeats a part {repeat} times, counted repeats in one another multiplied; "
+                    f"regex repeats a part {repeat} times (nested counts are multiplied); "
                     f"allowed: at most {MAX_REPEAT}"
                 )
             return _one_regex(spec.source)
@@ -95,13 +95,13 @@ def json_rule(
 ) -> str:
     """The body of a Lark rule for the JSON texts of a schema, in one line.
 
-    What of the schema cannot be held is left out (schemas/held.py), or refused where it is `strict`; raises
-    RequestError then, and on a schema that is malformed.
+    Parts of the schema that cannot be enforced are dropped (schemas/held.py), or rejected if `strict`. Raises
+    RequestError for these and for a malformed schema.
     """
     held = held_schema(json.dumps(schema), strict)
     options: dict[str, Any] = dict(_WHITESPACE[whitespace])
     if strict and held.has_other_names:
-        # With an escape for one of its letters the name of a described property would pass for another name.
+        # An escaped letter would let the name of a described property pass as another name.
         options["json_allowed_escapes"] = 'nrbtf\\"'
     return f"%json {json.dumps({**json.loads(held.source), 'x-guidance': options})}"
 

@@ -1,4 +1,4 @@
-"""How llguidance is used: the tokenizer it wants, a thread with a deep stack for it, and its complaints."""
+"""Interface to llguidance: its tokenizer, a thread with a deep stack, and its error messages."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from specinfer.tokenizer import Tokenizer
 
 _Result = TypeVar("_Result")
-_stack_size = threading.Lock()  # Python has one stack size for all threads that start from now on
-_OURS = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?")  # places in what we wrote
-_SPECIAL = b"\xff"  # how the library marks tokens that are not text
-# A state of a text in which every token of one of these forms is legal takes them all at once, without a
-# look at each. Short forms serve JSON strings of bounded length, of which the library's own set has none.
+_stack_size = threading.Lock()  # Python has one stack size for all threads started later
+_OURS = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?")  # positions in the generated grammar
+_SPECIAL = b"\xff"  # the library's prefix of tokens that are not text
+# In a parser state where every token of one of these forms is legal, the library allows them all at once
+# without testing each. Its own set lacks short forms, which JSON strings of bounded length need.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_CHARACTER}{{1,{n}}}" for n in (2, 4, 7, 10, 30)), f"{_CHARACTER}+"]
 
 
 class DeepThread:
-    """Runs calls one after the other on a thread of its own, with `stack` bytes of stack.
+    """Runs calls one at a time on its own thread, with `stack` bytes of stack.
 
-    The first call starts the thread. It ends with the process, after the call it is in: a thread that the
-    process does not wait for may not come back from a library that gave up the interpreter's lock. A forked
-    process starts one of its own. Safe to share by threads; a call must not make another one.
+    The first call starts the thread. It ends with the process, after its current call: a thread that the
+    process does not join may fail to return from a library that released the GIL. A forked process starts its
+    own thread. Thread-safe; a call must not make another one.
     """
 
     def __init__(self, name: str, stack: int) -> None:
@@ -40,10 +40,10 @@ class DeepThread:
         self._stack = stack
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
-        self._process = 0  # whose thread it is
+        self._process = 0  # process id of the thread
 
     def run(self, work: Callable[[], _Result]) -> _Result:
-        """What `work` returns; raises what it raises, and RuntimeError when no thread can be started."""
+        """Return the result of `work`; raises its exception, and RuntimeError if no thread can be started."""
         return self._started().submit(work).result()
 
     def _started(self) -> ThreadPoolExecutor:
@@ -53,7 +53,7 @@ class DeepThread:
                 with _stack_size:
                     usual = threading.stack_size(self._stack)
                     try:
-                        executor.submit(int)  # the first call starts the only thread
+                        executor.submit(int)  # the first call starts the thread
                     finally:
                         threading.stack_size(usual)
                 self._executor, self._process = executor, os.getpid()
@@ -61,38 +61,38 @@ class DeepThread:
 
 
 def complaint(matcher: LLMatcher) -> str:
-    """What the library says of a matcher that is in error."""
+    """The library's error message for a matcher in an error state."""
     return in_one_line(matcher.get_error())
 
 
-def in_one_line(said: str) -> str:
-    """What the library says, without the excerpt of our own notation below it."""
-    said = said.replace("<non-verbose/>", "").partition("\n   1 |")[0]
-    return shortened(" ".join(said.split()))
+def in_one_line(message: str) -> str:
+    """The error message without the grammar excerpt below it."""
+    message = message.replace("<non-verbose/>", "").partition("\n   1 |")[0]
+    return shortened(" ".join(message.split()))
 
 
-def without_places(said: str) -> str:
-    """What the library says, without lines and columns of a grammar that the caller never saw."""
-    return _OURS.sub("", said)
+def without_places(message: str) -> str:
+    """The error message without lines and columns of the generated grammar."""
+    return _OURS.sub("", message)
 
 
 def shortened(text: str) -> str:
-    """A text that is short enough for a message."""
+    """Truncate a text for a message."""
     return text if len(text) <= 160 else text[:157] + "..."
 
 
-# The library descends one stack frame per rule or schema within another, without a limit, and an overflow
-# ends the process. This is room for whatever fits into MAX_SOURCE. Only what was once used becomes memory: a
-# few pages as a rule, 44 MB after 15,000 rules within one another.
+# The library recurses once per nested rule or schema, without a limit, and a stack overflow ends the process.
+# This stack suffices for anything within MAX_SOURCE. Only used pages become memory: usually a few, 44 MB
+# after 15,000 nested rules.
 _DEEP = DeepThread("grammar", 1 << 29)
 
 
 class LibraryVocabulary:
     """The tokens of one model, and matchers for grammars over them.
 
-    The end of the text is one id of ours, after all others, in place of the model's end-of-text ids: a
-    grammar cannot name these. Other special tokens have no bytes; a Lark grammar may name them.
-    `text_bits` and `end_bits` have a bit a token: which can be part of a text, which end it.
+    The end of the text is one extra id after all others, in place of the model's end-of-text ids, which a
+    grammar cannot name. Other special tokens have no bytes; a Lark grammar may name them. `text_bits` and
+    `end_bits` have one bit per token: whether it can be part of a text, and whether it ends one.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -105,13 +105,13 @@ class LibraryVocabulary:
         self._library: tuple[LLTokenizer, LLParserLimits] | None = None
 
     def is_text(self, token: int) -> bool:
-        """Whether the id stands for something a grammar can ask for: bytes, or a special token by name."""
+        """True if a grammar can require the id: it has bytes, or is a special token with a name."""
         return 0 <= token < self.size and bool(self._tokens[token])
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """A matcher at the start of a text, for a Lark grammar; in an error state if that is no good.
+        """A matcher at the start of a text for a Lark grammar; in an error state if the grammar is bad.
 
-        Any thread may ask; matchers are made one after the other.
+        Thread-safe; matchers are created one at a time.
         """
         return _DEEP.run(lambda: self._matcher(grammar))
 
@@ -125,7 +125,7 @@ class LibraryVocabulary:
         if self._library is None:
             from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 
-            # About a tenth of a second of work when a grammar is compiled, a few milliseconds at a node.
+            # About 0.1 s of work when a grammar is compiled, a few milliseconds per node.
             limits = LLParserLimits(
                 initial_lexer_fuel=200_000,
                 step_lexer_fuel=50_000,
@@ -144,13 +144,13 @@ class LibraryVocabulary:
         if self.tokenizer.is_special(token):
             return _SPECIAL + (self.tokenizer.id_to_token(token) or "").encode()
         found = self.tokenizer.token_bytes[token]
-        return b"" if found.startswith(_SPECIAL) else found  # 0xFF is in no UTF-8 text
+        return b"" if found.startswith(_SPECIAL) else found  # 0xFF occurs in no UTF-8 text
 
 
 def fault_of(grammar: str) -> str:
-    """What the library says against a Lark grammar, whatever the vocabulary; empty when it is good.
+    """The library's error for a Lark grammar, independent of the vocabulary; empty if it is good.
 
-    Any thread may ask. How large the grammar becomes, and where it leads, shows when it is compiled.
+    Thread-safe. The size of the grammar and its dead ends are found when it is compiled.
     """
     from llguidance import LLMatcher
 
@@ -158,12 +158,12 @@ def fault_of(grammar: str) -> str:
 
 
 def _packed(flags: list[bool]) -> NDArray[np.uint8]:
-    """A bit a token, the first lowest, as in the library's masks."""
+    """One bit per token, lowest first, as in the library's masks."""
     return np.packbits(flags, bitorder="little")
 
 
 class _Encoder:
-    """How the library asks for the canonical tokens of a text; it must get tokens of exactly its bytes."""
+    """Canonical tokenization for the library; the tokens must have exactly the text's bytes."""
 
     bos_token_id = None
 
@@ -174,15 +174,15 @@ class _Encoder:
         self._byte_ids = {token[0]: i for i, token in enumerate(tokens) if len(token) == 1}
 
     def __call__(self, text: str) -> list[int]:
-        """The ids of a text from the middle of an answer."""
+        """Token ids of a text in the middle of an answer."""
         wanted = text.encode()
-        # SentencePiece puts a space before a text; what follows a line break is spared it.
+        # SentencePiece prepends a space to a text, but not after a line break.
         for before in ("", "\n"):
             ids = self._tokenizer.encode(before + text, add_special=False)
             for skipped in range(3 if before else 1):
                 if self._spell(ids[skipped:]) == wanted:
                     return ids[skipped:]
-        # The text has the name of a special token in it, say; byte by byte it is text again.
+        # The text contains the name of a special token, for example; single bytes make it text again.
         return [self._byte_ids[byte] for byte in wanted if byte in self._byte_ids]
 
     def _spell(self, ids: list[int]) -> bytes:

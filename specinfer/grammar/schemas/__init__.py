@@ -1,1 +1,1 @@
-"""JSON schemas, written anew as schemas that the library can hold."""
+"""Rewrites JSON schemas into schemas that the grammar library can enforce."""

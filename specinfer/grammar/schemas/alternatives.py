@@ -1,4 +1,4 @@
-"""Alternatives of JSON schemas: `oneOf` and conditions, as schemas of which one at least has to hold."""
+"""Alternatives in JSON schemas: rewrites `oneOf` and conditions as `anyOf`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from specinfer.grammar.schemas.negation import are_disjoint, negated
 if TYPE_CHECKING:
     from specinfer.grammar.schemas.held import SchemaHolder
 
-MOST_BRANCHES: Final = 256  # that alternatives beside one another may have together
+MAX_BRANCHES: Final = 256  # product of the alternatives of one schema
 
 
 def hold_one_of(options: Sequence[Schema], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
-    """One holds and the others do not, which need not be said of those that exclude each other."""
+    """Enforce that exactly one option holds; options that exclude each other need no negation."""
     exclusive: list[Schema] = []
     for index, one in enumerate(options):
         parts: list[Schema] = [one]
@@ -39,7 +39,7 @@ def _hold_options(
     exclusive: Sequence[Schema], given: Sequence[Schema], out: dict[str, Any], at: str, holder: SchemaHolder
 ) -> None:
     held = [holder.hold(one, f"{at}/oneOf/{index}") for index, one in enumerate(exclusive)]
-    if list(exclusive) != list(given) and branches(out) * sum(map(branches, held)) > MOST_BRANCHES:
+    if list(exclusive) != list(given) and branches(out) * sum(map(branches, held)) > MAX_BRANCHES:
         holder.leave_out("oneOf", at)
         held = [holder.hold(one, f"{at}/oneOf/{index}") for index, one in enumerate(given)]
     if True not in held:
@@ -47,7 +47,7 @@ def _hold_options(
 
 
 def hold_condition(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
-    """One of two holds: the condition and `then`, or what the condition refuses and `else`."""
+    """Enforce `if` as alternatives: the condition and `then`, or its negation and `else`."""
     condition, then, otherwise = node["if"], node.get("then", True), node.get("else", True)
     if then is True and otherwise is True:
         return
@@ -63,12 +63,12 @@ def hold_condition(node: Mapping[str, Any], out: dict[str, Any], at: str, holder
 def merged_conditions(
     parts: Sequence[Schema], node: Mapping[str, Any], document: SchemaDocument
 ) -> list[Schema]:
-    """The parts of the `allOf` of `node`, with conditions that exclude each other as one choice among them.
+    """The parts of the `allOf` of `node`; conditions that exclude each other become one choice.
 
-    Each condition alone is a choice of two, and ten of them beside one another are a choice of a
-    thousand. Of conditions on a property that is there one holds, the one with its value, or none.
+    Each condition alone is a choice of two, so ten of them are a choice of a thousand. At most one
+    condition on the value of one required property holds.
     """
-    chains: dict[str, dict[int, list[Any]]] = {}  # by the name: of each case its values
+    chains: dict[str, dict[int, list[Any]]] = {}  # by property name: the values of each case
     for index, part in enumerate(parts if node.get("type") == "object" else ()):
         found = _case(part, node.get("required", ()))
         if found is not None:
@@ -89,7 +89,7 @@ def merged_conditions(
 
 
 def _case(part: Schema, required: Collection[str]) -> tuple[str, list[str]] | None:
-    """What a condition asks for, of a property that is there: its name, and the texts it may be."""
+    """The required property that a condition tests, and the accepted texts; None for other conditions."""
     if not isinstance(part, Mapping) or set(part) != {"if", "then"} or not isinstance(part["if"], Mapping):
         return None
     condition = part["if"]
@@ -107,14 +107,14 @@ def _case(part: Schema, required: Collection[str]) -> tuple[str, list[str]] | No
 
 
 def options_of(schema: Schema) -> list[Schema]:
-    """The alternatives of a schema that is nothing but these, or the schema itself."""
+    """The options of a schema that consists of `anyOf` alone, or the schema itself."""
     if isinstance(schema, Mapping) and set(schema) == {"anyOf"}:
         return list(schema["anyOf"])
     return [schema]
 
 
 def branches(schema: Schema) -> int:
-    """How many alternatives the library makes of a schema that is written already."""
+    """The number of alternatives that the library makes of a rewritten schema."""
     if isinstance(schema, bool):
         return 1
     found = sum(map(branches, schema.get("anyOf", ()))) or 1

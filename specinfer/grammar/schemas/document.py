@@ -1,7 +1,7 @@
-"""SchemaDocument: a JSON schema of any draft, read in the form of draft 2020-12, its references found.
+"""SchemaDocument: reads a JSON schema of any draft in the form of draft 2020-12, with references resolved.
 
-Older drafts write the same things otherwise: `exclusiveMinimum: true` beside `minimum`, a list as `items`,
-`dependencies`, `$recursiveRef`. Read through its document, a schema has one form, of the right shape.
+Older drafts have other keywords for the same things: `exclusiveMinimum: true` with `minimum`, a list as
+`items`, `dependencies`, `$recursiveRef`. A document returns schemas in one validated form.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ _REST: Final = frozenset(
     ("type", "enum", "const", "required", "uniqueItems", "dependencies", "dependentRequired")
 )
 _READ: Final = (_ONE | _SEVERAL | _BY_NAME | _COUNTS | _NUMBERS | _TEXTS | _REST) - {"$defs", "definitions"}
-_OLD: Final = re.compile(r"https?://json-schema\.org/draft-0[3-7]/schema")  # where $ref stands alone
-_MOST_READS: Final = 200_000
-_MOST: Final = (1 << 31) - 1  # a larger count is no bound to anybody, and more than the library can write
+# drafts in which $ref ignores its siblings
+_OLD: Final = re.compile(r"https?://json-schema\.org/draft-0[3-7]/schema")
+_MAX_READS: Final = 200_000
+_MAX_COUNT: Final = (1 << 31) - 1  # larger counts are no practical bound, and overflow in the library
 
 
 def type_of(value: object) -> str:
-    """The JSON schema type of a JSON value; `integer` where it is an int, for a float `number`."""
+    """The JSON schema type of a JSON value; `integer` for an int, `number` for a float."""
     match value:
         case None:
             return "null"
@@ -61,20 +62,20 @@ def type_of(value: object) -> str:
 
 
 class SchemaDocument:
-    """One schema, with all that its references may lead to inside of it."""
+    """A schema, and the schemas its internal references lead to."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.root = root
-        self._bases: dict[int, str] = {}  # of a schema, by its identity, where it is not that of the root
+        self._bases: dict[int, str] = {}  # by a schema's id(): its base URI, if not the root's
         self._places: dict[str, str] = {}  # absolute names -> pointers
-        self._nodes: dict[int, dict[str, Any]] = {}  # that were read, by the identity of the schema
-        self._references: dict[str, list[str]] = {}  # by the pointer of the schema that has them
+        self._nodes: dict[int, dict[str, Any]] = {}  # normalized schemas, by the schema's id()
+        self._references: dict[str, list[str]] = {}  # by the pointer of the schema that contains them
         self._reads = 0
         self._refs_alone = _OLD.match(str(root.get("$schema"))) is not None
         self._index(root, "", "")
 
     def target(self, reference: str) -> tuple[Schema, str] | None:
-        """The schema a reference of `node` leads to, and its pointer; None where it leads outside."""
+        """The schema a reference leads to, and its pointer; None if it is outside the document."""
         pointer = reference.removeprefix("#")
         if pointer and not pointer.startswith("/"):
             return None
@@ -111,20 +112,20 @@ class SchemaDocument:
         return found
 
     def node(self, schema: Schema, at: str) -> dict[str, Any]:
-        """The keywords of a schema that is no boolean, in their order, each of the right shape.
+        """The keywords of a schema that is not a boolean, in order, validated.
 
-        A `$ref` is a pointer into the root, or an address that `target` does not know. `at` is where the
-        schema stands, for messages. Raises RequestError on a keyword of another shape, and when schemas have
-        been read so often that a stranger's would take seconds.
+        A `$ref` is a pointer into the root, or an address that `target` does not resolve. `at` is the
+        schema's place, for messages. Raises RequestError for an invalid keyword, and if schemas were read so
+        often that an untrusted schema would take seconds.
         """
         self._reads += 1
-        if self._reads > _MOST_READS:
-            raise RequestError("it has too many alternatives in one another; make it smaller")
+        if self._reads > _MAX_READS:
+            raise RequestError("it has too many nested alternatives; make it smaller")
         known = self._nodes.get(id(schema))
         if known is not None:
             return dict(known)
         node = self._read(schema, at)
-        if id(schema) in self._bases:  # others are made on the way, and their identities used again
+        if id(schema) in self._bases:  # other schemas are temporary, and their id() is reused
             self._nodes[id(schema)] = node
         return dict(node)
 
@@ -137,7 +138,7 @@ class SchemaDocument:
         for key in ("$ref", "$dynamicRef", "$recursiveRef"):
             if key in found:
                 found[key] = self._resolved(found[key], self._bases.get(id(schema), ""))
-        if found.get("required") in (True, False):  # of draft 3, beside what is required
+        if found.get("required") in (True, False):  # draft 3 has a boolean in the property itself
             del found["required"]
         if isinstance(found.get("items"), list):
             found["prefixItems"] = found.pop("items")
@@ -155,7 +156,7 @@ class SchemaDocument:
         return found
 
     def _index(self, schema: object, pointer: str, base: str) -> None:
-        """Note the names that a schema and those in it give themselves."""
+        """Record the names that a schema and its subschemas define."""
         if not isinstance(schema, Mapping):
             return
         name = schema.get("$id", schema.get("id"))
@@ -184,17 +185,17 @@ class SchemaDocument:
 
 
 def place(at: str) -> str:
-    """A JSON pointer, as messages name it."""
+    """A JSON pointer for messages."""
     return at or "the schema"
 
 
 def escaped_key(key: str) -> str:
-    """A name as it stands in a JSON pointer."""
+    """A name escaped for a JSON pointer."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
 def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """The schemas in a schema, by the rest of their pointers."""
+    """The subschemas of a schema, with the rest of their pointers."""
     for key, value in schema.items():
         if key in _BY_NAME | {"dependencies"} and isinstance(value, Mapping):
             for name, one in value.items():
@@ -207,7 +208,7 @@ def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
 
 
 def _shaped(key: str, value: Any, at: str) -> Any:
-    """A keyword's value, once it is of the right shape."""
+    """Validate a keyword's value."""
     allowed = ""
     if key in _TEXTS:
         allowed = "" if isinstance(value, str) else "a string"
@@ -215,7 +216,7 @@ def _shaped(key: str, value: Any, at: str) -> Any:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if _is_number(value) and isinstance(value, int) and value >= 0:
-            return min(value, _MOST)
+            return min(value, _MAX_COUNT)
         allowed = "an integer >= 0"
     elif key in _NUMBERS:
         old = isinstance(value, bool) and key.startswith("exclusive")

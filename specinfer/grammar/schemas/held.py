@@ -1,9 +1,9 @@
-"""A JSON schema, written anew as one that the library can hold, and what of it had to be left out.
+"""Rewrites a JSON schema as one that the library can enforce, and lists the parts that are dropped.
 
-The library (llguidance) knows part of the keywords. Many of the others say what these can say, too: `oneOf`
-of schemas that exclude each other is `anyOf`, `if` is two alternatives, `dependentRequired` another two. They
-are written so, exactly. What is left out only ever restricts: the texts of what is written are all of the
-schema's, and more. (The order of properties and the spelling of numbers are the library's own.)
+The library (llguidance) supports some keywords. Many others can be expressed with these, exactly: `oneOf` of
+schemas that exclude each other is `anyOf`, `if` is two alternatives, and so is `dependentRequired`. Dropped
+parts are always restrictions, so every text of the schema is also a text of the rewritten schema. (The order
+of properties and the spelling of numbers are the library's own.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final
 from specinfer.errors import RequestError
 from specinfer.grammar.library_vocabulary import fault_of, in_one_line, without_places
 from specinfer.grammar.schemas.alternatives import (
-    MOST_BRANCHES,
+    MAX_BRANCHES,
     branches,
     hold_condition,
     hold_one_of,
@@ -39,13 +39,13 @@ from specinfer.grammar.schemas.scalars import (
 )
 
 _LOG = logging.getLogger(__name__)
-_MOST_NODES: Final = 20_000  # of schemas that are written, what is written twice counted twice
-_MOST_TRIALS: Final = 300  # of parts
-_MOST_TRIED: Final = 300  # definitions, each of which is compiled with all others
-_MOST_FOLLOWED: Final = 500_000
-_KEPT_SOURCE: Final = 16 * 1024  # characters; what becomes of longer ones is not kept
-_SHOWN: Final = 8  # places in a log line
-_LONG: Final = 80  # characters of a place there
+_MAX_NODES: Final = 20_000  # rewritten schemas; a schema that is written twice counts twice
+_MAX_TRIALS: Final = 300  # tested parts
+_MAX_DEFINITIONS: Final = 300  # definitions; each is compiled with all others
+_MAX_FOLLOWED: Final = 500_000
+_MAX_CACHED_SOURCE: Final = 16 * 1024  # characters; results for longer schemas are not cached
+_MAX_SHOWN: Final = 8  # places in a log line
+_MAX_PLACE: Final = 80  # characters of a place in a log line
 _FAMILIES: Final = (
     ("object", OBJECT_KEYWORDS, hold_object),
     ("array", ARRAY_KEYWORDS, hold_array),
@@ -56,10 +56,10 @@ _FAMILIES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class HeldSchema:
-    """What is held of a schema: `source` is JSON, and `left_out` says what it lacks, each with its place.
+    """The enforced part of a schema: `source` is JSON, `left_out` lists dropped keywords with their places.
 
-    `has_other_names`: objects may have properties beside those that are described, so a described name must
-    not be written in another spelling (an escape for a letter).
+    `has_other_names`: objects may have properties that are not described, so a described name must not be
+    written in another spelling (an escaped letter).
     """
 
     source: str
@@ -68,12 +68,12 @@ class HeldSchema:
 
 
 def held_schema(source: str, strict: bool) -> HeldSchema:
-    """What can be held of a schema, given as JSON; one line of the log says what is left out.
+    """The enforceable part of a schema given as JSON; dropped parts are logged in one line.
 
-    Raises RequestError on a malformed keyword, on a schema that becomes too large, and where `strict` also on
-    one of which something would be left out.
+    Raises RequestError for a malformed keyword, for a schema that becomes too large, and if `strict` also for
+    one that cannot be enforced completely.
     """
-    return _held_again(source, strict) if len(source) <= _KEPT_SOURCE else _held(source, strict)
+    return _held_again(source, strict) if len(source) <= _MAX_CACHED_SOURCE else _held(source, strict)
 
 
 @lru_cache(maxsize=256)
@@ -85,31 +85,31 @@ def _held(source: str, strict: bool) -> HeldSchema:
     root = json.loads(source)
     try:
         holder = SchemaHolder(root, strict)
-        written, said = holder.whole()
-        if said:
+        written, error = holder.whole()
+        if error:
             holder = SchemaHolder(root, strict, careful=True)
-            written, said = holder.whole()
-        if said and strict:
+            written, error = holder.whole()
+        if error and strict:
             raise RequestError(
-                f"it cannot be held while the answer is written ({without_places(in_one_line(said))}); "
-                "leave out strict to hold the rest, or change that part of the schema"
+                f"it cannot be enforced during generation ({without_places(in_one_line(error))}); "
+                "leave out strict to enforce the rest, or change that part of the schema"
             )
-        if said:
+        if error:
             written = holder.repaired(written)
     except RecursionError:
-        raise RequestError("it has parts too deep inside one another; make it flatter") from None
+        raise RequestError("it is nested too deeply; make it flatter") from None
     left_out = tuple(holder.left_out)
     if left_out:
-        more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
-        _LOG.warning("a schema is held without %s%s", ", ".join(left_out[:_SHOWN]), more)
+        more = f" and {len(left_out) - _MAX_SHOWN} more" if len(left_out) > _MAX_SHOWN else ""
+        _LOG.warning("a schema is enforced without %s%s", ", ".join(left_out[:_MAX_SHOWN]), more)
     return HeldSchema(json.dumps(written, ensure_ascii=False), left_out, holder.has_other_names)
 
 
 class SchemaHolder:
-    """Writes one schema anew; `strict` refuses what would be left out.
+    """Rewrites one schema; `strict` rejects parts that would be dropped.
 
-    `careful` asks the library about each regular expression and leaves out what it refuses. That takes a
-    millisecond each, so it is for schemas that it refused whole.
+    `careful` tests each regular expression with the library and drops those it rejects. A test takes about 1
+    ms, so this is for schemas that the library rejected as a whole.
     """
 
     def __init__(self, root: Mapping[str, Any], strict: bool, *, careful: bool = False) -> None:
@@ -118,79 +118,81 @@ class SchemaHolder:
         self.strict = strict
         self.left_out: dict[str, None] = {}
         self.has_other_names = False
-        self._names: dict[str, str] = {}  # of definitions, by their pointers
+        self._names: dict[str, str] = {}  # definition names by pointer
         self._definitions: dict[str, Schema] = {}
-        self._pending: list[str] = []  # pointers of definitions that are still to be written
-        self._writing: str | None = None  # the pointer of the one that is being written
+        self._pending: list[str] = []  # pointers of definitions to be rewritten
+        self._writing: str | None = None  # pointer of the definition being rewritten
         self._nodes = 0
-        self._followed = 0  # references, in search of those that lead back
-        self._faults: dict[str, str] = {}  # by what is written
+        self._followed = 0  # references followed in search of cycles
+        self._faults: dict[str, str] = {}  # by rewritten schema
 
     def whole(self) -> tuple[Mapping[str, Any], str]:
-        """The whole schema, and what the library says against it, other than that nothing meets it."""
+        """The rewritten schema, and the library's error for it, other than that no text satisfies it."""
         written = as_object(self.hold(self.document.root, ""))
-        while self._pending:  # not one within the other: references may follow one another by the thousand
+        while self._pending:  # not recursive: references may form a chain of thousands
             self._writing = pointer = self._pending.pop()
             found = self.document.target(f"#{pointer}")
             assert found is not None
             self._definitions[self._names[pointer]] = as_object(self.hold(*found))
         if not self._definitions:
-            said = self._said(written)
-            return written, "" if UNMET in said else said
+            error = self._error(written)
+            return written, "" if UNMET in error else error
         written = {**written, "$defs": self._definitions}
-        if UNMET in (said := self._said(written)):
+        if UNMET in (error := self._error(written)):
             written = self._without_unmet(written)
-            said = self._said(written)
-        return written, "" if UNMET in said else said
+            error = self._error(written)
+        return written, "" if UNMET in error else error
 
     def repaired(self, written: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The same without what the library refuses of it."""
+        """The schema without the parts that the library rejects."""
         places = {name: pointer for pointer, name in self._names.items()}
-        return as_object(Repair(self._said, self.leave_out).whole(written, places))
+        return as_object(Repair(self._error, self.leave_out).whole(written, places))
 
     def _without_unmet(self, written: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The same without definitions that nothing meets, on which the library gives up the whole schema."""
+        """The schema without unsatisfiable definitions, for which the library rejects the whole schema."""
         definitions = written["$defs"]
-        if len(definitions) > _MOST_TRIED:
+        if len(definitions) > _MAX_DEFINITIONS:
             raise RequestError(
-                f"nothing meets one of its {len(definitions)} definitions; take that one out, or make the "
+                f"one of its {len(definitions)} definitions is unsatisfiable; remove it, or make the "
                 "schema smaller"
             )
         unmet = {
             f"#/$defs/{name}"
             for name in definitions
-            if UNMET in self._said({"$ref": f"#/$defs/{name}", "$defs": definitions})
+            if UNMET in self._error({"$ref": f"#/$defs/{name}", "$defs": definitions})
         }
         replaced: dict[str, Any] = _without(written, unmet)
         return replaced
 
     def leave_out(self, keyword: str, at: str) -> None:
-        """Note that a keyword is not held, or not whole; raises RequestError where it has to be."""
+        """Record that a keyword is not fully enforced; raises RequestError if `strict`."""
         if self.strict:
             raise RequestError(
-                f"{keyword} at {place(at)} cannot be held while the answer is written; "
-                "leave out strict to hold the rest, or change that part of the schema"
+                f"{keyword} at {place(at)} cannot be enforced during generation; "
+                "leave out strict to enforce the rest, or change that part of the schema"
             )
         where = place(at)
-        self.left_out[f"{keyword} at {where if len(where) < _LONG else f'{where[:_LONG]}...'}"] = None
+        self.left_out[f"{keyword} at {where if len(where) < _MAX_PLACE else f'{where[:_MAX_PLACE]}...'}"] = (
+            None
+        )
 
     def refuses(self, schema: Mapping[str, Any]) -> bool:
-        """Whether the library, asked carefully, refuses a part that is written already."""
-        return self._careful and (len(self._faults) >= _MOST_TRIALS or bool(self._said(schema)))
+        """True if, in careful mode, the library rejects a rewritten part."""
+        return self._careful and (len(self._faults) >= _MAX_TRIALS or bool(self._error(schema)))
 
-    def _said(self, schema: Mapping[str, Any]) -> str:
+    def _error(self, schema: Mapping[str, Any]) -> str:
         written = json.dumps(schema)
         if written not in self._faults:
             self._faults[written] = fault_of(f"start: %json {written}")
         return self._faults[written]
 
     def hold(self, schema: Schema, at: str) -> Schema:
-        """One schema, written anew; `at` is its place, for messages."""
+        """Rewrite one schema; `at` is its place, for messages."""
         if isinstance(schema, bool):
             return schema
         self._nodes += 1
-        if self._nodes > _MOST_NODES:
-            raise RequestError(f"it becomes more than {_MOST_NODES} schemas; make it smaller")
+        if self._nodes > _MAX_NODES:
+            raise RequestError(f"it becomes more than {_MAX_NODES} schemas; make it smaller")
         node = self._simplified(self.document.node(schema, at), at)
         types = types_of({"type": node["type"]} if "type" in node else {})
         out: dict[str, Any] = {}
@@ -212,16 +214,16 @@ class SchemaHolder:
         return out or True
 
     def also(self, out: dict[str, Any], written: Schema) -> None:
-        """What is written already holds as well."""
+        """Add a rewritten schema that must hold as well."""
         if written is not True:
             out.setdefault("allOf", []).append(written)
 
     def fits(self, out: Mapping[str, Any], options: Sequence[Schema]) -> bool:
-        """Whether so many alternatives can stand beside those that are there."""
-        return branches(out) * max(1, len(options)) <= MOST_BRANCHES
+        """True if that many alternatives can be combined with those in `out`."""
+        return branches(out) * max(1, len(options)) <= MAX_BRANCHES
 
     def one_of_these(self, out: dict[str, Any], options: Sequence[Schema], keyword: str, at: str) -> None:
-        """One alternative holds at least; `keyword`, which says so, is left out where they are too many."""
+        """Enforce that at least one option holds; `keyword` is reported if there are too many."""
         given = out.get("type")
         known = types_of({"type": given} if given is not None else {})
         kept: list[Schema] = []
@@ -236,7 +238,7 @@ class SchemaHolder:
                 return
             if held is not False:
                 kept.append(held)
-        if branches(out) * sum(map(branches, kept)) > MOST_BRANCHES:
+        if branches(out) * sum(map(branches, kept)) > MAX_BRANCHES:
             self.leave_out(keyword, at)
             return
         self.also(out, {"anyOf": kept} if len(kept) != 1 else kept[0])
@@ -244,7 +246,7 @@ class SchemaHolder:
             out["allOf"][-1] = False
 
     def _simplified(self, node: dict[str, Any], at: str) -> dict[str, Any]:
-        """The same without what the library cannot have beside a reference that leads back to itself."""
+        """Drop what the library does not accept beside a recursive reference."""
         if "type" in node and len(node) == 2:
             options = node.get("anyOf") or node.get("oneOf") or ([node] if "$ref" in node else [])
             named = [node["type"]] if isinstance(node["type"], str) else node["type"]
@@ -260,9 +262,9 @@ class SchemaHolder:
         return node
 
     def _leads_back(self, pointer: str) -> bool:
-        """Whether a definition leads, by references, to the one that is being written.
+        """True if a definition's references lead to the one being rewritten.
 
-        Raises RequestError where so many were followed that a stranger's schema would take seconds.
+        Raises RequestError after _MAX_FOLLOWED references: an untrusted schema would take seconds.
         """
         seen, todo = set[str](), [pointer]
         while todo and self._writing is not None:
@@ -271,14 +273,14 @@ class SchemaHolder:
                 return True
             if pointer not in seen:
                 self._followed += 1
-                if self._followed > _MOST_FOLLOWED:
-                    raise RequestError("it has too many references in one another; make it smaller")
+                if self._followed > _MAX_FOLLOWED:
+                    raise RequestError("it has too many nested references; make it smaller")
                 seen.add(pointer)
                 todo += self.document.references(pointer)
         return False
 
     def _types(self, schema: Schema) -> frozenset[str]:
-        """The types of a schema's values, as far as its own keywords or those it refers to say."""
+        """The types of a schema's values, from its own keywords or those of the schema it refers to."""
         for _ in range(8):
             if isinstance(schema, bool):
                 break
@@ -297,7 +299,7 @@ class SchemaHolder:
             case "allOf":
                 for index, one in enumerate(merged_conditions(value, node, self.document)):
                     held = self.hold(one, f"{at}/allOf/{index}")
-                    if branches(held) > 1 and branches(out) * branches(held) > MOST_BRANCHES:
+                    if branches(held) > 1 and branches(out) * branches(held) > MAX_BRANCHES:
                         self.leave_out("allOf", f"{at}/allOf/{index}")
                     else:
                         self.also(out, held)
@@ -340,12 +342,12 @@ class SchemaHolder:
 
 
 def _without(part: Any, unmet: Collection[str]) -> Any:
-    """A part of a schema that is written, in which references to any of `unmet` allow nothing."""
+    """A part of a rewritten schema in which references to any of `unmet` allow nothing."""
     if isinstance(part, list):
         return [_without(one, unmet) for one in part]
     if not isinstance(part, Mapping):
         return part
     if isinstance(part.get("$ref"), str) and part["$ref"] in unmet:
         return False if "$defs" not in part else {"allOf": [False]}
-    # Values that are named stay as they are.
+    # The values of const and enum are unchanged.
     return {key: one if key in VALUE_KEYWORDS else _without(one, unmet) for key, one in part.items()}

@@ -1,9 +1,9 @@
-"""The schema of all that another schema refuses, where it can be written without `not`.
+"""Negation of schemas without `not`, where possible, and a test whether schemas are disjoint.
 
-A keyword speaks of one type and accepts everything of the others, so its negation asks for that type. A
-schema is met when all of its keywords are: its negation is met when that of one keyword is.
+A keyword constrains one type and accepts all values of others, so its negation requires that type. A schema
+is satisfied if all its keywords are; its negation is satisfied if the negation of one keyword is.
 
-Two schemas are disjoint where no value meets both, as far as that can be seen by their types and values.
+Two schemas are disjoint if no value satisfies both, as far as their types and values show.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from typing import Any, Final
 
 from specinfer.grammar.schemas.document import TYPES, Schema, SchemaDocument, type_of
 
-_DEEPEST_PAIR: Final = 8  # of schemas within schemas that are compared
-_Bounds = tuple[float, bool, float, bool]  # the least, whether it is one itself, and so the largest
-_DEEPEST: Final = 8  # references after one another
-_MOST_NUMBERS: Final = 16  # in an enum: each leaves a gap of its own
-MOST_CHARACTERS: Final = 400  # of an enum's texts: each is a place where another text may leave them
+_MAX_PAIR_DEPTH: Final = 8  # nesting depth of the comparison
+# lower bound, whether it is included, upper bound, whether it is included
+_Bounds = tuple[float, bool, float, bool]
+_MAX_DEPTH: Final = 8  # length of a chain of references
+_MAX_NUMBERS: Final = 16  # in an enum: each adds a gap
+MAX_CHARACTERS: Final = 400  # in an enum's texts: another text may diverge at each
 _OPPOSITE: Final = {
     "minimum": "exclusiveMaximum",
     "maximum": "exclusiveMinimum",
     "exclusiveMinimum": "maximum",
     "exclusiveMaximum": "minimum",
 }
-_LEAST: Final = {"minLength": "string", "minItems": "array", "minProperties": "object"}
-_MOST: Final = {"maxLength": "string", "maxItems": "array", "maxProperties": "object"}
+_MIN_KEYWORDS: Final = {"minLength": "string", "minItems": "array", "minProperties": "object"}
+_MAX_KEYWORDS: Final = {"maxLength": "string", "maxItems": "array", "maxProperties": "object"}
 
 
 def are_disjoint(one: Schema, other: Schema, document: SchemaDocument, depth: int = 0) -> bool:
-    """Whether it is certain that no value meets both; raises RequestError on a malformed keyword."""
+    """True if certainly no value satisfies both; raises RequestError for a malformed keyword."""
     if one is False or other is False:
         return True
-    if one is True or other is True or depth > _DEEPEST_PAIR:
+    if one is True or other is True or depth > _MAX_PAIR_DEPTH:
         return False
     left, right = document.node(one, ""), document.node(other, "")
     for node, across in ((left, other), (right, one)):
@@ -52,7 +53,7 @@ def are_disjoint(one: Schema, other: Schema, document: SchemaDocument, depth: in
 
 
 def types_of(node: Mapping[str, Any]) -> frozenset[str]:
-    """The types that a value may have, `integer` being a number; all where the keywords do not say."""
+    """The types that a value may have, with `integer` as number; all if unconstrained."""
     values = values_of(node)
     given = node.get("type", list(TYPES))
     named = _with_numbers([given] if isinstance(given, str) else given)
@@ -64,14 +65,14 @@ def _with_numbers(names: Iterable[str]) -> frozenset[str]:
 
 
 def values_of(node: Mapping[str, Any]) -> list[Any] | None:
-    """The values that a `const` or an `enum` names; None where there is neither."""
+    """The values of `const` or `enum`; None if there is neither."""
     return [node["const"]] if "const" in node else node.get("enum")
 
 
 def _differ(
     name: str, left: Mapping[str, Any], right: Mapping[str, Any], document: SchemaDocument, depth: int
 ) -> bool:
-    """Whether no value of one type meets both."""
+    """True if no value of one type satisfies both."""
     match name:
         case "object":
             required = dict.fromkeys([*left.get("required", ()), *right.get("required", ())])
@@ -117,7 +118,7 @@ def _apart(one: _Bounds, other: _Bounds) -> bool:
 
 
 def _equal(one: object, other: object) -> bool:
-    """Whether two JSON values are the same: 1 is 1.0, and not true."""
+    """JSON equality: 1 equals 1.0, and not true."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):
@@ -128,9 +129,9 @@ def _equal(one: object, other: object) -> bool:
 
 
 def negated(schema: Schema, document: SchemaDocument, depth: int = 0) -> Schema | None:
-    """What a schema refuses, exactly; None where that cannot be written.
+    """The exact negation of a schema; None if it cannot be expressed.
 
-    Raises RequestError on a malformed keyword.
+    Raises RequestError for a malformed keyword.
     """
     if isinstance(schema, bool):
         return not schema
@@ -146,7 +147,7 @@ def negated(schema: Schema, document: SchemaDocument, depth: int = 0) -> Schema 
 
 
 def _negated_keyword(key: str, value: Any, document: SchemaDocument, depth: int) -> Iterable[Schema] | None:
-    """Schemas that together accept what one keyword refuses."""
+    """Schemas that together accept the values that one keyword rejects."""
     match key:
         case "type":
             names = {value} if isinstance(value, str) else set(value)
@@ -158,9 +159,9 @@ def _negated_keyword(key: str, value: Any, document: SchemaDocument, depth: int)
         case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum":
             return [{"type": "number", _OPPOSITE[key]: value}]
         case "minLength" | "minItems" | "minProperties":
-            return [{"type": _LEAST[key], key.replace("min", "max"): value - 1}] if value else []
+            return [{"type": _MIN_KEYWORDS[key], key.replace("min", "max"): value - 1}] if value else []
         case "maxLength" | "maxItems" | "maxProperties":
-            return [{"type": _MOST[key], key.replace("max", "min"): value + 1}]
+            return [{"type": _MAX_KEYWORDS[key], key.replace("max", "min"): value + 1}]
         case "required":
             return [{"type": "object", "properties": {name: False}} for name in value]
         case "properties":
@@ -173,7 +174,7 @@ def _negated_keyword(key: str, value: Any, document: SchemaDocument, depth: int)
         case "not":
             return [value]
         case "$ref":
-            found = document.target(value) if depth < _DEEPEST else None
+            found = document.target(value) if depth < _MAX_DEPTH else None
             return None if found is None else _all_of([negated(found[0], document, depth + 1)])
         case "uniqueItems" if not value:
             return []
@@ -204,22 +205,22 @@ def _of_types(names: Iterable[str]) -> Schema:
 
 
 def _none_of(values: list[Any]) -> list[Schema] | None:
-    """Everything but these values."""
+    """All values except these."""
     texts = [value for value in values if isinstance(value, str)]
     flags = [value for value in values if isinstance(value, bool)]
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     if any(isinstance(value, list | Mapping) and value for value in values):
         return None
-    if len(numbers) > _MOST_NUMBERS or sum(map(len, texts)) > MOST_CHARACTERS:
+    if len(numbers) > _MAX_NUMBERS or sum(map(len, texts)) > MAX_CHARACTERS:
         return None
     named = [("string", texts), ("boolean", flags), ("number", numbers)]
     absent = set(TYPES) - {name for name, found in named if found}
     absent -= {"null"} if None in values else set()
     found: list[Schema] = []
-    for name, empty, least in (("array", [], "minItems"), ("object", {}, "minProperties")):
+    for name, empty, min_keyword in (("array", [], "minItems"), ("object", {}, "minProperties")):
         if empty in values:
             absent -= {name}
-            found.append({"type": name, least: 1})
+            found.append({"type": name, min_keyword: 1})
     found.append(_of_types(absent))
     if texts:
         found.append({"type": "string", "pattern": other_texts(texts)})
@@ -234,9 +235,9 @@ def _none_of(values: list[Any]) -> list[Schema] | None:
 
 
 def other_texts(texts: Iterable[str]) -> str:
-    """A JavaScript expression for all texts but these: where each leaves them, or stops short of them."""
+    """A JavaScript expression for all texts but these: each option diverges from them, or stops short."""
     known = set(texts)
-    heads: dict[str, set[str]] = {"": set()}  # of each beginning, the characters that may follow
+    heads: dict[str, set[str]] = {"": set()}  # for each prefix, the characters that may follow
     for text in known:
         for length, character in enumerate(text):
             heads.setdefault(text[:length], set()).add(character)

@@ -1,4 +1,4 @@
-"""Objects and arrays of JSON schemas: names and items, and how many, in keywords the library has."""
+"""Objects and arrays in JSON schemas: names, items and counts, rewritten in supported keywords."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from specinfer.grammar.schemas.negation import values_of
 if TYPE_CHECKING:
     from specinfer.grammar.schemas.held import SchemaHolder
 
-_MOST_SUBSETS: Final = 4  # optional properties, of which every set may be there
-_MOST_SINGLE: Final = 16  # optional properties, of which one has to be there
-_DEEPEST: Final = 8
-_SAID: Final = (
+_MAX_SUBSETS: Final = 4  # optional properties whose subsets are all listed
+_MAX_SINGLE: Final = 16  # optional properties if at least one is required
+_MAX_DEPTH: Final = 8
+_OBJECT_KEYWORDS: Final = (
     *("properties", "patternProperties", "additionalProperties", "required", "minProperties"),
     *("maxProperties", "propertyNames", "dependentRequired", "dependentSchemas", "unevaluatedProperties"),
 )
-OBJECT_KEYWORDS: Final = frozenset(_SAID)
-_MOST_DISTINCT: Final = 4  # values of which all lists without a value twice are written out: 65
-_MOST_PLACES: Final = 16  # where the one item may stand that has to be in the array
-_SAID_OF_ARRAYS: Final = (
+OBJECT_KEYWORDS: Final = frozenset(_OBJECT_KEYWORDS)
+_MAX_DISTINCT: Final = 4  # values for which all lists without duplicates are listed: 65
+_MAX_POSITIONS: Final = 16  # positions of the required item
+_ARRAY_KEYWORDS: Final = (
     *("prefixItems", "items", "minItems", "maxItems", "uniqueItems", "contains", "minContains"),
     *("maxContains", "unevaluatedItems"),
 )
-ARRAY_KEYWORDS: Final = frozenset(_SAID_OF_ARRAYS)
+ARRAY_KEYWORDS: Final = frozenset(_ARRAY_KEYWORDS)
 
 
 def hold_object(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
-    """Put what `node` says of objects into `out`, in keywords the library has, and leave out the rest."""
-    said = {key: node[key] for key in node if key in OBJECT_KEYWORDS}
-    _close(node, said, at, holder)
-    properties: Mapping[str, Schema] = said.get("properties", {})
-    needed_names = dict.fromkeys(said.get("required", ()))
-    others: Schema = said.get("additionalProperties", True)
-    given = said.get("patternProperties", {})
+    """Write the constraints on objects into `out`, in supported keywords, and drop the rest."""
+    rules = {key: node[key] for key in node if key in OBJECT_KEYWORDS}
+    _close(node, rules, at, holder)
+    properties: Mapping[str, Schema] = rules.get("properties", {})
+    needed_names = dict.fromkeys(rules.get("required", ()))
+    others: Schema = rules.get("additionalProperties", True)
+    given = rules.get("patternProperties", {})
     patterns, others = _patterns(given, others, bool(properties), at, holder)
     named = {
         name: holder.hold(one, f"{at}/properties/{escaped_key(name)}") for name, one in properties.items()
     }
-    for name, needed in said.get("dependentRequired", {}).items():
+    for name, needed in rules.get("dependentRequired", {}).items():
         if name in needed_names:
             needed_names |= dict.fromkeys(needed)
     required = list(needed_names)
@@ -61,17 +61,17 @@ def hold_object(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: S
         holder.has_other_names = True
     if required:
         out["required"] = required
-    _names(said.get("propertyNames", True), out, bool(patterns), at, holder)
-    _dependents(said, required, out, at, holder)
-    _count(said, required, out, at, holder)
+    _names(rules.get("propertyNames", True), out, bool(patterns), at, holder)
+    _dependents(rules, required, out, at, holder)
+    _count(rules, required, out, at, holder)
 
 
 def _patterns(
     given: Mapping[str, Schema], others: Schema, described: bool, at: str, holder: SchemaHolder
 ) -> tuple[dict[str, tuple[str, Schema]], Schema]:
-    """The expressions for names that are held, written for the library, and what holds of all other names.
+    """The enforced name patterns, written for the library, and the schema of all other names.
 
-    Names that an expression is meant for and that is not held count as other names, and may be as it says.
+    Names of a dropped pattern count as other names, and may satisfy its schema instead.
     """
     held: dict[str, tuple[str, Schema]] = {}
     for pattern, one in given.items():
@@ -93,48 +93,48 @@ def _patterns(
 
 
 def _is_finite(pattern: str | None) -> bool:
-    """Whether an expression may match but a few names, as it repeats nothing endlessly.
+    """True if an expression may match only finitely many names, since it has no unbounded repeat.
 
-    Where all of them are described, the library would write a comma for one more, with nothing behind it.
+    If all of them are described, the library would write a comma for one more, with nothing after it.
     """
     whole = pattern is not None and pattern.startswith("^") and pattern.endswith("$")
     return whole and not re.search(r"[*+]|\{\d*,\}|\[\^|\.", pattern or "")
 
 
 def _names(given: Schema, out: dict[str, Any], has_patterns: bool, at: str, holder: SchemaHolder) -> None:
-    """What `propertyNames` says, as an expression that every name matches."""
+    """Enforce `propertyNames` as an expression that every name matches."""
     if given is True:
         return
     if given is False:
         out["maxProperties"] = 0
         return
     node = holder.document.node(given, f"{at}/propertyNames")
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         found = holder.document.target(node["$ref"]) if set(node) == {"$ref"} else None
         if found is None or isinstance(found[0], bool):
             break
         node = holder.document.node(*found)
-    said = [key for key in node if key != "type" or node[key] != "string"]
+    rules = [key for key in node if key != "type" or node[key] != "string"]
     values = values_of(node)
     pattern = None
-    if not said:
+    if not rules:
         return
     described = out.get("properties", {})
     texts = None if values is None else [value for value in values if isinstance(value, str)]
     own = {*described, *out.get("required", ())}
-    if texts is not None and len(said) == 1 and not has_patterns and own.issuperset(texts):
-        # No other name is left. The library would write a comma for one, with nothing behind it.
+    if texts is not None and len(rules) == 1 and not has_patterns and own.issuperset(texts):
+        # No other name is possible. The library would write a comma for one, with nothing after it.
         others = out.get("additionalProperties", True)
         named = {name: one if name in texts else False for name, one in described.items()}
         out["properties"] = {**named, **{one: others for one in texts if one not in described}}
         out["additionalProperties"] = False
         return
-    if values is not None and len(said) == 1:
+    if values is not None and len(rules) == 1:
         pattern = "|".join(re.escape(value) for value in values if isinstance(value, str))
         pattern = f"^(?:{pattern})$" if pattern else "[]"
-    elif said == ["pattern"]:
+    elif rules == ["pattern"]:
         pattern = node["pattern"]
-    elif set(said) <= {"minLength", "maxLength"}:
+    elif set(rules) <= {"minLength", "maxLength"}:
         pattern = f"^[^]{{{node.get('minLength', 0)},{node.get('maxLength', '')}}}$"
     try:
         read = None if pattern is None or has_patterns else read_ecma(pattern)
@@ -152,15 +152,15 @@ def _names(given: Schema, out: dict[str, Any], has_patterns: bool, at: str, hold
 
 
 def _dependents(
-    said: Mapping[str, Any], required: list[str], out: dict[str, Any], at: str, holder: SchemaHolder
+    rules: Mapping[str, Any], required: list[str], out: dict[str, Any], at: str, holder: SchemaHolder
 ) -> None:
-    """Each as two alternatives: the property is absent, or what depends on it holds."""
-    for name, needed in said.get("dependentRequired", {}).items():
+    """Rewrite each as two alternatives: the property is absent, or the dependency holds."""
+    for name, needed in rules.get("dependentRequired", {}).items():
         if set(needed) <= set(required):
             continue
         options: list[Schema] = [{"properties": {name: False}}, {"required": list(needed)}]
         holder.one_of_these(out, options, "dependentRequired", at)
-    for name, one in said.get("dependentSchemas", {}).items():
+    for name, one in rules.get("dependentSchemas", {}).items():
         absent: Schema = {"properties": {name: False}}
         is_there = name in required and out.get("type") == "object"
         options = [one] if is_there else [absent, one]
@@ -168,35 +168,35 @@ def _dependents(
 
 
 def _count(
-    said: Mapping[str, Any], required: list[str], out: dict[str, Any], at: str, holder: SchemaHolder
+    rules: Mapping[str, Any], required: list[str], out: dict[str, Any], at: str, holder: SchemaHolder
 ) -> None:
-    """How many properties there are.
+    """Enforce the number of properties.
 
-    The library counts where all that have names of their own are required; sets of the optional ones are
-    written out where they are few. It does not see that a name is there twice.
+    The library counts properties if all described ones are required; small sets of optional ones are listed.
+    It does not detect duplicate names.
     """
     named = out.get("properties", {})
     optional = [name for name, one in named.items() if name not in required and one is not False]
-    least, most = said.get("minProperties", 0), said.get("maxProperties")
+    low, high = rules.get("minProperties", 0), rules.get("maxProperties")
     is_open = bool(out.get("patternProperties")) or out.get("additionalProperties", True) is not False
-    if least <= len(required):
-        least = 0
-    if most is not None and not is_open and most >= len(required) + len(optional):
-        most = None
-    if least - len(required) > 1 and is_open:
+    if low <= len(required):
+        low = 0
+    if high is not None and not is_open and high >= len(required) + len(optional):
+        high = None
+    if low - len(required) > 1 and is_open:
         holder.leave_out("minProperties", at)
-    if not least and most is None:
+    if not low and high is None:
         return
-    counted = {"minProperties": least} if least else {}
-    counted |= {} if most is None else {"maxProperties": most}
+    counted = {"minProperties": low} if low else {}
+    counted |= {} if high is None else {"maxProperties": high}
     if not optional:
         out |= counted | ({"maxProperties": 0} if out.get("maxProperties") == 0 else {})
         return
     options: list[dict[str, Any]] = []
-    if most is None and least == len(required) + 1 and len(optional) <= _MOST_SINGLE:
+    if high is None and low == len(required) + 1 and len(optional) <= _MAX_SINGLE:
         options = [{"required": [name]} for name in optional]
         options.append({"properties": dict.fromkeys(optional, False), **counted})
-    elif len(optional) <= _MOST_SUBSETS:
+    elif len(optional) <= _MAX_SUBSETS:
         for size in range(len(optional) + 1):
             for chosen in itertools.combinations(optional, size):
                 absent = dict.fromkeys([name for name in optional if name not in chosen], False)
@@ -210,7 +210,7 @@ def _count(
 
 @dataclass
 class _Evaluated:
-    """The properties that keywords of an object have looked at."""
+    """The properties that keywords of an object evaluate."""
 
     names: dict[str, None] = field(default_factory=dict)
     patterns: dict[str, None] = field(default_factory=dict)
@@ -218,10 +218,10 @@ class _Evaluated:
     certain: bool = True
 
 
-def _close(node: Mapping[str, Any], said: dict[str, Any], at: str, holder: SchemaHolder) -> None:
-    """Put `unevaluatedProperties` as `additionalProperties` beside the names that all keywords look at."""
-    rest = said.pop("unevaluatedProperties", True)
-    if rest is True or "additionalProperties" in said:
+def _close(node: Mapping[str, Any], rules: dict[str, Any], at: str, holder: SchemaHolder) -> None:
+    """Rewrite `unevaluatedProperties` as `additionalProperties`, with all evaluated names described."""
+    rest = rules.pop("unevaluatedProperties", True)
+    if rest is True or "additionalProperties" in rules:
         return
     found = _Evaluated()
     _evaluate(node, found, holder, 0)
@@ -229,10 +229,10 @@ def _close(node: Mapping[str, Any], said: dict[str, Any], at: str, holder: Schem
         holder.leave_out("unevaluatedProperties", at)
     if found.all:
         return
-    said["properties"] = dict.fromkeys(found.names, True) | dict(said.get("properties", {}))
+    rules["properties"] = dict.fromkeys(found.names, True) | dict(rules.get("properties", {}))
     if found.patterns:
-        said["patternProperties"] = dict.fromkeys(found.patterns, True) | said.get("patternProperties", {})
-    said["additionalProperties"] = rest
+        rules["patternProperties"] = dict.fromkeys(found.patterns, True) | rules.get("patternProperties", {})
+    rules["additionalProperties"] = rest
 
 
 def _evaluate(node: Mapping[str, Any], found: _Evaluated, holder: SchemaHolder, depth: int) -> None:
@@ -250,7 +250,7 @@ def _evaluate(node: Mapping[str, Any], found: _Evaluated, holder: SchemaHolder, 
     for one, always in branches:
         if isinstance(one, bool):
             continue
-        if depth > _DEEPEST:
+        if depth > _MAX_DEPTH:
             found.all, found.certain = True, False
             return
         inner = holder.document.node(one, "")
@@ -260,7 +260,7 @@ def _evaluate(node: Mapping[str, Any], found: _Evaluated, holder: SchemaHolder, 
 
 
 def hold_array(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
-    """Put what `node` says of arrays into `out`, in keywords the library has, and leave out the rest."""
+    """Write the constraints on arrays into `out`, in supported keywords, and drop the rest."""
     prefix: Sequence[Schema] = node.get("prefixItems", ())
     items: Schema = node.get("items", True)
     if "unevaluatedItems" in node and "items" not in node and node["unevaluatedItems"] is not True:
@@ -274,44 +274,44 @@ def hold_array(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: Sc
         ]
     if items is not True:
         out["items"] = holder.hold(items, f"{at}/items")
-    least, most = node.get("minItems", 0), node.get("maxItems")
-    if items is False and (most is None or most > len(prefix)):
-        most = len(prefix)
-    least = max(least, _hold_contains(node, most, out, at, holder))
-    if least:
-        out["minItems"] = least
-    if most is not None:
-        out["maxItems"] = most
-    if node.get("uniqueItems") and (most is None or most > 1):
-        _hold_unique(items if not prefix else True, least, most, out, at, holder)
+    low, high = node.get("minItems", 0), node.get("maxItems")
+    if items is False and (high is None or high > len(prefix)):
+        high = len(prefix)
+    low = max(low, _hold_contains(node, high, out, at, holder))
+    if low:
+        out["minItems"] = low
+    if high is not None:
+        out["maxItems"] = high
+    if node.get("uniqueItems") and (high is None or high > 1):
+        _hold_unique(items if not prefix else True, low, high, out, at, holder)
 
 
 def _hold_contains(
-    node: Mapping[str, Any], most: int | None, out: dict[str, Any], at: str, holder: SchemaHolder
+    node: Mapping[str, Any], high: int | None, out: dict[str, Any], at: str, holder: SchemaHolder
 ) -> int:
-    """Hold `contains` where the array is short; the least number of items that it needs in any case."""
+    """Enforce `contains` if the array is short; return the minimum number of items that it implies."""
     wanted = node.get("contains")
-    least, limit = node.get("minContains", 1), node.get("maxContains")
-    if wanted is None or (not least and limit is None):
+    low, limit = node.get("minContains", 1), node.get("maxContains")
+    if wanted is None or (not low and limit is None):
         return 0
     if wanted is True and limit is None:
-        return int(least)
-    if most is not None and least > most:
-        return int(least)  # which no array has
-    if least == 1 and limit is None and most is not None and most <= _MOST_PLACES:
+        return int(low)
+    if high is not None and low > high:
+        return int(low)  # unsatisfiable
+    if low == 1 and limit is None and high is not None and high <= _MAX_POSITIONS:
         options: list[Schema] = [
-            {"prefixItems": [*[True] * index, wanted], "minItems": index + 1} for index in range(most)
+            {"prefixItems": [*[True] * index, wanted], "minItems": index + 1} for index in range(high)
         ]
         holder.one_of_these(out, options, "contains", at)
     else:
         holder.leave_out("contains", at)
-    return int(least)
+    return int(low)
 
 
 def _hold_unique(
-    items: Schema, least: int, most: int | None, out: dict[str, Any], at: str, holder: SchemaHolder
+    items: Schema, low: int, high: int | None, out: dict[str, Any], at: str, holder: SchemaHolder
 ) -> None:
-    """Hold `uniqueItems` where the items are a few values: as all lists of them without one twice."""
+    """Enforce `uniqueItems` if the items have few values, as the list of all arrays without duplicates."""
     found = None
     if isinstance(items, Mapping):
         node = holder.document.node(items, f"{at}/items")
@@ -321,13 +321,13 @@ def _hold_unique(
         holder.leave_out("uniqueItems", at)
         return
     values = [value for index, value in enumerate(found) if value not in found[:index]]
-    if len(values) > _MOST_DISTINCT or not all(isinstance(value, str | bool) for value in values):
+    if len(values) > _MAX_DISTINCT or not all(isinstance(value, str | bool) for value in values):
         holder.leave_out("uniqueItems", at)
         return
     if node.get("type") == "string":
         values = [value for value in values if isinstance(value, str)]
-    longest = min(len(values), len(values) if most is None else most)
-    lists = [list(one) for size in range(least, longest + 1) for one in itertools.permutations(values, size)]
+    longest = min(len(values), len(values) if high is None else high)
+    lists = [list(one) for size in range(low, longest + 1) for one in itertools.permutations(values, size)]
     out.pop("items", None)
     if out.get("type") == "array":
         holder.also(out, {"enum": lists})

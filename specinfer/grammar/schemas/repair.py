@@ -1,7 +1,7 @@
-"""What the library refuses of a schema that has none but its keywords: found by trying, and taken out.
+"""Removes parts that the library rejects from a schema whose keywords it supports, by trial.
 
-Each keyword may be one that the library has, and their sum still be refused: two expressions for names that
-may overlap once schemas are joined, a reference to a schema inside of itself that says more beside it.
+The library may support each keyword and reject the combination: two name patterns that may overlap after
+schemas are merged, or a reference to an enclosing schema with further keywords beside it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, Final
 from specinfer.errors import RequestError
 from specinfer.grammar.schemas.document import Schema, escaped_key
 
-_MOST_TRIALS: Final = 300
-# In which order keywords are given up, those together that say something of one another.
-_GIVEN_UP: Final = (
+_MAX_TRIALS: Final = 300
+# Order in which keywords are dropped; related keywords are dropped together.
+_DROP_ORDER: Final = (
     *(
         ("pattern",),
         ("format",),
@@ -24,13 +24,15 @@ _GIVEN_UP: Final = (
     ),
     *(("patternProperties", "additionalProperties"), ("allOf",), ("anyOf",), ("$ref",)),
 )
-UNMET: Final = "Unsatisfiable schema"  # how the library says that no text meets a schema: no fault here
+# the library's message that no text satisfies a schema; not an error here
+UNMET: Final = "Unsatisfiable schema"
 
 
 class Repair:
-    """Takes out of written schemas what the library refuses.
+    """Drops the parts of rewritten schemas that the library rejects.
 
-    `fault` says what the library has against one; `leave_out` hears of each keyword that goes, and its place.
+    `fault` returns the library's error for a schema; `leave_out` is called with each dropped keyword and its
+    place.
     """
 
     def __init__(
@@ -42,44 +44,44 @@ class Repair:
         self._trials = 0
 
     def whole(self, schema: Mapping[str, Any], places: Mapping[str, str]) -> Schema:
-        """A schema with its definitions, which stand at `places`; raises RequestError after many trials."""
+        """Repair a schema with definitions at `places`; raises RequestError after too many trials."""
         self._definitions = dict(schema.get("$defs", {}))
         for name in list(self._definitions):
             if self._refused({"$ref": f"#/$defs/{name}"}):
-                self._definitions[name] = as_object(self._mended(self._definitions[name], places[name]))
+                self._definitions[name] = as_object(self._repaired(self._definitions[name], places[name]))
         root = {key: value for key, value in schema.items() if key != "$defs"}
-        mended = self._mended(root, "")
-        return mended if isinstance(mended, bool) else {**mended, "$defs": self._definitions}
+        repaired = self._repaired(root, "")
+        return repaired if isinstance(repaired, bool) else {**repaired, "$defs": self._definitions}
 
     def _refused(self, schema: Schema) -> bool:
         if isinstance(schema, bool):
             return False
         self._trials += 1
-        if self._trials > _MOST_TRIALS:
-            raise RequestError("it has too many parts that cannot be held; make it smaller")
-        said = self._fault({**schema, "$defs": self._definitions})
-        return bool(said) and UNMET not in said
+        if self._trials > _MAX_TRIALS:
+            raise RequestError("it has too many parts that cannot be enforced; make it smaller")
+        error = self._fault({**schema, "$defs": self._definitions})
+        return bool(error) and UNMET not in error
 
-    def _mended(self, schema: Schema, at: str) -> Schema:
+    def _repaired(self, schema: Schema, at: str) -> Schema:
         if isinstance(schema, bool) or not self._refused(schema):
             return schema
-        mended = dict(schema)
+        repaired = dict(schema)
         for where, part in _parts(schema):
-            _put(mended, where, self._mended(part, "/".join([at, *map(escaped_key, map(str, where))])))
-        for keys in _GIVEN_UP:
+            _put(repaired, where, self._repaired(part, "/".join([at, *map(escaped_key, map(str, where))])))
+        for keys in _DROP_ORDER:
             if keys == ("allOf",):
-                while len(mended.get("allOf", ())) > 1 and self._refused(mended):
-                    mended["allOf"] = mended["allOf"][:-1]
-                    self._leave_out("allOf", f"{at}/allOf/{len(mended['allOf'])}")
-            if not self._refused(mended):
-                return mended
-            gone = [key for key in keys if key in mended]
-            if gone:
-                mended = {key: value for key, value in mended.items() if key not in gone}
-                for key in gone:
+                while len(repaired.get("allOf", ())) > 1 and self._refused(repaired):
+                    repaired["allOf"] = repaired["allOf"][:-1]
+                    self._leave_out("allOf", f"{at}/allOf/{len(repaired['allOf'])}")
+            if not self._refused(repaired):
+                return repaired
+            dropped = [key for key in keys if key in repaired]
+            if dropped:
+                repaired = {key: value for key, value in repaired.items() if key not in dropped}
+                for key in dropped:
                     self._leave_out(key, at)
-        if not self._refused(mended):
-            return mended
+        if not self._refused(repaired):
+            return repaired
         self._leave_out("everything", at)
         return True
 
@@ -106,5 +108,5 @@ def _put(schema: dict[str, Any], where: tuple[Any, ...], part: Schema) -> None:
 
 
 def as_object(schema: Schema) -> Mapping[str, Any]:
-    """A schema that is written, which is an object or True, as an object."""
+    """A rewritten schema as an object; True becomes {}."""
     return schema if isinstance(schema, Mapping) else {}

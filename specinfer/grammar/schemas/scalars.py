@@ -1,4 +1,4 @@
-"""Numbers, texts and named values of JSON schemas, in keywords that the library holds to the letter."""
+"""Numbers, texts and named values in JSON schemas, rewritten exactly in supported keywords."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ VALUE_KEYWORDS: Final = frozenset(("const", "enum"))
 FORMATS: Final = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
-_SMALLEST: Final = 1e-12  # beside an excluded 0 in strict schemas; what lies between is not written
-_LARGEST: Final = 2.0**63 - 1024  # the library counts in 64 bits, and reads bounds as floats
-_MOST_MULTIPLE: Final = 10_000  # the library follows remainders one by one: 1,000,003 of them take 23 s
-_POWERS: Final = (100_000, 1_000_000)  # of which there are few remainders to follow
+# bound in place of an excluded 0 in strict schemas; smaller numbers are excluded as well
+_MIN_POSITIVE: Final = 1e-12
+_MAX_NUMBER: Final = 2.0**63 - 1024  # the library counts in 64 bits, and reads bounds as floats
+_MAX_MULTIPLE: Final = 10_000  # the library follows remainders one by one: 1,000,003 of them take 23 s
+_POWERS: Final = (100_000, 1_000_000)  # they have few remainders to follow
 _SHORT_FORMATS: Final = {
     "json-pointer": "^(?:/(?:[^~/]|~[01])*)*$",
     "relative-json-pointer": "^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^~/]|~[01])*)*)$",
     "byte": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
 }
 _LEAP: Final = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
-# The library takes February 29 of every year.
+# The library accepts February 29 in every year.
 _DAYS: Final = f"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-(?:[01][0-9]|2[0-8]))|{_LEAP}-02-29)"
-_HINTS: Final = frozenset(  # formats that say nothing of which texts there are
+_HINTS: Final = frozenset(  # formats that do not restrict the text
     ("password", "binary", "text", "string", "textarea", "multiline", "html", "markdown", "unknown")
 )
 
 
 def hold_numbers(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
-    """Put what `node` says of numbers into `out`, in bounds that are floats, and leave out the rest."""
+    """Write the constraints on numbers into `out`, with float bounds, and drop the rest."""
     for key in NUMBER_KEYWORDS & node.keys():
         value = node[key]
         if key == "multipleOf":
@@ -51,12 +52,12 @@ def hold_numbers(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: 
                 holder.leave_out(key, at)
             continue
         upper = key in ("maximum", "exclusiveMaximum")
-        if value == (math.inf if upper else -math.inf):  # 1.8e308 as it is read
+        if value == (math.inf if upper else -math.inf):  # 1.8e308, as parsed
             continue
-        held = max(-_LARGEST, min(_LARGEST, float(_clipped(value))))
+        held = max(-_MAX_NUMBER, min(_MAX_NUMBER, float(_clipped(value))))
         if held != value:
             inward = held < value if upper else held > value
-            if not holder.strict or (not inward and abs(value) > _LARGEST):
+            if not holder.strict or (not inward and abs(value) > _MAX_NUMBER):
                 holder.leave_out(key, at)
                 continue
             if not inward:
@@ -67,9 +68,9 @@ def hold_numbers(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: 
 
 
 def _without_whole_bounds(out: dict[str, Any]) -> None:
-    """Write an excluded whole number as the bound behind it, where all allowed numbers begin with its digits.
+    """Replace an excluded integer bound by the next float, where all allowed numbers share its digits.
 
-    Of `exclusiveMinimum: 1, maximum: 1.5` the library takes the text 1, though not 1.0.
+    For `exclusiveMinimum: 1, maximum: 1.5` the library accepts the text 1, though not 1.0.
     """
     for excluded, bound, others, away in (
         ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
@@ -80,18 +81,18 @@ def _without_whole_bounds(out: dict[str, Any]) -> None:
             continue
         if any(0 < away * (out[key] - value) < 1 for key in others if key in out):
             del out[excluded]
-            out[bound] = math.nextafter(value, away * math.inf) if value else away * _SMALLEST
+            out[bound] = math.nextafter(value, away * math.inf) if value else away * _MIN_POSITIVE
 
 
 def _clipped(value: float) -> float:
-    """A number that can be a float."""
+    """A number within the range of floats."""
     return max(-(1 << 70), min(1 << 70, value)) if isinstance(value, int) else value
 
 
 def _steps(step: float) -> list[float]:
-    """The steps whose multiples, as the library writes them, are those of `step`; none where it cannot.
+    """Steps whose multiples, as the library writes them, are those of `step`; none if impossible.
 
-    It reads a step as an integer and a power of ten, and of .25 does not see the multiple .5: it wants .50.
+    The library reads a step as an integer and a power of ten: for .25 it accepts the multiple .50 and not .5.
     """
     if not math.isfinite(step):
         return []
@@ -103,7 +104,7 @@ def _steps(step: float) -> list[float]:
         numerator, digits = numerator // 10, digits - 1
     if Fraction(numerator, 10**digits) != exact:
         return []
-    if numerator > _MOST_MULTIPLE and (digits or numerator not in _POWERS):
+    if numerator > _MAX_MULTIPLE and (digits or numerator not in _POWERS):
         return []
     found = [step]
     for fewer in range(1, digits):
@@ -114,7 +115,7 @@ def _steps(step: float) -> list[float]:
 
 
 def hold_texts(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
-    """Put what `node` says of texts into `out`, and leave out the rest."""
+    """Write the constraints on texts into `out`, and drop the rest."""
     out |= {key: node[key] for key in ("minLength", "maxLength") if key in node}
     if "pattern" in node:
         _hold_pattern(node["pattern"], "pattern", out, at, holder)
@@ -147,7 +148,7 @@ def _hold_pattern(pattern: str, keyword: str, out: dict[str, Any], at: str, hold
 
 
 def hold_values(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
-    """Put the values that `node` names into `out`, where the library reads all of them as they are."""
+    """Write the values of const and enum into `out`, if the library reads all of them exactly."""
     for key in VALUE_KEYWORDS & node.keys():
         values = [node[key]] if key == "const" else node[key]
         if all(map(_is_readable, values)):
@@ -164,6 +165,6 @@ def _is_readable(value: object) -> bool:
         elif isinstance(value, list):
             inner = value
         return all(map(_is_readable, inner))
-    if not math.isfinite(value) or (isinstance(value, int) and abs(value) >= _LARGEST):
+    if not math.isfinite(value) or (isinstance(value, int) and abs(value) >= _MAX_NUMBER):
         return False
     return float(value) == value

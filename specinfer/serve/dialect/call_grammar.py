@@ -15,7 +15,7 @@ from typing import Any, Final
 from specinfer.errors import RequestError
 from specinfer.grammar.gbnf import escaped
 from specinfer.grammar.lark import json_rule, lark_of
-from specinfer.grammar.schemas.negation import MOST_CHARACTERS
+from specinfer.grammar.schemas.negation import MAX_CHARACTERS
 from specinfer.serve.dialect.call_format import (
     ARGS,
     CALL_ID,
@@ -196,7 +196,7 @@ class _Lark:
         """The form of JSON objects that would not be read as calls; all of them where names are too many."""
         schema = json.loads(form.source) if form.kind is OutputKind.JSON_SCHEMA else {"type": "object"}
         names = [tool.name for tool in self._tools]
-        if sum(map(len, names)) > MOST_CHARACTERS:
+        if sum(map(len, names)) > MAX_CHARACTERS:
             return form
         name = {"enum": names}
         call = {"type": "object", "required": ["name", "parameters"], "properties": {"name": name}}

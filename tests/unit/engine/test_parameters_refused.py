@@ -73,7 +73,7 @@ def test_what_cannot_be_served_is_one_line_and_costs_no_other(
 
 def test_a_form_needs_a_model_whose_texts_end(tmp_path: Path) -> None:
     llm = write_tiny(tmp_path, vocab_size=VOCAB).llm()
-    with pytest.raises(RequestError, match="choice needs a model with an end-of-text token, which says"):
+    with pytest.raises(RequestError, match="choice needs a model with an end-of-text token, which marks"):
         llm.generate(PROMPTS[:2], [SamplingParams(), SamplingParams(choice=["yes"])])
     assert_idle(llm)
 

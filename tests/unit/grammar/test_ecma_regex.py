@@ -41,7 +41,7 @@ def test_expressions_are_written_as_rusts(pattern, parts, left_out):
     ("pattern", "why"),
     [
         (r"(a)\1", "refers back"),
-        (r"[a\B]", "stands in a character class"),
+        (r"[a\B]", "is not allowed in a character class"),
         (r"(?<x>a)\k<x>", "refers back"),
         ("(?=a", "not closed"),
         ("[a", "class is not closed"),
