@@ -15,8 +15,8 @@ import click
 
 from specinfer.errors import ConfigError
 from specinfer.option import name_of_address, parse_address
-from specinfer.parallel.door import CANNOT_LOAD, PEER_LOST, knock, spawn
 from specinfer.parallel.link import Link, read_key
+from specinfer.parallel.listener import CANNOT_LOAD, PEER_LOST, join_group, spawn
 
 _AGAIN: Final = 0.5  # seconds after which the master is looked for again
 _LOOK: Final = 0.05  # seconds after which it is looked again whether processes live
@@ -107,7 +107,7 @@ def _waited_for(address: tuple[str, int], key: bytes, rank: int, host: str) -> L
     told: set[str] = set()
     while True:
         try:
-            return knock(address, key, rank, host)
+            return join_group(address, key, rank, host)
         except ConfigError:
             raise
         except (OSError, ValueError) as error:

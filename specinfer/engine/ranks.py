@@ -18,11 +18,11 @@ from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weights import weight_bytes
 from specinfer.option import parse_address
-from specinfer.parallel.door import Door
 from specinfer.parallel.follower import Settings, SharedDraft
 from specinfer.parallel.group import LIMIT, Group
 from specinfer.parallel.launch import Followers
 from specinfer.parallel.link import read_key
+from specinfer.parallel.listener import RankListener
 from specinfer.parallel.share import Layout
 from specinfer.runtime.executor import Host
 from specinfer.runtime.sharded import identity_of
@@ -80,7 +80,7 @@ class Ranks:
             if library is not None and width > 1:
                 memory |= {rank: shared_file() for rank in range(0, here - width + 1, width)}
             path = self.found.model.path.resolve()
-            self._followers = Followers(self.size - 1, path, memory, self._door())
+            self._followers = Followers(self.size - 1, path, memory, self._listener())
             try:
                 exchange = None
                 if library is not None and 0 in memory:
@@ -142,13 +142,15 @@ class Ranks:
         """The first rank of each stage."""
         return range(0, self.size, self.layout.width)
 
-    def _door(self) -> Door | None:
+    def _listener(self) -> RankListener | None:
         """Where ranks of other hosts come in, if there are any."""
         config = self._config
         if config.master is None:
             return None
         assert self._key is not None, "the config has been checked"
-        return Door(parse_address("master", config.master), self._key, range(config.ranks_here, self.size))
+        return RankListener(
+            parse_address("master", config.master), self._key, range(config.ranks_here, self.size)
+        )
 
     def join(self, model: LanguageModel) -> None:
         """Wait for the others, whose model must be this rank's, and meet them; they end when it is let go.

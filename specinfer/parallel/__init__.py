@@ -1,1 +1,1 @@
-"""Several processes that run one model: whose share is what, how they meet, what they exchange."""
+"""Tensor and pipeline parallelism: ranks, their shares of a model, and the exchanges between them."""

@@ -1,7 +1,7 @@
-"""A follower: rank 1, 2, ... of a model: `python -m specinfer.parallel.follower JSON` (parallel/launch.py).
+"""The follower process of rank 1, 2, ...: `python -m specinfer.parallel.follower JSON` (parallel/launch.py).
 
-It loads its part of the model, and runs what rank 0 says until that closes the link or ends. What cannot be
-gone on with ends the process: rank 0 finds out, and starts all of them anew.
+It loads its part of the model and runs rank 0's commands until rank 0 closes the link or exits. An
+unrecoverable error ends the process; rank 0 detects that and restarts all ranks.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from specinfer.kernels.quantized import NativeProducts
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.weight_memory import Shared
 from specinfer.models.weights import load_model, open_model, prepare, weight_bytes
-from specinfer.parallel.door import CANNOT_LOAD, FAILED, PEER_LOST, SILENCE
 from specinfer.parallel.group import LAST, Group
 from specinfer.parallel.link import Link, read_key
+from specinfer.parallel.listener import CANNOT_LOAD, FAILED, PEER_LOST, SILENCE
 from specinfer.parallel.share import Layout
 from specinfer.runtime.executor import ModelRunner
 from specinfer.runtime.kv_cache import free_bytes, gib
@@ -56,15 +56,15 @@ _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
 
 
 class SharedDraft(NamedTuple):
-    """A draft that the first stage's ranks share, as rank 0 has found it to be."""
+    """A draft that the ranks of the first stage share, with rank 0's choices."""
 
-    path: str  # "": the target, whose twin it is
+    path: str  # "": the draft shares the target's weights
     quantization: Quantization
     native_attention: bool
     nontemporal: bool
 
     def load(self, target: Path, model: LanguageModel, settings: Settings, kernels: Kernels) -> LanguageModel:
-        """A rank's part of it, beside that of the target, which is `model`."""
+        """Load this rank's part; `model` is the target."""
         opened = open_model(Path(self.path or target), max_context=settings.max_context)
         layout = settings.layout.of_draft(opened.config, exact=self.quantization == "int8")
         return load_model(
@@ -81,44 +81,44 @@ class SharedDraft(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a follower loads, and how it computes: all of it as rank 0 has found it to be."""
+    """Rank 0's choices for a follower: the model, and how to compute."""
 
     rank: int
     size: int
-    bounds: Sequence[int]  # of its stages, as Layout has them
+    bounds: Sequence[int]  # first layers of the stages, as in Layout
     quantization: Quantization
-    dtype: str  # of activations: bfloat16 or float32
-    native: bool  # whether kernels are native ones
+    dtype: str  # dtype of activations: bfloat16 or float32
+    native: bool  # use the native kernels
     native_attention: bool
-    nontemporal: bool  # whether products read weights past the caches
-    threads: int | None  # None: its share of its host's cores
-    max_context: int | None  # tokens of the longest text; None: as models have it
+    nontemporal: bool  # products read weights with nontemporal loads
+    threads: int | None  # None: an equal share of the host's cores
+    max_context: int | None  # tokens of the longest text; None: the model's limit
     same_host: int  # ranks on its host
-    shared: bool  # whether its stage exchanges through memory
-    sum_parts: int  # of sums of floats
-    whole_table: bool  # whether each rank has all embeddings
-    drafts: Sequence[SharedDraft]  # of ranks of the first stage
-    limit: float  # seconds that an exchange may take
+    shared: bool  # the stage exchanges through shared memory
+    sum_parts: int  # parts of float sums
+    whole_table: bool  # each rank has the whole embedding table
+    drafts: Sequence[SharedDraft]  # drafts shared by the first stage
+    limit: float  # timeout of an exchange, in seconds
 
     @classmethod
-    def told(cls, message: bytes) -> Settings:
-        """What rank 0 says; raises ModelError where it is another version's."""
-        told = json.loads(message)
-        if (version := told.pop("version", None)) != VERSION:
-            raise ModelError(f"it has version {VERSION}, and rank 0 has {version}; install the same one")
-        told["drafts"] = [SharedDraft(*one) for one in told["drafts"]]
-        return cls(**told)
+    def decode(cls, message: bytes) -> Settings:
+        """Parse rank 0's message; raises ModelError if rank 0 has another version."""
+        fields = json.loads(message)
+        if (version := fields.pop("version", None)) != VERSION:
+            raise ModelError(f"this rank has version {VERSION}, rank 0 has {version}; install the same one")
+        fields["drafts"] = [SharedDraft(*one) for one in fields["drafts"]]
+        return cls(**fields)
 
     @property
     def layout(self) -> Layout:
-        """Which layers are whose."""
+        """The assignment of layers to stages."""
         return Layout(self.size // (len(self.bounds) - 1), tuple(self.bounds), self.sum_parts)
 
     def group(self, link: Link, kernels: Kernels, memory: Mapping[str, int]) -> Group:
-        """Its place among the ranks: `link` leads to rank 0, `memory` are files that stages may share."""
+        """Join the ranks; `link` leads to rank 0, `memory` maps first ranks of stages to shared files."""
         layout, exchange = self.layout, None
         if self.shared and layout.width > 1:
-            assert kernels.library is not None, "it is shared by libraries"
+            assert kernels.library is not None, "sharing memory needs the native library"
             place = self.rank % layout.width
             file = memory[str(self.rank - place)]
             exchange = SharedExchange(kernels.library, file, layout.width, place, limit=self.limit)
@@ -126,7 +126,7 @@ class Settings:
         return Group(self.rank, self.size, [link], **how)
 
     def kernels(self) -> Kernels:
-        """The kernels of this machine, which compute with its threads."""
+        """The kernels of this machine, set to its number of threads."""
         kernels = choose_kernels("native" if self.native else "torch", torch.device("cpu"))[0]
         if kernels.library is not None:
             kernels.library.set_threads(self.cores)
@@ -135,7 +135,7 @@ class Settings:
         return kernels
 
     def fitting(self, kernels: Kernels, native_attention: bool, nontemporal: bool) -> Kernels:
-        """The same for a model, as rank 0 has them."""
+        """Adapt kernels to a model as rank 0 has chosen."""
         if isinstance(kernels.products, NativeProducts):
             kernels = replace(kernels, products=kernels.products.but(nontemporal=nontemporal))
         if isinstance(kernels.attention, NativeAttention) and not native_attention:
@@ -144,18 +144,18 @@ class Settings:
 
     @property
     def cores(self) -> int:
-        """The threads with which it computes."""
+        """Number of compute threads."""
         return thread_count(self.threads, self.same_host)
 
     def load(self, model: Path, kernels: Kernels, group: Group) -> LanguageModel:
-        """The part of the model that is this rank's."""
+        """Load this rank's part of the model."""
         opened = open_model(model, max_context=self.max_context)
         dtype = getattr(torch, self.dtype)
         part = self.layout.part(self.rank, opened.config, whole_table=self.whole_table)
         needed, free = weight_bytes(part, dtype, kernels, self.quantization), free_bytes(torch.device("cpu"))
         if needed > free:
-            raise CapacityError(f"its weights need {gib(needed)}, but {gib(free)} of memory are free")
-        if self.layout.stages > 1 and self.quantization != "none":  # where rank 0 has not made it
+            raise CapacityError(f"the weights need {gib(needed)}, but {gib(free)} of memory are free")
+        if self.layout.stages > 1 and self.quantization != "none":  # the other stages' files do not exist yet
             with contextlib.suppress(ModelError):
                 prepare(opened, dtype=dtype, kernels=kernels, quantization=self.quantization)
         return load_model(
@@ -169,11 +169,11 @@ class Settings:
         )
 
 
-@torch.inference_mode()  # not before: threads that read weights fill tensors of this one
+@torch.inference_mode()  # only here, since threads that read weights write to normal tensors
 def follow(group: Group, models: Sequence[LanguageModel]) -> None:
-    """Run what rank 0 says until it closes the link: of the target, and of drafts that ranks share.
+    """Run rank 0's commands on the target and shared drafts until the link is closed.
 
-    Raises ValueError for a message that is none or does not fit, PeerLostError where a rank is lost.
+    Raises ValueError for an invalid message, PeerLostError if a rank is lost.
     """
     reader = MessageReader([model.config for model in models], models[0].dtype)
     caches: dict[int, Open] = {}
@@ -199,7 +199,7 @@ def follow(group: Group, models: Sequence[LanguageModel]) -> None:
 
 
 def _run(command: Pass | Logits | Moves, runner: ModelRunner, group: Group) -> None:
-    """This rank's part of what is done with a cache."""
+    """Run a command on this rank's part of a cache."""
     model = runner.model
     if isinstance(command, Pass):
         read = runner.follow(command.rows, command.taps, logits=command.logits, more=command.more)
@@ -217,28 +217,28 @@ def _run(command: Pass | Logits | Moves, runner: ModelRunner, group: Group) -> N
 
 
 def main() -> None:
-    """Be the follower at the other end of a link that is inherited, with memory that is inherited, too."""
+    """Entry point: the inherited file descriptors are the link to rank 0 and shared memory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    told = json.loads(sys.argv[1])
-    path, failed = Path(told["model"]), threading.Event()
+    options = json.loads(sys.argv[1])
+    path, failed = Path(options["model"]), threading.Event()
     try:
-        link = Link.of(told["link"])
+        link = Link.of(options["link"])
         hosts = link.hosts
-        if hosts is not None:  # what is sent may wait for rank 0 to read, the rest of a pass say
+        if hosts is not None:  # no limit for sending: rank 0 may read late, after the rest of a pass
             link.within(SILENCE, sending=False)
-        _end_with(link, told["parent"], failed)
-        said = link.receive()
+        _end_with(link, options["parent"], failed)
+        message = link.receive()
         try:
-            key = None if told["key_file"] is None else read_key(told["key_file"])
-            settings = Settings.told(said)
+            key = None if options["key_file"] is None else read_key(options["key_file"])
+            settings = Settings.decode(message)
             kernels = settings.kernels()
-            group = settings.group(link, kernels, told["memory"])
+            group = settings.group(link, kernels, options["memory"])
             model = settings.load(path, kernels, group)
             drafts = [draft.load(path, model, settings, kernels) for draft in settings.drafts]
-        except Exception as error:  # whatever it is, rank 0 says so
+        except Exception as error:  # any error is reported to rank 0
             why = str(error) if isinstance(error, SpecInferError) else repr(error)
-            if hosts is not None:  # before rank 0 hears of it, and lets this process go
-                _LOG.error("it cannot load the model: %s", why)
+            if hosts is not None:  # before rank 0 reads the message and ends this process
+                _LOG.error("cannot load the model: %s", why)
             failed.set()
             link.send_last(json.dumps({"failed": why}).encode(), LAST)
             os._exit(CANNOT_LOAD)
@@ -250,25 +250,25 @@ def main() -> None:
         group.seconds(model.config.hidden_size)
         group.hop_seconds(model.config.hidden_size, model.dtype)
         follow(group, [model, *drafts])
-    except (EOFError, OSError):  # rank 0 has gone
+    except (EOFError, OSError):  # rank 0 has exited
         os._exit(0)
     except PeerLostError:
         os._exit(PEER_LOST)
     except BaseException:
-        _LOG.exception("a rank ends")
+        _LOG.exception("the rank ends after an error")
         os._exit(FAILED)
-    os._exit(0)  # nobody waits for what is left
+    os._exit(0)  # skip cleanup
 
 
 def _end_with(link: Link, parent: int, failed: threading.Event) -> None:
-    """End this process with its parent, and when the other end of the link is closed, whatever it computes.
+    """End this process when its parent ends or the link is closed, whatever it is doing.
 
-    Once it has `failed` it ends by itself.
+    After `failed` is set, the process ends by itself.
     """
-    if sys.platform == "linux":  # a process that is stopped notices nothing by itself
+    if sys.platform == "linux":  # a stopped process would not notice otherwise
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended before that
+        if os.getppid() != parent:  # the parent ended before
             os._exit(0)
     threading.Thread(target=_watch, args=(link, failed), name="watch", daemon=True).start()
 

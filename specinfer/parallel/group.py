@@ -1,18 +1,18 @@
-"""Group: the ranks that compute one model together, as one of them sees it.
+"""Group: the ranks that compute one model, from the view of one rank.
 
-    rank 0 ---- a link each ----> followers     messages: what is run next, in the order in which it is run
+    rank 0 ---- one link each ---> followers    messages: commands, in order of execution
     a stage's ranks <-- memory or gloo -->      tensors: row maxima, sums of integers, logits
-    stage 0 --> stage 1 --> ... --> stage 0     a link for each place in a stage: rows of hidden states
+    stage 0 --> stage 1 --> ... --> stage 0     one link per place in a stage: rows of hidden states
 
-Of 2 x 2 ranks, 0 and 1 are the first pipeline stage and share its layers, 2 and 3 are the second, and rows go
-from 0 to 2 and from 1 to 3, and back from there.
+With 2 x 2 ranks, ranks 0 and 1 are the first pipeline stage and share its layers, and ranks 2 and 3 are the
+second. Rows go from 0 to 2 and from 1 to 3, and back.
 
-Memory that ranks of one host share is the fast way, by the native library (kernels/exchange.py); gloo goes
-where that is not. Either moves numbers and adds integers, whose sum has no order. Floats are never added: in
-another order they would round otherwise, and the text would depend on the number of ranks.
+Ranks on one host exchange through shared memory, by the native library (kernels/exchange.py); otherwise
+through gloo. Both move numbers and add integers, whose sum does not depend on the order. Floats are never
+added across ranks: another order would round differently, and the text would depend on the number of ranks.
 
-Ranks that have lost one of them are out of step for good. So the first exchange that fails is the last one:
-it, and all that follow, raise PeerLostError.
+After one rank is lost, the others are permanently out of step. So after the first failed exchange, every
+exchange raises PeerLostError.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ from specinfer.parallel.link import LOST, Link
 from specinfer.parallel.meeting import HERE, gloo_of, gloo_of_rank_0, hand_on, introduce, introduced
 from specinfer.parallel.rank_times import DOING, RankTimes
 
-LIMIT: Final = 10.0  # seconds that an exchange may take
-LAST: Final = 2.0  # seconds that a follower leaves rank 0 to read its last word
-_TRIED, _ROWS = 50, 16  # exchanges that are timed, and their rows
+LIMIT: Final = 10.0  # timeout of an exchange, in seconds
+LAST: Final = 2.0  # seconds in which rank 0 may read a follower's last message
+_TRIALS, _ROWS = 50, 16  # number and rows of timed exchanges
 
 
 class Loss(NamedTuple):
-    """What became of a rank."""
+    """The loss of a rank."""
 
-    rank: int | None  # None: it is not known which
+    rank: int | None  # None: unknown
     words: str
 
 
 class Peers(Protocol):
-    """The processes of the other ranks, where this one has started them."""
+    """The processes of the other ranks, started by this one."""
 
     def lost(self) -> Loss:
-        """Which of them is lost, and how."""
+        """The lost process and its end."""
         ...
 
     def close(self) -> None:
-        """See that they end."""
+        """End the processes."""
         ...
 
-    on_end: Callable[[], object] | None  # called once when one has ended before that
+    on_end: Callable[[], object] | None  # called once if a process ends before `close`
 
 
 class Group:
-    """This process's place among `size` ranks, of which rank 0 says what is run.
+    """This process's membership in a group of `size` ranks; rank 0 issues commands.
 
-    Rank r is in pipeline stage r // width at place r % width. Every rank of a stage makes the same calls in
-    the same order. One thread at a time may: whoever leads takes `turn`.
+    Rank r is in pipeline stage r // width at place r % width. All ranks of a stage make the same calls in
+    the same order, one thread at a time; on rank 0 a thread holds `turn` for that.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Group:
         bounds: Sequence[int] = (),
         over_gloo: Collection[int] | None = None,
     ) -> None:
-        """`links` lead to the followers, or from rank 0. An exchange may take `limit` seconds.
+        """`links` lead to the followers, or to rank 0. An exchange may take `limit` seconds.
 
-        `exchange` is by memory that all ranks of a stage share; None: by gloo, once they are connected.
-        Where there are several stages, the layers of stage i are bounds[i] .. bounds[i + 1] - 1. Rank 0 knows
-        which ranks are `over_gloo`, whatever it is itself; None: those that are as it is.
+        `exchange` uses memory shared by all ranks of a stage; None: gloo, after `connect`. With several
+        stages, stage i has the layers bounds[i] .. bounds[i + 1] - 1. Rank 0 gets the ranks that are
+        `over_gloo`; None: all others, if it uses gloo itself.
         """
         self.rank = rank
         self.size = size
@@ -97,33 +97,33 @@ class Group:
         self.stage, self.place = divmod(rank, self.width)
         self.limit = limit
         self.turn = threading.RLock()
-        self.numbers = count()  # by which rank 0 knows caches
-        # Numbers of caches that nobody at rank 0 uses any more, and how many stages have them.
+        self.numbers = count()  # numbers of caches
+        # Numbers of caches that rank 0 has dropped, with the number of stages that have them.
         self.left: deque[tuple[int, int]] = deque()
         self.exchange = exchange
         self._links = links
-        alike = range(1, size) if exchange is None else ()
-        self._over_gloo: Collection[int] = alike if over_gloo is None else over_gloo
-        self._ring: tuple[Link, Link] | None = None  # from the stage before, and to the next
+        others = range(1, size) if exchange is None else ()
+        self._over_gloo: Collection[int] = others if over_gloo is None else over_gloo
+        self._ring: tuple[Link, Link] | None = None  # previous and next stage
         self.times = RankTimes(exchange)
         self._peers = peers
         self._closed = False
         self._gloo: Any = None
-        self._lost: Loss | None = None  # why it was given up
+        self._lost: Loss | None = None  # reason of the shutdown
         self._losing = threading.Lock()
 
     @property
     def transport(self) -> str:
-        """How partial sums travel, for people."""
+        """How partial sums are exchanged, for display."""
         if self.width == 1:
             return "nothing"
         return "gloo" if self.exchange is None else "shared memory"
 
     def connect(self, host: str = HERE, key: bytes | None = None) -> None:
-        """Meet the other ranks, by way of rank 0; `host` is this host's address where they can reach it.
+        """Connect to the other ranks through rank 0; `host` is this host's address for them.
 
-        `key` is needed where a neighbour in another stage is on another host. Raises PeerLostError where one
-        of them does not come in time.
+        `key` is needed if a neighbour in another stage is on another host. Raises PeerLostError if a rank
+        does not connect in time.
         """
         own = self.exchange is None and self.width > 1
         try:
@@ -139,7 +139,7 @@ class Group:
                     hand_on(links, self.limit)
         except (RuntimeError, OSError, EOFError, ValueError) as error:
             raise self.lose() from error
-        self.maximum(torch.zeros(1))  # until all of a stage have met all
+        self.maximum(torch.zeros(1))  # a barrier: all ranks of the stage are connected
         if self.stages > 1:
             try:
                 self._close_ring(key)
@@ -148,7 +148,7 @@ class Group:
             self.round(torch.zeros(1))
 
     def _close_ring(self, key: bytes | None) -> None:
-        """Get a link to the stage before and to the next, at the same place; of two stages it is the same."""
+        """Connect to the previous and the next stage, at the same place; of two stages they are the same."""
         steps = [(stage, stage + 1) for stage in range(self.stages - 1)]
         if self.stages > 2:
             steps.append((0, self.stages - 1))
@@ -167,21 +167,21 @@ class Group:
         self._ring = links[before], links[behind]
 
     def maximum(self, values: Tensor) -> Tensor:
-        """The largest of all ranks, element by element, of float32 numbers >= 0; NaN is larger than any.
+        """Element-wise maximum over all ranks of float32 numbers >= 0; NaN exceeds any number.
 
-        `values` are used up.
+        Overwrites `values`.
         """
         if self.width == 1:
             return values
         if self.exchange is not None:
             self._moving(partial(self.exchange.largest, values.numpy()))
             return values
-        # As integers they are in the same order, whatever a library makes of NaN.
+        # As integers they have the same order, independent of a library's handling of NaN.
         self._all(values.view(torch.int32), dist.ReduceOp.MAX)
         return values
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, element by element, of int32 numbers, which are used up."""
+        """Element-wise sum over all ranks of int32 numbers; overwrites `values`."""
         if self.width == 1:
             return values
         if self.exchange is not None:
@@ -191,9 +191,9 @@ class Group:
         return values
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
-        """All ranks' parts side by side at rank 0, [R, sum of widths]; other ranks get their own back.
+        """Concatenate all ranks' parts at rank 0, [R, sum of widths]; other ranks get their own part back.
 
-        Ranks of the first stage call it.
+        Called by the ranks of the first stage.
         """
         if self.width == 1:
             return part
@@ -215,7 +215,7 @@ class Group:
         return torch.cat([part, *others], 1)
 
     def broadcast(self, message: bytes, stages: int) -> None:
-        """Send a message to all followers of so many stages, which may be behind; from rank 0."""
+        """Send a message to all followers of the first `stages` stages; called by rank 0, does not wait."""
         self._check()
         try:
             for link in self._links[: stages * self.width - 1]:
@@ -224,24 +224,24 @@ class Group:
             raise self.lose() from error
 
     def receive(self) -> bytes:
-        """Wait, for ever, for rank 0's next message; raises as Link, at a follower."""
+        """Wait without limit for rank 0's next message; called by followers, raises as Link."""
         return self._links[0].receive()
 
     def answer(self, values: Tensor) -> None:
-        """Tell rank 0 something, at a follower."""
+        """Send values to rank 0; called by followers."""
         self._links[0].send(_bytes_of(values))
 
     def answered(self, rank: int, like: Tensor, patience: float = 0.0) -> Tensor:
-        """What another rank has answered, of this one's shape and kind; at rank 0.
+        """Values sent by another rank, with the shape and dtype of `like`; called by rank 0.
 
-        It may come so many seconds later than an exchange.
+        Waits `patience` seconds longer than for an exchange.
         """
         with self.times.waiting():
             return self._take(self._links[rank - 1], like, self.limit + patience)
 
     def hand_on(self, values: Tensor, patience: float | None = None) -> None:
-        """Give the next stage what it takes, which may be behind by so many seconds; None: for ever."""
-        assert self._ring is not None, "there are several stages"
+        """Send values to the next stage, which may be `patience` seconds late; None: no limit."""
+        assert self._ring is not None, "there is only one stage"
         behind = self._ring[1]
         self._check()
         try:
@@ -252,13 +252,13 @@ class Group:
             raise self.lose() from error
 
     def take(self, like: Tensor, patience: float | None = None) -> Tensor:
-        """What the stage before hands on, of this one's shape and kind; `patience` as of `hand_on`."""
-        assert self._ring is not None, "there are several stages"
+        """Values from the previous stage, with the shape and dtype of `like`; `patience` as in `hand_on`."""
+        assert self._ring is not None, "there is only one stage"
         with self.times.waiting():
             return self._take(self._ring[0], like, None if patience is None else self.limit + patience)
 
     def round(self, values: Tensor) -> None:
-        """Send something through all stages; all ranks call it."""
+        """Send values through all stages; called by all ranks."""
         if self.stages == 1:
             return
         if self.stage == 0:
@@ -275,15 +275,15 @@ class Group:
         except (EOFError, OSError, ValueError) as error:
             raise self.lose() from error
         if len(found) != like.nbytes:
-            raise self.lose(f"{like.nbytes} bytes were to come from another rank, and {len(found)} came")
+            raise self.lose(f"expected {like.nbytes} bytes from another rank, got {len(found)}")
         return torch.frombuffer(bytearray(found), dtype=like.dtype).view(like.shape)
 
     def lose(self, why: str = "") -> PeerLostError:
-        """Give the group up, as an exchange has failed or was not made; the error that says who was lost.
+        """Shut the group down after a failed or missed exchange; return the error that names the lost rank.
 
-        `why` it was given up here, where that is known.
+        `why` is the reason, if it is known here.
         """
-        with self._losing:  # as `watch` may be at it
+        with self._losing:  # `watch` may call it at the same time
             if self._lost is None:
                 if why:
                     self._lost = Loss(self.rank, why)
@@ -296,37 +296,37 @@ class Group:
                             self._links[0].send_last(LOST, LAST)
                 self.close()
             rank, words = self._lost
-        return PeerLostError(f"{words}; the model cannot be run any more: start it again", rank)
+        return PeerLostError(f"{words}; the group is shut down: start the model again", rank)
 
     def watch(self, tell: Callable[[PeerLostError], object]) -> None:
-        """Have `tell` hear, in a thread, when a rank ends while nobody exchanges anything with it."""
+        """Call `tell` in a thread if a rank ends while no exchange is in progress."""
         if self._peers is not None:
             self._peers.on_end = lambda: tell(self.lose())
 
-    def hear_times(self) -> None:
-        """Take what the followers answer, which were asked for their times, at rank 0."""
+    def read_times(self) -> None:
+        """Read the times requested from followers; called by rank 0."""
         like = torch.empty(len(DOING), dtype=torch.float64)
         self.times.hear([self.answered(rank, like).tolist() for rank in range(1, self.size)])
 
     def seconds(self, width: int, rows: int = _ROWS) -> float:
-        """What an exchange of so many rows and sums takes, a median; all ranks call it at once."""
+        """Median time of an exchange of sums of `rows` rows; all ranks call it at once."""
         return _median_of(lambda: self.total(torch.zeros(rows, width, dtype=torch.int32)))
 
     def hop_seconds(self, width: int, dtype: torch.dtype) -> float:
-        """The same of handing 16 rows on from stage to stage."""
+        """Median time of sending 16 rows to the next stage; all ranks call it at once."""
         return _median_of(lambda: self.round(torch.zeros(_ROWS, width, dtype=dtype))) / self.stages
 
     def close(self) -> None:
-        """Let go of the other ranks; followers end when rank 0 does it. Once more does nothing."""
+        """Close all links; followers end when rank 0 does so. Idempotent."""
         self._closed = True
-        if self._peers is not None:  # which know then that links are closed on purpose
+        if self._peers is not None:  # first, so that they know that links are closed on purpose
             self._peers.close()
         for link in (*self._links, *(self._ring or ())):
             link.close()
         self._gloo = None
 
     def free(self) -> None:
-        """Close, and give back the memory that ranks share; the model must be gone, as it points there."""
+        """Close, and unmap the shared memory; the model must be gone, as its tensors point there."""
         self.close()
         if self.exchange is not None:
             self.exchange.close()
@@ -342,7 +342,7 @@ class Group:
         self._moving(lambda: begin(self._gloo).wait())
 
     def _moving(self, move: Callable[[], Any]) -> None:
-        """An exchange; raises PeerLostError where it fails."""
+        """Run an exchange; raises PeerLostError if it fails."""
         self._check()
         try:
             move()
@@ -351,7 +351,7 @@ class Group:
 
     def _check(self) -> None:
         if self._closed:
-            raise self.lose("the other ranks were let go")
+            raise self.lose("the group was closed")
 
 
 def _bytes_of(values: Tensor) -> bytes:
@@ -360,7 +360,7 @@ def _bytes_of(values: Tensor) -> bytes:
 
 def _median_of(exchange: Callable[[], object]) -> float:
     found: list[float] = []
-    for _ in range(_TRIED):
+    for _ in range(_TRIALS):
         began = time.perf_counter()
         exchange()
         found.append(time.perf_counter() - began)

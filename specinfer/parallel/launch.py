@@ -1,14 +1,14 @@
-"""Followers: the processes of ranks 1, 2, ..., from their start to their end.
+"""Followers: starts the processes of ranks 1, 2, ..., and sees them end.
 
     rank 0                                       a follower (parallel/follower.py)
-    starts it, a socket for its link,            ends when the link or its parent does
-    or lets it in at its door               <--  on another host (parallel/door.py)
+    starts it with a socket for its link,        ends when the link or its parent does
+    or accepts it from another host         <--  (parallel/listener.py)
     settings: the kind, kernels             -->
-                                            <--  what it has loaded and runs on, or why it cannot
-    let us meet (parallel/meeting.py)       -->
+                                            <--  the loaded model and its kernels, or an error
+    connect the ranks (parallel/meeting.py) -->
     messages of runtime/sharded.py          -->
 
-On one host nothing has a name or a port that is fixed: the socket is inherited.
+On one host no name or port is fixed: the socket is inherited.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from typing import Any, Final
 import psutil
 
 from specinfer.errors import ModelError, PeerLostError
-from specinfer.parallel.door import PEER_LOST, Door, spawn
 from specinfer.parallel.group import LIMIT, Group, Loss
 from specinfer.parallel.link import Link
+from specinfer.parallel.listener import PEER_LOST, RankListener, spawn
 from specinfer.parallel.meeting import HERE
 from specinfer.version import VERSION
 
 _GRACE: Final = 1.0  # seconds for followers to end by themselves
-_LOOK: Final = 0.5  # seconds after which it is looked again whether all of them live
-_HEARD: Final = 0.5  # seconds within which those end that have noticed a loss
-_LOADING: Final = 600.0  # seconds that a follower may take to load after this rank has
-_COMING: Final = 600.0  # seconds that followers of other hosts are waited for
+_CHECK_INTERVAL: Final = 0.5  # seconds between checks that all of them live
+_SETTLE: Final = 0.5  # seconds for ranks that noticed a loss to end
+_LOADING: Final = 600.0  # seconds that a follower may load longer than this rank
+_JOINING: Final = 600.0  # seconds to wait for followers on other hosts
 
 
 class _Follower:
-    """One of them, as rank 0 knows it."""
+    """A follower, from rank 0's view."""
 
     def __init__(self, rank: int, link: Link, host: str, process: subprocess.Popen[bytes] | None) -> None:
         self.rank = rank
         self.link = link
         self.host = host
-        self._process = process  # None: it is on another host
+        self._process = process  # None: on another host
         hosts = link.hosts
         self._where = f"process {process.pid}" if process else f"on {hosts[1]}" if hosts else "elsewhere"
 
     def __str__(self) -> str:
-        """Which one it is."""
+        """Rank and place, for messages."""
         return f"rank {self.rank} ({self._where})"
 
     def ended(self) -> str | None:
-        """How it has ended; None where it has not, as far as is known."""
+        """How it has ended; None if it is not known to have ended."""
         if self._process is None:
-            return "has closed its link, or its host has gone" if self.link.ended() else None
+            return "has closed its link, or its host is unreachable" if self.link.ended() else None
         status = self._process.poll()
         return None if status is None else f"has ended with status {status}"
 
     def lost_another(self) -> bool:
-        """Whether it ends because it has lost another rank."""
+        """True if it ends because it has lost another rank."""
         if self._process is not None:
             return self.link.lost_another or self._process.poll() == PEER_LOST
         self.link.within(0)
@@ -72,7 +72,7 @@ class _Follower:
         return self.link.lost_another
 
     def stopped(self) -> bool:
-        """Whether it is known to be stopped, by a signal say."""
+        """True if its process is known to be stopped, by a signal for example."""
         try:
             found = None if self._process is None else psutil.Process(self._process.pid).status()
         except psutil.Error:
@@ -80,7 +80,7 @@ class _Follower:
         return bool(found == psutil.STATUS_STOPPED)
 
     def end(self, until: float) -> None:
-        """See that a process of this host ends: it is killed when its time is over."""
+        """Wait for a process on this host until the given time, then kill it."""
         if self._process is None:
             return
         try:
@@ -93,85 +93,87 @@ class _Follower:
 class Followers:
     """Ranks 1 .. size - 1."""
 
-    def __init__(self, count: int, model: Path, memory: Mapping[int, int], door: Door | None = None) -> None:
-        """Those that `door` lets in are waited for, the other ones of `count` are started, and load `model`.
+    def __init__(
+        self, count: int, model: Path, memory: Mapping[int, int], listener: RankListener | None = None
+    ) -> None:
+        """Wait for the ranks of `listener`, start the others of `count` here, and have them load `model`.
 
-        These inherit files of `memory`, by the first rank of the stage that shares each. Raises OSError where
-        one cannot be started, PeerLostError where one does not come in.
+        Started processes inherit the shared-memory files in `memory`, keyed by the first rank of a stage.
+        Raises OSError if one cannot be started, PeerLostError if one does not connect.
         """
-        self._model, self._memory, self._door = model, memory, door
+        self._model, self._memory, self._listener = model, memory, listener
         self._all: list[_Follower] = []
         self._started, self._closing = threading.Event(), threading.Event()
         self._failure: OSError | None = None
-        self.on_end: Callable[[], object] | None = None  # called once when one has ended before `close`
-        here = count if door is None else count - len(door.ranks)
-        # Linux takes the end of the thread that has started a process for the end of its parent.
+        self.on_end: Callable[[], object] | None = None  # called once if a follower ends before `close`
+        here = count if listener is None else count - len(listener.ranks)
+        # Linux treats the end of the thread that started a process as the end of its parent.
         self._keeper = threading.Thread(target=self._keep, args=(here,), daemon=True)
         self._keeper.start()
         self._started.wait()
         try:
             if self._failure is not None:
                 raise self._failure
-            guests = {} if door is None else door.wait(_COMING)
-            self._all += [_Follower(rank, one.link, one.host, None) for rank, one in sorted(guests.items())]
+            remote = {} if listener is None else listener.wait(_JOINING)
+            self._all += [_Follower(rank, one.link, one.host, None) for rank, one in sorted(remote.items())]
         except BaseException:
             self.close()
             raise
 
     @property
     def hosts(self) -> list[str]:
-        """Where ranks 0, 1, ... are: those that share memory have the same text, "" those of this host."""
+        """Hosts of ranks 0, 1, ...: ranks that share memory have the same value, "" on this host."""
         return ["", *(one.host for one in self._all)]
 
     @property
     def addresses(self) -> list[str]:
-        """The addresses of the hosts of ranks 0, 1, ..., "" of this one."""
+        """The addresses of the hosts of ranks 0, 1, ..., "" for this one."""
         pairs = [link.hosts for link in self.links]
         return ["", *("" if pair is None or pair[0] == pair[1] else pair[1] for pair in pairs)]
 
     def tell(self, settings: Sequence[Mapping[str, object]]) -> None:
-        """Have each load what its settings say (parallel/follower.py); JSON holds them."""
+        """Send each follower its settings (parallel/follower.py) as JSON."""
         for one, given in zip(self._all, settings, strict=True):
-            with contextlib.suppress(OSError):  # it has ended, as `ready` will tell
+            with contextlib.suppress(OSError):  # it has ended, and `ready` raises the error
                 one.link.send(json.dumps({**given, "version": VERSION}).encode())
 
     @property
     def links(self) -> list[Link]:
-        """Those to ranks 1, 2, ..."""
+        """Links to ranks 1, 2, ..."""
         return [one.link for one in self._all]
 
     @property
     def address(self) -> str:
-        """This host's address, as ranks of other hosts see it."""
+        """This host's address, as ranks on other hosts see it."""
         return next((link.hosts[0] for link in self.links if link.hosts is not None), HERE)
 
     def ready(self, identity: Mapping[str, str]) -> list[int]:
-        """Wait until all have loaded; they must run what this rank runs. How much memory is free at each.
+        """Wait until all have loaded the same as this rank; return the free bytes of memory at each.
 
-        Raises ModelError where one of them cannot, or is another (its code, its kernels, its file), and
-        PeerLostError where one ends or takes too long.
+        Raises ModelError if one of them cannot, or differs (its code, its kernels, its file), and
+        PeerLostError if one ends or takes too long.
         """
         free: list[int] = []
         for one in self._all:
             one.link.within(_LOADING)
             try:
-                said: Any = json.loads(one.link.receive())
+                message: Any = json.loads(one.link.receive())
             except (EOFError, OSError, ValueError) as error:
                 lost = self.lost()
                 raise PeerLostError(f"{lost.words} before it was ready; start it again", lost.rank) from error
-            if "failed" in said:
-                raise ModelError(f"rank {one.rank} cannot load the model: {said['failed']}")
-            others = [name for name, value in identity.items() if said["identity"].get(name) != value]
+            if "failed" in message:
+                raise ModelError(f"rank {one.rank} cannot load the model: {message['failed']}")
+            others = [name for name, value in identity.items() if message["identity"].get(name) != value]
             if others:
                 raise ModelError(
-                    f"rank {one.rank} has another {' and '.join(others)} than rank 0; all ranks must run the "
+                    f"rank {one.rank} differs from rank 0 in {' and '.join(others)}; all ranks must run the "
                     "same: start them from one installation and one model"
                 )
-            free.append(int(said["free"]))
+            free.append(int(message["free"]))
         return free
 
     def meet(self, group: Group, key: bytes | None) -> None:
-        """Have all ranks meet, those of other hosts with this key; raises PeerLostError as Group."""
+        """Connect all ranks, with the key for other hosts; raises PeerLostError as Group."""
         for link in self.links:
             link.within(LIMIT)
             with contextlib.suppress(OSError):
@@ -179,8 +181,8 @@ class Followers:
         group.connect(self.address, key)
 
     def lost(self) -> Loss:
-        """Which rank is lost, and how; waits a moment for those to end that have noticed it."""
-        until = time.monotonic() + _HEARD
+        """The lost rank and its end; waits up to 0.5 s for ranks that noticed the loss to end."""
+        until = time.monotonic() + _SETTLE
         while time.monotonic() < until:
             if any(one.ended() and not one.lost_another() for one in self._all):
                 break
@@ -188,25 +190,25 @@ class Followers:
         ended = [one for one in self._all if one.ended()]
         guilty = [one for one in ended if not one.lost_another()]
         silent = [one for one in self._all if one not in ended]
-        # Those that wait for a rank that is stopped say nothing, either, or that they have lost one.
+        # Ranks that wait for a stopped rank are silent too, or report that they have lost one.
         silent.sort(key=lambda one: (one.lost_another(), not one.stopped()))
         one = [*guilty, *silent, *ended][0]
         return Loss(one.rank, f"{one} {one.ended() or 'does not answer'}")
 
     def close(self) -> None:
-        """Close the links, whereupon followers end; one that does not is killed. Never waits."""
-        self._closing.set()  # first: no end from now on is a loss
-        if self._door is not None:
-            self._door.close()
+        """Close the links, which ends the followers; one that does not end is killed. Never waits."""
+        self._closing.set()  # first, so that no end from now on counts as a loss
+        if self._listener is not None:
+            self._listener.close()
         for link in self.links:
             link.close()
 
     def wait(self) -> None:
-        """Wait until all of this host have ended, after `close`."""
+        """Wait until all followers on this host have ended, after `close`."""
         self._keeper.join()
 
     def _keep(self, count: int) -> None:
-        """The thread that starts those of this host, and sees all of them end."""
+        """The thread that starts the followers on this host and waits for their ends."""
         try:
             for rank in range(1, count + 1):
                 ours, its = socket.socketpair()
@@ -216,7 +218,7 @@ class Followers:
         except OSError as error:
             self._failure = error
         self._started.set()
-        while not self._closing.wait(_LOOK):
+        while not self._closing.wait(_CHECK_INTERVAL):
             if any(one.ended() for one in self._all) and self.on_end and not self._closing.is_set():
                 self.on_end()
                 self._closing.wait()

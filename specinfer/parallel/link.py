@@ -1,14 +1,14 @@
-"""Link: a stream of messages between two processes of ours, on one host or, with a key, on two.
+"""Link: a stream of messages between two specinfer processes, on one host or, with a key, on two.
 
-    the one that dials                        the one that listens
-                                         <--  a number of its own (a nonce)
-    who it wants to be, a number of its own,
-    and the HMAC of both under the key   -->  wrong: it closes the connection
-    wrong: it closes the connection      <--  another HMAC of both
+    the dialer                                the listener
+                                         <--  a nonce
+    its purpose, its own nonce,
+    and the HMAC of both under the key   -->  if wrong: closes the connection
+    if wrong: closes the connection      <--  another HMAC of both
     messages                             <->  messages
 
-So each has shown that it knows the key, which never travels, before anything else is said. Messages that
-follow are neither secret nor signed: whoever can change what the network carries can change them.
+Both prove that they know the key, which is never sent, before any other data. Messages after that are neither
+encrypted nor signed: an attacker who can change network traffic can change them.
 """
 
 from __future__ import annotations
@@ -30,67 +30,67 @@ from typing import Final
 
 from specinfer.errors import ConfigError, KeyRefusedError
 
-_MAGIC: Final = 0x53504331  # of messages of this version
-_HEADER: Final = 8  # bytes: this number, and how many bytes follow
-_MOST: Final = 1 << 28  # bytes of a message
-_NONCE: Final = 32  # bytes of a number that is used once
+_MAGIC: Final = 0x53504331  # marks messages of this version
+_HEADER: Final = 8  # bytes: magic number and length
+_MAX_MESSAGE: Final = 1 << 28  # bytes of a message
+_NONCE: Final = 32  # bytes of a random number that is used once
 _PROOF: Final = 32  # bytes of an HMAC
-_OTHER_KEY: Final = b"another key"  # the answer to whoever shows none, or another one
-GREET: Final = 5.0  # seconds that such a one has for all of it
-_MOST_UNKNOWN: Final = 32  # connections whose key is not known yet
-_LEAST_KEY, _MOST_KEY = 16, 4096  # bytes
-LOST: Final = b'{"lost": true}'  # the last word of a rank that has lost another one
-_GONE: Final = 10  # seconds without an answer of the other host's system, after which a connection is lost
-# Closed from the other side; elsewhere than on Linux its end shows only when it is read.
+_OTHER_KEY: Final = b"another key"  # the answer to a missing or wrong proof
+GREET: Final = 5.0  # seconds for the whole handshake
+_MAX_PENDING: Final = 32  # connections that have not yet proved the key
+_MIN_KEY, _MAX_KEY = 16, 4096  # bytes
+LOST: Final = b'{"lost": true}'  # last message of a rank that has lost another one
+_ACKNOWLEDGE: Final = 10  # seconds without a TCP acknowledgement after which a connection is lost
+# Closed by the other side. Only Linux reports this without a read.
 _CLOSED: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
 
 class Link:
-    """A stream of messages between two processes of ours, each as long as its header says.
+    """A stream of length-prefixed messages between two processes.
 
-    Nobody hears of an empty message: it is a sign of life. One thread may receive, several may send.
+    An empty message is a heartbeat and is not delivered. One thread may receive, several may send.
     """
 
-    hosts: tuple[str, str] | None  # addresses of this host and of the other; None: both ends are on this one
-    lost_another: bool  # whether the other end has said that it has lost another rank
+    hosts: tuple[str, str] | None  # addresses of this host and of the other; None: both ends are on this host
+    lost_another: bool  # the other end has reported that it lost another rank
 
     def __init__(self, ours: socket.socket) -> None:
         """Raises OSError for a connection that has ended."""
         self.hosts, self.lost_another = None, False
-        if ours.family in (socket.AF_INET, socket.AF_INET6):  # which cannot be asked once it is reset
+        if ours.family in (socket.AF_INET, socket.AF_INET6):  # must be read before a reset
             self.hosts = ours.getsockname()[0], ours.getpeername()[0]
         self._socket = ours
-        self._limit = ours.gettimeout()  # seconds that a message may take to come
+        self._limit = ours.gettimeout()  # timeout of a message, in seconds
         self._sending = threading.Lock()
 
     @classmethod
     def of(cls, number: int) -> Link:
-        """That over an open socket that was inherited."""
+        """Wrap an inherited open socket."""
         return cls(socket.socket(fileno=number))
 
     @property
     def number(self) -> int:
-        """The number of the open socket."""
+        """The file descriptor of the socket."""
         return self._socket.fileno()
 
     def send(self, message: bytes) -> None:
-        """Send a message; raises OSError where the other end is gone, or does not take it in time."""
+        """Send a message; raises OSError if the other end is gone, or does not accept it in time."""
         with self._sending:
             self._socket.sendall(_MAGIC.to_bytes(4, "little") + len(message).to_bytes(4, "little") + message)
 
     def send_last(self, message: bytes, seconds: float) -> None:
-        """Send a message, and let the other end close the link, within so many seconds; raises as `send`.
+        """Send a message, then wait up to `seconds` for the other end to close the link; raises as `send`.
 
-        A connection that is closed with signs of life unread is reset, and the message might be lost.
+        Closing a connection with unread heartbeats resets it, and the message could be lost.
         """
         self.send(message)
         if self.hosts is not None:
             self.wait_for_end(seconds)
 
     def beat(self) -> None:
-        """Give a sign of life, if that is possible at once; never raises."""
+        """Send a heartbeat if that does not block; never raises."""
         if not self._sending.acquire(blocking=False):
-            return  # something is being sent, which is one
+            return  # another message is being sent, which serves as one
         try:
             poll = select.poll()
             poll.register(self._socket, select.POLLOUT)
@@ -101,59 +101,59 @@ class Link:
         finally:
             self._sending.release()
 
-    def receive(self, most: int = _MOST) -> bytes:
-        """Wait for the next message, of `most` bytes at most.
+    def receive(self, limit: int = _MAX_MESSAGE) -> bytes:
+        """Wait for the next message, of at most `limit` bytes.
 
-        Raises EOFError where the other end has closed the link or has lost another rank, TimeoutError where
-        it says nothing in time, ValueError for what is no message of ours.
+        Raises EOFError if the other end has closed the link or has lost another rank, TimeoutError if no
+        message arrives in time, ValueError for an invalid message.
         """
         while True:
-            header = self._exactly(_HEADER, begun=False)
+            header = self._exactly(_HEADER, partial=False)
             magic, length = (int.from_bytes(header[at : at + 4], "little") for at in (0, 4))
             if magic != _MAGIC:
-                raise ValueError(f"a message begins with {magic:#x}, not with {_MAGIC:#x}: another version's")
-            if length > most:
-                raise ValueError(f"a message has {length} bytes; allowed: {most}")
+                raise ValueError(f"a message begins with {magic:#x}, expected {_MAGIC:#x}: another version")
+            if length > limit:
+                raise ValueError(f"a message has {length} bytes; allowed: {limit}")
             if length:
-                message = self._exactly(length, begun=True)
+                message = self._exactly(length, partial=True)
                 if message == LOST:
                     self.lost_another = True
                     raise EOFError
                 return message
 
     def send_socket(self, other: socket.socket) -> None:
-        """Hand a socket over to another process of this host; raises as `send`."""
+        """Pass a socket to another process on this host; raises as `send`."""
         with self._sending:
             socket.send_fds(self._socket, [b"s"], [other.fileno()])
 
     def receive_socket(self) -> socket.socket:
-        """The socket that is handed over next; raises as `receive`."""
-        said, numbers, _, _ = socket.recv_fds(self._socket, 1, 1)
-        if not said:
+        """Receive a passed socket; raises as `receive`."""
+        message, numbers, _, _ = socket.recv_fds(self._socket, 1, 1)
+        if not message:
             raise EOFError
         if not numbers:
-            raise ValueError("a message is where a socket should be")
+            raise ValueError("expected a socket, got a message")
         return socket.socket(fileno=numbers[0])
 
     def within(self, seconds: float | None, *, sending: bool = True) -> None:
-        """Give up what takes longer from now on, `sending` or only receiving; None: never."""
+        """Set the timeout of receiving, and of sending if `sending`; None: no limit."""
         self._limit = seconds
         self._socket.settimeout(seconds if sending else None)
 
     def expect_acknowledgements(self) -> None:
-        """Have the link end where the other host acknowledges nothing for 10 s, signs of life say.
+        """End the link if the other host acknowledges nothing, heartbeats included, for 10 s.
 
-        A peer that does not read for so long behind a full buffer is taken for gone, too.
+        A peer that does not read for 10 s behind a full buffer is considered lost, too.
         """
         if sys.platform == "linux" and self.hosts is not None:
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _GONE)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _ACKNOWLEDGE)
 
     def ended(self) -> bool:
-        """Whether the other end is known to be closed, or its host to be gone."""
+        """True if the other end is known to be closed, or its host to be unreachable."""
         return self.wait_for_end(0)
 
     def wait_for_end(self, seconds: float | None = None) -> bool:
-        """Wait until it has ended, for so long at most; whether it has."""
+        """Wait up to `seconds` for the link to end; return True if it has."""
         poll = select.poll()
         try:
             poll.register(self._socket, _CLOSED)
@@ -162,58 +162,57 @@ class Link:
             return True
 
     def close(self) -> None:
-        """Close this end; the other one notices."""
+        """Close this end; the other end detects it."""
         self._socket.close()
 
-    def _exactly(self, count: int, *, begun: bool) -> bytes:
+    def _exactly(self, count: int, *, partial: bool) -> bytes:
         parts, limit = bytearray(), self._limit
         until = None if limit is None else time.monotonic() + limit
         while len(parts) < count:
-            if until is not None:  # for all of it: a byte now and then is not enough
+            if until is not None:  # one limit for all of it, so that single bytes do not extend it
                 poll = select.poll()
                 poll.register(self._socket, select.POLLIN)
                 if not poll.poll(1000 * max(0.0, until - time.monotonic())):
-                    raise TimeoutError(f"nothing whole was said for {limit:g} s")
+                    raise TimeoutError(f"no complete message arrived within {limit:g} s")
             part = self._socket.recv(min(count - len(parts), 1 << 20))
             if not part:
-                if begun or parts:
-                    raise ValueError("a message ends in its middle")
+                if partial or parts:
+                    raise ValueError("a message is incomplete")
                 raise EOFError
             parts += part
         return bytes(parts)
 
 
 def read_key(path: str | os.PathLike[str]) -> bytes:
-    """The key that a file holds, without white space around it.
+    """Read a key from a file, without surrounding white space.
 
-    Raises ConfigError where it cannot be read, where others than its owner may read it, and for a short one.
+    Raises ConfigError if the file cannot be read, if users other than its owner may read it, or if the key is
+    too short.
     """
     how = "make one with: (umask 077; openssl rand -hex 32 > FILE), and copy it to all hosts"
     try:
         with Path(path).expanduser().open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            key = file.read(_MOST_KEY + 1).strip()
+            key = file.read(_MAX_KEY + 1).strip()
     except OSError as error:
         raise ConfigError(f"cannot read the key in {path}: {error.strerror}; {how}") from None
     if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(
             f"others may read the key in {path} (its mode is {stat.S_IMODE(mode):o}): chmod 600 {path}"
         )
-    if not _LEAST_KEY <= len(key) <= _MOST_KEY:
-        raise ConfigError(
-            f"the key in {path} has {len(key)} bytes; allowed: {_LEAST_KEY} to {_MOST_KEY}: {how}"
-        )
+    if not _MIN_KEY <= len(key) <= _MAX_KEY:
+        raise ConfigError(f"the key in {path} has {len(key)} bytes; allowed: {_MIN_KEY} to {_MAX_KEY}: {how}")
     return key
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there, where port 0 is any that is free; raises OSError."""
+    """A listening socket; port 0 selects a free port. Raises OSError."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     listening = socket.socket(family, kind, protocol)
     try:
-        if os.name == "posix":  # or a port of which old connections are closing would be taken
+        if os.name == "posix":  # otherwise a port with closing connections counts as in use
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen(64)
@@ -224,29 +223,30 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def dial(host: str, port: int, key: bytes, purpose: str, *, limit: float = GREET) -> Link:
-    """A link to whoever listens there and has the same key, for the same purpose.
+    """Connect to a listener with the same key and purpose.
 
-    Raises OSError where nobody listens, or is silent for `limit` seconds, KeyRefusedError where the key is
-    another one, and ValueError where what answers is none of ours.
+    Raises OSError if there is no listener or it is silent for `limit` seconds, KeyRefusedError if the key
+    differs, and ValueError if the answer is not from specinfer.
     """
     connection = socket.create_connection((host, port), limit)
-    if connection.getsockname() == connection.getpeername():  # as happens where nobody listens on this host
+    # a self-connection, possible if there is no listener on this host
+    if connection.getsockname() == connection.getpeername():
         connection.close()
-        raise ConnectionRefusedError("nobody listens there")
+        raise ConnectionRefusedError("no process listens there")
     try:
         link = _over(connection)
         theirs, own = link.receive(_NONCE), secrets.token_bytes(_NONCE)
         if len(theirs) != _NONCE:
-            raise ValueError("what listens there is none of ours")
+            raise ValueError("the listener is not specinfer")
         link.send(own + _proof(key, "dials", purpose, theirs, own))
         answer = link.receive(_PROOF)
         if answer == _OTHER_KEY:
             raise KeyRefusedError(f"{host}:{port} has another key")
         if not hmac.compare_digest(answer, _proof(key, "listens", purpose, theirs, own)):
-            raise KeyRefusedError(f"{host}:{port} does not know the key")
+            raise KeyRefusedError(f"{host}:{port} has not proved the key")
     except EOFError:
         connection.close()
-        raise ConnectionResetError("it hung up") from None
+        raise ConnectionResetError("the listener closed the connection") from None
     except BaseException:
         connection.close()
         raise
@@ -255,24 +255,24 @@ def dial(host: str, port: int, key: bytes, purpose: str, *, limit: float = GREET
 
 
 def greet(connection: socket.socket, key: bytes, purpose: str, *, limit: float = GREET) -> Link:
-    """The link that a connection becomes once its other end has shown that it knows the key.
+    """Turn a connection into a link after its other end has proved the key.
 
-    `connection` is closed otherwise. Raises KeyRefusedError, OSError and ValueError as `dial`.
+    Otherwise `connection` is closed. Raises KeyRefusedError, OSError and ValueError as `dial`.
     """
     connection.settimeout(limit)
     try:
         link = _over(connection)
         own = secrets.token_bytes(_NONCE)
         link.send(own)
-        said = link.receive(_NONCE + _PROOF)
-        theirs, proof = said[:_NONCE], said[_NONCE:]
+        message = link.receive(_NONCE + _PROOF)
+        theirs, proof = message[:_NONCE], message[_NONCE:]
         if not hmac.compare_digest(proof, _proof(key, "dials", purpose, own, theirs)):
             link.send(_OTHER_KEY)
-            raise KeyRefusedError("it does not know the key")
+            raise KeyRefusedError("it has not proved the key")
         link.send(_proof(key, "listens", purpose, own, theirs))
     except EOFError:
         connection.close()
-        raise ConnectionResetError("it hung up before it had shown a key") from None
+        raise ConnectionResetError("it closed the connection before proving the key") from None
     except BaseException:
         connection.close()
         raise
@@ -281,23 +281,23 @@ def greet(connection: socket.socket, key: bytes, purpose: str, *, limit: float =
 
 
 class Greeter:
-    """Greets those who connect, each in a thread; where too many have shown no key, the oldest is let go."""
+    """Runs handshakes in threads; if too many are pending, the oldest is dropped."""
 
     def __init__(self, key: bytes, purpose: str) -> None:
         self._key = key
         self._purpose = purpose
-        self._unknown: list[socket.socket] = []
+        self._pending: list[socket.socket] = []
         self._changing = threading.Lock()
 
     def greet(
         self, connection: socket.socket, met: Callable[[Link], object], refused: Callable[[str], object]
     ) -> None:
-        """Have `met` hear of the link, in that thread, or `refused` why there is none."""
+        """Call `met` with the link, in that thread, or `refused` with the reason."""
         with self._changing:
-            self._unknown.append(connection)
-            if len(self._unknown) > _MOST_UNKNOWN:
+            self._pending.append(connection)
+            if len(self._pending) > _MAX_PENDING:
                 with suppress(OSError):  # its thread has closed it
-                    self._unknown.pop(0).shutdown(socket.SHUT_RDWR)
+                    self._pending.pop(0).shutdown(socket.SHUT_RDWR)
         threading.Thread(target=self._greet, args=(connection, met, refused), daemon=True).start()
 
     def _greet(
@@ -310,26 +310,26 @@ class Greeter:
             return
         finally:
             with self._changing:
-                if connection in self._unknown:
-                    self._unknown.remove(connection)
+                if connection in self._pending:
+                    self._pending.remove(connection)
         met(link)
 
 
-def _proof(key: bytes, who: str, purpose: str, listener: bytes, dialer: bytes) -> bytes:
-    """What only somebody with the key can say of these two numbers, in this part and for this purpose."""
-    said = f"specinfer {who} {purpose}\n".encode()
-    return hmac.digest(key, said + listener + dialer, hashlib.sha256)
+def _proof(key: bytes, role: str, purpose: str, listener: bytes, dialer: bytes) -> bytes:
+    """HMAC of the two nonces for this role and purpose."""
+    message = f"specinfer {role} {purpose}\n".encode()
+    return hmac.digest(key, message + listener + dialer, hashlib.sha256)
 
 
 def _over(connection: socket.socket) -> Link:
-    """A link over a connection that sends small messages at once, and ends when the other host is gone.
+    """A link that sends small messages without delay, and ends when the other host is unreachable.
 
-    That shows where nothing is under way (see Link.expect_acknowledgements).
+    This detects a lost host while idle (see Link.expect_acknowledgements).
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _GONE // 2)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ACKNOWLEDGE // 2)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _GONE // 2)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _ACKNOWLEDGE // 2)
     return Link(connection)

@@ -1,4 +1,4 @@
-"""RankTimes: where the time of ranks goes, which is computing, exchanging or waiting for others."""
+"""RankTimes: the time that ranks spend computing, exchanging and waiting for others."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Final
 from specinfer.kernels.exchange import SharedExchange
 
 DOING: Final = ("computing", "exchanging", "waiting")
-_EVERY: Final = 1.0  # seconds after which followers are asked for theirs
+_INTERVAL: Final = 1.0  # seconds between requests for the followers' times
 
 
 class RankTimes:
-    """The account of one rank's passes; rank 0 has those of the others, too, as they have told them."""
+    """Times of one rank's passes; rank 0 also has the followers' latest reports."""
 
     def __init__(self, exchange: SharedExchange | None) -> None:
-        """`exchange` counts what goes through it by itself; of gloo nobody knows, so that is computing."""
+        """`exchange` measures its own time; time in gloo cannot be separated, and counts as computing."""
         self.spent = [0.0] * len(DOING)  # seconds of passes
         self._exchange = exchange
         self._handing, self._waiting = 0.0, 0.0  # seconds in these
-        self._told: list[Sequence[float]] = []  # by followers
-        self._heard = -math.inf  # when
+        self._reported: list[Sequence[float]] = []  # followers' reports
+        self._reported_at = -math.inf  # time of the last reports
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """A part of a pass, whose time counts."""
+        """Count the time of a part of a pass."""
         began, before = time.perf_counter(), self._elsewhere()
         try:
             yield
@@ -35,11 +35,11 @@ class RankTimes:
             seconds = time.perf_counter() - began
             moved, waited = (now - then for now, then in zip(self._elsewhere(), before, strict=True))
             for n, spent in enumerate((seconds - moved - waited, moved, waited)):
-                self.spent[n] += max(0.0, spent)  # these are of two clocks
+                self.spent[n] += max(0.0, spent)  # the times come from two clocks
 
     @contextmanager
     def handing(self) -> Iterator[None]:
-        """While something is given to another rank, which is exchanging."""
+        """Count the time of sending to another rank, as exchanging."""
         began = time.perf_counter()
         try:
             yield
@@ -48,7 +48,7 @@ class RankTimes:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """While something is to come from another rank."""
+        """Count the time of waiting for another rank."""
         began = time.perf_counter()
         try:
             yield
@@ -57,25 +57,25 @@ class RankTimes:
 
     @property
     def due(self) -> bool:
-        """Whether it is time to ask followers for theirs, at rank 0."""
-        return time.monotonic() - self._heard > _EVERY
+        """True if rank 0 should request the followers' times."""
+        return time.monotonic() - self._reported_at > _INTERVAL
 
-    def hear(self, told: list[Sequence[float]]) -> None:
-        """Keep what followers have spent so far, in their order."""
-        self._told = told
-        self._heard = time.monotonic()
+    def hear(self, times: list[Sequence[float]]) -> None:
+        """Store the followers' times, in order of rank."""
+        self._reported = times
+        self._reported_at = time.monotonic()
 
     @property
     def by_rank(self) -> dict[str, float]:
-        """Seconds of all ranks so far, at rank 0: "1 waiting"; others were asked up to a few seconds ago."""
+        """Total seconds by rank and activity ("1 waiting"), at rank 0; followers' are a few seconds old."""
         return {
             f"{rank} {doing}": seconds
-            for rank, spent in enumerate([self.spent, *self._told])
+            for rank, spent in enumerate([self.spent, *self._reported])
             for doing, seconds in zip(DOING, spent, strict=True)
         }
 
     def _elsewhere(self) -> tuple[float, float]:
-        """Seconds in exchanges so far, without waiting, and of waiting."""
+        """Total seconds exchanging, without waiting, and total seconds waiting."""
         if self._exchange is None:
             return self._handing, self._waiting
         figures = self._exchange.figures()

@@ -1,19 +1,21 @@
-"""Share: what one of several ranks has of a layer: heads, columns of MLPs, a part of the vocabulary.
+"""Share: a rank's part of a layer: heads, MLP columns, and a part of the vocabulary.
 
-Of SmolLM2's layers, 9 heads in 3 groups that share a key-value head each, and an MLP of 1536, two ranks have
+SmolLM2's layers have 9 heads in 3 groups with one key-value head each, and an MLP of 1536. Two ranks have
 
     rank 0   heads 0 .. 5   key-value heads 0, 1   MLP    0 ..  767
     rank 1   heads 6 .. 8   key-value head  2      MLP  768 .. 1535
 
-Shares need not be equal: whole key-value heads go round as evenly as they can. Where ranks are more than
-these, several have the same key-value head, and share out the query heads that read it. Columns are cut at
-groups of 32, in which activations are quantized, so some heads cannot be parted from their neighbours.
+Shares need not be equal: whole key-value heads are distributed as evenly as possible. With more ranks than
+key-value heads, several ranks have the same key-value head and divide its query heads. Columns are cut at
+multiples of 32, the group size of quantized activations, so some heads cannot be separated from their
+neighbours.
 
-Sums of floats, over heads and over columns, are of fixed parts that no share cuts (kernels/parts.py): those
-that as many ranks would have. Of 8 parts three ranks have 2, 3 and 3 eighths of an MLP; of 12 a third each.
+Sums of floats, over heads and over columns, have fixed parts that no share cuts (kernels/parts.py): those
+that as many ranks would have. With 8 parts, three ranks have 2, 3 and 3 eighths of an MLP; with 12 parts a
+third each.
 
-Layout: which layers are whose. Where four ranks are two stages of 3 and 27 layers, ranks 0 and 1 share layers
-0 .. 2, the embeddings and the output layer, and ranks 2 and 3 share the other layers.
+Layout: the assignment of layers to stages. With four ranks in two stages of 3 and 27 layers, ranks 0 and 1
+share layers 0 .. 2, the embeddings and the output layer, and ranks 2 and 3 share the other layers.
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ from specinfer.kernels.parts import SumParts
 from specinfer.models.config import InnerRange, ModelConfig, PipelineStage, QkNorm, Ranges
 
 _GROUP: Final = 32  # columns that are rotated and quantized together (kernels/layout.py)
-_ROWS: Final = 16  # of a matrix that lie side by side
-_MOST: Final = 64  # ranks that are tried to find those that work
+_ROWS: Final = 16  # interleaved rows of a matrix
+_MAX_RANKS: Final = 64  # numbers of ranks that are tried for an error message
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of rank `rank` of `size`; sums of floats have so many `parts`, exact sums one."""
+    """The share of rank `rank` of `size`; float sums have `parts` parts, exact sums one."""
 
     rank: int
     size: int
     parts: int = 1
 
     def heads(self, heads: int, kv_heads: int, head_dim: int) -> tuple[range, range] | None:
-        """The query heads and the key-value heads of this rank; None where it would have none."""
+        """The query heads and the key-value heads of this rank; None if it would have none."""
         group, pieces = heads // kv_heads, _pieces(heads, kv_heads, head_dim, self.parts)
         queries = _shared_out(pieces, self.size)[self.rank]
         if queries is None:
@@ -50,36 +52,38 @@ class Share:
         return queries, range(queries.start // group, -(-queries.stop // group))
 
     def columns(self, inner: int) -> range:
-        """The columns of an MLP of so many that are this rank's, in whole groups and parts."""
+        """This rank's columns of an MLP of `inner` columns, in whole groups and parts."""
         ends = _column_ends(inner, self.parts)
         count = len(ends) - 1
         return range(*(ends[count * number // self.size] for number in (self.rank, self.rank + 1)))
 
     def vocab(self, vocab: int) -> range:
-        """The tokens, of so many, whose logits this rank makes."""
+        """The tokens whose logits this rank computes."""
         units = -(-vocab // _ROWS)
         return range(
             *(min(units * number // self.size * _ROWS, vocab) for number in (self.rank, self.rank + 1))
         )
 
     def of(self, config: ModelConfig, *, whole_table: bool = False) -> ModelConfig:
-        """This rank's part of a whole model, with embeddings of all tokens if asked; of one rank all of it.
+        """This rank's part of a model; with `whole_table`, all embeddings. A single rank has everything.
 
-        Raises ConfigError where a rank would have no head, or no columns of the MLP.
+        Raises ConfigError if a rank would have no head, or no columns of the MLP.
         """
         own = self.heads(config.num_heads, config.num_kv_heads, config.head_dim)
         if own is None or not self._fits(config):
-            works = [str(size) for size in range(1, _MOST + 1) if Share(0, size, self.parts)._fits(config)]
+            works = [
+                str(size) for size in range(1, _MAX_RANKS + 1) if Share(0, size, self.parts)._fits(config)
+            ]
             cut = f", in {self.parts} parts of sums" if self.parts > 1 else ""
             raise ConfigError(
-                f"tensor_parallel is {self.size}: of {config.num_heads} heads in {config.num_kv_heads} "
-                f"groups, and an MLP of {min(_inner_sizes(config))}{cut}, some rank would have none; allowed "
-                f"for this model: {', '.join(works)}, and pipeline_parallel shares out whole layers"
+                f"tensor_parallel is {self.size}: with {config.num_heads} heads in {config.num_kv_heads} "
+                f"groups, and an MLP of {min(_inner_sizes(config))}{cut}, a rank would have none; allowed "
+                f"for this model: {', '.join(works)}, or use pipeline_parallel, which divides whole layers"
             )
         if self.size > 1 and config.qk_norm is QkNorm.WHOLE:
             raise ConfigError(
                 f"tensor_parallel is {self.size}: a {config.family} model norms the queries of all heads "
-                "together, which ranks do not share; pipeline_parallel shares out whole layers"
+                "together, which ranks cannot divide; use pipeline_parallel, which divides whole layers"
             )
         o, down = self._head_sums(config), self._column_sums(config.intermediate_size)
         experts, of_expert, of_shared = config.experts, InnerRange(), InnerRange()
@@ -120,7 +124,7 @@ class Share:
         return [Share(rank, self.size, self.parts) for rank in range(self.size)]
 
     def _fits(self, config: ModelConfig) -> bool:
-        """Whether each of so many ranks has something of everything."""
+        """True if each rank has a part of everything."""
         heads = config.num_heads, config.num_kv_heads, config.head_dim
         sizes = _inner_sizes(config)
         return all(
@@ -133,7 +137,7 @@ class Share:
         return InnerRange(self.columns(size) if self.size > 1 and size else None, self._column_sums(size))
 
     def _head_sums(self, config: ModelConfig) -> SumParts | None:
-        """The parts of the sums over heads; None where they are exact."""
+        """The parts of the sums over heads; None if they are exact."""
         if self.parts == 1:
             return None
         heads = config.num_heads, config.num_kv_heads, config.head_dim
@@ -143,7 +147,7 @@ class Share:
         return _parts(ends, begins, self.rank)
 
     def _column_sums(self, inner: int) -> SumParts | None:
-        """The parts of the sums over columns of MLPs of that size; None where they are exact, or none."""
+        """The parts of the sums over columns of MLPs of that size; None if they are exact or empty."""
         if self.parts == 1 or not inner:
             return None
         begins = [share.columns(inner).start for share in self._all]
@@ -152,17 +156,17 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Ranks in pipeline stages of `width` ranks each, which share every layer of their stage."""
+    """Pipeline stages of `width` ranks each; the ranks of a stage share each of its layers."""
 
     width: int
     bounds: tuple[int, ...]  # stage i has layers bounds[i] .. bounds[i + 1] - 1
-    parts: int = 1  # of sums of floats; exact sums have one
+    parts: int = 1  # parts of float sums; exact sums have one
 
     @classmethod
     def of(cls, width: int, stages: int, layers: Sequence[int], beside: int, parts: int = 1) -> Layout:
-        """Stages as even as can be, by the bytes of each layer, and of all `beside` them in the first stage.
+        """The most even stages, by bytes per layer plus `beside` bytes in the first stage.
 
-        Each has a layer at the least. Raises ConfigError where the layers are too few.
+        Each stage has at least one layer. Raises ConfigError if there are too few layers.
         """
         count = len(layers)
         if stages > count:
@@ -171,7 +175,7 @@ class Layout:
                 f"allowed: 1 to {count}"
             )
         ends = list(accumulate(layers, initial=beside))
-        # Of the best way to end a stage before each layer: its sum of squares, and where that stage begins.
+        # Best partition that ends before each layer: its sum of squares, and the start of its last stage.
         best: list[tuple[float, int]] = [(end**2, 0) for end in ends]
         begins: list[list[int]] = []
         for _ in range(1, stages):
@@ -186,22 +190,22 @@ class Layout:
         return cls(width, (0, *reversed(bounds)), parts)
 
     def of_draft(self, config: ModelConfig, *, exact: bool) -> Layout:
-        """That of a draft, which the first stage has; sums have a part a rank, unless they are exact."""
+        """Layout of a draft on the first stage; sums have one part per rank, unless they are exact."""
         return Layout(self.width, (0, config.num_layers), 1 if exact else self.width)
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.width * self.stages
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.bounds) - 1
 
     @property
     def layers(self) -> list[int]:
-        """How many layers each stage has."""
+        """The number of layers of each stage."""
         return [behind - first for first, behind in pairwise(self.bounds)]
 
     def part(self, rank: int, config: ModelConfig, *, whole_table: bool = False) -> ModelConfig:
@@ -223,30 +227,30 @@ class Layout:
 
 
 def _parts(ends: Sequence[int], begins: Sequence[int], rank: int) -> SumParts:
-    """A rank's parts, of those between these `ends`; `begins` are where ranks begin."""
+    """A rank's parts; `ends` bound all parts, and `begins` are the starts of the ranks' shares."""
     shares = tuple(map(ends.index, (*begins, ends[-1])))
     own = ends[shares[rank] : shares[rank + 1] + 1]
     return SumParts(tuple(end - own[0] for end in own[1:]), shares, rank)
 
 
 def _inner_sizes(config: ModelConfig) -> list[int]:
-    """The sizes of all kinds of MLPs that layers have."""
+    """The sizes of all kinds of MLPs in the model's layers."""
     experts = config.experts
     sizes = [config.intermediate_size, *([] if experts is None else [experts.size, experts.shared_size])]
     return [size for size in sizes if size]
 
 
 def _column_ends(inner: int, parts: int) -> list[int]:
-    """0, and behind which columns others may be another rank's."""
+    """0, and the ends of the columns where shares may be cut."""
     units = -(-inner // _GROUP)
     count = units if parts == 1 else min(parts, units)
     return [min(units * number // count * _GROUP, inner) for number in range(count + 1)]
 
 
 def _pieces(heads: int, kv_heads: int, head_dim: int, parts: int) -> list[list[range]]:
-    """Query heads that stay together, by groups; ranks part a group only where they are more than groups."""
+    """Inseparable query heads, by group; ranks divide a group only if they outnumber the groups."""
     group = heads // kv_heads
-    # Key-value heads that stay together, as columns are cut behind whole groups of 32.
+    # Inseparable key-value heads, as columns are cut at multiples of 32.
     together = _GROUP // math.gcd(group * head_dim, _GROUP)
     units = -(-kv_heads // together)
     count = units if parts == 1 else min(parts, units)
@@ -254,29 +258,30 @@ def _pieces(heads: int, kv_heads: int, head_dim: int, parts: int) -> list[list[r
     groups = [range(begin, end) for begin, end in pairwise(ends)]
     if together > 1 or count < kv_heads:
         return [[whole] for whole in groups]
-    # Query heads that stay together, for the same reason; a group has a whole number of these.
+    # Inseparable query heads, for the same reason; a group has a whole number of these.
     pair = _GROUP // math.gcd(head_dim, _GROUP)
     found, places = [], group // pair
     for number, whole in enumerate(groups):
-        most = parts * (number + 1) // count - parts * number // count
-        own = places if parts == 1 else min(places, most)
+        limit = parts * (number + 1) // count - parts * number // count
+        own = places if parts == 1 else min(places, limit)
         cuts = [whole.start + places * one // own * pair for one in range(own + 1)]
         found.append([range(begin, end) for begin, end in pairwise(cuts)])
     return found
 
 
 def _shared_out(groups: Sequence[Sequence[range]], size: int) -> list[range | None]:
-    """The query heads of each of `size` ranks, which have whole groups, or whole pieces of one; or None."""
+    """The query heads of each of `size` ranks, in whole groups or whole pieces of one; None if impossible."""
     count = len(groups)
     if size <= count:
-        # The first ranks have more: rank 0, whose cores are the engine's as well, is no slower for it.
+        # The first ranks have more. Rank 0, whose cores also run the engine, measured no slower with it.
         ends = [-(-count * number // size) for number in range(size + 1)]
         return [range(groups[begin][0].start, groups[end - 1][-1].stop) for begin, end in pairwise(ends)]
     spare, more = sum(map(len, groups)) - count, size - count
     if more > spare:
         return [None] * size
     found: list[range | None] = []
-    before = 0  # pieces but for one of each group: each group has a rank, and these have the others
+    # counts pieces beyond the first of each group: each group has a rank, and the others divide these
+    before = 0
     for pieces in groups:
         behind = before + len(pieces) - 1
         ranks = 1 + more * behind // spare - more * before // spare

@@ -1,7 +1,7 @@
-"""What an exchange between processes of this host takes, without a model; `specinfer doctor` tells it.
+"""Measures the time of an exchange between processes of this host, without a model, for `specinfer doctor`.
 
 The other ranks are `python -m specinfer.parallel.trial RANK RANKS SOCKET [MEMORY]`: they make the same
-exchanges, and end.
+exchanges and exit.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from specinfer.kernels.native import load_library
 from specinfer.parallel.group import Group
 from specinfer.parallel.link import Link
 
-WIDTH: Final = 1536  # sums of a row
+WIDTH: Final = 1536  # sums per row
 ROWS: Final = (1, 16)
-_COMING: Final = 60.0  # seconds in which processes start
+_LIMIT: Final = 60.0  # seconds in which processes start
 
 
 def exchange_seconds(ranks: int, library: Library | None) -> list[float]:
-    """What an exchange takes, a median for each of ROWS: over shared memory, without a library over gloo.
+    """Median time of an exchange for each of ROWS: over shared memory, or over gloo without a library.
 
-    Raises PeerLostError where one of the processes does not come, or ends.
+    Raises PeerLostError if one of the processes does not connect, or ends.
     """
     memory = [] if library is None else [shared_file()]
     links: list[Link] = []
@@ -46,15 +46,15 @@ def exchange_seconds(ranks: int, library: Library | None) -> list[float]:
         for file in memory:
             os.close(file)
         for process in processes:
-            process.kill()  # it has ended, or waits for what does not come
+            process.kill()  # it has ended, or waits for a message that never arrives
             process.wait()
 
 
 def _timed(rank: int, ranks: int, links: list[Link], library: Library | None, *memory: int) -> list[float]:
     exchange = None
     if library is not None:
-        exchange = SharedExchange(library, memory[0], ranks, rank, limit=_COMING)
-    group = Group(rank, ranks, links, exchange=exchange, limit=_COMING)
+        exchange = SharedExchange(library, memory[0], ranks, rank, limit=_LIMIT)
+    group = Group(rank, ranks, links, exchange=exchange, limit=_LIMIT)
     try:
         group.connect()
         return [group.seconds(WIDTH, rows) for rows in ROWS]
@@ -63,7 +63,7 @@ def _timed(rank: int, ranks: int, links: list[Link], library: Library | None, *m
 
 
 def main() -> None:
-    """Be another rank, at the other end of an inherited socket."""
+    """Entry point of another rank, over an inherited socket."""
     rank, ranks, link, *memory = map(int, sys.argv[1:])
     _timed(rank, ranks, [Link.of(link)], load_library() if memory else None, *memory)
 

@@ -21,14 +21,14 @@ class Knocked(Exception):
 
 
 def knocks(monkeypatch: pytest.MonkeyPatch, *words: str, **variables: str) -> object:
-    """What a follower asks for at which door."""
+    """The arguments with which a follower joins a group."""
     asked: list[object] = []
 
-    def knock(*given: object) -> None:
+    def join_group(*given: object) -> None:
         asked.append(given[:3])
         raise Knocked
 
-    monkeypatch.setattr(command, "knock", knock)
+    monkeypatch.setattr(command, "join_group", join_group)
     found = CliRunner().invoke(follow, words, env=variables)
     return asked[0] if asked else found.exception if found.exit_code == 1 else found.output
 
@@ -76,7 +76,7 @@ def test_a_process_that_cannot_be_started_is_a_line_and_the_next_engine_is_waite
     ends = [socket.socketpair() for _ in range(2)]
     links = [Link(ours) for ours, _ in ends]
 
-    def knock(*_: object) -> Link:
+    def join_group(*_: object) -> Link:
         if not links:
             raise Knocked
         return links.pop()
@@ -84,7 +84,7 @@ def test_a_process_that_cannot_be_started_is_a_line_and_the_next_engine_is_waite
     def spawn(*_: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(command, "knock", knock)
+    monkeypatch.setattr(command, "join_group", join_group)
     monkeypatch.setattr(command, "spawn", spawn)
     words = [str(key), "--rank", "1", "--master", "[::1]:7", "--key-file", str(key)]
     found = CliRunner().invoke(follow, words)

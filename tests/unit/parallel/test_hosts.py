@@ -29,10 +29,10 @@ from specinfer.engine import memory
 from specinfer.errors import CapacityError, ConfigError, KeyRefusedError, ModelError, PeerLostError
 from specinfer.kernels.choice import TORCH
 from specinfer.models.weights import estimate_bytes, open_model
-from specinfer.parallel import door, launch
-from specinfer.parallel.door import Door, knock
+from specinfer.parallel import launch, listener
 from specinfer.parallel.group import Group
 from specinfer.parallel.link import LOST, Link
+from specinfer.parallel.listener import RankListener, join_group
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.sharded import MessageWriter
 from specinfer.serve.backend.replica_backend import ReplicaBackend
@@ -179,28 +179,28 @@ def test_whoever_lacks_the_key_or_the_rank_is_refused_and_the_right_one_is_waite
     engine.join(60)
     assert found == plain
     assert hosts.says().count(f"specinfer: error: {hosts.master} has another key") == 2
-    assert "rank 2 is none of its followers on other hosts: 1" in hosts.says()
-    strangers = [line for line in caplog.messages if line.endswith("it does not know the key")]
+    assert "rank 2 is not a follower on another host: 1" in hosts.says()
+    strangers = [line for line in caplog.messages if line.endswith("it has not proved the key")]
     assert len(strangers) == 1
 
 
 def test_a_follower_that_does_not_come_is_named(
     folder: Path, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_COMING", 2.0)
+    monkeypatch.setattr(launch, "_JOINING", 2.0)
     hosts.follow(2)
-    with pytest.raises(PeerLostError, match=rf"ranks? .*3 did not come to {hosts.master} within 2 s"):
+    with pytest.raises(PeerLostError, match=rf"ranks? .*3 did not connect to {hosts.master} within 2 s"):
         LLM(folder / "target", **{**hosts.options, "tensor_parallel": 4, "local_ranks": 2})
     assert soon(lambda: not psutil.Process().children(recursive=True) or not hosts.workers())
 
 
 def test_ctrl_c_ends_the_wait_and_gives_the_port_back(folder: Path, hosts: Hosts) -> None:
     def interrupt(record: logging.LogRecord) -> bool:
-        if f"waits at {hosts.master}" in record.getMessage():
+        if f"waiting at {hosts.master}" in record.getMessage():
             os.kill(os.getpid(), signal.SIGINT)
         return True
 
-    log = logging.getLogger(door.__name__)
+    log = logging.getLogger(listener.__name__)
     log.addFilter(interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -215,7 +215,7 @@ def test_of_two_followers_of_one_rank_the_second_waits(
     first = hosts.follow()
     with LLM(folder / "target", **hosts.options) as llm:
         second = hosts.follow()
-        assert soon(lambda: "rank 1 is there already from 127.0.0.1" in hosts.says())
+        assert soon(lambda: "rank 1 is connected already from 127.0.0.1" in hosts.says())
         assert told(llm) == plain
         assert second.poll() is None
         [worker] = hosts.workers()
@@ -232,14 +232,14 @@ def test_a_follower_with_another_model_or_version_is_refused(
     tensors["model.layers.0.mlp.up_proj.weight"] += 0.5
     save_file(tensors, hosts.model / "model.safetensors")
     hosts.follow()
-    with pytest.raises(ModelError, match="rank 1 has another model file than rank 0; all ranks must run the"):
+    with pytest.raises(ModelError, match="rank 1 differs from rank 0 in model file; all ranks must run the"):
         LLM(folder / "target", **hosts.options)
     monkeypatch.setattr(launch, "VERSION", "0.0.1")
     with pytest.raises(
-        ModelError, match=r"rank 1 cannot load the model: it has version .*, and rank 0 has 0\.0\.1"
+        ModelError, match=r"rank 1 cannot load the model: this rank has version .*, rank 0 has 0\.0\.1"
     ):
         LLM(folder / "target", **hosts.options)
-    assert "it cannot load the model: it has version" in hosts.says()
+    assert "cannot load the model: this rank has version" in hosts.says()
 
 
 def test_a_host_has_memory_for_its_own_ranks_alone(
@@ -327,22 +327,22 @@ def test_a_message_that_does_not_fit_ends_the_follower_and_nothing_is_run(
     assert "in _run" not in hosts.says()
 
 
-def test_a_door_lets_a_rank_in_again_whose_link_has_ended() -> None:
+def test_a_rank_may_join_again_after_its_link_ended() -> None:
     key = b"k" * 16
-    gate = Door(("127.0.0.1", 0), key, range(1, 3))
+    gate = RankListener(("127.0.0.1", 0), key, range(1, 3))
     address = gate._listening.getsockname()
-    first, other = knock(address, key, 1, "there"), knock(address, key, 2, "there")
+    first, other = join_group(address, key, 1, "there"), join_group(address, key, 2, "there")
     assert gate.wait(30.0).keys() == {1, 2}
-    with pytest.raises(ConnectionRefusedError, match="rank 1 is there already"):
-        knock(address, key, 1, "there")
-    with pytest.raises(ConfigError, match="rank 3 is none of its followers on other hosts: 1, 2"):
-        knock(address, key, 3, "there")
+    with pytest.raises(ConnectionRefusedError, match="rank 1 is connected already"):
+        join_group(address, key, 1, "there")
+    with pytest.raises(ConfigError, match="rank 3 is not a follower on another host: 1, 2"):
+        join_group(address, key, 3, "there")
     with pytest.raises(KeyRefusedError):
-        knock(address, b"x" * 16, 1, "there")
+        join_group(address, b"x" * 16, 1, "there")
     first.close()
-    with pytest.raises(PeerLostError, match="rank 1 did not come"):
+    with pytest.raises(PeerLostError, match="rank 1 did not connect"):
         gate.wait(0.0)
-    again = knock(address, key, 1, "there")
+    again = join_group(address, key, 1, "there")
     links = gate.wait(30.0)
     links[1].link.send(b"settings")
     assert again.receive() == b"settings"
@@ -353,13 +353,13 @@ def test_a_door_lets_a_rank_in_again_whose_link_has_ended() -> None:
     gate.close()
     other.close()
     with pytest.raises(ConnectionRefusedError):
-        knock(address, key, 1, "there")
+        join_group(address, key, 1, "there")
 
 
 def test_a_link_without_a_sign_of_life_is_given_up() -> None:
-    gate = Door(("127.0.0.1", 0), b"k" * 16, range(1, 2))
+    gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 2))
     address = gate._listening.getsockname()
-    link = knock(address, b"k" * 16, 1, "there")
+    link = join_group(address, b"k" * 16, 1, "there")
     link.within(0.8)
     closing = threading.Timer(1.5, gate.close)
     closing.start()
@@ -370,11 +370,11 @@ def test_a_link_without_a_sign_of_life_is_given_up() -> None:
     link.close()
 
 
-def test_strangers_do_not_shut_the_door() -> None:
-    gate = Door(("127.0.0.1", 0), b"k" * 16, range(1, 2))
+def test_refused_connections_do_not_block_the_listener() -> None:
+    gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 2))
     address = gate._listening.getsockname()
     strangers = [socket.create_connection(address) for _ in range(40)]
-    link = knock(address, b"k" * 16, 1, "there")
+    link = join_group(address, b"k" * 16, 1, "there")
     assert gate.wait(30.0).keys() == {1}
     gate.close()
     for one in (*strangers, link):
@@ -382,9 +382,9 @@ def test_strangers_do_not_shut_the_door() -> None:
 
 
 def test_an_end_on_purpose_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Door(("127.0.0.1", 0), b"k" * 16, range(1, 3))
+    gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 3))
     address = gate._listening.getsockname()
-    links = [knock(address, b"k" * 16, rank, "there") for rank in (1, 2)]
+    links = [join_group(address, b"k" * 16, rank, "there") for rank in (1, 2)]
     begun, heard = launch.Followers(2, tmp_path, {}, gate), list[object]()
     assert begun.addresses == ["", "", ""], "they are of this host"
     begun.on_end = lambda: heard.append("a loss")
@@ -404,14 +404,14 @@ def test_an_end_on_purpose_is_no_loss(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_rank_that_has_lost_another_is_not_the_one_that_is_lost(tmp_path: Path) -> None:
-    gate = Door(("127.0.0.1", 0), b"k" * 16, range(1, 3))
+    gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 3))
     address = gate._listening.getsockname()
-    links = [knock(address, b"k" * 16, rank, "there") for rank in (1, 2)]
+    links = [join_group(address, b"k" * 16, rank, "there") for rank in (1, 2)]
     begun = launch.Followers(2, tmp_path, {}, gate)
     links[0].send(LOST)
     assert begun.lost() == (2, "rank 2 (on 127.0.0.1) does not answer")
     links[1].close()
-    assert begun.lost() == (2, "rank 2 (on 127.0.0.1) has closed its link, or its host has gone")
+    assert begun.lost() == (2, "rank 2 (on 127.0.0.1) has closed its link, or its host is unreachable")
     begun.close()
     links[0].close()
 

@@ -66,7 +66,7 @@ def test_those_who_know_the_key_have_a_link(pool: ThreadPoolExecutor) -> None:
 @pytest.mark.parametrize(("key", "purpose"), [(OTHER, "tests"), (KEY, "another purpose")])
 def test_another_key_is_refused_on_both_sides(pool: ThreadPoolExecutor, key: bytes, purpose: str) -> None:
     ours, its = met(pool, lambda port: dial("127.0.0.1", port, key, purpose))
-    with pytest.raises(KeyRefusedError, match="it does not know the key"):
+    with pytest.raises(KeyRefusedError, match="it has not proved the key"):
         ours.result(30)
     with pytest.raises(KeyRefusedError, match=r"127.0.0.1:\d+ has another key"):
         its.result(30)
@@ -122,7 +122,7 @@ def test_a_stranger_who_repeats_what_it_hears_is_found_out(pool: ThreadPoolExecu
 
     listening = listen("127.0.0.1", 0)
     repeats = pool.submit(mirror, listening)
-    with pytest.raises(KeyRefusedError, match="does not know the key"):
+    with pytest.raises(KeyRefusedError, match="has not proved the key"):
         dial("127.0.0.1", listening.getsockname()[1], KEY, "tests")
     repeats.result(30)
 
@@ -144,8 +144,8 @@ def test_what_listens_and_is_none_of_ours_is_left(pool: ThreadPoolExecutor, answ
     [
         (struct.pack("<II", 0x53504330, 4) + b"abcd", "another version"),
         (struct.pack("<II", 0x53504331, 1 << 30), "allowed"),
-        (struct.pack("<II", 0x53504331, 9) + b"abcd", "in its middle"),
-        (b"\1\2\3", "in its middle"),
+        (struct.pack("<II", 0x53504331, 9) + b"abcd", "is incomplete"),
+        (b"\1\2\3", "is incomplete"),
     ],
 )
 def test_a_stream_of_anything_else_ends_over_tcp_too(
@@ -171,7 +171,7 @@ def test_a_message_a_byte_at_a_time_is_not_waited_for_for_ever(pool: ThreadPoolE
 
     dripping = pool.submit(drip)
     ours.within(0.3)
-    with pytest.raises(TimeoutError, match=r"nothing whole was said for 0\.3 s"):
+    with pytest.raises(TimeoutError, match=r"no complete message arrived within 0\.3 s"):
         ours.receive()
     ended.set()
     dripping.result(30)
@@ -183,7 +183,7 @@ def test_a_message_a_byte_at_a_time_is_not_waited_for_for_ever(pool: ThreadPoolE
 def test_who_does_not_read_is_gone_only_where_signs_of_life_are_due(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, expects: bool
 ) -> None:
-    monkeypatch.setattr(link_module, "_GONE", 2)
+    monkeypatch.setattr(link_module, "_ACKNOWLEDGE", 2)
     ours, its = tcp(pool)
     its.within(0.3, sending=False)
     if expects:

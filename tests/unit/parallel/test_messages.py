@@ -127,8 +127,8 @@ def linked() -> tuple[socket.socket, Link]:
     [
         (struct.pack("<II", 0x53504330, 4) + b"abcd", "another version"),
         (struct.pack("<II", 0x53504331, 1 << 30), "allowed"),
-        (struct.pack("<II", 0x53504331, 9) + b"abcd", "in its middle"),
-        (b"\1\2\3", "in its middle"),
+        (struct.pack("<II", 0x53504331, 9) + b"abcd", "is incomplete"),
+        (b"\1\2\3", "is incomplete"),
     ],
 )
 def test_a_stream_of_anything_else_is_refused(sent: bytes, line: str) -> None:

@@ -220,7 +220,7 @@ def test_a_rank_with_other_parts_of_sums_is_refused(
         start(self, *given, **how)
 
     monkeypatch.setattr(Ranks, "start", other)
-    with pytest.raises(ModelError, match=r"^rank 1 has another sum_parts than rank 0; all ranks must run"):
+    with pytest.raises(ModelError, match=r"^rank 1 differs from rank 0 in sum_parts; all ranks must run"):
         LLM(folder / "target", tensor_parallel=2, **ENGINE)
     assert soon(lambda: not followers())
 
@@ -232,7 +232,7 @@ def test_ranks_that_run_something_else_are_refused(
     with pytest.raises(ModelError) as caught:
         LLM(folder / "target", tensor_parallel=2, **INT8)
     assert str(caught.value) == (
-        "rank 1 has another code and kernels than rank 0; all ranks must run the same: start them from one "
+        "rank 1 differs from rank 0 in code and kernels; all ranks must run the same: start them from one "
         "installation and one model"
     )
     assert soon(lambda: not followers())
@@ -274,7 +274,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
         ({"offload": "auto"}, "offload is 'auto' with tensor_parallel 2; allowed there: never"),
         ({"memory": 1 << 30}, "memory is 1073741824 with tensor_parallel 2; it limits a single process"),
         ({"tensor_parallel": 0}, "tensor_parallel is 0; allowed: an integer >= 1"),
-        ({"tensor_parallel": 7}, "tensor_parallel is 7: of 6 heads in 3 groups"),
+        ({"tensor_parallel": 7}, "tensor_parallel is 7: with 6 heads in 3 groups"),
         ({"tensor_parallel": 1, "pipeline_parallel": 3}, "pipeline_parallel is 3; the model has 2 layers"),
         (
             {"tensor_parallel": 1, "pipeline_parallel": 2, "offload": "auto"},

@@ -75,7 +75,7 @@ def test_each_rank_has_columns_of_every_expert() -> None:
     assert of_one.experts == mixture.experts
     assert of_one.part.experts == InnerRange(None, SumParts((64, 128, 192, 256), (0, 4)))
     with pytest.raises(
-        ConfigError, match=r"an MLP of 32, some rank would have none; allowed for this model: 1,"
+        ConfigError, match=r"an MLP of 32, a rank would have none; allowed for this model: 1,"
     ):
         Share(0, 2).of(replace(mixture, experts=Experts(8, 2, 32, normalized=True)))
 
@@ -191,11 +191,12 @@ def test_sizes_that_leave_a_rank_without_a_head_are_refused_with_those_that_work
     with pytest.raises(ConfigError) as caught:
         Share(0, 10).of(SMOL)
     assert str(caught.value) == (
-        "tensor_parallel is 10: of 9 heads in 3 groups, and an MLP of 1536, some rank would have none; "
-        "allowed for this model: 1, 2, 3, 4, 5, 6, 7, 8, 9, and pipeline_parallel shares out whole layers"
+        "tensor_parallel is 10: with 9 heads in 3 groups, and an MLP of 1536, a rank would have none; "
+        "allowed for this model: 1, 2, 3, 4, 5, 6, 7, 8, 9, or use pipeline_parallel, which divides "
+        "whole layers"
     )
     with pytest.raises(
-        ConfigError, match=r"of 1536, in 8 parts of sums, some .* model: 1, 2, 3, 4, 5, 6, 7, 8,"
+        ConfigError, match=r"of 1536, in 8 parts of sums, a rank .* model: 1, 2, 3, 4, 5, 6, 7, 8,"
     ):
         Share(0, 9, 8).of(SMOL)
     with pytest.raises(ConfigError, match=r"allowed for this model: 1, 2,"):

@@ -234,17 +234,17 @@ def test_what_followers_answer_is_waited_for_within_a_pass_and_asked_for_behind_
     with ranks_of(llama, 2, kernels("native"), tmp_path, stages=2) as model:
         runner, group = ModelRunner(model, num_blocks=1, block_size=8), model.group
         assert group is not None
-        hear, take, heard = group.hear_times, group._take, list[float]()
+        hear, take, heard = group.read_times, group._take, list[float]()
 
         def slow(*given: Any) -> Tensor:
             time.sleep(0.05)
             return take(*given)
 
-        def hear_times() -> None:
+        def read_times() -> None:
             heard.append(sum(group.times.spent))
             hear()
 
-        monkeypatch.setattr(group, "hear_times", hear_times)
+        monkeypatch.setattr(group, "read_times", read_times)
         runner.launch([Rows((3,), 0, [0], 0)])
         assert heard == [sum(group.times.spent)]
         assert len(group.times.by_rank) == 6
