@@ -1,4 +1,4 @@
-// act(gate) * up from rows that hold gate and up side by side, and act(x) of rows without a gate.
+// act(gate) * up for rows that hold gate and up side by side, and act(x) for rows without a gate.
 
 #include <algorithm>
 
@@ -7,8 +7,8 @@
 namespace specinfer {
 namespace {
 
-constexpr int64_t kPart = 1 << 12;     // elements that are computed together
-constexpr int64_t kPieceElements = 1 << 10;  // worth being shared out
+constexpr int64_t kPart = 1 << 12;     // elements computed together
+constexpr int64_t kPieceElements = 1 << 10;  // minimum work of a job
 
 Floats silu(Floats x) { return x / (exp(Floats(0.0f) - x) + 1.0f); }
 
@@ -20,8 +20,8 @@ Floats gelu_tanh(Floats x) {
 
 Floats relu(Floats x) { return select(x < 0.0f, Floats(0.0f), x); }
 
-// x times the normal law's mass below x: that below -|x| is e^(-x^2 / 2) times t P(t), with t = 1 / (1 + 0.35 |x|), to
-// 3e-7 of itself.
+// x times the normal CDF at x. The CDF at -|x| is e^(-x^2 / 2) times t P(t), with t = 1 / (1 + 0.35 |x|), to a
+// relative error of 3e-7.
 Floats gelu(Floats x) {
   const Floats a = select(x < 0.0f, Floats(0.0f) - x, x);
   const Floats t = Floats(1.0f) / fma(a, Floats(0.35f), Floats(1.0f));
@@ -38,7 +38,7 @@ Floats gelu(Floats x) {
   return select(x < 0.0f, x * below, x * (Floats(1.0f) - below));
 }
 
-// As gpt-oss has it: x / (1 + e^(-1.702 x)) of x up to 7, and beside it clamp(up, -7, 7) + 1.
+// gpt-oss: x / (1 + e^(-1.702 x)) with x = min(x, 7), times clamp(up, -7, 7) + 1.
 constexpr float kClamp = 7.0f;
 
 Floats clamped_swish(Floats x) {
@@ -53,7 +53,7 @@ Floats clamped_up(Floats up) {
   return select(up < -kClamp, Floats(-kClamp), up) + 1.0f;
 }
 
-// `beside` is applied to up.
+// Applies `beside` to up.
 template <Floats (*act)(Floats), Floats (*beside)(Floats), bool Gated, typename T>
 void act_on_rows(const T* from, T* to, int64_t rows, int64_t n) {
   const int64_t parts = (n + kPart - 1) / kPart;

@@ -1,4 +1,4 @@
-// What is computed on vectors: sums of products, transposes, exponentials.
+// Vector arithmetic: sums of products, transposes, exponentials.
 
 #pragma once
 
@@ -20,7 +20,7 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 
 inline Floats max(Floats a, Floats b) { return select(a > b, a, b); }
 
-// f(0), ..., f(N - 1), with numbers the compiler knows from the start.
+// Calls f(0), ..., f(N - 1) with compile-time constants.
 template <int N, typename F>
 [[gnu::always_inline]] inline void each(F f) {
   [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
@@ -28,17 +28,17 @@ template <int N, typename F>
   }(std::make_integer_sequence<int, N>{});
 }
 
-// One register: lanes I... of a, and from its own number of lanes on of b.
+// One register: lanes I... of a, and of b from its lane count on.
 template <typename Part, size_t... I>
 [[gnu::always_inline]] inline Part shuffle_part(Part a, Part b) {
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, I...);
-#else  // GCC has that one, too, but only since its version 12
+#else  // GCC has __builtin_shufflevector since version 12 only
   return __builtin_shuffle(a, b, Words::Part{static_cast<uint32_t>(I)...});
 #endif
 }
 
-// Each lane's partner: the lane whose number differs from its own in that bit.
+// Each lane's partner: the lane whose number differs in that bit.
 template <int Bit, typename T>
 [[gnu::always_inline]] inline Vector<T> partners(Vector<T> v) {
   Vector<T> out;
@@ -54,7 +54,7 @@ template <int Bit, typename T>
   return out;
 }
 
-// The lanes of a with `Bit` in their number change places with those of b without it.
+// Exchanges the lanes of a with `Bit` set in their number and those of b with it clear.
 template <int Bit>
 [[gnu::always_inline]] inline void exchange(Words& a, Words& b) {
   Words first, second;
@@ -74,7 +74,7 @@ template <int Bit>
   b = second;
 }
 
-// After this, rows are columns.
+// Transposes: rows become columns.
 [[gnu::always_inline]] inline void transpose(Words (&v)[kLanes]) {
   each<4>([&](auto bit) {
     constexpr int d = 1 << bit;
@@ -96,7 +96,7 @@ template <typename T>
   return v[0];
 }
 
-// e^x to 2 units in the last place; what would leave the normal numbers is held at their ends, a NaN stays one.
+// e^x to 2 units in the last place. Clamps at the range of normal numbers; keeps NaN.
 inline Floats exp(Floats x) {
   x = select(x > 88.0f, Floats(88.0f), x);
   x = select(x < -87.0f, Floats(-87.0f), x);

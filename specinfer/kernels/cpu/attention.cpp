@@ -1,16 +1,19 @@
-// Attention of rows that each follow a path of cache positions: text, then the row's ancestors, then itself.
+// Attention of rows that each attend to a path of cache positions: text, then the row's ancestors, then itself.
 //
-//   tables    [B]           the blocks of each request's positions, one request after another
-//   requests  [R]           its rows, where its table begins, how many positions it has
+//   tables    [B]           the blocks of each request's positions, concatenated
+//   requests  [R]           its rows, the start of its table, its number of positions
 //   shared    [T]           a row's path: the first `shared` of its request's positions,
 //   tails     ragged [T]    then these of them
 //
-// A position's slot is looked up as it is come to, a block of keys at a time. The keys of a path are read in blocks of 64 counted from its start. A score is one sum over the head, in
-// order; a block's weights are one sum over its keys, in order; blocks follow one another. So a row's result is
-// a function of its own path, whatever rows are computed with it, as long as all values are finite. What rows share is the work: blocks on which
-// their paths agree are laid out once and multiplied for all rows together. Behind them a tree's paths part,
-// inside of a block. There scores are computed for all rows and all keys of the tree at once, as a score knows
-// nothing of its neighbours; each row then picks those on its path, and reads their values where they lie.
+// A position's slot is looked up when it is needed, one block of keys at a time. The keys of a path are read in
+// blocks of 64, counted from its start. A score is one sum over the head, in order. A block's weights are one sum over
+// its keys, in order, and blocks follow in order. So a row's result is a function of its own path, independent of the
+// other rows, as long as all values are finite.
+//
+// Rows share the work. Blocks on which their paths agree are laid out once and multiplied for all rows together. After
+// them a tree's paths diverge, within a block. There the scores of all rows and all keys of the tree are computed at
+// once, since a score does not depend on other keys. Each row then selects the keys on its path, and reads their values
+// in place.
 
 #include <atomic>
 #include <cmath>
@@ -26,7 +29,8 @@
 namespace specinfer {
 namespace {
 
-constexpr double kPieceWork = 1 << 15;  // multiplications worth being shared out, which a product has left waiting
+// multiplications per job: the minimum that is worth waking threads, which still spin after a product
+constexpr double kPieceWork = 1 << 15;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr int kInPlaceRows = 6;
 
@@ -46,13 +50,13 @@ struct Way {
     return tail(a) == 0 ? tail(b) == 0 : tail(b) > 0 && shared(a) == shared(b);
   }
 
-  // The positions of a row's request that are the keys first..last of its path.
+  // The positions of the row's request that are keys first..last of its path.
   void read(int64_t row, int64_t first, int64_t last, int32_t* to) const {
     const int32_t* const own = paths.tails + paths.tail_ends[row] - shared(row);
     for (int64_t i = first; i < last; ++i) *to++ = i < shared(row) ? static_cast<int32_t>(i) : own[i];
   }
 
-  // Behind the last position of these rows' paths, which ascend.
+  // End of the positions on these rows' paths, which ascend.
   int64_t end(int64_t first, int64_t last) const {
     int64_t end = 0;
     for (int64_t row = first; row < last; ++row) {
@@ -62,21 +66,21 @@ struct Way {
   }
 };
 
-// What one thread does at a time: some rows of one request, for one key-value head. None of them has a tail, or
-// all have, behind as many shared positions.
+// Work of one thread: some rows of one request, for one key-value head. Either no row has a tail, or all rows have
+// tails and the same number of shared positions.
 struct Task {
   int64_t first, last, table, kv_head;
   double work;
 
-  // The block from which on paths differ, with tails.
+  // Start of the block in which the paths diverge; for rows with tails.
   int64_t parting(const Way& way) const { return way.shared(first) / kKeys * kKeys; }
 };
 
-// `Plain` attention is the softmax of scaled scores; other attention caps them, adds ALiBi's biases, or has sinks.
+// `Plain` attention is the softmax of scaled scores; otherwise with caps, ALiBi biases, or sinks.
 template <typename T, bool Plain>
 class Worker {
  public:
-  // `parted` is the most keys behind a task's parting.
+  // `parted` is the maximum number of keys of a task after its parting.
   Worker(const Shape& shape, const Way& way, const Heads& heads, const T* q, const T* k, const T* v, T* out,
          int64_t parted)
       : shape_(shape),
@@ -111,7 +115,7 @@ class Worker {
     }
     const bool parts = way_.tail(task.first) > 0;
     const int64_t together = parts ? task.parting(way_) : end;
-    int32_t slots[2][kKeys];  // of the block at hand, and of the next
+    int32_t slots[2][kKeys];  // of the current block, and of the next
     const auto look_up = [&](int64_t block, int32_t* to) {
       const int64_t count = std::clamp<int64_t>(together - block, 0, kKeys);
       way_.paths.slots(task.table, block, count, to);
@@ -132,7 +136,7 @@ class Worker {
     return Scratch::get().take<U>(count);
   }
 
-  // Ask for keys and values that are read next: in a pass the products before have swept the caches.
+  // Prefetch keys and values that are read next: the products of the pass have evicted them.
   void fetch(const T* k, const T* v, const int32_t* slots, int64_t count) const {
     constexpr int64_t line = 64 / sizeof(T);
     for (int64_t n = 0; n < count; ++n) {
@@ -148,7 +152,7 @@ class Worker {
     return window_ > 0 ? std::max<int64_t>(0, way_.length(row) - window_) : 0;
   }
 
-  // The task's query rows as words, heads of a row one after another; nothing summed yet.
+  // Store the task's query rows as words, heads of a row in order, and reset the sums.
   void start(const Task& task) {
     const int64_t group = shape_.group, count = (task.last - task.first) * group;
     for (int64_t i = 0; i < count; ++i) {
@@ -163,7 +167,7 @@ class Worker {
     std::fill_n(sums_, count * shape_.padded, 0.0f);
   }
 
-  // A sink is a score that is there from the start, with a weight of 1 and no value.
+  // A sink is an initial score with weight 1 and no value.
   void begin(int64_t i, int64_t head) {
     slopes_[i] = heads_.slopes == nullptr ? 0.0f : heads_.slopes[head];
     if (heads_.sinks == nullptr) return;
@@ -171,7 +175,7 @@ class Worker {
     total_[i] = 1.0f;
   }
 
-  // All queries see `count` keys, which begin at `block` in every path.
+  // All queries attend to `count` keys, which start at `block` in every path.
   void attend(const Task& task, int64_t queries, const T* k, const T* v, const int32_t* slots, int64_t block,
               int64_t count) {
     const int64_t columns = round_up(count, kLanes);
@@ -192,7 +196,7 @@ class Worker {
     }
   }
 
-  // Each row sees the keys of its own path from `parting` on.
+  // Each row attends to the keys of its own path from `parting` on.
   void attend_apart(const Task& task, int64_t queries, const T* k, const T* v, int64_t parting) {
     const int64_t end = way_.end(task.first, task.last);
     way_.paths.slots(task.table, parting, end - parting, parted_slots_);
@@ -233,8 +237,7 @@ class Worker {
     for (; i < last; ++i) add(std::integral_constant<int, 1>{}, i);
   }
 
-  // Scores -> weights of keys from..to of the block at `block`; what was summed before is scaled to the new highest
-  // score.
+  // Scores -> weights of keys from..to of the block at `block`; earlier sums are rescaled to the new maximum score.
   void weigh(int64_t i, const float* scores, T* weights, int64_t from, int64_t to, int64_t block) {
     if (from >= kKeys || to <= 0) {
       std::memset(weights, 0, kKeys * sizeof(T));
@@ -311,7 +314,7 @@ class Worker {
   float highest_[kMostQueries], total_[kMostQueries], slopes_[Plain ? 1 : kMostQueries];
 };
 
-// The rows cut into tasks, longest first, small enough that every thread gets some.
+// Divide the rows into tasks, longest first, small enough that every thread gets some.
 std::vector<Task> make_tasks(const Shape& shape, const Way& way, int64_t window) {
   const Paths& paths = way.paths;
   const int64_t fair = paths.rows * shape.kv_heads / Pool::get().threads();

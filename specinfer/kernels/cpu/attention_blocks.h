@@ -1,13 +1,13 @@
-// The two products of attention, over blocks of 64 keys laid out for them.
+// The two products of attention, over laid-out blocks of 64 keys.
 //
 // Both are the same loop, C[query, column] += A[query, step] * B[step, column], where a step is a 32-bit word:
-// one float, or two bfloat16. With `Anew` C is nothing before.
+// one float, or two bfloat16. With `Anew` C is overwritten.
 //
 //   scores   A = queries,  step = word of the head,  B = keys transposed,  column = key
 //   values   A = weights,  step = keys of a word,    B = values,           column = element of the head
 //
-// On tiles of the matrix unit 16 steps are one operation, which keeps sums of even and of odd elements; elsewhere
-// a step follows a step. Either way a sum's order is that of its steps, whatever rows are computed with it.
+// On tiles of the matrix unit 16 steps are one operation, with separate sums of even and of odd elements; elsewhere
+// steps follow in order. In both cases the order of a sum is fixed, independent of the other rows.
 
 #pragma once
 
@@ -19,11 +19,11 @@
 
 namespace specinfer {
 
-constexpr int kKeys = 64;                     // of a block
+constexpr int kKeys = 64;                     // per block
 constexpr int kKeyVectors = kKeys / kLanes;
-constexpr int kStepsAtOnce = 16;              // whole operations of the matrix unit; steps are padded to it
-constexpr int kMostQueries = 384;             // that share laid out blocks: their sums stay in the L2 cache
-constexpr int kQueriesAtOnce = 96;            // of these: their scores and weights stay in the L1 cache
+constexpr int kStepsAtOnce = 16;              // steps of one operation of the matrix unit; steps are padded to it
+constexpr int kMostQueries = 384;             // queries that share laid-out blocks: their sums stay in the L2 cache
+constexpr int kQueriesAtOnce = 96;            // queries at once: their scores and weights stay in the L1 cache
 
 template <typename T>
 constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
@@ -99,7 +99,7 @@ void multiply_on_vectors(int64_t rows, const uint32_t* a, int64_t a_stride, cons
 
 #if defined(SPECINFER_TILED)
 
-// M tiles of rows by N of columns, the second tile of rows `below` rows behind the first.
+// M tiles of rows by N of columns; the second tile of rows starts `below` rows after the first.
 template <bool Anew, int M, int N>
 void tile_rows(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
                int64_t c_stride, int64_t steps, int64_t below) {
@@ -125,7 +125,7 @@ void tile_rows(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b
   });
 }
 
-// Rows are there up to whole tiles of kTileRows, or of all rows where they are fewer.
+// Rows are padded to whole tiles of kTileRows, unless there are fewer rows in total.
 template <bool Anew>
 void multiply_on_tiles(int64_t rows, const uint32_t* a, int64_t a_stride, const uint32_t* b,
                               int64_t b_stride, float* c, int64_t c_stride, int64_t steps, int64_t columns) {
@@ -154,7 +154,7 @@ constexpr bool kOnTiles =
     false;
 #endif
 
-// C += A * B; `columns` is a multiple of kLanes. A and B are there, as zeros, up to whole kStepsAtOnce.
+// C += A * B; `columns` is a multiple of kLanes. A and B are padded with zeros to whole kStepsAtOnce.
 template <typename T, bool Anew>
 void multiply_block(int64_t rows, const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
                     float* c, int64_t c_stride, int64_t steps, int64_t columns) {
@@ -169,7 +169,7 @@ void multiply_block(int64_t rows, const uint32_t* a, int64_t a_stride, const uin
   }
 }
 
-// ---- a few rows by values where they lie ----
+// ---- a few rows, with values in place ----
 
 // Two rows of a cache as the words of a step.
 template <typename T>
@@ -179,7 +179,7 @@ template <typename T>
   return other == nullptr ? low >> 16 : (low >> 16) | bits_as<uint32_t>(load(other, n));
 }
 
-// C[R, head] += weights[R, keys] * the values at `slots`, in the order and with the bits of multiply_block.
+// C[R, head] += weights[R, keys] * the values at `slots`, with the order and the bits of multiply_block.
 template <typename T, int R>
 void multiply_in_place(const T* weights, int64_t weights_stride, const T* v, const int32_t* slots, int64_t stride,
                        int64_t keys, int64_t head, float* c, int64_t c_stride) {
@@ -218,16 +218,16 @@ void multiply_in_place(const T* weights, int64_t weights_stride, const T* v, con
   }
 }
 
-// ---- laying out ----
+// ---- layout ----
 
 struct CacheShape {
   int64_t head;
   int64_t steps;   // words of a query or key head, padded
   int64_t padded;  // elements of a value head, whole vectors
-  int64_t stride;  // elements from a slot to the next
+  int64_t stride;  // elements between slots
 };
 
-// keys[step, key of 64] of `count` slots, zeros behind the head.
+// keys[step, key of 64] of `count` slots, with zeros after the head.
 template <typename T>
 void lay_out_keys(const CacheShape& shape, const T* k, const int32_t* slots, int64_t count, uint32_t* keys) {
   const int64_t words = (shape.head + kPerWord<T> - 1) / kPerWord<T>;
@@ -251,7 +251,7 @@ void lay_out_keys(const CacheShape& shape, const T* k, const int32_t* slots, int
   }
 }
 
-// values[keys of a word, element] of `count` slots, zeros behind them up to whole kStepsAtOnce.
+// values[keys of a word, element] of `count` slots, padded with zeros to whole kStepsAtOnce.
 template <typename T>
 void lay_out_values(const CacheShape& shape, const T* v, const int32_t* slots, int64_t count, uint32_t* values) {
   const int64_t steps = (count + kPerWord<T> - 1) / kPerWord<T>;

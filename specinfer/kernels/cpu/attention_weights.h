@@ -1,4 +1,4 @@
-// From scores to weights: caps, biases, and e^x as attention needs it.
+// Converts scores to weights: caps, biases, and e^x.
 
 #pragma once
 
@@ -9,9 +9,9 @@
 namespace specinfer {
 
 template <typename T>
-constexpr float kLog = kPerWord<T> == 1 ? 1.0f : 1.44269504f;  // of e, to the base whose powers weights are
+constexpr float kLog = kPerWord<T> == 1 ? 1.0f : 1.44269504f;  // log of e to the base of the weights
 
-// e^x, or 2^x for a weight that becomes a bfloat16: of its 8 bits 2^f on [-1/2, 1/2] is right to 14. x <= 0 or NaN.
+// e^x, or 2^x for a bfloat16 weight: 2^f on [-1/2, 1/2] has 14 correct bits, of which 8 are used. x <= 0 or NaN.
 template <typename T>
 [[gnu::always_inline]] inline Floats power(Floats x) {
   if constexpr (kPerWord<T> == 1) return exp(x);
@@ -36,7 +36,7 @@ template <typename T>
 
 inline void store_weights(float* to, Floats weights) { store(to, weights); }
 
-// Subnormal weights may count as none, as products take them.
+// Subnormal weights may become zero, as in products.
 inline void store_weights(BFloat16* to, Floats weights) {
 #if defined(__AVX512BF16__)
   const __m256bh halves = _mm512_cvtneps_pbh((__m512)weights.part[0]);
@@ -46,17 +46,17 @@ inline void store_weights(BFloat16* to, Floats weights) {
 #endif
 }
 
-// tanh(x) as 1 - 2 / (e^2x + 1), right to 2e-7.
+// tanh(x) as 1 - 2 / (e^2x + 1), with relative error 2e-7.
 inline Floats tanh(Floats x) { return Floats(1.0f) - Floats(2.0f) / (exp(x + x) + 1.0f); }
 
-// To bfloat16 and back, to the nearest, ties to even; finite numbers.
+// Round to bfloat16, ties to even; for finite numbers.
 inline Floats rounded(Floats v) {
   const Words bits = bits_as<uint32_t>(v);
   return bits_as<float>(((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) << 16);
 }
 
-// What is weighed, times kLog: scores of keys first..first + 15 of a path of `length` keys, scaled, capped, and with
-// ALiBi's biases of one head.
+// The exponent of the weights: scores of keys first..first + 15 of a path of `length` keys, scaled, capped, with
+// ALiBi's biases of one head, times kLog.
 template <typename T>
 Floats changed(const Heads& heads, Floats scores, float slope, int64_t first, int64_t length) {
   scores = scores * heads.scale;

@@ -12,24 +12,24 @@
 namespace specinfer {
 namespace {
 
-// As in speculate/drafts/one_pass.py.
-constexpr int64_t kCandidates = 16, kRacers = 32;  // of a level: the likeliest, or among whom noise decides
-constexpr int64_t kWidth = 8;                      // children of a node at most
+// The same as in speculate/drafts/one_pass.py.
+constexpr int64_t kCandidates = 16, kRacers = 32;  // per level: the likeliest, and the candidates of a race
+constexpr int64_t kWidth = 8;                      // maximum children of a node
 
-// A path that waits: where its last node would hang.
+// A path in the queue: the parent of its last node.
 struct Waiting {
   double hope;
   int64_t order, parent, level, before, rank;
-  double above;  // the hope of the path without that node
+  double above;  // acceptance probability of the path without that node
 
-  // Whether the other comes first.
+  // True if the other comes first.
   bool operator<(const Waiting& other) const {
     const auto key = [](const Waiting& w) { return std::tuple(-w.hope, w.order, w.parent, w.level, w.before, w.rank); };
     return key(other) < key(*this);
   }
 };
 
-// The children behind one token that may stand before a level, best first.
+// The children of a node after one previous token at a level, best first.
 struct Children {
   int64_t count = -1;  // not ranked yet
   int64_t places[kWidth];
@@ -43,7 +43,7 @@ float dot(const float* a, const T* b, int64_t size) {
   return sum(sums);
 }
 
-// One request's tree and levels. Its levels are added when the first path gets there: `wants_level`.
+// One request's tree and levels. A level is added when the first path reaches it: `wants_level`.
 template <typename T>
 class Tree {
  public:
@@ -68,12 +68,12 @@ class Tree {
   bool wants_level() const { return wants_; }
   int64_t row() const { return ask_.first + static_cast<int64_t>(levels_.size()); }
 
-  // What is known of the token before the next level, on average.
+  // Store the mean embedding of the possible previous tokens of the next level.
   void store_mean(T* to) const {
     for (int64_t i = 0; i < rank_; i += kLanes) store(to + i, load(mean_.data() + i, rank_ - i), rank_ - i);
   }
 
-  // The next level out of its row of logits, and what the mean of the tokens before adds to them; the tree grows on.
+  // Add a level from its row of logits and the term of the mean previous token, and continue growing.
   template <typename L>
   void add_level(const L* logits, const T* added) {
     thread_local std::vector<float> sums;
@@ -98,18 +98,18 @@ class Tree {
  private:
   struct Level {
     std::vector<int64_t> tokens;
-    std::vector<double> scaled;  // logits over the temperature, counted from the largest
-    double rest = 0.0;           // the mass of all others
-    std::vector<float> named;    // what is known of the candidates as guesses, [C, M]
-    std::vector<float> mean;     // of the tokens before, with which `scaled` was made
+    std::vector<double> scaled;  // logits over the temperature, relative to the largest
+    double rest = 0.0;           // probability mass of all others
+    std::vector<float> named;    // embeddings of the candidates as guesses, [C, M]
+    std::vector<float> mean;     // mean embedding of the previous tokens used for `scaled`
     std::vector<int64_t> before;
-    std::vector<double> noise;  // of a race
+    std::vector<double> noise;  // for a race
     std::vector<Children> children;
   };
 
   int64_t last_level() const { return static_cast<int64_t>(levels_.size()) - 1; }
 
-  // Lets memory bring a row of a table.
+  // Prefetch a row of a table.
   void fetch(const void* table, int64_t row) const {
     constexpr int64_t kLine = 64;
     const auto* const from = reinterpret_cast<const char*>(static_cast<const T*>(table) + row * rank_);
@@ -137,7 +137,7 @@ class Tree {
       std::vector<double> chances;
       for (const Candidate& c : best) {
         level.tokens.push_back(guesser_.ids == nullptr ? c.id : guesser_.ids[c.id]);
-        fetch(before_tokens_, level.tokens.back());  // all of them, before the first is waited for
+        fetch(before_tokens_, level.tokens.back());  // all rows, before the first is needed
         fetch(guesser_.named, c.id);
       }
       for (const Candidate& c : best) {
@@ -169,7 +169,7 @@ class Tree {
     levels_.push_back(std::move(level));
   }
 
-  // Let the first child behind a path wait, which needs its level.
+  // Queue the first child of a path, or request its level.
   void want(double above, int64_t parent, int64_t before) {
     wants_ = true;
     above_ = above;
@@ -254,9 +254,9 @@ class Tree {
   std::vector<float> mean_, apart_;
   std::priority_queue<Waiting> waiting_;
   bool wants_ = false;
-  double above_ = 1.0;  // of the path that wants a level
+  double above_ = 1.0;  // of the path that requires a level
   int64_t parent_ = 0, before_ = 0;
-  int64_t last_ = ask_.levels;  // levels there are
+  int64_t last_ = ask_.levels;  // number of levels
 };
 
 template <typename T>

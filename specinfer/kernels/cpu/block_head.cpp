@@ -10,7 +10,7 @@ namespace {
 
 int64_t bytes_of(Type type) { return type == Type::kBFloat16 ? 2 : 4; }
 
-// The rotations of these positions, side by side.
+// The rotations of these positions, in order.
 Rope rope_of(const BlockHead& head, const int64_t* positions, int64_t rows) {
   return head.rotations.of(positions, rows, head.layers[0].heads.head / 2);
 }
@@ -30,7 +30,7 @@ char* room(const BlockHead& head, int64_t elements) {
   return Scratch::get().take<char>(elements * bytes_of(head.type));
 }
 
-// Whether all that the texts name is there.
+// True if all slots, positions and tokens of the texts are valid.
 bool there(const BlockHead& head, const BlockStep& step, const Caches& caches) {
   const int64_t slots = caches.slots / step.block_size;
   for (int64_t i = 0; i < step.num_blocks; ++i) {
@@ -52,7 +52,7 @@ bool there(const BlockHead& head, const BlockStep& step, const Caches& caches) {
   return true;
 }
 
-// Reads all texts; of each what was made of its last row that is read goes to `last`.
+// Read all texts; writes the state of each text's last read row to `last`.
 void read_texts(const BlockHead& head, const BlockStep& step, const Caches& caches, void* last) {
   int64_t rows = 0;
   for (int64_t n = 0; n < step.count; ++n) rows += step.texts[n].count;
@@ -95,14 +95,14 @@ void read_texts(const BlockHead& head, const BlockStep& step, const Caches& cach
   }
 }
 
-// The blocks of a step, as a pass has them.
+// The blocks of a step, as rows of a pass.
 struct Blocks {
   Paths paths{};
-  int64_t* positions;        // of each row in its text
+  int64_t* positions;        // position of each row in its text
   int64_t* chosen;           // rows that guess
   int64_t num_chosen = 0;
-  int64_t longest = 0;       // rows of a block
-  const BlockText** texts;   // of each block
+  int64_t longest = 0;       // rows of the longest block
+  const BlockText** texts;   // text of each block
 
   Blocks(const BlockHead& head, const BlockStep& step) {
     Scratch& scratch = Scratch::get();
@@ -139,7 +139,7 @@ struct Blocks {
   }
 };
 
-// What the rows of all blocks begin with, [T, D].
+// Inputs of the first layer for the rows of all blocks, [T, D].
 void* begun(const BlockHead& head, const BlockStep& step, const Blocks& blocks, const void* read_now) {
   const int64_t size = head.fc.channels, bytes = size * bytes_of(head.type), count = blocks.paths.num_requests;
   const bool entered = head.entry.weight != nullptr;
@@ -166,7 +166,7 @@ void* begun(const BlockHead& head, const BlockStep& step, const Blocks& blocks, 
     std::memcpy(both + 2 * b * bytes, last, bytes);
     std::memcpy(both + (2 * b + 1) * bytes, anchors_normed + b * bytes, bytes);
   }
-  // The channels of rows that no block has are the last ones.
+  // Rows that no block needs have the last channels, which are skipped.
   Product part = head.entry;
   part.channels = blocks.longest * size;
   char* const made = room(head, count * part.channels);

@@ -1,7 +1,7 @@
-// A head that guesses a block in one pass: what it reads of texts and its pass in one call. Between the products of a
-// layer or two, calls of one op after another take longer than these do.
+// A head that guesses a block in one pass: reads texts and runs its pass in one call. With one or two layers,
+// separate calls of the ops between products would take longer than the ops.
 //
-// kernels/block_head.py is how it is called; heads/block.py has the same op by op.
+// kernels/block_head.py calls it; heads/block.py has the same op by op.
 
 #pragma once
 
@@ -9,22 +9,22 @@
 
 namespace specinfer {
 
-// As kernels/structures.py has it. D is the head's hidden size, I that of all taps of a row of the target.
+// As in kernels/structures.py. D is the head's hidden size, I the size of all taps of a row of the target.
 struct BlockHead {
   Type type;
   float scale;        // of embeddings
-  int32_t causal;     // a block's rows see those before them, or all
-  int32_t skipped;    // rows of a block, from its first on, that guess nothing
+  int32_t causal;     // a block's rows attend to those before them, or to all
+  int32_t skipped;    // leading rows of a block that guess nothing
   Product fc;         // [D, I]
-  Product context;    // [L 2 K H, D]: keys and values of a text's rows, of all layers
-  Product entry;      // [R D, 2 D]: what a block's rows begin with; no weight: they begin as embeddings
+  Product context;    // [L 2 K H, D]: keys and values of a text's rows, for all layers
+  Product entry;      // [R D, 2 D]: inputs of a block's rows; no weight: they are embeddings
   Product output;     // [U, D]: logits
   Norm hidden_norm, entry_norm, norm;
   const Layer* layers;
   int64_t num_layers;
   Rotations rotations;
   const void* embedding;  // [tokens, D]
-  int64_t tokens, mask;   // and the token that stands for those to be guessed
+  int64_t tokens, mask;   // and the mask token
 };
 
 // The caches of each layer, [P, K, H].
@@ -33,17 +33,17 @@ struct Caches {
   int64_t slots;  // P
 };
 
-// One request. Cache positions count from where its table begins, which is at position `shift` of the text.
+// One request. Cache positions count from the start of its table, which is position `shift` of the text.
 struct BlockText {
   int64_t first_block, blocks;  // of its table, among all tables
   int64_t shift;
   int64_t begin, count;         // cache positions that are read, in order
   int64_t rows;                 // of its block, which follow; 0: none
   int64_t anchor;               // the block's first token
-  const void* last;             // what was made of the token before the anchor, where that is not read now
+  const void* last;             // state of the token before the anchor, if that is not read now
 };
 
-// All of a step. taps: of each row that is read, in order, where the target's I numbers lie.
+// A step. taps: address of the target's I numbers for each row that is read, in order.
 struct BlockStep {
   const BlockText* texts;
   int64_t count;
@@ -52,9 +52,9 @@ struct BlockStep {
   int64_t num_blocks, block_size;  // of all tables; positions of a block
 };
 
-// Writes K and V of what is read and of all blocks. What was made of the last row that is read of each text goes to
-// `last`, [count, D]; what the output layer reads of all rows that guess to `read`, [R, D], and its logits to
-// `logits`, [R, U]. False, and nothing done, where a text leads to what is not there.
+// Writes K and V of all read rows and blocks; the state of each text's last read row to `last`, [count, D]; for all
+// guessing rows the input of the output layer to `read`, [R, D], and its logits to `logits`, [R, U]. Returns false
+// and does nothing if a text has an invalid slot, position or token.
 bool step_blocks(const BlockHead& head, const BlockStep& step, const Caches& caches, void* last, void* read,
                  void* logits);
 

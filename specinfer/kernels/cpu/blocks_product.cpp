@@ -1,7 +1,7 @@
-// Products with the blocks of GGUF files as they are: levels of 4 or 8 bits, whose scales are products themselves.
+// Products with GGUF blocks in their own precision: levels of 4 or 8 bits, whose scales are products themselves.
 //
-// Rows are quantized in groups of 32, as for int4. A group's products are added exactly, and with its scales they are
-// two float operations in a fixed order: so every CPU and the PyTorch twin (kernels/file_blocks.py) give the same bits.
+// Rows are quantized in groups of 32, as for int4. A group's products are added exactly and scaled by two float
+// operations in a fixed order, so every CPU and the PyTorch twin (kernels/file_blocks.py) give the same bits.
 
 #include "byte_products.h"
 #include "register_tiles.h"
@@ -10,14 +10,14 @@
 namespace specinfer {
 namespace {
 
-constexpr int kHalves = 2;  // of a group, each of which may have a step of its own
+constexpr int kHalves = 2;  // per group; each may have its own step
 
 // Rows as they are multiplied.
 struct QuantizedRows {
   StraightRows place;
   float* scales;     // [rows, groups]
   float* of_mins;    // [rows, groups]: minus the sum of a group, times its scale
-  int32_t* offsets;  // [rows, groups, halves]: what makes up for the 128 that values of 8 bits are too large
+  int32_t* offsets;  // [rows, groups, halves]: corrects the offset of 128 of 8-bit values
 };
 
 template <typename T>
@@ -39,7 +39,7 @@ void quantize_row(const T* x, int64_t n, int64_t groups, int64_t row, const Quan
 }
 
 QuantizedRows quantized(const Product& product, const Rows& rows, int64_t groups) {
-  constexpr int64_t kPieceElements = 1 << 10;  // worth being shared out
+  constexpr int64_t kPieceElements = 1 << 10;  // minimum work of a job
   Scratch& scratch = Scratch::get();
   const int64_t all = rows.count * groups;
   const QuantizedRows to{{scratch.take<int8_t>(all * kGroup), groups},
@@ -134,7 +134,7 @@ struct BlocksWeight {
     each<R>([&](auto r) { sums[r] = of_rows[r].with(Ints(0), 0); });
   }
 
-  // The sums of a group of values of 8 bits, each half times its step.
+  // The sums of a group of 8-bit values, each half times its step.
   template <int R>
   [[gnu::always_inline]] void add_values(int64_t at, int64_t group, Ints (&sums)[R]) const {
     each<kHalves>([&](auto half) {

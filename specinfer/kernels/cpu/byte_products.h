@@ -6,7 +6,7 @@
 
 namespace specinfer {
 
-// ---- four products a channel at once ----
+// ---- four products per channel at once ----
 
 // 64 unsigned bytes: four inner elements of 16 channels.
 struct Bytes {
@@ -29,11 +29,11 @@ inline int32_t word_at(const int8_t* a) {
 #if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || defined(__AVXVNNI__) || \
     (defined(__aarch64__) && defined(__ARM_FEATURE_MATMUL_INT8))
 
-// The unsigned bytes of weights as they are multiplied with the signed ones of rows.
+// The unsigned bytes of weights, to be multiplied with the signed ones of rows.
 inline Bytes multiplicand(Bytes weights) { return weights; }
-constexpr bool kOffset = true;  // int8 weights are 128 too large, which the sum of the row makes up for
+constexpr bool kOffset = true;  // int8 weights have an offset of 128, which the sum of the row corrects
 
-// The halves of bytes, 16 times too large, as the high ones are where they lie.
+// The halves of bytes, 16 times too large, as in the high half's position.
 inline Bytes low_halves(Bytes v) {
   using Shorts = uint16_t __attribute__((vector_size(kRegister)));
   each<kParts>([&](auto i) { v.part[i] = (Bytes::Part)((Shorts)v.part[i] << 4) & 0xf0; });
@@ -67,7 +67,7 @@ inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
 
 #else
 
-// Signed bytes: products of pairs, of at most 2 * 127 * 127, stay exact in 16 bits.
+// Signed bytes: sums of two products, each at most 127 * 127, are exact in 16 bits.
 inline Bytes multiplicand(Bytes weights) {
   each<kParts>([&](auto i) { weights.part[i] = weights.part[i] ^ 0x80; });
   return weights;
@@ -123,7 +123,7 @@ inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
 
 // ---- a group of an int4 weight ----
 //
-// A GroupSum adds a row's products with a group up, eight elements at a time. with(zeros, values) is 16 times their
+// A GroupSum accumulates a row's products with a group, eight elements at a time. with(zeros, values) is 16 times their
 // sum + zeros times `values`, minus the sum of the row's values (quantized_rows.h); both fit 16 bits.
 
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
@@ -177,7 +177,7 @@ struct GroupSum {
 
 #endif
 
-// ---- rows, one behind the other ----
+// ---- rows in order ----
 
 struct StraightRow {
   int8_t* to;

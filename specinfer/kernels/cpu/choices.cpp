@@ -1,17 +1,17 @@
 // The target's own choice in many rows at once.
 //
-// verify/target_law.py and verify/coupled.py say what a row's choice is. Here it is made where it is certain that they
-// make the same one, and left undecided elsewhere, which is rare:
+// verify/target_law.py and verify/coupled.py define a row's choice. This code makes it if it is certainly the same
+// one, and otherwise returns undecided, which is rare:
 //
-//   top_k       a matter of comparing floats: exact
-//   weights     exp of the same float64 number: two machines' exp differ by some 1e-16 of it
-//   sums        of at most 2^20 weights, in the same order or another: they differ by less than 3e-10
-//   min_p       is certain where no weight lies within kFar of it
-//   top_p       wants a part of the mass, which in float32 is known within MASS_ERROR = 2^-17, as it is by the twin. A
-//               cut that is the same at both ends of two such errors is the true one; the twin's is, too, as it looks
-//               at both ends of its error, or sums in float64. Where ends differ, the mass is summed in float64 here,
-//               and the cut is certain where no sum of weights lies within kFar of what is wanted.
-//   the race    is certain where one racer is left (kTie)
+//   top_k       compares floats: exact
+//   weights     exp of the same float64 number: two machines' exp differ by a relative 1e-16
+//   sums        of at most 2^20 weights, in any order: they differ by less than a relative 3e-10
+//   min_p       is certain if no weight is within kFar of it
+//   top_p       takes a fraction of the mass, which in float32 is known within MASS_ERROR = 2^-17, as in the twin. A
+//               cut that is the same at both ends of two such errors is the true one. The twin's is too, since it
+//               compares both ends of its error, or sums in float64. If the ends differ, the mass is summed in
+//               float64 here, and the cut is certain if no sum of weights is within kFar of the required fraction.
+//   the race    is certain if one racer is left (kTie)
 
 #include "logit_row.h"
 #include "sampling.h"
@@ -20,18 +20,18 @@ namespace specinfer {
 namespace {
 
 constexpr double kGreedyBelow = 1e-5;     // as in sampling_params.py
-constexpr double kFar = 1e-9;             // of a number: what rounding does not bridge
+constexpr double kFar = 1e-9;             // relative difference that rounding cannot bridge
 constexpr double kFarFromMass = 0x1p-16;  // twice MASS_ERROR
-constexpr double kSmallest = 1e-290;      // of a min_p: weights below it have few digits
+constexpr double kSmallest = 1e-290;      // min_p below it: the weights have few digits
 constexpr int64_t kMostSummed = 1 << 20;  // weights
-constexpr int64_t kFirstPool = 64;        // likely ids that are looked at first, then four times as many, ...
+constexpr int64_t kFirstPool = 64;        // likely ids that are tried first; then four times as many, ...
 
 int64_t winner(const std::vector<Racer>& racers, const int64_t* ids) {
   if (racers.size() != 1) return kUndecided;
   return ids == nullptr ? racers[0].index : ids[racers[0].index];
 }
 
-// What the likeliest ids of a row are cut down to.
+// The ids that a row's filters keep.
 template <typename T>
 class Filters {
  public:
@@ -66,7 +66,7 @@ class Filters {
     for (size_t i = 0; i < best_.size(); ++i) sums_[i] = sum += weights_[i] = weight(best_[i].value);
   }
 
-  // How many stay; kUnsure, or kMore where that hangs on ids that were not looked at.
+  // The number of ids kept; kUnsure, or kMore if it depends on ids that were not read.
   int64_t cut(bool few, bool all) {
     auto kept = static_cast<int64_t>(best_.size());
     if (ask_.top_p < 1) {
@@ -77,7 +77,7 @@ class Filters {
     return ask_.min_p > 0 ? likely(kept, all || ask_.top_p < 1) : kept;
   }
 
-  // The shortest prefix whose sum reaches `wanted`, whatever that is up to `far` of it.
+  // The shortest prefix whose sum reaches `wanted`, within a relative error of `far`.
   int64_t prefix(double wanted, double far) const {
     const auto reached = [&](double sum) { return std::lower_bound(sums_.begin(), sums_.end(), sum) - sums_.begin(); };
     const int64_t least = reached(wanted * (1 - far)), most = reached(wanted * (1 + far));
@@ -85,11 +85,11 @@ class Filters {
     return least == most ? least + 1 : kUnsure;
   }
 
-  // Those of the first `kept` that are at least min_p as likely as the likeliest; `all`: nobody else may be.
+  // Those of the first `kept` with at least min_p times the largest probability; `all`: no other id may have it.
   int64_t likely(int64_t kept, bool all) const {
     if (ask_.min_p < kSmallest) return kUnsure;
     for (int64_t i = 0; i < kept; ++i) {
-      if (best_[i].value == best_[0].value) continue;  // their weights are 1 to the last bit
+      if (best_[i].value == best_[0].value) continue;  // their weights are exactly 1
       if (weights_[i] < ask_.min_p * (1 - kFar)) return i;
       if (weights_[i] <= ask_.min_p * (1 + kFar)) return kUnsure;
     }
@@ -125,7 +125,7 @@ class Filters {
   const int64_t size_;
   const Ask& ask_;
   std::vector<Candidate> best_;         // likeliest first
-  std::vector<double> weights_, sums_;  // of the best; what they sum up to
+  std::vector<double> weights_, sums_;  // of the best; cumulative sums
   double rough_mass_ = -1, exact_mass_ = -1;
 };
 
@@ -143,7 +143,7 @@ int64_t choose(const T* row, int64_t size, const Ask& ask) {
 
 int64_t begin_of(const Changes& changes, int64_t n) { return n == 0 ? 0 : changes.ends[n - 1]; }
 
-// Whether `count` rows of `size` logits have what is to change.
+// True if `count` rows of `size` logits have the logits to change.
 bool there(const Changes& changes, int64_t count, int64_t size) {
   for (int64_t n = 0; n < count; ++n) {
     if (begin_of(changes, n) > changes.ends[n]) return false;
@@ -159,7 +159,7 @@ float changed(float logit, const Terms& terms) {
   return v - terms.presence;
 }
 
-// The n-th row with its changes: a copy of this thread's own, until the next one.
+// The n-th row with its changes: a thread-local copy, valid until the next call.
 template <typename T>
 const float* changed_row(const T* row, int64_t size, const Changes& changes, int64_t n) {
   thread_local std::vector<float> copy;

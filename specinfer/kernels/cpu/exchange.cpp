@@ -18,13 +18,13 @@
 namespace specinfer {
 namespace {
 
-constexpr auto kNap = std::chrono::milliseconds(50);  // between two looks whether a process still lives
-// A file descriptor that was not asked for yet, that cannot be had, of a process that nobody remembers.
+constexpr auto kNap = std::chrono::milliseconds(50);  // between checks that a process is alive
+// A file descriptor that was not opened yet, that cannot be opened, and that of a forgotten process.
 constexpr int kUnknown = -1, kNone = -2, kForgotten = -3;
 
 #if defined(__linux__)
 
-// Sleeps while `number` is `seen`, and no longer than a nap. The private call would miss other processes.
+// Sleep while `number` equals `seen`, at most kNap. FUTEX_PRIVATE would not see other processes.
 void sleep_on(std::atomic<uint32_t>& number, uint32_t seen) {
   const timespec nap{0, std::chrono::nanoseconds(kNap).count()};
   syscall(SYS_futex, &number, FUTEX_WAIT, seen, &nap, nullptr, 0);
@@ -34,9 +34,9 @@ void wake(std::atomic<uint32_t>& number) { syscall(SYS_futex, &number, FUTEX_WAK
 
 int32_t this_process() { return getpid(); }
 
-// A file descriptor that can be read from when the process has ended.
+// A file descriptor that becomes readable when the process has ended.
 int watch(int32_t process) {
-  constexpr long kPidfdOpen = 434;  // on every architecture
+  constexpr long kPidfdOpen = 434;  // the same on every architecture
   const long watched = syscall(kPidfdOpen, process, 0);
   return watched >= 0 ? static_cast<int>(watched) : errno == ESRCH ? kForgotten : kNone;
 }
@@ -110,7 +110,7 @@ bool Exchange::ended(int32_t rank) {
   int& watched = watched_[rank];
   if (watched == kUnknown) {
     const int32_t process = places_[rank].process.load();
-    if (process == 0) return false;  // it has not come yet
+    if (process == 0) return false;  // it has not attached yet
     watched = watch(process);
   }
   return has_ended(watched);
@@ -127,7 +127,7 @@ int32_t Exchange::first_lost(int32_t rank) const {
 
 bool Exchange::wait(int32_t rank, uint32_t turn) {
   Place& peer = places_[rank];
-  // Turns are counted round and round.
+  // Turn numbers wrap around.
   const auto there = [&] { return static_cast<int32_t>(peer.turn.load(std::memory_order_acquire) - turn) >= 0; };
   if (there()) return true;
   const auto began = Clock::now();
@@ -135,7 +135,7 @@ bool Exchange::wait(int32_t rank, uint32_t turn) {
   bool came = look_for(there);
   while (!came) {
     peer.sleepers.fetch_add(1);
-    const uint32_t seen = peer.turn.load();  // behind the line above, or the call to wake might be missed
+    const uint32_t seen = peer.turn.load();  // after the line above, or a wake-up could be missed
     const int32_t gone = first_lost(rank);
     if (static_cast<int32_t>(seen - turn) < 0 && gone < 0) sleep_on(peer.turn, seen);
     peer.sleepers.fetch_sub(1);
@@ -149,7 +149,7 @@ bool Exchange::wait(int32_t rank, uint32_t turn) {
   return true;
 }
 
-// The slot of the turn that begins; null where a rank is lost.
+// The slot of the turn that starts; null if a rank is lost.
 uint8_t* Exchange::begin() {
   if (loss_ != Loss::kNone) return nullptr;
   for (int32_t r = 0; r < ranks_; ++r) {
@@ -168,7 +168,7 @@ void Exchange::say(Operation operation, int64_t bytes) {
   figures.bytes += bytes;
 }
 
-// A rank's slot of this turn, once it is written; null where the rank is lost.
+// A rank's slot of this turn, once it is written; null if the rank is lost.
 const uint8_t* Exchange::wait_for(int32_t rank, Operation operation, int64_t bytes) {
   if (!wait(rank, turn_)) return nullptr;
   const Note& note = places_[rank].notes[turn_ % kSlots];
@@ -208,7 +208,7 @@ bool Exchange::largest(float* numbers, int64_t count) {
 }
 
 bool Exchange::add(int32_t* numbers, int64_t count) {
-  // Unsigned, as what is too large is to wrap round.
+  // Unsigned, since overflow must wrap around.
   auto* const words = reinterpret_cast<uint32_t*>(numbers);
   return all_turns(Operation::kAdd, words, count, [](uint32_t* to, int64_t some, const uint32_t* from) {
     for (int64_t i = 0; i < some; ++i) to[i] += from[i];

@@ -9,9 +9,9 @@
 namespace specinfer {
 namespace {
 
-constexpr int64_t kPieceElements = 1 << 11;  // worth being shared out
+constexpr int64_t kPieceElements = 1 << 11;  // minimum work of a job
 
-// f(row) for all rows of so many elements.
+// Calls f(row) for all rows of `size` elements.
 template <typename F>
 void each_row(int64_t rows, int64_t size, const F& f) {
   Pool::get().split(rows, kPieceElements / size + 1, [&](int64_t first, int64_t last) {
@@ -28,7 +28,7 @@ void choose(const float* logits, int64_t count, int64_t each, bool normalized, i
     return;
   }
   const auto before = [&](int64_t a, int64_t b) { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); };
-  int64_t found = 0;  // so many of `chosen`, the best first
+  int64_t found = 0;  // number of chosen experts, best first
   for (int64_t e = 0; e < count; ++e) {
     if (found == each && !before(e, chosen[each - 1])) continue;
     int64_t at = found < each ? found++ : each - 1;
@@ -46,10 +46,10 @@ void choose(const float* logits, int64_t count, int64_t each, bool normalized, i
   for (int64_t n = 0; n < each; ++n) weights[n] /= sum;
 }
 
-// Rows by the experts they have, in ascending order: those of expert e are rows[begins[e]] up to rows[begins[e + 1]].
+// Rows by expert, ascending: those of expert e are rows[begins[e]] up to rows[begins[e + 1]].
 struct Routes {
   const int64_t *rows, *begins;
-  const float* weights;  // of the expert, beside each row
+  const float* weights;  // of the expert, for each row
 
   Routes(const Experts& experts, const float* logits, int64_t count) {
     Scratch& scratch = Scratch::get();
@@ -57,7 +57,7 @@ struct Routes {
     auto* const chosen = scratch.take<int64_t>(all);
     auto* const own = scratch.take<float>(all);
     choose_experts(logits, experts.router.channels, count, experts.count, each, experts.normalized != 0, chosen, own);
-    auto* const ends = scratch.take<int64_t>(experts.count + 2);  // from 1 on: where the next row of each expert goes
+    auto* const ends = scratch.take<int64_t>(experts.count + 2);  // from 1 on: next free place of each expert
     std::fill_n(ends, experts.count + 2, 0);
     for (int64_t p = 0; p < all; ++p) ++ends[chosen[p] + 2];
     for (int64_t e = 0; e < experts.count; ++e) ends[e + 2] += ends[e + 1];
@@ -74,7 +74,7 @@ struct Routes {
   }
 };
 
-// x in float32.
+// x as float32.
 const float* widened_rows(Type type, const void* x, int64_t rows, int64_t size) {
   if (type == Type::kFloat32) return static_cast<const float*>(x);
   auto* const to = Scratch::get().take<float>(rows * size);

@@ -1,4 +1,4 @@
-// A mixture of experts: of many MLPs each row has the few that its router chooses. models/experts.py has the same
+// A mixture of experts: each row uses the few MLPs that its router chooses. models/experts.py has the same
 // computation op by op, with the same bits.
 
 #pragma once
@@ -7,30 +7,30 @@
 
 namespace specinfer {
 
-// As kernels/structures.py has it.
+// As in kernels/structures.py.
 struct Experts {
-  Product router;                 // float32: a logit for each expert; behind these the shared expert's gate, if it has one
-  const Product *gate_up, *down;  // of each expert
+  Product router;                 // float32: a logit per expert, then the shared expert's gate, if any
+  const Product *gate_up, *down;  // per expert
   int64_t count, per_token;
-  int32_t normalized;  // whether the weights of a row's experts add up to 1
-  int32_t shared;      // whether all rows have one more expert
+  int32_t normalized;  // the weights of a row's experts add up to 1
+  int32_t shared;      // all rows use one more expert
   Product shared_gate_up, shared_down;
 };
 
-// y = what its experts make of each row of x, times their weights, [T, D]. A row's result depends on no other row: it is
-// a sum in float32 over its own experts by ascending number, rounded once. Where a rank is lost, there is no result.
+// y = the weighted sum of its experts' results for each row of x, [T, D]. A row's result depends on no other row: it
+// is a float32 sum over its own experts by ascending number, rounded once. There is no result if a rank is lost.
 void run_experts(const Experts& experts, Type type, Activation activation, const void* x, int64_t rows, void* y);
 
-// The experts of each row, in ascending order, and their weights, [rows, each]; of `count` logits, rows of which are
-// `stride` apart. The largest logits win, and of equal ones that of the lower number. Where not all are finite, the first
-// experts are chosen, with weights of NaN: so is the row's result.
+// The experts of each row, ascending, and their weights, [rows, each], from `count` logits; rows are `stride` apart.
+// The largest logits win; ties go to the lower number. If a logit is not finite, the first experts are chosen with
+// NaN weights, so the row's result is NaN.
 void choose_experts(const float* logits, int64_t stride, int64_t rows, int64_t count, int64_t each, bool normalized,
                     int64_t* chosen, float* weights);
 
-// How far the gate of the shared expert is open, whose logits are `stride` apart: their sigmoids.
+// The sigmoids of the shared expert's gate logits, which are `stride` apart.
 void open_gates(const float* logits, int64_t stride, int64_t rows, float* open);
 
-// total[rows[n]] += weights[n] * made[n], for `count` different rows; null: all in their order.
+// total[rows[n]] += weights[n] * made[n], for `count` distinct rows; null: all rows in order.
 void add_weighted(Type type, float* total, const void* made, const int64_t* rows, const float* weights, int64_t count,
                   int64_t size);
 

@@ -1,7 +1,7 @@
 // Products with float32 and bfloat16 weights in vector registers.
 //
-// bfloat16 is multiplied by pairs in float32. A channel has two sums, of every second step, so that one
-// operation need not wait for the last; they are made in the same order for every number of rows.
+// bfloat16 is multiplied by pairs in float32. A channel has two sums, of alternating steps, so that an operation need
+// not wait for the one before; the order is the same for every number of rows.
 
 #include "register_tiles.h"
 #include "scratch.h"
@@ -9,10 +9,10 @@
 namespace specinfer {
 namespace {
 
-// How a step is multiplied: one word of a row with a vector of weights, the same word of 16 channels.
+// A step: one word of a row times a vector of weights, the same word of 16 channels.
 struct OfFloat32 {
   static constexpr int kElements = 1;  // of a word
-  static constexpr int kRows = kRegister == 64 ? 6 : 2;  // of register_tiles.h
+  static constexpr int kRows = kRegister == 64 ? 6 : 2;  // see register_tiles.h
   static constexpr int kPairRows = 0;
   static Floats add(Floats sums, Words weights, uint32_t word) {
     return fma(Floats(std::bit_cast<float>(word)), bits_as<float>(weights), sums);
@@ -47,7 +47,7 @@ struct FloatWeight {
   const Division& division;
   const Output& out;
 
-  static constexpr int kSums = 2;  // of a channel
+  static constexpr int kSums = 2;  // per channel
   static constexpr int kRows = Of::kRows, kPairRows = Of::kPairRows;
 
   template <int R, int B>
@@ -85,7 +85,7 @@ struct FloatWeight {
   }
 };
 
-// The rows with zeros behind each, where their size is not padded already.
+// The rows, padded with zeros if their size is not padded already.
 const void* padded_rows(const Rows& rows, int64_t inner, int64_t padded, int64_t size) {
   if (inner == padded) return rows.data;
   char* const to = Scratch::get().take<char>(rows.count * padded * size);
@@ -114,7 +114,7 @@ void multiply_words(const Product& product, const Rows& rows, const Output& out)
 }  // namespace
 
 void multiply_floats(const Product& product, const Rows& rows, const Output& out) {
-#if !defined(SPECINFER_TILED)  // where tiles do that
+#if !defined(SPECINFER_TILED)  // otherwise tiles do that
   if (product.kind == Kind::kBFloat16) return multiply_words<OfBFloat16>(product, rows, out);
 #endif
   multiply_words<OfFloat32>(product, rows, out);

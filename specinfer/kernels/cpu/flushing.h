@@ -1,4 +1,4 @@
-// How numbers that are not normal are taken while tiles and vectors compute the same values.
+// Treatment of subnormal numbers while tiles and vectors compute the same values.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace specinfer {
 
 #if defined(SPECINFER_TILES)
-// Vectors flush what is not normal to zero, as tiles do.
+// Vectors flush subnormals to zero, as tiles do.
 class Flushing {
  public:
   Flushing() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }

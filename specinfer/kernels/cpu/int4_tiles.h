@@ -1,19 +1,19 @@
 // An int4 weight, and rows for it, as tiles of bfloat16.
 //
-// A weight is scale (level - zero / 16). Of that scale * level and scale * zero are made bfloat16; the zeros are
-// weights of their own and meet -1/16 of the sum of a row's group. That is cut in two, its first eight bits and
-// those that follow, as one bfloat16 would be too coarse where a few activations are large.
+// A weight is scale (level - zero / 16). scale * level and scale * zero become bfloat16; the zeros are separate weights
+// and are multiplied with -1/16 of the sum of a row's group. That sum is split into two bfloat16, its first eight bits
+// and the next ones, since one bfloat16 would be too coarse if a few activations are large.
 //
-// The exponent of a float16 number is that of a bfloat16 number 2^112 times smaller, as bits. So levels become
-// weights in four steps:
+// As bits, the exponent of a float16 number is that of a bfloat16 number 2^112 times smaller. So levels become weights in
+// four steps:
 //
-//   0x6400 | level, 0x5400 | level << 4         1024 + level and 64 + level, as float16, where levels lie
+//   0x6400 | level, 0x5400 | level << 4         1024 + level and 64 + level, as float16, where levels are stored
 //   (1024 + level) scale - 1024 scale           scale * level: one operation, which rounds to 11 bits
-//   times 2^12, and the higher half of that     three places to the right, rounded to 8 bits: bfloat16
+//   times 2^12, and the upper half of that      three places to the right, rounded to 8 bits: bfloat16
 //
-// Before, scales are multiplied by a power of two, so that a matrix's largest lies between 32 and 64: 1024 times it
-// is a float16 number, and what is 2^19 times smaller is a normal one still. Rows are made 2^64 times larger, as
-// products would be too small.
+// Scales are first multiplied by a power of two, so that a matrix's largest is between 32 and 64: 1024 times it is a
+// float16 number, and a scale 2^19 times smaller is still normal. Rows are multiplied by 2^64, since products would
+// be too small.
 
 #pragma once
 
@@ -51,7 +51,7 @@ class Scaled {
  private:
   static __m512i in_pairs(__m512i words) { return _mm512_or_si512(words, _mm512_slli_epi32(words, 16)); }
 
-  // GCC has names for these two instructions since its version 12, its assembler since binutils 2.38.
+  // GCC has intrinsics for these two instructions since version 12, its assembler since binutils 2.38.
   static __m512i product(__m512i x, float factor) {
     const __m256i half = _mm512_cvtps_ph(_mm512_set1_ps(factor), _MM_FROUND_TO_NEAREST_INT);
     __m512i out;
@@ -102,14 +102,14 @@ class Int4Tiles {
         of_scales_(factor(product.largest)) {}
 
   int64_t groups() const { return groups_; }
-  // What sums of tiles are multiplied by. No number, if a scale is none: the steps above would make one of it.
+  // Factor of the sums of tiles. NaN if a scale is NaN, which the steps above would turn into a number.
   float unit() const { return 1 / kOfWeights / kOfRows / of_scales_; }
 
-  // A group of a block, as the weights of a tile, and its zeros, as a row of one.
+  // A group of a block as the weights of a tile, and its zeros as a row of one.
   [[gnu::always_inline]] void expand(int64_t block, int64_t group, uint8_t* weights, uint8_t* zeros) const {
     const int64_t at = block * groups_ + group;
     const uint8_t* const levels = levels_ + at * kGroupBytes;
-    // The three of them lie apart: as many groups ahead each.
+    // The three arrays are separate: prefetch the same number of groups ahead in each.
     constexpr int64_t kGroupsAhead = 48;
     __builtin_prefetch(scales_ + (at + kGroupsAhead) * kBlock);
     __builtin_prefetch(zeros_ + (at + kGroupsAhead) * kBlock);
@@ -129,7 +129,7 @@ class Int4Tiles {
 
  private:
   static float factor(float largest) {
-    constexpr int kMost = 14;  // whose power of two is a float16 number
+    constexpr int kMost = 14;  // 2^14 is a float16 number
     int exponent = 0;
     std::frexp(largest, &exponent);
     return std::isnan(largest) ? largest : std::ldexp(1.0f, std::min(6 - exponent, kMost));
@@ -142,8 +142,8 @@ class Int4Tiles {
   float of_scales_;
 };
 
-// A group of a row where the tile has it, and what meets its zeros. Of each eight elements the even ones come first,
-// as levels lie (product.h).
+// Store a group of a row in the tile's order, and the factors of its zeros. In each eight elements the even ones come
+// first, as levels are stored (product.h).
 inline void store_int4_row(GroupOf32 group, uint8_t* to, uint8_t* of_zeros) {
   alignas(64) BFloat16 given[kGroup];
   store(given, group.low * Floats(kOfRows));

@@ -33,7 +33,7 @@ Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& path
   void* const inner = buffer(std::max(attended, inside));
   void* const other = buffer(beside);
 
-  // x += added; then norm(x), or x itself where there is no norm.
+  // x += added; then norm(x), or x itself if there is no norm.
   const auto entered = [&](const void* added, const Norm& norm) -> const void* {
     const Timed timed(Stage::kNorm);
     if (norm.weight == nullptr) {
@@ -43,7 +43,7 @@ Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& path
     add_norm(type, x, added, norm, normed, nullptr, rows, size, true);
     return normed;
   };
-  // What is still to be added to x where a block has made `made`, which is written to.
+  // The term still to be added to x after a block has made `made`, which may be overwritten.
   const auto left = [&](const Layer& layer, void* made, const Norm& after) -> const void* {
     const Timed timed(Stage::kNorm);
     const bool of_sum = layer.form == Form::kAfterSum;
@@ -97,7 +97,7 @@ Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& path
   for (int64_t i = 0; i < count; ++i) {
     const Layer& layer = layers[i];
     const void* given = entered(added, layer.before_attention);
-    tap(i, nullptr);  // what was to be added has been
+    tap(i, nullptr);  // everything has been added to x
     attend(i, given, y);
     if (layer.form == Form::kParallel) {
       if (layer.before_mlp.weight != nullptr) given = entered(nullptr, layer.before_mlp);

@@ -1,5 +1,5 @@
-// The layers of a decoder or head, of which decoder.cpp and block_head.cpp are made. models/decoder.py has the same
-// computation op by op, with the same bits.
+// The layers of a decoder or head, used by decoder.cpp and block_head.cpp. models/decoder.py has the same computation
+// op by op, with the same bits.
 
 #pragma once
 
@@ -10,57 +10,57 @@
 
 namespace specinfer {
 
-// How a layer adds what its attention and its MLP make to the residual stream x.
+// How a layer adds its attention and its MLP to the residual stream x.
 enum class Form : int32_t {
   kSerial,    // x += attention, then x += mlp; norms before them, after them, or both
-  kAfterSum,  // the same, and the norm after each is one of the sum: x = norm(x + attention)
-  kParallel,  // x += attention + mlp, of the same x; with no norm before the MLP they share one
+  kAfterSum,  // the same, and each norm after a block is of the sum: x = norm(x + attention)
+  kParallel,  // x += attention + mlp, both of the same x; without a norm before the MLP they share one
 };
 
-// As kernels/structures.py has it; a norm without a weight is not there.
+// As in kernels/structures.py; a norm without a weight is absent.
 struct Layer {
   Norm before_attention, before_mlp, after_attention, after_mlp;
   Heads heads;
-  Product qkv, o, up, down;  // rows of `up` hold gate, then up, where the MLP is gated
+  Product qkv, o, up, down;  // rows of `up` hold gate, then up, if the MLP is gated
   int32_t rope;              // 0: the first one, 1: that of sliding-window layers, 2: none
   Form form;
   Activation activation;
   int32_t gated;
-  float clip;   // of what qkv makes; 0: none
-  float scale;  // of what is added to x
-  const Experts* experts;  // in place of `up` and `down`, where it is not null
+  float clip;   // limit of the values of q, k and v; 0: none
+  float scale;  // factor of each term added to x
+  const Experts* experts;  // replace `up` and `down`, unless null
 };
 
-// Of each row, [T, H / 2]; null where there is none.
+// Rotations of each row, [T, H / 2]; null if there are none.
 struct Rope {
   const float *cos, *sin;
 };
 
-// Of the positions 0, 1, ... of any text, [positions, H / 2].
+// Rotations of the positions 0, 1, ... of any text, [positions, H / 2].
 struct Rotations {
   const float *cos, *sin;
   int64_t positions;
 
-  // Those of rows at these positions, which have some; taken from Scratch.
+  // The rotations of rows at these positions, which must be in range; allocated in Scratch.
   Rope of(const int64_t* at, int64_t rows, int64_t half) const;
 };
 
-// Copies of the inputs of some layers, where `last` stands for the output of the layer before it: [T, count, D].
+// Copies of the inputs of some layers; index `last` is the output of the last layer: [T, count, D].
 struct Taps {
   const int64_t* layers;
   int64_t count;
   void* out;
 };
 
-// What layers leave: the residual stream is x + added, or x where that is null.
+// The result of the layers: the residual stream is x + added, or x if `added` is null.
 struct Left {
   const void* added;
-  bool lost;  // a rank was, and nothing that was written is of use
+  bool lost;  // a rank was lost, and the results are invalid
 };
 
-// All `count` layers. ropes: by their numbers; keys, values: caches [P, K, H] of each layer. x [T, D] is the residual
-// stream; what is still to be added to it lies in y [T, D]. adapted: rows with adapters, which know layer i's products as
-// 4 i and on; null: no row has one.
+// Runs `count` layers. ropes: by number; keys, values: caches [P, K, H] of each layer. x [T, D] is the residual
+// stream; the term still to be added to it is in y [T, D]. adapted: rows with adapters, where layer i's products have
+// numbers from 4 i on; null: no row has one.
 Left run_layers(const Layer* layers, int64_t count, Type type, const Paths& paths, const Rope ropes[3],
                 const void* const* keys, const void* const* values, void* x, void* y, const Taps& taps,
                 const AdaptedRows* adapted = nullptr);

@@ -1,4 +1,4 @@
-// What the library offers; kernels/library.py declares the same. Shapes are checked there.
+// The functions of the library; kernels/library.py declares the same and checks shapes.
 
 #include <algorithm>
 #include <iterator>
@@ -19,7 +19,7 @@ using namespace specinfer;
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Whether this process may run these kernels; to be asked once, before all else.
+// True if this process may run these kernels; call it once, before all else.
 int32_t specinfer_ready() {
 #if defined(SPECINFER_TILES)
   return tiles_allowed() ? 1 : 0;
@@ -28,7 +28,7 @@ int32_t specinfer_ready() {
 #endif
 }
 
-// Whether its int4 products have the bits of the twins.
+// True if int4 products have the bits of the twins.
 int32_t specinfer_int4_is_exact() {
 #if defined(SPECINFER_TILED)
   return 0;
@@ -41,7 +41,7 @@ void specinfer_set_threads(int32_t threads) { Pool::get().resize(threads); }
 
 int32_t specinfer_threads() { return Pool::get().threads(); }
 
-// Asks for large pages where nobody has written yet.
+// Requests large pages for memory that has not been written.
 void specinfer_want_huge_pages(void* memory, int64_t bytes) { want_huge_pages(memory, bytes); }
 
 void specinfer_multiply(const Product* product, int32_t type, const void* x, int64_t rows, void* out) {
@@ -50,7 +50,7 @@ void specinfer_multiply(const Product* product, int32_t type, const void* x, int
   multiply(*product, {x, static_cast<Type>(type), rows}, out);
 }
 
-// The same with what adapters add to product `number`.
+// The same, plus the adapters' terms for product `number`.
 void specinfer_multiply_adapted(const Product* product, int32_t type, const void* x, int64_t rows,
                                 const AdaptedRows* adapted, int64_t number, void* out) {
   const Claim claim;
@@ -78,7 +78,7 @@ void specinfer_finish(const Product* product, int32_t type, const int32_t* sums,
   finish(*product, {nullptr, static_cast<Type>(type), rows, true, maxima}, sums, out);
 }
 
-// Sums of parts of rows, with weights of floats or int4, in as many branches as its parts leave.
+// Sums over parts of rows, with float or int4 weights, in branches.
 void specinfer_add_branches(const Product* product, int32_t type, const void* x, int64_t rows, float* branches) {
   const Claim claim;
   const Timed timed(Stage::kProduct);
@@ -201,7 +201,7 @@ int32_t specinfer_grow_trees(const Guesser* guesser, int32_t type, const void* l
   return grow_trees(*guesser, block, asks, count, *to) ? 1 : 0;
 }
 
-// An index of texts, as text_index.h says; null where no n-gram can have one of these lengths.
+// An index of texts, see text_index.h; null if no length is valid.
 void* specinfer_index_new(const int64_t* lengths, int64_t count, int64_t longest_stretch, const uint64_t* secret) {
   return TextIndex::make(lengths, count, longest_stretch, secret);
 }
@@ -216,7 +216,7 @@ int32_t specinfer_index_close(void* index) { return static_cast<TextIndex*>(inde
 
 int64_t specinfer_index_drop_oldest(void* index) { return static_cast<TextIndex*>(index)->drop_oldest_text(); }
 
-// Its first position that is alive, where the newest text begins, where it ends; closed texts, bytes.
+// Its first live position, the start of the newest text, its end; closed texts, bytes.
 void specinfer_index_figures(const void* index, int64_t* out) {
   const auto& texts = *static_cast<const TextIndex*>(index);
   const int64_t figures[] = {texts.base(), texts.text_start(), texts.end(), texts.num_texts(), texts.num_bytes()};
@@ -229,7 +229,7 @@ int64_t specinfer_index_bytes_with(const void* index, int64_t count) {
   return static_cast<const TextIndex*>(index)->bytes_with(count);
 }
 
-// The tokens from a position on, at most `count` and none that is not there; returns how many.
+// The tokens from a position on, at most `count`; returns the number of tokens.
 int64_t specinfer_index_tokens(const void* index, int64_t position, int64_t count, int32_t* out) {
   const auto& texts = *static_cast<const TextIndex*>(index);
   if (position < texts.base() || position > texts.end() || count < 0) return 0;
@@ -238,8 +238,8 @@ int64_t specinfer_index_tokens(const void* index, int64_t position, int64_t coun
   return there;
 }
 
-// Where the last `length` of these tokens end, newest first, at most `most`; returns how many, -1 where n-grams of this
-// length are not looked up.
+// The positions where the last `length` of these tokens occur, newest first, at most `most`; returns their number, or
+// -1 if n-grams of this length are not indexed.
 int64_t specinfer_index_places(const void* index, const int32_t* tail, int64_t size, int64_t length, int64_t most,
                                int64_t* out) {
   const auto& texts = *static_cast<const TextIndex*>(index);
@@ -261,7 +261,7 @@ int32_t specinfer_lookup_trees(const LookupRules* rules, const LookupAsk* asks, 
   return lookup_trees(*rules, asks, count, tokens, num_tokens, *to) ? 1 : 0;
 }
 
-// A rank's end of the memory that ranks share, as exchange.h says.
+// A rank's end of the shared memory, see exchange.h.
 int64_t specinfer_exchange_bytes(int32_t ranks, int64_t slot) { return Exchange::bytes(ranks, slot); }
 
 void* specinfer_exchange_new(void* memory, int32_t ranks, int32_t rank, int64_t slot) {
@@ -286,7 +286,7 @@ int32_t specinfer_exchange_gather(void* exchange, const void* own, const int64_t
   return static_cast<Exchange*>(exchange)->gather(own, bytes, into) ? 1 : 0;
 }
 
-// Why a rank is lost, 0 where none is, and which one.
+// Why a rank is lost, 0 if none is, and which one.
 int32_t specinfer_exchange_loss(const void* exchange, int32_t* rank) {
   const auto& one = *static_cast<const Exchange*>(exchange);
   *rank = one.lost();
@@ -297,13 +297,13 @@ void specinfer_exchange_figures(const void* exchange, Exchange::Figures* out) {
   *out = static_cast<const Exchange*>(exchange)->figures;
 }
 
-// Bytes per second at which `bytes` of memory are read once by all threads.
+// Bytes per second at which all threads read `bytes` of memory once.
 double specinfer_stream(const void* from, int64_t bytes) {
   const Claim claim;
   return stream(from, bytes);
 }
 
-// Starts or ends a profile; returns the nanoseconds of each stage so far, which start anew.
+// Starts or ends a profile; returns and resets the nanoseconds of each stage.
 void specinfer_profile(int32_t on, int64_t* nanoseconds) {
   const Claim claim;
   Profile& profile = Profile::get();

@@ -1,7 +1,7 @@
-// Reads of one row of logits, float32 or bfloat16 as it lies; the twins are in verify/target_law.py.
+// Scans of one row of logits, float32 or bfloat16 in place; the twins are in verify/target_law.py.
 //
-// Each read answers exactly (highest, likeliest_of), or so that whoever asks can still decide in float64 (mass_of,
-// race): choices are then the twins' to the last token, whatever exp and log a machine has.
+// Each result is exact (highest, likeliest_of), or accurate enough that the caller can decide in float64 (mass_of,
+// race). Choices are then the twins' to the last token, independent of the machine's exp and log.
 
 #pragma once
 
@@ -17,10 +17,10 @@ namespace specinfer {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// How the screen's float32 may err; target_law.py has the argument for it.
+// Error bound of the float32 screen; target_law.py has the proof.
 constexpr double kScreen = (1.0 + 1.0 / 1024) * 4294967296.0;
-// Scores closer than this, relative to their size, are left to the caller: a thousand times what two
-// machines' exp and log differ by.
+// Scores whose relative difference is smaller are left to the caller: a thousand times the difference between two
+// machines' exp and log.
 constexpr double kTie = 1e-11;
 
 struct Candidate {
@@ -41,10 +41,10 @@ void for_each_lane(uint32_t lanes, int64_t first, const F& f) {
   for (; lanes != 0; lanes &= lanes - 1) f(first + __builtin_ctz(lanes));
 }
 
-// The first of the largest logits; its id is -1 where that is not finite, or one of them is no number.
+// The first of the largest logits; id -1 if that is not finite, or if a logit is NaN.
 template <typename T>
 Candidate highest(const T* row, int64_t size) {
-  constexpr int kAtOnce = 4;  // vectors: each waits for its own last one alone
+  constexpr int kAtOnce = 4;  // vectors: independent dependency chains
   Floats best[kAtOnce];
   Ints wrong = 0;
   each<kAtOnce>([&](auto n) { best[n] = Floats(-kInfinity); });
@@ -72,11 +72,11 @@ Candidate highest(const T* row, int64_t size) {
   return {top, i};
 }
 
-// What the n-th largest logit is at the least: n parts of the row have a largest one that is no smaller. Where that
-// would take long, no more than -inf.
+// A lower bound of the n-th largest logit: the row is divided into n parts, each of which has a maximum of at least
+// that. Returns -inf if that would take long.
 template <typename T>
 float least_of(const T* row, int64_t size, int64_t n) {
-  constexpr int kAtOnce = 4;  // vectors, of which each lane has a part of its own
+  constexpr int kAtOnce = 4;  // vectors; each lane has a separate part
   constexpr int64_t kFewest = 256, kStep = kAtOnce * kLanes;
   const int64_t deep = size / std::max(4 * n, kFewest), parts = deep < 2 ? 0 : size / (kStep * deep) * kStep;
   if (parts < n) return -kInfinity;
@@ -93,11 +93,11 @@ float least_of(const T* row, int64_t size, int64_t n) {
   return tops[n - 1];
 }
 
-// The n best so far; `bound` is what a later value must exceed to be among them. Equal values come in the
-// order of their ids, so a later one never replaces an earlier one.
+// The n best so far; a later value must exceed `bound`. Equal values arrive in order of their ids, so a later one
+// never replaces an earlier one.
 class Best {
  public:
-  // least: what the n-th of all is at the least.
+  // least: a lower bound of the n-th largest.
   Best(size_t n, float least) : n_(n), capacity_(4 * n + 256), bound_(std::nextafter(least, -kInfinity)) {
     found_.reserve(capacity_ + kLanes);
   }
@@ -129,7 +129,7 @@ class Best {
   std::vector<Candidate> found_;
 };
 
-// The n >= 1 largest logits, largest first, ties lowest id first; never one of -inf. `numbers`: whether all are.
+// The n >= 1 largest logits, descending, ties lowest id first; never -inf. `numbers`: true if no logit is NaN.
 template <typename T>
 std::vector<Candidate> likeliest_of(const T* row, int64_t size, int64_t n, bool* numbers = nullptr) {
   n = std::min(n, size);
@@ -157,7 +157,7 @@ std::vector<Candidate> likeliest_of(const T* row, int64_t size, int64_t n, bool*
   return best.sorted();
 }
 
-// As in target_law.py: hotter ones are no matter for float32.
+// As in target_law.py: hotter temperatures exceed float32.
 constexpr double kHottest = 1e29;
 
 // The sum of exp((logit - top) / temperature), within MASS_ERROR of target_law.py.
@@ -169,7 +169,7 @@ double mass_of(const T* row, int64_t size, double highest, double temperature) {
     return sum;
   }
   const auto top = static_cast<float>(highest), scale = static_cast<float>(1.0 / temperature);
-  constexpr int kAtOnce = 4, kSteps = 4;  // vectors that are added up in float32: five roundings, 3e-7 of their sum
+  constexpr int kAtOnce = 4, kSteps = 4;  // vectors summed in float32: five roundings, a relative error of 3e-7
   double sums[kLanes] = {}, sum = 0.0;
   int64_t i = 0;
   const auto weight = [&](int64_t at) { return exp((load(row + at) - top) * scale); };
@@ -216,7 +216,7 @@ struct Noise {
     return x ^ (x >> 31);
   }
 
-  // Of one id, or of one in each lane.
+  // Hash of one id, or of one per lane.
   template <typename Id>
   Id high(Id h) const {
     h = (h ^ (h >> 16)) * 0x7FEB352Du;
@@ -242,13 +242,13 @@ struct Racer {
 };
 
 // The entries of a support that may win the race argmin(E / w), w = exp((logit - logits[top]) / temperature),
-// ascending: one, but for ties; at a temperature of kHottest at most. ids: of the entries, or null where entry i is
-// token i.
+// ascending: one, unless there is a tie. The temperature is at most kHottest. ids: of the entries, or null if entry i
+// is token i.
 template <typename T>
 std::vector<Racer> race(const T* row, int64_t size, const int64_t* ids, int64_t top, double temperature,
                         const Noise& noise) {
   const float highest = value_of(row[top]);
-  // The screen takes 2^n (1 + f) for the weight 2^(n + f): no less, at most 6% more, and a float's own bits.
+  // The screen uses 2^n (1 + f) for the weight 2^(n + f): never less, at most 6% more, and the bits of a float.
   constexpr float kBias = 127.0f, kMantissa = 8388608.0f;
   const auto scale = static_cast<float>(1.0 / (temperature * 0.6931471805599453));
   std::vector<Racer> found;

@@ -6,11 +6,11 @@
 namespace specinfer {
 namespace {
 
-constexpr int64_t kVoters = 16;        // places of an index that vote: those of two have a bit each of a word
-constexpr int64_t kLongest = 1 << 20;  // of a match: all weights are whole numbers, also in a double
-constexpr int64_t kSurest = 1000;      // of a match: a power of two that is a double
+constexpr int64_t kVoters = 16;        // places of an index that vote; those of two indices fit the bits of a word
+constexpr int64_t kLongest = 1 << 20;  // of a match: all weights are integers that are exact in a double
+constexpr int64_t kSurest = 1000;      // of a match: a power of two within the range of a double
 
-// Where one request's nodes go.
+// The nodes of one request.
 class Branches {
  public:
   Branches(const LookupRules& rules, const LookedUp& to, int64_t first, int64_t most)
@@ -38,40 +38,40 @@ class Branches {
   int64_t first_, most_, count_ = 0;
 };
 
-// What followed at one place, as far as its match supports a guess.
+// The continuation at one place, as far as its match supports a guess.
 struct Vote {
   const int32_t* text;
-  int64_t period;  // tokens; at the end of the text that is guessed for it goes on into itself
+  int64_t period;  // tokens; at the end of the text, its predicted continuation repeats
   int64_t reach, matched, weight;
 
   int32_t token(int64_t i) const { return text[i % period]; }
 };
 
-// A node that may be added, and who votes for it: bit i is vote i.
+// A node that may be added, and its voters: bit i is vote i.
 struct Waiting {
   int64_t weight, made, depth, matched;
   int32_t parent, token;
   double share;
   uint64_t voters;
 
-  // Whether the other one comes first: likeliest first, then oldest.
+  // True if the other one comes first: likeliest first, then oldest.
   bool operator<(const Waiting& other) const {
     return weight != other.weight ? weight < other.weight : made > other.made;
   }
 };
 
-// The votes out of a set, first ones first.
+// The votes in a set, in order.
 template <typename Do>
 void each(uint64_t voters, Do what) {
   for (; voters != 0; voters &= voters - 1) what(__builtin_ctzll(voters));
 }
 
-// Where the end of a tail stands and something follows, and how many tokens matched.
+// A place where the end of a tail occurs and is continued, and the number of matching tokens.
 struct Occurrence {
   int64_t place, matched;
 };
 
-// At most `limit` of them: longer n-grams first, of one length the newer places.
+// At most `limit` of them: longer n-grams first, then newer places.
 std::vector<Occurrence> occurrences(const TextIndex& index, const int32_t* tail, int64_t size, int64_t limit) {
   std::vector<Occurrence> found;
   const std::vector<int64_t>& lengths = index.lengths();
@@ -79,7 +79,7 @@ std::vector<Occurrence> occurrences(const TextIndex& index, const int32_t* tail,
   for (auto which = static_cast<int64_t>(lengths.size()) - 1; which >= 0; --which) {
     if (lengths[which] > size) continue;
     Places places(index, which, tail + size - lengths[which]);
-    for (int64_t seen = 0; seen < 2 * limit; ++seen) {  // those of longer n-grams are met again
+    for (int64_t seen = 0; seen < 2 * limit; ++seen) {  // places of longer n-grams occur again
       const int64_t place = places.next();
       if (place < 0) break;
       if (index.following(place, 1) == 0) continue;
@@ -102,7 +102,7 @@ void add_votes(const LookupRules& rules, const LookupAsk& ask, const TextIndex& 
   }
 }
 
-// Adds the nodes most votes go through, best first; the earlier voter is better when votes are equal.
+// Adds the nodes with the largest votes, best first; on a tie the earlier voter is better.
 void grow(const LookupRules& rules, const std::vector<Vote>& votes, Branches* tree) {
   if (votes.empty()) return;
   const auto weigh = [&](uint64_t voters) {

@@ -7,9 +7,9 @@
 namespace specinfer {
 namespace {
 
-constexpr int kTileRows = kRegister == 64 ? 8 : 2;  // of one adapter, that share the weights they load
-constexpr int kSums = 2;                            // of a row of A: one operation need not wait for the last
-constexpr int64_t kUpBlocks = 32;                   // of B, that a job has at the most
+constexpr int kTileRows = kRegister == 64 ? 8 : 2;  // rows of one adapter that share loaded weights
+constexpr int kSums = 2;                            // per row of A: an operation need not wait for the one before
+constexpr int64_t kUpBlocks = 32;                   // maximum blocks of B per job
 
 // Rows of one adapter.
 struct Tile {
@@ -52,7 +52,7 @@ void go_up(const LowRankPart& part, int64_t block, const float* x, int64_t strid
   each<R>([&](auto r) { store(to + r * channels + part.first + first, sums[r] * part.scale, n); });
 }
 
-// f(the number of rows), as a number the compiler knows.
+// f(number of rows), as a compile-time constant.
 template <typename F>
 void by_rows(int64_t rows, const F& f) {
   each<kTileRows>([&](auto r) {
@@ -66,7 +66,7 @@ class LowRankSums {
   LowRankSums(const AdaptedRows& adapted, int64_t number, const Product& product, const T* x)
       : adapted_(adapted), number_(number), inner_(product.inner), channels_(product.channels), x_(x) {}
 
-  // What adapters add, [rows that have one, channels]; null: nothing.
+  // The adapters' terms, [adapted rows, channels]; null: none.
   const float* operator()() {
     const int64_t total = adapted_.count == 0 ? 0 : adapted_.ends[adapted_.count - 1];
     int64_t ranks = 0;
@@ -86,7 +86,7 @@ class LowRankSums {
  private:
   const LowRank& of(int64_t adapter) const { return adapted_.adapters[adapter][number_]; }
 
-  // The rows side by side, as float32.
+  // Gather the rows as float32.
   void gather(int64_t total) {
     const int64_t bytes = inner_ * static_cast<int64_t>(sizeof(float));
     Pool::get().split(total, kPieceBytes / bytes + 1, [&](int64_t first, int64_t last) {
@@ -101,7 +101,7 @@ class LowRankSums {
     });
   }
 
-  // Cuts the rows of each adapter into tiles. Nothing is added where it has no part of the product.
+  // Divide the rows of each adapter into tiles; adapters without a part of the product are skipped.
   void cut(int64_t total) {
     tiles_ = Scratch::get().take<Tile>(total);
     int64_t first = 0;

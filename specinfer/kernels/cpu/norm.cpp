@@ -1,4 +1,4 @@
-// Norms of rows with the residual sum in front of them: RMSNorm, in one pass over the row and a second, and LayerNorm.
+// Norms of rows after a residual sum: RMSNorm, in two passes over the row, and LayerNorm.
 
 #include <cmath>
 
@@ -7,9 +7,9 @@
 namespace specinfer {
 namespace {
 
-constexpr int64_t kPieceElements = 1 << 11;  // worth being shared out
+constexpr int64_t kPieceElements = 1 << 11;  // minimum work of a job
 
-// kept = x + y, rounded to T; out = kept / rms(kept) * weight. Where there is no y, kept is x. kept may be x or out.
+// kept = x + y, rounded to T; out = kept / rms(kept) * weight. Without a y, kept is x. kept may be x or out.
 template <typename T>
 void rms_norm_row(const T* x, const T* y, const T* weight, const T*, T* kept, T* out, int64_t n, float eps) {
   Floats squares = 0.0f;
@@ -28,7 +28,7 @@ void rms_norm_row(const T* x, const T* y, const T* weight, const T*, T* kept, T*
   }
 }
 
-// The same of LayerNorm: out = (kept - mean(kept)) / std(kept) * weight + bias, where there is one.
+// The same for LayerNorm: out = (kept - mean(kept)) / std(kept) * weight + bias, if there is one.
 template <typename T>
 void layer_norm_row(const T* x, const T* y, const T* weight, const T* bias, T* kept, T* out, int64_t n, float eps) {
   Floats total = 0.0f;
@@ -44,7 +44,7 @@ void layer_norm_row(const T* x, const T* y, const T* weight, const T* bias, T* k
   const Floats mean = sum(total) / static_cast<float>(n);
   Floats squares = 0.0f;
   for (int64_t i = 0; i < n; i += kLanes) {
-    // Lanes behind the row hold zeros, which are no part of it.
+    // Lanes after the row hold zeros, which must not count.
     const Ints inside = lane_numbers() < static_cast<int32_t>(std::min<int64_t>(n - i, kLanes));
     const Floats v = select(inside, load(summed + i, n - i) - mean, Floats(0.0f));
     squares = fma(v, v, squares);

@@ -1,12 +1,12 @@
-// In which order parts of a sum of floats are added, so that it is the same however many processes have them.
+// The order in which parts of a sum of floats are added, independent of the number of processes.
 //
-// Parts are numbered over all processes. Two neighbours of as many parts are added where the first of them begins at
-// a multiple of both together; what is left in the end is added from the right to the left. Six parts:
+// Parts are numbered over all processes. Two adjacent branches of equal size are added if the first starts at a multiple
+// of their total size; the remaining ones are added from right to left. Six parts:
 //
 //   ((0 + 1) + (2 + 3)) + (4 + 5)
 //
-// A process with some of them leaves subtotals, each a whole branch of that tree: of parts 1 .. 5 there are 1, 2 + 3
-// and 4 + 5. Whoever pushes the subtotals of all processes, in their order, adds up the same tree.
+// A process with some of the parts leaves subtotals, each a complete branch of that tree: for parts 1 .. 5 these are 1,
+// 2 + 3 and 4 + 5. Pushing the subtotals of all processes in order adds up the same tree.
 
 #pragma once
 
@@ -16,11 +16,11 @@ namespace specinfer {
 
 class PartTree {
  public:
-  static constexpr int kMost = 20;  // branches there can be at a time, of up to 256 parts
+  static constexpr int kMost = 20;  // maximum branches at a time, for up to 256 parts
 
   explicit PartTree(int64_t first) : end_(first) {}
 
-  // Puts a branch of so many parts behind the others; returns how often the last two are to be added then.
+  // Appends a branch of `parts` parts; returns how often the last two must then be added.
   int push(int64_t parts) {
     parts_[size_++] = parts;
     end_ += parts;
@@ -41,14 +41,14 @@ class PartTree {
   int64_t end_;
 };
 
-// The branches that a product's own parts leave.
+// The branches of a product's own parts.
 inline PartTree branches_of(int64_t first, int64_t parts) {
   PartTree tree(first);
   for (int64_t p = 0; p < parts; ++p) tree.push(1);
   return tree;
 }
 
-// A product's parts, as its weights lie in memory; one where it has none.
+// A product's parts in its weights' memory; a single one if it has none.
 class Division {
  public:
   Division(const Product& product, const Rows& rows)
@@ -70,13 +70,13 @@ class Division {
   const int64_t count, inner;
 
  private:
-  bool partial_;  // what is left of them is not added up
+  bool partial_;  // remaining branches are not added up
   const int64_t* ends_;
-  uint8_t merges_[256];  // kernels/parts.py allows no more
+  uint8_t merges_[256];  // kernels/parts.py allows at most this many
 };
 
-// sum(where it goes, first inner element, the one behind its last) for all parts of a product, added up: store(branch,
-// sum) of what is left. Sums of type T know +=.
+// Adds up sum(destination, first inner element, end) for all parts of a product, then calls store(branch, sum) for
+// the remaining branches. Sums of type T have +=.
 template <typename T, typename Sum, typename Store>
 [[gnu::noinline]] void add_parts(const Division& division, const Sum& sum, const Store& store) {
   T branches[PartTree::kMost];

@@ -1,4 +1,4 @@
-// Products whose inner elements several processes share.
+// Products whose inner elements are divided between processes.
 
 #include "exchange.h"
 #include "part_tree.h"
@@ -8,7 +8,7 @@
 namespace specinfer {
 
 void find_maxima(const Product& product, const Rows& rows, float* maxima) {
-  constexpr int64_t kPieceElements = 1 << 10;  // worth being shared out
+  constexpr int64_t kPieceElements = 1 << 10;  // minimum work of a job
   const int64_t groups = padded_inner(product.kind, product.inner) / kGroup;
   const auto all = [&](const auto* x) {
     Pool::get().split(rows.count, kPieceElements / (groups * kGroup) + 1, [&](int64_t first, int64_t last) {

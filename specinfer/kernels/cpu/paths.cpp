@@ -5,7 +5,7 @@ namespace {
 
 enum Fault : int32_t { kNone, kBlock, kRows, kTable, kPath };
 
-// A row's path: from its request's first positions, ascending, to one it has.
+// True if a row's path ascends, from its request's first positions, within the request's positions.
 bool leads_inside(const Paths& paths, const Request& request, int64_t row) {
   const int64_t begin = paths.tail_ends[row], end = paths.tail_ends[row + 1];
   int64_t last = paths.shared[row] - 1;

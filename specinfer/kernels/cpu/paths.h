@@ -1,4 +1,4 @@
-// The cache positions each row attends to, and the slots they lie in: attention/backend.py has the words.
+// The cache positions each row attends to, and their slots; attention/backend.py defines the terms.
 
 #pragma once
 
@@ -7,19 +7,19 @@
 
 namespace specinfer {
 
-// Rows first..end - 1 of the pass are its last positions, one after another; `table` is where its blocks begin.
+// Rows first..end - 1 of the pass are its last positions, in order; `table` is the start of its block table.
 struct Request {
   int32_t first, end, table, positions;
 };
 
-// As kernels/structures.py has it.
+// As in kernels/structures.py.
 struct Paths {
   const int32_t* tables;
   const Request* requests;
   const int32_t *shared, *tail_ends, *tails;
   int64_t num_blocks, num_requests, rows, num_tails, block_size;
 
-  // The slots of `count` positions from `first` on, a run for each block.
+  // The slots of `count` positions from `first` on; contiguous within each block.
   void slots(int64_t table, int64_t first, int64_t count, int32_t* to) const {
     if (count <= 0) return;
     const int32_t* block = tables + table + first / block_size;
@@ -32,14 +32,14 @@ struct Paths {
     }
   }
 
-  // The slot a row's K and V go to.
+  // The slot for a row's K and V.
   int64_t own_slot(const Request& request, int64_t row) const {
     const int64_t position = request.positions - (request.end - row);
     return tables[request.table + position / block_size] * block_size + position % block_size;
   }
 };
 
-// What is wrong with paths over a cache of so many slots, by its number in attention/native.py; 0: nothing.
+// The fault in paths over a cache of `num_slots` slots, numbered as in attention/native.py; 0: none.
 int32_t fault_of(const Paths& paths, int64_t num_slots);
 
 }  // namespace specinfer

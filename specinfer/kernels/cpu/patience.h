@@ -1,4 +1,4 @@
-// How threads and processes wait for one another: they look for a while before they sleep.
+// How threads and processes wait for each other: they spin for a while before they sleep.
 
 #pragma once
 
@@ -12,7 +12,7 @@ namespace specinfer {
 
 using Clock = std::chrono::steady_clock;
 
-// How long to look before sleeping: what lies between two jobs of a pass, and a little more (docs/log.md).
+// Spinning time: the interval between two jobs of a pass, and a little more (docs/log.md).
 constexpr auto kPatience = std::chrono::microseconds(50);
 constexpr int kLooks = 32;  // between two readings of the clock
 
@@ -24,7 +24,7 @@ inline void pause() {
 #endif
 }
 
-// Whether `there` became true within kPatience.
+// True if `there` became true within kPatience.
 template <typename F>
 bool look_for(const F& there) {
   for (int i = 0; i < kLooks; ++i) {

@@ -17,12 +17,12 @@ constexpr int64_t kMostPieces = int64_t{1} << 31;
 
 }  // namespace
 
-// What caller and workers share.
+// State shared by the caller and workers.
 //
-//   ticket    number of the job << 32 | pieces nobody has taken: one compare-and-swap takes one
-//   done      pieces that are finished; the caller goes on when it is all of them
+//   ticket    number of the job << 32 | number of untaken pieces: one compare-and-swap takes a piece
+//   done      finished pieces; the caller continues when all are
 //
-// Whoever has taken a piece keeps its job from ending, so what a job consists of can be read without a lock.
+// A job does not end while a thread has a piece of it, so the job can be read without a lock.
 struct Pool::State {
   std::vector<std::thread> workers;
   std::mutex turn;
@@ -49,7 +49,7 @@ struct Pool::State {
     workers.clear();
   }
 
-  // Take a piece and do it; false when there is none.
+  // Take a piece and run it; false if there is none.
   bool work() {
     uint64_t taken = ticket.load(std::memory_order_acquire);
     do {
@@ -63,7 +63,7 @@ struct Pool::State {
 
   void serve() {
     for (;;) {
-      const uint32_t seen = jobs.load();  // before the question below, or the last call to wake might be missed
+      const uint32_t seen = jobs.load();  // before the check below, or a wake-up could be missed
       if (stopping) return;
       while (work()) {
       }
@@ -78,8 +78,8 @@ struct Pool::State {
 Pool::Pool() : state_(new State) {}
 
 Pool& Pool::get() {
-  // Never destroyed: threads may still sleep in it when the process ends. A forked child has no threads but the
-  // one that forked it, and starts afresh.
+  // Never destroyed, since threads may still sleep in it when the process ends. A forked child has only the thread
+  // that forked it, and starts its own pool.
   static Pool* const pool = [] {
     static Pool* made = new Pool;
     pthread_atfork(nullptr, nullptr, [] { made->state_ = new State; });
@@ -96,7 +96,7 @@ void Pool::resize(int threads) {
 }
 
 void Pool::share(int64_t pieces, Call call, const void* what) {
-  if (pieces >= kMostPieces) {  // more than a ticket counts
+  if (pieces >= kMostPieces) {  // more than a ticket can count
     for (int64_t i = 0; i < pieces; ++i) call(what, i);
     return;
   }

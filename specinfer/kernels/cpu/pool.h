@@ -1,9 +1,8 @@
-// Threads that share work out in pieces.
+// Threads that share work in pieces.
 //
-// Whoever has work, the caller, cuts it into pieces and takes pieces itself; sleeping or busy threads cost it
-// nothing, for it waits only for pieces that a thread has begun. A thread without work looks for some as long
-// as work usually is apart, then sleeps: on cores that are shared, a thread that spins keeps the one it waits
-// for from running (docs/log.md has the measurements).
+// The caller divides its work into pieces and takes pieces itself. Sleeping or busy threads cost it nothing, since it
+// waits only for pieces that a thread has started. An idle thread spins for the usual interval between jobs, then
+// sleeps: on shared cores, a spinning thread would block the one it waits for (docs/log.md has the measurements).
 
 #pragma once
 
@@ -15,11 +14,11 @@ class Pool {
  public:
   static Pool& get();
 
-  // How many threads work, the caller among them; 1 <= threads.
+  // Sets the number of threads, including the caller; 1 <= threads.
   void resize(int threads);
   int threads() const { return threads_; }
 
-  // f(0), ..., f(pieces - 1), each once, on any thread, in any order; returns when all have returned.
+  // Calls f(0), ..., f(pieces - 1), each once, on any thread, in any order; returns when all have returned.
   template <typename F>
   void run(int64_t pieces, const F& f) {
     if (pieces <= 1 || threads_ == 1) {
@@ -29,7 +28,7 @@ class Pool {
     share(pieces, [](const void* what, int64_t i) { (*static_cast<const F*>(what))(i); }, &f);
   }
 
-  // f(begin, end) over [0, n), cut into ranges of at least `least`, a few for every thread.
+  // Calls f(begin, end) over [0, n), in ranges of at least `least`, a few per thread.
   template <typename F>
   void split(int64_t n, int64_t least, const F& f) {
     const int64_t most = kPiecesPerThread * threads_, some = n / (least < 1 ? 1 : least);
@@ -51,7 +50,7 @@ class Pool {
   State* state_;
 };
 
-// Whoever calls into the library has the pool and the scratch memory while this lives: one call at a time.
+// Exclusive use of the pool and the scratch memory during a call into the library.
 class Claim {
  public:
   Claim();

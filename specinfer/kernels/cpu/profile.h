@@ -1,4 +1,4 @@
-// Where the time of a call goes, by operation, while somebody asks for it.
+// Time of native calls by operation, while profiling is on.
 
 #pragma once
 
@@ -20,7 +20,7 @@ class Profile {
   int64_t nanoseconds[static_cast<int>(Stage::kStages)] = {};
 };
 
-// While it lives, its stage's time runs.
+// Counts time for its stage while it exists.
 class Timed {
  public:
   explicit Timed(Stage stage) : stage_(stage), on_(Profile::get().on) {

@@ -7,7 +7,7 @@
 namespace specinfer {
 namespace {
 
-#if !defined(SPECINFER_TILED)  // where tiles do that
+#if !defined(SPECINFER_TILED)  // otherwise tiles do that
 
 template <bool Nontemporal>
 struct Int8Weight {

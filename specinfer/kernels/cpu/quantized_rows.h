@@ -1,5 +1,5 @@
-// Rows of activations -> int8, written where the product that follows reads them: place(row).values(group) is
-// where the 32 values of a group go.
+// Quantizes rows of activations to int8, written in the layout of the product that follows: place(row).values(group)
+// is the address of the 32 values of a group.
 
 #pragma once
 
@@ -30,8 +30,8 @@ inline GroupOf32 rotate(GroupOf32 x) {
   return x;
 }
 
-// The larger of two absolute values by its bits, under which a NaN is largest: it reaches scale and output.
-// Without the sign the bits are as well those of a signed integer.
+// The larger of two absolute values by their bits, under which a NaN is largest, so that it reaches scale and output.
+// Without the sign, the bits have the order of signed integers.
 inline Ints larger(Ints most, Floats x) {
   const Ints bits = bits_as<int32_t>(x) & 0x7fffffff;
   return select(bits > most, bits, most);
@@ -48,7 +48,7 @@ inline float largest(Ints most) {
 inline float inverse_of(float most) { return most < 1e-30f ? 0.0f : 127.0f / most; }
 inline float int8_scale(float most) { return most / 127.0f; }
 
-// The lanes, of which each fits, as bytes.
+// The lanes as bytes; all values must fit.
 inline void store_bytes(int8_t* to, Ints v) {
 #if defined(__AVX512F__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)v.part[0]));
@@ -70,7 +70,7 @@ inline Ints rounded(Floats x) {
   return to_ints((x + magic) - magic);
 }
 
-// Writes the values of a group and returns their sum, lane by lane.
+// Writes the values of a group and returns their sum per lane.
 inline Ints store_group(GroupOf32 x, float inverse, int8_t* values) {
   const Ints low = rounded(x.low * inverse), high = rounded(x.high * inverse);
   store_bytes(values, low);
@@ -78,7 +78,7 @@ inline Ints store_group(GroupOf32 x, float inverse, int8_t* values) {
   return low + high;
 }
 
-// f(group, its elements) for all groups of a row, rotated; returns the largest absolute value.
+// Calls f(group, its elements) for all groups of a row, rotated; returns the largest absolute value.
 template <typename T, typename F>
 inline float rotate_row(const T* x, int64_t n, int64_t groups, const F& f) {
   Ints bits = 0;
@@ -90,8 +90,8 @@ inline float rotate_row(const T* x, int64_t n, int64_t groups, const F& f) {
   return largest(bits);
 }
 
-// One scale for the row, and -128 times the sum of its values, which makes up for the weights' offset. `rotated`
-// has room for a row; `whole` is the largest value of the row that x is a part of, null where x is all of it.
+// One scale for the row, and -128 times the sum of its values, which corrects the weights' offset. `rotated` has room
+// for a row; `whole` is the largest value of the row that x is a part of, or null if x is all of it.
 template <typename T, typename Place>
 void quantize_int8(const T* x, int64_t n, int64_t groups, int64_t row, const Place& place, const float* whole,
                    float* rotated, float* scales, int32_t* offsets) {
@@ -109,7 +109,7 @@ void quantize_int8(const T* x, int64_t n, int64_t groups, int64_t row, const Pla
   offsets[row] = -128 * sum(total);
 }
 
-// Per group a sixteenth of the scale, as sums come out 16 times too large, and minus the sum, for the zeros: both
+// Per group a sixteenth of the scale, since sums are 16 times too large, and minus the sum, for the zeros: both
 // [rows, groups].
 template <typename T, typename Place>
 void quantize_int4(const T* x, int64_t n, int64_t groups, int64_t row, const Place& place, float* scales,
@@ -125,11 +125,11 @@ void quantize_int4(const T* x, int64_t n, int64_t groups, int64_t row, const Pla
   }
 }
 
-// All rows, for a product with int8 or int4 weights; shared out where they are many.
+// All rows, for a product with int8 or int4 weights; divided between threads if there are many.
 template <Kind kind, typename Place>
 void quantize(const Product& product, const Rows& rows, int64_t groups, const Place& place, float* scales,
               int32_t* sums) {
-  constexpr int64_t kPieceElements = 1 << 10;  // worth being shared out
+  constexpr int64_t kPieceElements = 1 << 10;  // minimum work of a job
   const auto all = [&](const auto* x) {
     Pool::get().split(rows.count, kPieceElements / (groups * kGroup) + 1, [&](int64_t first, int64_t last) {
       const std::unique_ptr<float[]> rotated(kind == Kind::kInt8 ? new float[groups * kGroup] : nullptr);

@@ -1,7 +1,7 @@
-// How rows and blocks are cut into tiles of vector registers. A kind of weight says how one is computed:
+// Divides rows and blocks into tiles of vector registers. A kind of weight computes a tile:
 //
 //   tile<R, B>(row, block)    R rows from `row` on by B blocks from `block` on
-//   kRows, kPairRows          the most rows of a tile of one block, and of two; 0: there is none
+//   kRows, kPairRows          maximum rows of a tile of one block, and of two; 0: no such tile
 //   block_bytes, blocks, rows
 
 #pragma once
@@ -13,18 +13,18 @@
 
 namespace specinfer {
 
-constexpr int64_t kAhead = 4096;  // bytes between what is used and what is asked for
+constexpr int64_t kAhead = 4096;  // bytes between the current and the prefetched address
 
-// Ask for weights that are read next. Those of a large model are read once a pass, but for tiles of more rows than
-// registers hold: past the caches they leave there what is wanted sooner, keys and values, activations, and whatever
-// the process does between two passes.
+// Prefetch the weights that are read next. Unless there are more rows than registers hold, a large model's weights
+// are read once per pass. Reading them past the caches keeps data there that is needed sooner: keys and values,
+// activations, and the process's data between two passes.
 template <bool Nontemporal>
 inline void prefetch(const void* weights) {
   __builtin_prefetch(static_cast<const char*>(weights) + kAhead, 0, Nontemporal ? 0 : 3);
 }
 
-// f with whether the product's weights are read past the caches, as a number the compiler knows. On other CPUs than
-// x86-64 nobody has measured it, and none are.
+// Calls f with a compile-time constant, true if the product's weights are read past the caches. This is done on
+// x86-64 alone; it was not measured on other CPUs.
 template <typename F>
 void by_temporality(const Product& product, const F& f) {
 #if defined(__x86_64__)
@@ -33,7 +33,7 @@ void by_temporality(const Product& product, const F& f) {
   f(std::false_type{});
 }
 
-// The same with whether its inner elements are divided: a tile that is not spares itself the question.
+// The same with a constant that is true if the inner elements are divided, so that other tiles need no check.
 template <typename F>
 void by_division(const Product& product, const Division& division, const F& f) {
   by_temporality(product, [&](auto nontemporal) {
@@ -42,7 +42,7 @@ void by_division(const Product& product, const Division& division, const F& f) {
   });
 }
 
-// Results of a tile, to be stored by a loop: unrolled, it would take the compiler longer than all sums.
+// Results of a tile, stored in a loop: unrolled, it would take longer to compile than all sums.
 template <int R, int B, typename Numbers = Floats>
 struct TileResults {
   Numbers of[R][B];
@@ -59,7 +59,7 @@ struct TileResults {
     }
   }
 
-  // Exact sums, of rows with these scales.
+  // Exact sums, for rows with these scales.
   void store(const Output& out, int64_t row, int64_t block, const float* row_scales) const {
     for (int r = 0; r < R; ++r) {
       for (int b = 0; b < B; ++b) out.store(row + r, block + b, of[r][b], row_scales[row + r]);
@@ -67,8 +67,8 @@ struct TileResults {
   }
 };
 
-// A tile of R rows by B blocks of a product that is divided, or is not: sum(results, first inner element, the one behind
-// its last) is one sum of it. A part's sum stays in registers until nothing more is added to it.
+// A tile of R rows by B blocks of a product that is divided or not: sum(results, first inner element, end) is one of
+// its sums. A part's sum stays in registers until nothing more is added to it.
 template <int R, int B, bool Divided, typename Sum>
 [[gnu::always_inline]] inline void add_tile(const Division& division, const Output& out, int64_t row, int64_t block,
                                             const Sum& sum) {
@@ -115,7 +115,7 @@ template <int B, int MaxRows, typename Weight>
 void multiply_in_registers(const Weight& weight) {
   static constexpr auto tiles = tiles_by_rows<Weight, B>(std::make_index_sequence<MaxRows>{});
   const int64_t count = (weight.rows + MaxRows - 1) / MaxRows;
-  const int64_t size = (weight.rows + count - 1) / count;  // tiles of nearly the same height
+  const int64_t size = (weight.rows + count - 1) / count;  // tiles of nearly equal height
   share_blocks((weight.blocks + B - 1) / B, B * weight.block_bytes, [&](int64_t first, int64_t last) {
     for (int64_t block = first * B; block < std::min(last * B, weight.blocks); block += B) {
       for (int64_t row = 0; row < weight.rows; row += size) {
@@ -125,8 +125,8 @@ void multiply_in_registers(const Weight& weight) {
   });
 }
 
-// While one tile holds all rows, the weights take the time, and come fastest when they are read straight
-// through. For more rows it is the arithmetic, and two blocks share the activations they load.
+// While one tile holds all rows, reading the weights takes the time, and is fastest sequentially. For more rows
+// arithmetic does, and two blocks share loaded activations.
 template <typename Weight>
 void multiply_in_registers(const Weight& weight) {
   if constexpr (Weight::kPairRows > 0) {

@@ -1,5 +1,5 @@
-// From the rows of the qkv product to attention: norm and rotate each query and key head, write K and V to
-// their cache slots, and the queries where attention reads them.
+// Prepares the rows of the qkv product for attention: normalizes and rotates query and key heads, writes K and V to
+// their cache slots, and stores the queries.
 
 #include <algorithm>
 #include <cmath>
@@ -9,9 +9,9 @@
 namespace specinfer {
 namespace {
 
-constexpr int64_t kPieceElements = 1 << 10;  // worth being shared out
+constexpr int64_t kPieceElements = 1 << 10;  // minimum work of a job
 
-// What is done to a query or key head; null pointers where a model does not have it.
+// The operations on a query or key head; a null pointer means none.
 struct Rotation {
   const float* cos;  // [rows, H / 2]
   const float* sin;
@@ -29,8 +29,8 @@ float root_of(const T* x, int64_t n, float eps) {
   return 1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + eps);
 }
 
-// to = rotate(from / rms(from) * weight); the pair (i, i + H / 2) is a point that is rotated. `root` is 1 / rms of the
-// whole row that the head is a part of; 0: there is no such norm.
+// to = rotate(from / rms(from) * weight); the pair (i, i + H / 2) is rotated as a point. `root` is 1 / rms of the
+// whole row that the head is a part of; 0: no such norm.
 template <typename T>
 void rotate_head(const T* from, const T* weight, float root, const Rotation& rotation, int64_t row, int64_t head,
                  T* to) {

@@ -1,4 +1,4 @@
-// What is done to rows element by element: copies with the residual sum, scales, bounds, rows of an embedding table.
+// Element-wise operations on rows: copies with the residual sum, scales, limits, rows of an embedding table.
 
 #include <algorithm>
 
@@ -7,7 +7,7 @@
 namespace specinfer {
 namespace {
 
-constexpr int64_t kPieceElements = 1 << 11;  // worth being shared out
+constexpr int64_t kPieceElements = 1 << 11;  // minimum work of a job
 
 // x = f(x).
 template <typename F>

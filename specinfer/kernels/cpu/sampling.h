@@ -1,4 +1,4 @@
-// What sampling and verification ask of logits; kernels/sampling.py is how it is called.
+// Scans of logits for sampling and verification; called by kernels/sampling.py.
 
 #pragma once
 
@@ -8,41 +8,41 @@
 
 namespace specinfer {
 
-// ---- of one row of float32 ----
+// ---- one row of float32 ----
 
-// The ids of the n >= 1 largest of `size` logits, largest first, ties lowest id first; returns how many.
+// The ids of the n >= 1 largest of `size` logits, descending, ties lowest id first; returns their number.
 int64_t most_likely(const float* logits, int64_t size, int64_t n, int64_t* ids);
 
 // The sum of exp((logit - highest) / temperature).
 double mass(const float* logits, int64_t size, double highest, double temperature);
 
 // The entries of a support that may win the race argmin(E / w), w = exp((logit - logits[top]) / temperature),
-// ascending; returns how many. ids: of the entries, or null where entry i is token i; room for all of them.
+// ascending; returns their number. ids: of the entries, or null if entry i is token i; `indices` has room for all.
 int64_t racers(const float* logits, int64_t size, const int64_t* ids, int64_t top, double temperature, uint64_t key,
                int64_t* indices);
 
-// ---- of chosen rows of a block ----
+// ---- chosen rows of a block ----
 
-// Logits as they lie: rows of `size` elements, `stride` elements apart.
+// Logits in place: rows of `size` elements, `stride` elements apart.
 struct LogitBlock {
   const void* data;
   int64_t rows, size, stride;
   Type type;
 };
 
-// Rows of a block, which may be named in any order, and more than once.
+// Rows of a block, in any order, possibly repeated.
 struct ChosenRows {
   const int64_t* ids;
   int64_t count;
 };
 
-// Of each row, for n >= 1: the ids of the n largest logits as most_likely has them, then -1; these logits, then -inf;
-// how many they are; and the mass beside the largest one at the row's temperature. A row whose largest logit is not
-// finite has none, and no mass that is a number. False, and nothing done, where the block lacks a row.
+// For each row and n >= 1: the ids of the n largest logits as in most_likely, then -1; these logits, then -inf; their
+// number; and the mass relative to the largest one at the row's temperature. A row whose largest logit is not finite
+// has none, and a NaN mass. Returns false and does nothing if a row is outside the block.
 bool likeliest(const LogitBlock& block, const ChosenRows& rows, int64_t n, const double* temperatures, int64_t* ids,
                float* values, int64_t* found, double* masses);
 
-// How a token is chosen in a row. As verify/scan.py has it.
+// The sampling parameters of a row, as in verify/scan.py.
 struct Ask {
   double temperature;
   int64_t top_k;
@@ -51,31 +51,32 @@ struct Ask {
   int64_t position;
 };
 
-// What becomes of a logit, each step rounded to float32. As processors/changes.py has it.
+// The changes of a logit, each step rounded to float32, as in processors/changes.py.
 struct Terms {
   float bias, repetition, frequency, presence;
 };
 
-// Changes of single logits of chosen rows: those of the n-th row, in order, end at ends[n], where those of the next one
-// begin. Without `ends` there are none.
+// Changes of single logits of chosen rows: those of the n-th row end at ends[n], where those of the next one start.
+// Without `ends` there are none.
 struct Changes {
   const int64_t* ids;
   const Terms* terms;
   const int64_t* ends;
 };
 
-// Of each row, with its changes, the token that verify/coupled.py chooses from verify/target_law.py's law: its id;
-// kNone where the largest logit is not finite; kUndecided where rounding may decide, which is for the twin to say.
-// Returns how many rows are undecided, or -1, and nothing done, where the block lacks a row or a logit to change.
+// For each row, with its changes, the token that verify/coupled.py chooses from verify/target_law.py's distribution:
+// its id; kNone if the largest logit is not finite; kUndecided if rounding may decide, which is left to the twin.
+// Returns the number of undecided rows, or -1 without doing anything if a row or a logit to change is outside the
+// block.
 constexpr int64_t kNone = -1, kUndecided = -2;
 int64_t choices(const LogitBlock& block, const ChosenRows& rows, const Ask* asks, const Changes& changes, int64_t* ids);
 
-// ---- for those that implement it ----
+// ---- for implementations ----
 
-// f(row of the block, n) for the n-th chosen row, on the pool's threads; false where the block lacks one.
+// Calls f(row of the block, n) for the n-th chosen row, on the pool's threads; false if a row is outside the block.
 template <typename F>
 bool for_rows(const LogitBlock& block, const ChosenRows& rows, const F& f) {
-  constexpr int64_t kPieceElements = 1 << 14;  // worth being shared out
+  constexpr int64_t kPieceElements = 1 << 14;  // minimum work of a job
   for (int64_t n = 0; n < rows.count; ++n) {
     if (rows.ids[n] < 0 || rows.ids[n] >= block.rows) return false;
   }

@@ -1,4 +1,4 @@
-// Memory for what a call computes on its way, kept for the next call; taken in the caller's Claim.
+// Temporary memory of a call, kept for the next call; used within the caller's Claim.
 
 #pragma once
 
@@ -11,7 +11,7 @@ class Scratch {
  public:
   static Scratch& get();
 
-  // Gives back, at its end, what was taken while it lived.
+  // On destruction frees the memory taken during its lifetime.
   class Mark {
    public:
     Mark() : chunk_(get().chunk_), used_(get().used_) {}
@@ -40,7 +40,7 @@ class Scratch {
 
   void* take_bytes(size_t bytes);
 
-  static constexpr size_t kMostChunks = 64;  // each twice as large as the last one, at least
+  static constexpr size_t kMostChunks = 64;  // each at least twice as large as the one before
   Chunk chunks_[kMostChunks] = {};
   size_t count_ = 0, chunk_ = 0, used_ = 0;
 };

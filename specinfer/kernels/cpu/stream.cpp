@@ -10,15 +10,16 @@ namespace specinfer {
 namespace {
 
 constexpr int64_t kLine = 64;     // bytes
-constexpr int kStreams = 4;       // that a thread reads side by side: memory gives more than one of them gets
-constexpr int64_t kAhead = 128;   // lines between what is read and what is asked for
-constexpr int64_t kLeast = 4096;  // lines worth being shared out
+// streams per thread, read concurrently: memory gives several more bandwidth than one
+constexpr int kStreams = 4;
+constexpr int64_t kAhead = 128;   // lines between the current and the prefetched address
+constexpr int64_t kLeast = 4096;  // minimum lines of a job
 
 }  // namespace
 
 double stream(const void* from, int64_t bytes) {
   const int64_t lines = bytes / kLine / kStreams;
-  std::atomic<uint32_t> total{0};  // keeps the reads from being left out
+  std::atomic<uint32_t> total{0};  // keeps the reads from being optimized away
   const auto began = std::chrono::steady_clock::now();
   Pool::get().split(lines, kLeast, [&](int64_t first, int64_t last) {
     const char* const at = static_cast<const char*>(from) + first * kStreams * kLine;

@@ -4,8 +4,8 @@
 
 namespace specinfer {
 
-// Bytes per second at which `bytes` of memory, in whole cache lines, are read once by all threads: the floor
-// of whatever has to read its weights.
+// Bytes per second at which all threads read `bytes` of memory once, in whole cache lines: the lower bound of any
+// pass that reads its weights.
 double stream(const void* from, int64_t bytes);
 
 }  // namespace specinfer

@@ -7,14 +7,14 @@
 namespace specinfer {
 namespace {
 
-// Bytes are counted as those that are taken at most.
+// Memory is counted by upper bounds.
 constexpr int64_t kShortest = 32;
 constexpr int64_t kIndexBytes = 640, kStretchBytes = 320, kArrayBytes = 96;
-constexpr int64_t kMost = int64_t{1} << 40;  // tokens that are counted
+constexpr int64_t kMost = int64_t{1} << 40;  // maximum number of tokens
 
 int64_t grown(int64_t item, int64_t size) { return kArrayBytes + item * (size + size / 16 + 8); }
 
-// Appends, and asks for memory as `grown` knows it.
+// Appends, with the growth of memory that `grown` computes.
 template <typename T>
 void append(std::vector<T>* all, const T* part, int64_t count) {
   const size_t size = all->size() + count;
@@ -22,7 +22,7 @@ void append(std::vector<T>* all, const T* part, int64_t count) {
   all->insert(all->end(), part, part + count);
 }
 
-// Erases the first ones, and their memory.
+// Erases the first elements and frees their memory.
 template <typename T>
 void forget(std::vector<T>* all, int64_t count) {
   std::vector<T> kept;
@@ -30,7 +30,7 @@ void forget(std::vector<T>* all, int64_t count) {
   all->swap(kept);
 }
 
-// A round of SipHash, which is what Python hashes strings by: nobody finds collisions without the secret.
+// A round of SipHash, which Python uses to hash strings: collisions cannot be found without the secret.
 struct Sip {
   uint64_t a, b, c, d;
 
@@ -76,7 +76,7 @@ bool TextIndex::extend(const int32_t* tokens, int64_t count) {
     if (count > 0) fill(tokens, count);
     return true;
   }
-  Stretch next = stretch_behind(fitting, left + 1);  // a separator comes, some day
+  Stretch next = stretch_behind(fitting, left + 1);  // reserves room for a separator
   if (!next.there()) return false;
   if (fitting > 0) fill(tokens, fitting);
   stretches_.push_back(std::move(next));
@@ -107,7 +107,7 @@ int64_t TextIndex::drop_oldest_text() {
   const auto live = [this](const Stretch& stretch) { return stretch.stop() > base_; };
   stretches_.erase(stretches_.begin(), std::find_if(stretches_.begin(), stretches_.end(), live));
   const int64_t dead = base_ - origin_;
-  if (2 * dead > static_cast<int64_t>(tokens_.size())) {  // as many are moved as were dropped since the last time
+  if (2 * dead > static_cast<int64_t>(tokens_.size())) {  // moves as many tokens as were dropped since the last time
     forget(&tokens_, dead);
     origin_ = base_;
   }
@@ -206,7 +206,7 @@ int64_t TextIndex::place_of(const Stretch& stretch, int64_t which, const int32_t
   const int32_t* const heads = stretch.heads(which);
   auto at = static_cast<int64_t>(hash % static_cast<uint64_t>(size));
   while (heads[at] != 0) {
-    const int64_t begin = stretch.start + heads[at] - length - origin_;  // below 0: of a text that has left
+    const int64_t begin = stretch.start + heads[at] - length - origin_;  // below 0: in a text that was dropped
     if (begin >= 0 && std::equal(gram, gram + length, tokens_.data() + begin)) break;
     at = at + 1 < size ? at + 1 : 0;
   }
@@ -228,7 +228,7 @@ int64_t Places::next() {
   }
   const Stretch& stretch = index_.stretches_[stretch_];
   const int64_t place = stretch.start + stop_;
-  if (place <= index_.base_) {  // it has left, and all older ones have
+  if (place <= index_.base_) {  // dropped, as are all older ones
     stretch_ = stop_ = 0;
     return -1;
   }

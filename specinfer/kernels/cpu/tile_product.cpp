@@ -1,8 +1,8 @@
 // Products with bfloat16, int8 and int4 weights on tiles of the matrix unit.
 //
-// Rows lie as tiles do, all of one height: [steps, tiles, height, 64 bytes]. A step is what one tile holds of
-// the inner dimension: 32 bfloat16, or 64 int8. int4 weights are made bfloat16 on their way (int4_tiles.h), and
-// rows of theirs stay so: sums of bfloat16 need no scaling group by group, as sums of integers would.
+// Rows are stored as tiles of equal height: [steps, tiles, height, 64 bytes]. A step is the part of the inner dimension
+// in one tile: 32 bfloat16, or 64 int8. int4 weights are converted to bfloat16 (int4_tiles.h), and their rows stay
+// bfloat16: sums of bfloat16 need no scaling per group, as sums of integers would.
 
 #include "int4_tiles.h"
 #include "part_tree.h"
@@ -14,7 +14,7 @@
 namespace specinfer {
 namespace {
 
-constexpr int64_t kAhead = 8192;  // bytes between what is used and what is asked for
+constexpr int64_t kAhead = 8192;  // bytes between the current and the prefetched address
 constexpr int kMostTiles = 4;     // that hold sums
 
 // ---- rows as tiles ----
@@ -32,11 +32,11 @@ struct TileRows {
 
   int64_t tile_bytes() const { return height * kRowBytes; }
   int64_t step_bytes() const { return tiles * tile_bytes(); }
-  // Of the first step; the others lie step_bytes() apart.
+  // The row in the first step; other steps are step_bytes() apart.
   uint8_t* row(int64_t row) const { return data + row / height * tile_bytes() + row % height * kRowBytes; }
 };
 
-// Where quantized values go (quantized_rows.h).
+// Destination of quantized values (quantized_rows.h).
 struct Int8Row {
   int8_t* to;
   int64_t step_bytes;
@@ -101,16 +101,16 @@ struct TileSums {
   }
 };
 
-// M tiles of rows by B blocks, the steps from `begin` to `end` of the inner dimension; sums [M, B] tiles. Each block
-// is a stream of its own: memory gives several more than it gives one. With `First` the weights that follow are asked
-// for.
+// M tiles of rows by B blocks, for the steps from `begin` to `end` of the inner dimension; sums [M, B] tiles. Each
+// block is a separate stream, since memory gives several streams more bandwidth than one. With `First` the following
+// weights are prefetched.
 template <typename Of, int M, int B, bool First>
 void add_steps(const TileRows& rows, int64_t tile, const uint8_t* weights, int64_t block_bytes, int64_t begin,
                int64_t end, uint8_t* sums) {
-  constexpr int kLines = kTileRows / M;  // that are asked for at a time
+  constexpr int kLines = kTileRows / M;  // prefetched at a time
   const int64_t a_step = rows.step_bytes(), a_tile = rows.tile_bytes();
   const uint8_t* a = rows.data + tile * a_tile + begin * a_step;
-  // Behind a block's end its stream goes on in the block that is B further.
+  // At a block's end its stream continues in the block B blocks later.
   const uint8_t* const turning = weights + block_bytes - kAhead;
   weights += begin * kTileBytes;
   each<M * B>([&](auto t) { tile_zero<t>(); });
@@ -132,7 +132,7 @@ void add_steps(const TileRows& rows, int64_t tile, const uint8_t* weights, int64
   each<M * B>([&](auto t) { tile_store<t>(sums + t * kTileBytes); });
 }
 
-// store(branch, row, block, its sums) of M tiles of rows by B blocks.
+// Calls store(branch, row, block, its sums) for M tiles of rows by B blocks.
 template <int M, int B, typename Store>
 void store_rows(const TileRows& rows, int64_t tile, int64_t block, int branch, const TileSums<M * B>& sums,
                 const Store& store) {
@@ -149,7 +149,7 @@ void tiles_by_blocks(const TileRows& rows, const Division& division, const uint8
                      int64_t tile, int64_t block, const Store& store) {
   using Sums = TileSums<M * B>;
   const auto add = tile == 0 ? add_steps<Of, M, B, true> : add_steps<Of, M, B, false>;
-  const int64_t of_step = division.inner / rows.steps;  // inner elements
+  const int64_t of_step = division.inner / rows.steps;  // inner elements per step
   const auto sum = [&](Sums& to, int64_t begin, int64_t end) {
     add(rows, tile, weights + block * block_bytes, block_bytes, begin / of_step, end / of_step, to.tiles);
   };
@@ -162,7 +162,7 @@ void tiles_by_blocks(const TileRows& rows, const Division& division, const uint8
   store_all(0, sums);
 }
 
-// f(M, tile) for all tiles of rows, up to kMost of them at a time.
+// Calls f(M, tile) for all tiles of rows, up to kMost at a time.
 template <int kMost, typename F>
 void by_turns(const TileRows& rows, const F& f) {
   int64_t tile = 0;
@@ -181,8 +181,8 @@ void all_rows(const TileRows& rows, const Division& division, const uint8_t* wei
   });
 }
 
-// All rows by all blocks, while tiles have the rows' shape. Of the four tiles that hold sums a lone tile of rows
-// has four blocks, two have two; more have one, so that weights are read once.
+// All rows by all blocks, with tiles of the rows' shape. There are four tiles for sums: a single tile of rows takes
+// four blocks at a time, two take two; more take one, so that weights are read once.
 template <typename Of, typename Store>
 void multiply_on_tiles(const Product& product, const TileRows& rows, const Division& division, const Store& store) {
   const auto* const weights = static_cast<const uint8_t*>(product.weight);
@@ -223,10 +223,10 @@ void multiply_int8_tiles(const Product& product, const Rows& given, const Output
 
 // ---- int4 ----
 
-// Steps of zeros that a part of so many groups has.
+// Steps of zeros for a part of `groups` groups.
 int64_t zero_steps(int64_t groups) { return (groups + kTileRows - 1) / kTileRows; }
 
-// f(first group, the one behind its last, first step of zeros) for all parts; returns the number of steps.
+// Calls f(first group, end, first step of zeros) for all parts; returns the number of steps.
 template <typename F>
 int64_t each_part(const Division& division, const F& f) {
   int64_t step = division.inner / kGroup;
@@ -239,7 +239,7 @@ int64_t each_part(const Division& division, const F& f) {
   return step;
 }
 
-// The rows, and behind them what the zeros are multiplied with: a step for every 16 groups of a part.
+// The rows, and after them the factors of the zeros: a step for every 16 groups of a part.
 void lay_out_int4(const Product& product, const Rows& rows, const Division& division, const TileRows& to) {
   const int64_t groups = division.inner / kGroup;
   const auto all = [&](const auto* x) {
@@ -266,8 +266,8 @@ void lay_out_int4(const Product& product, const Rows& rows, const Division& divi
   }
 }
 
-// M tiles of rows by a block. A group is laid out as weights while the one before is multiplied: a load of what
-// was just written would wait. The first two are copies, which stay in registers.
+// M tiles of rows by a block. A group is converted to weights while the one before is multiplied, since a load of
+// freshly written data would wait. The first two arguments are copies, which stay in registers.
 template <int M>
 void int4_part(const Int4Tiles of, const TileRows rows, int64_t tile, int64_t block, int64_t begin, int64_t end,
                int64_t first_step, TileSums<M>& sums) {

@@ -1,10 +1,10 @@
-// The CPU's matrix unit: eight tiles of up to 16 rows of 64 bytes, as Intel's manual defines them.
+// The CPU's matrix unit: eight tiles of up to 16 rows of 64 bytes, as defined in Intel's manual.
 //
-// Built with SPECINFER_TILES these are AMX instructions, with SPECINFER_PLAIN_TILES plain C++ of the same
-// meaning, so that what is built on them can be tested on any machine.
+// Built with SPECINFER_TILES these are AMX instructions, with SPECINFER_PLAIN_TILES equivalent plain C++, so that code
+// that uses them can be tested on any machine.
 //
 //   tiles 0..3   sums          `rows` rows of 16 float32 or int32
-//   tiles 4, 5   weights       16 rows of 64 bytes: 16 channels, of each 2 bfloat16 or 4 bytes
+//   tiles 4, 5   weights       16 rows of 64 bytes: 16 channels with 2 bfloat16 or 4 bytes each
 //   tiles 6, 7   activations   `rows` rows of 64 bytes
 
 #pragma once
@@ -28,14 +28,14 @@ constexpr int kTileBytes = kTileRows * kRowBytes;
 
 #if defined(SPECINFER_TILES)
 
-// Whether the kernel lets this process use tiles: it must be asked once.
+// True if the kernel lets this process use tiles; the permission must be requested once.
 inline bool tiles_allowed() {
   constexpr long kAskPermission = 0x1023, kTileData = 18;
   static const bool allowed = syscall(SYS_arch_prctl, kAskPermission, kTileData) == 0;
   return allowed;
 }
 
-// While it lives, this thread's tiles have the shapes above.
+// While it exists, this thread's tiles have the shapes above.
 class Tiles {
  public:
   explicit Tiles(int rows) {
@@ -48,7 +48,7 @@ class Tiles {
       shapes.row_bytes[t] = kRowBytes;
       shapes.rows[t] = static_cast<uint8_t>(t == 4 || t == 5 ? kTileRows : rows);
     }
-    asm volatile("ldtilecfg %0" : : "m"(shapes));  // as an operand, or GCC 12 takes the stores for dead
+    asm volatile("ldtilecfg %0" : : "m"(shapes));  // as an operand, or GCC 12 removes the stores as dead
   }
   ~Tiles() { asm volatile("tilerelease"); }
   Tiles(const Tiles&) = delete;
@@ -60,7 +60,7 @@ inline void tile_zero() {
   asm volatile("tilezero %%tmm%c0" : : "i"(T));
 }
 
-// `stride` is the bytes from a row to the next.
+// `stride` is the distance between rows in bytes.
 template <int T>
 inline void tile_load(const void* from, int64_t stride = kRowBytes) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(T) : "memory");
@@ -71,13 +71,13 @@ inline void tile_store(void* to, int64_t stride = kRowBytes) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(T) : "memory");
 }
 
-// Sums C += activations A times weights B, of bfloat16.
+// Sums C += activations A times weights B, in bfloat16.
 template <int C, int A, int B>
 inline void tile_add_bfloat16() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
 
-// The same of signed activations and unsigned weights.
+// The same for signed activations and unsigned weights.
 template <int C, int A, int B>
 inline void tile_add_int8() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
@@ -126,7 +126,7 @@ inline void tile_store(void* to, int64_t stride = kRowBytes) {
   }
 }
 
-// A number that is not normal counts as zero, as an operand and as a result.
+// A subnormal number counts as zero, as an operand and as a result.
 inline float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
 
 inline float float_of(const uint8_t* bfloat16) {
@@ -138,7 +138,7 @@ inline float float_of(const uint8_t* bfloat16) {
   return flushed(x);
 }
 
-// Even and odd elements have sums of their own, which are added at the end; each step rounds once.
+// Even and odd elements have separate sums, which are added at the end; each step rounds once.
 template <int C, int A, int B>
 inline void tile_add_bfloat16() {
   for (int m = 0; m < plain_tiles.rows; ++m) {

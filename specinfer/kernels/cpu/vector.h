@@ -1,8 +1,8 @@
-// Sixteen lanes of 32 bits at a time, in as many registers as the CPU needs for them: one of AVX-512, two of
-// AVX2, four of NEON.
+// Sixteen lanes of 32 bits at a time, in as many registers as the CPU needs for them: one of AVX-512, two of AVX2, four
+// of NEON.
 //
-// Every function is a fixed sequence of operations, so a row's result never depends on where it lies in
-// memory or on the rows beside it.
+// Every function is a fixed sequence of operations, so a row's result depends neither on its place in memory nor on other
+// rows.
 
 #pragma once
 
@@ -37,10 +37,10 @@ constexpr int kRegister = 32;
 #else
 constexpr int kRegister = 16;
 #endif
-constexpr int kParts = 64 / kRegister;       // registers of a vector
-constexpr int kPartLanes = kLanes / kParts;  // lanes of one of them
+constexpr int kParts = 64 / kRegister;       // registers per vector
+constexpr int kPartLanes = kLanes / kParts;  // lanes per register
 
-// A register of so many lanes.
+// A register of N lanes.
 template <typename T>
 struct Register;
 template <>
@@ -63,7 +63,7 @@ struct Vector {
 
   Vector() = default;
   [[gnu::always_inline]] Vector(T x) {
-    // Lane by lane: 0 + x is no broadcast to a compiler, since it makes 0 of -0.
+    // Lane by lane: compilers do not treat 0 + x as a broadcast, since it turns -0 into 0.
     const Part all = [x]<size_t... I>(std::index_sequence<I...>) __attribute__((always_inline)) {
       return Part{(static_cast<void>(I), x)...};
     }(std::make_index_sequence<kPartLanes>{});
@@ -77,7 +77,7 @@ using Floats = Vector<float>;
 using Ints = Vector<int32_t>;
 using Words = Vector<uint32_t>;
 
-// What `f` makes of each register of some vectors, as a vector of T.
+// Apply `f` to each register of some vectors, giving a vector of T.
 template <typename T, typename F, typename... Vectors>
 [[gnu::always_inline]] inline Vector<T> by_parts(F f, const Vectors&... v) {
   Vector<T> out;
@@ -104,7 +104,7 @@ SPECINFER_OPERATOR(|)
 SPECINFER_OPERATOR(^)
 #undef SPECINFER_OPERATOR
 
-// Comparisons: all bits of a lane where it holds, none where it does not.
+// Comparisons: all bits of a lane are set if it holds, else none.
 #define SPECINFER_COMPARISON(op)                                                     \
   template <typename T>                                                              \
   [[gnu::always_inline]] inline Ints operator op(Vector<T> a, Vector<T> b) {         \
@@ -129,7 +129,7 @@ inline Words operator>>(Words a, int bits) {
   return by_parts<uint32_t>([=](auto x) { return x >> bits; }, a);
 }
 
-// Lanes of a where the mask has ones, of b elsewhere.
+// Lanes of a if the mask is set, else of b.
 template <typename T>
 [[gnu::always_inline]] inline Vector<T> select(Ints mask, Vector<T> a, Vector<T> b) {
   return by_parts<T>([](auto m, auto x, auto y) { return m ? x : y; }, mask, a, b);
@@ -157,7 +157,7 @@ inline Ints lane_numbers() {
   return v;
 }
 
-// A bit for each lane of a mask.
+// One bit per lane of a mask.
 inline uint32_t lanes_of(Ints mask) {
 #if defined(__AVX512F__)
   return _mm512_movepi32_mask((__m512i)mask.part[0]);
@@ -197,8 +197,8 @@ inline void store_vector(void* to, Vector<T> v) {
 
 inline Floats load(const float* from) { return load_vector<float>(from); }
 
-// Sixteen narrower numbers, a lane each: what `widen` makes of those of each register. GCC 12 would widen bytes one
-// by one, and the others by halves.
+// Sixteen narrower numbers, one per lane: `widen` applied per register. GCC 12 would widen bytes one by one, and the
+// others by halves.
 template <typename T, typename From, typename F>
 [[gnu::always_inline]] inline Vector<T> load_narrow(const From* from, F widen) {
   Vector<T> v;
@@ -255,10 +255,10 @@ inline Floats load(const Half* from) {
 
 inline void store(float* to, Floats v) { store_vector(to, v); }
 
-// To the nearest, ties to even; a NaN stays one.
+// Round to nearest, ties to even; keeps NaN.
 inline void store(BFloat16* to, Floats v) {
 #if defined(__AVX512BF16__)
-  constexpr int kSubnormal = 0x20;  // which the instruction would take for zero
+  constexpr int kSubnormal = 0x20;  // which the instruction would flush to zero
   if (_mm512_fpclass_ps_mask((__m512)v.part[0], kSubnormal) == 0) [[likely]] {
     const __m256bh halves = _mm512_cvtneps_pbh((__m512)v.part[0]);
     std::memcpy(to, &halves, sizeof halves);
