@@ -1,1 +1,1 @@
-"""Native code of the hot path; every op has a PyTorch twin: its oracle in tests, its stand-in elsewhere."""
+"""Native kernels; each op has a PyTorch twin, which is its test oracle and its fallback."""

@@ -1,4 +1,4 @@
-"""How fast memory streams, the floor of a pass, and where the time of native calls goes, stage by stage."""
+"""Memory bandwidth, the lower bound of a pass, and the time of native calls by stage."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from specinfer.kernels.layout import in_huge_pages
 from specinfer.kernels.library import Library
 from specinfer.kernels.structures import STAGES
 
-STREAMED: Final = 1 << 29  # bytes of one measurement: more than any cache holds
-_USUAL: Final = 3  # measurements, of which the median is the usual one
+STREAMED: Final = 1 << 29  # bytes of one measurement, more than any cache holds
+_USUAL: Final = 3  # measurements whose median is taken
 
 
 class Bandwidth:
-    """Bytes per second at which memory streams; measured right beside everything held against it.
+    """Bytes per second of streaming memory; measure it next to each timing it is compared with.
 
-    On a shared machine it may be twice as much a second later. Read from large pages where the system has
-    them, as weights are. With native kernels their own reader measures it, which is the quickest there is;
-    else torch.sum. All that was measured is in `found`.
+    On a shared machine it may double within a second. Memory is in large pages if available, as weights are.
+    Measured by the native kernels' fastest reader, else by torch.sum. All measurements are in `found`.
     """
 
     def __init__(self, library: Library | None, size: int = STREAMED) -> None:
-        """Measure with the threads that `library` has, or PyTorch, over `size` bytes."""
+        """Measure over `size` bytes with the threads of `library`, or of PyTorch."""
         self._library = library
         self._memory = torch.empty(size // 4)
         if library is not None:
             in_huge_pages(library, self._memory)
-        self._memory.zero_()  # pages that nobody wrote are one page that stays in the cache
+        self._memory.zero_()  # unwritten pages map to one zero page, which stays in the cache
         self.found: list[float] = []
 
     def measure(self) -> float:
-        """What it is now."""
+        """Measure once."""
         size = self._memory.nbytes
         if self._library is None:
             self.found.append(size / seconds(self._memory.sum))
@@ -47,11 +46,11 @@ class Bandwidth:
         return self.found[-1]
 
     def usual(self) -> float:
-        """The median of some measurements."""
+        """The median of a few measurements."""
         return statistics.median(self.measure() for _ in range(_USUAL))
 
     def beside(self, call: Callable[[], object], size: float, repeats: int) -> tuple[float, float]:
-        """Milliseconds of a call, and how many times as long as streaming `size` bytes that is: medians."""
+        """Median milliseconds of a call, and its ratio to the time of streaming `size` bytes."""
         milliseconds, times = [], []
         before = self.measure()
         for _ in range(repeats):
@@ -63,7 +62,7 @@ class Bandwidth:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """The duration of a call."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
@@ -71,9 +70,9 @@ def seconds(call: Callable[[], object]) -> float:
 
 @contextmanager
 def profiled(kernels: Kernels) -> Iterator[dict[str, int]]:
-    """Nanoseconds of each stage of native calls inside the block, there when it has ended.
+    """Nanoseconds per stage of native calls inside the block, filled in at its end.
 
-    Empty where the kernels are PyTorch's. Reading the clock takes some 50 ns a stage.
+    Empty for PyTorch's kernels. Reading the clock takes about 50 ns per stage.
     """
     found: dict[str, int] = {}
     if kernels.library is None:

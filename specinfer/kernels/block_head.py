@@ -1,7 +1,7 @@
-"""A block head's share of a step in one native call: what it reads, and its pass (cpu/block_head.cpp).
+"""NativeBlockHead: a block head's part of a step in one native call (cpu/block_head.cpp).
 
-A head has a layer or two, so what lies between its products is most of what it would take op by op: reading
-two tokens and guessing five took 1.3 ms for 0.4 ms of weights. heads/block.py has the same op by op.
+A head has one or two layers, so the overhead between ops would dominate: reading two tokens and guessing five
+took 1.3 ms for 0.4 ms of weights. heads/block.py computes the same op by op.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from specinfer.kernels.ops import NormParts
 from specinfer.kernels.product import FLOATS, NativeProduct, Product
 from specinfer.kernels.structures import TYPES, BlockHeadArgs, BlockStepArgs, ProductArgs
 
-_NUMBERS: Final = 8  # of a text in a call
+_NUMBERS: Final = 8  # numbers per text in a call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockHeadParts:
-    """What a block head computes with; heads/block.py says what each is."""
+    """The parts of a block head; heads/block.py describes each."""
 
     fc: Product
     hidden_norm: NormParts
@@ -40,25 +40,24 @@ class BlockHeadParts:
     embedding_scale: float
     mask_token_id: int
     causal: bool
-    skipped: int  # rows of a block, from its first on, that guess nothing
+    skipped: int  # leading rows of a block that guess nothing
     rotations: MakeRotations
 
 
 class NativeBlockHead:
-    """A block head whose every part is native, over caches of the same library.
+    """A block head whose parts are all native, on caches of the same library.
 
-    Engines in several threads may share it: what a call is given is of the call. It knows no cache, which
-    would live as long as it does.
+    Threads may share it, since calls keep no state. It holds no cache, so a cache may be freed earlier.
     """
 
     __slots__ = ("_args", "_kept", "_layers", "_library", "_named", "_rotations", "_size", "_type")
 
     def __init__(self, parts: BlockHeadParts, layers: NativeLayers) -> None:
-        """All products are native, and `layers` are those of the parts."""
+        """All products are native, and `layers` are made from `parts.layers`."""
         fc, context, output = (_args(product) for product in (parts.fc, parts.context, parts.output))
         self._library = layers.library
         self._layers = layers
-        self._kept = parts  # whose memory the arguments point to
+        self._kept = parts  # owns the memory that the arguments point to
         self._type = parts.norm.weight_D.dtype
         self._size, self._named = fc.channels, output.channels
         self._args = BlockHeadArgs(
@@ -82,7 +81,7 @@ class NativeBlockHead:
         self._rotations = RotationTables([self._args.rotations], parts.rotations)
 
     def reach(self, positions: int) -> None:
-        """Have rotations of so many positions at the least."""
+        """Extend the rotation tables to at least `positions` positions."""
         self._rotations.reach(positions)
 
     def step(
@@ -95,20 +94,20 @@ class NativeBlockHead:
         block_size: int,
         cache: NativeCache,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Read texts, and guess a block behind those that have one; writes K and V of all their rows.
+        """Read texts, and guess a block after those that have one; writes K and V of all their rows.
 
         Args:
-            texts: eight numbers of each, as cpu/block_head.h has a BlockText.
-            taps: of each row that is read, in order, the address of its hidden states, [N, target's D] of the
-                head's dtype.
-            tables: of all texts, one after another.
-            guesses: how many rows guess.
-            block_size: positions of a block of the cache.
-            cache: of the head's layers.
+            texts: eight numbers per text, the fields of BlockText in cpu/block_head.h.
+            taps: addresses of the hidden states of each row that is read, in order, each [N, target's D] of
+                the head's dtype.
+            tables: block tables of all texts, concatenated.
+            guesses: number of rows that guess.
+            block_size: positions in a block of the cache.
+            cache: caches of the head's layers.
 
-        Returns what was made of the last row that was read of each text, [texts, D]; of all rows that guess
-        what the output layer reads, [R, D], and its logits, [R, U]. Raises IndexError where a text leads to a
-        slot, position or token that is not there.
+        Returns the fused state of the last row read of each text, [texts, D]; for all guessing rows the input
+        of the output layer, [R, D], and its logits, [R, U]. Raises IndexError if a text has an invalid slot,
+        position or token.
         """
         self._layers.check(cache, self._type)
         kept = self._kept
@@ -125,13 +124,13 @@ class NativeBlockHead:
         guessed = sum(max(0, rows - kept.skipped) for rows in texts[5::_NUMBERS])
         rows = sum(texts[4::_NUMBERS]), guessed
         if rows != (len(taps), guesses):
-            raise ValueError(f"hidden states of {len(taps)} rows and {guesses} guesses; texts name {rows}")
+            raise ValueError(f"got {len(taps)} hidden states and {guesses} guesses; texts require {rows}")
         there = self._library.step_blocks(
             *(ctypes.byref(self._args), ctypes.byref(step), ctypes.byref(cache.args)),
             *(last_ND.data_ptr(), read_RD.data_ptr(), logits_RU.data_ptr()),
         )
         if not there:
-            raise IndexError(f"texts {[*texts]} in blocks {[*tables]} lead to what is not there")
+            raise IndexError(f"texts {[*texts]} in blocks {[*tables]} have an invalid slot or token")
         return last_ND, read_RD, logits_RU
 
 

@@ -1,11 +1,11 @@
-"""cpu/*.cpp -> one shared library a level, that needs a C++ runtime and nothing else.
+"""Builds cpu/*.cpp into one shared library per CPU level, which depends on a C++ runtime alone.
 
-A wheel brings the libraries of all levels of its architecture (`lib/`). Elsewhere the one that is wanted is
-compiled on first use and kept in the user's cache. There its name is a hash of all it was made from: sources,
-flags and compiler. Whatever changes, another file is looked for, so nothing stale is ever loaded; a file gets
-its name only when whole. A name that anybody can work out is safe where nobody else may write: what another
-user may have written is not loaded. So libraries are kept in a folder that nobody else can put anything in. A
-wheel's own libraries are as safe as the Python files beside them.
+A wheel contains the libraries of all levels of its architecture (`lib/`). Elsewhere the required one is
+compiled on first use and kept in the user's cache. Its name contains a hash of its sources, flags and
+compiler, so a stale library is never loaded, and a file gets its name only once it is complete. Another user
+could predict the name, so libraries are kept in a folder that no other user can write to, and one that
+another user may have written is not loaded. A wheel's own libraries are as safe as the Python files beside
+them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from specinfer.kernels.machine import Level
 from specinfer.progress import NoProgress, Progress
 
 _LOG: Final = logging.getLogger(__name__)
-_HAS_MODES: Final = os.name == "posix"  # owners and modes of files; elsewhere nothing is known of either
+_HAS_MODES: Final = os.name == "posix"  # file modes and owners exist on POSIX alone
 _ROOT: Final = 0
 _SOURCES: Final = Path(__file__).parent / "cpu"
 _PACKAGED: Final = Path(__file__).parent / "lib"
@@ -46,32 +46,32 @@ _FLAGS: Final = (
     "-w",
 )
 _TIMEOUT: Final = 300  # seconds for one file
-_SHOWN_LINES: Final = 12  # of the compiler's last words
+_SHOWN_LINES: Final = 12  # last lines of the compiler's output that are shown
 _LARGEST: Final = ("quantized_product", "float_product", "attention", "tile_product")  # compiled first
 
 
 def kernels_folder() -> Path:
-    """The folder of compiled libraries: in the user's cache, or where others can write there, a private one.
+    """The folder of compiled libraries: in the user's cache, or a private one if others can write there.
 
-    The second costs one line in the log, once a process. Raises KernelBuildError where others can write to
-    both, OSError where a folder cannot be made.
+    The second logs one line per process. Raises KernelBuildError if others can write to both, OSError if a
+    folder cannot be created.
     """
     wanted = make_private(cache_dir() / "kernels")
     wrong = fault(wanted)
     if wrong is None:
         return wanted
     private = make_private(Path(tempfile.gettempdir()) / f"specinfer-kernels-{os.geteuid()}")
-    remedy = "take their right to write (chmod go-w), or set SPECINFER_CACHE to a folder of your own"
+    remedy = "remove their write permission (chmod go-w), or set SPECINFER_CACHE to a private folder"
     if (too := fault(private)) is not None:
         raise KernelBuildError(f"native kernels cannot be kept safely: {wrong}, and {too}; {remedy}")
-    _tell(f"native kernels are kept in {private}, not in {wanted}: {wrong}; {remedy}")
+    _warn_once(f"native kernels are kept in {private}, not in {wanted}: {wrong}; {remedy}")
     return private
 
 
 def make_private(folder: Path) -> Path:
-    """Make a folder, and those above it that are missing, for this user alone; returns it without links.
+    """Create a folder and its missing parents for this user alone; returns the path without links.
 
-    What a link leads to is settled here, once: whoever turns the link later changes nothing.
+    Links are resolved once, so a link that is changed later has no effect.
     """
     folder = folder.resolve()
     for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
@@ -80,10 +80,10 @@ def make_private(folder: Path) -> Path:
 
 
 def fault(path: Path) -> str | None:
-    """Why another user may have written `path`, or could put something else in its place; None: nobody can.
+    """Why another user may have written or could replace `path`; None if no other user can.
 
-    All folders above it count, for who can write to one can rename what is in it. Not so in a sticky one,
-    as /tmp is, where only its owner moves a file. Nobody is protected from root. `path` has no links.
+    All parent folders count, since write permission allows renaming their entries. In a sticky folder such as
+    /tmp only the owner can rename an entry. Root can write everywhere. `path` must have no links.
     """
     if not _HAS_MODES:
         return None
@@ -104,46 +104,46 @@ def _others_write(found: os.stat_result) -> bool:
 
 
 def _is_own(group: int) -> bool:
-    """Whether nobody but this user and root is in a group: many systems give each user one like that."""
+    """True if only this user and root are in a group; many systems give each user such a group."""
     import grp
     import pwd
 
     trusted = {_ROOT, os.geteuid()}
     try:
         members = {pwd.getpwnam(name).pw_uid for name in grp.getgrgid(group).gr_mem}
-    except KeyError:  # a group or a member nobody knows
+    except KeyError:  # unknown group or member
         return False
     members.update(user.pw_uid for user in pwd.getpwall() if user.pw_gid == group)
     return members <= trusted
 
 
 @functools.cache
-def _tell(words: str) -> None:
-    """Log it; every model that is loaded finds it again, and it is told once."""
-    _LOG.warning("%s", words)
+def _warn_once(message: str) -> None:
+    """Log a message once per process, though every loaded model finds it again."""
+    _LOG.warning("%s", message)
 
 
 def find_library(level: Level, progress: Progress | None = None) -> Path:
-    """The library of a level: the wheel's own, or one that is compiled now or was before.
+    """The library of a level: the wheel's own, or one from the cache, compiled if necessary.
 
-    Raises KernelBuildError with the compiler's last lines when there is no compiler or it fails.
+    Raises KernelBuildError with the compiler's last lines if there is no compiler or it fails.
     """
     packaged = packaged_library(level)
     return packaged if packaged.is_file() else build_library(level, progress)
 
 
 def packaged_library(level: Level) -> Path:
-    """Where a wheel has the library of a level."""
+    """Path of a level's library in a wheel."""
     return _PACKAGED / f"{level.name}.so"
 
 
 def build_library(
     level: Level, progress: Progress | None = None, cache: Path | None = None, extra: Sequence[str] = ()
 ) -> Path:
-    """The library compiled for a level in `cache` (default: the user's), built there if it is not.
+    """The library of a level in `cache` (default: the user's), compiled if necessary.
 
-    One that another user may have written is built anew. `extra` flags come last. Raises as above, and
-    where others can write to `cache`.
+    A library that another user may have written is rebuilt. `extra` flags come last. Raises as
+    `find_library`, and if others can write to `cache`.
     """
     compiler = find_compiler()
     flags = (*level.flags, *extra)
@@ -152,7 +152,7 @@ def build_library(
     if _is_ours(library):
         return library
     try:
-        with locked(folder / "build.lock"):  # of several processes one builds, the others wait for it
+        with locked(folder / "build.lock"):  # one process builds, others wait
             if not _is_ours(library):
                 compile_library(compiler, flags, library, progress)
     except OSError as error:
@@ -161,7 +161,7 @@ def build_library(
 
 
 def _private(cache: Path | None) -> Path:
-    """Where to keep libraries; raises KernelBuildError where others can write there."""
+    """The folder of libraries; raises KernelBuildError if others can write there."""
     try:
         folder = kernels_folder() if cache is None else make_private(cache)
         wrong = fault(folder)
@@ -173,14 +173,14 @@ def _private(cache: Path | None) -> Path:
 
 
 def _is_ours(library: Path) -> bool:
-    """Whether a library is there, and nobody else can have written it."""
+    """True if the library exists and no other user can have written it."""
     return library.is_file() and not library.is_symlink() and fault(library) is None
 
 
 def compile_library(
     compiler: Sequence[str], flags: Sequence[str], library: Path, progress: Progress | None = None
 ) -> None:
-    """Compile all sources into `library`, which gets its name when whole; raises KernelBuildError."""
+    """Compile all sources into `library`, which gets its name once complete; raises KernelBuildError."""
     sources = sorted(_SOURCES.glob("*.cpp"), key=lambda source: (source.stem not in _LARGEST, source.stem))
     show = progress or NoProgress()
     show.start(len(sources) + 1, "building native kernels (once per machine)", "files")
@@ -196,7 +196,7 @@ def compile_library(
                 list(pool.map(compile_one, sources, objects))
             whole = Path(scratch) / library.name
             _run([*compiler, "-shared", "-s", "-pthread", *map(str, objects), "-o", str(whole)])
-            whole.chmod(0o755)  # whatever the umask: what others may write to would not be loaded
+            whole.chmod(0o755)  # independent of the umask: a file that others may write to is not loaded
             whole.replace(library)
             show.advance(1)
     finally:
@@ -206,7 +206,7 @@ def compile_library(
 def find_compiler() -> tuple[str, ...]:
     """The command of the C++ compiler: CXX with its options, or the first of g++, clang++ and c++.
 
-    Raises KernelBuildError where there is none.
+    Raises KernelBuildError if none is found.
     """
     named = os.environ.get("CXX", "").strip()
     commands = [_words(named)] if named else [["g++"], ["clang++"], ["c++"]]
@@ -216,25 +216,25 @@ def find_compiler() -> tuple[str, ...]:
             return path, *options
     missing = (commands[0][0] or named) if named else "g++, clang++ and c++"
     raise KernelBuildError(
-        f"no C++ compiler: {missing} not found; install one, or set CXX (a program, and options behind it), "
-        "or install a wheel that brings the kernels"
+        f"no C++ compiler: {missing} not found; install one, or set CXX (a program with options), "
+        "or install a wheel that contains the kernels"
     )
 
 
 def _words(named: str) -> list[str]:
-    """The words of CXX, as a shell reads them; a program that is there may have spaces in its path."""
+    """The words of CXX, split as by a shell; the path of an existing program may contain spaces."""
     if shutil.which(named):
         return [named]
     try:
         return shlex.split(named)
     except ValueError as error:
         raise KernelBuildError(
-            f"CXX is {named!r}, which cannot be read ({error}); allowed: a program, and options behind it"
+            f"CXX is {named!r}, which cannot be parsed ({error}); allowed: a program with options"
         ) from error
 
 
 def _run(command: Sequence[str]) -> str:
-    """The command's output; raises KernelBuildError with its last lines when it fails."""
+    """The command's output; raises KernelBuildError with its last lines if it fails."""
     try:
         done = subprocess.run(
             command,
@@ -249,8 +249,8 @@ def _run(command: Sequence[str]) -> str:
     except subprocess.TimeoutExpired as error:
         raise KernelBuildError(f"{command[0]} was stopped after {_TIMEOUT} s on {command[-3]}") from error
     if done.returncode != 0:
-        words = "\n".join(done.stdout.strip().splitlines()[-_SHOWN_LINES:])
-        raise KernelBuildError(f"{command[0]} failed ({done.returncode}):\n{words}")
+        message = "\n".join(done.stdout.strip().splitlines()[-_SHOWN_LINES:])
+        raise KernelBuildError(f"{command[0]} failed ({done.returncode}):\n{message}")
     return done.stdout
 
 

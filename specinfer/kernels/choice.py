@@ -1,4 +1,4 @@
-"""Which kernels a model runs on: the native ones where they can be had, their PyTorch twins elsewhere."""
+"""Selects the kernels of a model: native ones if available, else their PyTorch twins."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from specinfer.verify.scan import NUMPY, Scan
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What a model computes with."""
+    """The kernels that a model computes with."""
 
     ops: Ops
     attention: AttentionBackend
     products: Products
-    library: Library | None = None  # None: these are PyTorch's
+    library: Library | None = None  # None: PyTorch's
 
     @property
     def scan(self) -> Scan:
-        """What reads logits in host memory, wherever they were made."""
+        """Scans of logits in host memory, wherever they were computed."""
         return NUMPY if self.library is None else NativeScan(self.library)
 
 
@@ -43,10 +43,10 @@ TORCH: Final = Kernels(Ops(), SdpaAttention(), Products())
 def choose_kernels(
     wanted: KernelChoice, device: torch.device, progress: Progress | None = None
 ) -> tuple[Kernels, str | None]:
-    """The kernels for `device`, and why they are the twins where native ones were to be had; else None.
+    """The kernels for `device`, and the reason if the twins replace native ones, else None.
 
-    Compiles the native ones on first use where no wheel brought them. With "native", raises ConfigError on
-    another device than a CPU and KernelBuildError where they cannot be had.
+    Compiles the native ones on first use if no wheel contains them. With "native", raises ConfigError for a
+    device other than a CPU, and KernelBuildError if they are unavailable.
     """
     if wanted == "native" and device.type != "cpu":
         raise ConfigError(f"kernels is 'native' on device {device}; allowed there: auto, torch")
@@ -67,7 +67,7 @@ def native_kernels(library: Library) -> Kernels:
 
 
 def guessing(kernels: Kernels) -> Kernels:
-    """The same for a draft: its rows only guess, so they may depend on how many there are to be quicker."""
+    """Kernels for a draft: a row's result may depend on the number of rows, which is faster."""
     products = kernels.products
     if not isinstance(products, NativeProducts):
         return kernels
@@ -75,15 +75,15 @@ def guessing(kernels: Kernels) -> Kernels:
 
 
 def sharing(kernels: Kernels) -> Kernels:
-    """The same for a model whose sums are the same, however many ranks share its channels."""
+    """Kernels for a model whose sums do not depend on how many ranks share its channels."""
     products = kernels.products
     if isinstance(products, NativeProducts):
-        return kernels  # which add for each channel alone
+        return kernels  # native products add each channel separately
     return replace(kernels, products=Products(use=products.use._replace(shared=True)))
 
 
 def streaming(kernels: Kernels, weights: int) -> Kernels:
-    """The same for a model of so many bytes of weights, read past the caches where these cannot hold them."""
+    """Kernels for a model with `weights` bytes of weights, read past the caches if they exceed these."""
     products = kernels.products
     if not isinstance(products, NativeProducts):
         return kernels

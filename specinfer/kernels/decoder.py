@@ -1,8 +1,9 @@
-"""A decoder's whole pass in one native call (cpu/decoder.cpp).
+"""NativeDecoder: a decoder's whole pass in one native call (cpu/decoder.cpp).
 
-Calling an op takes a few microseconds, and a layer has nine: of a pass of SmolLM2-135M in 4 bits, of 4.8 ms,
-the calls took 1.7, and the dozen around the layers 0.4. models/decoder.py computes the same op by op, where
-anything but native ops takes part. Rotations of positions 0, 1, ... are looked up: more as texts grow.
+Calling an op takes a few microseconds, and a layer has nine. In a 4-bit pass of SmolLM2-135M (4.8 ms), the
+calls took 1.7 ms. A dozen calls around the layers took 0.4 ms. models/decoder.py computes the same op by op,
+for models with parts that are not native. Rotations of positions 0, 1, ... are tabulated; the tables grow
+with the texts.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from specinfer.kernels.structures import (
     TapsArgs,
 )
 
-# Makes rotations of so many positions, or more, for each table: float32 [positions, H / 2], contiguous.
+# Makes rotation tables of at least the given number of positions: float32 [positions, H / 2], contiguous.
 MakeRotations = Callable[[int], Sequence[Rotation]]
 _NO_TOKEN: Final = 1  # as in cpu/decoder.h
 _NO_POSITION: Final = 2
@@ -48,19 +49,19 @@ _ROPES: Final = {"global": 0, "local": 1, "none": 2}  # as in cpu/layers.h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
-    """One layer: x += attention(norm(x)), then x += mlp(norm(x)), or as models/config.py says."""
+    """One layer: x += attention(norm(x)), then x += mlp(norm(x)), or another form in models/config.py."""
 
     norms: Sequence[NormParts | None]  # before attention, before the MLP, after attention, after the MLP
     heads: AttentionSpec
-    # qkv, o; gate and up or up alone, down, or in place of these two there are experts.
+    # qkv, o; gate and up (or up alone), down; experts replace the last two
     products: tuple[Product, ...]
     experts: ExpertParts | None = None
-    rope: Literal["global", "local", "none"]  # "local": that of sliding-window layers
+    rope: Literal["global", "local", "none"]  # "local": the rotation of sliding-window layers
     form: Form
     activation: str
     gated: bool
-    clip: float | None  # of what qkv makes
-    scale: float  # of what is added to x
+    clip: float | None  # limit of the values of q, k and v
+    scale: float  # factor of each term added to x
 
     @property
     def all_products(self) -> list[Product]:
@@ -69,40 +70,40 @@ class LayerParts:
 
 
 class NativeLayers:
-    """Layers whose every part is native, as a call of the library is told of them."""
+    """The argument structures of layers whose parts are all native."""
 
     __slots__ = ("_experts", "_kept", "args", "library")
 
     def __init__(self, layers: Sequence[LayerParts], library: Library) -> None:
         """All products must be native."""
         self.library = library
-        self._kept = list(layers)  # whose memory `args` points to
+        self._kept = list(layers)  # owns the memory that `args` points to
         self._experts = [None if layer.experts is None else experts_args(layer.experts) for layer in layers]
         self.args = (LayerArgs * len(layers))(*map(_layer_args, layers, self._experts))
 
     @classmethod
     def of(cls, layers: Sequence[LayerParts], ops: Ops) -> NativeLayers | None:
-        """These layers, or None where they have a part that is not native."""
+        """Wrap these layers; None if a part is not native."""
         products = [product for layer in layers for product in layer.all_products]
         if not isinstance(ops, NativeOps) or not all(isinstance(p, NativeProduct) for p in products):
             return None
         return cls(layers, ops.library)
 
     def check_ranks(self) -> None:
-        """Raise PeerLostError where a rank that shares these layers is lost."""
+        """Raise PeerLostError if a rank that shares these layers is lost."""
         for layer in self._kept:
             for product in layer.all_products:
                 if isinstance(product, NativeProduct) and product.exchange is not None:
                     product.exchange.check()
 
     def check(self, cache: NativeCache, dtype: torch.dtype) -> None:
-        """Raise ValueError where a cache is not one of these layers', of rows of that dtype."""
+        """Raise ValueError if a cache does not fit these layers, with rows of that dtype."""
         if cache.checked is self:
             return
         layers = len(self.args)
         if len(cache.key_addresses) != layers:
             raise ValueError(f"caches of {len(cache.key_addresses)} layers for a model of {layers}")
-        cache.check(dtype, self._kept[0].heads)  # in size and number those of all layers
+        cache.check(dtype, self._kept[0].heads)  # all layers have the same size and number of heads
         cache.checked = self
 
 
@@ -127,53 +128,51 @@ def _layer_args(layer: LayerParts, experts: ExpertsArgs | None) -> LayerArgs:
 
 
 class Places(NamedTuple):
-    """Learned positions: row `offset` + p of the table is added to what is at position p."""
+    """Learned positions: row `offset` + p of the table is added at position p."""
 
     table_PD: Tensor
     offset: int
 
 
 class RotationTables:
-    """The tables that a native call is told of, which grow in place.
+    """Rotation tables in a native call's arguments, which grow in place.
 
-    Several threads may grow them and call meanwhile: longer tables leave the shorter ones, which they begin
-    with, to whoever reads them.
+    Thread-safe: a longer table starts with the values of the shorter one, which is kept for its readers.
     """
 
-    __slots__ = ("_grows", "_kept", "_make", "_told")
+    __slots__ = ("_grows", "_kept", "_make", "_tables")
 
-    def __init__(self, told: Sequence[RotationsArgs], make: MakeRotations) -> None:
-        """`told` are parts of what calls are given, and written to.
+    def __init__(self, table: Sequence[RotationsArgs], make: MakeRotations) -> None:
+        """`table` has parts of native arguments, written in place.
 
-        `make` must not lead back to who owns this, or weights would outlive their last user.
+        `make` must not refer to the owner of this object, or weights would outlive their last user.
         """
-        self._told = told
+        self._tables = table
         self._make = make
-        self._kept: list[Rotation] = []  # whose memory is told of
+        self._kept: list[Rotation] = []  # owns the memory of the tables
         self._grows = Lock()
 
     def reach(self, positions: int) -> None:
-        """Have rotations of so many positions at the least."""
+        """Extend the tables to at least `positions` positions."""
         if self._reaches(positions):
             return
         with self._grows:
-            if self._reaches(positions):  # another thread has made them meanwhile
+            if self._reaches(positions):  # another thread has extended them
                 return
             made = self._make(positions)
             self._kept += made
-            for told, one in zip(self._told, made, strict=True):
-                told.cos, told.sin = one.cos.data_ptr(), one.sin.data_ptr()
-                told.positions = len(one.cos)  # last: who reads it has a table for all of them
+            for table, one in zip(self._tables, made, strict=True):
+                table.cos, table.sin = one.cos.data_ptr(), one.sin.data_ptr()
+                table.positions = len(one.cos)  # last, so that a reader of the size has a table of that size
 
     def _reaches(self, positions: int) -> bool:
-        return all(told.positions >= positions for told in self._told)
+        return all(table.positions >= positions for table in self._tables)
 
 
 class NativeDecoder:
-    """A decoder whose layers are native, from token ids to what its output layer reads, or to logits.
+    """A native decoder, from token ids to the input of its output layer, or to logits.
 
-    Engines in several threads may share it: what a call is given is of the call. It knows no cache, which
-    would live as long as it does.
+    Threads may share it, since calls keep no state. It holds no cache, so a cache may be freed earlier.
     """
 
     __slots__ = (
@@ -201,11 +200,11 @@ class NativeDecoder:
         output: Product,
         rotations: tuple[int, MakeRotations],
     ) -> None:
-        """`embedding_VD` is contiguous and of that dtype, as are places; None: each call brings rows of it.
+        """`embedding_VD` is contiguous and of `dtype`, as are `places`; None: each call passes rows of it.
 
-        `norm` is the last one, if there is one. `output` makes logits here if it is native. `rotations` are
-        how many tables of them there are, and who makes these: that of global layers, and that of
-        sliding-window ones where it is another.
+        `norm` is the final norm, if there is one. `output` computes logits here if it is native. `rotations`
+        are the number of rotation tables and the function that makes them: for global layers, and for
+        sliding-window layers if different.
         """
         self._library = layers.library
         self._layers = layers
@@ -213,7 +212,7 @@ class NativeDecoder:
         self._type = dtype
         self._size = int(layers.args[0].qkv.inner)
         self._places = places
-        self._norm = norm  # whose memory the arguments point to, as they do to that of places
+        self._norm = norm  # owns memory that the arguments point to, as do places
         self._output = output if isinstance(output, NativeProduct) else None
         self._args = DecoderArgs(
             type=TYPES[FLOATS[dtype]],
@@ -243,17 +242,18 @@ class NativeDecoder:
         rows_R: Tensor | None,
         attend: NativeAttend,
         taps: Sequence[int],
-        most_logits: int,
+        max_logits: int,
         embedding_ND: Tensor | None = None,
         adapted: AdaptedRows | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What the output layer reads of these rows (None: all), [R, D], taps, and perhaps logits, [R, V].
+        """Inputs of the output layer for these rows (None: all), [R, D], taps, and perhaps logits, [R, V].
 
-        Writes K and V of every row. `taps` are layers of the decoder or the number of all, and their inputs
-        [T, N, D]; there are logits if at most so many rows are chosen. With `embedding_ND` token ids are
-        places in that table; `adapted` are rows that have adapters. Raises IndexError for a token the
-        embeddings lack, and for a position below 0 or behind the last one of learned positions; ValueError
-        for other caches and numbers; PeerLostError where a rank that shares the layers is lost.
+        Writes K and V of every row. `taps` are indices of layers, or the number of layers for the last
+        output; their inputs are [T, N, D]. Logits are computed if at most `max_logits` rows are chosen. With
+        `embedding_ND`, token ids index that table; `adapted` are the rows with adapters. Raises IndexError
+        for a token outside the embeddings, and for a position below 0 or beyond the last learned
+        position. Raises ValueError for an unfitting cache or invalid arrays, PeerLostError if a rank that
+        shares the layers is lost.
         """
         self._layers.check(attend.cache, self._type)
         count, size = attend.paths.rows, self._size
@@ -266,7 +266,7 @@ class NativeDecoder:
         read_RD = torch.empty(chosen, size, dtype=self._type)
         tapped_TND = torch.empty(count, len(taps), size, dtype=self._type) if taps else None
         logits_RV: Tensor | None = None
-        if self._output is not None and 0 < chosen <= most_logits:
+        if self._output is not None and 0 < chosen <= max_logits:
             logits_RV = torch.empty(chosen, self._output.channels, dtype=self._type)
         ids = (ctypes.c_int64 * len(taps))(*taps)
         out = None if tapped_TND is None else tapped_TND.data_ptr()
@@ -306,8 +306,8 @@ class NativeDecoder:
             allowed = "0 or more"
             if self._places is not None:
                 allowed = f"0 .. {len(self._places.table_PD) - self._places.offset - 1}"
-            least, most = int(positions_T.min()), int(positions_T.max())
-            raise IndexError(f"positions must be {allowed}, got {least if least < 0 else most}")
+            lowest, highest = int(positions_T.min()), int(positions_T.max())
+            raise IndexError(f"positions must be {allowed}, got {lowest if lowest < 0 else highest}")
         return read_RD, tapped_TND, logits_RV
 
 

@@ -1,4 +1,4 @@
-"""How the native layers are told of a mixture of experts (cpu/experts.cpp); models/experts.py is its twin."""
+"""Argument structures of a mixture of experts for native layers (cpu/experts.cpp); see models/experts.py."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from specinfer.kernels.structures import ExpertsArgs, ProductArgs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertParts:
-    """The products of a mixture: a router's, and two of each expert: gate and up in one, and down."""
+    """The products of a mixture: the router, and per expert gate and up stacked, and down."""
 
-    router: Product  # of float32; behind the experts' logits it has that of the shared one's gate, if any
+    router: Product  # float32; after the experts' logits it has the logit of the shared expert's gate, if any
     each: Sequence[tuple[Product, Product]]
-    shared: tuple[Product, Product] | None  # of an expert that all rows have
+    shared: tuple[Product, Product] | None  # an expert that every row uses
     per_token: int
-    normalized: bool  # whether the weights of a row's experts add up to 1
+    normalized: bool  # the weights of a row's experts add up to 1
 
     @property
     def products(self) -> list[Product]:
-        """All of them."""
+        """All products."""
         shared = () if self.shared is None else self.shared
         return [self.router, *(product for both in self.each for product in both), *shared]
 
 
 def experts_args(parts: ExpertParts) -> ExpertsArgs:
-    """These parts, all of which must be native; what they point to is kept by whoever keeps this."""
+    """The structure for these parts, all native; the caller must keep their memory."""
     gate_up, down = (_array([both[which] for both in parts.each]) for which in (0, 1))
     args = ExpertsArgs(
         router=_args(parts.router),

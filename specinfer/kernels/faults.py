@@ -1,6 +1,6 @@
-"""What a library computes wrongly: everything is held against the plain path, in PyTorch and NumPy.
+"""Finds wrong results of a native library by comparison with PyTorch and NumPy.
 
-python -m specinfer.kernels.faults LIBRARY LEVEL      what native.py runs; some seconds
+python -m specinfer.kernels.faults LIBRARY LEVEL      run by native.py; takes some seconds
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from specinfer.kernels.structures import (
 from specinfer.processors.changes import NOTHING, UNCHANGED, Changes, RowChanges
 from specinfer.verify.scan import ASK, LogitBlock
 
-_NEAR: Final = 1e-2  # of the size of a bfloat16 result
-_FEW: Final = 8  # rows, that a loose product takes in another way
+_TOLERANCE: Final = 1e-2  # tolerance relative to the largest result, for bfloat16
+_LOOSE_ROWS: Final = 8  # rows for which a loose product uses another method
 _ROWS: Final = (1, 2, 5, 9, 16, 17, 33, 64, 80)
 _SHAPES: Final = ((33, 96), (80, 800))  # channels, inner
 _BLOCKS: Final = {"blocks4": BlockForm(4, 8, True, True), "blocks8": BlockForm(8, 1, True, True)}
 
 
 def faults(library: Library) -> Iterator[str]:
-    """What is wrong with the products of a library."""
+    """Faults in the products of a library."""
     chance = torch.Generator().manual_seed(0)
     for channels, inner in _SHAPES:
         for kind in KINDS:
@@ -70,7 +70,7 @@ def faults(library: Library) -> Iterator[str]:
 
 
 class _Trial:
-    """A random matrix of one kind, as the library multiplies it and as PyTorch does."""
+    """A random matrix of one kind, multiplied by the library and by PyTorch."""
 
     def __init__(
         self, library: Library, kind: Kind, channels: int, inner: int, chance: torch.Generator
@@ -96,13 +96,13 @@ class _Trial:
         self._blocks = {kind: _blocks(form, channels, size) for kind, form in _BLOCKS.items()}
 
     def faults(self, x: Tensor) -> Iterator[str]:
-        """What is wrong with the product of some first rows of x, and of all of them."""
+        """Faults in the product of the first rows of x, and of all rows."""
         product, plain = self._by(NativeProducts(self._library)), self._by(Products())
         past_caches = self._by(NativeProducts(self._library, Use(nontemporal=True)))
         whole, want = product(x), plain(x)
         for rows in _ROWS:
             if not torch.equal(product(x[:rows]), whole[:rows]):
-                yield f"{rows} rows are not what they are among {len(x)}"
+                yield f"{rows} rows differ from the same rows among {len(x)}"
             elif not torch.equal(past_caches(x[:rows]), whole[:rows]):
                 yield f"{rows} rows differ where weights are read past the caches"
         if self._kind == "int8":
@@ -115,15 +115,15 @@ class _Trial:
             return
         if not near(whole, want):
             yield f"results are off by {float((whole - want).abs().max()):.3g}"
-        if self._kind == "int4":  # of which float32 rows become bfloat16 ones, and few loose ones integers
+        if self._kind == "int4":  # float32 rows become bfloat16, and few loose rows become integers
             if not torch.equal(product(x.bfloat16()), whole.bfloat16()):
                 yield "results of bfloat16 rows differ"
             loose = self._by(NativeProducts(self._library, Use(loose=True)))
-            if not torch.equal(loose(x[:_FEW]), want[:_FEW]):
-                yield f"{_FEW} loose rows differ"
+            if not torch.equal(loose(x[:_LOOSE_ROWS]), want[:_LOOSE_ROWS]):
+                yield f"{_LOOSE_ROWS} loose rows differ"
 
     def _faults_of_parts(self, x: Tensor, want: Tensor) -> Iterator[str]:
-        """What is wrong where two products have some of the inner elements each."""
+        """Faults when two products have a part of the inner elements each."""
         cut, products = self._inner // (2 * GROUP) * GROUP, NativeProducts(self._library)
         parts = []
         for begin, end in ((0, cut), (cut, self._inner)):
@@ -151,7 +151,7 @@ def _blocks(form: BlockForm, channels: int, inner: int) -> BlocksWeight:
     sizes, chance = (channels, inner // GROUP), torch.Generator().manual_seed(1)
     low, high = (0, 16) if form.bits == 4 else (-127, 128)
     scales, mins = (torch.empty(sizes).uniform_(0.001, 0.01, generator=chance).half() for _ in range(2))
-    firsts = torch.arange(sizes[1]) // form.span * form.span  # groups of a span have one scale
+    firsts = torch.arange(sizes[1]) // form.span * form.span  # groups of a span share a scale
     steps = _integers(-63, 64, *sizes, 2, chance=chance).to(torch.int8)
     rows = block_rows(
         _integers(low, high, *sizes, GROUP, chance=chance).to(torch.int8),
@@ -168,13 +168,13 @@ def _integers(low: int, high: int, *shape: int, chance: torch.Generator) -> Tens
 
 
 def near(found: Tensor, want: Tensor) -> bool:
-    """Whether results differ as roundings to bfloat16 may let them."""
+    """True if results differ no more than rounding to bfloat16 allows."""
     size = float(want.float().abs().max())
-    return torch.allclose(found.float(), want.float(), rtol=_NEAR, atol=_NEAR * size)
+    return torch.allclose(found.float(), want.float(), rtol=_TOLERANCE, atol=_TOLERANCE * size)
 
 
 def other_faults(library: Library) -> Iterator[str]:
-    """What is wrong with the rest of a library."""
+    """Faults in all other functions of a library."""
     native, chance = native_kernels(library), torch.Generator().manual_seed(1)
     for dtype, name in FLOATS.items():
         ours, plain = (_small_ops(kernels, dtype) for kernels in (native, TORCH))
@@ -194,7 +194,7 @@ def other_faults(library: Library) -> Iterator[str]:
 
 
 def _small_ops(kernels: Kernels, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What everything but products makes of the same numbers."""
+    """Results of everything but products on fixed random inputs."""
     rows, heads, kv_heads, head = 20, 6, 2, 64
     chance = torch.Generator().manual_seed(2)
 
@@ -244,7 +244,7 @@ def _small_ops(kernels: Kernels, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _faults_of_adapters(library: Library) -> Iterator[str]:
-    """What is wrong with what an adapter adds to rows."""
+    """Faults in adapters."""
     chance, (channels, inner), rank = torch.Generator().manual_seed(3), _SHAPES[0], 5
     rows, cut = max(_ROWS), 20
     down, up, weight, x = (
@@ -258,7 +258,7 @@ def _faults_of_adapters(library: Library) -> Iterator[str]:
         for lib, products in ((library, NativeProducts(library)), (None, Products())):
             spans = [Span(range(cut, rows), Adapter.of([low], lib))]
             adapted = AdaptedRows.of(spans, rows, lib)
-            assert adapted is not None, "rows have one"
+            assert adapted is not None, "some rows have an adapter"
             found.append(adapted.multiply(products.floats(weight.to(dtype), None), 0, given))
         plain = NativeProducts(library).floats(weight.to(dtype), None)(given)
         if not near(*found):
@@ -268,7 +268,7 @@ def _faults_of_adapters(library: Library) -> Iterator[str]:
 
 
 def _faults_of_trees(library: Library, chance: np.random.Generator) -> Iterator[str]:
-    """What is wrong with a chain of guesses of which each depends on the one before."""
+    """Faults in growing a chain of guesses, each conditioned on the one before."""
     size, rank, levels = 48, 16, 4
     logits = chance.standard_normal((levels, size)).astype(np.float32)
     before, named = (8 * chance.standard_normal((size, rank)).astype(np.float32) for _ in range(2))
@@ -280,7 +280,8 @@ def _faults_of_trees(library: Library, chance: np.random.Generator) -> Iterator[
         token = int((logits[level] + before[token] @ named.T).argmax())
         chain.append(token)
     for most, found in ((levels, chain), (1, chain[:1])):
-        # Paths of one half and more: of logits as far apart as these a chain of the likeliest alone.
+        # Path probabilities of at least one half: with logits this far apart that leaves the chain of the
+        # likeliest.
         ask = TREE_ASK.pack(0, levels, 5, most, 1.0, 0.5, 0, 0, 0)
         numbers, chances = np.zeros((2, levels), dtype=np.int64), np.zeros((3, levels))
         count, where = np.zeros(1, dtype=np.int64), (numbers.ctypes.data, chances.ctypes.data)
@@ -297,10 +298,10 @@ def _faults_of_trees(library: Library, chance: np.random.Generator) -> Iterator[
 
 
 def _faults_of_scans(native: Kernels, logits: NDArray[np.float32]) -> Iterator[str]:
-    """What is wrong with reads of many rows, which lie further apart than they are long."""
+    """Faults in scans of many rows whose stride exceeds their length."""
     size, rows, n = len(logits), np.array([2, 0, 1], dtype=np.int64), 3
     temperatures = np.array([1.0, 0.5, 2.0])
-    # Greedy, and races: among the two likeliest, within filters, and of all.
+    # Greedy; and sampling among the two likeliest, with filters, and from all tokens.
     ways = ((0.0, 0, 1.0, 0.0), (1.0, 2, 1.0, 0.0), (0.7, 0, 0.9, 0.05), (1.0, 0, 1.0, 0.0))
     for dtype, name in FLOATS.items():
         wide = torch.full((3, size + 7), 1e3).to(dtype)
@@ -322,7 +323,7 @@ def _faults_of_scans(native: Kernels, logits: NDArray[np.float32]) -> Iterator[s
 
 
 def _changes_of(row: NDArray[np.float32]) -> RowChanges:
-    """Changes after which others are the likeliest: bans, a bias, and penalties of one of these and more."""
+    """Changes that make other tokens the likeliest: bans, a bias, and penalties."""
     first = np.argsort(-row, kind="stable")
     terms = np.tile(UNCHANGED, (53, 1))
     terms[:2, 0], terms[2, 0], terms[3:, 1:] = -np.inf, 0.37, (1.3, 0.11, 0.07)
@@ -330,7 +331,7 @@ def _changes_of(row: NDArray[np.float32]) -> RowChanges:
 
 
 def main(path: str, level: str) -> int:
-    """Try the library at `path`, say what is wrong with it, and return the exit status."""
+    """Try the library at `path`, print the first fault, and return the exit status."""
     try:
         library = Library(Path(path), next(known for known in LEVELS if known.name == level))
     except KernelBuildError as error:

@@ -1,8 +1,8 @@
-"""Matrices of GGUF blocks as they are, and the PyTorch twin of cpu/blocks_product.cpp.
+"""Matrices of GGUF blocks in their own precision, and the PyTorch twin of cpu/blocks_product.cpp.
 
-A group of 32 elements of a row is scale * step * level - min * min_step. Scales and mins are float16 as the
-file has them, steps are integers: of Q4_K and Q5_K those of a group, of Q6_K one for each half of it. So no
-number of the file is rounded, and the scale of a group, a product of 17 bits, is exact in float32.
+A group of 32 elements of a row is scale * step * level - min * min_step. Scales and mins are the file's
+float16 values, steps are integers: per group in Q4_K and Q5_K, per half group in Q6_K. So no number of the
+file is rounded, and the scale of a group, a product of 17 bits, is exact in float32.
 
 Rows are quantized in groups of 32 to int8, as for int4. A group's products are added as integers; two float
 operations follow in a fixed order, so the twin and the native products of every CPU give the same bits.
@@ -30,20 +30,20 @@ from specinfer.kernels.layout import (
 from specinfer.kernels.library import Library
 from specinfer.kernels.structures import BLOCK, num_blocks
 
-# Of a group of a row, as a file's blocks are read: levels, scale, a step for each half, min, its step.
+# Bytes of a group of a row, as read from a file's blocks: levels, scale, a step for each half, min, its step.
 ROW_BYTES: Final = GROUP + 2 + 2 + 2 + 1
 _SCALE, _STEPS, _MIN, _MIN_STEP = GROUP, GROUP + 2, GROUP + 4, GROUP + 6
-_ONE: Final = 128  # what is added to steps, and to levels of 8 bits
+_OFFSET: Final = 128  # offset of stored steps, and of 8-bit levels
 SPAN: Final = 8  # groups that share a scale in blocks of 256
 
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """How blocks lie in memory: a matrix of several forms lies in the one that has room for all of them."""
+    """Layout of blocks; a matrix with several forms uses one that can represent all of them."""
 
-    bits: Literal[4, 8]  # of a level
+    bits: Literal[4, 8]  # per level
     span: int  # groups that share a scale, and a min: 1 or SPAN
-    steps: bool  # whether a step is other than 1
+    steps: bool  # some steps differ from 1
     mins: bool
 
     def __or__(self, other: BlockForm) -> BlockForm:
@@ -56,7 +56,7 @@ class BlockForm:
 
 
 def empty_blocks(channels: int, inner: int, form: BlockForm, library: Library | None = None) -> BlocksWeight:
-    """Memory for a matrix of blocks, not yet filled."""
+    """Uninitialized memory for a matrix of blocks."""
     blocks, groups = num_blocks(channels), padded(inner) // GROUP
     halves, spans = (1 if form.bits == 4 else 2), -(-groups // form.span)
     words = (groups, 4, BLOCK, 4) if form.bits == 4 else (groups * GROUP // 4, BLOCK, 4)
@@ -90,10 +90,10 @@ def block_rows(
     mins: Tensor | None = None,
     min_steps: Tensor | None = None,
 ) -> Tensor:
-    """Rows of blocks as uint8 [rows, groups, ROW_BYTES], whatever form they will lie in.
+    """Rows of blocks as uint8 [rows, groups, ROW_BYTES], independent of the final form.
 
     Levels are int8 [rows, groups, GROUP]; scales and mins float16, min steps uint8, all [rows, groups];
-    steps int8 [rows, groups, 2]. None: 1, and no mins.
+    steps int8 [rows, groups, 2]. None: steps of 1, and no mins.
     """
     found = torch.zeros(*scales.shape, ROW_BYTES, dtype=torch.uint8)
     found[..., :GROUP] = levels.view(torch.uint8)
@@ -106,7 +106,7 @@ def block_rows(
 
 
 def lay_out_blocks(rows: Tensor, form: BlockForm) -> BlocksWeight:
-    """Rows as `block_rows` has them, in a form with room for them, filled up with zeros to whole blocks."""
+    """Convert rows from `block_rows` to a form that can represent them, padded with zeros to whole blocks."""
     missing = -len(rows) % BLOCK
     rows = F.pad(rows, (0, 0, 0, 0, 0, missing))
     count, groups = len(rows) // BLOCK, rows.shape[1]
@@ -121,7 +121,7 @@ def lay_out_blocks(rows: Tensor, form: BlockForm) -> BlocksWeight:
     if form.bits == 4:
         words, steps = pack_levels(levels), rows[..., _STEPS : _STEPS + 1]
     else:
-        words = (levels ^ _ONE).view(count, BLOCK, groups * GROUP // 4, 4).transpose(1, 2).contiguous()
+        words = (levels ^ _OFFSET).view(count, BLOCK, groups * GROUP // 4, 4).transpose(1, 2).contiguous()
         steps = rows[..., _STEPS:_MIN].reshape(len(rows), groups * 2, 1)
     if not form.steps:
         steps = steps[:, :1] * 0 + 1
@@ -131,14 +131,14 @@ def lay_out_blocks(rows: Tensor, form: BlockForm) -> BlocksWeight:
     return BlocksWeight(
         words,
         by_blocks(rows[:, spans, _SCALE:_STEPS], torch.float16),
-        by_blocks(steps ^ _ONE),
+        by_blocks(steps ^ _OFFSET),
         by_blocks(mins, torch.float16),
         by_blocks(min_steps),
     )
 
 
 def blocks_sums(weight: BlocksWeight, groups: range) -> Callable[[Tensor], Tensor]:
-    """Sums over some groups of a matrix of blocks, one after the other: a PartSum."""
+    """Sums over some groups of a matrix of blocks, in order: a PartSum."""
 
     def add_up(x: Tensor) -> Tensor:
         values_RGI, scales_RG = blocks_inputs(x)
@@ -155,9 +155,9 @@ def blocks_sums(weight: BlocksWeight, groups: range) -> Callable[[Tensor], Tenso
                 sums_RC = _sums_of_halves(weight, g, values_RGI[:, own])
             total_RC += sums_RC * (of_channels_C * scales_RG[:, own : own + 1])
             if weight.has_mins:
-                least_C = weight.mins[:, g // weight.span].reshape(-1).float()
-                least_C = least_C * weight.min_steps[:, g].reshape(-1).float()
-                total_RC += least_C * of_mins_RG[:, own : own + 1]
+                min_C = weight.mins[:, g // weight.span].reshape(-1).float()
+                min_C = min_C * weight.min_steps[:, g].reshape(-1).float()
+                total_RC += min_C * of_mins_RG[:, own : own + 1]
         return total_RC
 
     return add_up
@@ -166,21 +166,21 @@ def blocks_sums(weight: BlocksWeight, groups: range) -> Callable[[Tensor], Tenso
 def blocks_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [rows, inner] as integers [rows, groups, GROUP], and their scales [rows, groups]; both float32."""
     groups = F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), padded(x.shape[1]) // GROUP, GROUP)
-    most = groups.abs().amax(2, keepdim=True)
-    # `127.0 / most` would be 127 times the reciprocal, and rounded twice.
-    inverse = torch.where(most < 1e-30, 0.0, torch.tensor(127.0).div(most))
-    return (groups * inverse).round(), most.squeeze(2) / 127.0
+    highest = groups.abs().amax(2, keepdim=True)
+    # `127.0 / highest` would be 127 times the reciprocal, and rounded twice.
+    inverse = torch.where(highest < 1e-30, 0.0, torch.tensor(127.0).div(highest))
+    return (groups * inverse).round(), highest.squeeze(2) / 127.0
 
 
 def one_form(forms: Sequence[BlockForm]) -> BlockForm:
-    """The form in which matrices of these forms lie as one."""
+    """The form that can represent matrices of all these forms."""
     return reduce(BlockForm.__or__, forms)
 
 
 def _sums_of_halves(weight: BlocksWeight, g: int, values_RI: Tensor) -> Tensor:
-    """The sums of a group, each half times its step, as float32 rounds an integer."""
+    """The sums of a group, each half times its step, rounded to float32."""
     per, half = GROUP // 4, GROUP // 2
-    words = (weight.levels[:, g * per : (g + 1) * per] ^ _ONE).view(torch.int8)  # [blocks, 8, BLOCK, 4]
+    words = (weight.levels[:, g * per : (g + 1) * per] ^ _OFFSET).view(torch.int8)  # [blocks, 8, BLOCK, 4]
     levels_CI = words.transpose(1, 2).reshape(-1, GROUP).float()
     total = torch.zeros(len(values_RI), len(levels_CI), dtype=torch.float64)
     for n in range(2):
@@ -191,4 +191,4 @@ def _sums_of_halves(weight: BlocksWeight, g: int, values_RI: Tensor) -> Tensor:
 
 
 def _steps(weight: BlocksWeight, number: int) -> Tensor:
-    return weight.steps[:, number].reshape(-1).float() - _ONE
+    return weight.steps[:, number].reshape(-1).float() - _OFFSET

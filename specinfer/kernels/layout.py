@@ -1,8 +1,8 @@
-"""How matrices lie in memory and on disk: blocks of 16 rows, in the order of cpu/product.h.
+"""Memory and file layout of matrices: blocks of 16 rows, as in cpu/product.h.
 
-A word of four bytes holds neighbouring elements of a row: one float32, two bfloat16 or four int8. A block has
-the first word of each of its 16 rows, then the second, and so on. int4 weights are packed by groups instead
-(`pack_levels`). Rows and elements that a matrix lacks are zeros.
+A 4-byte word holds adjacent elements of a row: one float32, two bfloat16 or four int8. A block contains the
+first word of each of its 16 rows, then the second, and so on. int4 weights are packed by groups instead
+(`pack_levels`). Padding rows and elements are zeros.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from specinfer.kernels.library import Library
 from specinfer.kernels.structures import BLOCK, num_blocks, padded_inner
 
 GROUP: Final = 32  # inner elements that are rotated together, or share a scale; inner sizes are padded to it
-INT4_BYTES: Final = GROUP + 3  # of a group in a row: its levels, a float16 scale, a zero in sixteenths
-_ZERO: Final = 128  # of int8 values, which lie as value + 128
-_ROW_AXES: Final = {2: 1, 3: 2, 4: 2, 5: 3}  # where a tensor of so many dimensions has the rows of a block
-_ZEROS: Final = -0x7F7F7F80  # four of them in a word
+INT4_BYTES: Final = GROUP + 3  # per group of a row: its levels, a float16 scale, a zero in sixteenths
+_ZERO: Final = 128  # offset of stored int8 values
+_ROW_AXES: Final = {2: 1, 3: 2, 4: 2, 5: 3}  # axis of a block's rows in a tensor with this many dimensions
+_ZEROS: Final = -0x7F7F7F80  # the offset in all four bytes of a word
 
 
 class FloatTable(NamedTuple):
-    """A tensor as it is, in the dtype of the activations."""
+    """An unchanged tensor, in the dtype of the activations."""
 
     rows: Tensor
 
@@ -54,23 +54,23 @@ class Int4Weight(NamedTuple):
 class BlocksWeight(NamedTuple):
     """A matrix of GGUF blocks (file_blocks.py).
 
-    Where all steps are 1, or there are no mins, these have one entry for each block of rows.
+    If all steps are 1, or there are no mins, the corresponding arrays have one entry per block of rows.
     """
 
-    levels: Tensor  # uint8: of 4 bits as an Int4Weight's, of 8 [blocks, groups * 8, BLOCK, 4], level + 128
+    levels: Tensor  # uint8: 4 bits as in an Int4Weight, 8 bits [blocks, groups * 8, BLOCK, 4], level + 128
     scales: Tensor  # float16 [blocks, spans, BLOCK]
-    steps: Tensor  # uint8 [blocks, groups * n, BLOCK], step + 128; n is 1, of 8 bits 2
+    steps: Tensor  # uint8 [blocks, groups * n, BLOCK], step + 128; n is 1, or 2 for 8 bits
     mins: Tensor  # float16 [blocks, spans, BLOCK]
     min_steps: Tensor  # uint8 [blocks, groups, BLOCK]
 
     @property
     def bits(self) -> Literal[4, 8]:
-        """Of a level."""
+        """Bits of a level."""
         return 4 if self.levels.dim() == 5 else 8
 
     @property
     def groups(self) -> int:
-        """Of a row."""
+        """Number of groups in a row."""
         return self.levels.shape[1] // (1 if self.bits == 4 else GROUP // 4)
 
     @property
@@ -80,12 +80,12 @@ class BlocksWeight(NamedTuple):
 
     @property
     def has_steps(self) -> bool:
-        """Whether there is a step for each group."""
+        """True if each group has a step."""
         return self.steps.shape[1] == self.groups * (1 if self.bits == 4 else 2)
 
     @property
     def has_mins(self) -> bool:
-        """Whether there is a min for each group."""
+        """True if each group has a min."""
         return self.min_steps.shape[1] == self.groups
 
 
@@ -93,9 +93,9 @@ Weight = FloatTable | FloatWeight | Int8Weight | Int4Weight | BlocksWeight
 
 
 def in_huge_pages(library: Library | None, fresh: Tensor) -> Tensor:
-    """`fresh`, whose memory nobody has written yet, in large pages where the system has some.
+    """Request large pages for `fresh`, memory that has not been written yet, and return it.
 
-    The library asks for them; without one the memory stays as it is.
+    The library makes the request; without one the memory is unchanged.
     """
     if library is not None:
         library.want_huge_pages(fresh.data_ptr(), fresh.nbytes)
@@ -105,7 +105,7 @@ def in_huge_pages(library: Library | None, fresh: Tensor) -> Tensor:
 def empty_floats(
     channels: int, inner: int, dtype: torch.dtype, library: Library | None = None
 ) -> FloatWeight:
-    """Memory for a float matrix, not yet filled."""
+    """Uninitialized memory for a float matrix."""
     count = 4 // dtype.itemsize
     words = padded_inner("float32" if dtype is torch.float32 else "bfloat16", inner) // count
     values = torch.empty(num_blocks(channels), words, BLOCK, count, dtype=dtype)
@@ -113,7 +113,7 @@ def empty_floats(
 
 
 def empty_int8(channels: int, inner: int, library: Library | None = None) -> Int8Weight:
-    """Memory for an int8 matrix, not yet filled."""
+    """Uninitialized memory for an int8 matrix."""
     blocks, words = num_blocks(channels), padded_inner("int8", inner) // 4
     return Int8Weight(
         in_huge_pages(library, torch.empty(blocks, words, BLOCK, 4, dtype=torch.uint8)),
@@ -122,7 +122,7 @@ def empty_int8(channels: int, inner: int, library: Library | None = None) -> Int
 
 
 def empty_int4(channels: int, inner: int, library: Library | None = None) -> Int4Weight:
-    """Memory for an int4 matrix, not yet filled."""
+    """Uninitialized memory for an int4 matrix."""
     blocks, groups = num_blocks(channels), padded(inner) // GROUP
     return Int4Weight(
         in_huge_pages(library, torch.empty(blocks, groups, 4, BLOCK, 4, dtype=torch.uint8)),
@@ -142,7 +142,7 @@ def int4_bytes(channels: int, inner: int) -> int:
 
 
 def padded(inner: int) -> int:
-    """An inner size, up to whole groups."""
+    """An inner size rounded up to whole groups."""
     return -(-inner // GROUP) * GROUP
 
 
@@ -167,17 +167,17 @@ def int8_matrix(weight: Int8Weight, channels: int, inner: int) -> tuple[Tensor, 
 
 
 def pack_levels(levels: Tensor) -> Tensor:
-    """Levels 0 .. 15, uint8 [blocks * BLOCK, inner], as an Int4Weight has them."""
+    """Pack levels 0 .. 15, uint8 [blocks * BLOCK, inner], for an Int4Weight."""
     eights = levels.view(-1, BLOCK, levels.shape[1] // GROUP, 4, 2, 4)
     low, high = eights.unbind(4)
     return (low | high << 4).permute(0, 2, 3, 1, 4).contiguous()
 
 
 def int4_rows(levels: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    """Rows whose groups are scales * (levels - zeros), as uint8 [rows, groups, INT4_BYTES].
+    """Rows with groups scales * (levels - zeros), as uint8 [rows, groups, INT4_BYTES].
 
-    Levels 0 .. 15 are uint8 [rows, inner], of whole groups, zeros 0 .. 15, uint8 [rows, groups], and scales
-    [rows, groups] such as float16 holds. A group with a negative scale has the levels 15 - level.
+    Levels 0 .. 15 are uint8 [rows, inner], in whole groups; zeros 0 .. 15 are uint8 [rows, groups]; scales
+    are [rows, groups], exact in float16. A group with a negative scale is stored with levels 15 - level.
     """
     rows, groups = scales.shape
     turned = (scales < 0)[..., None]
@@ -191,7 +191,7 @@ def int4_rows(levels: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 
 
 def lay_out_int4(rows: Tensor) -> Int4Weight:
-    """Rows as `int4_rows` has them, filled up with zeros to whole blocks."""
+    """Convert rows from `int4_rows`, padded with zeros to whole blocks."""
     rows = F.pad(rows, (0, 0, 0, 0, 0, -len(rows) % BLOCK))
     by_blocks = rows.view(-1, BLOCK, *rows.shape[1:]).transpose(1, 2)
     scales = by_blocks[..., GROUP : GROUP + 2].contiguous().view(torch.float16).squeeze(3)
@@ -207,7 +207,7 @@ def unpack_levels(levels: Tensor) -> Tensor:
 
 
 def choose_rows(weight: Weight, ids: Sequence[int], into: Weight) -> None:
-    """Fill `into`, which has room for so many, with these rows of a matrix, in their order."""
+    """Fill `into`, of that many rows, with these rows of a matrix, in order."""
     fill = _ZERO if isinstance(weight, Int8Weight) else 0
     wanted, places = torch.tensor(ids, dtype=torch.int64), torch.arange(len(ids))
     for source, there in zip(weight, into, strict=True):
@@ -218,10 +218,10 @@ def choose_rows(weight: Weight, ids: Sequence[int], into: Weight) -> None:
 
 
 def cut(weight: Weight, rows: Sequence[range], columns: range, into: Weight) -> None:
-    """Fill `into` with these ranges of rows of a matrix, one below the other, and a range of columns.
+    """Fill `into` with these ranges of rows of a matrix, concatenated, and a range of columns.
 
-    Columns begin at a group, and end at one or with the matrix, as groups are rotated, or have a scale. The
-    numbers stay what they are in the whole matrix, scales of whole rows among them.
+    Columns start and end at a group, or end with the matrix, since groups are rotated or have a scale. Values
+    are unchanged, including the scales of whole rows.
     """
     if columns.start % GROUP:
         raise ValueError(f"columns from {columns.start} on; allowed: multiples of {GROUP}")
@@ -248,9 +248,9 @@ def cut(weight: Weight, rows: Sequence[range], columns: range, into: Weight) -> 
 
 
 def _columns(weight: Weight, columns: range) -> Weight:
-    """These columns of a matrix in blocks, in place; scales of rows are all of them."""
+    """Views of these columns of a matrix in blocks; scales of rows are complete."""
     per = GROUP if isinstance(weight, Int4Weight) else weight[0].shape[-1]
-    # A group that is not full has numbers everywhere, once it is rotated.
+    # A partial group has values in all its elements once it is rotated.
     end = padded(columns.stop) if isinstance(weight, Int8Weight) else columns.stop
     words = slice(columns.start // per, -(-end // per))
     return type(weight)(*(one if one.dim() == 2 else one[:, words] for one in weight))

@@ -1,4 +1,4 @@
-"""A library of native kernels, as cpu/library.cpp offers it: addresses, shapes and numbers, no tensors."""
+"""Library: the functions of a native kernel library (cpu/library.cpp), on addresses, shapes and numbers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from specinfer.kernels.structures import (
 
 
 class Library:
-    """A loaded library; its functions are called with addresses of memory that is there and large enough."""
+    """A loaded library; callers pass addresses of valid memory of sufficient size."""
 
     def __init__(self, path: Path, level: Level) -> None:
-        """Raises KernelBuildError where it cannot be loaded, or the system does not let us use it."""
+        """Raises KernelBuildError if it cannot be loaded."""
         self.path = path
         self.level = level
         try:

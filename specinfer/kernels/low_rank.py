@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA): what rows that have one get besides what a product gives them.
+"""Low-rank adapters (LoRA): the terms that adapted rows get in addition to a product.
 
-A row's result is that of the product plus scale * B (A x) of each matrix that the product stacks, added in
-float32 and rounded once. It depends on that row and its adapter alone, so rows with any adapters and with
-none may lie in one pass. Products of a model have numbers; a model's layer knows which are its own.
+A row's result is the product plus scale * B (A x) for each matrix that the product stacks, added in float32
+and rounded once. It depends on that row and its adapter alone, so rows with different adapters and with none
+may share a pass. A model's products are numbered by layer.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ from specinfer.kernels.parts_product import FLOAT_ROWS
 from specinfer.kernels.product import NativeProduct, Product
 from specinfer.kernels.structures import BLOCK, AdaptedRowsArgs, LowRankArgs, LowRankPartArgs, num_blocks
 
-# The numbers of a layer's products, and how many it has; cpu/layers.cpp knows the same.
+# The products of a layer, and their number; the same as in cpu/layers.cpp.
 QKV, OUT, UP, DOWN = range(4)
 PER_LAYER: Final = 4
-_NONE: Final = -1  # a row's place where it has no adapter
+_NONE: Final = -1  # a row without an adapter
 
 
 class LowRankPart(NamedTuple):
-    """What an adapter adds to one matrix of those that a product stacks."""
+    """The term for one matrix of those that a product stacks."""
 
-    channels: range  # of the product
-    ranks: range  # the rows of A that are its own
+    channels: range  # channels of the product
+    ranks: range  # rows of A used by this part
     up: Tensor  # B, [channels, ranks]
     scale: float
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to one product: parts of different channels, over one A."""
+    """The terms for one product: parts for different channels, with one A."""
 
     down: Tensor  # A, [ranks of all parts, inner]
     parts: Sequence[LowRankPart]
 
     def sums(self, x: Tensor, channels: int) -> Tensor:
-        """What it adds to these rows [rows, inner] of the product, float32 [rows, channels].
+        """The terms for these rows [rows, inner], float32 [rows, channels].
 
-        A CPU has as many rows each time, or a row would round differently.
+        On a CPU rows are multiplied in fixed-size batches, since a row rounds differently in batches of other
+        sizes.
         """
         if x.device.type != "cpu":
             return self._sums(x, channels)
@@ -65,27 +66,27 @@ class LowRank(NamedTuple):
 
 
 class Adapter:
-    """What an adapter adds to each of a model's products, in their order; None: nothing."""
+    """The terms of an adapter for each of a model's products, in order; None: no term."""
 
     def __init__(self, products: Sequence[LowRank | None]) -> None:
         self.products = products
 
     @classmethod
     def of(cls, products: Sequence[LowRank | None], library: Library | None) -> Adapter:
-        """An adapter that the library adds; None: PyTorch does.
+        """Create an adapter for the library, or for PyTorch if `library` is None.
 
-        Its tensors are contiguous, and of the dtype that rows have.
+        Its tensors are contiguous, with the dtype of the rows.
         """
         return Adapter(products) if library is None else NativeAdapter(products)
 
 
 class NativeAdapter(Adapter):
-    """The same as the native library reads it; the tensors that it is made of are not kept."""
+    """An adapter for the native library; the original tensors are not kept."""
 
     def __init__(self, products: Sequence[LowRank | None]) -> None:
         super().__init__([])
         self.dtypes = {product.down.dtype for product in products if product is not None}
-        self._kept: list[Tensor | ctypes.Array[LowRankPartArgs]] = []  # whose memory `args` points to
+        self._kept: list[Tensor | ctypes.Array[LowRankPartArgs]] = []  # owns the memory that `args` points to
         self.args = (LowRankArgs * len(products))(*map(self._args_of, products))
 
     def _args_of(self, product: LowRank | None) -> LowRankArgs:
@@ -104,7 +105,7 @@ class NativeAdapter(Adapter):
         return LowRankArgs(self._laid_out(product.down), len(product.down), parts, len(parts))
 
     def _laid_out(self, matrix: Tensor) -> int:
-        """The address of a matrix [rows, inner] in blocks of rows, as cpu/low_rank.h has it."""
+        """The address of a matrix [rows, inner] in blocks of rows, as in cpu/low_rank.h."""
         rows, inner = matrix.shape
         whole = F.pad(matrix, (0, 0, 0, -rows % BLOCK)).view(num_blocks(rows), BLOCK, inner)
         blocks = whole.transpose(1, 2).contiguous()
@@ -114,29 +115,29 @@ class NativeAdapter(Adapter):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows of a pass, side by side, with one adapter."""
+    """Consecutive rows of a pass with one adapter."""
 
     rows: range
     adapter: Adapter
 
 
 class AdaptedRows:
-    """The rows of a pass that have adapters, as PyTorch multiplies them."""
+    """The adapted rows of a pass, multiplied by PyTorch."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans = spans
 
     @classmethod
     def of(cls, spans: Sequence[Span], rows: int, library: Library | None) -> AdaptedRows | None:
-        """Those of a pass of so many rows; None where none has an adapter."""
+        """The adapted rows of a pass of `rows` rows; None if no row has an adapter."""
         if not spans:
             return None
         return AdaptedRows(spans) if library is None else NativeAdaptedRows(spans, rows, library)
 
     def multiply(self, product: Product, number: int, x: Tensor) -> Tensor:
-        """The product with rows x, and what their adapters add to it, [rows, channels] in x's dtype.
+        """The product of rows x plus their adapters' terms, [rows, channels] in x's dtype.
 
-        `number` is the product's among the model's.
+        `number` is the index of the product in the model.
         """
         y = product(x)
         for span in self._spans:
@@ -153,9 +154,9 @@ class NativeAdaptedRows(AdaptedRows):
         super().__init__(spans)
         self._library = library
         self._rows = rows
-        own: dict[int, tuple[NativeAdapter, list[int]]] = {}  # by the adapter, of which there is one each
+        own: dict[int, tuple[NativeAdapter, list[int]]] = {}  # by id() of the adapter
         for span in spans:
-            assert isinstance(span.adapter, NativeAdapter), "the library reads what was laid out for it"
+            assert isinstance(span.adapter, NativeAdapter), "native rows need native adapters"
             own.setdefault(id(span.adapter), (span.adapter, []))[1].extend(span.rows)
         self._adapters = [adapter for adapter, _ in own.values()]
         sorted_rows = [row for _, rows_of_one in own.values() for row in rows_of_one]
@@ -164,41 +165,41 @@ class NativeAdaptedRows(AdaptedRows):
         for place, row in enumerate(sorted_rows):
             places[row] = place
         adapters = [ctypes.addressof(adapter.args) for adapter in self._adapters]
-        self._told = [array("q", numbers) for numbers in (sorted_rows, ends, adapters, places)]
-        at = [told.buffer_info()[0] for told in self._told]
+        self._numbers = [array("q", numbers) for numbers in (sorted_rows, ends, adapters, places)]
+        at = [numbers_of_one.buffer_info()[0] for numbers_of_one in self._numbers]
         self._args = AdaptedRowsArgs(*at[:3], len(adapters), at[3])
 
     def args(self, rows: int, dtype: torch.dtype) -> AdaptedRowsArgs:
-        """What a call of the library is told, of a pass of so many rows in `dtype`.
+        """The arguments of a library call, for a pass of `rows` rows in `dtype`.
 
-        Raises ValueError where these are not that pass's, or adapters are of another dtype.
+        Raises ValueError if the pass has other rows, or adapters have another dtype.
         """
         others = {found for adapter in self._adapters for found in adapter.dtypes} - {dtype}
         if rows != self._rows or others:
             found = sorted(map(str, others)) or dtype
-            raise ValueError(f"adapters of {self._rows} rows, of {found}, for {rows} of {dtype}")
+            raise ValueError(f"got adapters for {self._rows} rows of {found}, not {rows} rows of {dtype}")
         return self._args
 
     def multiply(self, product: Product, number: int, x: Tensor) -> Tensor:
-        """As AdaptedRows says."""
-        assert isinstance(product, NativeProduct), "adapters are added to native products alone"
+        """See AdaptedRows."""
+        assert isinstance(product, NativeProduct), "native rows need native products"
         return product.adapted(x, self.args(len(x), x.dtype), number)
 
 
 class AdaptedLayer(NamedTuple):
-    """The same as one layer multiplies them."""
+    """The adapted rows for one layer."""
 
     rows: AdaptedRows
     layer: int
 
     @classmethod
     def of(cls, rows: AdaptedRows | None, layer: int) -> AdaptedLayer | None:
-        """Those of a layer of this number; None where no row has an adapter."""
+        """Those of a layer of this number; None if no row has an adapter."""
         return None if rows is None else cls(rows, layer)
 
 
 def times(product: Product, number: int, x: Tensor, adapted: AdaptedLayer | None) -> Tensor:
-    """A layer's product of this number with rows x, and what their adapters add to it."""
+    """A layer's product of this number with rows x, plus their adapters' terms."""
     if adapted is None:
         return product(x)
     return adapted.rows.multiply(product, PER_LAYER * adapted.layer + number, x)

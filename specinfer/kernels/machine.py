@@ -1,19 +1,19 @@
-"""What this machine is: its CPU, the kernels that suit it, and the threads and memory a process may use.
+"""This machine's CPU, matching kernel levels, and the threads and memory a process may use.
 
-Native kernels are compiled for a few levels of CPU. Sources are the same, and say with the compiler's own
-macros what a level has. int8 products have the same bits at every level, int4 ones at all but AMX. At each of
-them a row's result depends on the row alone, but for loose products (quantized.py). AMX wants float16
-arithmetic as well, which every CPU with AMX has unless a hypervisor hides it, and an assembler that knows it
-(binutils 2.38).
+Native kernels are compiled for a few levels of CPU. All levels have the same sources, which test the
+compiler's macros for features. int8 products have the same bits at every level, int4 ones at all but AMX. At
+each level a row's result depends on the row alone, except for loose products (quantized.py). AMX also
+requires float16 arithmetic, which every CPU with AMX has unless a hypervisor hides it, and an assembler that
+supports it (binutils 2.38).
 
 Control groups limit the CPUs and the memory of containers and services:
 
-    /proc/self/cgroup     which group of which hierarchy:  4:memory:/docker/4f1a (version 1), 0::/user/a (2)
-    /proc/self/mountinfo  where the hierarchy is mounted, and which of its groups is at the mount's top
+    /proc/self/cgroup     the group in each hierarchy:     4:memory:/docker/4f1a (version 1), 0::/user/a (2)
+    /proc/self/mountinfo  where the hierarchy is mounted, and which of its groups is at the mount's root
 
-A group's limit holds for all groups below it, so the least on the way up to the mount's top counts. What lies
-above a container's own group cannot be seen from inside. Reading them raises nothing: whatever is missing,
-damaged or another system's is no limit.
+A group's limit holds for all groups below it, so the minimum over all parents up to the mount's root counts.
+Groups above a container's own cannot be seen from inside. Reading never raises: missing or damaged files mean
+no limit.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _ROOT = Path("/")
 _UNLIMITED: Final = 1 << 62  # bytes; version 1 writes "no limit" as the largest number of whole pages
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 _CPUS: Final = Path("/sys/devices/system/cpu")
-_CACHE: Final = 16 << 20  # bytes, where the system does not say
+_CACHE: Final = 16 << 20  # default bytes if the system reports none
 _UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _BFLOAT16: Final = ("avx512_bf16", "amx_bf16", "bf16")
-# What macOS calls the features that Linux names in /proc/cpuinfo.
+# macOS names of features, and their names in Linux's /proc/cpuinfo.
 _APPLE: Final = {
     "hw.optional.AdvSIMD": "asimd",
     "hw.optional.arm.FEAT_DotProd": "asimddp",
@@ -53,31 +53,31 @@ _AMX: Final = "-mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16 -DSPECINFER_TILES"
 
 @dataclass(frozen=True, slots=True)
 class _Mount:
-    """A hierarchy of groups in the file system."""
+    """A mounted hierarchy of groups."""
 
-    controllers: frozenset[str] | None  # None: version 2, which has all of them
-    top: PurePosixPath  # the group whose folder is the mount's
+    controllers: frozenset[str] | None  # None: version 2, with all controllers
+    top: PurePosixPath  # the group at the mount's root
     folder: Path
 
 
 def cgroup_cpus() -> float | None:
-    """How many CPUs' time the process's groups may use; None: as much as there is."""
+    """CPU limit of the process's groups, in CPUs; None: no limit."""
     return min((cpus for folder in _folders("cpu") if (cpus := _quota(folder)) is not None), default=None)
 
 
 def cgroup_free_memory() -> int | None:
-    """How many bytes the process's groups may still take; None: as many as there are.
+    """Bytes that the process's groups may still allocate; None: no limit.
 
-    Pages of files that nobody has used lately count as free: they go when memory is asked for.
+    Inactive file pages count as free, since the kernel reclaims them on demand.
     """
     rooms = (_free_memory(folder) for folder in _folders("memory"))
     return min((room for room in rooms if room is not None), default=None)
 
 
 def give_back_memory() -> None:
-    """Let the C library give freed memory back to the system, where it can.
+    """Return freed memory from the C library to the system, if supported.
 
-    What threads have freed it keeps for them: after a model was prepared that may be hundreds of megabytes.
+    The C library keeps memory that threads have freed: hundreds of megabytes after a model was prepared.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # glibc
@@ -85,7 +85,7 @@ def give_back_memory() -> None:
 
 
 def _folders(controller: str) -> list[Path]:
-    """The folders of the process's groups, each before the ones around it, where they can be seen."""
+    """The visible folders of the process's groups, each before its parents."""
     mounts = _mounts()
     folders: list[Path] = []
     for line in (_read(_ROOT / "proc/self/cgroup") or "").splitlines():
@@ -103,7 +103,7 @@ def _has(mount: _Mount, controllers: str, controller: str) -> bool:
 
 
 def _way_up(name: str, mounts: list[_Mount]) -> list[Path]:
-    """The folders from a group's up to the mount's top; the top alone where the group is not below it."""
+    """The folders from a group's up to the mount's root; the root alone if the group is not below it."""
     group = PurePosixPath(name)
     for mount in mounts:
         if ".." not in group.parts and group.is_relative_to(mount.top):
@@ -145,7 +145,7 @@ def _free_memory(folder: Path) -> int | None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Bytes of files that were not used lately; version 1 counts those of the groups below apart."""
+    """Bytes of inactive file pages; version 1 has a separate total that includes child groups."""
     lines = (line.partition(" ") for line in (_read(folder / "memory.stat") or "").splitlines())
     figures = {name: number for name, _, text in lines if (number := _number(text)) is not None}
     return figures.get("total_inactive_file", figures.get("inactive_file", 0))
@@ -163,32 +163,32 @@ def _number(text: str) -> int | None:
 def _read(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except (OSError, ValueError):  # a damaged name may hold what no path has
+    except (OSError, ValueError):  # a damaged name may be no valid path
         return None
 
 
 def architecture() -> str:
-    """x86-64, aarch64, or what the system calls it."""
+    """x86-64, aarch64, or the system's own name."""
     name = platform.machine()
     return {"AMD64": "x86-64", "x86_64": "x86-64", "arm64": "aarch64"}.get(name, name)
 
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """What the CPU and the system's kernel offer, as /proc/cpuinfo spells it."""
+    """Features of the CPU and the system's kernel, as named in /proc/cpuinfo."""
     if platform.system() == "Darwin":
         return frozenset(name for key, name in _APPLE.items() if _sysctl(key) == "1")
     return frozenset((cpu_info("flags") or cpu_info("Features") or "").split())
 
 
 def is_quick_in_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 numbers itself, which takes it less time than float32."""
+    """True if the CPU multiplies bfloat16 natively, which is faster than float32."""
     return not cpu_features().isdisjoint(_BFLOAT16)
 
 
 @functools.cache
 def cpu_name() -> str:
-    """What the CPU calls itself."""
+    """The CPU's name."""
     if platform.system() == "Darwin":
         return _sysctl("machdep.cpu.brand_string") or platform.machine()
     named = cpu_info("model name")
@@ -197,9 +197,9 @@ def cpu_name() -> str:
 
 
 def thread_count(wanted: int | None = None, processes: int = 1) -> int:
-    """How many threads compute: as many as wanted, by default the physical cores this process may use.
+    """Number of compute threads: `wanted`, or by default the physical cores this process may use.
 
-    Of these it has its share where so many processes compute together. OMP_NUM_THREADS bounds it either way.
+    If `processes` compute together, each gets an equal share of the cores. OMP_NUM_THREADS is an upper bound.
     """
     count = max(1, usable_cores() // processes) if wanted is None else wanted
     bound = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
@@ -207,7 +207,7 @@ def thread_count(wanted: int | None = None, processes: int = 1) -> int:
 
 
 def usable_cores() -> int:
-    """The physical cores this process may use, its cgroup's quota counted."""
+    """The physical cores this process may use, within its cgroup's quota."""
     cores = len({_core(cpu) for cpu in allowed_cpus()})
     quota = cgroup_cpus()
     return cores if quota is None else min(cores, max(1, math.floor(quota)))
@@ -221,9 +221,9 @@ def allowed_cpus() -> frozenset[int]:
 
 
 def cpu_share(number: int, count: int) -> frozenset[int]:
-    """The logical CPUs of process `number` of `count` that share this machine: whole cores, neighbours.
+    """The logical CPUs of process `number` of `count` on this machine: whole neighbouring cores.
 
-    All of them have all CPUs where there are fewer cores than processes.
+    All processes get all CPUs if there are fewer cores than processes.
     """
     cores: dict[tuple[str, str], set[int]] = {}
     for cpu in sorted(allowed_cpus()):
@@ -236,11 +236,11 @@ def cpu_share(number: int, count: int) -> frozenset[int]:
 
 @functools.cache
 def cache_bytes() -> int:
-    """What the last caches before memory hold, those of all CPUs of this process together.
+    """Total bytes of the last-level caches of all CPUs of this process.
 
-    Threads that compute may be fewer, and then fill fewer.
+    Fewer compute threads fill less of them.
     """
-    found: dict[tuple[int, str], int] = {}  # by level, and the CPUs that share one
+    found: dict[tuple[int, str], int] = {}  # by level and sharing CPUs
     for cpu in allowed_cpus():
         for cache in (_CPUS / f"cpu{cpu}" / "cache").glob("index*"):
             level, size, shared = (
@@ -253,14 +253,14 @@ def cache_bytes() -> int:
 
 
 def _core(cpu: int) -> tuple[str, str]:
-    """The physical core of a logical CPU; itself where the system does not say."""
+    """The physical core of a logical CPU; the CPU itself if unknown."""
     topology = _CPUS / f"cpu{cpu}" / "topology"
     package, core = _read(topology / "physical_package_id"), _read(topology / "core_id")
     return (package.strip(), core.strip()) if package and core else ("", str(cpu))
 
 
 def cpu_info(key: str) -> str | None:
-    """What /proc/cpuinfo says of the first CPU under `key`; None where it says nothing."""
+    """The first value of `key` in /proc/cpuinfo; None if absent."""
     for line in (_read(_CPU_INFO) or "").splitlines():
         name, _, value = line.partition(":")
         if name.strip() == key:
@@ -275,17 +275,17 @@ def _sysctl(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A kind of CPU."""
+    """A level of CPU features."""
 
     name: str
     architecture: str
-    needs: frozenset[str]  # of what /proc/cpuinfo names
-    flags: tuple[str, ...]  # of the compiler
-    words: str  # what it multiplies with, for people
+    needs: frozenset[str]  # features, as named in /proc/cpuinfo
+    flags: tuple[str, ...]  # compiler flags
+    words: str  # description, for display
 
 
 def _levels(architecture: str, *steps: tuple[str, str, str, str]) -> tuple[Level, ...]:
-    """Levels of which each has what those before it have: name, needs, flags and words of each."""
+    """Cumulative levels from steps of name, needs, flags and words."""
     levels: list[Level] = []
     needs: frozenset[str] = frozenset()
     for name, more, flags, words in steps:
@@ -294,7 +294,7 @@ def _levels(architecture: str, *steps: tuple[str, str, str, str]) -> tuple[Level
     return tuple(levels)
 
 
-# From the least to the best.
+# In ascending order.
 LEVELS: Final = (
     *_levels(
         "x86-64",
@@ -322,9 +322,9 @@ LEVELS: Final = (
 
 
 def levels_here() -> tuple[Level, ...]:
-    """The levels this CPU has, the best first; SPECINFER_CPU names the best one wanted.
+    """The levels this CPU has, best first; SPECINFER_CPU sets an upper bound.
 
-    Raises ConfigError where that is not the name of a level, or of one this CPU lacks.
+    Raises ConfigError if it does not name a level, or names one that this CPU lacks.
     """
     here, has = architecture(), cpu_features()
     found = tuple(level for level in reversed(LEVELS) if level.architecture == here and level.needs <= has)

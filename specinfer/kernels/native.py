@@ -1,9 +1,8 @@
-"""The library of native kernels that this process uses: the best one that proves itself.
+"""Selects the native library of this process: the best one that passes a trial.
 
-A library is tried in a process of its own before it is used on a machine. A wrong bit of a product, an
-instruction the CPU does not have, or a crash then costs a line in the log and the next lesser level, never a
-wrong text. What is tried, and how, is in faults.py. What was found is remembered for the machine and the
-library.
+A library is tried in a separate process before it is used on a machine. A wrong bit in a product, an illegal
+instruction or a crash then costs a log line and the next lower level, never a wrong text. faults.py contains
+the trial. Results are cached per machine and library.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from specinfer.kernels.machine import Level, architecture, cpu_features, cpu_nam
 from specinfer.progress import Progress
 
 WRONG, REFUSED = 1, 2  # exit statuses of a trial
-_TRIAL: Final = "specinfer.kernels.faults"  # imports PyTorch, in the child alone
-_TIMEOUT: Final = 60  # seconds; a proof takes a few
-_OF_THE_CODE: Final = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE")  # and of nothing else on the machine
+_TRIAL: Final = "specinfer.kernels.faults"  # imports PyTorch in the child alone
+_TIMEOUT: Final = 60  # seconds; a trial takes a few
+_CODE_FAULTS: Final = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE")  # caused by the code alone
 _LOG: Final = logging.getLogger(__name__)
 
 
 def prove(library: Path, level: Level, folder: Path | None = None) -> str | None:
-    """Why a library must not be used on this machine; None: it may be.
+    """Why a library must not be used on this machine; None if it passes the trial.
 
-    What was found before is read from `folder`, by default the one of compiled libraries. What may be
-    otherwise the next time (no process to be had, no end, no permission) is not remembered.
+    Earlier results are read from `folder`, by default the folder of compiled libraries. Transient failures
+    (no process available, a timeout, no permission) are not cached.
     """
     key = {
         "library": hashlib.sha256(library.read_bytes()).hexdigest(),
@@ -49,7 +48,7 @@ def prove(library: Path, level: Level, folder: Path | None = None) -> str | None
     name = f"proof-{level.name}-{digest}.json"
     try:
         file = (folder or kernels_folder()) / name
-    except (KernelBuildError, OSError):  # nowhere to remember it: a wheel's library is tried each time
+    except (KernelBuildError, OSError):  # results cannot be cached: a wheel's library is tried each time
         return _try_in_child(library, level)[0]
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -64,7 +63,7 @@ def prove(library: Path, level: Level, folder: Path | None = None) -> str | None
 
 
 def _try_in_child(library: Path, level: Level) -> tuple[str | None, bool]:
-    """What is wrong, and whether it will be wrong the next time."""
+    """The fault, and True if it is permanent."""
     package = str(Path(__file__).parents[2])
     known = os.environ.get("PYTHONPATH")
     environment = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{known}" if known else package}
@@ -74,30 +73,30 @@ def _try_in_child(library: Path, level: Level) -> tuple[str | None, bool]:
             command, capture_output=True, text=True, timeout=_TIMEOUT, env=environment, check=False
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return f"it could not be tried: {error}", False
+        return f"the trial could not run: {error}", False
     if done.returncode == 0:
         return None, True
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
-        return f"trying it ended with {name}", name in _OF_THE_CODE
+        return f"the trial ended with {name}", name in _CODE_FAULTS
     words = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    reason = words[-1] if words else f"trying it ended with status {done.returncode}"
+    reason = words[-1] if words else f"the trial ended with status {done.returncode}"
     return reason, done.returncode == WRONG
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A level this CPU has, and why its library is not used."""
+    """A level of this CPU whose library is not used, and the reason."""
 
     level: Level
-    reason: str = field(compare=False)  # put in other words when it is found again
+    reason: str = field(compare=False)  # worded differently when it is found again
 
 
 def load_library(progress: Progress | None = None) -> Library:
-    """The library of the best level this CPU has, that can be had, and that proves itself.
+    """The library of the best level of this CPU that is available and passes the trial.
 
-    A better level that is refused costs one line in the log, once a process. Raises KernelBuildError where
-    none is left, ConfigError where SPECINFER_CPU names what cannot be.
+    A rejected better level logs one line per process. Raises KernelBuildError if none is left, ConfigError if
+    SPECINFER_CPU names an impossible one.
     """
     library, refused = find_best(progress)
     if library is None and not refused:
@@ -105,17 +104,17 @@ def load_library(progress: Progress | None = None) -> Library:
             f"there are no native kernels for this CPU ({architecture()}, {cpu_name()}); "
             "they need AVX2 or NEON"
         )
-    last = None if library is not None else refused[-1].reason  # raised, and so not logged as well
+    last = None if library is not None else refused[-1].reason  # raised, hence not logged
     for better in refused:
         if better.reason != last:
-            _tell(better)
+            _warn_once(better)
     if library is None:
         raise KernelBuildError(last)
     return library
 
 
 def find_best(progress: Progress | None = None) -> tuple[Library | None, list[Refused]]:
-    """The library to use, and the better levels that are refused; raises ConfigError as above."""
+    """The library to use, and the rejected better levels; raises ConfigError as `load_library`."""
     refused: list[Refused] = []
     for level in levels_here():
         try:
@@ -133,12 +132,12 @@ def find_best(progress: Progress | None = None) -> tuple[Library | None, list[Re
 
 
 @functools.cache
-def _tell(refused: Refused) -> None:
-    """Log it; every model that is loaded finds it again, and it is told once."""
+def _warn_once(refused: Refused) -> None:
+    """Log a rejection once per process, though every loaded model finds it again."""
     _LOG.warning("native kernels for %s are not used: %s", refused.level.words, refused.reason)
 
 
 @functools.cache
 def _loaded(path: Path, level: Level) -> Library:
-    """One library a file: its threads and memory are there once, whoever asks."""
+    """One library object per file, which owns its threads and memory."""
     return Library(path, level)

@@ -1,7 +1,7 @@
 """The small operations around a transformer's products, in PyTorch and native.
 
-Shapes: T rows, R of them that are chosen, D hidden size, F MLP size, V vocabulary. Rows are independent: none
-is read for another's result.
+Shapes: T rows, R chosen rows, D hidden size, F MLP size, V vocabulary. Each row is computed independently of
+the others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def torch_activation(name: str) -> Callable[[Tensor], Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class NormParts:
-    """A norm of rows: RMSNorm, or LayerNorm where it is centred, which may have a bias."""
+    """A norm of rows: RMSNorm, or LayerNorm if `centred`, which may have a bias."""
 
     weight_D: Tensor
     eps: float
@@ -56,13 +56,13 @@ class NormParts:
 
     @property
     def args(self) -> NormArgs:
-        """As the library is told of it; it keeps the memory that this points to."""
+        """The library's structure, which points to this object's memory."""
         bias = None if self.bias_D is None else self.bias_D.data_ptr()
         return NormArgs(self.weight_D.data_ptr(), bias, self.eps, self.centred)
 
 
 class Ops:
-    """What lies between products, apart from attention, in PyTorch: it runs everywhere."""
+    """The operations between products except attention, in PyTorch; runs on every device."""
 
     __slots__ = ()
 
@@ -72,7 +72,7 @@ class Ops:
         return x_TD if scale == 1.0 else x_TD * scale
 
     def add_norm(self, x_TD: Tensor, y_TD: Tensor | None, norm: NormParts) -> Tensor:
-        """x += y in place, where there is a y; then the norm of x as a new tensor, [T, D]."""
+        """x += y in place, if there is a y; then the norm of x as a new tensor, [T, D]."""
         if y_TD is not None:
             x_TD += y_TD
         return _normed(x_TD, norm)
@@ -80,7 +80,7 @@ class Ops:
     def norm_of_sum(
         self, x_TD: Tensor, y_TD: Tensor | None, norm: NormParts, rows_R: Tensor | None = None
     ) -> Tensor:
-        """The same of these rows (None: all), [R, D], where x stays as it is."""
+        """The norm of x + y for these rows (None: all), [R, D]; x is unchanged."""
         if rows_R is not None:
             x_TD = x_TD.index_select(0, rows_R)
             y_TD = None if y_TD is None else y_TD.index_select(0, rows_R)
@@ -106,9 +106,9 @@ class Ops:
     ) -> tuple[Tensor, Tensor]:
         """The `each` experts of every row, ascending, int64 [T, each], and their weights, float32.
 
-        The largest of the first `count` logits choose, and of equal ones that of the lower number. Weights
-        are softmaxes over the chosen if `normalized`, else over all. A row whose logits are not all finite
-        has the first experts, and weights of NaN, which end its request.
+        The experts with the largest of the first `count` logits are chosen; ties go to the lower number.
+        Weights are softmaxes over the chosen if `normalized`, else over all. A row with a logit that is not
+        finite gets the first experts and NaN weights, which end its request.
         """
         logits_TE = logits_TC[:, :count]
         sound_T1 = logits_TE.isfinite().all(1, keepdim=True)
@@ -123,12 +123,12 @@ class Ops:
 
     def open_gates(self, logits_TC: Tensor, column: int) -> Tensor:
         """The sigmoids of a column, float32 [T]."""
-        # As softmax([gate, 0]), which is computed row by row: others cut vectors anywhere.
+        # As softmax([gate, 0]), which is computed row by row; torch.sigmoid splits tensors at any element.
         gate_T1 = logits_TC[:, column : column + 1]
         return torch.cat([gate_T1, torch.zeros_like(gate_T1)], 1).softmax(1)[:, 0]
 
     def add_weighted(self, total_TD: Tensor, made_RD: Tensor, rows_R: Tensor, weights_R: Tensor) -> None:
-        """total[rows] += weights * made in place, in float32; no row is named twice."""
+        """total[rows] += weights * made in place, in float32; rows must be distinct."""
         total_TD[rows_R] += weights_R[:, None] * made_RD.float()
 
 
@@ -140,8 +140,9 @@ def _normed(x_TD: Tensor, norm: NormParts) -> Tensor:
 
 
 def _single_rows(x_TC: Tensor) -> tuple[Tensor, ...]:
-    """On a CPU one row each: torch cuts a large tensor anywhere among its threads, and rounds differently
-    where a part ends.
+    """Split into single rows on a CPU.
+
+    Torch splits a large tensor between threads at any element, and rounds differently at the end of a part.
     """
     alone = x_TC.device.type == "cpu" and len(x_TC) > 1
     return x_TC.tensor_split(len(x_TC)) if alone else (x_TC,)
@@ -156,7 +157,7 @@ class NativeOps(Ops):
         self.library = library
 
     def embed(self, token_ids_T: Tensor, table_VD: Tensor, scale: float) -> Tensor:
-        """As Ops says; ids are int64 and those of rows of the table."""
+        """See Ops; ids are int64 and index rows of the table."""
         rows, size = len(token_ids_T), table_VD.shape[1]
         if token_ids_T.dtype is not torch.int64 or not token_ids_T.is_contiguous():
             raise TypeError(f"token ids must be contiguous int64, got {token_ids_T.dtype}")
@@ -176,13 +177,13 @@ class NativeOps(Ops):
         return out_TD
 
     def add_norm(self, x_TD: Tensor, y_TD: Tensor | None, norm: NormParts) -> Tensor:
-        """As Ops says."""
+        """See Ops."""
         return self._norm(x_TD, y_TD, norm, None, in_place=True)
 
     def norm_of_sum(
         self, x_TD: Tensor, y_TD: Tensor | None, norm: NormParts, rows_R: Tensor | None = None
     ) -> Tensor:
-        """As Ops says; chosen rows are int64."""
+        """See Ops; chosen rows are int64."""
         return self._norm(x_TD, y_TD, norm, rows_R, in_place=False)
 
     def _norm(
@@ -200,7 +201,7 @@ class NativeOps(Ops):
         if y_TD is not None and (
             y_TD.shape != x_TD.shape or y_TD.dtype is not x_TD.dtype or not y_TD.is_contiguous()
         ):
-            raise ValueError(f"y must be as x is, {list(x_TD.shape)}, got {list(y_TD.shape)} of {y_TD.dtype}")
+            raise ValueError(f"y must be as x, {list(x_TD.shape)}, got {list(y_TD.shape)} of {y_TD.dtype}")
         if rows_R is not None and (rows_R.dtype is not torch.int64 or not rows_R.is_contiguous()):
             raise TypeError(f"chosen rows must be contiguous int64, got {rows_R.dtype}")
         rows = (x_TD if rows_R is None else rows_R).size(0)
@@ -219,36 +220,36 @@ class NativeOps(Ops):
         return out
 
     def gate(self, gate_up_T2F: Tensor, activation: str) -> Tensor:
-        """As Ops says."""
+        """See Ops."""
         if gate_up_T2F.shape[-1] % 2 or not gate_up_T2F.is_contiguous():
             raise ValueError(f"gate_up must be contiguous rows of even size, got {list(gate_up_T2F.shape)}")
         rows, size = gate_up_T2F.size(0), gate_up_T2F.size(1) // 2
         code = float_code(gate_up_T2F)
         out_TF = gate_up_T2F.new_empty(rows, size)
-        told = ACTIVATIONS[activation], gate_up_T2F.data_ptr(), out_TF.data_ptr()
-        self.library.gate(code, *told, rows, size)
+        given = ACTIVATIONS[activation], gate_up_T2F.data_ptr(), out_TF.data_ptr()
+        self.library.gate(code, *given, rows, size)
         return out_TF
 
     def activate(self, x_TF: Tensor, activation: str) -> Tensor:
-        """As Ops says."""
+        """See Ops."""
         code, out_TF = check_rows(x_TF, x_TF.shape[-1]), torch.empty_like(x_TF)
-        told = ACTIVATIONS[activation], x_TF.data_ptr(), out_TF.data_ptr()
-        self.library.activate(code, *told, *x_TF.shape)
+        given = ACTIVATIONS[activation], x_TF.data_ptr(), out_TF.data_ptr()
+        self.library.activate(code, *given, *x_TF.shape)
         return out_TF
 
     def choose_experts(
         self, logits_TC: Tensor, count: int, each: int, *, normalized: bool
     ) -> tuple[Tensor, Tensor]:
-        """As Ops says; logits are contiguous float32."""
+        """See Ops; logits are contiguous float32."""
         rows, stride = self._logits(logits_TC)
         numbers_TK = torch.empty(rows, each, dtype=torch.int64)
         weights_TK = torch.empty(rows, each)
-        told = logits_TC.data_ptr(), stride, rows, count, each, normalized
-        self.library.choose_experts(*told, numbers_TK.data_ptr(), weights_TK.data_ptr())
+        given = logits_TC.data_ptr(), stride, rows, count, each, normalized
+        self.library.choose_experts(*given, numbers_TK.data_ptr(), weights_TK.data_ptr())
         return numbers_TK, weights_TK
 
     def open_gates(self, logits_TC: Tensor, column: int) -> Tensor:
-        """As Ops says; logits are contiguous float32."""
+        """See Ops; logits are contiguous float32."""
         rows, stride = self._logits(logits_TC)
         open_T = torch.empty(rows)
         begin = logits_TC.data_ptr() + column * logits_TC.element_size()
@@ -256,14 +257,14 @@ class NativeOps(Ops):
         return open_T
 
     def add_weighted(self, total_TD: Tensor, made_RD: Tensor, rows_R: Tensor, weights_R: Tensor) -> None:
-        """As Ops says."""
+        """See Ops."""
         weights_R = weights_R.contiguous()
         code, size = check_rows(made_RD, total_TD.shape[1]), total_TD.shape[1]
-        told = total_TD.data_ptr(), made_RD.data_ptr(), rows_R.data_ptr(), weights_R.data_ptr()
-        self.library.add_weighted(code, *told, len(made_RD), size)
+        given = total_TD.data_ptr(), made_RD.data_ptr(), rows_R.data_ptr(), weights_R.data_ptr()
+        self.library.add_weighted(code, *given, len(made_RD), size)
 
     def _logits(self, logits_TC: Tensor) -> tuple[int, int]:
-        """How many rows of how many logits these are."""
+        """Number of rows, and logits per row."""
         if logits_TC.dtype is not torch.float32 or not logits_TC.is_contiguous():
             raise TypeError(f"a router's logits must be contiguous float32, got {logits_TC.dtype}")
         return len(logits_TC), logits_TC.shape[1]

@@ -1,14 +1,14 @@
-"""Parts of a sum of floats, and the one order in which they are added, however many ranks have them.
+"""Parts of a float sum, and the one order of adding them, independent of the number of ranks.
 
-Two neighbours of as many parts are added where the first of them begins at a multiple of both together; what
-is left in the end is added from the right to the left (cpu/part_tree.h is the same in native code). Of eight
-parts, and where ranks have 4 + 4 or 2 + 3 + 3 of them:
+Two adjacent branches of the same number of parts are added if the first starts at a multiple of their total.
+The remaining ones are added from right to left. cpu/part_tree.h is the same in native code. For eight parts,
+on ranks with 4 + 4 or 2 + 3 + 3 of them:
 
     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
-    |---- rank 0 -----|   |---- rank 1 -----|    a branch each
+    |---- rank 0 -----|   |---- rank 1 -----|    one branch each
      |-0--|    |----- 1 ----|  |---- 2 ----|     0 + 1; 2 + 3 and 4; 5 and 6 + 7
 
-A rank adds up whole branches of this tree; whoever has the branches of all ranks adds them to the same sum.
+A rank adds up complete branches of this tree; adding the branches of all ranks gives the same sum.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Final, Generic, Protocol, Self, TypeVar
 
 from specinfer.config import MAX_PARTS
 
-_GROUP: Final = 32  # inner elements that a part has some of, or all
+_GROUP: Final = 32  # inner elements; parts are cut at multiples of it
 
 
 class Addable(Protocol):
-    """What can be added up."""
+    """A type with addition."""
 
     def __add__(self, other: Self, /) -> Self: ...
 
@@ -33,14 +33,14 @@ _T = TypeVar("_T", bound=Addable)
 
 @dataclass(frozen=True, slots=True)
 class SumParts:
-    """The parts of a product's inner elements that one rank has, and how many the others have."""
+    """The parts of a product's inner elements on one rank, and the parts of other ranks."""
 
-    ends: tuple[int, ...]  # behind which inner element each of its parts ends, the last one behind all
+    ends: tuple[int, ...]  # end of each of its parts in its inner elements; the last is their number
     shares: tuple[int, ...]  # [ranks + 1]: the number of each rank's first part, and of all parts
     rank: int = 0
 
     def check(self, inner: int) -> None:
-        """Raise ValueError unless these are parts of so many elements, of whole groups of 32 but the last."""
+        """Raise ValueError unless the parts cover `inner` elements in whole groups of 32, except the end."""
         lengths = [behind - end for end, behind in pairwise((0, *self.ends))]
         fits = 0 <= self.rank < self.ranks and len(self.ends) == len(self.numbers)
         if (
@@ -52,14 +52,14 @@ class SumParts:
             or not 0 == self.shares[0] < self.shares[-1] <= MAX_PARTS
         ):
             raise ValueError(
-                f"parts that end at {list(self.ends)}, of ranks that begin with parts {list(self.shares)}; "
+                f"got parts that end at {list(self.ends)}, ranks that start at parts {list(self.shares)}; "
                 f"rank {self.rank} has {inner} inner elements, cut at groups of {_GROUP} into at most "
                 f"{MAX_PARTS} parts in all"
             )
 
     @property
     def ranks(self) -> int:
-        """How many ranks have some of them."""
+        """Number of ranks."""
         return len(self.shares) - 1
 
     @property
@@ -68,7 +68,7 @@ class SumParts:
         return range(self.shares[self.rank], self.shares[self.rank + 1])
 
     def branches(self, rank: int) -> list[int]:
-        """The parts of each branch that a rank adds up."""
+        """The number of parts of each branch that a rank adds up."""
         tree = Branches[int](self.shares[rank])
         for _ in range(self.shares[rank], self.shares[rank + 1]):
             tree.push(0)
@@ -76,26 +76,26 @@ class SumParts:
 
     @property
     def place(self) -> slice:
-        """Where this rank's branches stand among those of all ranks."""
+        """The place of this rank's branches among those of all ranks."""
         before = sum(len(self.branches(rank)) for rank in range(self.rank))
         return slice(before, before + len(self.branches(self.rank)))
 
     @property
     def all_branches(self) -> list[int]:
-        """The parts of each branch of all ranks, in their order."""
+        """The number of parts of each branch of all ranks, in order."""
         return [parts for rank in range(self.ranks) for parts in self.branches(rank)]
 
 
 class Branches(Generic[_T]):
-    """Sums over whole branches of the tree, of parts from number `first` on."""
+    """Sums over complete branches of the tree, for parts from number `first` on."""
 
     def __init__(self, first: int = 0) -> None:
         self.sums: list[_T] = []
-        self.parts: list[int] = []  # of each sum
+        self.parts: list[int] = []  # number of parts of each sum
         self._end = first
 
     def push(self, added: _T, parts: int = 1) -> None:
-        """Put a branch of so many parts behind the others, and add up what can be."""
+        """Append a branch of `parts` parts, and add up what is complete."""
         self._end += parts
         while self.parts and self.parts[-1] == parts and self._end % (2 * parts) == 0:
             added, parts = self.sums.pop() + added, 2 * self.parts.pop()
@@ -103,7 +103,7 @@ class Branches(Generic[_T]):
         self.parts.append(parts)
 
     def total(self) -> _T:
-        """The sum of all of them."""
+        """The sum of all branches."""
         *others, found = self.sums
         for one in reversed(others):
             found = one + found

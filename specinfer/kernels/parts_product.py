@@ -1,4 +1,4 @@
-"""The PyTorch twin of native products whose sums have parts: a function for each part."""
+"""PartsProduct: the PyTorch twin of native products whose sums have parts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from specinfer.kernels.parts import Branches, SumParts
 from specinfer.kernels.product import check_branches
 from specinfer.kernels.structures import BLOCK
 
-FLOAT_ROWS: Final = 16  # that are multiplied at once
+FLOAT_ROWS: Final = 16  # rows multiplied at once
 PartSum = Callable[[Tensor], Tensor]  # x [rows, elements of a part] -> float32 [rows, channels or more]
 
 
 class PartsProduct:
-    """The twin of a native product with weights of floats or int4: a Product, and a PartedProduct."""
+    """The twin of a native product with float or int4 weights: a Product and a PartedProduct."""
 
     __slots__ = ("_bias", "_sums", "channels", "inner", "parts")
 
@@ -35,11 +35,11 @@ class PartsProduct:
         return self._out(self._branches(x), x.dtype)
 
     def branches(self, x: Tensor) -> Tensor:
-        """As PartedProduct says."""
+        """See PartedProduct."""
         return torch.stack(self._branches(x).sums)
 
     def joined(self, branches: Tensor, dtype: torch.dtype) -> Tensor:
-        """As PartedProduct says."""
+        """See PartedProduct."""
         check_branches(branches, self.parts, self.channels)
         tree = Branches[Tensor]()
         for one, parts in zip(branches, self.parts.all_branches, strict=True):
@@ -58,9 +58,9 @@ class PartsProduct:
 
 
 def block_sums(weight: Tensor) -> PartSum:
-    """Sums in float32 over a part of a float weight, [channels, elements].
+    """Float32 sums over a part of a float weight, [channels, elements].
 
-    16 rows are multiplied with 16 channels at a time: a library may add in another order for another number.
+    Multiplies 16 rows with 16 channels at a time: with other numbers a library may add in another order.
     """
     channels, inner = weight.shape
     blocks = F.pad(weight.float(), (0, 0, 0, -channels % BLOCK)).view(-1, BLOCK, inner)

@@ -1,4 +1,4 @@
-"""A product with a weight that lies ready for the native library."""
+"""NativeProduct: a product with a weight laid out for the native library, and protocols of split products."""
 
 from __future__ import annotations
 
@@ -33,65 +33,65 @@ Product = Callable[[Tensor], Tensor]  # x [rows, inner] -> [rows, channels] in x
 
 @runtime_checkable
 class SplitProduct(Protocol):
-    """A Product over some of the inner elements, whose parts in several processes add up to the whole one.
+    """A Product over a part of the inner elements; the parts of several processes add up to the whole.
 
-    Each part has a range of the inner elements that begins at a group of 32 (`GROUP`), the scales of whole
-    channels and the bias. With the largest `maxima` of all parts, and the sum of all `partials`, `finished`
-    has the bits of the product with all elements, however these are shared out.
+    Each part has a range of the inner elements that starts at a multiple of 32 (`GROUP`), the scales of whole
+    channels, and the bias. From the largest `maxima` and the sum of the `partials` of all parts, `finished`
+    computes the bits of the whole product, however the elements are divided.
     """
 
     channels: int
     inner: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """As a Product: x [rows, inner] -> [rows, channels], as if there were no other part."""
+        """As a Product: x [rows, inner] -> [rows, channels], without other parts."""
 
     def maxima(self, x: Tensor) -> Tensor:
-        """The largest values of rows as they are quantized, float32 [rows], none below 0.
+        """The largest absolute values of rotated rows, float32 [rows].
 
-        To compare them by their bits, as int32, is to compare them by size, with a NaN above all else.
+        Their bits, as int32, have the same order as their values, with NaN above all.
         """
 
     def partials(self, x: Tensor, maxima: Tensor) -> Tensor:
         """Exact sums over these inner elements, int32 [rows, channels]; `maxima` are those of whole rows."""
 
     def finished(self, sums: Tensor, maxima: Tensor, dtype: torch.dtype) -> Tensor:
-        """The results [rows, channels] in `dtype` that sums of whole rows give."""
+        """Results [rows, channels] in `dtype` from the sums of whole rows."""
 
 
 class PartedProduct(Protocol):
-    """A Product whose sums are those of fixed parts of the inner elements, added by the tree of parts.py.
+    """A Product whose sums consist of fixed parts of the inner elements, added in the order of parts.py.
 
-    `joined` of the branches of all ranks has the same bits, however these share the parts out.
+    `joined` gives the same bits, however the ranks divide the parts.
     """
 
     channels: int
 
     def branches(self, x: Tensor) -> Tensor:
-        """Sums over whole branches of this rank's parts, float32 [its branches, rows, channels]."""
+        """Sums over complete branches of this rank's parts, float32 [its branches, rows, channels]."""
 
     def joined(self, branches: Tensor, dtype: torch.dtype) -> Tensor:
-        """The results [rows, channels] in `dtype` of the branches of all ranks, in their order."""
+        """Results [rows, channels] in `dtype` from the branches of all ranks, in order."""
 
 
 FLOATS: Final[dict[torch.dtype, FloatType]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def float_code(x: Tensor) -> int:
-    """The number by which the library knows the dtype of x."""
+    """The library's code of the dtype of x."""
     if x.dtype not in FLOATS:
         raise TypeError(f"got a tensor of {x.dtype}; native kernels take bfloat16 or float32")
     return TYPES[FLOATS[x.dtype]]
 
 
-def check_agreed(maxima: Tensor, rows: int) -> None:
-    """Raise ValueError unless these are contiguous maxima of so many rows."""
+def check_maxima(maxima: Tensor, rows: int) -> None:
+    """Raise ValueError unless these are contiguous maxima of `rows` rows."""
     if maxima.dtype is not torch.float32 or maxima.shape != (rows,) or not maxima.is_contiguous():
         raise ValueError(f"maxima must be float32 [{rows}], got {maxima.dtype} {list(maxima.shape)}")
 
 
 def check_sums(sums: Tensor, channels: int) -> None:
-    """Raise ValueError unless these are contiguous sums of so many channels."""
+    """Raise ValueError unless these are contiguous sums of `channels` channels."""
     if sums.dtype is not torch.int32 or sums.shape[1:] != (channels,) or not sums.is_contiguous():
         raise ValueError(f"sums must be int32 [rows, {channels}], got {sums.dtype} {list(sums.shape)}")
 
@@ -106,7 +106,7 @@ def check_branches(branches: Tensor, parts: SumParts, channels: int) -> None:
 
 
 def check_rows(x: Tensor, columns: int) -> int:
-    """float_code of x, which must be contiguous rows of so many elements on the CPU."""
+    """float_code of x, which must be contiguous rows of `columns` elements on the CPU."""
     if x.dim() != 2 or x.size(1) != columns or not x.is_contiguous() or not x.is_cpu:
         raise ValueError(f"x must be contiguous rows of {columns} on the CPU, got {list(x.shape)}")
     return float_code(x)
@@ -115,9 +115,10 @@ def check_rows(x: Tensor, columns: int) -> int:
 class Use(NamedTuple):
     """How a model uses its products."""
 
-    loose: bool = False  # a row's result may depend on how many rows there are, where that is quicker
-    nontemporal: bool = False  # caches would not hold the weights from pass to pass: they are read past them
-    shared: bool = False  # other ranks have channels of it: PyTorch, too, must add as for any number of these
+    loose: bool = False  # a row's result may depend on the number of rows, if that is faster
+    nontemporal: bool = False  # read weights past the caches, which would not hold them until the next pass
+    # other ranks have channels of it: PyTorch's sums must not depend on the number of ranks
+    shared: bool = False
 
 
 USUAL: Final = Use()
@@ -126,8 +127,8 @@ USUAL: Final = Use()
 class NativeProduct:
     """A Product by the library; `NativeLayers` uses the same `args`.
 
-    A row's result depends on that row alone, unless the product is loose. The given tensors are kept where
-    they are, laid out as cpu/product.h has them.
+    A row's result depends on that row alone, unless the product is loose. The given tensors are used in
+    place, with the layout of cpu/product.h.
     """
 
     __slots__ = (
@@ -150,12 +151,12 @@ class NativeProduct:
         parts: SumParts | None = None,
         blocks: BlocksWeight | None = None,
     ) -> None:
-        """Tensors may be views of memory that is filled later: only their addresses and sizes are read here.
+        """Tensors may be views of memory that is filled later; only addresses and sizes are read here.
 
-        `bias` is float32 [channels]; no scale of an int4 weight is above `largest`, where it has columns of a
-        matrix that of all. With `parts` sums are added as these say. `blocks` is all of
-        such a weight. Raises ValueError where a tensor is not contiguous, or not of the size it must have,
-        TypeError for parts of int8, whose sums are exact.
+        `bias` is float32 [channels]. `largest` bounds the scales of an int4 weight; for columns of a matrix,
+        those of the whole matrix. `parts` determines the order of sums. `blocks` is the whole of a block
+        weight. Raises ValueError if a tensor is not contiguous or has a wrong size, TypeError for parts with
+        int8, whose sums are exact.
         """
         rows, padded = num_blocks(channels) * BLOCK, padded_inner(kind, inner)
         elements = rows * padded
@@ -171,11 +172,11 @@ class NativeProduct:
         }[kind]
         self._kept = [weight, scales, zeros, bias]
         if not all(tensor is None or tensor.is_contiguous() for tensor in self._kept):
-            raise ValueError("a weight's tensors must be contiguous: they are kept where they are")
+            raise ValueError("a weight's tensors must be contiguous, since they are used in place")
         sizes = tuple(0 if t is None else t.nbytes for t in self._kept[:3])
         if sizes != wanted:
             raise ValueError(
-                f"a weight of {sizes[0]} bytes with {sizes[1]} of scales and {sizes[2]} of zeros; "
+                f"got a weight of {sizes[0]} bytes with {sizes[1]} of scales and {sizes[2]} of zeros; "
                 f"{kind} {channels} x {inner} has {wanted[0]}, {wanted[1]} and {wanted[2]}"
             )
         if bias is not None and (bias.dtype is not torch.float32 or bias.numel() != channels):
@@ -239,9 +240,9 @@ class NativeProduct:
         return out
 
     def adapted(self, x: Tensor, rows: AdaptedRowsArgs, number: int) -> Tensor:
-        """The same, with what adapters of some rows add to a model's product of this number."""
+        """The same plus the adapters' terms of some rows; `number` is the product's index in the model."""
         code = self._check_rows(x)
-        assert self.exchange is None, "no rank has a part of an adapter"
+        assert self.exchange is None, "adapters are not divided between ranks"
         out = x.new_empty(len(x), self.channels)
         self._library.multiply_adapted(
             *(ctypes.byref(self.args), code, x.data_ptr(), len(x)),
@@ -250,21 +251,21 @@ class NativeProduct:
         return out
 
     def join(self, exchange: SharedExchange) -> None:
-        """From now on multiply together with the other ranks, each of which has some of the inner elements.
+        """Multiply together with the other ranks from now on; each has some of the inner elements.
 
-        All ranks multiply the same rows at once; layers are made afterwards. A product then raises
-        PeerLostError. Raises TypeError unless the weight is int8, or has parts of as many ranks.
+        All ranks multiply the same rows at once; create layers afterwards. A product then raises
+        PeerLostError. Raises TypeError unless the weight is int8, or has parts for that number of ranks.
         """
         if self.kind != "int8" and (self.parts is None or self.parts.ranks != exchange.ranks):
             raise TypeError(
-                f"a product with {self.kind} weights adds up with other ranks in parts, which know how many "
-                f"these are; here are {exchange.ranks}"
+                f"a product with {self.kind} weights needs parts for {exchange.ranks} ranks to add up with "
+                "other ranks"
             )
         self.exchange = exchange
         self.args.exchange = exchange.address
 
     def branches(self, x: Tensor) -> Tensor:
-        """As PartedProduct says; raises ValueError unless the product has parts."""
+        """See PartedProduct; raises ValueError unless the product has parts."""
         parts = self._check_parts()
         code, found = self._check_rows(x), torch.empty(len(parts.branches(parts.rank)), len(x), self.channels)
         self._library.add_branches(
@@ -273,7 +274,7 @@ class NativeProduct:
         return found
 
     def joined(self, branches: Tensor, dtype: torch.dtype) -> Tensor:
-        """As PartedProduct says; raises ValueError unless the product has parts, and these its branches."""
+        """See PartedProduct; raises ValueError unless the product has parts with these branches."""
         check_branches(branches, self._check_parts(), self.channels)
         out = torch.empty(branches.shape[1], self.channels, dtype=dtype)
         self._library.finish_branches(
@@ -282,17 +283,17 @@ class NativeProduct:
         return out
 
     def maxima(self, x: Tensor) -> Tensor:
-        """As SplitProduct says; raises TypeError unless the weight is int8."""
+        """See SplitProduct; raises TypeError unless the weight is int8."""
         self._check_exact()
         code, maxima = check_rows(x, self.inner), torch.empty(len(x))
         self._library.find_maxima(ctypes.byref(self.args), code, x.data_ptr(), len(x), maxima.data_ptr())
         return maxima
 
     def partials(self, x: Tensor, maxima: Tensor) -> Tensor:
-        """As SplitProduct says; raises TypeError unless the weight is int8."""
+        """See SplitProduct; raises TypeError unless the weight is int8."""
         self._check_exact()
         code, sums = check_rows(x, self.inner), torch.empty(len(x), self.channels, dtype=torch.int32)
-        check_agreed(maxima, len(x))
+        check_maxima(maxima, len(x))
         self._library.add_up(
             *(ctypes.byref(self.args), code, x.data_ptr(), len(x)),
             *(maxima.data_ptr(), sums.data_ptr()),
@@ -300,10 +301,10 @@ class NativeProduct:
         return sums
 
     def finished(self, sums: Tensor, maxima: Tensor, dtype: torch.dtype) -> Tensor:
-        """As SplitProduct says; raises TypeError unless the weight is int8."""
+        """See SplitProduct; raises TypeError unless the weight is int8."""
         self._check_exact()
         check_sums(sums, self.channels)
-        check_agreed(maxima, len(sums))
+        check_maxima(maxima, len(sums))
         out = torch.empty(len(sums), self.channels, dtype=dtype)
         self._library.finish(
             *(ctypes.byref(self.args), float_code(out), sums.data_ptr(), len(sums)),
@@ -313,24 +314,22 @@ class NativeProduct:
 
     def _check_parts(self) -> SumParts:
         if self.parts is None:
-            raise ValueError("a product whose sums have no parts has no branches of them")
+            raise ValueError("this product's sums have no parts, hence no branches")
         return self.parts
 
     def _check_rows(self, x: Tensor) -> int:
         code = check_rows(x, self.inner)
         if self.kind in TYPES and FLOATS[x.dtype] != self.kind:
-            raise TypeError(f"x is {FLOATS[x.dtype]}, the weight {self.kind}; they must be the same")
+            raise TypeError(f"x is {FLOATS[x.dtype]}, the weight {self.kind}; the dtypes must be equal")
         return code
 
     def _check_exact(self) -> None:
         if self.kind != "int8":
-            raise TypeError(
-                f"a product with {self.kind} weights has no exact sums that parts could add up; int8 has"
-            )
+            raise TypeError(f"a product with {self.kind} weights has no exact sums; use int8")
 
 
 def _block_parts(weight: BlocksWeight) -> list[Tensor | None]:
-    """Steps, mins and steps of these, None where there are none; raises ValueError where they do not fit."""
+    """Steps, mins and their steps, None if absent; raises ValueError if a shape is wrong."""
     groups, spans = weight.groups, weight.scales.shape[1]
     blocks, halves = len(weight.levels), 1 if weight.bits == 4 else 2
     steps = weight.steps if weight.has_steps else None

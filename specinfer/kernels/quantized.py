@@ -1,18 +1,22 @@
-"""Products: what the numbers of quantized weights mean, and the PyTorch twins of cpu/.
+"""Products: the meaning of quantized weights, and the PyTorch twins of cpu/.
 
-Activations are quantized to int8 on the fly, but for int4 weights on a matrix unit (below). A few of a
-transformer's activations are a hundred times larger than the others, and one scale for a row would leave
-those others two or three bits. So a row is cut into groups of 32. An int4 weight has a scale per group
-anyway, and there the activations have one, too. An int8 weight has one per output channel, so that its
-product is a plain one of integers; there each group is rotated by a Hadamard matrix H, of ones and minus
-ones, which shares a large value out among all 32. The weights are rotated the other way beforehand:
-x W^T = (x H) (W H / 32)^T.
+Activations are quantized to int8 on the fly, except for int4 weights on a matrix unit (below). A few of a
+transformer's activations are a hundred times larger than the others, and one scale per row would leave the
+others two or three bits. So a row is divided into groups of 32. An int4 weight has a scale per group, and
+there the activations have one per group, too.
 
-Products of integers are summed exactly, and a fixed sequence of float operations follows. So the native
-products of every CPU and the twins give the same bits, and a row's result does not depend on the rows
-beside it. The first has one exception: for a matrix unit int4 weights become bfloat16, and rows stay bfloat16
-(cpu/int4_tiles.h), as scaling the sums of each group would take longer than multiplying. The second has one
-that is asked for: a `loose` product, of a draft, takes few rows the quicker way.
+An int8 weight has one scale per output channel, so that its product is a plain integer product. Each group is
+then rotated by a Hadamard matrix H of ones and minus ones, which spreads a large value over all 32 elements.
+The weights are rotated the other way beforehand: x W^T = (x H) (W H / 32)^T.
+
+Integer products are summed exactly, and a fixed sequence of float operations follows. This gives two
+guarantees:
+
+- Native products on every CPU and the twins have the same bits. There is one exception: on a matrix unit,
+  int4 weights become bfloat16 and rows stay bfloat16 (cpu/int4_tiles.h). Scaling the sums of each group would
+  take longer than multiplying.
+- A row's result does not depend on other rows. The exception is a `loose` product, which a draft uses: it
+  multiplies few rows in a faster way.
 """
 
 from __future__ import annotations
@@ -48,33 +52,34 @@ from specinfer.kernels.product import (
     Product,
     SplitProduct,
     Use,
-    check_agreed,
+    check_maxima,
     check_sums,
 )
 from specinfer.kernels.structures import BLOCK, padded_inner
 
-LEVELS: Final = 16  # of an int4 weight
-_EXACT: Final = 1024  # products of two int8 whose sum float32 holds exactly
-_SMALLEST: Final = 1e-30  # below it a scale's inverse would be infinite
-# Levels that a group's range is divided into. Fewer than 15 meet the groups of 4-bit files that do not use
-# every level; more cut off the end of the range, which pays where few weights lie there.
+LEVELS: Final = 16  # per int4 weight
+_EXACT: Final = 1024  # int8 products whose sum is exact in float32
+_MIN_RANGE: Final = 1e-30  # the inverse of a smaller scale would be infinite
+# Levels that a group's range is divided into. Fewer than 15 match the groups of 4-bit files that do not use
+# every level; more cut off the end of the range, which pays if few weights are there.
 _SPANS: Final = (15.0, 14.0, 13.0, 12.0, 11.0, 10.0, 15.5, 16.0, 16.5, 17.0)
-_LEAST_SCALE: Final = 2.0**-24  # that float16 holds
+_MIN_SCALE: Final = 2.0**-24  # smallest positive float16
 
 
 class Products:
-    """How a device multiplies, in plain PyTorch: slow, for where nothing is compiled."""
+    """Products of a device in plain PyTorch: slow, for systems without compiled kernels."""
 
     __slots__ = ("library", "use")
 
     def __init__(self, library: Library | None = None, use: Use = USUAL) -> None:
-        self.library = library  # which multiplies; None: PyTorch does
+        self.library = library  # multiplies; None: PyTorch
         self.use = use  # how its products are used
 
     def floats(self, weight: Tensor, bias: Tensor | None, parts: SumParts | None = None) -> Product:
         """The product with a weight [channels, inner] and bias [channels], both float32 or bfloat16.
 
-        A CPU has as many rows each time, or a row would round differently. Sums are those of `parts`.
+        On a CPU rows are multiplied in fixed-size batches, since a row rounds differently in others. `parts`
+        determines the order of sums.
         """
         if parts is not None or self.use.shared:
             channels, inner = weight.shape
@@ -111,9 +116,9 @@ class Products:
         largest: float | None = None,
         parts: SumParts | None = None,
     ) -> Product:
-        """The same with an int4 weight, none of whose scales is above `largest`; None: it is looked up.
+        """The same with an int4 weight whose scales are at most `largest`; None: computed.
 
-        Sums are those of `parts`; None: one.
+        `parts` determines the order of sums; None: a single part.
         """
         _check_inner(padded(inner), weight.scales.shape[1] * GROUP)
         parts = _checked(parts, inner)
@@ -138,7 +143,7 @@ class Products:
 
 
 class NativeProducts(Products):
-    """Products of the native library, which reads a weight where it lies."""
+    """Products of the native library, with weights in place."""
 
     __slots__ = ()
     library: Library
@@ -147,11 +152,11 @@ class NativeProducts(Products):
         super().__init__(library, use)
 
     def but(self, **changes: bool) -> NativeProducts:
-        """The same, used otherwise."""
+        """A copy with other uses."""
         return NativeProducts(self.library, self.use._replace(**changes))
 
     def floats(self, weight: Tensor, bias: Tensor | None, parts: SumParts | None = None) -> Product:
-        """As Products says; the product is with a copy of `weight` that is laid out."""
+        """See Products; multiplies with a laid-out copy of `weight`."""
         return NativeProduct.of_floats(self.library, weight, bias, self.use, parts)
 
     def laid_out(
@@ -173,7 +178,7 @@ class NativeProducts(Products):
         )
 
     def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int, channels: int) -> SplitProduct:
-        """As Products says."""
+        """See Products."""
         return NativeProduct(
             *(self.library, "int8", weight.values),
             channels=channels,
@@ -192,7 +197,7 @@ class NativeProducts(Products):
         largest: float | None = None,
         parts: SumParts | None = None,
     ) -> Product:
-        """As Products says."""
+        """See Products."""
         return NativeProduct(
             *(self.library, "int4", weight.levels),
             channels=channels,
@@ -213,7 +218,7 @@ class NativeProducts(Products):
         channels: int,
         parts: SumParts | None = None,
     ) -> Product:
-        """As Products says."""
+        """See Products."""
         return NativeProduct(
             *(self.library, "blocks4" if weight.bits == 4 else "blocks8", weight.levels),
             channels=channels,
@@ -227,13 +232,13 @@ class NativeProducts(Products):
 
 
 def grouped(x: Tensor) -> Tensor:
-    """x [rows, inner] as float32 [rows, groups, GROUP], zeros behind the last."""
+    """x [rows, inner] as float32 [rows, groups, GROUP], padded with zeros."""
     return F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), padded(x.shape[1]) // GROUP, GROUP)
 
 
 def rotate(groups: Tensor) -> Tensor:
     """The last dimension, of 32, times the Hadamard matrix H; five rounds of sums and differences."""
-    # With groups as columns sums run along rows of memory, which halves the time of quantizing to int8.
+    # With groups as columns, sums run along contiguous memory, which halves the time of quantizing to int8.
     columns = groups.reshape(-1, GROUP).T.contiguous()
     for width in (16, 8, 4, 2, 1):
         pairs = (GROUP // (2 * width), 2, width, columns.shape[1])
@@ -246,7 +251,7 @@ def rotate(groups: Tensor) -> Tensor:
 
 
 class Int8Product:
-    """The twin of a native product with int8 weights: a Product, and a SplitProduct."""
+    """The twin of a native product with int8 weights: a Product and a SplitProduct."""
 
     __slots__ = ("_bias", "_matrix", "_scales", "channels", "inner")
 
@@ -262,18 +267,18 @@ class Int8Product:
         return self.finished(self._sums(rotated, maxima), maxima, x.dtype)
 
     def maxima(self, x: Tensor) -> Tensor:
-        """As SplitProduct says."""
+        """See SplitProduct."""
         return self._rotated(x).abs().amax(1)
 
     def partials(self, x: Tensor, maxima: Tensor) -> Tensor:
-        """As SplitProduct says."""
-        check_agreed(maxima, len(x))
+        """See SplitProduct."""
+        check_maxima(maxima, len(x))
         return self._sums(self._rotated(x), maxima)
 
     def finished(self, sums: Tensor, maxima: Tensor, dtype: torch.dtype) -> Tensor:
-        """As SplitProduct says."""
+        """See SplitProduct."""
         check_sums(sums, self.channels)
-        check_agreed(maxima, len(sums))
+        check_maxima(maxima, len(sums))
         out = sums.float() * self._scales * (maxima / 127.0)[:, None]
         return (out if self._bias is None else out + self._bias).to(dtype)
 
@@ -286,14 +291,14 @@ class Int8Product:
 
 
 def group_sums(weight: Int4Weight, groups: range) -> PartSum:
-    """Sums over some groups of an int4 weight, one after the other."""
+    """Sums over some groups of an int4 weight, in order."""
 
     def add_up(x: Tensor) -> Tensor:
         values_RGI, scales_RG = int4_rows(x)
         total_RC = torch.zeros(len(x), weight.scales.shape[0] * BLOCK)
         for own, g in enumerate(groups):
-            # In sixteenths of a level, and without its scale, an element is an integer up to 255: 32 of
-            # their products with int8 add up exactly in float32.
+            # In sixteenths of a level, and without its scale, an element is an integer up to 255: the sum of
+            # 32 products with int8 is exact in float32.
             levels_CI = unpack_levels(weight.levels[:, g]) * 16.0 - weight.zeros[:, g].reshape(-1, 1)
             sums_RC = F.linear(values_RGI[:, own], levels_CI)
             total_RC += sums_RC * (weight.scales[:, g].reshape(-1).float() * scales_RG[:, own : own + 1])
@@ -308,8 +313,8 @@ def int4_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     Both float32: [rows, groups, GROUP] and [rows, groups].
     """
     groups = grouped(x)
-    most = groups.abs().amax(2, keepdim=True)
-    return (groups * _inverse(most)).round(), most.squeeze(2) / (127.0 * 16)
+    highest = groups.abs().amax(2, keepdim=True)
+    return (groups * _inverse(highest)).round(), highest.squeeze(2) / (127.0 * 16)
 
 
 def exact_sums(values: Tensor, weight: Tensor) -> Tensor:
@@ -322,7 +327,7 @@ def exact_sums(values: Tensor, weight: Tensor) -> Tensor:
 
 
 def _checked(parts: SumParts | None, inner: int) -> SumParts:
-    """These parts of so many elements; None: one."""
+    """Check the parts of `inner` elements; None: a single part."""
     parts = parts or SumParts((inner,), (0, 1))
     parts.check(inner)
     return parts
@@ -330,45 +335,45 @@ def _checked(parts: SumParts | None, inner: int) -> SumParts:
 
 def _check_inner(wanted: int, got: int) -> None:
     if wanted != got:
-        raise ValueError(f"a weight of inner size {got} for rows of {wanted}; both are padded to {GROUP}")
+        raise ValueError(f"got a weight of inner size {got} for rows of {wanted}; both are padded to {GROUP}")
 
 
-def _inverse(most: Tensor) -> Tensor:
-    # `127.0 / most` would be 127 times the reciprocal, and rounded twice.
-    return torch.where(most < _SMALLEST, 0.0, torch.tensor(127.0).div(most))
+def _inverse(highest: Tensor) -> Tensor:
+    # `127.0 / highest` would be 127 times the reciprocal, and rounded twice.
+    return torch.where(highest < _MIN_RANGE, 0.0, torch.tensor(127.0).div(highest))
 
 
 def quantize_int8(rows: Tensor) -> Int8Weight:
-    """Rows of a float32 matrix [rows, inner] with one scale each, filled up with zeros to whole blocks."""
+    """Quantize rows of a float32 matrix [rows, inner], one scale each, padded with zeros to whole blocks."""
     rotated = rotate(grouped(rows)).flatten(1) / GROUP
-    scales = (rotated.abs().amax(1) / 127.0).clamp_(min=_LEAST_SCALE)
+    scales = (rotated.abs().amax(1) / 127.0).clamp_(min=_MIN_SCALE)
     return lay_out_int8((rotated / scales[:, None]).round_().to(torch.int8), scales)
 
 
 def quantize_int4(rows: Tensor) -> Int4Weight:
-    """Rows of a float32 matrix [rows, inner], filled up with zeros to whole blocks.
+    """Quantize rows of a float32 matrix [rows, inner], padded with zeros to whole blocks.
 
-    The grid of a group of 32 weights is that with the least square error, of a few which divide the group's
-    range into more or fewer levels. Weights of files that have 4 bits themselves in such groups (GGUF's Q4_0,
-    Q4_1, Q4_K) lie on one of these grids, and are found again all but exactly.
+    The grid of a group of 32 weights is the one with the least square error among a few that divide the
+    group's range into more or fewer levels. Weights from files with such 4-bit groups (GGUF's Q4_0, Q4_1,
+    Q4_K) lie on one of these grids, and are recovered almost exactly.
     """
     return _int4_blocks(F.pad(rows, (0, 0, 0, -len(rows) % BLOCK)))
 
 
 def _int4_blocks(rows: Tensor) -> Int4Weight:
-    """Whole blocks of rows."""
+    """Quantize whole blocks of rows."""
     groups = grouped(rows)
     blocks, per_row = len(rows) // BLOCK, groups.shape[1]
-    # Groups as columns: what is computed per group then runs along rows of memory.
+    # Groups as columns: computations per group then run along contiguous memory.
     x = groups.view(-1, GROUP).T.contiguous()
     low, high = x.amin(0).clamp_(max=0), x.amax(0).clamp_(min=0)
     scale, zero = _grid(low, high, _SPANS[0])
-    least = _error(x, scale, zero)
+    best_error = _error(x, scale, zero)
     for span in _SPANS[1:]:
         other_scale, other_zero = _grid(low, high, span)
         error = _error(x, other_scale, other_zero)
-        better = error < least
-        least = torch.where(better, error, least)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
         scale, zero = torch.where(better, other_scale, scale), torch.where(better, other_zero, zero)
     levels = _levels(x, scale, zero).to(torch.uint8).T.reshape(len(rows), per_row * GROUP)
 
@@ -379,8 +384,8 @@ def _int4_blocks(rows: Tensor) -> Int4Weight:
 
 
 def _grid(low: Tensor, high: Tensor, span: float) -> tuple[Tensor, Tensor]:
-    """Scales, as float16 holds them, and zeros, in sixteenths, with `span` levels from `low` to `high`."""
-    scale = ((high - low) / span).clamp_(_LEAST_SCALE, torch.finfo(torch.float16).max).half().float()
+    """Scales, rounded to float16, and zeros, in sixteenths, with `span` levels from `low` to `high`."""
+    scale = ((high - low) / span).clamp_(_MIN_SCALE, torch.finfo(torch.float16).max).half().float()
     return scale, (-16 * low / scale).round_().clamp_(0, 255) / 16
 
 

@@ -1,4 +1,4 @@
-"""The scans of logits in native code; cpu/sampling.h says what they owe."""
+"""Native scans of logits; cpu/sampling.h specifies their results."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from specinfer.verify.law import Law
 from specinfer.verify.scan import ASK, Ask, Likeliest, LogitBlock, Scan, changed_row, check_rows, choice
 from specinfer.verify.target_law import HOTTEST, NUMPY_ROW
 
-_ASKED: Final = struct.Struct("=dqddQq")  # an entry of ASK
+_REQUEST: Final = struct.Struct("=dqddQq")  # one sampling request
 _UNDECIDED: Final = -2  # as in cpu/sampling.h
 
 
 class NativeScan(Scan):
-    """Reads rows where they lie, many on all threads."""
+    """Scans rows in place, using all threads for many rows."""
 
     __slots__ = ("_library",)
 
@@ -33,18 +33,18 @@ class NativeScan(Scan):
     def likeliest(
         self, logits: LogitBlock, rows: NDArray[np.int64], n: int, temperatures: NDArray[np.float64]
     ) -> Likeliest:
-        """As Scan says."""
+        """See Scan."""
         count = len(rows)
         if n < 1:
             raise ValueError(f"got n = {n}; allowed: n >= 1")
         _check("temperatures", temperatures, np.dtype(np.float64), count)
-        # One array for all: an address costs more than a view.
+        # One array for all results, since taking an address costs more than a view.
         ids_end = count * n
         counts_end, masses_end = ids_end + count, ids_end + 2 * count
         numbers = np.empty(masses_end + (ids_end + 1) // 2, dtype=np.int64)
         at = numbers.ctypes.data
         there = self._library.likeliest(
-            *_told(logits, rows),
+            *_block_args(logits, rows),
             *(n, temperatures.ctypes.data, at, at + 8 * masses_end, at + 8 * ids_end, at + 8 * counts_end),
         )
         if not there:
@@ -63,11 +63,11 @@ class NativeScan(Scan):
         asks: NDArray[np.void],
         changes: Changes | None = None,
     ) -> NDArray[np.int64]:
-        """As Scan says; where rounding may decide, `verify.scan.choice` says how."""
+        """See Scan; where rounding may decide, `verify.scan.choice` decides."""
         _check("asks", asks, ASK, len(rows))
         ids = np.empty(len(rows), dtype=np.int64)
         undecided = self._library.choices(
-            *_told(logits, rows), asks.ctypes.data, *_changed(changes, len(rows)), ids.ctypes.data
+            *_block_args(logits, rows), asks.ctypes.data, *_change_args(changes, len(rows)), ids.ctypes.data
         )
         if undecided:
             check_rows(logits, rows, changes)
@@ -77,25 +77,25 @@ class NativeScan(Scan):
         return ids
 
     def chosen(self, logits: LogitBlock, rows: Sequence[int], asks: Sequence[Ask]) -> list[int]:
-        """As Scan says; NumPy is left alone, as a pass has swept it out of the caches."""
+        """See Scan; avoids NumPy, which a pass has evicted from the caches."""
         count = len(rows)
         if len(asks) != count:
-            raise ValueError(f"{len(asks)} questions about {count} rows")
+            raise ValueError(f"got {len(asks)} requests for {count} rows")
         numbers = array("q", rows)
-        numbers.extend(rows)  # room for the answers
+        numbers.extend(rows)  # room for the results
         at, _ = numbers.buffer_info()
         undecided = self._library.choices(
             *(TYPES[logits.dtype], logits.address, len(logits), logits.vocab, logits.stride, at, count),
-            *(b"".join([_ASKED.pack(*one) for one in asks]), None, None, None, at + 8 * count),
+            *(b"".join([_REQUEST.pack(*one) for one in asks]), None, None, None, at + 8 * count),
         )
         if undecided:
-            told = np.array(rows, dtype=np.int64), np.array(asks, dtype=ASK)
-            ids: list[int] = self.choices(logits, *told).tolist()
+            given = np.array(rows, dtype=np.int64), np.array(asks, dtype=ASK)
+            ids: list[int] = self.choices(logits, *given).tolist()
             return ids
         return numbers[count:].tolist()
 
     def most_likely(self, logits: NDArray[np.float32], n: int) -> NDArray[np.int64]:
-        """The ids of the n >= 1 largest logits, largest first, ties lowest id first; never one of -inf."""
+        """The ids of the n >= 1 largest logits, descending, ties lowest id first; -inf is never included."""
         row = _row(logits)
         ensure(n >= 1, "at least one token is wanted")
         ids = np.empty(min(n, row.size), dtype=np.int64)
@@ -103,13 +103,13 @@ class NativeScan(Scan):
         return ids[:found]
 
     def mass(self, logits: NDArray[np.float32], highest: float, temperature: float) -> float:
-        """The sum of exp((logit - highest) / temperature), up to `verify.row_scan.MASS_ERROR` of it."""
+        """The sum of exp((logit - highest) / temperature), to a relative error of `row_scan.MASS_ERROR`."""
         row = _row(logits)
         mass: float = self._library.mass(row.ctypes.data, row.size, highest, temperature)
         return mass
 
     def racers(self, law: Law, key: int) -> NDArray[np.int64]:
-        """The entries of the support that rounding may let win, ascending: one, but for a tie."""
+        """The entries of the support that may win within rounding, ascending: one, unless there is a tie."""
         if law.temperature > HOTTEST:
             return NUMPY_ROW.racers(law, key)
         row = _row(law.logits)
@@ -129,15 +129,15 @@ class NativeScan(Scan):
         return indices[:found].copy()
 
 
-def _told(logits: LogitBlock, rows: NDArray[np.int64]) -> tuple[int, int, int, int, int, int, int]:
-    """A block and some of its rows as the library is told of them."""
+def _block_args(logits: LogitBlock, rows: NDArray[np.int64]) -> tuple[int, int, int, int, int, int, int]:
+    """A block and some of its rows as arguments of the library."""
     _check("rows", rows, np.dtype(np.int64), len(rows))
     code = TYPES[logits.dtype]
     return code, logits.address, len(logits), logits.vocab, logits.stride, rows.ctypes.data, len(rows)
 
 
-def _changed(changes: Changes | None, rows: int) -> tuple[int | None, int | None, int | None]:
-    """The changes of so many rows as the library is told of them."""
+def _change_args(changes: Changes | None, rows: int) -> tuple[int | None, int | None, int | None]:
+    """The changes of `rows` rows as arguments of the library."""
     if changes is None or not rows:
         return None, None, None
     ids, terms, ends = changes
@@ -156,5 +156,5 @@ def _check(name: str, array: NDArray[np.generic], dtype: np.dtype[np.generic], *
 
 def _row(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     if logits.dtype != np.float32 or logits.ndim != 1:
-        raise TypeError(f"a row of float32 logits is wanted, got {logits.dtype} {list(logits.shape)}")
+        raise TypeError(f"expected a row of float32 logits, got {logits.dtype} {list(logits.shape)}")
     return np.ascontiguousarray(logits)

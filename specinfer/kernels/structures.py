@@ -1,4 +1,4 @@
-"""What a call of the native library is told: numbers for kinds, and structures as its headers have them."""
+"""Argument structures of the native library, as in its headers, and the codes of kinds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Final, Literal
 
 Kind = Literal["float32", "bfloat16", "int8", "int4", "blocks4", "blocks8"]
 FloatType = Literal["float32", "bfloat16"]
-Form = Literal["serial", "after sum", "parallel"]  # of a layer, as cpu/layers.h says
+Form = Literal["serial", "after sum", "parallel"]  # order of a layer; see cpu/layers.h
 KINDS: Final[dict[Kind, int]] = {
     **{"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3},
-    **{"blocks4": 4, "blocks8": 5},  # of GGUF files as they are
+    **{"blocks4": 4, "blocks8": 5},  # blocks of GGUF files, unchanged
 }
 TYPES: Final[dict[FloatType, int]] = {"float32": 0, "bfloat16": 1}
 ACTIVATIONS: Final = {"silu": 0, "gelu_tanh": 1, "relu": 2, "gelu": 3, "clamped_swish": 4}
@@ -22,11 +22,11 @@ _PADDED: Final[dict[Kind, int]] = {
     **{"float32": 1, "bfloat16": 32, "int8": 64, "int4": 32},
     **{"blocks4": 32, "blocks8": 32},
 }
-BLOCK: Final = 16  # output channels that lie side by side
+BLOCK: Final = 16  # output channels that are interleaved
 
 
 class PartsArgs(ctypes.Structure):
-    """The parts of a product's inner elements, as cpu/product.h has them."""
+    """The parts of a product's inner elements, as in cpu/product.h."""
 
     _fields_ = (
         ("ends", c_void_p),
@@ -38,13 +38,13 @@ class PartsArgs(ctypes.Structure):
 
 
 class BlockPartsArgs(ctypes.Structure):
-    """What weights of blocks have beside levels and scales, as cpu/product.h has it."""
+    """Further arrays of block weights, as in cpu/product.h."""
 
     _fields_ = (("steps", c_void_p), ("mins", c_void_p), ("min_steps", c_void_p), ("span", c_int64))
 
 
 class ProductArgs(ctypes.Structure):
-    """A matrix that lies ready, as cpu/product.h has it."""
+    """A laid-out matrix, as in cpu/product.h."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -64,13 +64,13 @@ class ProductArgs(ctypes.Structure):
 
 
 class NormArgs(ctypes.Structure):
-    """A norm of rows, as cpu/layer_ops.h has it; without a weight it is none."""
+    """A norm of rows, as in cpu/layer_ops.h; without a weight there is none."""
 
     _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("centred", c_int32))
 
 
 class LowRankPartArgs(ctypes.Structure):
-    """What an adapter adds to one matrix of those that a product stacks, as cpu/low_rank.h has it."""
+    """An adapter's term for one matrix of a product, as in cpu/low_rank.h."""
 
     _fields_ = (
         ("first", c_int64),
@@ -83,7 +83,7 @@ class LowRankPartArgs(ctypes.Structure):
 
 
 class LowRankArgs(ctypes.Structure):
-    """What an adapter adds to one product, as cpu/low_rank.h has it."""
+    """An adapter's terms for one product, as in cpu/low_rank.h."""
 
     _fields_ = (
         ("down", c_void_p),
@@ -94,7 +94,7 @@ class LowRankArgs(ctypes.Structure):
 
 
 class AdaptedRowsArgs(ctypes.Structure):
-    """The rows of a pass that have adapters, as cpu/low_rank.h has them."""
+    """The adapted rows of a pass, as in cpu/low_rank.h."""
 
     _fields_ = (
         ("rows", c_void_p),
@@ -106,7 +106,7 @@ class AdaptedRowsArgs(ctypes.Structure):
 
 
 class HeadsArgs(ctypes.Structure):
-    """The heads of an attention block, as cpu/layer_ops.h has them."""
+    """The heads of an attention block, as in cpu/layer_ops.h."""
 
     _fields_ = (
         ("heads", c_int64),
@@ -126,7 +126,7 @@ class HeadsArgs(ctypes.Structure):
 
 
 class PathsArgs(ctypes.Structure):
-    """The positions each row follows, and their slots, as cpu/paths.h has them."""
+    """The positions each row attends to, and their slots, as in cpu/paths.h."""
 
     _fields_ = (
         ("tables", c_void_p),
@@ -143,7 +143,7 @@ class PathsArgs(ctypes.Structure):
 
 
 class ExpertsArgs(ctypes.Structure):
-    """A mixture of experts, as cpu/experts.h has it."""
+    """A mixture of experts, as in cpu/experts.h."""
 
     _fields_ = (
         ("router", ProductArgs),
@@ -159,7 +159,7 @@ class ExpertsArgs(ctypes.Structure):
 
 
 class LayerArgs(ctypes.Structure):
-    """A decoder layer, as cpu/layers.h has it."""
+    """A decoder layer, as in cpu/layers.h."""
 
     _fields_ = (
         ("before_attention", NormArgs),
@@ -182,19 +182,19 @@ class LayerArgs(ctypes.Structure):
 
 
 class TapsArgs(ctypes.Structure):
-    """The layers whose inputs are copied, as cpu/layers.h has them."""
+    """The layers whose inputs are copied, as in cpu/layers.h."""
 
     _fields_ = (("layers", c_void_p), ("count", c_int64), ("out", c_void_p))
 
 
 class RotationsArgs(ctypes.Structure):
-    """Rotations of positions 0, 1, ..., as cpu/layers.h has them."""
+    """Rotations of positions 0, 1, ..., as in cpu/layers.h."""
 
     _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("positions", c_int64))
 
 
 class DecoderArgs(ctypes.Structure):
-    """A decoder up to its output layer, as cpu/decoder.h has it."""
+    """A decoder up to its output layer, as in cpu/decoder.h."""
 
     _fields_ = (
         ("type", c_int32),
@@ -214,7 +214,7 @@ class DecoderArgs(ctypes.Structure):
 
 
 class DecoderRowsArgs(ctypes.Structure):
-    """The rows of a decoder's pass, as cpu/decoder.h has them."""
+    """The rows of a decoder's pass, as in cpu/decoder.h."""
 
     _fields_ = (
         ("tokens", c_void_p),
@@ -226,7 +226,7 @@ class DecoderRowsArgs(ctypes.Structure):
 
 
 class BlockHeadArgs(ctypes.Structure):
-    """A head that guesses a block in one pass, as cpu/block_head.h has it."""
+    """A head that guesses a block in one pass, as in cpu/block_head.h."""
 
     _fields_ = (
         ("type", c_int32),
@@ -250,7 +250,7 @@ class BlockHeadArgs(ctypes.Structure):
 
 
 class BlockStepArgs(ctypes.Structure):
-    """What a block head reads and guesses in a step, as cpu/block_head.h has it."""
+    """The texts and guesses of a block head's step, as in cpu/block_head.h."""
 
     _fields_ = (
         ("texts", c_void_p),
@@ -263,13 +263,13 @@ class BlockStepArgs(ctypes.Structure):
 
 
 class CachesArgs(ctypes.Structure):
-    """Caches of all layers, as cpu/block_head.h has them."""
+    """Caches of all layers, as in cpu/block_head.h."""
 
     _fields_ = (("keys", c_void_p), ("values", c_void_p), ("slots", c_int64))
 
 
 class GuesserArgs(ctypes.Structure):
-    """What becomes of a head's logits, as cpu/best_first.h has it."""
+    """Post-processing of a head's logits, as in cpu/best_first.h."""
 
     _fields_ = (
         ("type", c_int32),
@@ -281,14 +281,14 @@ class GuesserArgs(ctypes.Structure):
     )
 
 
-# One request's tree that is grown best first, as cpu/best_first.h has it: its first row and levels, the token
-# of the root, nodes below it; temperature, least probability of a path; seed and position of the noise, and
-# whether that decides.
+# One request's tree that is grown best first, as in cpu/best_first.h. The row: first row, levels, token of
+# the root, maximum number of nodes below it. The shape: temperature, minimum probability of a path.
+# The noise: seed, position, and whether it decides.
 TREE_ASK: Final = struct.Struct("4q 2d Q q i 4x")
 
 
 class GrownArgs(ctypes.Structure):
-    """Where grown trees go, as cpu/best_first.h and cpu/lookups.h have it."""
+    """Outputs of grown trees, as in cpu/best_first.h and cpu/lookups.h."""
 
     _fields_ = (
         ("room", c_int64),
@@ -301,7 +301,7 @@ class GrownArgs(ctypes.Structure):
 
 
 class LookupRules(ctypes.Structure):
-    """How guesses are looked up in texts, as cpu/lookups.h has it."""
+    """Settings of lookups in texts, as in cpu/lookups.h."""
 
     _fields_ = (
         ("longest", c_int64),
@@ -312,10 +312,10 @@ class LookupRules(ctypes.Structure):
 
 
 def padded_inner(kind: Kind, inner: int) -> int:
-    """An inner size as it lies in memory."""
+    """An inner size as padded in memory."""
     return -(-inner // _PADDED[kind]) * _PADDED[kind]
 
 
 def num_blocks(channels: int) -> int:
-    """Blocks of output channels, the last one filled up."""
+    """Number of blocks of output channels, the last one padded."""
     return -(-channels // BLOCK)

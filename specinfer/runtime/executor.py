@@ -305,7 +305,7 @@ class ModelRunner:
         """
         model = self.model
         vocab = model.config.vocab_size
-        read = self._run(rows, taps, most_logits=rows_at_once(vocab, model.dtype), stopped=stopped)
+        read = self._run(rows, taps, max_logits=rows_at_once(vocab, model.dtype), stopped=stopped)
         return HostFlight(
             read.hidden_RD,
             self._head,
@@ -359,20 +359,20 @@ class ModelRunner:
         rows: Sequence[Rows],
         taps: Sequence[int] = (),
         *,
-        most_logits: int = 0,
+        max_logits: int = 0,
         stopped: Callable[[], bool] | None = None,
     ) -> Read:
         """A pass over these rows, of which those that want logits are read; see LanguageModel."""
         if self._leader is not None:
-            part_of = partial(self._part, most_logits=most_logits)
-            return self._leader.read(rows, part_of, taps, most_logits=most_logits)
-        part, stream = self._part(rows, taps, most_logits), self.model.stream
+            part_of = partial(self._part, max_logits=max_logits)
+            return self._leader.read(rows, part_of, taps, max_logits=max_logits)
+        part, stream = self._part(rows, taps, max_logits), self.model.stream
         if stream is None:
             return part.read(None)
         with stream.passing(stopped):
             return part.read(None)
 
-    def _part(self, rows: Sequence[Rows], taps: Sequence[int], most_logits: int) -> StagePart:
+    def _part(self, rows: Sequence[Rows], taps: Sequence[int], max_logits: int) -> StagePart:
         """How these rows are run by this process's layers."""
         model = self.model
         batch = build_batch(rows, block_size=self.block_size, device=model.device)
@@ -386,7 +386,7 @@ class ModelRunner:
         context = PassContext(batch.positions_T, self._attention.bind(batch.paths), taps, adapted)
 
         def read(given_TD: Tensor | None) -> Read:
-            return model.read(ids, context, chosen, most_logits=most_logits, given_TD=given_TD)
+            return model.read(ids, context, chosen, max_logits=max_logits, given_TD=given_TD)
 
         return StagePart(rows, len(ids), len(ids if chosen is None else chosen), read)
 

@@ -268,18 +268,18 @@ class Leader:
         part_of: Callable[[Sequence[Rows], Sequence[int]], StagePart],
         taps: Sequence[int],
         *,
-        most_logits: int,
+        max_logits: int,
     ) -> Read:
         """A pass over these rows; `part_of` says how some of them are run here, with taps of layers here.
 
-        Where no more than `most_logits` rows want logits, these come along.
+        Where no more than `max_logits` rows want logits, these come along.
         """
         stage, group = self._model.config.stage, self._group
         check_taps(taps, PipelineStage(0, stage.count, stage.count))
         elsewhere = taps if self._stages > 1 else ()  # for its own nobody is asked
         parts = [part_of(some, stage.taps(taps)) for some in self._passes.cut(rows)]
         chosen = sum(part.num_chosen for part in parts)
-        logits = 0 < chosen <= most_logits
+        logits = 0 < chosen <= max_logits
         with self._turn():
             with group.times.passing():
                 for behind, part in zip(reversed(range(len(parts))), parts, strict=True):
@@ -296,7 +296,7 @@ class Leader:
             # Where rows came back all stages have ended it; else an answer might take as long as the pass.
             if chosen and self._stages == group.stages and group.times.due:
                 group.broadcast(MessageWriter.asking(), group.stages)
-                group.hear_times()
+                group.read_times()
             return found
 
     def _tapped(self, own_TND: Tensor | None, taps: Sequence[int], rows: int) -> Tensor:

@@ -135,7 +135,7 @@ def test_a_compiler_is_looked_for_by_its_first_word_unless_its_name_has_spaces(
     ("named", "reason"),
     [
         ("no-such-compiler -m64", r"no C\+\+ compiler: no-such-compiler not found; install one, or set CXX"),
-        ("g++ '-m64", r"CXX is \"g\+\+ '-m64\", which cannot be read \(No closing quotation\); allowed: "),
+        ("g++ '-m64", r"CXX is \"g\+\+ '-m64\", which cannot be parsed \(No closing quotation\); allowed: "),
     ],
 )
 def test_a_compiler_that_is_not_there_or_not_named_is_told(

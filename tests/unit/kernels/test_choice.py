@@ -62,8 +62,8 @@ def test_without_a_compiler_the_twins_run_and_the_reason_is_told(caplog: pytest.
         chosen, lacking = choose_kernels("auto", CPU)
     assert chosen == TORCH
     assert lacking == (
-        "no C++ compiler: no-such-compiler not found; install one, or set CXX (a program, and options behind "
-        "it), or install a wheel that brings the kernels"
+        "no C++ compiler: no-such-compiler not found; install one, or set CXX (a program with options), "
+        "or install a wheel that contains the kernels"
     )
     assert not caplog.messages, "and not told again for each level"
 

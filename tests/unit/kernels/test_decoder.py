@@ -50,7 +50,7 @@ def read(
     taps: Sequence[int] = (),
     *,
     steps: bool = False,
-    most_logits: int = 0,
+    max_logits: int = 0,
 ) -> Read:
     """What the head reads of the rows, taps and logits."""
     batch = build_batch(rows, block_size=BLOCK, device=model.device)
@@ -58,7 +58,7 @@ def read(
     context = PassContext(batch.positions_T, attend, taps)
     if steps:
         return LayeredModel.read(model, batch.token_ids_T, context, batch.logit_rows)
-    return model.read(batch.token_ids_T, context, batch.logit_rows, most_logits=most_logits)
+    return model.read(batch.token_ids_T, context, batch.logit_rows, max_logits=max_logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -69,7 +69,7 @@ def test_the_bits_are_those_of_the_steps(name: str, dtype: torch.dtype, tmp_path
     prompts = [chain_rows(range(20, 23), 0, [4, 0], logits=False), chain_rows([4, 9], 0, [3], logits=True)]
     for rows in (prompts, [chain_rows([9], 2, [3], logits=True), TREE]):
         for taps in ([], [0, 2, model.config.num_layers, 2]):
-            made, told, logits, _ = read(model, at_once, rows, taps, most_logits=6)
+            made, told, logits, _ = read(model, at_once, rows, taps, max_logits=6)
             wanted, seen, _, _ = read(model, by_steps, rows, taps, steps=True)
             assert torch.equal(made, wanted)
             if name not in ("gemma3-softcap", "opt-350m"):  # whose logits are not the product alone
@@ -86,13 +86,11 @@ def _there(tapped: Tensor | None) -> Tensor:
 
 def test_logits_come_along_where_few_rows_are_read(tmp_path: Path) -> None:
     model = load("llama", tmp_path)
-    wanted = {
-        most: read(model, cache_of(model), [TREE], most_logits=most).logits_RV for most in (0, 4, 5, 64)
-    }
+    wanted = {most: read(model, cache_of(model), [TREE], max_logits=most).logits_RV for most in (0, 4, 5, 64)}
     assert [most for most, logits in wanted.items() if logits is not None] == [5, 64]
     text = chain_rows([1, 2, 3], 0, [0], logits=False)
-    assert read(model, cache_of(model), [text], most_logits=64).logits_RV is None
-    one = read(model, cache_of(model), [chain_rows([1, 2, 3], 0, [0], logits=True)], most_logits=1)
+    assert read(model, cache_of(model), [text], max_logits=64).logits_RV is None
+    one = read(model, cache_of(model), [chain_rows([1, 2, 3], 0, [0], logits=True)], max_logits=1)
     assert _there(one.logits_RV).shape == (1, 96)
 
 
@@ -189,7 +187,7 @@ def test_a_pass_ends_at_the_layer_where_a_rank_is_lost(tmp_path: Path) -> None:
             assert torch.equal(read(model, cache_of(model), [TREE])[0], wanted)
             assert exchange.figures().turns == 2 * 2 * model.config.num_layers
         else:
-            with pytest.raises(PeerLostError, match=r"^rank 1 of 2 did not come within 0.1 s"):
+            with pytest.raises(PeerLostError, match=r"^rank 1 of 2 did not respond within 0.1 s"):
                 read(model, cache_of(model), [TREE])
             assert exchange.figures().turns == 1
         exchange.close()

@@ -67,7 +67,7 @@ def test_without_o_direct_pieces_leave_the_page_cache(
     with caplog.at_level(logging.INFO):
         source = StreamSource(file)
         assert read(source, PAGE, 3 * PAGE) == DATA[PAGE : 4 * PAGE]
-        monkeypatch.setattr(disk, "_SWEPT", 5 * PAGE)
+        monkeypatch.setattr(disk, "_DROP_INTERVAL", 5 * PAGE)
         read(source, 4 * PAGE, 2 * PAGE)
         read(source, 6 * PAGE, 2 * PAGE)
     assert not source.direct
@@ -159,11 +159,14 @@ def _remove(file: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_cut, "model.safetensors went from 262144 to 40960 bytes while it was read; load the model again"),
-        (_grow, "went from 262144 to 266240 bytes while it was read"),
+        (
+            _cut,
+            "model.safetensors changed from 262144 to 40960 bytes while it was read; load the model again",
+        ),
+        (_grow, "changed from 262144 to 266240 bytes while it was read"),
         (_replace, "was replaced while it was read"),
         (_write, "was written to while it was read"),
-        (_remove, r"went away while it was read \(No such file or directory\)"),
+        (_remove, r"disappeared while it was read \(No such file or directory\)"),
     ],
 )
 def test_a_file_that_changes_is_noticed(file: Path, change: Callable[[Path], None], words: str) -> None:

@@ -190,8 +190,11 @@ def test_a_rank_that_is_stopped_is_named_when_the_limit_is_over(library: Library
         assert lost == 1
         assert seconds <= 1.5
         assert message in (
-            f"rank 1 of 3 {why}, as rank {rank} finds; all ranks of this group must be started anew"
-            for why in ("did not come within 0.2 s", "has ended")  # as whoever was the first to know tells it
+            f"rank 1 of 3 {why}, detected by rank {rank}; all ranks of this group must be restarted"
+            for why in (
+                "did not respond within 0.2 s",
+                "has ended",
+            )  # as whoever was the first to know tells it
         )
     assert max(answers[0][0], answers[2][0]) >= 0.2
 
@@ -205,7 +208,7 @@ def test_a_rank_that_is_killed_is_named_at_once(library: Library, at: int, lost:
         assert named == lost
         assert seconds <= 1.0
         assert message == (
-            f"rank {lost} of 3 has ended, as rank {rank} finds; all ranks of this group must be started anew"
+            f"rank {lost} of 3 has ended, detected by rank {rank}; all ranks of this group must be restarted"
         )
 
 
@@ -253,7 +256,7 @@ def test_a_rank_that_never_comes_is_late(library: Library) -> None:
     exchange = SharedExchange(library, file, 2, 0, slot=SLOT, limit=0.1)
     os.close(file)
     with pytest.raises(
-        PeerLostError, match=r"^rank 1 of 2 did not come within 0.1 s, as rank 0 finds; "
+        PeerLostError, match=r"^rank 1 of 2 did not respond within 0.1 s, detected by rank 0; "
     ) as lost:
         add(exchange)
     assert lost.value.rank == 1
@@ -273,7 +276,7 @@ def test_other_numbers_are_refused(library: Library) -> None:
             exchange.add(wrong)
     with pytest.raises(ValueError, match=r"^numbers must be contiguous float32 to be changed, got int32"):
         exchange.largest(np.ones(3, dtype=np.int32))
-    with pytest.raises(ValueError, match=r"^rank 0 has 2 contiguous bytes, got 3"):
+    with pytest.raises(ValueError, match=r"^rank 0 gives 2 contiguous bytes, got 3"):
         exchange.gather(np.ones(3, dtype=np.uint8), [2])
     exchange.close()
 

@@ -141,7 +141,7 @@ def test_rows_of_another_pass_or_dtype_are_refused() -> None:
     [adapter, *_] = adapters(chosen, torch.bfloat16)
     rows = AdaptedRows.of([Span(range(2), adapter)], 3, chosen.library)
     assert isinstance(rows, NativeAdaptedRows)
-    with pytest.raises(ValueError, match="adapters of 3 rows"):
+    with pytest.raises(ValueError, match="adapters for 3 rows"):
         rows.multiply(product, 0, random(4, INNER, seed=7).bfloat16())
     with pytest.raises(ValueError, match="bfloat16"):
         rows.multiply(product, 0, random(3, INNER, seed=7))

@@ -160,8 +160,8 @@ def test_where_others_may_write_to_the_cache_a_private_folder_is_taken_and_told_
     assert folders == {temporary / f"specinfer-kernels-{os.geteuid()}"}
     assert caplog.messages == [
         f"native kernels are kept in {folders.pop()}, not in {tmp_path / 'cache' / 'kernels'}: "
-        f"{tmp_path / 'cache'} can be written by others; take their right to write (chmod go-w), or set "
-        "SPECINFER_CACHE to a folder of your own"
+        f"{tmp_path / 'cache'} can be written by others; remove their write permission (chmod go-w), or set "
+        "SPECINFER_CACHE to a private folder"
     ]
     (tmp_path / "cache").chmod(0o755)
     assert kernels_folder() == tmp_path / "cache" / "kernels"

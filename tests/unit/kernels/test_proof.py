@@ -57,16 +57,16 @@ OTHERS: Final = {*re.findall(r"library\.(specinfer_\w+)", DECLARED)} - {*re.find
 WAIT: Final = "for (volatile int forever = 1; forever;) {}"
 ZEROS: Final = "for (int64_t i = 0; i < rows * product->channels * (type == 0 ? 4 : 2); ++i) out[i] = 0"
 FAKES: Final = {  # what it does, and why it is refused
-    "an instruction the CPU lacks": ({"multiply": "ILLEGAL"}, "trying it ended with SIGILL"),
-    "a wrong address": ({"multiply": "*(volatile char*)8 = 1"}, "trying it ended with SIGSEGV"),
+    "an instruction the CPU lacks": ({"multiply": "ILLEGAL"}, "the trial ended with SIGILL"),
+    "a wrong address": ({"multiply": "*(volatile char*)8 = 1"}, "the trial ended with SIGSEGV"),
     "a wrong result": ({"multiply": ZEROS}, r"float32 33 x 96: results are off by \d+(\.\d+)?"),
     "a system that says no": (
         {"ready": "return 0"},
         "the system does not let this process use the CPU's matrix unit",
     ),
-    "no end": ({"multiply": WAIT}, r"it could not be tried: .* timed out after 1 seconds"),
-    "a crash at the first question": ({"ready": "ILLEGAL"}, "trying it ended with SIGILL"),
-    "an end of its own": ({"ready": "_Exit(7)"}, "trying it ended with status 7"),
+    "no end": ({"multiply": WAIT}, r"the trial could not run: .* timed out after 1 seconds"),
+    "a crash at the first question": ({"ready": "ILLEGAL"}, "the trial ended with SIGILL"),
+    "an end of its own": ({"ready": "_Exit(7)"}, "the trial ended with status 7"),
 }
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -108,7 +108,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 @pytest.fixture(autouse=True)
 def _new_process() -> None:
     """No level was refused yet, as far as the log knows."""
-    native._tell.cache_clear()
+    native._warn_once.cache_clear()
 
 
 def compiled(folder: Path, fake: str) -> Path:
@@ -190,10 +190,10 @@ def test_a_library_that_lies_elsewhere_is_the_same(
 def test_a_fault_is_remembered(tmp_path: Path, fakes: Path, real: Library, children: list[list[str]]) -> None:
     library = compiled(fakes, "an instruction the CPU lacks")
     children.clear()
-    assert prove(library, real.level, tmp_path / "cache") == "trying it ended with SIGILL"
+    assert prove(library, real.level, tmp_path / "cache") == "the trial ended with SIGILL"
     (file,) = (tmp_path / "cache").iterdir()
     again = prove(library, real.level, tmp_path / "cache")
-    assert again == f"trying it ended with SIGILL (found before; see {file})"
+    assert again == f"the trial ended with SIGILL (found before; see {file})"
     assert len(children) == 1
 
 
@@ -298,8 +298,8 @@ def test_a_refused_level_is_told_once_though_its_reason_is_put_in_other_words(
         load_library()
         load_library()  # "(found before; see ...)"
         (line,) = caplog.messages
-        assert is_told(line, first, "trying it ended with SIGILL")
-        assert find_best()[1][0].reason != "trying it ended with SIGILL"
+        assert is_told(line, first, "the trial ended with SIGILL")
+        assert find_best()[1][0].reason != "the trial ended with SIGILL"
         offer(monkeypatch, tmp_path, {first: crash, second: wrong, real.level: real.path})
         load_library()
     assert len(caplog.messages) == 2, "another level is another refusal"
@@ -317,7 +317,7 @@ def test_find_best_tells_the_refused_levels_from_the_best_on(
     assert library is not None
     assert library.level == real.level
     assert [one.level for one in refused] == [first, second]
-    assert refused[0].reason.startswith("trying it ended with SIGILL")
+    assert refused[0].reason.startswith("the trial ended with SIGILL")
     assert refused[1].reason.startswith("float32 33 x 96: results are off by")
 
 
@@ -332,11 +332,11 @@ def test_where_every_level_has_a_fault_the_last_is_raised_and_the_others_are_log
     )
     with (
         caplog.at_level(logging.WARNING),
-        pytest.raises(KernelBuildError, match=r"^trying it ended with status 7$"),
+        pytest.raises(KernelBuildError, match=r"^the trial ended with status 7$"),
     ):
         load_library()
     (line,) = caplog.messages
-    assert is_told(line, first, "trying it ended with SIGSEGV")
+    assert is_told(line, first, "the trial ended with SIGSEGV")
 
 
 # ---- what a fault is ----
@@ -379,7 +379,7 @@ def test_what_is_not_a_product_is_tried_as_well(real: Library) -> None:
 
 def test_a_row_that_depends_on_the_others_is_named(real: Library) -> None:
     assert list(faults(disturbed(real, rows=17))) == [
-        f"{kind} {shape}: 17 rows are not what they are among 80"
+        f"{kind} {shape}: 17 rows differ from the same rows among 80"
         for shape in ("33 x 96", "80 x 800")
         for kind in KINDS
     ]

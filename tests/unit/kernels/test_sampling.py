@@ -77,7 +77,7 @@ def test_one_racer_is_left_but_for_ties(native: NativeScan) -> None:
 
 
 def test_a_row_of_another_kind_is_refused(native: NativeScan) -> None:
-    with pytest.raises(TypeError, match="a row of float32 logits is wanted"):
+    with pytest.raises(TypeError, match="expected a row of float32 logits"):
         native.most_likely(np.zeros((2, 3), dtype=np.float32), 1)
     with pytest.raises(TypeError, match="float32"):
         native.mass(np.zeros(3), 0.0, 1.0)  # type: ignore[arg-type]

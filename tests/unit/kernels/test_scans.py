@@ -314,7 +314,7 @@ def test_arrays_of_another_kind_are_refused(native: NativeScan) -> None:
         native.choices(block, numbers.astype(np.int32), asks)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"asks must be contiguous .* \[2\], got .* \[1\]"):
         native.choices(block, numbers, asks[:1])
-    with pytest.raises(ValueError, match="1 questions about 2 rows"):
+    with pytest.raises(ValueError, match="got 1 requests for 2 rows"):
         native.chosen(block, [0, 1], [asks[0].item()])
     with pytest.raises(IndexError, match=r"got rows 0 \.\. 3 of a block of 3"):
         native.chosen(block, [0, 3], [one.item() for one in asks])
