@@ -107,7 +107,7 @@ def _target_curves(
     if config.parts_of_sums > 1:
         variant += f", sums of {config.parts_of_sums} parts"
     if isinstance(models.target, HostedModel):
-        variant += f", {models.target.told}"
+        variant += f", {models.target.summary}"
     if (group := models.target.group) is not None:
         variant += f", {group.size} ranks over {group.transport}"
         if group.stages > 1:

@@ -277,7 +277,7 @@ def what_is_timed(model: AnyDraft, vocabulary: DraftVocabulary | None) -> str:
     logits = f"{model.config.vocab_size if vocabulary is None else len(vocabulary.ids)} logits"
     if model.adapter is not None:
         logits += ", an adapter"
-    return f"{logits}, {model.told}" if isinstance(model, HostedModel) else logits
+    return f"{logits}, {model.summary}" if isinstance(model, HostedModel) else logits
 
 
 def make_draft(

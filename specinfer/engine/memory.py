@@ -108,7 +108,7 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         """What was decided and why, in a line."""
-        parts = [self.placement.told(self.disk, self.prepared.path.parent)]
+        parts = [self.placement.summary(self.disk, self.prepared.path.parent)]
         speeds = f"about {about(self.plain_speed)} tokens/s without guesses"
         if names := self.guessers.names:
             told = ["its own twin in fewer bits" if name == SELF else name for name in names]
@@ -296,7 +296,7 @@ def _refusal(wanted: Wanted, config: EngineConfig, memory: int, free: int) -> st
         return text  # not even so
     placement = min((way.placement for way in ways), key=lambda one: one.streamed_bytes)
     folder = prepared_path(path, "", wanted.dtype, offload_folder(config)).parent
-    return f"{text}; or --offload auto: {placement.told(disk, folder)}"
+    return f"{text}; or --offload auto: {placement.summary(disk, folder)}"
 
 
 def allowed_bytes(memory: int | None, device: torch.device) -> int:

@@ -135,7 +135,7 @@ def _load_models(
     target = find(config.model, show, config.model_impl, max_context=longest, trust_remote_code=trust)
     if isinstance(target.model, HostedFolder):
         _check_hosted(config, target)
-        line = f"{_name(target)}: {target.model.told}"
+        line = f"{_name(target)}: {target.model.summary}"
         show.say(line)
         _LOG.info(line)
     path = target.files.path  # hashed before it is read, wherever a machine has it
@@ -252,7 +252,7 @@ def _load_models(
         dtype=loaded.dtype,
         device=device,
         library=loaded.kernels.products.library,
-        most=config.max_loras,
+        limit=config.max_loras,
         refused=refused,
     )
     for name, folder in config.adapters.items():

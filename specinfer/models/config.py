@@ -1,4 +1,4 @@
-"""What a model is, as pure data; foreign formats end in models/families.
+"""ModelConfig: the description of a model as pure data; models/families converts foreign formats to it.
 
 A family is a set of values of these fields plus a name map (sources.py).
 """
@@ -16,7 +16,7 @@ from specinfer.models.positions import Alibi, Rope, check_rope
 
 
 class Family(StrEnum):
-    """The architectures specinfer runs."""
+    """The supported architectures."""
 
     LLAMA = "llama"
     MISTRAL = "mistral"
@@ -54,7 +54,7 @@ class Family(StrEnum):
     NEOX = "gpt_neox"
     STABLELM = "stablelm"
     OPT = "opt"
-    TRANSFORMERS = "transformers"  # any whose layers transformers' own code runs (models/hosted/)
+    TRANSFORMERS = "transformers"  # any model whose layers transformers' own code runs (models/hosted/)
 
 
 class Activation(StrEnum):
@@ -63,23 +63,23 @@ class Activation(StrEnum):
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
-    GELU = "gelu"  # by the error function
+    GELU = "gelu"  # exact, by the error function
     CLAMPED_SWISH = "clamped_swish"  # min(x, 7) * sigmoid(1.702 x), times clamp(up, -7, 7) + 1 (gpt-oss)
 
 
 class Norm(StrEnum):
-    """The norm of layers, and the last one."""
+    """The kind of norm of the layers, and of the final norm."""
 
     RMS = "rms"
     LAYER = "layer"  # LayerNorm: the mean is subtracted
 
 
 class NormPlace(StrEnum):
-    """Where the norms of a block f, attention or MLP, stand; x is the residual stream.
+    """Places of the norms of a block f, attention or MLP; x is the residual stream.
 
-    Names of their tensors, as Llama, Gemma and OLMo 2 have them:
+    The names of their tensors, as in Llama, Gemma and OLMo 2:
 
-        BEFORE     input_layernorm, post_attention_layernorm (which stands before the MLP)
+        BEFORE     input_layernorm, post_attention_layernorm (which precedes the MLP)
         BOTH       input_layernorm, post_attention_layernorm, pre_feedforward_layernorm,
                    post_feedforward_layernorm
         BEHIND     post_attention_layernorm, post_feedforward_layernorm
@@ -96,42 +96,43 @@ class QkNorm(StrEnum):
     """The RMSNorm of queries and keys, before rope."""
 
     NONE = "none"
-    HEAD = "head"  # of each head, with the same weights for all (Qwen3, Gemma 3)
-    WHOLE = "whole"  # of all queries, and of all keys, of a row together (OLMo 2 and 3, OLMoE)
+    HEAD = "head"  # per head, with the same weights for all (Qwen3, Gemma 3)
+    WHOLE = "whole"  # over all queries, and over all keys, of a row (OLMo 2 and 3, OLMoE)
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The MLPs of a mixture: of `count` experts each token has the `per_token` that a router chooses.
+    """The MLPs of a mixture: a router chooses `per_token` of `count` experts for each token.
 
-    The router's softmax is over all experts, or over those that were chosen: then weights add up to 1.
+    The router's softmax is over all experts, or if `normalized` over the chosen ones, so that weights add up
+    to 1.
     """
 
     count: int
     per_token: int
-    size: int  # of each expert, as the MLP size of a dense layer
+    size: int  # MLP size of each expert
     normalized: bool
-    shared_size: int = 0  # of one more expert that every token has, times the sigmoid of a gate of its own
-    dense_layers: frozenset[int] = frozenset()  # numbers of layers that have an MLP instead
-    bias: bool = False  # of the router, and of the experts it chooses among
+    shared_size: int = 0  # MLP size of an expert that every token uses, weighted by the sigmoid of its gate
+    dense_layers: frozenset[int] = frozenset()  # layers with a single MLP instead
+    bias: bool = False  # True if the router and its experts have biases
 
     def __post_init__(self) -> None:
         _positive("the size of experts", self.size)
         if not 1 <= self.per_token <= self.count:
             raise ModelError(
-                f"a token has {self.per_token} experts of {self.count}; allowed: 1 to all of them"
+                f"a token uses {self.per_token} of {self.count} experts; allowed: 1 to {self.count}"
             )
 
     def touched(self, rows: int) -> float:
-        """How many experts `rows` tokens have together, if each chose its own by chance."""
+        """Expected number of experts that `rows` tokens use, if each chooses at random."""
         return self.count * (1 - (1 - self.per_token / self.count) ** rows)
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """Layers first .. behind - 1 of a model of `count`: those of one of several pipeline stages.
+    """Layers first .. behind - 1 of a model of `count`, on one of several pipeline stages.
 
-    The first stage embeds tokens, too, and makes logits of what the last one hands back to it.
+    The first stage also embeds tokens, and computes logits from the last stage's output.
     """
 
     first: int
@@ -140,32 +141,32 @@ class PipelineStage:
 
     @property
     def begins(self) -> bool:
-        """Whether it is the first one."""
+        """True for the first stage."""
         return self.first == 0
 
     @property
     def ends(self) -> bool:
-        """Whether it is the last one, which has the norm behind the layers."""
+        """True for the last stage, which has the final norm."""
         return self.behind == self.count
 
     def taps(self, layers: Iterable[int]) -> list[int]:
-        """Those of these layers of the model whose inputs it sees; `count` stands for the output."""
+        """The given layers of the model whose inputs this stage computes; `count` means the output."""
         return [i for i in layers if self.first <= i < self.behind or (self.ends and i == self.count)]
 
 
 @dataclass(frozen=True, slots=True)
 class InnerRange:
-    """The part of a kind of MLPs that a rank has; None: all of it."""
+    """A rank's part of MLPs of one kind; None: all of it."""
 
     columns: range | None = None  # rows of the first matrices, and columns of the last
-    sums: SumParts | None = None  # parts of sums of floats, over these columns; None: each sum is one
+    sums: SumParts | None = None  # parts of float sums over these columns; None: one part
 
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """The parts of a whole model's matrices that one of several ranks has; None: all.
+    """One rank's parts of a model's matrices; None: all.
 
-    parallel/share.py says which.
+    parallel/share.py computes them.
     """
 
     queries: range | None = None  # rows of q, and columns of o
@@ -174,18 +175,19 @@ class Ranges:
     vocab: range | None = None  # rows of the output layer
     table: range | None = None  # rows of the embeddings
     stage: PipelineStage | None = None  # layers
-    # Parts of sums of floats, over the columns of o, and of an MLP's last matrix; None: each sum is one.
+    # Parts of float sums over the columns of o, and of an MLP's last matrix; None: one part.
     o: SumParts | None = None
     down: SumParts | None = None
-    experts: InnerRange = InnerRange()  # of every expert of a mixture
+    experts: InnerRange = InnerRange()  # part of every expert of a mixture
     shared_expert: InnerRange = InnerRange()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Everything the decoder needs to know besides the weights.
+    """Everything the decoder needs besides the weights.
 
-    That of a rank's part has the heads, the MLP size and the layers of that part, and all else of the whole.
+    The config of a rank's part has the heads, MLP size and layers of that part, and otherwise the model's
+    values.
     """
 
     family: Family
@@ -197,42 +199,42 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    rope: Rope | None  # None: positions are learned, ALiBi's, or unknown to layers
-    local_rope: Rope | None = None  # of layers with a window, where it is another one (Gemma 3)
+    rope: Rope | None  # None: positions are learned, ALiBi's, or unused
+    local_rope: Rope | None = None  # for layers with a window, if different (Gemma 3)
     layers_without_rope: frozenset[int] = frozenset()  # SmolLM3, Cohere 2
     layer_windows: tuple[int | None, ...]  # [num_layers]; position p sees positions > p - window
     learned_positions: bool = False  # added to embeddings, from a table of max_context positions
-    position_offset: int = 0  # rows of that table in front of position 0 (OPT: 2)
+    position_offset: int = 0  # rows of that table before position 0 (OPT: 2)
     alibi: Alibi | None = None
     tie_embeddings: bool
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: QkNorm = QkNorm.NONE
-    qkv_clip: float | None = None  # queries, keys and values are held between minus this and this (MPT)
+    qkv_clip: float | None = None  # limit of the values of queries, keys and values (MPT)
     embedding_scale: float = 1.0
     norm: Norm = Norm.RMS
-    norm_bias: bool = False  # of LayerNorms
+    norm_bias: bool = False  # in LayerNorms
     norm_weight_offset: float = 0.0  # Gemma stores RMSNorm weights as w - 1
     norm_place: NormPlace = NormPlace.BEFORE
     final_norm: bool = True
     parallel_block: bool = False  # x += attention(norm(x)) + mlp(norm(x)) (Falcon, GPT-NeoX, Cohere)
-    shared_norm: bool = False  # the two norms of a parallel block are one, input_layernorm
+    shared_norm: bool = False  # both blocks of a parallel layer use input_layernorm
     gated_mlp: bool = True  # down(act(gate(x)) * up(x)); else down(act(up(x)))
     activation: Activation = Activation.SILU
     attention_scale: float
     attention_softcap: float | None = None  # scores become cap * tanh(scores / cap) (Gemma 2)
-    attention_sinks: bool = False  # a learned logit for each head, to which no value belongs (gpt-oss)
-    residual_scale: float = 1.0  # what is added to the residual stream is multiplied by it (Granite)
-    logit_scale: float = 1.0  # logits are multiplied by it (Cohere; Granite: 1 / logits_scaling)
+    attention_sinks: bool = False  # a learned logit per head without a value (gpt-oss)
+    residual_scale: float = 1.0  # factor of each term added to the residual stream (Granite)
+    logit_scale: float = 1.0  # factor of logits (Cohere; Granite: 1 / logits_scaling)
     logit_softcap: float | None = None  # logits become cap * tanh(logits / cap)
     max_context: int
     eos_ids: tuple[int, ...] = ()
-    embedding_size: int  # other than hidden_size only in OPT-350m
+    embedding_size: int  # differs from hidden_size only in OPT-350m
     experts: Experts | None = None  # None: every layer has one MLP
     part: Ranges = field(
         default=Ranges(), repr=False
-    )  # what is kept of whole models is found by what is shown
+    )  # hidden, since cache keys of whole models use the repr
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
@@ -262,16 +264,16 @@ class ModelConfig:
 
     @property
     def stage(self) -> PipelineStage:
-        """Which layers of the whole model these are."""
+        """The layers of the whole model that this part has."""
         return self.part.stage or PipelineStage(0, self.num_layers, self.num_layers)
 
     def extends(self, tokens: int) -> bool:
-        """Whether positions are turned otherwise where texts of so many tokens are asked for (LongRope)."""
+        """True if texts of that many tokens need other rotations (LongRope)."""
         longrope = None if self.rope is None else self.rope.longrope
         return longrope is not None and tokens > longrope.original_context
 
     def for_texts_of(self, tokens: int) -> ModelConfig:
-        """The config of the model for texts of up to so many tokens, where that is another one (LongRope)."""
+        """The config for texts of up to `tokens` tokens, if it differs (LongRope)."""
         longrope = None if self.rope is None else self.rope.longrope
         if self.rope is None or longrope is None or not self.extends(tokens):
             return self
@@ -282,15 +284,15 @@ class ModelConfig:
         )
 
     def experts_of(self, layer: int) -> Experts | None:
-        """The mixture in a layer, by its number in the whole model; None: it has one MLP."""
+        """The mixture of a layer, by its number in the whole model; None for a single MLP."""
         dense = self.experts is None or layer in self.experts.dense_layers
         return None if dense else self.experts
 
     @property
     def plain_layers(self) -> bool:
-        """Whether layers have Llama's form, or Qwen's: RMSNorm before each block, a gated MLP and rope.
+        """True if layers have the form of Llama or Qwen: RMSNorm before each block, a gated MLP and rope.
 
-        Biases, norms of single query and key heads, and windows may be there.
+        Biases, norms of query and key heads, and windows are allowed.
         """
         return (
             (self.norm, self.norm_place) == (Norm.RMS, NormPlace.BEFORE)
@@ -305,12 +307,12 @@ class ModelConfig:
 
     @property
     def window(self) -> int | None:
-        """The sliding window of the layers that have one; None if none has."""
+        """The sliding window of the layers that have one; None if no layer has."""
         return next((w for w in self.layer_windows if w is not None), None)
 
 
 def _check_positions(config: ModelConfig) -> None:
-    """Positions come from rope, a table or ALiBi, or layers know of none."""
+    """Raise ModelError unless at most one of rope, learned positions and ALiBi is set."""
     ways = {
         "rope": config.rope is not None,
         "learned positions": config.learned_positions,
@@ -331,11 +333,11 @@ def _check_positions(config: ModelConfig) -> None:
 
 
 def _check_block(config: ModelConfig) -> None:
-    """What a layer is made of goes together."""
+    """Raise ModelError for unsupported combinations of a layer's parts."""
     if config.norm_bias and config.norm is not Norm.LAYER:
         raise ModelError("RMSNorms have a bias, which is not supported; only LayerNorms may have one")
     if config.shared_norm and not config.parallel_block:
-        raise ModelError("attention and MLP share a norm, but are not parallel")
+        raise ModelError("shared_norm is set without parallel_block")
     if config.parallel_block and config.norm_place is not NormPlace.BEFORE:
         raise ModelError(
             f"attention and MLP are parallel, with norms in place {config.norm_place}; supported: before"

@@ -1,6 +1,6 @@
-"""The decoder of every family: one class, and a family is a config.
+"""Decoder: one class for all families; a family is a config.
 
-Shapes: T rows of a step, R rows that want logits, D hidden size, E embedding size, V vocabulary, P positions.
+Shapes: T rows of a step, R rows with logits, D hidden size, E embedding size, V vocabulary, P positions.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Decoder(LayeredModel):
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
         stage = config.stage
-        # The largest matrices come first: copies of them as they are read are gone before the layers come.
+        # The largest matrices come first: temporary copies of them are freed before the layers are read.
         self.table, self.output = embedding_and_output(config, weights, "model.embed_tokens")
-        # transformers rounds Gemma's scale to the model's dtype; so it was trained, so we do.
+        # transformers rounds Gemma's scale to the model's dtype, also in training.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
         self._places: Places | None = None
         if config.learned_positions and stage.begins:
@@ -54,7 +54,7 @@ class Decoder(LayeredModel):
             for rope in (config.rope, config.local_rope)
             if rope is not None
         ]
-        # Whether logits are more than the product of the output layer.
+        # True if logits need operations after the product of the output layer.
         self._changes_logits = (
             config.logit_scale != 1.0 or config.logit_softcap is not None or self._project_out is not None
         )
@@ -66,7 +66,7 @@ class Decoder(LayeredModel):
             native = NativeLayers.of([layer.parts() for layer in self._layers], weights.kernels.ops)
         self._native: NativeDecoder | None = None
         if native is not None:
-            looks_up = stage.begins and self._project_in is None  # else each call is given rows
+            looks_up = stage.begins and self._project_in is None  # otherwise each call passes embedding rows
             self._native = NativeDecoder(
                 native,
                 self.table.whole if looks_up else None,
@@ -80,8 +80,8 @@ class Decoder(LayeredModel):
 
     @property
     def embedding(self) -> tuple[Tensor, float]:
-        """What `embed` looks up, [V, D], and multiplies with; the table must be in memory."""
-        assert self.table.whole is not None, "somebody reads the whole table"
+        """The embedding table [V, D] and its factor; the table must be in memory."""
+        assert self.table.whole is not None, "the whole table is needed"
         return self.table.whole, self._embedding_scale
 
     def read(
@@ -90,7 +90,7 @@ class Decoder(LayeredModel):
         context: PassContext,
         rows: Tensor | None = None,
         *,
-        most_logits: int = 0,
+        max_logits: int = 0,
         given_TD: Tensor | None = None,
     ) -> Read:
         """A whole pass up to the head; see LanguageModel."""
@@ -99,20 +99,20 @@ class Decoder(LayeredModel):
             return super().read(token_ids_T, context, rows, given_TD=given_TD)
         check_taps(context.taps, stage)
         if self._changes_logits:
-            most_logits = 0  # the head's product is not all of them
+            max_logits = 0  # the native call computes the product alone
         taps = [tap - stage.first for tap in context.taps]
-        if not stage.ends:  # what the last of these layers leaves is handed on
+        if not stage.ends:  # the output of the last layer here goes to the next stage
             taps.append(self.config.num_layers)
-            rows, most_logits = token_ids_T[:0], 0
+            rows, max_logits = token_ids_T[:0], 0
         embedding_ND = None
         if self._project_in is not None and given_TD is None:
             given_TD = self.embed(token_ids_T, context.positions_T).x_TD
-        if given_TD is not None:  # what lies there is looked up as embeddings are
+        if given_TD is not None:  # looked up in place of embeddings
             embedding_ND, token_ids_T = given_TD, torch.arange(len(given_TD))
         elif self.table.whole is None:
             embedding_ND, token_ids_T = self.table.rows(token_ids_T)
         hidden_RD, tapped_TND, logits_RV = self._native(
-            *(token_ids_T, context.positions_T, rows, attend, taps, most_logits, embedding_ND),
+            *(token_ids_T, context.positions_T, rows, attend, taps, max_logits, embedding_ND),
             adapted=context.adapted,
         )
         if stage.ends or tapped_TND is None:
@@ -122,7 +122,7 @@ class Decoder(LayeredModel):
         return Read(hidden_RD, tapped_TND, handed_TD=handed_TD)
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
-        """What the first layer is given; see LanguageModel."""
+        """The input of the first layer; see LanguageModel."""
         rows_NE, places_T = self.table.rows(token_ids_T)
         x_TD = self.kernels.ops.embed(places_T, rows_NE, self._embedding_scale)
         if self._project_in is not None:
@@ -132,7 +132,7 @@ class Decoder(LayeredModel):
         return Residual(x_TD)
 
     def run_layers(self, residual: Residual, context: PassContext) -> tuple[Residual, Tensor | None]:
-        """What the layers make of `residual`, and their tapped inputs; see LanguageModel."""
+        """The output of the layers, and their tapped inputs; see LanguageModel."""
         stage = self.config.stage
         check_taps(context.taps, stage)
         turns: dict[str, Rotation | None] = {"none": None}
@@ -149,7 +149,7 @@ class Decoder(LayeredModel):
         return residual, seen.tapped_TND
 
     def final_norm(self, residual: Residual, rows: Tensor | None = None) -> Tensor:
-        """What the head reads of these rows (None: all), [R, D]; see LanguageModel."""
+        """The head's input for these rows (None: all), [R, D]; see LanguageModel."""
         if self._final_norm is not None:
             return self._final_norm.of_sum(residual.x_TD, residual.y_TD, rows)
         x_TD = residual.summed()
@@ -165,10 +165,10 @@ class Decoder(LayeredModel):
 
 
 class DecoderLayer:
-    """One layer: x += attention(norm(x)), then x += mlp(norm(x)), or as its config says.
+    """One layer: x += attention(norm(x)), then x += mlp(norm(x)), or another form in its config.
 
-    Each norm fuses the residual add before it: a layer is given the last block's output, not yet added to x,
-    and returns its MLP's.
+    Each norm fuses the residual add before it: a layer gets the last block's output, not yet added to x, and
+    returns its MLP's.
     """
 
     __slots__ = (
@@ -179,7 +179,7 @@ class DecoderLayer:
     def __init__(
         self, layer: int, config: ModelConfig, weights: Weights, prefix: str, *, input_norm: bool = True
     ) -> None:
-        """Its tensors' names begin with `prefix`; without `input_norm` it has no norm before attention."""
+        """Tensor names start with `prefix`; without `input_norm` it has no norm before attention."""
         self._config = config
         self.rope: Literal["global", "local", "none"] = "global"
         if config.rope is None or layer in config.layers_without_rope:
@@ -229,7 +229,7 @@ class DecoderLayer:
 
     @property
     def heads(self) -> AttentionSpec:
-        """Its attention, apart from its products."""
+        """Its attention, without products."""
         return self._attention.heads
 
     def __call__(
@@ -240,8 +240,8 @@ class DecoderLayer:
         attend: Attend,
         adapted: AdaptedLayer | None = None,
     ) -> Tensor | None:
-        """What is to be added to x, [T, D], if anything is; x += y in place, and more of the layer's own."""
-        return self.of_normed(x_TD, _entered(x_TD, y_TD, self._before_attention), rope, attend, adapted)
+        """Return the term to be added to x, [T, D], or None; x += y in place, and perhaps further terms."""
+        return self.of_normed(x_TD, _add_norm(x_TD, y_TD, self._before_attention), rope, attend, adapted)
 
     def of_normed(
         self,
@@ -251,23 +251,23 @@ class DecoderLayer:
         attend: Attend,
         adapted: AdaptedLayer | None = None,
     ) -> Tensor | None:
-        """The same where q, k and v are products with `given_TC`, and nothing is to be added to x first."""
+        """The same with given inputs of q, k and v, and nothing to be added to x first."""
         made_TD = self._attention(given_TC, rope, attend, adapted)
         if self._config.parallel_block:
             if self._before_mlp is not None:
                 given_TC = self._before_mlp(x_TD)
-            return self._left(x_TD, made_TD + self._thought(given_TC, adapted), None)
-        y_TD = self._left(x_TD, made_TD, self._after_attention)
-        made_TD = self._thought(_entered(x_TD, y_TD, self._before_mlp), adapted)
-        return self._left(x_TD, made_TD, self._after_mlp)
+            return self._term(x_TD, made_TD + self._mlp_output(given_TC, adapted), None)
+        y_TD = self._term(x_TD, made_TD, self._after_attention)
+        made_TD = self._mlp_output(_add_norm(x_TD, y_TD, self._before_mlp), adapted)
+        return self._term(x_TD, made_TD, self._after_mlp)
 
-    def _thought(self, given_TD: Tensor, adapted: AdaptedLayer | None) -> Tensor:
-        """What the MLP makes of rows, or experts, which no adapter changes."""
+    def _mlp_output(self, given_TD: Tensor, adapted: AdaptedLayer | None) -> Tensor:
+        """The output of the MLP or mixture; adapters do not change mixtures."""
         mlp = self._mlp
         return mlp(given_TD) if isinstance(mlp, Mixture) else mlp(given_TD, adapted)
 
-    def _left(self, x_TD: Tensor, made_TD: Tensor, after: RowNorm | None) -> Tensor | None:
-        """What is still to be added to x where a block has made this, which may be written to."""
+    def _term(self, x_TD: Tensor, made_TD: Tensor, after: RowNorm | None) -> Tensor | None:
+        """The term still to be added to x after a block; overwrites `made_TD`."""
         of_sum = self._config.norm_place is NormPlace.AFTER_SUM
         if after is not None and not of_sum:
             made_TD = after(made_TD)
@@ -279,7 +279,7 @@ class DecoderLayer:
         return None
 
     def parts(self) -> LayerParts:
-        """What it is made of."""
+        """Its parts for a native call."""
         config, attention, mlp = self._config, self._attention, self._mlp
         before, after = self._before_attention, self._after_attention
         norms = before, self._before_mlp, after, self._after_mlp
@@ -298,8 +298,8 @@ class DecoderLayer:
         )
 
 
-def _entered(x_TD: Tensor, y_TD: Tensor | None, norm: RowNorm | None) -> Tensor:
-    """x += y in place, where there is a y; then the norm of x, or x itself where there is none."""
+def _add_norm(x_TD: Tensor, y_TD: Tensor | None, norm: RowNorm | None) -> Tensor:
+    """x += y in place, if there is a y; then the norm of x, or x itself without a norm."""
     if norm is not None:
         return norm(x_TD, y_TD)
     if y_TD is not None:
@@ -308,7 +308,7 @@ def _entered(x_TD: Tensor, y_TD: Tensor | None, norm: RowNorm | None) -> Tensor:
 
 
 def norm_names(config: ModelConfig) -> tuple[str | None, str | None, str | None, str | None]:
-    """The norms of a layer: before attention and behind it, before the MLP and behind it."""
+    """The names of a layer's norms: before and after attention, before and after the MLP."""
     if config.norm_place is NormPlace.BOTH:
         return (
             *("input_layernorm", "post_attention_layernorm"),

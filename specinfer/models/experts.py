@@ -1,13 +1,14 @@
-"""A mixture of experts: of many MLPs each row has the few that its router chooses.
+"""A mixture of experts: each row uses a few of many MLPs, chosen by a router.
 
-Shapes: T rows of a step, D hidden size, E experts, K of them of a row.
+Shapes: T rows of a step, D hidden size, E experts, K experts of a row.
 
-    logits   router(x), in float32; the K largest choose, of equal ones that of the lower number
+    logits   router(x), in float32; the K largest are chosen, the lower number first if equal
     weights  their softmax over all experts, or over the K (Experts.normalized)
-    result   the sum of weight * expert(x), and of sigmoid(gate) * shared expert(x) where there is one
+    result   the sum of weight * expert(x), and of sigmoid(gate) * shared expert(x) if there is one
 
-Rows are grouped by expert, so that an expert's rows are one product. A row's sum is made in float32 by
-ascending number of expert and rounded once: it depends on no other row. cpu/experts.cpp computes the same.
+Rows are grouped by expert, so that one product computes all rows of an expert. A row's sum is added in
+float32 in ascending order of experts and rounded once, independent of other rows. cpu/experts.cpp computes
+the same.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from specinfer.models.config import Experts, InnerRange, ModelConfig
 from specinfer.models.layers import MLP
 from specinfer.models.weight_memory import Weights
 
-EXPERTS: Final = ".mlp.experts."  # in the names of all matrices of experts that are chosen
-PRECISE: Final = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")  # matrices that are float32 always
+EXPERTS: Final = ".mlp.experts."  # in the names of all matrices of routed experts
+PRECISE: Final = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")  # matrices that are always float32
 
 
 class Mixture:
@@ -37,7 +38,7 @@ class Mixture:
     def __init__(
         self, config: Experts, router: Product, each: Sequence[MLP], shared: MLP | None, ops: Ops
     ) -> None:
-        """`router` makes a logit for each expert, and behind these that of the shared one's gate."""
+        """`router` returns a logit for each expert, followed by the logit of the shared expert's gate."""
         self._config = config
         self._ops = ops
         self._router = router
@@ -61,7 +62,7 @@ class Mixture:
         return total_TD.to(x_TD.dtype)
 
     def parts(self) -> ExpertParts:
-        """What it is made of."""
+        """The products and settings for a native call."""
         return ExpertParts(
             router=self._router,
             each=[mlp.products for mlp in self._each],
@@ -87,7 +88,7 @@ def mixture(config: ModelConfig, experts: Experts, weights: Weights, prefix: str
 
 
 def expert_matrices(experts: Experts, hidden: int) -> list[tuple[str, int, int, bool]]:
-    """The matrices of a mixture, by the decoder's names: rows, columns, and whether there is a bias."""
+    """The matrices of a mixture: the decoder's name, rows, columns, and True if there is a bias."""
     found = [("mlp.gate", experts.count, hidden, experts.bias)]
     mlps = [(f"mlp.experts.{number}", experts.size, experts.bias) for number in range(experts.count)]
     if experts.shared_size:

@@ -1,4 +1,4 @@
-"""Values of a foreign config (config.json, GGUF metadata), each of the kind it must be, or ModelError."""
+"""Typed access to a foreign config (config.json, GGUF metadata); raises ModelError for invalid values."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Final
 from specinfer.errors import ModelError
 
 Fields = Mapping[str, object]
-_MOST: Final = 1 << 62  # that an integer of a config may be
-_LARGEST: Final = 1e300  # and a number
-_MOST_TOKENS: Final = 1 << 31
-MOST_LAYERS: Final = 1 << 14
+_MAX_INTEGER: Final = 1 << 62  # maximum integer in a config
+_MAX_NUMBER: Final = 1e300  # maximum number in a config
+_MAX_TOKENS: Final = 1 << 31
+MAX_LAYERS: Final = 1 << 14
 
 
 def mapping(c: Fields, key: str) -> Fields:
@@ -23,36 +23,36 @@ def mapping(c: Fields, key: str) -> Fields:
 
 
 def boolean(c: Fields, key: str, default: bool) -> bool:
-    """A truth value; `default` where the key is missing or null."""
+    """A boolean; `default` if the key is missing or null."""
     value = _given(c, key, default)
     if not isinstance(value, bool):
         raise ModelError(f"{key} is {_shown(value)}; expected true or false. The config is damaged.")
     return value
 
 
-def integer(c: Fields, key: str, default: int | None = None, most: int = _MOST) -> int:
-    """An integer up to `most`; `default` where the key is missing or null."""
+def integer(c: Fields, key: str, default: int | None = None, limit: int = _MAX_INTEGER) -> int:
+    """An integer of at most `limit`; `default` if the key is missing or null."""
     value = _given(c, key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _MOST:
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _MAX_INTEGER:
         raise ModelError(
             f"{key} is {_shown(value)}; expected an integer. The config is damaged or incomplete."
         )
-    if value > most:
-        raise ModelError(f"{key} is {value}; expected at most {most}. The config is damaged.")
+    if value > limit:
+        raise ModelError(f"{key} is {value}; expected at most {limit}. The config is damaged.")
     return value
 
 
 def number(c: Fields, key: str, default: float | None = None) -> float:
-    """A number; `default` where the key is missing or null."""
+    """A number; `default` if the key is missing or null."""
     value = _given(c, key, default)
-    # Nan is not less than anything.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
+    # NaN fails every comparison.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _MAX_NUMBER:
         raise ModelError(f"{key} is {_shown(value)}; expected a number. The config is damaged or incomplete.")
     return float(value)
 
 
 def count(c: Fields, key: str, default: int | None = None) -> int:
-    """An integer from 1 on; `default` as above."""
+    """An integer of at least 1; `default` if the key is missing or null."""
     value = integer(c, key, default)
     if value < 1:
         raise ModelError(f"{key} is {value}; expected at least 1. The config is damaged.")
@@ -60,7 +60,7 @@ def count(c: Fields, key: str, default: int | None = None) -> int:
 
 
 def positive(c: Fields, key: str, default: float | None = None) -> float:
-    """A number above 0; `default` as above."""
+    """A number above 0; `default` if the key is missing or null."""
     value = number(c, key, default)
     if not value > 0:
         raise ModelError(f"{key} is {value}; expected more than 0. The config is damaged.")
@@ -68,22 +68,22 @@ def positive(c: Fields, key: str, default: float | None = None) -> float:
 
 
 def optional_number(c: Fields, key: str) -> float | None:
-    """A number, or None where the key is missing or null."""
+    """A number, or None if the key is missing or null."""
     return None if c.get(key) is None else number(c, key)
 
 
 def optional_positive(c: Fields, key: str) -> float | None:
-    """A number above 0, or None where the key is missing or null."""
+    """A number above 0, or None if the key is missing or null."""
     return None if c.get(key) is None else positive(c, key)
 
 
 def all_ids(sources: Sequence[Fields], key: str) -> tuple[int, ...]:
-    """Every token id under `key`, an integer or a list of them, each once, in order."""
+    """Distinct token ids under `key`, an integer or a list of them, in order."""
     found: list[int] = []
     for source in sources:
         value = source.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(token) is int and 0 <= token < _MOST_TOKENS for token in values):
+        if not all(type(token) is int and 0 <= token < _MAX_TOKENS for token in values):
             raise ModelError(
                 f"{key} is {_shown(value)}; expected a token id, or a list. The config is damaged."
             )
@@ -97,8 +97,8 @@ def _given(c: Fields, key: str, default: object) -> object:
 
 
 def _shown(value: object) -> str:
-    """A value in a message of one line, however long it is."""
-    if isinstance(value, int) and abs(value) > _MOST:
+    """A value for a one-line message, truncated."""
+    if isinstance(value, int) and abs(value) > _MAX_INTEGER:
         return f"an integer of {value.bit_length()} bits"
     shown = repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -1,4 +1,4 @@
-"""Whose drafts these are: a model, whatever format it is in."""
+"""Fingerprints of models, which identify a draft's target in any file format."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from specinfer.models.experts import EXPERTS
 from specinfer.models.weights import OpenModel
 
 _LAST_NORM: Final = "model.norm.weight"
-_DIGITS: Final = 32  # of each part; 128 bits
-_STRIDE: Final = 97  # rows between those that are sampled of one matrix and the next
+_DIGITS: Final = 32  # hex digits of each part; 128 bits
+_STRIDE: Final = 97  # rows between the samples of consecutive matrices
 
 
 def fingerprint(model: OpenModel) -> str:
-    """A text that tells a model's weights from those of others: `2:VECTORS` or `2:VECTORS:DTYPE:ROWS`.
+    """A text that identifies a model's weights: `2:VECTORS` or `2:VECTORS:DTYPE:ROWS`.
 
-    VECTORS is a hash of the sizes, and of all norms and biases, which no quantization of a file rounds: the
-    same model has it as a GGUF file and as a folder. ROWS is a hash of one row of each matrix of each layer,
-    where the file has all of them as numbers of one DTYPE. So a fine-tune is told from its base, even one
-    that left norms and biases as they were, unless one of the two is quantized. Of experts the first of each
-    layer is looked at. Takes some 10 ms.
+    VECTORS is a hash of the sizes and of all norms and biases, which no quantization of a file rounds: it is
+    the same for a GGUF file and a folder of one model. ROWS is a hash of one row of each matrix of each
+    layer, if the file has all of them in one DTYPE. It distinguishes a fine-tune from its base even if norms
+    and biases are equal, unless one of the two is quantized. In each layer only the first expert is read.
+    Takes about 10 ms.
     """
     shapes = sorted(
         (name, shape) for name, shape in model.shapes.items() if EXPERTS not in name or f"{EXPERTS}0." in name
@@ -47,9 +47,9 @@ def fingerprint(model: OpenModel) -> str:
 
 
 def is_of(kept: str, model: OpenModel) -> bool:
-    """Whether a fingerprint that was kept is this model's, as far as it tells.
+    """True if a stored fingerprint matches this model, as far as it can be compared.
 
-    Rows are compared where both have them in one dtype. Fingerprints of the first version are 64 digits, of
+    Rows are compared if both have the same dtype. Fingerprints of the first version are 64 digits, a hash of
     the sizes and the last norm alone.
     """
     if ":" not in kept:
@@ -70,7 +70,7 @@ def _first_version(model: OpenModel) -> str:
 def _sizes(model: OpenModel) -> hashlib._Hash:
     config = model.config
     sizes = (config.vocab_size, config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads)
-    # A GGUF file says llama of a Mistral, too.
+    # A GGUF file has the architecture llama for a Mistral, too.
     family = Family.LLAMA if config.family is Family.MISTRAL else config.family
     return hashlib.sha256(repr((str(family), *sizes)).encode())
 
@@ -78,5 +78,5 @@ def _sizes(model: OpenModel) -> hashlib._Hash:
 def _vector(model: OpenModel, name: str) -> bytes:
     values = model.read_rows(name, 0, model.shapes[name][0]).to(torch.float32)
     if "norm" in name:
-        values = values + model.config.norm_weight_offset  # as a GGUF file has it
+        values = values + model.config.norm_weight_offset  # as in a GGUF file
     return values.contiguous().numpy().tobytes()

@@ -1,7 +1,7 @@
-"""GGUF models: their tensors by row ranges, under the decoder's names, in its order.
+"""GGUF models: tensors by row ranges, with the decoder's names and order of rows.
 
-Nothing of the files stays in memory: tensors are read (not mapped) some rows at a time. hub/gguf_header.py
-reads their heads, and models/families what these say of the model.
+The files do not stay in memory: tensors are read (not mapped) some rows at a time. hub/gguf_header.py reads
+the headers, and models/families converts the metadata.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """Where a tensor lies, and how it is written."""
+    """The place and format of a tensor."""
 
     path: Path
     kind: TensorKind
     shape: tuple[int, ...]  # rows first
     offset: int  # bytes from the start of the file
-    row_bytes: int  # of one row; of one element where the tensor is a vector
+    row_bytes: int  # bytes of one row; of one element for a vector
 
     def as_matrix(self, name: str) -> _Placed:
-        """The same, matrices and biases of several experts as one, a shared expert's gate as a row."""
+        """Concatenate matrices and biases of several experts, and make a shared expert's gate one row."""
         if len(self.shape) == 3:
             experts, rows, columns = self.shape
             return replace(self, shape=(experts * rows, columns), row_bytes=self.row_bytes // rows)
@@ -53,21 +53,21 @@ class _Placed:
 
 
 class GGUFFile:
-    """An open GGUF model: its config, and its tensors under the decoder's names, rows in the decoder's order.
+    """An open GGUF model: its config, and its tensors with the decoder's names and order of rows.
 
-    Raises ModelFileError where the file is truncated or damaged, ModelError where it needs the unsupported.
+    Raises ModelFileError if the file is truncated or damaged, ModelError if it needs unsupported features.
     """
 
     def __init__(self, header: GgufHeader) -> None:
         self.path = header.path
         self._tensors = _read_table(header)
         rope = {name: self._tensors.pop(name) for name in ROPE_TENSORS if name in self._tensors}
-        self._scales: dict[str, float] = {}  # by the file's name of a matrix: what it is to be multiplied by
+        self._scales: dict[str, float] = {}  # factor of a matrix, by its name in the file
         for name in [*self._tensors]:
             stem, _, end = name.rpartition(".")
             if end in ("scale", "input_scale") and self._is_scale(name, f"{stem}.weight"):
                 tensor = self._tensors.pop(name)
-                if end == "scale":  # the other one is of activations, which are not quantized here
+                if end == "scale":  # input_scale is for quantized activations, which are not used here
                     self._scales[f"{stem}.weight"] = float(self._read(tensor, 0, 1))
         self._tensors = {name: tensor.as_matrix(name) for name, tensor in self._tensors.items()}
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
@@ -83,7 +83,7 @@ class GGUFFile:
         return self._sources.shapes
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """The dtype of a tensor in the file; None where it is quantized."""
+        """The dtype of a tensor in the file; None if it is quantized."""
         return _PLAIN.get(self._tensors[self._sources[name].name].kind.name)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -95,18 +95,18 @@ class GGUFFile:
         return rows if scale is None else rows.float() * scale
 
     def block_form(self, name: str) -> BlockForm:
-        """As BlocksFile says."""
+        """See BlocksFile."""
         source = self._sources[name]
         kind = self._tensors[source.name].kind.name
         if kind not in FILE_BLOCKS or source.name in self._scales or source.transposed:
             raise ModelError(
-                f"{self.path}: tensor {source.name!r} is of type {kind}, which does not run as it is; "
+                f"{self.path}: tensor {source.name!r} is of type {kind}, which cannot run unconverted; "
                 f"quantization 'gguf' runs {', '.join(FILE_BLOCKS)}. Use quantization int8 or int4, or none"
             )
         return FILE_BLOCKS[kind].form
 
     def block_reader(self, name: str) -> Callable[[int, int], Tensor]:
-        """As BlocksFile says."""
+        """See BlocksFile."""
         return partial(self._sources.read, name, self._read_blocks)
 
     def _read_blocks(self, there: str, start: int, stop: int) -> Tensor:
@@ -122,14 +122,14 @@ class GGUFFile:
         dtype = _PLAIN.get(tensor.kind.name)
         if dtype is not None:
             return torch.from_numpy(data).view(dtype).view(shape)
-        # Imported late: a start that has its quantized matrices on disk needs none of it.
+        # Imported late: a start with quantized matrices on disk does not need it.
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
         return torch.from_numpy(dequantize(data, GGMLQuantizationType[tensor.kind.name])).view(shape)
 
     def _is_scale(self, name: str, matrix: str) -> bool:
-        """Whether a tensor is one number beside a matrix, as NVFP4 has it."""
+        """True for a one-element tensor beside a matrix, as in NVFP4."""
         scale, beside = self._tensors[name], self._tensors.get(matrix)
         return (
             (scale.kind.name, scale.shape) == ("F32", (1,)) and beside is not None and len(beside.shape) == 2
@@ -147,7 +147,7 @@ def _octets(tensor: _Placed, start: int, stop: int) -> NDArray[np.uint8]:
 
 
 def _read_table(header: GgufHeader) -> dict[str, _Placed]:
-    """The tensors by name; every one is known to lie inside its file, or ModelFileError."""
+    """The tensors by name; raises ModelFileError if one exceeds its file."""
     placed: dict[str, _Placed] = {}
     for part in (header, *header.parts):
         path, size = part.path, part.path.stat().st_size
@@ -169,13 +169,13 @@ def _read_table(header: GgufHeader) -> dict[str, _Placed]:
 
 
 def _dequantized(kind: TensorKind) -> bool:
-    """Whether the gguf package makes floats of such blocks."""
+    """True if the gguf package can dequantize such blocks."""
     return kind in TENSOR_KINDS.values() or kind.name in _readable()
 
 
 @cache
 def _readable() -> list[str]:
-    """The names of kinds that are read: floats, and what the installed gguf package dequantizes."""
+    """The names of readable types: floats, and those that the installed gguf package dequantizes."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 

@@ -1,4 +1,4 @@
-"""GGUF blocks -> rows of levels, scales and mins (kernels/file_blocks.py), with nothing rounded.
+"""Converts GGUF blocks to rows of levels, scales and mins (kernels/file_blocks.py) without rounding.
 
 Source: the layouts of ggml's quantized types, as the gguf package dequantizes them.
 """
@@ -15,21 +15,21 @@ from specinfer.errors import ModelFileError
 from specinfer.kernels.file_blocks import SPAN, BlockForm, block_rows
 from specinfer.kernels.layout import GROUP
 
-_MOST_LEVEL: Final = 127  # whose negative is the least one, as the products of some CPUs need it
+_MOST_LEVEL: Final = 127  # its negative is the minimum that all CPUs' products support
 
 
 class FileBlocks(NamedTuple):
-    """A kind of blocks that runs as it is."""
+    """A type of blocks that runs in its own precision."""
 
     form: BlockForm
-    # Bytes of rows, uint8 [rows, blocks, bytes of a block], as `block_rows` has them.
+    # Converts bytes of rows, uint8 [rows, blocks, bytes of a block], to the format of `block_rows`.
     rows: Callable[[Tensor], Tensor]
 
 
 def check_levels(name: str, rows: Tensor) -> None:
-    """Raise ModelFileError where a level is -128, which no program writes."""
+    """Raise ModelFileError if a level is -128, which no converter writes."""
     if bool((rows[..., :GROUP].view(torch.int8) < -_MOST_LEVEL).any()):
-        raise ModelFileError(f"tensor {name!r} has a level of -128; allowed of Q8_0: -127 .. 127")
+        raise ModelFileError(f"tensor {name!r} has a level of -128; allowed for Q8_0: -127 .. 127")
 
 
 def _half(octets: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def _bits(octets: Tensor) -> Tensor:
 
 
 def _split(tensor: Tensor, *sizes: int) -> Tensor:
-    """The last dimension as several of these sizes."""
+    """Split the last dimension into these sizes."""
     return tensor.reshape(*tensor.shape[:-1], *sizes)
 
 
@@ -63,14 +63,14 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 def _q4_0(blocks: Tensor) -> Tensor:
     scales = _half(blocks[..., :2])
-    eights = torch.full(scales.shape, 8, dtype=torch.uint8)  # a level of 8 stands for 0
+    eights = torch.full(scales.shape, 8, dtype=torch.uint8)  # a level of 8 represents 0
     return block_rows(_signed(_halves(blocks[..., 2:])), scales, mins=scales, min_steps=eights)
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    scales, least = _half(blocks[..., :2]), _half(blocks[..., 2:4])
+    scales, offset = _half(blocks[..., :2]), _half(blocks[..., 2:4])
     ones = torch.ones(scales.shape, dtype=torch.uint8)
-    return block_rows(_signed(_halves(blocks[..., 4:])), scales, mins=-least, min_steps=ones)
+    return block_rows(_signed(_halves(blocks[..., 4:])), scales, mins=-offset, min_steps=ones)
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
@@ -79,10 +79,10 @@ def _q5_0(blocks: Tensor) -> Tensor:
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    scales, least = _half(blocks[..., :2]), _half(blocks[..., 2:4])
+    scales, offset = _half(blocks[..., :2]), _half(blocks[..., 2:4])
     levels = _halves(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4
     ones = torch.ones(scales.shape, dtype=torch.uint8)
-    return block_rows(_signed(levels), scales, mins=-least, min_steps=ones)
+    return block_rows(_signed(levels), scales, mins=-offset, min_steps=ones)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def _q5_k(blocks: Tensor) -> Tensor:
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    """Two halves of 128 levels, whose quarters have their high bits in the pairs of bits of 32 bytes."""
+    """Two halves of 128 levels; 32 bytes hold the upper two bits of four quarters each."""
     both = _split(blocks[..., :128], 2, 2, GROUP)
     low = torch.cat((both & 15, both >> 4), -2)
     high = _split(blocks[..., 128:192], 2, 1, GROUP)
@@ -106,13 +106,13 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 def _in_pairs(octets: Tensor) -> Tensor:
-    """Bytes [..., 128] as levels [..., SPAN, GROUP]: 32 of them have two groups, the low halves the first."""
+    """Bytes [..., 128] as levels [..., SPAN, GROUP]: 32 bytes hold two groups, the low halves the first."""
     both = _split(octets, SPAN // 2, 1, GROUP)
     return torch.cat((both & 15, both >> 4), -2).flatten(-3, -2)
 
 
 def _with_mins(blocks: Tensor, levels: Tensor) -> Tensor:
-    """Rows of Q4_K or Q5_K: eight steps and eight steps of mins, of six bits, are packed into 12 bytes."""
+    """Rows of Q4_K or Q5_K: eight steps and eight min steps of six bits are packed into 12 bytes."""
     first, second, third = _split(blocks[..., 4:16], 3, 4).unbind(-2)
     steps = torch.cat((first & 63, third & 15 | first >> 6 << 4), -1)
     min_steps = torch.cat((second & 63, third >> 4 | second >> 6 << 4), -1)
@@ -128,7 +128,7 @@ def _by_groups(
     mins: Tensor | None = None,
     min_steps: Tensor | None = None,
 ) -> Tensor:
-    """Blocks of SPAN groups, [rows, blocks, SPAN, ...], as groups one behind the other."""
+    """Blocks of SPAN groups, [rows, blocks, SPAN, ...], as consecutive groups."""
 
     def of_groups(one: Tensor) -> Tensor:
         return one[..., None].expand(*one.shape, SPAN).flatten(1)
@@ -142,7 +142,7 @@ def _by_groups(
     )
 
 
-# By the names of ggml's types.
+# By ggml's type names.
 FILE_BLOCKS: Final = {
     "Q8_0": FileBlocks(BlockForm(8, 1, steps=False, mins=False), _q8_0),
     "Q4_0": FileBlocks(BlockForm(4, 1, steps=False, mins=True), _q4_0),

@@ -1,6 +1,6 @@
-"""Metadata of GGUF files -> ModelConfig: what families share; each family's own part is in models/families.
+"""GGUF metadata -> ModelConfig: the part common to all families; models/families has the rest.
 
-Metadata that asks for what the decoder does not compute is refused with a ModelError.
+Raises ModelError for metadata that requires computations the decoder does not support.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 from specinfer.errors import ModelError
 from specinfer.models.config import Activation, Family, ModelConfig, Norm, QkNorm
 from specinfer.models.fields import (
-    MOST_LAYERS,
+    MAX_LAYERS,
     Fields,
     all_ids,
     count,
@@ -58,7 +58,7 @@ _EXPERT_STACKS: Final = {
     "ffn_down_exps.bias": ("down_proj",),
 }
 _WHOLE: Final = {"attn_sinks.weight": "self_attn.sinks"}
-# Those of models with norms before and behind each block.
+# Names for models with norms before and after each block.
 BOTH_SIDES: Final[Inside] = {
     **INSIDE,
     "post_attention_norm": "post_attention_layernorm",
@@ -69,12 +69,12 @@ BOTH_SIDES: Final[Inside] = {
 
 @dataclass(frozen=True, slots=True)
 class GgufHead:
-    """What a GGUF file says of its model, but for the values of most tensors."""
+    """The description of a model in a GGUF file, without most tensor values."""
 
     architecture: str
     metadata: Fields
-    shapes: Mapping[str, Sequence[int]]  # by name, rows first ([out, in]); some facts stand only there
-    rope: Mapping[str, tuple[float, ...]]  # the values of those of ROPE_TENSORS that there are
+    shapes: Mapping[str, Sequence[int]]  # by name, rows first ([out, in]); some facts are only there
+    rope: Mapping[str, tuple[float, ...]]  # values of the ROPE_TENSORS in the file
 
     @property
     def fields(self) -> dict[str, object]:
@@ -85,7 +85,7 @@ class GgufHead:
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """How the GGUF files of one architecture are read."""
+    """How to read the GGUF files of one architecture."""
 
     architecture: str
     config: Callable[[GgufHead], ModelConfig]
@@ -94,7 +94,7 @@ class GgufFamily:
     ones: tuple[str, ...] = ()  # see Names
 
     def names(self, head: GgufHead) -> Names:
-        """How a file names the decoder's tensors."""
+        """The map from a file's tensor names to the decoder's."""
         inside = self.inside(head) if callable(self.inside) else self.inside
         return Names(
             *("blk.", OUTSIDE, inside, _EXPERT_STACKS),
@@ -107,15 +107,14 @@ class GgufFamily:
 def decoder_from_gguf(
     family: Family, head: GgufHead, *, theta: float = 10000.0, norm: Norm = Norm.RMS, rope: bool = True
 ) -> ModelConfig:
-    """The config of a model of Llama's shape; a family replaces in it what is otherwise.
+    """The config of a Llama-like model; a family replaces the fields that differ.
 
-    `theta` is rope's where the file names none; without `rope` it has none. Raises ModelError on anything
-    unsupported.
+    `theta` is rope's default; without `rope` there is none. Raises ModelError for anything unsupported.
     """
     c, shapes = head.fields, head.shapes
     hidden = count(c, "embedding_length")
     heads = count(c, "attention.head_count")
-    layers = integer(c, "block_count", most=MOST_LAYERS)
+    layers = integer(c, "block_count", limit=MAX_LAYERS)
     head_dim = count(c, "attention.key_length", hidden // heads)
     if integer(c, "attention.value_length", head_dim) != head_dim:
         raise ModelError("the GGUF file has key and value heads of different sizes, which is not supported")
@@ -164,5 +163,5 @@ def decoder_from_gguf(
 
 
 def window_of(c: Fields) -> int | None:
-    """The sliding window, of layers that have it."""
+    """The sliding window of layers that have one."""
     return integer(c, "attention.sliding_window", 0) or None

@@ -1,7 +1,7 @@
-"""config.json of Hugging Face models: what families share of reading it, and the writing of it.
+"""config.json of Hugging Face models: the common part of reading it, and writing it.
 
-Each family's own part is in models/families. Anything a config asks for that the decoder does not compute is
-refused with a ModelError; nothing is skipped in silence.
+models/families has the rest of each family. A config that requires computations the decoder does not support
+is rejected with a ModelError; no setting is ignored silently.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Final
 from specinfer.errors import ModelError
 from specinfer.hub.foreign_format import quantized_config
 from specinfer.models.config import Activation, Family, ModelConfig
-from specinfer.models.fields import MOST_LAYERS, Fields, all_ids, count, integer, number
+from specinfer.models.fields import MAX_LAYERS, Fields, all_ids, count, integer, number
 from specinfer.models.positions import Rope
 from specinfer.models.rope_config import longest_text
 from specinfer.models.sources import Names
 
-# The classes of transformers by which configs are written.
+# Class names of transformers for written configs.
 ARCHITECTURES: Final = {
     Family.LLAMA: "LlamaForCausalLM",
     Family.MISTRAL: "MistralForCausalLM",
@@ -37,19 +37,20 @@ _ACTIVATIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class HfFamily:
-    """How the folders of one family are read."""
+    """How to read the folders of one family."""
 
-    model_types: tuple[str, ...]  # of config.json
-    config: Callable[[Fields, Sequence[Fields]], ModelConfig]  # of its fields, and of all that may hold ids
+    model_types: tuple[str, ...]  # in config.json
+    # from its fields, and from all sources of token ids
+    config: Callable[[Fields, Sequence[Fields]], ModelConfig]
     names: Names = field(default_factory=Names)
     embeddings: str = "model.embed_tokens.weight"  # in files of the whole model
-    text_in: Collection[str] = ()  # those model_types that have the text model's fields in `text_config`
-    others: tuple[str, ...] = ()  # what tensors of other modalities begin with; they are passed over
+    text_in: Collection[str] = ()  # model_types with the text model's fields in `text_config`
+    others: tuple[str, ...] = ()  # prefixes of tensors of other modalities, which are ignored
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigKeys:
-    """The names by which config.json calls what all families have."""
+    """config.json's keys of the fields common to all families."""
 
     vocab: str = "vocab_size"
     hidden: str = "hidden_size"
@@ -65,13 +66,13 @@ class ConfigKeys:
 def decoder_from_hf(
     family: Family, c: Fields, ids: Sequence[Fields], *, rope: Rope | None, keys: ConfigKeys | None = None
 ) -> ModelConfig:
-    """The config of a model of Llama's shape; a family replaces in it what is otherwise.
+    """The config of a Llama-like model; a family replaces the fields that differ.
 
-    `c` has the values that transformers fills in. Raises ModelError on anything unsupported.
+    `c` includes transformers' defaults. Raises ModelError for anything unsupported.
     """
     keys = keys or ConfigKeys()
     hidden, heads = count(c, keys.hidden), count(c, keys.heads)
-    layers = integer(c, keys.layers, most=MOST_LAYERS)
+    layers = integer(c, keys.layers, limit=MAX_LAYERS)
     size = head_dim(c, keys)
     return ModelConfig(
         family=family,
@@ -101,19 +102,19 @@ def head_dim(c: Fields, keys: ConfigKeys | None = None) -> int:
 
 
 def refuse(c: Fields, *switches: str) -> None:
-    """Raise ModelError where one of these is set: the decoder does not compute it."""
+    """Raise ModelError if one of these is set, since the decoder does not compute it."""
     for name in switches:
         if c.get(name):
             raise ModelError(f"config.json sets {name} = {c[name]!r}, which is not supported")
 
 
 def window_of(c: Fields) -> int | None:
-    """The sliding window, of layers that have it."""
+    """The sliding window of layers that have one."""
     return None if c.get("sliding_window") is None else count(c, "sliding_window")
 
 
 def windows(c: Fields, window: int | None, otherwise: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """The window of each layer: as layer_types says, and else of layers that `otherwise` names."""
+    """The window of each layer: by layer_types if present, else of layers for which `otherwise` is true."""
     kinds = c.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list):
@@ -124,29 +125,29 @@ def windows(c: Fields, window: int | None, otherwise: Callable[[int], bool]) -> 
                 f"layer_types holds {unknown}; supported: 'full_attention' and 'sliding_attention'"
             )
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    layers = integer(c, "num_hidden_layers", most=MOST_LAYERS)
+    layers = integer(c, "num_hidden_layers", limit=MAX_LAYERS)
     return tuple(window if otherwise(layer) else None for layer in range(layers))
 
 
 def activation(name: object) -> Activation:
-    """The activation that transformers calls so."""
+    """The activation with that name in transformers."""
     if isinstance(name, str) and name in _ACTIVATIONS:
         return _ACTIVATIONS[name]
     raise ModelError(f"the activation is {name!r}; supported: {', '.join(sorted(_ACTIVATIONS))}")
 
 
 def check_unquantized(config: Fields) -> None:
-    """Raise ModelError where a config.json says that the weights are quantized, however they are."""
+    """Raise ModelError if a config.json says that the weights are quantized by any method."""
     if (method := quantized_config(config)) is not None:
         raise ModelError(
-            f"config.json says that the weights are quantized by {method}, which is not read; supported: "
-            "unquantized safetensors, or a GGUF file. Give the model it was made from; the option "
-            "quantization makes int8 or int4 of that."
+            f"config.json says that the weights are quantized by {method}, which is not supported here; "
+            "supported: unquantized safetensors, or a GGUF file. Give the original model; the option "
+            "quantization converts it to int8 or int4."
         )
 
 
 def layers_to_hf(config: ModelConfig, rope_theta: float) -> dict[str, object]:
-    """What config.json says of the sizes and layers of a model of one of ARCHITECTURES."""
+    """The fields of config.json for the sizes and layers of a model of one of ARCHITECTURES."""
     return {
         "model_type": str(config.family),
         "architectures": [ARCHITECTURES[config.family]],
@@ -165,9 +166,9 @@ def layers_to_hf(config: ModelConfig, rope_theta: float) -> dict[str, object]:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, object]:
-    """config.json of a model whose layers see everything before them; raises ModelError for other models.
+    """config.json of a model without windows; raises ModelError for other models.
 
-    Rotary embeddings have no scaling.
+    Rotary embeddings must have no scaling.
     """
     plain = config.rope is not None and config.rope == Rope(config.rope.theta)
     if (

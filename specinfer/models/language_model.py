@@ -1,6 +1,6 @@
-"""What a model is to those who run it.
+"""LanguageModel: the interface of models for their runners.
 
-Shapes: T rows of a step, R of them that are chosen, D hidden size, V vocabulary, N taps.
+Shapes: T rows of a step, R chosen rows, D hidden size, V vocabulary, N taps.
 """
 
 from __future__ import annotations
@@ -27,53 +27,53 @@ class Residual:
     """
 
     x_TD: Tensor
-    y_TD: Tensor | None = None  # the next norm adds it; None: nothing
+    y_TD: Tensor | None = None  # added by the next norm; None: nothing
 
     def summed(self) -> Tensor:
-        """x + y as a layer finds it, [T, D]; not to be written to."""
+        """x + y, the input of a layer, [T, D]; must not be modified."""
         return self.x_TD if self.y_TD is None else self.x_TD + self.y_TD
 
 
 @dataclass(frozen=True, slots=True)
 class PassContext:
-    """What a pass brings along to all layers, besides what they compute on."""
+    """Context of a pass for all layers."""
 
-    positions_T: Tensor  # int64: where each row's token stands in its text
+    positions_T: Tensor  # int64: position of each row's token in its text
     attend: Attend  # writes K and V of every row
-    taps: Sequence[int] = ()  # layers whose inputs somebody wants
-    adapted: AdaptedRows | None = None  # rows that have adapters; None: no row has one
+    taps: Sequence[int] = ()  # layers whose inputs are returned
+    adapted: AdaptedRows | None = None  # rows with adapters; None: no row has one
 
 
 class Read(NamedTuple):
-    """What a pass leaves for the output layer, and what came along."""
+    """Results of a pass up to the output layer."""
 
-    hidden_RD: Tensor  # what the head reads of each row that was chosen
-    tapped_TND: Tensor | None = None  # the inputs of layers that have a tap
-    logits_RV: Tensor | None = None  # what the head made of these rows, where they were few
-    handed_TD: Tensor | None = None  # what the next pipeline stage is given, where this is not the last
+    hidden_RD: Tensor  # inputs of the head for each chosen row
+    tapped_TND: Tensor | None = None  # inputs of tapped layers
+    logits_RV: Tensor | None = None  # logits of these rows, if there are few
+    handed_TD: Tensor | None = None  # input of the next pipeline stage, unless this is the last
 
 
 class LanguageModel(ABC):
-    """Rows of tokens in, logits out; it knows neither requests nor caches.
+    """Computes logits for rows of tokens; has no knowledge of requests or caches.
 
     A pass is `read`, then `logits`.
     """
 
-    takes_adapters: ClassVar[bool] = False  # whether rows of a pass may have some (PassContext.adapted)
-    table: EmbeddingTable  # of its tokens
-    output: Product  # that makes logits
+    takes_adapters: ClassVar[bool] = False  # True if rows may have adapters (PassContext.adapted)
+    table: EmbeddingTable  # token embeddings
+    output: Product  # computes logits
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
-        self.dtype = weights.dtype  # of weights, activations and logits
+        self.dtype = weights.dtype  # dtype of weights, activations and logits
         self.device = weights.device
-        self.kernels = weights.kernels  # whoever runs a model brings attention from here
-        self.group = weights.group  # of ranks that have a part of it each; None: it is whole
-        self.adapter: Adapter | None = None  # of every row of every pass; None: rows have those of requests
+        self.kernels = weights.kernels  # a runner takes its attention from here
+        self.group = weights.group  # ranks that share the model; None: it is whole
+        self.adapter: Adapter | None = None  # adapter of all rows; None: rows have their requests' adapters
         self.number = 0  # among the models that these ranks share
         self.stream = (
             weights.stream
-        )  # brings the weights of some layers while a pass runs; None: all are there
+        )  # loads the weights of some layers during a pass; None: all are in memory
 
     @abstractmethod
     def read(
@@ -82,29 +82,29 @@ class LanguageModel(ABC):
         context: PassContext,
         rows: Tensor | None = None,
         *,
-        most_logits: int = 0,
+        max_logits: int = 0,
         given_TD: Tensor | None = None,
     ) -> Read:
-        """A whole pass up to the head, of which these rows (int64; None: all) are read.
+        """Run a pass up to the head, and read these rows (int64; None: all).
 
-        Where no more than `most_logits` rows are read, logits may come along, which are those that `logits`
-        makes. A later pipeline stage is given what the one before has handed on, which is used up; one with
-        others behind it reads no rows. Raises ValueError for taps of layers the model lacks.
+        If at most `max_logits` rows are read, the result may include their logits, equal to those of
+        `logits`. A later pipeline stage gets the previous stage's output, which it overwrites; a stage that
+        is not the last reads no rows. Raises ValueError for taps of layers outside the model.
         """
 
     @abstractmethod
     def logits(self, h_RD: Tensor) -> Tensor:
-        """The logits of rows of `read`, [R, V]; a rank's those of its part of the vocabulary.
+        """The logits of rows of `read`, [R, V]; on a rank, those of its part of the vocabulary.
 
-        On a CPU a row's depend on that row alone, but for a draft's products, which may be loose.
+        On a CPU a row's logits depend on that row alone, except for a draft's products, which may be loose.
         """
 
 
 class LayeredModel(LanguageModel):
-    """A model whose layers are ours, so that heads read what goes from one to the next.
+    """A model with specinfer's own layers, whose hidden states heads can read.
 
-    `embed`, `run_layers` and `final_norm` are what `read` is made of; a model that makes it in one call gives
-    the bits of these steps.
+    `read` consists of `embed`, `run_layers` and `final_norm`; a model that computes it in one call must give
+    the same bits.
     """
 
     def read(
@@ -113,7 +113,7 @@ class LayeredModel(LanguageModel):
         context: PassContext,
         rows: Tensor | None = None,
         *,
-        most_logits: int = 0,
+        max_logits: int = 0,
         given_TD: Tensor | None = None,
     ) -> Read:
         """A whole pass up to the head; see LanguageModel."""
@@ -126,27 +126,27 @@ class LayeredModel(LanguageModel):
 
     @abstractmethod
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Residual:
-        """What the first layer is given.
+        """The input of the first layer.
 
-        Both are int64 [T]; a position is where the token stands in its text.
+        Both are int64 [T]; a position is the token's place in its text.
         """
 
     @abstractmethod
     def run_layers(self, residual: Residual, context: PassContext) -> tuple[Residual, Tensor | None]:
-        """What the layers make of `residual`, and the inputs of those with a tap, [T, N, D].
+        """The output of the layers for `residual`, and the inputs of tapped layers, [T, N, D].
 
-        Tap i is hidden_states[i] in transformers' counting, before layer i's first norm; behind the last
-        layer i is that layer's output. Layers of a stage are counted as the whole model's. `residual` is used
-        up: its tensors may be written to.
+        Tap i is hidden_states[i] in transformers' counting, before layer i's first norm; the number of layers
+        means the last layer's output. Layers of a stage are numbered as in the whole model. Overwrites the
+        tensors of `residual`.
         """
 
     @abstractmethod
     def final_norm(self, residual: Residual, rows: Tensor | None = None) -> Tensor:
-        """What the head reads of these rows (int64; None: all), [R, D]; `residual` stays as it is."""
+        """The head's input for these rows (int64; None: all), [R, D]; `residual` is unchanged."""
 
 
 class Taps:
-    """Copies of the residual stream on its way through layers, for models that go layer by layer."""
+    """Copies of the residual stream at tapped layers, for models that run layer by layer."""
 
     __slots__ = ("_ids", "tapped_TND")
 
@@ -155,7 +155,7 @@ class Taps:
         self.tapped_TND = x_TD.new_empty(x_TD.shape[0], len(ids), x_TD.shape[1]) if ids else None
 
     def see(self, layer: int, residual: Residual) -> None:
-        """Copy `residual`, the input of that layer, for the taps that want it."""
+        """Copy `residual`, the input of that layer, if it is tapped."""
         if self.tapped_TND is None:
             return
         for place, wanted in enumerate(self._ids):
@@ -164,7 +164,7 @@ class Taps:
 
 
 def check_taps(taps: Sequence[int], stage: PipelineStage) -> None:
-    """Raise ValueError for taps of layers that these lack; the number of all layers is their output."""
+    """Raise ValueError for taps outside these layers; the number of layers means their output."""
     seen = stage.taps(taps)
     wrong = [tap for tap in taps if tap not in seen]
     if wrong:

@@ -1,7 +1,7 @@
-"""The parts of a decoder layer: norms, attention block, MLP.
+"""Parts of a decoder layer: norms, attention block, MLP.
 
 Shapes: T rows of a step, D hidden size, F MLP size.
-Small operations are what a step costs beyond its bytes, so q, k, v are one product and gate, up another.
+Small operations dominate a step besides reading weights, so q, k, v are one product and gate, up another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specinfer.models.weight_memory import EmbeddingTable, Weights
 
 
 class RowNorm:
-    """RMSNorm or LayerNorm, with the residual sum in front of it."""
+    """RMSNorm or LayerNorm, preceded by a residual sum."""
 
     __slots__ = ("_ops", "parts")
 
@@ -28,7 +28,7 @@ class RowNorm:
 
     @classmethod
     def of(cls, name: str, config: ModelConfig, weights: Weights) -> RowNorm:
-        """The norm of that name, of the kind that a model has."""
+        """The norm of that name, of the model's kind."""
         parts = NormParts(
             weights.tensor(f"{name}.weight", plus=config.norm_weight_offset),
             config.norm_eps,
@@ -38,11 +38,11 @@ class RowNorm:
         return cls(parts, weights.kernels.ops)
 
     def __call__(self, x_TD: Tensor, y_TD: Tensor | None = None) -> Tensor:
-        """x += y in place, where there is a y; returns x normalised, [T, D]."""
+        """x += y in place, if there is a y; returns the norm of x, [T, D]."""
         return self._ops.add_norm(x_TD, y_TD, self.parts)
 
     def of_sum(self, x_TD: Tensor, y_TD: Tensor | None, rows_R: Tensor | None) -> Tensor:
-        """x + y normalised, where there is a y, of these rows (None: all), [R, D]; x stays as it is."""
+        """The norm of x + y, if there is a y, for these rows (None: all), [R, D]; x is unchanged."""
         return self._ops.norm_of_sum(x_TD, y_TD, self.parts, rows_R)
 
 
@@ -52,7 +52,7 @@ class MLP:
     __slots__ = ("_act", "_activation", "down", "up")
 
     def __init__(self, up: Product, down: Product, activation: Activation, ops: Ops, *, gated: bool) -> None:
-        """`up` makes gate, then up, where it is `gated`."""
+        """`up` computes gate, then up, if `gated`."""
         self.up = up
         self.down = down
         self._activation = activation.value
@@ -60,7 +60,7 @@ class MLP:
 
     @property
     def products(self) -> tuple[Product, Product]:
-        """Its products, in their order."""
+        """Its products, in order."""
         return self.up, self.down
 
     def __call__(self, x_TD: Tensor, adapted: AdaptedLayer | None = None) -> Tensor:
@@ -75,7 +75,7 @@ class Attention:
     __slots__ = ("clip", "heads", "o", "qkv")
 
     def __init__(self, heads: AttentionSpec, qkv: Product, o: Product, clip: float | None) -> None:
-        """With `clip` q, k and v are held between minus this and this."""
+        """`clip` limits the absolute values of q, k and v."""
         self.heads = heads
         self.qkv = qkv
         self.o = o
@@ -92,7 +92,7 @@ class Attention:
 
 
 def attention_spec(layer: int, config: ModelConfig, weights: Weights, prefix: str) -> AttentionSpec:
-    """The attention of a layer, whose tensors' names begin with `prefix`."""
+    """The attention of a layer whose tensor names start with `prefix`."""
 
     def norm(name: str) -> Tensor | None:
         if config.qk_norm is QkNorm.NONE:
@@ -130,20 +130,20 @@ def attention_spec(layer: int, config: ModelConfig, weights: Weights, prefix: st
 def embedding_and_output(
     config: ModelConfig, weights: Weights, embeddings: str
 ) -> tuple[EmbeddingTable, Product]:
-    """The embeddings, and the product that makes logits, of a matrix of its own or of these.
+    """The embeddings, and the product for logits, with its own matrix or the embeddings'.
 
-    A rank has those of its part of the vocabulary, and of pipeline stages the first one has them.
+    A rank has those of its part of the vocabulary; only the first pipeline stage has them.
 
-    A copy of tied embeddings, laid out as products read them, costs V * D * 2 bytes, and pays: a product with
-    the plain matrix takes nearly twice as long.
+    Tied embeddings are copied in the layout of products. The copy takes V * D * 2 bytes and pays off: a
+    product with the plain matrix takes nearly twice as long.
     """
     if not config.stage.begins:
-        return EmbeddingTable(None), _makes_none
+        return EmbeddingTable(None), _no_logits
     table, rows = weights.table(f"{embeddings}.weight", config.part.table), [config.part.vocab]
     if config.tie_embeddings:
         return table, weights.linear(embeddings, tied=table, rows=rows)
     return table, weights.linear("lm_head", rows=rows)
 
 
-def _makes_none(x: Tensor) -> Tensor:
-    raise AssertionError("the first stage makes logits")
+def _no_logits(x: Tensor) -> Tensor:
+    raise AssertionError("only the first stage computes logits")

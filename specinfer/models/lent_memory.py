@@ -1,12 +1,12 @@
-"""A draft's memory, which layers of its target may have while nobody guesses.
+"""LentMemory: a draft's memory, lent to streamed layers of its target while the draft is idle.
 
     one memory     draft   | layer 0 | layer 1 | ... | output layer |
                    target  |   layer 4   |   layer 9   |   layer 14   |
 
-A twin takes the memory of some of its target's layers, which are then read in every pass. Where its guesses
-bring nothing, as in text that nobody can predict, it only makes passes slower. Both are records of prepared
-files, and products compute where records lie. So either can be read over the other, in about the time of a
-pass of the target.
+A draft takes memory that could hold some of its target's layers, which are then read in every pass. If its
+guesses are rarely accepted, as in unpredictable text, it only slows passes down. Draft and layers are records
+of prepared files, and products compute on records in place. So either can be read over the other, in about
+the time of a target pass.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from specinfer.models.prepared import Place, PreparedFile, Record
 from specinfer.models.stream import LayerStream
 
 _LOG = logging.getLogger(__name__)
-Holder = Literal["nobody", "draft", "layers"]  # nobody: it may be half of either
+Holder = Literal["neither", "draft", "layers"]  # with "neither" each may use half of the memory
 
 
 class LentMemory:
     """Memory for records of a draft, or for some of the target's.
 
-    It begins with the draft.
+    It starts with the draft.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class LentMemory:
         streamed: Sequence[str],
         disk: DiskRate,
     ) -> None:
-        """The draft's records of these names lie here, or some of the target's that are streamed else.
+        """The memory holds the draft's records of these names, or some of the target's records in `streamed`.
 
-        Reads the draft: raises DamagedFileError unless it is what was written, ModelFileError where its file
+        Reads the draft. Raises DamagedFileError if its checksums do not match, ModelFileError if its file
         cannot be read.
         """
-        self.holder: Holder = "nobody"
-        self._kept = False  # for the draft, for good
-        self._failed = False  # layers could not be read since the draft was here
+        self.holder: Holder = "neither"
+        self._kept = False  # kept for the draft permanently
+        self._failed = False  # layers could not be read since the draft was last in memory
         self._disk = disk
         self._turn = RLock()
         self._draft = StreamSource(draft.path)
@@ -72,79 +72,79 @@ class LentMemory:
         }
         longest = max(record.length for record in self._layers)
         lent = spread(min(len(self._layers), self._size // longest), len(self._layers))
-        # Where those of the target's lie, by their numbers in its stream.
+        # Memory of the target's layers, by their numbers in its stream.
         self.layers: Mapping[int, memoryview] = {
             number: memory[n * longest : n * longest + self._layers[number].length]
             for n, number in enumerate(lent)
         }
-        self._stream: LayerStream | None = None  # of layers
-        self._target: StreamSource | None = None  # which it reads
+        self._stream: LayerStream | None = None  # the target's
+        self._target: StreamSource | None = None  # the file of the stream
         self._load()
 
     @property
     def seconds(self) -> float:
-        """About how long it takes to read either."""
+        """Approximate time to read either."""
         return self._size / self._disk.bytes_per_second
 
     @property
     def can_be_lent(self) -> bool:
-        """Whether layers of the target may have it."""
+        """True if the memory may hold layers of the target."""
         return bool(self.layers) and not self._kept and not self._failed
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes that are read in each pass while layers of the target are here."""
+        """Bytes that each pass reads while the memory holds layers of the target."""
         return sum(layer.length for number, layer in enumerate(self._layers) if number not in self.layers)
 
     def serve(self, stream: LayerStream, file: PreparedFile, streamed: Sequence[str]) -> None:
-        """Say whose records `layers` are: a stream's of these records of a file, which may be a new one."""
+        """Set the stream and the file of the target's layers; the file may be a new one."""
         self._stream, self._target = stream, StreamSource(file.path)
         self._layers = [file.records[name] for name in streamed]
 
     def weight(self, matrix: str, kind: type[Weight]) -> Weight | None:
-        """The draft's matrix of that name, as it lies here; None where it does not."""
+        """The draft's matrix of that name in this memory; None if it is elsewhere."""
         found = [self._places.get(f"{matrix}.{field}") for field in kind._fields]
         views = [tensor_in(*one) for one in found if one is not None]
         return kind(*views) if len(views) == len(found) else None
 
     def lend(self) -> None:
-        """Have layers of the target here, between passes; nobody may ask the draft until it is back.
+        """Load the target's layers, between passes; the draft must not be used until it is back.
 
-        Where they cannot be read they are streamed as before, which is logged, until the draft is back.
+        If they cannot be read, they are streamed as before, with a log line, until the draft is back.
         """
         with self._turn:
             if self.can_be_lent and self.holder != "layers":
-                self.holder = "nobody"
+                self.holder = "neither"
                 self._failed = not self._moved([*self.layers], self._read_layers)
                 if not self._failed:
                     self.holder = "layers"
                     _LOG.info("%d more layers are in memory, in place of the draft", len(self.layers))
 
     def take_back(self) -> bool:
-        """Have the draft here, between passes of the target; returns whether it is.
+        """Load the draft, between passes of the target; return True on success.
 
-        Where it cannot be read, which is logged, all layers are streamed.
+        If it cannot be read, which is logged, all layers are streamed.
         """
         with self._turn:
             if self.holder != "draft":
-                self.holder = "nobody"
+                self.holder = "neither"
                 if self._moved([], self._read_draft):
                     self.holder, self._failed = "draft", False
                     _LOG.info("the draft is back in memory")
             return self.holder == "draft"
 
     def keep(self) -> None:
-        """Have the draft here for good, as more than one engine asks it."""
+        """Keep the draft permanently, since more than one engine uses it."""
         with self._turn:
             self._kept = True
             self.take_back()
 
     def _moved(self, pinned: Sequence[int], fill: Callable[[], None]) -> bool:
-        assert self._stream is not None, "only layers that are streamed come here"
+        assert self._stream is not None, "only streamed layers use this memory"
         try:
             self._stream.pin(pinned, fill)
         except ModelFileError as error:
-            _LOG.warning("a draft and layers of its target cannot change places: %s", error)
+            _LOG.warning("cannot exchange a draft and layers of its target: %s", error)
             return False
         return True
 
@@ -159,11 +159,11 @@ class LentMemory:
         self._read(self._draft, zip(self._memories, self._records, strict=True))
 
     def _read_layers(self) -> None:
-        assert self._target is not None, "only layers that are streamed come here"
+        assert self._target is not None, "only streamed layers use this memory"
         self._read(self._target, ((memory, self._layers[number]) for number, memory in self.layers.items()))
 
     def _read(self, source: StreamSource, records: Iterable[tuple[memoryview, Record]]) -> None:
-        """Read records, as quickly as the disk reads."""
+        """Read records at the disk's full speed."""
         piece = self._disk.piece
         pieces = [
             (memory[at : at + piece], record.offset + at)
@@ -176,6 +176,6 @@ class LentMemory:
 
 
 def tensor_in(memory: memoryview, place: Place) -> Tensor:
-    """A tensor of a record that lies in `memory`, whatever is there now."""
+    """A view of a record's tensor in `memory`, with any content."""
     count = int(np.prod(place.shape))
     return torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.offset).view(place.shape)

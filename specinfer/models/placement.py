@@ -1,4 +1,4 @@
-"""Which layers stay in memory and which stream through it: arithmetic on bytes alone."""
+"""Placement: which layers stay in memory and which are streamed; arithmetic on byte counts."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _MIB: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Placement:
-    """Layers that are pinned and layers that are streamed, within so many bytes of memory.
+    """Pinned and streamed layers within a memory limit.
 
-    Streamed ones are spread evenly over the model, so that readers have work while pinned layers compute.
+    Streamed layers are spread evenly over the model, so that readers work while pinned layers compute.
     """
 
-    memory: int  # bytes that the process may take
-    fixed: Mapping[str, int]  # bytes by name of what is there besides layers
-    layers: Sequence[int]  # bytes of each layer's record
-    buffers: int  # through which layers stream, each as large as the longest of them; 0: none streams
-    streamed: tuple[int, ...]  # numbers of layers
+    memory: int  # bytes that the process may use
+    fixed: Mapping[str, int]  # bytes by name, other than layers
+    layers: Sequence[int]  # bytes per layer
+    buffers: int  # buffers of streamed layers, each of the size of the largest; 0: none is streamed
+    streamed: tuple[int, ...]  # layer numbers
 
     @classmethod
     def within(
         cls, memory: int, fixed: Mapping[str, int], layers: Sequence[int], *, buffers: int = 2
     ) -> Self:
-        """The placement of these layers that streams the fewest bytes.
+        """The placement that streams the fewest bytes.
 
-        Raises CapacityError where `memory` holds not even what is fixed and the buffers. More memory never
-        streams more.
+        Raises CapacityError if `memory` cannot hold the fixed parts and the buffers. More memory never
+        streams more bytes.
         """
         ways = [
             cls(memory, fixed, layers, buffers if count else 0, spread(count, len(layers)))
@@ -47,12 +47,12 @@ class Placement:
 
     @cached_property
     def pinned(self) -> tuple[int, ...]:
-        """Numbers of the layers that stay."""
+        """Numbers of the layers that stay in memory."""
         return tuple(sorted(set(range(len(self.layers))).difference(self.streamed)))
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes that are read in each pass."""
+        """Bytes read in each pass."""
         return sum(self.layers[number] for number in self.streamed)
 
     @property
@@ -62,16 +62,16 @@ class Placement:
 
     @cached_property
     def resident_bytes(self) -> int:
-        """Bytes that are taken: what is fixed, pinned layers, buffers."""
+        """Bytes used by fixed parts, pinned layers and buffers."""
         pinned = sum(self.layers) - self.streamed_bytes
         return sum(self.fixed.values()) + pinned + self.buffer_bytes
 
     def seconds(self, bytes_per_second: float) -> float:
-        """How long the disk needs for a pass."""
+        """Disk time of a pass."""
         return self.streamed_bytes / bytes_per_second
 
-    def told(self, disk: DiskRate, folder: Path) -> str:
-        """What was decided and what a pass costs, in a line; `folder` is where the layers are read from."""
+    def summary(self, disk: DiskRate, folder: Path) -> str:
+        """The placement and its cost per pass in one line; `folder` holds the layers."""
         count = len(self.layers)
         if not self.streamed:
             return f"all {count} layers kept in memory"
@@ -97,12 +97,12 @@ class Placement:
 
 
 def spread(count: int, layers: int) -> tuple[int, ...]:
-    """So many numbers of layers, at distances as equal as they can be."""
+    """`count` numbers of layers, spaced as evenly as possible."""
     return tuple(n for n in range(layers) if (n + 1) * count // layers > n * count // layers)
 
 
 def _gib(size: int, *, up: bool = False) -> str:
-    """Bytes in words; `up` never tells less than there are."""
+    """Bytes as text; `up` rounds up."""
     unit, name = (_MIB << 10, "GiB") if size >= 10 * _MIB else (_MIB, "MiB")
     hundredths = -(-100 * size // unit) if up else 100 * size // unit
     return f"{hundredths / 100:.2f} {name}"

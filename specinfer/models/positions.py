@@ -1,4 +1,4 @@
-"""How a model knows positions, as pure data: rotary embeddings with their scalings, and ALiBi."""
+"""Positions as pure data: rotary embeddings with their scalings, and ALiBi."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specinfer.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's rope scaling: long wavelengths are divided by `factor`, short ones kept."""
+    """Llama 3.1's rope scaling: divides long wavelengths by `factor` and keeps short ones."""
 
     factor: float
     low_freq_factor: float
@@ -19,22 +19,22 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN: frequencies that turn rarely within the original context are divided by `factor`, others kept."""
+    """YaRN: divides frequencies with few turns within the original context by `factor`, and keeps others."""
 
     factor: float
     original_context: int
-    attention_factor: float  # cos and sin are multiplied by it
-    beta_fast: float = 32.0  # frequencies that turn more often than this are kept
-    beta_slow: float = 1.0  # those that turn less often are divided; between the two there is a ramp
+    attention_factor: float  # factor of cos and sin
+    beta_fast: float = 32.0  # frequencies with more turns than this are kept
+    beta_slow: float = 1.0  # those with fewer are divided; there is a ramp in between
     truncate: bool = True  # the ends of the ramp are whole frequencies
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicScaling:
-    """NTK scaling that begins behind the original context: theta grows with a token's position.
+    """NTK scaling beyond the original context: theta grows with a token's position.
 
-    The token at position p is rotated as in a text that ends with it, of p + 1 tokens. So a rotation depends
-    on its position alone, and a key that is cached stays right.
+    The token at position p is rotated as in a text of p + 1 tokens that ends with it. So a rotation depends
+    on its position alone, and cached keys stay valid.
     """
 
     factor: float
@@ -43,22 +43,22 @@ class DynamicScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRope:
-    """LongRoPE: frequencies are divided by factors of their own, and there are two sets of these.
+    """LongRoPE: divides each frequency by its own factor, from one of two sets.
 
-    One set is for texts of up to the original context, the other for longer ones. A key that is cached must
-    stay right while its text grows, so a model that is open has one set (`ModelConfig.for_texts_of`).
+    One set is for texts up to the original context, the other for longer ones. Cached keys must stay valid
+    while a text grows, so an open model uses one set (`ModelConfig.for_texts_of`).
     """
 
     short: tuple[float, ...]
     long: tuple[float, ...]
     original_context: int
-    extended_context: int  # of the longest texts there may be
-    attention_factor: float  # cos and sin are multiplied by it, whichever set it is
-    extended: bool = False  # which set it is: False: the short one
+    extended_context: int  # maximum length of a text
+    attention_factor: float  # factor of cos and sin, for both sets
+    extended: bool = False  # False: the short set
 
     @property
     def divisors(self) -> tuple[float, ...]:
-        """What frequencies are divided by."""
+        """The factors that frequencies are divided by."""
         return self.long if self.extended else self.short
 
 
@@ -73,34 +73,34 @@ class Rope:
     yarn: YarnScaling | None = None
     dynamic: DynamicScaling | None = None
     longrope: LongRope | None = None
-    # Elements of a head that are rotated; the others stay as they are. None: all. Pair i is elements i and
-    # i + head_dim / 2 even so: model files are read in that order (sources.py).
+    # Number of rotated elements of a head; None: all. Pair i is elements i and i + head_dim / 2 in any case,
+    # since model files are read in that order (sources.py).
     rotated: int | None = None
 
     @property
     def attention_factor(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor of cos and sin."""
         scaling = self.yarn or self.longrope
         return 1.0 if scaling is None else scaling.attention_factor
 
 
 @dataclass(frozen=True, slots=True)
 class Alibi:
-    """ALiBi (Press et al., 2022): each head's scores fall with the distance of a key, in place of rope.
+    """ALiBi (Press et al., 2022): each head's scores decrease with the distance of a key, in place of rope.
 
-    Distances are those along a row's own path.
+    Distances are along a row's own path.
     """
 
-    slopes: tuple[float, ...]  # of each query head
-    # Falcon adds slope * position of the key to scores before they are scaled, both rounded to bfloat16.
+    slopes: tuple[float, ...]  # per query head
+    # Falcon adds slope * position of the key to scores before scaling, both rounded to bfloat16.
     rounded: bool = False
 
     @classmethod
     def of(cls, heads: int, *, steepest: float = 8.0, rounded: bool = False) -> Alibi:
-        """The slopes of so many heads as the paper has them: 2 ** (-steepest * i / heads), i = 1, 2, ...
+        """The paper's slopes for `heads` heads: 2 ** (-steepest * i / heads), i = 1, 2, ...
 
-        Where `heads` is no power of two, they are every other one of the next power's, and as many of the
-        rest as are needed. `steepest` is MPT's `alibi_bias_max`.
+        If `heads` is not a power of two, they are every other slope of the next power, then as many of the
+        rest as needed. `steepest` is MPT's `alibi_bias_max`.
         """
         power = 1 << (heads - 1).bit_length()
         all_of_them = [2.0 ** (-steepest * i / power) for i in range(1, power + 1)]
@@ -109,7 +109,7 @@ class Alibi:
 
 
 def check_rope(rope: Rope, head_dim: int) -> None:
-    """Raise ModelError where an embedding does not fit heads of that size."""
+    """Raise ModelError if an embedding does not fit heads of that size."""
     rotated = head_dim if rope.rotated is None else rope.rotated
     if head_dim % 2:
         raise ModelError(f"head size {head_dim} is odd; rotary embeddings need an even one")

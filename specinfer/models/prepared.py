@@ -1,18 +1,18 @@
-"""A model's matrices on disk as its products read them: made once, then read straight into place.
+"""Prepared files: a model's matrices on disk in the layout of its products, made once and read in place.
 
-One safetensors file per model, kind and dtype of activations. (To quantize a large model takes minutes, to
-dequantize and cast the embeddings of a large vocabulary half of every start.) Its unit is a record: the
-matrices of a layer, say, one behind the other as the layer asks for them, so that one read of whole pages
-brings all of them.
+There is one safetensors file per model, kind and dtype of activations. (Quantizing a large model takes
+minutes, and dequantizing and casting the embeddings of a large vocabulary takes half of every start.) Its
+unit is a record, for example the matrices of a layer in order of use, so that one read of whole pages loads
+all of them.
 
-    header                 2^20 bytes or more, so that records begin and end at pages
-    model.embed_tokens     a record; its tensors begin at 64 bytes
+    header                 2^20 bytes or more, so that records start and end at pages
+    model.embed_tokens     a record; its tensors are aligned to 64 bytes
     lm_head
-    model.layers.0         tensors called padding.N fill the holes
+    model.layers.0         tensors named padding.N fill the gaps
 
-The header says what the file was made from, and has checksums of itself, of every record and of every tensor.
-So a file of another model, version or length is not opened, and damage is found when it is read; either way
-the file is made anew.
+The header identifies the source of the file, and has checksums of itself, of every record and of every
+tensor. So a file of another model, version or length is not opened, and damage is detected when it is read.
+In both cases the file is made again.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from specinfer.hub.model_files import files_of
 from specinfer.kernels.disk import StreamSource, aligned
 from specinfer.kernels.layout import Int4Weight, Weight
 
-_VERSION: Final = 4  # of what the numbers mean and how they lie; a file of another is made anew
-_PAGE: Final = 4096  # at which records begin and end, for readers that go past the system's cache
-_LINE: Final = 64  # at which tensors begin
-_PIECE: Final = 1 << 20  # bytes that are read at a time
-_HEADER: Final = 1 << 20  # bytes before the first record, at least
-_MOST_HEADER: Final = 1 << 28
+_VERSION: Final = 4  # version of the numbers and their layout; files of other versions are made again
+_PAGE: Final = 4096  # alignment of records, for readers that bypass the page cache
+_LINE: Final = 64  # alignment of tensors
+_PIECE: Final = 1 << 20  # bytes per read
+_HEADER: Final = 1 << 20  # minimum bytes before the first record
+_MAX_HEADER: Final = 1 << 28
 _UNKNOWN: Final = b'"header":"00000000"'  # a header before its own checksum is known
 _KNOWN: Final = re.compile(rb'"header":"([0-9a-f]{8})"')
 _LAYER: Final = re.compile(r"(.*?\blayers\.\d+)\.")
@@ -63,7 +63,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in its record."""
+    """The place of a tensor in its record."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -75,21 +75,21 @@ class Record(NamedTuple):
 
     offset: int  # in the file; this and the length are multiples of a page
     length: int
-    crc: int  # of all its bytes
-    tensors: Mapping[str, Place]  # in their order, without what fills holes
+    crc: int  # checksum of all its bytes
+    tensors: Mapping[str, Place]  # in order, without padding
 
 
 def prepared_path(model: Path, kind: str, dtype: torch.dtype, folder: Path | None = None) -> Path:
-    """Where the file of a model lies: in `folder`, by default of the user's cache."""
+    """The path of a model's prepared file: in `folder`, by default in the user's cache."""
     place = hashlib.sha256(str(model.resolve()).encode()).hexdigest()[:12]
     name = f"{model.name.removesuffix('.gguf')}-{kind}-{_NAMES[dtype].lower()}-{place}.safetensors"
     return (folder or cache_dir() / "prepared") / name
 
 
 def identity(model: Path, kind: str, dtype: torch.dtype, borrowed: Path | None = None) -> dict[str, str]:
-    """What a file is made from: names, sizes and times of the model's files, and how.
+    """The source of a prepared file: names, sizes and times of the model's files, and the kind.
 
-    `borrowed` is another model of which some tensors are.
+    `borrowed` is another model that provides some of the tensors.
     """
     states = [_state(path) for path in (model, *([] if borrowed is None else [borrowed]))]
     return {
@@ -108,7 +108,7 @@ def _state(model: Path) -> list[object]:
 
 
 class PreparedFile:
-    """An open prepared file: where its tensors lie, and none of their numbers."""
+    """An open prepared file: the places of its tensors, without their values."""
 
     def __init__(
         self,
@@ -118,25 +118,25 @@ class PreparedFile:
         largest: Mapping[str, float],
     ) -> None:
         self.path = path
-        self.records = records  # by name, in their order
-        self.largest = largest  # of each int4 matrix: its largest scale
+        self.records = records  # by name, in order
+        self.largest = largest  # largest scale of each int4 matrix
         self._checksums = checksums
         self._record_of = {tensor: record for record in records.values() for tensor in record.tensors}
 
     @classmethod
     def open(cls, path: Path, wanted: Mapping[str, str]) -> Self | None:
-        """The file at `path`, if it is whole and was made from what is `wanted`; else None."""
+        """The file at `path`, if it is complete and was made from the `wanted` source; else None."""
         try:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
-                text = file.read(length) if length < _MOST_HEADER else b""
+                text = file.read(length) if length < _MAX_HEADER else b""
                 size = file.seek(0, os.SEEK_END)
             entries = json.loads(_verified(text))
             made_from: dict[str, str] = entries.pop("__metadata__")
             del made_from["header"]
             ours = [json.loads(made_from.pop(name)) for name in ("records", "checksums", "largest")]
         except (OSError, ValueError, KeyError):
-            return None  # no such file, or no header of ours
+            return None  # no such file, or not a prepared file
         records, checksums, largest = ours
         if made_from != wanted or size != max(offset + length for offset, length, _ in records.values()):
             return None
@@ -144,12 +144,12 @@ class PreparedFile:
         return cls(path, _with_tensors(records, entries, 8 + length), checksums, largest)
 
     def read(self, name: str, into: Weight) -> None:
-        """Fill `into` with that matrix; raises DamagedFileError unless it is what was written."""
+        """Fill `into` with that matrix; raises DamagedFileError if its checksum does not match."""
         for field, tensor in zip(into._fields, into, strict=True):
             self._read(f"{name}.{field}", tensor)
 
     def check(self, record: Record) -> None:
-        """Read a record, which stays out of the page cache; raises DamagedFileError as `read`."""
+        """Read a record, bypassing the page cache; raises DamagedFileError as `read`."""
         piece, crc = aligned(min(_PIECE, record.length)), 0
         try:
             source = StreamSource(self.path)
@@ -158,7 +158,7 @@ class PreparedFile:
                 source.read_into(part, record.offset + begin)
                 crc = zlib.crc32(part, crc)
         except ModelFileError as error:
-            raise DamagedFileError(f"{self.path}: it cannot be read ({error})") from error
+            raise DamagedFileError(f"{self.path} cannot be read ({error})") from error
         if crc != record.crc:
             raise DamagedFileError(f"{self.path}: a record has a wrong checksum; the disk may be failing")
 
@@ -176,10 +176,10 @@ class PreparedFile:
 
 
 class NewPreparedFile:
-    """A prepared file in the making, which appears at its path when `finish` is called.
+    """A prepared file being written, which appears at its path after `finish`.
 
-    A context manager: a file that is not finished is removed. Where it cannot be written `failed` is told;
-    should that return, everything else happens as if it could.
+    A context manager, which removes an unfinished file. If it cannot be written, `failed` is called; if that
+    returns, everything else continues without the file.
     """
 
     def __init__(
@@ -190,15 +190,15 @@ class NewPreparedFile:
         size: int,
         failed: Callable[[OSError], None],
     ) -> None:
-        """The file is made of these `tensors` of a model, whose matrices will take `size` bytes at most."""
+        """`tensors` are a model's tensors, whose matrices take at most `size` bytes."""
         self._path = path
         self._made_from = made_from
         self._failed = failed
-        self._room = _header_room(tensors)
-        self._needed = size + self._room + 2 * _PAGE * len(tensors)
-        self._end = self._room
-        self._record, self._start, self._crc = "", 0, 0  # the one that grows now
-        self._records: dict[str, tuple[int, int, int]] = {}  # those that are whole: offset, length, checksum
+        self._header_bytes = _header_size(tensors)
+        self._needed = size + self._header_bytes + 2 * _PAGE * len(tensors)
+        self._end = self._header_bytes
+        self._record, self._start, self._crc = "", 0, 0  # the current record
+        self._records: dict[str, tuple[int, int, int]] = {}  # complete records: offset, length, checksum
         self._entries: dict[str, Any] = {}
         self._checksums: dict[str, int] = {}
         self._largest: dict[str, float] = {}
@@ -213,7 +213,7 @@ class NewPreparedFile:
                     f"{folder} has {free / 1e9:.2f} GB free"
                 )
             self._file = NewFile(self._path)
-            self._file.seek(self._room)
+            self._file.seek(self._header_bytes)
         except OSError as error:
             self._give_up(error)
         return self
@@ -226,7 +226,7 @@ class NewPreparedFile:
             self._file = None
 
     def write(self, name: str, weight: Weight) -> None:
-        """Write a matrix down, behind the one before."""
+        """Append a matrix."""
         if self._file is None:
             return
         try:
@@ -244,13 +244,13 @@ class NewPreparedFile:
             self._largest[name] = float(weight.scales.max())
 
     def finish(self) -> None:
-        """Write the header, and give the file its name; that of an older version is removed."""
+        """Write the header, give the file its name, and remove the file of an older version."""
         if self._file is None:
             return
         try:
             self._end_record()
             self._file.seek(0)
-            self._file.write((self._room - 8).to_bytes(8, "little") + self._header())
+            self._file.write((self._header_bytes - 8).to_bytes(8, "little") + self._header())
             self._file.keep()
         except OSError as error:
             self._give_up(error)
@@ -267,20 +267,20 @@ class NewPreparedFile:
             "largest": json.dumps(self._largest),
         }
         text = json.dumps({"__metadata__": made_from, **self._entries}, separators=(",", ":")).encode()
-        if len(text) > self._room - 8:
-            raise OSError(f"its header would take {len(text)} bytes of {self._room - 8}")
-        text = text.ljust(self._room - 8)
+        if len(text) > self._header_bytes - 8:
+            raise OSError(f"its header would take {len(text)} bytes of {self._header_bytes - 8}")
+        text = text.ljust(self._header_bytes - 8)
         return text.replace(_UNKNOWN, f'"header":"{zlib.crc32(text):08x}"'.encode(), 1)
 
     def _record_for(self, matrix: str) -> str:
-        """The record a matrix belongs to: its layer's, or one of its own."""
+        """The record of a matrix: its layer's, or a separate one."""
         names = matrix.split("+")
         layer, *others = {found[1] if (found := _LAYER.match(name)) else "" for name in names}
         if layer and not others and layer not in self._records:
             return layer
         taken = {*self._records, self._record}
         own = names[0].removesuffix(".weight")
-        choices = (own, "lm_head", f"{own}.{len(taken)}")  # the second: where the first embeds tokens, too
+        choices = (own, "lm_head", f"{own}.{len(taken)}")  # lm_head: if the table is used for embeddings, too
         return next(choice for choice in choices if choice not in taken)
 
     def _end_record(self) -> None:
@@ -300,7 +300,7 @@ class NewPreparedFile:
         self._entries[name] = {
             "dtype": dtype,
             "shape": list(shape),
-            "data_offsets": [begin - self._room, self._end - self._room],
+            "data_offsets": [begin - self._header_bytes, self._end - self._header_bytes],
         }
 
     def _give_up(self, error: OSError) -> None:
@@ -316,9 +316,9 @@ def made_once(
     size: int,
     failed: Callable[[OSError], None],
 ) -> Iterator[PreparedFile | NewPreparedFile]:
-    """The file, where another process has made it meanwhile, or a new one, as NewPreparedFile says.
+    """The existing file, if another process has made it, or a NewPreparedFile.
 
-    One process at a time is in this block; the others wait, and say so.
+    One process at a time is in this block; others wait and log it.
     """
     new = NewPreparedFile(path, made_from, tensors, size, failed)
     with ExitStack() as stack:
@@ -326,14 +326,14 @@ def made_once(
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = path.with_name(f"{path.name}.lock")
             stack.enter_context(
-                locked(lock, lambda: _LOG.warning("waiting for a process that makes %s", path))
+                locked(lock, lambda: _LOG.warning("waiting for another process to make %s", path))
             )
         except OSError as error:
             failed(error)
         else:
             for remains in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
                 with suppress(OSError):
-                    remains.unlink()  # of a process that was killed, as nobody else has the lock
+                    remains.unlink()  # left by a killed process, since this process holds the lock
             if (kept := PreparedFile.open(path, made_from)) is not None:
                 yield kept
                 return
@@ -341,15 +341,15 @@ def made_once(
         yield new
 
 
-def _header_room(tensors: Collection[str]) -> int:
-    """Bytes before the first record, the eight of the header's length among them."""
-    # A matrix has three tensors at most, with an entry, a checksum and a hole behind each.
-    most = (1 << 17) + sum(6 * len(name) + 1000 for name in tensors)
-    return max(_HEADER, -(-most // _PAGE) * _PAGE)
+def _header_size(tensors: Collection[str]) -> int:
+    """Bytes before the first record, including the eight of the header's length."""
+    # A matrix has at most three tensors, each with an entry, a checksum and a gap after it.
+    needed = (1 << 17) + sum(6 * len(name) + 1000 for name in tensors)
+    return max(_HEADER, -(-needed // _PAGE) * _PAGE)
 
 
 def _verified(header: bytes) -> bytes:
-    """A header that has its own checksum; raises ValueError where that is another."""
+    """Check a header's checksum; raises ValueError if it does not match."""
     found = _KNOWN.search(header)
     if found is None or zlib.crc32(header.replace(found[0], _UNKNOWN, 1)) != int(found[1], 16):
         raise ValueError("the header is damaged")
@@ -359,7 +359,7 @@ def _verified(header: bytes) -> bytes:
 def _with_tensors(
     records: Mapping[str, tuple[int, int, int]], entries: Mapping[str, Any], start: int
 ) -> dict[str, Record]:
-    """Records, of offset, length and checksum, with those tensors that lie in them, counted from `start`."""
+    """Records of offset, length and checksum, with their tensors, whose entries count from `start`."""
     found: list[dict[str, Place]] = [{} for _ in records]
     offsets = [offset for offset, _, _ in records.values()]
     for name, entry in entries.items():
@@ -374,9 +374,9 @@ def _with_tensors(
 
 
 def _read_by_pieces(path: Path, start: int, into: NDArray[np.uint8]) -> None:
-    """As read_exactly, by way of memory that stays in a CPU's cache.
+    """As read_exactly, through memory that stays in a CPU's cache.
 
-    Reading into large pages that nobody has touched took longer in a virtual machine.
+    Reading directly into untouched large pages took longer in a virtual machine.
     """
     piece = np.empty(min(_PIECE, len(into)), np.uint8)
     for at in range(0, len(into), _PIECE):
@@ -391,6 +391,6 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _checksum(name: str, tensor: Tensor) -> int:
-    """Of what a tensor is called, of what kind it is, and of its bytes."""
+    """A checksum of a tensor's name, dtype, shape and bytes."""
     kind = f"{name} {_NAMES[tensor.dtype]} {list(tensor.shape)}"
     return zlib.crc32(_bytes(tensor), zlib.crc32(kind.encode()))

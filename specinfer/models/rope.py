@@ -1,6 +1,6 @@
-"""Rotary position embeddings (RoFormer), the half-split form all Hugging Face models use.
+"""Rotary position embeddings (RoFormer), in the half-split form of Hugging Face models.
 
-Shapes: T rows, H head size, F frequencies, of which there is one for each pair of elements that is rotated.
+Shapes: T rows, H head size, F frequencies, one per rotated pair of elements.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from specinfer.attention.backend import Rotation
 from specinfer.models.positions import DynamicScaling, Llama3Scaling, Rope, YarnScaling
 
-_FEWEST: Final = 512  # positions that rotations are made of at once
+_MIN_POSITIONS: Final = 512  # minimum number of tabulated positions
 
 
 class RotaryEmbedding:
-    """One rotary embedding on a device: rotations of any positions, each a function of its position alone."""
+    """Rotations of any positions on a device; each is a function of its position alone."""
 
     __slots__ = ("_dynamic", "_exponents_F", "_frequencies_F", "_scale_F", "_theta")
 
@@ -36,15 +36,15 @@ class RotaryEmbedding:
 
     @property
     def device(self) -> torch.device:
-        """Where its rotations are made."""
+        """The device of its rotations."""
         return self._frequencies_F.device
 
     def at(self, positions: Tensor) -> Rotation:
-        """The rotations of rows at these positions, of any shape: cos and sin are [..., H / 2]."""
+        """The rotations at these positions, of any shape: cos and sin are [..., H / 2]."""
         places = positions.to(torch.float32)[..., None]
         angles = places * self._frequencies_F
         if self._dynamic is not None:
-            angles = self._behind_the_original(positions, places, angles, self._dynamic)
+            angles = self._extended(positions, places, angles, self._dynamic)
         cos, sin = angles.cos(), angles.sin()
         return (
             Rotation(cos, sin)
@@ -52,10 +52,8 @@ class RotaryEmbedding:
             else Rotation(cos * self._scale_F, sin * self._scale_F)
         )
 
-    def _behind_the_original(
-        self, positions: Tensor, places: Tensor, angles: Tensor, scaling: DynamicScaling
-    ) -> Tensor:
-        """The angles, but for rows behind the original context those by a theta of their own."""
+    def _extended(self, positions: Tensor, places: Tensor, angles: Tensor, scaling: DynamicScaling) -> Tensor:
+        """Replace the angles of rows beyond the original context, which have their own theta."""
         size = 2 * len(self._exponents_F)
         length = (positions + 1).clamp(min=scaling.original_context)
         grown = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
@@ -66,17 +64,17 @@ class RotaryEmbedding:
 
 
 def rotations(embeddings: Sequence[RotaryEmbedding], longest: int, positions: int) -> list[Rotation]:
-    """For each of these the rotations of positions 0, 1, ...: so many, and some that are to come.
+    """For each embedding the rotations of positions 0, 1, ...: at least `positions`, and spare ones.
 
-    A text has `longest` positions at most.
+    A text has at most `longest` positions.
     """
-    to_come = 1 << (max(positions, _FEWEST) - 1).bit_length()
+    to_come = 1 << (max(positions, _MIN_POSITIONS) - 1).bit_length()
     count = max(positions, min(to_come, longest))
     return [one.at(torch.arange(count, device=one.device)) for one in embeddings]
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """The angle per position of each pair of elements, [head_dim / 2], float32; 0 where none is rotated."""
+    """The angle per position of each pair of elements, [head_dim / 2], float32; 0 for unrotated pairs."""
     exponents = _exponents(rope, head_dim)
     frequencies = 1.0 / rope.theta**exponents
     if rope.llama3 is not None:
@@ -90,17 +88,17 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _exponents(rope: Rope, head_dim: int) -> Tensor:
-    """Minus the power of theta that each frequency is, [rotated / 2]."""
+    """Negated exponents of theta for each frequency, [rotated / 2]."""
     size = head_dim if rope.rotated is None else rope.rotated
     return torch.arange(0, size, 2, dtype=torch.float32) / size
 
 
 def _yarn(rope: Rope, scaling: YarnScaling, exponents: Tensor) -> Tensor:
-    """YaRN: keep frequencies that turn often within the original context, divide those that do not."""
+    """YaRN: keep frequencies with many turns within the original context, divide the others."""
     size = 2 * len(exponents)
 
     def dimension(turns: float) -> float:
-        """Which one turns so often."""
+        """The dimension with that number of turns."""
         return size * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)

@@ -1,7 +1,7 @@
-"""Rotary embeddings in config.json and in GGUF metadata <-> Rope.
+"""Converts rotary embeddings in config.json and GGUF metadata to Rope, and back.
 
-transformers 4 writes rope_theta, rope_scaling and partial_rotary_factor beside the other fields;
-transformers 5 writes all of them into rope_parameters, where layers differ with an entry for each kind.
+transformers 4 writes rope_theta, rope_scaling and partial_rotary_factor next to the other fields;
+transformers 5 writes all of them into rope_parameters, with an entry per kind of layer if layers differ.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ ROPE_TENSORS: Final = ("rope_freqs.weight", "rope_factors_short.weight", "rope_f
 
 
 def rope_from_hf(c: Fields, head_dim: int, *, theta: float = 10000.0) -> Rope:
-    """The embedding of a model with one of them; `theta` is that of a config that names none.
+    """The embedding of a model with a single one; `theta` is the default.
 
-    Raises ModelError on anything unsupported.
+    Raises ModelError for anything unsupported.
     """
     parameters = c.get("rope_parameters")
     if parameters is None:
@@ -38,9 +38,9 @@ def rope_from_hf(c: Fields, head_dim: int, *, theta: float = 10000.0) -> Rope:
 
 
 def ropes_by_layer_type(c: Fields, head_dim: int, *, theta: float, local_theta: float) -> tuple[Rope, Rope]:
-    """The embedding of layers that see everything, and that of layers with a window.
+    """The embeddings of layers without a window, and of layers with one.
 
-    Raises ModelError on anything unsupported.
+    Raises ModelError for anything unsupported.
     """
     parameters = c.get("rope_parameters")
     if parameters is None:
@@ -61,27 +61,27 @@ def ropes_by_layer_type(c: Fields, head_dim: int, *, theta: float, local_theta: 
     return of_all, local
 
 
-def longest_text(rope: Rope | None, said: int) -> int:
-    """The tokens of the longest text, of a model whose config says so many.
+def longest_text(rope: Rope | None, given: int) -> int:
+    """The maximum tokens of a text, for a config with a maximum of `given` tokens.
 
-    Such configs often hold the context before it was extended: YaRN and dynamic scaling are what extends it.
-    Of LongRoPE it is the original context, until somebody asks for more (`ModelConfig.for_texts_of`).
+    Configs often hold the context before its extension by YaRN or dynamic scaling. For LongRoPE it is the
+    original context, unless more is requested (`ModelConfig.for_texts_of`).
     """
     if rope is not None and rope.longrope is not None:
-        return min(said, rope.longrope.original_context)
+        return min(given, rope.longrope.original_context)
     scaling = None if rope is None else rope.yarn or rope.dynamic
-    return said if scaling is None else max(said, int(scaling.factor * scaling.original_context))
+    return given if scaling is None else max(given, int(scaling.factor * scaling.original_context))
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
-    """What cos and sin are multiplied by for YaRN of this factor, where the model says nothing else."""
+    """The default factor of cos and sin for YaRN."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def rope_to_hf(rope: Rope) -> dict[str, object] | None:
-    """rope_scaling as transformers 4 and 5 read it; None where there is none.
+    """rope_scaling as read by transformers 4 and 5; None if there is none.
 
-    Raises ModelError for embeddings that it has no words for.
+    Raises ModelError for embeddings that it cannot express.
     """
     if rope.rotated is not None or rope.divisors is not None or rope.longrope is not None:
         raise ModelError(
@@ -149,7 +149,7 @@ def _llama3(p: Fields, c: Fields, theta: float, rotated: int | None) -> Rope:
 def _dynamic(p: Fields, c: Fields, theta: float, rotated: int | None) -> Rope:
     factor = positive(p, "factor")
     if factor < 1:
-        raise ModelError(f"factor is {factor}; allowed of dynamic rope scaling: 1 or more")
+        raise ModelError(f"factor is {factor}; allowed for dynamic rope scaling: 1 or more")
     # transformers reads no other length for this kind.
     return Rope(theta, dynamic=DynamicScaling(factor, count(c, "max_position_embeddings")), rotated=rotated)
 
@@ -197,7 +197,7 @@ def _longrope(p: Fields, c: Fields, theta: float, rotated: int | None) -> Rope:
 
 
 def longrope_attention_factor(factor: float, original: int) -> float:
-    """What cos and sin are multiplied by for LongRoPE of this factor, where the model says nothing else."""
+    """The default factor of cos and sin for LongRoPE."""
     return 1.0 if factor <= 1 or original <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
@@ -209,7 +209,7 @@ def _factors(p: Fields, key: str) -> tuple[float, ...]:
 
 
 def _original(p: Fields, c: Fields) -> int:
-    """The context before it was extended; the field beside the parameters wins, as in transformers."""
+    """The context before its extension; the field next to the parameters wins, as in transformers."""
     name = "original_max_position_embeddings"
     return count(c, name, count(p, name, count(c, "max_position_embeddings")))
 
@@ -231,7 +231,7 @@ def rope_from_gguf(
     tensors: Mapping[str, tuple[float, ...]],
     rotated: int | None,
 ) -> Rope:
-    """The embedding as llama.cpp computes it; `context` is the longest text's, `tensors` are ROPE_TENSORS."""
+    """The embedding as computed by llama.cpp; `context` is the maximum length, `tensors` are ROPE_TENSORS."""
     theta = positive(c, "rope.freq_base", theta)
     divisors, short, long = map(tensors.get, ROPE_TENSORS)
     kind = c.get("rope.scaling.type", "linear" if "rope.scale_linear" in c else "none")
@@ -240,7 +240,7 @@ def rope_from_gguf(
         if short is None or long is None or divisors is not None or kind not in ("none", "longrope"):
             raise ModelError(
                 f"the GGUF file has {', '.join(tensors)} and {kind!r} scaling; supported: rope_factors_short "
-                "and rope_factors_long together, and nothing else"
+                "and rope_factors_long together, without other scaling"
             )
         original = count(c, "rope.scaling.original_context_length", context)
         return Rope(

@@ -1,7 +1,7 @@
-"""Hugging Face folders: config.json and safetensors files, read by row ranges, and written.
+"""Hugging Face folders: reads config.json and row ranges of safetensors files, and writes folders.
 
-A safetensors file is an 8-byte length, a JSON header of that length, and the tensors' bytes. It is read, not
-mapped, so that no page of it stays in memory beside the weights. A written file is whole or not there.
+A safetensors file is an 8-byte length, a JSON header of that length, and the tensors' bytes. Files are
+read, not mapped, so that their pages take no memory besides the weights. Files are written atomically.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float1
 EAGLE_3: Final = "EAGLE-3"
 _MAX_HEADER = 100 << 20  # the format's own limit
 _MOST_BYTES: Final = 1 << 62
-_KEPT: Final = 2  # experts that are in memory: one for each thread that reads
-# Tables and masks that older files carry along, and a version number of OPT's: nothing computes with them.
+_KEPT: Final = 2  # experts in memory, one for each thread that reads
+# Tables and masks in files of older versions, and a version number of OPT's; not used.
 _UNUSED: Final = re.compile(
     r"(?:\.rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|\.masked_bias|\.attn\.bias|\.attention\.bias"
     r"|decoder\.version)$"
@@ -56,9 +56,9 @@ _UNUSED: Final = re.compile(
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], *, mode: int = 0o644) -> None:
-    """Write these tensors, on the CPU and contiguous, to `path`, which gets its name when it is whole.
+    """Write these tensors, on the CPU and contiguous, to `path` atomically.
 
-    `mode` is who may read and write it. Raises OSError.
+    `mode` is the file's permissions. Raises OSError.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -83,7 +83,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], *, mode: int = 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies in a file."""
+    """The place of a tensor in a file."""
 
     path: Path
     dtype: torch.dtype
@@ -92,17 +92,17 @@ class TensorEntry:
     row_bytes: int
 
     def stacked(self) -> TensorEntry:
-        """The same, matrices of several experts one below the other."""
+        """The tensor with matrices of several experts concatenated by rows."""
         return self.joined() if len(self.shape) > 2 else self
 
     def joined(self) -> TensorEntry:
-        """The same with its first two dimensions as one."""
+        """The tensor with its first two dimensions merged."""
         experts, rows, *rest = self.shape
         return replace(self, shape=(experts * rows, *rest), row_bytes=math.prod(rest) * self.dtype.itemsize)
 
     def read_rows(self, start: int, stop: int) -> Tensor:
-        """Rows start..stop, on the CPU, in the file's dtype; raises ModelFileError where the file ends."""
-        if not (stop - start) * self.row_bytes:  # which cannot be viewed as another dtype
+        """Rows start..stop, on the CPU, in the file's dtype; raises ModelFileError if the file ends."""
+        if not (stop - start) * self.row_bytes:  # empty tensors cannot be viewed as another dtype
             return torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
         data = np.empty((stop - start) * self.row_bytes, dtype=np.uint8)
         read_exactly(self.path, self.offset + start * self.row_bytes, data.data)
@@ -112,8 +112,8 @@ class TensorEntry:
 class SafetensorsFolder:
     """An open model folder: its config, and its tensors under the decoder's names.
 
-    Raises ModelFileError where a file is missing, truncated or damaged, ModelError where config.json asks for
-    the unsupported.
+    Raises ModelFileError if a file is missing, truncated or damaged, ModelError if config.json requires an
+    unsupported feature.
     """
 
     def __init__(self, path: Path, weights: Sequence[Path]) -> None:
@@ -137,8 +137,8 @@ class SafetensorsFolder:
         self._entries = {name: _stack(name, one, family.names, last) for name, one in bare.items()}
         shapes = {name: entry.shape for name, entry in self._entries.items()}
         self._sources = Sources(path, family.names, shapes, config)
-        # As in transformers: embeddings and output layer are one where the config says so, unless the files
-        # have both. Where these are equal nothing but memory tells the difference.
+        # As in transformers: the config can tie embeddings and output layer, unless the files have both. If
+        # the two are equal, only memory use differs.
         both = "lm_head.weight" in self._sources
         self.config = replace(config, tie_embeddings=config.tie_embeddings and not both)
 
@@ -148,13 +148,13 @@ class SafetensorsFolder:
         return self._sources.shapes
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """The dtype of a tensor in the file; None where it is quantized."""
+        """The dtype of a tensor in the file; None if it is quantized."""
         return self._entries[self._sources[name].name].dtype
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop of a tensor, on the CPU, in the decoder's order.
 
-        They are in the file's dtype, or float32 where the tensor is quantized.
+        The dtype is the file's, or float32 if the tensor is quantized.
         """
         return self._sources.read(name, self._read, start, stop)
 
@@ -162,7 +162,7 @@ class SafetensorsFolder:
         return self._entries[there].read_rows(start, stop)
 
     def int4_reader(self, name: str) -> Callable[[int, int], Tensor] | None:
-        """As PackedFile says."""
+        """Implements PackedFile.int4_reader."""
         source = self._sources[name]
         matrix = self._entries[source.name]
         if not isinstance(matrix, IntegerMatrix) or source.transposed:
@@ -174,10 +174,10 @@ class SafetensorsFolder:
 
 
 class TurnedStack:
-    """Matrices of all experts with rows and columns exchanged, one below the other: a StoredTensor."""
+    """Transposed matrices of all experts, concatenated by rows: a StoredTensor."""
 
     def __init__(self, tensor: TensorEntry, last: LastFew[Tensor]) -> None:
-        """`tensor` is [experts, columns, rows]; `last` has the experts of a folder that are in memory."""
+        """`tensor` is [experts, columns, rows]; `last` caches the folder's last few experts."""
         experts, inner, self._rows = tensor.shape
         self.path = tensor.path
         self.dtype: torch.dtype | None = tensor.dtype
@@ -200,9 +200,9 @@ class TurnedStack:
 
 
 def _stack(name: str, tensor: StoredTensor, names: Names, last: LastFew[Tensor]) -> StoredTensor:
-    """The same tensor, with what it has of several experts one below the other."""
+    """The tensor with parts of several experts concatenated by rows."""
     if not isinstance(tensor, TensorEntry):
-        return tensor  # of quantized numbers, which are matrices
+        return tensor  # quantized tensors are matrices already
     if len(tensor.shape) == 3 and name.endswith(tuple(names.turned_stacks)):
         return TurnedStack(tensor, last)
     if len(tensor.shape) == 2 and name.endswith(tuple(n for n in names.expert_stacks if n.endswith("bias"))):
@@ -211,9 +211,9 @@ def _stack(name: str, tensor: StoredTensor, names: Names, last: LastFew[Tensor])
 
 
 def head_kind(names: Collection[str]) -> str | None:
-    """What draft head has tensors of these names; None: they are of no EAGLE.
+    """The kind of draft head that has tensors of these names; None if it is not EAGLE.
 
-    Its authors' config.json may say no more than that it is a language model.
+    The names decide, since config.json of published heads may describe them as language models.
     """
     bare = {name.removeprefix("draft_model.").removeprefix("model.") for name in names}
     if "fc.weight" not in bare:
@@ -221,19 +221,19 @@ def head_kind(names: Collection[str]) -> str | None:
     if "d2t" in bare or "layers.0.hidden_norm.weight" in bare or "midlayer.hidden_norm.weight" in bare:
         return EAGLE_3
     first = {name.removeprefix("layers.0.") for name in bare if name.startswith("layers.0.")}
-    # Its one layer reads what fc makes of a token and a hidden state, and has no norm before it.
+    # Its only layer reads the output of fc, and has no norm before it.
     return "EAGLE-1 or 2" if first and "input_layernorm.weight" not in first else None
 
 
 def tensor_names(files: Sequence[Path]) -> list[str]:
-    """The names of the tensors of safetensors files; raises ModelFileError where a header is damaged."""
+    """The names of the tensors of safetensors files; raises ModelFileError if a header is damaged."""
     return [name for file in files for name in _read_header(file)[0]]
 
 
 def read_entries(files: Sequence[Path], dtypes: Mapping[str, torch.dtype] = FLOATS) -> dict[str, TensorEntry]:
-    """The tensors of safetensors files by name, all of these dtypes, but for those nothing computes with.
+    """The tensors of safetensors files by name, except unused ones; all must have these dtypes.
 
-    Raises ModelFileError where a file is damaged, or a name is in two of them.
+    Raises ModelFileError if a file is damaged, or two files have a tensor of the same name.
     """
     entries: dict[str, TensorEntry] = {}
     for file in files:
@@ -252,13 +252,13 @@ def read_entries(files: Sequence[Path], dtypes: Mapping[str, torch.dtype] = FLOA
 
 
 def _read_header(path: Path) -> tuple[dict[str, object], int, int]:
-    """What a file says of each tensor, where their bytes start, and how many it has in all."""
+    """A file's header, the offset of the tensors' bytes, and the file's size."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER):
             raise ModelFileError(
-                f"{path} is no safetensors file, or is truncated ({size} bytes); get it again"
+                f"{path} is not a safetensors file, or is truncated ({size} bytes); get it again"
             )
         raw = file.read(length)
     try:
@@ -285,7 +285,7 @@ def _entry(
         by = quantized_tensor(name)
         raise ModelFileError(
             f"{path}: tensor {name!r} is of type {kind[:20]}{f', as written by {by}' if by else ''}; "
-            f"supported: {', '.join(dtypes)}. How a model is quantized its config.json must say."
+            f"supported: {', '.join(dtypes)}. A quantized model needs quantization_config in config.json."
         )
     dtype, shape = dtypes[kind], tuple(extents)
     if end - begin != math.prod(shape) * dtype.itemsize:
@@ -303,16 +303,16 @@ def _entry(
 def _bare_names(
     entries: Mapping[str, StoredTensor], family: HfFamily, config: ModelConfig
 ) -> dict[str, StoredTensor]:
-    """The tensors by the names that the family's models alone have, but for those nothing computes with.
+    """The tensors under the names of a plain model of the family, without those of other modalities.
 
-    The text decoder may be a file's only one, saved without its head, or inside a model that also sees.
+    Files may have the text decoder alone, without its head, or inside a model with vision.
     """
     path = next(iter(entries.values())).path if entries else "the folder"
     for name in entries:
         if (by := quantized_tensor(name)) is not None:
             raise ModelFileError(
-                f"{path} is quantized, though its config.json does not say so: tensor {name!r} is as written "
-                f"by {by}, which is not read; {INSTEAD}"
+                f"{path} is quantized, but config.json does not declare it: tensor {name!r} was written "
+                f"by {by}, which is not supported; {INSTEAD}"
             )
     root, dot, anchor = family.embeddings.partition(".")
     root += dot
@@ -320,7 +320,7 @@ def _bare_names(
     prefix = next((p for p in prefixes if p + anchor in entries), None)
     if prefix is None:
         raise ModelFileError(
-            f"{path} has no tensor {family.embeddings}; it is no {config.family} language model"
+            f"{path} has no tensor {family.embeddings}; it is not a {config.family} language model"
         )
     found: dict[str, StoredTensor] = {}
     for name, entry in entries.items():
@@ -338,15 +338,15 @@ def _bare_names(
 def write_model(
     config: ModelConfig, tensors: Mapping[str, Tensor], folder: Path, *, tokenizer: ModelFiles
 ) -> None:
-    """Write config, weights (bfloat16) and the tokenizer of a decoder, each whole or not at all.
+    """Write config, weights (bfloat16) and the tokenizer of a decoder, each atomically; makes the folder.
 
-    `tensors` have the decoder's names; `tokenizer` is the model whose tokenizer it has. Makes the folder.
-    Raises OSError, and ModelError for weights that are no finite numbers.
+    `tensors` have the decoder's names; `tokenizer` is the model whose tokenizer is copied. Raises OSError,
+    and ModelError for weights that are not finite.
     """
     narrow = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
     for name, tensor in narrow.items():
         if not bool(torch.isfinite(tensor).all()):
-            raise ModelError(f"the model's tensor {name!r} holds values that are no finite bfloat16 numbers")
+            raise ModelError(f"the model's tensor {name!r} has values that are not finite in bfloat16")
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(tokenizer, folder)
     write_safetensors(folder / "model.safetensors", narrow)

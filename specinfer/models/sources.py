@@ -1,7 +1,7 @@
-"""Where the decoder's tensors stand in model files: under which names, in which rows, in which order.
+"""The map from the decoder's tensors to model files: names, rows and the order of rows.
 
-The decoder asks for Llama's names on the Hugging Face hub (`model.layers.0.self_attn.q_proj.weight`), for
-one tensor each, and for heads whose pairs of rotated elements stand half a head apart.
+The decoder has the names of Llama on the Hugging Face hub (`model.layers.0.self_attn.q_proj.weight`), one
+tensor for each, and heads in which the two elements of a rotated pair are half a head apart.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP: Final = ("mlp.gate_proj", "mlp.up_proj")
 Rows = range | tuple[int, ...]
 Inside = Mapping[str, str | tuple[str, ...]]
-_LAYER: Final = "model.layers."  # the decoder's name of what is inside one, up to its number
+_LAYER: Final = "model.layers."  # the decoder's prefix of names inside layers, before the layer's number
 _NUMBER: Final = re.compile(r"\.(\d+)\.")
 _ROTATED: Final = re.compile(r"self_attn\.(?:[qk]_proj\.(?:weight|bias)|[qk]_norm\.weight)$")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor of a file, and those of its rows that are the decoder's tensor, in their order; None: all.
+    """A tensor of a file, and its rows that make up the decoder's tensor, in their order; None is all.
 
-    Of one that is `transposed` its columns are rows.
+    If `transposed`, they are columns of the file's tensor.
     """
 
     name: str
@@ -42,36 +42,36 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """How the files of one family name the decoder's tensors, stack them and order their rows.
+    """How the files of a family name the decoder's tensors, stack them and order their rows.
 
-    Names are without `.weight` and `.bias`, those inside a layer without what stands before them, and with *
-    where an expert's number stands. Whatever is not listed has the decoder's name.
+    Names have no `.weight` or `.bias`; names inside layers have no layer prefix, and * for an expert's
+    number. Other tensors have the decoder's names.
     """
 
-    layers: str = _LAYER  # what names inside a layer begin with, up to its number
+    layers: str = _LAYER  # the prefix of names inside layers, before the layer's number
     outside: Mapping[str, str] = field(default_factory=dict)  # the file's name -> the decoder's
-    inside: Inside = field(default_factory=dict)  # several: stacked by rows
-    # Tensors that have matrices of all experts one below the other, or their biases, and which of each: by
-    # their whole names inside a layer.
+    inside: Inside = field(default_factory=dict)  # a tuple is stacked by rows
+    # Tensors with the matrices or biases of all experts concatenated, and the matrices of each expert in
+    # # them, by full names inside a layer.
     expert_stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # Whether rows of those of an expert take turns, where others have all rows of the first in front.
+    # True if rows of an expert's matrices alternate; otherwise each matrix is contiguous.
     in_turns: bool = False
-    # Those of these stacks whose matrices have a row for each input.
+    # Stacks with transposed matrices.
     turned_stacks: Collection[str] = ()
-    # Tensors without `.weight` or `.bias`, here or in files: by their whole names inside a layer.
+    # Full names inside a layer of tensors without `.weight` or `.bias`, in the file or in the decoder.
     whole: Mapping[str, str] = field(default_factory=dict)
-    # Whether a stack of q, k and v has for each key-value head its query heads, its key and its value, where
-    # others have all queries first.
+    # True if a stack of q, k and v has for each key-value head its query heads, its key and its value;
+    # # otherwise all queries come first.
     by_key_head: bool = False
-    # The decoder's vectors that are 1 everywhere, and that files do not hold.
+    # The decoder's vectors of ones, which files do not have.
     ones: tuple[str, ...] = ()
-    transposed: Collection[str] = ()  # matrices inside layers that have a row for each input
-    # Whether rope's pair i is elements 2 i and 2 i + 1 of a head, where others have the two halves of what is
-    # rotated.
+    transposed: Collection[str] = ()  # transposed matrices inside layers
+    # True if rotated pair i is elements 2 i and 2 i + 1 of a head; otherwise the two elements are half a
+    # # head apart.
     neighbours: bool = False
 
     def sources(self, name: str, config: ModelConfig) -> dict[str, Source]:
-        """What tensor of the decoder, or which, a file's tensor of this name holds."""
+        """The decoder's tensors that a file's tensor of this name has."""
         stem, dot, kind = name.rpartition(".")
         number, between, own = stem.removeprefix(self.layers).partition(".")
         in_layer = stem.startswith(self.layers) and between and number.isdecimal()
@@ -98,7 +98,7 @@ class Names:
     def _experts(
         self, name: str, begin: str, of_each: Sequence[str], config: ModelConfig, experts: Experts
     ) -> dict[str, Source]:
-        """The matrices of all experts in one tensor, whose names here begin with `begin`."""
+        """The matrices or biases of all experts in one tensor; `begin` is the decoder's prefix."""
         found, row, kinds = {}, 0, len(of_each) if self.in_turns else 1
         kind = "bias" if name.endswith("bias") else "weight"
         for number in range(experts.count):
@@ -126,7 +126,7 @@ class Names:
         return [range(start, stop) for start, stop in pairwise(ends)]
 
     def _in_order(self, name: str, rows: Rows | None, config: ModelConfig) -> Rows | None:
-        """These rows, those of heads that are rotated in the decoder's order."""
+        """These rows, with those of rotated heads in the decoder's order."""
         if config.rope is None or _ROTATED.search(name) is None:
             return rows
         order = _head_order(config.head_dim, config.rope.rotated, self.neighbours)
@@ -139,15 +139,16 @@ class Names:
 
 
 class Sources:
-    """The tensors of an open file under the decoder's names; those it does not ask for keep the file's.
+    """The tensors of an open file under the decoder's names; unknown tensors keep their names.
 
-    Raises ModelFileError where two tensors are one of the decoder's, or a stack has too many rows or too few.
+    Raises ModelFileError if two tensors have the same name in the decoder, or a stack has a wrong number of
+    rows.
     """
 
     def __init__(
         self, path: object, names: Names, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig
     ) -> None:
-        """`shapes` are the tensors of the file, `path` is for messages."""
+        """`shapes` are the file's tensors; `path` is for messages."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._sources: dict[str, Source] = {}
         self._turned: tuple[str, Tensor] | None = None
@@ -182,7 +183,7 @@ class Sources:
         return self._sources[name]
 
     def read(self, name: str, read: Callable[[str, int, int], Tensor], start: int, stop: int) -> Tensor:
-        """Rows start..stop of a tensor of the decoder; `read` reads those of a file's tensor."""
+        """Rows start..stop of a decoder's tensor; `read` reads rows of a file's tensor."""
         if name not in self._sources:
             return torch.ones(stop - start)
         source = self._sources[name]
@@ -199,7 +200,7 @@ class Sources:
         return read(there, first, max(wanted) + 1)[torch.tensor(wanted) - first]
 
     def _turn(self, there: str, rows: int, read: Callable[[str, int, int], Tensor]) -> Tensor:
-        """A tensor of the file whose columns are rows; the last one is kept, for the next of its rows."""
+        """The transpose of a file's tensor; the last one is cached for its next rows."""
         kept = self._turned
         if kept is None or kept[0] != there:
             self._turned = kept = (there, read(there, 0, rows).T)
@@ -207,9 +208,9 @@ class Sources:
 
 
 def _head_order(size: int, rotated: int | None, neighbours: bool) -> tuple[int, ...] | None:
-    """For each element of a head as it is computed here, its place in the file; None: they are the same.
+    """The place in the file of each element of a decoder's head; None if the orders are equal.
 
-    Pair i is elements i and i + size / 2 here, of a head of that size, whether it is rotated or not.
+    In the decoder, pair i is elements i and i + size / 2 of a head, rotated or not.
     """
     if neighbours:
         return (*range(0, size, 2), *range(1, size, 2))
@@ -226,14 +227,14 @@ def _head_order(size: int, rotated: int | None, neighbours: bool) -> tuple[int, 
 
 @cache
 def _reordered(rows: Rows, order: tuple[int, ...]) -> tuple[int, ...]:
-    """Rows of heads, each in this order; cached, as layers are alike."""
+    """The rows of heads in this order; cached, since layers have the same shapes."""
     size = len(order)
     return tuple(rows[head + place] for head in range(0, len(rows), size) for place in order)
 
 
 @cache
 def _by_key_head(heads: int, kv_heads: int, size: int) -> tuple[Rows, Rows, Rows]:
-    """The rows of q, k and v in a stack of key-value heads with what belongs to each."""
+    """The rows of q, k and v in a stack that is grouped by key-value head."""
     queries = heads // kv_heads * size
     group = queries + 2 * size
     starts = range(0, kv_heads * group, group)

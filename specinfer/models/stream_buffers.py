@@ -1,4 +1,4 @@
-"""The buffers of a stream, which reader threads fill in the order in which records are needed."""
+"""StreamBuffers: buffers of a stream, filled by reader threads in the order of use."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Final, NamedTuple
 from specinfer.errors import ClosedError
 from specinfer.kernels.disk import Readable
 
-# Seconds after which a reader looks by itself: garbage is collected between any two lines.
+# Seconds between checks of an idle reader, since garbage collection may close the stream at any time.
 _IDLE: Final = 10.0
-_LATE: Final = 8  # records by which the rate of late is counted
+_RATE_RECORDS: Final = 8  # records over which the recent rate is measured
 
 
 class StreamRecord(NamedTuple):
-    """A layer's weights in a file: whole pages that begin at a page."""
+    """A layer's weights in a file, in whole pages."""
 
     offset: int
     length: int  # bytes
@@ -30,14 +30,14 @@ class StreamRecord(NamedTuple):
 
 @dataclass(slots=True)
 class _Buffer:
-    """Memory for a record, and how much of it is there."""
+    """Memory for a record, and its state."""
 
     memory: memoryview
-    place: int = -1  # in the cycle, of the record that is here or on its way; -1: none
-    begun: int = 0  # bytes that were given to readers
-    arrived: int = 0  # bytes that were read
+    place: int = -1  # place in the cycle of its record; -1: none
+    begun: int = 0  # bytes assigned to readers
+    arrived: int = 0  # bytes read
     whole: bool = False
-    reading: int = 0  # pieces on their way, perhaps of a record that was given up
+    reading: int = 0  # pieces being read, possibly of a dropped record
 
 
 class _Piece(NamedTuple):
@@ -48,77 +48,78 @@ class _Piece(NamedTuple):
 
 
 class StreamBuffers:
-    """The buffers of a stream, and all that readers share with the thread that computes.
+    """The buffers of a stream, and the state shared by readers and the computing thread.
 
     It may outlive the stream.
 
-    One reader after another is given the next piece of the first record that lacks one. After a fault they
-    pause until the computing thread, which was told, wants to go on.
+    Each reader in turn gets the next piece of the first incomplete record. After an error readers pause until
+    the computing thread, which received the error, continues.
     """
 
     def __init__(
         self, source: Readable, records: Sequence[StreamRecord], memories: Sequence[memoryview], piece: int
     ) -> None:
         self.source = source
-        self.first = 0  # the place in the cycle that computes or is waited for; earlier ones are given up
-        self.bell: SimpleQueue[None] = SimpleQueue()  # rings when something happened, if somebody wants that
+        self.first = 0  # place in the cycle that computes or is waited for; earlier ones are dropped
+        self.bell: SimpleQueue[None] = SimpleQueue()  # signals a change, if requested
         self.read_bytes = 0
         self._records = records
         self._piece = piece
         self._buffers = [_Buffer(memory) for memory in memories]
         self._wanted = False
         self._error: BaseException | None = None
-        self._told = False  # an error was raised, and readers wait until somebody wants to go on
+        self._raised = False  # an error was raised; readers wait until the computing thread continues
         self._closed = False
         self._process = os.getpid()
-        # Reentrant: a thread that holds it may collect the stream as garbage, which closes this. Taken by
-        # itself: an interrupt at the wrong moment would make `with` of a Condition keep the lock.
+        # Reentrant, since a thread that holds it may garbage collect the stream, which closes this object. It
+        # is acquired directly: an interrupt at the wrong moment would make `with` of a Condition keep the
+        # lock.
         self._lock = threading.RLock()
         self._news = threading.Condition(self._lock)
-        self._reading = 0  # pieces on their way
+        self._reading = 0  # pieces being read
         self._reading_since = 0.0
-        self._busy = 0.0  # seconds in which some piece was on its way
-        self._history = deque([(0.0, 0)], maxlen=_LATE + 1)  # busy seconds and bytes at the end of records
+        self._busy = 0.0  # seconds in which a piece was being read
+        self._history = deque([(0.0, 0)], maxlen=_RATE_RECORDS + 1)  # busy seconds and bytes after records
 
-    # What the computing thread calls.
+    # Methods for the computing thread.
 
     def check_open(self) -> None:
-        """Raise ClosedError after `close`, and in a child by fork, without a lock."""
+        """Raise ClosedError after `close`, and in a forked child, without using the lock."""
         if os.getpid() != self._process:
             raise ClosedError("a child by fork has no readers of weights; load the model in the child")
         if self._closed:
             raise ClosedError("the model was closed, and its weights are no longer read")
 
-    def raise_or_forget(self) -> None:
-        """Raise the readers' error; once it was raised, let them begin anew."""
+    def raise_or_retry(self) -> None:
+        """Raise the readers' error; if it was raised before, let them retry."""
         with self._lock:
             self._raise_error()
-            self.forget()
+            self.retry()
 
-    def forget(self) -> None:
-        """Let readers that have met an error begin anew."""
+    def retry(self) -> None:
+        """Let readers retry after an error."""
         with self._lock:
-            if self._error is not None or self._told:
-                self._error, self._told = None, False
+            if self._error is not None or self._raised:
+                self._error, self._raised = None, False
                 self._news.notify_all()
 
     def _raise_error(self) -> None:
-        """Raise the readers' error, once: what was raised leads to whoever heard it, the stream itself."""
+        """Raise the readers' error once, and drop it, since its traceback refers to the stream."""
         if (error := self._error) is not None:
-            self._error, self._told = None, True
+            self._error, self._raised = None, True
             try:
                 raise error
             finally:
                 del error
 
     def keep_from(self, place: int) -> None:
-        """Give up all records before a place; the readers get their buffers."""
+        """Drop all records before a place; readers get their buffers."""
         with self._lock:
             self.first = place
             self._news.notify_all()
 
     def has(self, place: int, *, ring: bool = False) -> bool:
-        """Whether a record is there; if not, and `ring`, the bell rings when that may have changed.
+        """True if a record is loaded; if not, and `ring`, the bell is rung on the next change.
 
         Raises the readers' error, or ClosedError.
         """
@@ -132,33 +133,33 @@ class StreamBuffers:
             return found
 
     def arrived(self, place: int) -> int:
-        """How many bytes of a record are there."""
+        """The number of loaded bytes of a record."""
         buffer = self._buffer(place)
         return buffer.arrived if buffer.place == place else 0
 
-    def begin_anew(self, records: Sequence[StreamRecord]) -> None:
-        """Have these records read from now on, over and over, and give up all that was read; no pass runs."""
+    def restart(self, records: Sequence[StreamRecord]) -> None:
+        """Read these records cyclically from now on, and drop everything loaded; no pass may be running."""
         with self._lock:
             self._records = records
             if records:
-                self.first = -(-self.first // len(records)) * len(records)  # the next first record
+                self.first = -(-self.first // len(records)) * len(records)  # the start of the next cycle
             for buffer in self._buffers:
                 buffer.place = -1
             self._news.notify_all()
 
     def give_up(self, place: int) -> None:
-        """Have a record read again."""
+        """Read a record again."""
         with self._lock:
             self._buffer(place).place = -1
             self._news.notify_all()
 
     def rate(self) -> float:
-        """Bytes per second of late; 0 before the first record."""
+        """Recent bytes per second; 0 before the first record."""
         (since, before), (now, bytes_) = self._history[0], self._history[-1]
         return (bytes_ - before) / (now - since) if now > since else 0.0
 
     def close(self) -> None:
-        """Let readers end behind their piece; any thread may call it, the garbage collector too."""
+        """Let readers end after their pieces; callable by any thread, including the garbage collector."""
         if os.getpid() != self._process:
             return  # the lock may have been held when this child was forked
         with self._lock:
@@ -166,25 +167,25 @@ class StreamBuffers:
             self._news.notify_all()
             self._ring()
 
-    # What readers call.
+    # Methods for readers.
 
     def read(self) -> None:
-        """Read until `close`: the work of one reader."""
+        """The loop of a reader, until `close`."""
         while (piece := self._begin()) is not None:
             try:
                 self.source.read_into(piece.memory, piece.offset)
                 if self._arrive(piece):
                     self.source.check()
                     self._finish(piece)
-            except BaseException as error:  # raised where it matters, by the thread that computes
+            except BaseException as error:  # raised later by the computing thread
                 self._fail(piece, error)
-            del piece  # its memory lives as long as somebody needs it
+            del piece  # releases its memory
 
     def _begin(self) -> _Piece | None:
-        """The next piece to be read, as soon as there is one; None: the stream was closed."""
+        """Wait for the next piece to read; None if the stream was closed."""
         with self._lock:
             while not self._closed:
-                if self._error is None and not self._told and (piece := self._next()) is not None:
+                if self._error is None and not self._raised and (piece := self._next()) is not None:
                     if not self._reading:
                         self._reading_since = time.monotonic()
                     self._reading += 1
@@ -201,7 +202,7 @@ class StreamBuffers:
             record = self._records[place % len(self._records)]
             if buffer.place != place:
                 if buffer.reading:
-                    continue  # the rest of a record that was given up is still on its way
+                    continue  # the rest of a dropped record is still being read
                 buffer.place, buffer.begun, buffer.arrived, buffer.whole = place, 0, 0, False
             if buffer.begun < record.length:
                 begin, buffer.begun = buffer.begun, min(buffer.begun + self._piece, record.length)
@@ -210,7 +211,7 @@ class StreamBuffers:
         return None
 
     def _arrive(self, piece: _Piece) -> bool:
-        """Count a piece; returns whether its record is complete, and then leaves it to be finished."""
+        """Count a piece; return True if its record is complete, which the caller must then finish."""
         with self._lock:
             self.read_bytes += len(piece.memory)
             piece.buffer.arrived += len(piece.memory)
@@ -229,7 +230,7 @@ class StreamBuffers:
 
     def _fail(self, piece: _Piece, error: BaseException) -> None:
         with self._lock:
-            if not self._told:
+            if not self._raised:
                 self._error = self._error or error
             piece.buffer.place = -1
             self._leave(piece)

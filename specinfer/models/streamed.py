@@ -1,11 +1,11 @@
-"""Weights of a model that is larger than memory: some layers stay, the others pass through a few buffers.
+"""Weights of a model larger than memory: some layers stay in memory, the others use a few buffers in turn.
 
-    memory     vectors, the output layer, layers that are pinned
-    buffers    a layer each; its products are made once for every buffer that it may come to lie in
-    disk       the prepared file: a record for each layer, and the rows of the embedding table
+    memory     vectors, the output layer, pinned layers
+    buffers    one layer each; a layer's products are created once per buffer that it may occupy
+    disk       the prepared file: a record per layer, and the rows of the embedding table
 
-Products are made over addresses (docs/contracts.md), so a layer does not depend on where it lies. A pass goes
-through the layers in their order, and waits for those that are read.
+Products use addresses (docs/contracts.md), so a layer does not depend on its place in memory. A pass runs
+the layers in order, and waits for those that are being read.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ _LAYER: Final = re.compile(r".*\blayers\.\d+")
 
 
 def layer_records(file: PreparedFile) -> list[str]:
-    """The names of a prepared model's layers, in their order."""
+    """The names of a prepared model's layers, in order."""
     names = [name for name in file.records if _LAYER.fullmatch(name)]
     return sorted(names, key=lambda name: int(name.rpartition(".")[2]))
 
 
 def table_on_disk(file: PreparedFile) -> TableOnDisk:
-    """The embeddings of a prepared model, all of which are read once.
+    """The embeddings of a prepared model, read once completely to check them.
 
-    Raises ModelFileError where it has none, DamagedFileError where they are not what was written.
+    Raises DamagedFileError if there are none or the checksum does not match.
     """
     for record in file.records.values():
         for name, place in record.tensors.items():
             if name.endswith("embed_tokens.weight.rows"):
                 file.check(record)
                 return TableOnDisk(file, record.offset + place.offset, place)
-    raise DamagedFileError(f"{file.path} has no embeddings; delete it, and it is made anew")
+    raise DamagedFileError(f"{file.path} has no embeddings; delete it, and it is created again")
 
 
 class StreamedWeights(Weights):
-    """Weights of a prepared model, of whose layers some pass through buffers, or none do.
+    """Weights of a prepared model; some layers may use buffers.
 
-    With `table_in_memory` the embeddings are whole, as heads read them; else each row is read when a token
-    asks for it.
+    With `table_in_memory` the embeddings are whole, as heads need them; otherwise rows are read when a token
+    uses them.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StreamedWeights(Weights):
         table_in_memory: bool,
         lent: LentMemory | None = None,
     ) -> None:
-        """Some of the layers may come to lie in memory that is `lent`."""
+        """Some of the streamed layers may use `lent` memory."""
         super().__init__(reader, torch.device("cpu"), kernels)
         self._file = file
         self._lent: Mapping[int, memoryview] = {} if lent is None else lent.layers
@@ -93,13 +93,14 @@ class StreamedWeights(Weights):
             self.stream = LayerStream(source, records, buffers=placement.buffers, disk=disk)
             if lent is not None:
                 lent.serve(self.stream, file, [self._layers[number] for number in placement.streamed])
-        self._buffer: memoryview | None = None  # in which the layer that is built lies
-        self._record: Record | None = None  # of that layer
-        self._vectors: dict[tuple[object, ...], Tensor] = {}  # of that layer, which all of its products share
-        self._largest: float | None = None  # scale of the matrix that is about to be a product
+        self._buffer: memoryview | None = None  # memory of the layer being built
+        self._record: Record | None = None  # record of that layer
+        # vectors of that layer, shared by all its copies
+        self._vectors: dict[tuple[object, ...], Tensor] = {}
+        self._largest: float | None = None  # scale of the next product's matrix
 
     def tensor(self, *names: str, plus: float = 0.0) -> Tensor:
-        """As Weights says; a layer that is made once more has the tensors that it had."""
+        """See Weights; copies of a layer share tensors."""
         if self._buffer is None:
             return super().tensor(*names, plus=plus)
         if (key := (names, plus)) not in self._vectors:
@@ -107,18 +108,18 @@ class StreamedWeights(Weights):
         return self._vectors[key]
 
     def table(self, name: str, rows: range | None = None) -> EmbeddingTable:
-        """As Weights says, or its rows on the disk."""
+        """See Weights; or a table whose rows are on disk."""
         if self._table_in_memory:
             return super().table(name, rows)
         return table_on_disk(self._file)
 
     def each(self, make: Callable[[int], _Part], count: int) -> Sequence[_Part]:
-        """As Weights says; a layer that is streamed is there once its turn comes in an iteration."""
+        """See Weights; iterating waits for each streamed layer."""
         made = [self._made(make, number) for number in range(count)]
         return [one for [one] in made] if self.stream is None else _Layers(made, self._streamed, self.stream)
 
     def check(self, progress: Progress) -> None:
-        """Read every layer that is streamed; raises DamagedFileError unless it is what was written."""
+        """Read every streamed layer; raises DamagedFileError if a checksum does not match."""
         if self.stream is None:
             return
         with self.stream.passing():
@@ -127,7 +128,7 @@ class StreamedWeights(Weights):
                 progress.advance(self._file.records[self._layers[number]].length)
 
     def _made(self, make: Callable[[int], _Part], number: int) -> list[_Part]:
-        """A layer, as often as there are places for it."""
+        """Copies of a layer, one for each place it may occupy."""
         if self.stream is None or number not in self._streamed:
             return [make(number)]
         self._record, self._vectors = self._file.records[self._layers[number]], {}
@@ -162,9 +163,9 @@ class StreamedWeights(Weights):
 
 
 class _Layers(Sequence[_Part]):
-    """Layers of a model, each with one place in memory or several; iterating waits for those that are read.
+    """Layers of a model with one or several places in memory; iterating waits for those being read.
 
-    Iterating is a part of a pass (`LayerStream.passing`).
+    Iterate within a pass (`LayerStream.passing`).
     """
 
     def __init__(
@@ -195,15 +196,15 @@ class _Layers(Sequence[_Part]):
 
 
 class TableOnDisk(EmbeddingTable):
-    """Embeddings of all tokens, whose rows are read from a prepared file when a token asks for them.
+    """Embeddings whose rows are read from a prepared file when tokens use them.
 
-    Rows that are asked for often stay in the page cache, which gives way where memory is short.
+    Frequent rows stay in the page cache, which shrinks when memory is short.
     """
 
     __slots__ = ("__weakref__", "_dtype", "_number", "_offset", "_path", "_shape")
 
     def __init__(self, file: PreparedFile, offset: int, place: Place) -> None:
-        """`place` is the table, [V, D], which begins at byte `offset` of the file."""
+        """`place` describes the table, [V, D], at byte `offset` of the file."""
         super().__init__(None)
         self._path = file.path
         self._offset = offset
@@ -213,14 +214,14 @@ class TableOnDisk(EmbeddingTable):
         weakref.finalize(self, os.close, self._number).atexit = False
 
     def rows(self, token_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """As EmbeddingTable says.
+        """See EmbeddingTable.
 
-        Raises IndexError for a token the table lacks, ModelFileError where the file cannot be read.
+        Raises IndexError for a token outside the table, ModelFileError if the file cannot be read.
         """
         ids, places = np.unique(token_ids_T.numpy(), return_inverse=True)
-        size, most = self._shape[1] * self._dtype.itemsize, self._shape[0]
-        if len(ids) and not 0 <= ids[0] <= ids[-1] < most:
-            raise IndexError(f"token ids must be 0 .. {most - 1}")
+        size, vocab = self._shape[1] * self._dtype.itemsize, self._shape[0]
+        if len(ids) and not 0 <= ids[0] <= ids[-1] < vocab:
+            raise IndexError(f"token ids must be 0 .. {vocab - 1}")
         rows_ND = torch.empty(len(ids), self._shape[1], dtype=self._dtype)
         into = rows_ND.view(torch.uint8).numpy()
         for n, token in enumerate(ids.tolist()):

@@ -1,8 +1,8 @@
-"""Where a model's weights end up: a layer is built from addresses, and never reads what is there.
+"""Memory for a model's weights: layers are built from addresses, and do not read the values.
 
-A layer asks for its tensors and products by name, and for ranges of their rows and columns where it is one of
-several ranks' part. Here they are tensors in ordinary memory, filled at once. docs/contracts.md lists the
-guarantees of any implementation, such as one whose memory is a view of a buffer or is filled later.
+A layer requests its tensors and products by name, with ranges of rows and columns for one rank of several.
+Here they are tensors in ordinary memory, filled at once. docs/contracts.md has the contract of other
+implementations, whose memory may be a view of a buffer, or filled after the layer was built.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Part = TypeVar("_Part")
 
 
 class EmbeddingTable:
-    """Embeddings of all tokens, [V, D]; `whole` is None where they are not in memory."""
+    """Embeddings of all tokens, [V, D]; `whole` is None if they are not in memory."""
 
     __slots__ = ("whole",)
 
@@ -52,18 +52,18 @@ class EmbeddingTable:
         self.whole = whole
 
     def rows(self, token_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """A table [N, D] that has the embeddings of these tokens, and their places in it, [T]."""
+        """A table [N, D] with the embeddings of these tokens, and their rows in it, [T]."""
         assert self.whole is not None, "a table that is elsewhere reads its rows there"
         return self.whole, token_ids_T
 
 
 class SharedOutTable(EmbeddingTable):
-    """Embeddings of which each rank has those of some tokens; asking for rows is an exchange of all ranks."""
+    """Embeddings divided by token among ranks; `rows` exchanges data between all of them."""
 
     __slots__ = ("_count", "_first", "_group", "_own_VD")
 
     def __init__(self, own_VD: Tensor, first: int, count: int, group: Group) -> None:
-        """`own_VD` are those of tokens `first`, first + 1, ... of `count` tokens."""
+        """`own_VD` has the tokens `first`, first + 1, ... of `count` tokens."""
         super().__init__(None)
         self._own_VD = own_VD
         self._first = first
@@ -71,9 +71,9 @@ class SharedOutTable(EmbeddingTable):
         self._group = group
 
     def rows(self, token_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """As EmbeddingTable says: the bits of a row come from the rank that has it, others add zeros.
+        """Implements EmbeddingTable.rows; a row's bits come from the rank that has it, others add zeros.
 
-        Raises IndexError for a token that the table lacks.
+        Raises IndexError for a token that is not in the table.
         """
         if len(token_ids_T) and not 0 <= int(token_ids_T.min()) <= int(token_ids_T.max()) < self._count:
             raise IndexError(f"token ids must be 0 .. {self._count - 1}")
@@ -86,9 +86,10 @@ class SharedOutTable(EmbeddingTable):
 
 
 class SummedProduct:
-    """A Product with a matrix of which each rank has some columns, and each gets all of the result.
+    """A Product whose matrix is divided by columns among ranks; every rank gets the whole result.
 
-    Ranks agree on what a row is quantized by, and add integers: the bits are those of the whole matrix.
+    Ranks agree on the quantization scale of each row, and add integers, so the bits are those of the whole
+    matrix.
     """
 
     __slots__ = ("_group", "_own")
@@ -104,7 +105,7 @@ class SummedProduct:
 
 
 class JoinedProduct:
-    """The same of floats: each rank adds up branches of fixed parts, and all of them the whole tree."""
+    """The same for floats: each rank adds fixed branches of the sum, and all of them join these branches."""
 
     __slots__ = ("_group", "_own", "_parts")
 
@@ -117,23 +118,23 @@ class JoinedProduct:
         """x [rows, columns of this rank] -> [rows, channels] in x's dtype."""
         branches = torch.zeros(len(self._parts.all_branches), len(x), self._own.channels)
         branches[self._parts.place] = self._own.branches(x)
-        # The bits of each come from the rank that has it, others add zeros.
+        # The bits of each branch come from the rank that has it, others add zeros.
         whole = self._group.total(branches.view(torch.int32)).view(torch.float32)
         return self._own.joined(whole, x.dtype)
 
 
 class Shared(NamedTuple):
-    """Parts of a model that are another's, or lie elsewhere; None: it has its own."""
+    """Parts of a model that belong to another model or are in other memory; None for own parts."""
 
     table: EmbeddingTable | None = None
-    output: Product | None = None  # that makes logits
-    memory: LentMemory | None = None  # in which its matrices lie, those that have a place there
+    output: Product | None = None  # for logits
+    memory: LentMemory | None = None  # may contain this model's matrices
 
 
 class Weights:
-    """What a model under construction is built from, in its own dtype and on its own device."""
+    """Memory for the weights of a model under construction, of its dtype and device."""
 
-    stream: LayerStream | None = None  # of layers that are not in memory
+    stream: LayerStream | None = None  # layers that are not in memory
 
     def __init__(
         self,
@@ -144,9 +145,9 @@ class Weights:
         shared: Shared | None = None,
         group: Group | None = None,
     ) -> None:
-        """With `logit_ids` the output layer has these rows alone, in their order.
+        """With `logit_ids` the output layer has only these rows, in their order.
 
-        `group` are the ranks with which products of some columns add up what they make.
+        `group` are the ranks that add up the partial sums of products divided by columns.
         """
         self.dtype = reader.dtype
         self.device = device
@@ -159,20 +160,20 @@ class Weights:
     def tensor(self, *names: str, plus: float = 0.0) -> Tensor:
         """The tensor of that name, with `plus` added to each element; several are stacked by rows.
 
-        Whoever builds a layer keeps it as it is, and reads it when the layer computes, not before.
+        A layer must keep the returned tensor, and must not read it before it computes.
         """
         tensor = torch.empty(self._reader.shape(names), dtype=self.dtype, device=self.device)
         self._reader.read(names, FloatTable(tensor))
         return tensor.add_(plus) if plus else tensor
 
     def exact(self, name: str) -> Tensor:
-        """The tensor of that name in float32, whatever dtype the model has."""
+        """The tensor of that name in float32, for any dtype of the model."""
         tensor = torch.empty(self._reader.shape([name]), device=self.device)
         self._reader.read([name], FloatTable(tensor))
         return tensor
 
     def table(self, name: str, rows: range | None = None) -> EmbeddingTable:
-        """The embedding table of that name, of which this rank has these rows alone; None: all."""
+        """The embedding table of that name; `rows` are this rank's, None for all."""
         if self._shared.table is not None:
             return self._shared.table
         whole = self.tensor(name)
@@ -191,13 +192,13 @@ class Weights:
         parts: SumParts | None = None,
         precise: bool = False,
     ) -> Product:
-        """The product with the matrix `name`.weight, and `name`.bias if asked; several are stacked.
+        """The product with the matrix `name`.weight, and with `name`.bias if `bias`; several are stacked.
 
-        `tied` is the same matrix, from `table`: the output layer's, where it embeds tokens, too. Where a
-        rank has a part, `rows` are those of each of the matrices, or `columns` those of one: then the product
-        takes rows of so many, and gives what those of all ranks make together. None: all. `parts` say how
-        sums of floats are added, on one rank or several. A `precise` one is of float32, as are its rows and
-        its bias, whatever the others are, and whole on every rank.
+        `tied` is the same matrix, from `table`, if the output layer is tied to the embeddings. A rank with a
+        part of the product has `rows` of each matrix, or `columns` of one; None is all. With `columns` it
+        takes rows of that length, and returns the sum over all ranks. `parts` define the order in which sums
+        of floats are added, on one rank or several. A `precise` product has float32 rows, weights and bias
+        for any dtype of the model, and is whole on every rank.
         """
         output_layer = tied is not None or names[0].startswith("lm_head")
         if output_layer and self._shared.output is not None:
@@ -234,13 +235,13 @@ class Weights:
         *,
         bias: bool = False,
     ) -> list[tuple[Product, Product]]:
-        """The products of gated MLPs of one shape: of gate_proj and up_proj in one, and of down_proj.
+        """The products of gated MLPs of one shape: one for gate_proj and up_proj, and one for down_proj.
 
-        Their matrices lie side by side. `columns` are those of the MLPs that this rank has, and `parts` say
+        Their matrices are in adjacent memory. `columns` are this rank's part of the MLPs, and `parts` define
         how sums over all of them are added, as with `linear`. With `bias` each product has one.
         """
         names = [([f"{prefix}.gate_proj", f"{prefix}.up_proj"], f"{prefix}.down_proj") for prefix in prefixes]
-        if columns is not None or self._reader.quantization == "gguf":  # whose blocks differ
+        if columns is not None or self._reader.quantization == "gguf":  # their blocks differ
             return [
                 (
                     self.linear(*both, bias=bias, rows=[columns, columns]),
@@ -252,10 +253,10 @@ class Weights:
             self._reader.shape([f"{name}.weight" for name in matrices])
             for matrices in (names[0][0], [names[0][1]])
         ]
-        rooms = zip(*(self._side_by_side(len(names), *shape) for shape in shapes), strict=True)
+        memory = zip(*(self._side_by_side(len(names), *shape) for shape in shapes), strict=True)
         found = list[tuple[Product, Product]]()
-        # An expert's matrices are read one behind the other, and lie so in a prepared file.
-        for (both, down), (first, last) in zip(names, rooms, strict=True):
+        # An expert's matrices are read in sequence, which is their order in a prepared file.
+        for (both, down), (first, last) in zip(names, memory, strict=True):
             b = self.tensor(*(f"{name}.bias" for name in both)) if bias else None
             gate_up = self._filled([f"{name}.weight" for name in both], first, None)
             made = self._product(gate_up, b, shapes[0][1], shapes[0][0])
@@ -273,7 +274,7 @@ class Weights:
         parts: SumParts | None,
         output_layer: bool,
     ) -> Product:
-        """The product with these ranges of matrices, all of which are in memory meanwhile."""
+        """The product with these ranges of matrices; the whole matrices are in memory temporarily."""
         channels, inner = self._reader.shape(matrices)
         stacked, first = list[range](), 0
         for name, part in zip_longest(matrices, rows):
@@ -304,14 +305,14 @@ class Weights:
 
     @property
     def _plain(self) -> bool:
-        """Whether matrices are read as they are: no product needs them otherwise, or no file has them so."""
+        """True if matrices are read in the file's layout, because neither products nor files have another."""
         lacking = self.kernels.products.library is None or not self._reader.keeps
         return self._reader.quantization == "none" and lacking
 
     def _empty(
         self, matrices: Sequence[str], channels: int, inner: int, output_layer: bool, library: Library | None
     ) -> Weight:
-        """Memory for a matrix of this model's kind, not yet filled; with a library in large pages."""
+        """Memory for a matrix of this model's kind, not yet filled; in large pages with a library."""
         quantization = self._reader.quantization
         if quantization == "gguf":
             return empty_blocks(channels, inner, self._reader.block_form(matrices), library)
@@ -319,7 +320,7 @@ class Weights:
             return FloatTable(torch.empty(channels, inner, dtype=self.dtype, device=self.device))
         if quantization == "none":
             return empty_floats(channels, inner, self.dtype, library)
-        # Rounded to 4 bits, the output layer costs a small model more than all its other matrices together.
+        # In int4, the output layer would cost a small model more accuracy than all its other matrices.
         if quantization == "int4" and not output_layer:
             return empty_int4(channels, inner, library)
         return empty_int8(channels, inner, library)
@@ -331,7 +332,7 @@ class Weights:
         return empty_floats(channels, inner, torch.float32, self.kernels.products.library)
 
     def _side_by_side(self, count: int, channels: int, inner: int) -> list[Weight]:
-        """Memory for so many matrices of this model's kind, in one piece."""
+        """Memory for `count` matrices of this model's kind, in one allocation."""
         library, blocks = self.kernels.products.library, num_blocks(channels)
         if self._reader.quantization == "none" and library is None:
             tables = torch.empty(count, channels, inner, dtype=self.dtype, device=self.device)
@@ -345,10 +346,10 @@ class Weights:
         return [type(whole)(*(tensor[part] for tensor in whole)) for part in parts]
 
     def _filled(self, matrices: Sequence[str], weight: Weight, rows: Sequence[int] | None) -> Weight:
-        """These matrices, stacked, or some rows of them; `weight` is memory of their kind and shapes."""
+        """These matrices, stacked, or some of their rows; `weight` is memory of their kind and shapes."""
         lent = self._shared.memory
         if lent is not None and rows is None and (there := lent.weight("+".join(matrices), type(weight))):
-            self._reader.found(matrices)
+            self._reader.mark_read(matrices)
             return there
         self._reader.read(matrices, weight, rows)
         return weight
@@ -362,7 +363,7 @@ class Weights:
         largest: float | None = None,
         parts: SumParts | None = None,
     ) -> Product:
-        """The product with a weight that lies ready; `largest` is of int4 weights, as Products say."""
+        """The product with a filled weight; `largest` is the largest scale of an int4 weight."""
         products = self.kernels.products
         if isinstance(weight, FloatTable):
             return products.floats(weight.rows, bias, parts)
@@ -377,7 +378,7 @@ class Weights:
         return products.int4(weight, bias, inner, channels, largest, parts)
 
     def each(self, make: Callable[[int], _Part], count: int) -> Sequence[_Part]:
-        """`make(0)`, `make(1)`, ...: layers with tensors of their own, in the order in which they run."""
+        """`make(0)`, `make(1)`, ...: layers with separate tensors, in the order in which they run."""
         if not self._reader.one_thread_each:
             return [make(number) for number in range(count)]
         with ThreadPoolExecutor(READERS, thread_name_prefix="layers") as pool:
@@ -385,26 +386,24 @@ class Weights:
 
 
 class PassingWeights(Weights):
-    """Weights that are made, written down and dropped, one matrix at a time.
+    """Weights that are built, written to a file and released, one matrix at a time.
 
-    What is built of them computes nothing.
+    Models built from them cannot compute.
     """
 
     def tensor(self, *names: str, plus: float = 0.0) -> Tensor:
-        """A tensor of that shape without numbers."""
+        """A tensor of that shape without values."""
         shape = self._reader.shape(names)
         if len(shape) > 1:
             super().tensor(*names)
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
     def _side_by_side(self, count: int, channels: int, inner: int) -> list[Weight]:
-        return (
-            super()._side_by_side(1, channels, inner) * count
-        )  # each is written down before the next is made
+        return super()._side_by_side(1, channels, inner) * count  # each is written before the next is built
 
     def _product(self, *given: object, **named: object) -> Product:
         return _computes_nothing
 
 
 def _computes_nothing(x: Tensor) -> Tensor:
-    raise AssertionError("a model that was built to be written down computes nothing")
+    raise AssertionError("a model built from PassingWeights cannot compute")

@@ -1,9 +1,9 @@
-"""Reading a model's tensors into memory that somebody else owns: which tensors, which rows, which precision.
+"""WeightReader: reads a model's tensors into given memory, with conversion of rows and precision.
 
-    file --rows--> float --cast or quantize--> the memory it was given
+    file --rows--> float --cast or quantize--> the given memory
 
-Rows are read, dequantized and cast in pieces, straight into the memory that is to be filled. Quantized
-matrices are made of such pieces, too, or read as they were kept (prepared.py).
+Rows are read, dequantized and cast in pieces, directly into their destination. Quantized matrices are made of
+such pieces, too, or read from a prepared file (prepared.py).
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ from specinfer.models.prepared import NewPreparedFile, PreparedFile
 from specinfer.progress import Progress
 from specinfer.speculation_config import Quantization
 
-# Elements dequantized at a time. They pass through arrays of 0.5 MB that stay in the CPU's cache even where
-# others use it: 10 ns an element on a busy machine, 16 with 1 MB; in quiet 1.3, 6.8 with 8 MB (Q4_K).
+# Elements dequantized at a time. They use arrays of 0.5 MB, which stay in the CPU's cache even on a busy
+# machine. Time per element (Q4_K): 10 ns with 0.5 MB and 16 ns with 1 MB on a busy machine; 1.3 ns with
+# 0.5 MB and 6.8 ns with 8 MB on an idle one.
 _CHUNK_ELEMENTS: Final = 1 << 17
-READERS: Final = 2  # threads that read a tensor, or layers that were kept
+READERS: Final = 2  # threads that read a tensor, or prepared layers
 _SERIAL: Final = 1 << 14
-_Reader = Callable[[int, int], Tensor]  # of rows from one to another
+_Reader = Callable[[int, int], Tensor]  # start row, end row -> rows
 
 
 class TensorFile(Protocol):
-    """Tensors on disk, by name: a model's, a head's, or slices of another file's."""
+    """The tensors of a model, of a head, or of parts of another file, by name."""
 
     path: Path
 
@@ -67,40 +68,40 @@ class TensorFile(Protocol):
 
 @runtime_checkable
 class PackedFile(Protocol):
-    """A TensorFile some of whose matrices may have the numbers of int4 weights."""
+    """A TensorFile that may have matrices in int4 precision."""
 
     def int4_reader(self, name: str) -> Callable[[int, int], Tensor] | None:
-        """What reads rows of a matrix as `int4_rows` has them, with nothing rounded; None: it is another."""
+        """A reader of rows of a matrix for `int4_rows` without rounding; None for other matrices."""
         ...
 
 
 @runtime_checkable
 class BlocksFile(Protocol):
-    """A TensorFile whose matrices are GGUF blocks that run as they are."""
+    """A TensorFile with matrices of GGUF blocks that run unconverted."""
 
     def block_form(self, name: str) -> BlockForm:
-        """How a matrix's blocks lie in memory; raises ModelError where they do not run."""
+        """The layout of a matrix's blocks; raises ModelError if they cannot run unconverted."""
         ...
 
     def block_reader(self, name: str) -> Callable[[int, int], Tensor]:
-        """What reads rows of such a matrix as `block_rows` has them."""
+        """A reader of rows of such a matrix for `block_rows`."""
         ...
 
 
 def blocks_file(file: TensorFile) -> BlocksFile:
-    """A file whose matrices are GGUF blocks; raises ModelError where they are not."""
+    """The file as a BlocksFile; raises ModelError if its matrices are not GGUF blocks."""
     if not isinstance(file, BlocksFile):
         raise ModelError(
-            f"quantization 'gguf' runs the blocks of a GGUF file as they are, and {file.path.name} is none; "
+            f"quantization 'gguf' requires a GGUF file, and {file.path.name} is not one; "
             "use quantization none, int8 or int4"
         )
     return file
 
 
 class WeightReader:
-    """Fills memory with tensors of a file; it knows nothing of where that memory is.
+    """Fills memory with tensors of a file.
 
-    A context manager: its threads end with it.
+    A context manager, which ends its threads.
     """
 
     def __init__(
@@ -111,16 +112,16 @@ class WeightReader:
         quantization: Quantization = "none",
         kept: PreparedFile | NewPreparedFile | None = None,
     ) -> None:
-        """`dtype` is that of activations; matrices come from `kept` or go there, where there is one."""
+        """`dtype` is that of activations; matrices are read from or written to `kept`, if given."""
         self.dtype = dtype
         self.quantization = quantization
         self._file = file
         self._shapes = file.shapes
         self._kept = kept
         self._progress = progress
-        self._counted: set[str] = set()  # what `progress` has seen
+        self._counted: set[str] = set()  # tensors reported to `progress`
         self._counting = Lock()
-        # Of a GGUF most of the time goes into arithmetic in NumPy, which leaves the other threads alone.
+        # Reading a GGUF file is mostly arithmetic in NumPy, which releases the GIL.
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="weights")
 
     def __enter__(self) -> Self:
@@ -133,12 +134,12 @@ class WeightReader:
 
     @property
     def keeps(self) -> bool:
-        """Whether matrices are read or written as products read them, whatever their kind."""
+        """True if matrices are read from or written to a prepared file, of any kind."""
         return self._kept is not None
 
     @property
     def one_thread_each(self) -> bool:
-        """Whether one thread reads a tensor, so that several are read at once by calling from several."""
+        """True if one thread reads a tensor, so that calls from several threads run in parallel."""
         return isinstance(self._kept, PreparedFile)
 
     def shape(self, names: Sequence[str]) -> tuple[int, ...]:
@@ -146,11 +147,11 @@ class WeightReader:
         return (sum(self._shapes[name][0] for name in names), *self._shapes[names[0]][1:])
 
     def read(self, names: Sequence[str], into: Weight, rows: Sequence[int] | None = None) -> None:
-        """Fill `into` with these tensors, stacked, or with some `rows` of the stack, in their order.
+        """Fill `into` with these tensors, stacked, or with some `rows` of the stack, in order.
 
-        The kind of `into` is the precision; rows are chosen of FloatWeights, Int8Weights and BlocksWeights. A
-        FloatTable is of any device, the others are on the CPU. Raises DamagedFileError where a matrix that
-        was kept is not what was written.
+        The type of `into` is the precision; rows may be chosen for FloatWeights, Int8Weights and
+        BlocksWeights. A FloatTable may be on any device, the others are on the CPU. Raises DamagedFileError
+        if a prepared matrix does not match its checksum.
         """
         if rows is not None:
             whole = self._whole(names, into)
@@ -169,15 +170,15 @@ class WeightReader:
         if kept is not None:
             kept.write(key, into)
 
-    def found(self, names: Sequence[str]) -> None:
-        """Tell of tensors that are there already."""
+    def mark_read(self, names: Sequence[str]) -> None:
+        """Report tensors that are in memory already."""
         key = "+".join(names)
         fresh = key not in self._counted
         self._counted.add(key)
         self._count(math.prod(self.shape(names)), fresh)
 
     def block_form(self, names: Sequence[str]) -> BlockForm:
-        """How these matrices lie in memory as one of GGUF blocks; raises ModelError where that cannot be."""
+        """The layout of these matrices as one of GGUF blocks; raises ModelError if there is none."""
         return one_form([blocks_file(self._file).block_form(name) for name in names])
 
     def _whole(self, names: Sequence[str], like: Weight) -> FloatWeight | Int8Weight | BlocksWeight:
@@ -211,7 +212,7 @@ class WeightReader:
     def _makers(
         self, names: Sequence[str], into: Weight
     ) -> tuple[Callable[[Tensor], Weight], Sequence[_Reader]]:
-        """What makes whole blocks of rows into weights of that kind, and what reads rows of each matrix."""
+        """A converter of whole blocks of rows to that kind of weight, and a reader of rows per matrix."""
         if isinstance(into, BlocksWeight):
             file = blocks_file(self._file)
             make = partial(lay_out_blocks, form=self.block_form(names))
@@ -223,7 +224,7 @@ class WeightReader:
         return (quantize_int4, floats) if packed is None else (lay_out_int4, packed)
 
     def _packed(self, names: Sequence[str]) -> list[_Reader] | None:
-        """What reads each of these matrices as int4 weights; None unless all of them have such numbers."""
+        """Readers of these matrices as int4 weights; None unless all are int4."""
         if not isinstance(self._file, PackedFile):
             return None
         readers = [reader for name in names if (reader := self._file.int4_reader(name)) is not None]
@@ -248,12 +249,12 @@ class WeightReader:
             _cast(self._file.read_rows(name, start, stop), there)
             return there.numel()
 
-        # The calling thread reads a lone piece, a norm, say.
+        # The calling thread reads a single piece, such as a norm.
         for elements in self._threads.map(read, pieces) if len(pieces) > 1 else map(read, pieces):
             self._count(elements, fresh)
 
     def _parts(self, names: Sequence[str], readers: Sequence[_Reader]) -> Iterator[Tensor]:
-        """What `readers` read of stacked matrices, some rows at a time: whole blocks, the last part apart."""
+        """The rows of stacked matrices in parts: whole blocks, then the remaining rows."""
         inner = self._shapes[names[0]][1]
         step = max(1, _CHUNK_ELEMENTS // inner // BLOCK) * BLOCK
         rest = torch.empty(0)
@@ -271,14 +272,14 @@ class WeightReader:
             yield rest
 
     def _count(self, elements: int, fresh: bool) -> None:
-        """Tell of elements that are read, unless they were before, in another precision."""
+        """Report elements that were read, unless counted before in another precision."""
         if fresh:
             with self._counting:
                 self._progress.advance(elements * self.dtype.itemsize)
 
 
 def chosen_rows(tensor: Tensor, ids: Sequence[int]) -> Tensor:
-    """Those rows of a tensor; the first so many of them are no copy."""
+    """Those rows of a tensor; a prefix is returned as a view."""
     if all(map(operator.eq, ids, range(len(ids)))):
         return tensor[: len(ids)]
     return tensor[torch.tensor(ids, device=tensor.device)]
@@ -288,8 +289,8 @@ def _cast(source: Tensor, into: Tensor) -> None:
     if into.device.type != "cpu":
         into.copy_(source)
         return
-    # Pieces this small are cast by the calling thread. torch would share larger ones out among its threads,
-    # and meeting them a thousand times took 50 s of a 64 s load on a machine that was busy otherwise.
+    # The calling thread casts these small pieces. torch would divide larger ones between its threads, and
+    # synchronizing them a thousand times took 50 s of a 64 s load on a busy machine.
     flat, out = source.reshape(-1), into.view(-1)
     for start in range(0, len(flat), _SERIAL):
         out[start : start + _SERIAL].copy_(flat[start : start + _SERIAL])

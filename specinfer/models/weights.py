@@ -1,4 +1,4 @@
-"""Model files -> a model that is ready to run; memory never exceeds the weights by more than a few matrices.
+"""Loads models from files; memory never exceeds the weights by more than a few matrices.
 
 file --weight_reader--> one stacked matrix --weight_memory--> a product      (the stacked matrix is freed)
 """
@@ -50,11 +50,11 @@ from specinfer.speculation_config import Quantization
 _LOG = logging.getLogger(__name__)
 _LAYER: Final = re.compile(r"\blayers\.(\d+)\.")
 _TABLE: Final = "model.embed_tokens.weight"
-_LOOKED_UP: Final = ("embed_tokens.weight", "embed_positions.weight")  # tables: they stay floats
+_LOOKED_UP: Final = ("embed_tokens.weight", "embed_positions.weight")  # lookup tables, which stay floats
 _Part = TypeVar("_Part")
 
 
-# With its tensors under the decoder's names, or under those that transformers' modules have.
+# With tensors under the decoder's names, or for HostedFolder under those of transformers' modules.
 OpenModel = SafetensorsFolder | GGUFFile | HostedFolder
 
 
@@ -65,25 +65,25 @@ def open_model(
     max_context: int | None = None,
     trust_remote_code: bool = False,
 ) -> OpenModel:
-    """A model whose config is read and whose tensors are what the config promises; reads no weights.
+    """Open a model: reads its config and checks the tensors' names and shapes; reads no weights.
 
-    `impl` says whose code runs it: that of a family of ours, transformers' own, which may be custom code of
-    the folder where that is trusted, or the first of these that there is. `max_context` is the length of the
-    longest text, in tokens; None: that of the model's own choice.
+    `impl` selects specinfer's own code, transformers' code, or the first of these that supports the model;
+    transformers' code may be custom code of the folder if that is trusted. `max_context` is the maximum
+    length of a text in tokens; None: the model's default.
 
-    Raises ModelNotFoundError if there is nothing at a path, ModelFileError if a file is damaged, incomplete
-    or of another shape than its config says, ModelError if the model is not supported.
+    Raises ModelNotFoundError if a path does not exist, ModelFileError if a file is damaged, incomplete or has
+    other shapes than its config, ModelError if the model is not supported.
     """
     if isinstance(files, Path):
         if not files.exists():
             raise ModelNotFoundError(f"{files} does not exist; give a model folder or a .gguf file")
         files = local_model(str(files), files)
     header = files.header
-    if header is None and (impl == "transformers" or (impl == "auto" and not _is_ours(files.path))):
+    if header is None and (impl == "transformers" or (impl == "auto" and not _is_native(files.path))):
         return hosted(files.path, files.weights, trust_remote_code=trust_remote_code)
     if impl == "transformers":
         raise ModelError(
-            f"{files.name} is a GGUF file, which transformers' code does not run here; name a folder with "
+            f"{files.name} is a GGUF file, which transformers' code cannot run here; give a folder with "
             "config.json and safetensors, or leave model_impl out"
         )
     opened: OpenModel = SafetensorsFolder(files.path, files.weights) if header is None else GGUFFile(header)
@@ -93,7 +93,7 @@ def open_model(
     return opened
 
 
-def _is_ours(folder: Path) -> bool:
+def _is_native(folder: Path) -> bool:
     return read_json(folder / "config.json").get("model_type") in HF_FAMILIES
 
 
@@ -112,15 +112,15 @@ def load_model(
     part: ModelConfig | None = None,
     group: Group | None = None,
 ) -> LanguageModel:
-    """A model, or that in a folder (config.json and safetensors) or a .gguf file, in `dtype` on `device`.
+    """Load a model, given as opened or as a folder or .gguf file, in `dtype` on `device`.
 
-    With `logit_ids` its logits are those of these token ids alone, in their order. With `quantization`
-    matrices are int8 or int4 (the output layer int8), kept in the folder `cache`, by default of the user's,
-    and read from there the next time; activations stay in `dtype`. Others are read from there if they were
-    prepared. `shared` are parts that lie elsewhere. With `part` it is this rank's part (parallel/share.py),
-    which runs together with those of the other ranks of `group`, or all of it with sums of parts.
-    `progress` sees the bytes of weights arrive, under `name`, by default that of the path. Raises as
-    `open_model`, before any weight is read.
+    With `logit_ids` its logits are those of these token ids alone, in order. With `quantization` matrices are
+    int8 or int4 (the output layer int8), and kept in the folder `cache`, by default in the user's cache, for
+    the next start; activations stay in `dtype`. Unquantized matrices are read from there if they were
+    prepared. `shared` holds parts that are elsewhere. With `part` it loads this rank's part
+    (parallel/share.py), which runs with the other ranks of `group`, or the whole model with sums of parts.
+    `progress` receives the bytes of weights, under `name`, by default the path's. Raises as `open_model`,
+    before any weight is read.
     """
     file = open_model(model) if isinstance(model, Path) else model
     config = file.config
@@ -144,7 +144,7 @@ def load_model(
         group=group,
     )
     if part is not None:
-        give_back_memory()  # of the whole matrices that it was cut from
+        give_back_memory()  # memory of the whole matrices before they were cut
     return loaded
 
 
@@ -163,13 +163,13 @@ def load_streamed(
     name: str | None = None,
     part: ModelConfig | None = None,
 ) -> LanguageModel:
-    """A model some of whose layers are read from its prepared file in every pass; else as `load_model`.
+    """Load a model with some layers streamed from its prepared file in every pass; otherwise as `load_model`.
 
-    Some of these may come to lie in memory that is `lent`.
+    Some of the streamed layers may use `lent` memory.
 
-    Its readers begin at once, and end when the model is let go. With `table_in_memory` its embeddings are, as
-    heads read them, and with `part` its sums have parts. Reads all of the file once: raises DamagedFileError
-    where it is not what was written.
+    Readers start at once, and end when the model is freed. With `table_in_memory` the embeddings are whole,
+    as heads need them; with `part` its sums have parts. Reads the whole file once: raises DamagedFileError if
+    a checksum does not match.
     """
     show, shapes = progress or NoProgress(), decoder_shapes(model.config)
     elements = sum(math.prod(shape) for shape in shapes.values())
@@ -205,10 +205,11 @@ def load_parts(
     shared: Shared | None = None,
     group: Group | None = None,
 ) -> _Part:
-    """What `make` makes of a file's weights, which are these `tensors`; else as `load_model`.
+    """Build a part of a model with `make` from a file's weights, the given `tensors`; else as `load_model`.
 
-    `borrowed` is another model's path whose tensors are among them: matrices kept of both are of both. The
-    disk is asked for `size` bytes before matrices are kept, which those of a `whole` model are.
+    `borrowed` is the path of another model whose tensors are used as well, so that prepared matrices depend
+    on both. Before matrices are kept, the disk must have `size` bytes free; only those of a `whole` model are
+    kept.
     """
     show = progress or NoProgress()
 
@@ -223,7 +224,7 @@ def load_parts(
     kind = _kind(kernels, quantization)
     if kind is None:
         return load(None)
-    if isinstance(file, HostedFolder):  # whose matrices are not stacked as our layers have them
+    if isinstance(file, HostedFolder):  # its matrices are not stacked as in Decoder
         kind = f"{kind}-hosted-{file.code}"
     path = prepared_path(file.path, kind, dtype, cache)
     made_from = identity(file.path, kind, dtype, borrowed)
@@ -231,12 +232,12 @@ def load_parts(
         if (prepared := PreparedFile.open(path, made_from)) is not None:
             return load(prepared)
     except DamagedFileError as error:
-        _LOG.warning("a prepared model is made anew: %s", error)
+        _LOG.warning("a damaged prepared model is made again: %s", error)
         try:
             path.unlink(missing_ok=True)
         except OSError:
             return load(None)
-    if quantization == "none" or not whole:  # a file of a part of the model would be no good
+    if quantization == "none" or not whole:  # the file of a part could not be reused
         return load(None)
     with made_once(path, made_from, tensors, size, _not_kept) as kept:
         loaded = load(kept)
@@ -255,14 +256,14 @@ def prepare(
     progress: Progress | None = None,
     name: str | None = None,
 ) -> PreparedFile:
-    """The prepared file of a model on a CPU, made where there is none; a matrix at a time is in memory.
+    """The prepared file of a model on a CPU, created if missing, one matrix at a time.
 
-    As `load_model` for the rest. Raises ModelError where `cache` has no room or cannot be written to.
+    Otherwise as `load_model`. Raises ModelError if `cache` has no space or is not writable.
     """
     kind = _kind(kernels, quantization)
-    assert kind is not None, "only matrices of native products are prepared as they are"
+    assert kind is not None, "unquantized matrices are prepared for native products alone"
     if isinstance(model, HostedFolder):
-        raise ModelError(f"{model.path.name} runs through transformers, and is prepared as it is loaded")
+        raise ModelError(f"{model.path.name} runs through transformers, and is prepared when it is loaded")
     path, made_from = prepared_path(model.path, kind, dtype, cache), identity(model.path, kind, dtype)
     if (prepared := PreparedFile.open(path, made_from)) is not None:
         return prepared
@@ -305,7 +306,7 @@ def _built(file: OpenModel, config: ModelConfig, weights: Weights) -> LanguageMo
 
 
 def _kind(kernels: Kernels, quantization: Quantization) -> str | None:
-    """What the matrices of a prepared file are; None: there is none of such a model."""
+    """The kind of matrices in a model's prepared file; None: no file is prepared for it."""
     if quantization == "none":
         return None if kernels.products.library is None else "floats"
     return quantization
@@ -321,14 +322,14 @@ def estimate_bytes(
     kernels: Kernels = TORCH,
     quantization: Quantization = "none",
 ) -> int:
-    """The bytes a model's weights will take in `dtype`, without loading them.
+    """The bytes of a model's weights in `dtype`, without loading them.
 
-    Counts the second copy of tied embeddings that native or quantized products read. Raises as `open_model`.
+    Includes the second copy of tied embeddings for native or quantized products. Raises as `open_model`.
     """
     opened = open_model(model) if isinstance(model, Path) else model
     if isinstance(opened, HostedFolder):
         if quantization == "gguf":
-            blocks_file(opened)  # which it is not
+            blocks_file(opened)  # raises ModelError
         return opened.weight_bytes(dtype, quantization)
     if quantization != "gguf":
         return weight_bytes(opened.config, dtype, kernels, quantization)
@@ -336,7 +337,7 @@ def estimate_bytes(
     for name, shape in opened.shapes.items():
         floats = len(shape) < 2 or name.endswith(_LOOKED_UP)
         size += _matrix_bytes(opened, name, dtype, "none" if floats else quantization)
-    if opened.config.tie_embeddings:  # the output layer's blocks, beside the table in floats
+    if opened.config.tie_embeddings:  # the output layer's blocks, in addition to the float table
         size += _matrix_bytes(opened, _TABLE, dtype, quantization)
     return size
 
@@ -344,13 +345,13 @@ def estimate_bytes(
 def weight_bytes(
     config: ModelConfig, dtype: torch.dtype, kernels: Kernels, quantization: Quantization
 ) -> int:
-    """The same of a model that is so, or of a rank's part of one."""
+    """The same for a model with this config, or a rank's part of one."""
     part, vocab = config.part, config.vocab_size
     output_layer = (vocab if part.vocab is None else len(part.vocab), config.embedding_size)
     begins, floats = config.stage.begins, quantization == "none"
     size = math.prod(output_layer) * dtype.itemsize if floats else int8_bytes(*output_layer)
     if not begins or (floats and config.tie_embeddings and kernels.library is None and part.vocab is None):
-        size = 0  # another stage has it, or PyTorch multiplies with the embeddings
+        size = 0  # on another stage, or PyTorch multiplies with the embeddings
     for name, shape in decoder_shapes(config).items():
         if name == "lm_head.weight":
             continue
@@ -364,7 +365,7 @@ def weight_bytes(
 
 
 def layer_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization) -> list[int]:
-    """The bytes of each layer's matrices, about, as they lie in a prepared file."""
+    """Approximate bytes of each layer's matrices in a prepared file."""
     found = [0] * model.config.num_layers
     for name, shape in decoder_shapes(model.config).items():
         if len(shape) > 1 and (layer := _LAYER.search(name)) is not None:
@@ -373,12 +374,12 @@ def layer_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization
 
 
 def expert_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization) -> int:
-    """The bytes of all experts that a router chooses among, which are part of `estimate_bytes`."""
+    """The bytes of all routed experts, which are included in `estimate_bytes`."""
     return sum(_matrix_bytes(model, name, dtype, quantization) for name in model.shapes if EXPERTS in name)
 
 
 def _matrix_bytes(model: OpenModel, name: str, dtype: torch.dtype, quantization: Quantization) -> int:
-    """The bytes of a matrix by itself; stacked with others of other blocks it may take more."""
+    """The bytes of a single matrix; stacked with other blocks it may take more."""
     shape = model.shapes[name]
     if quantization == "gguf" and not name.endswith(PRECISE):
         channels, inner = math.prod(shape[:-1]), shape[-1]
@@ -387,7 +388,7 @@ def _matrix_bytes(model: OpenModel, name: str, dtype: torch.dtype, quantization:
 
 
 def _shape_bytes(name: str, shape: tuple[int, ...], dtype: torch.dtype, quantization: Quantization) -> int:
-    """The same of a matrix that is quantized by us, if it is."""
+    """The bytes of a matrix after specinfer's quantization, if any."""
     if name.endswith(PRECISE):
         return math.prod(shape) * 4
     if quantization == "none":
@@ -396,12 +397,12 @@ def _shape_bytes(name: str, shape: tuple[int, ...], dtype: torch.dtype, quantiza
 
 
 def _tensors(file: OpenModel, config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """The tensors that a model of that file asks for."""
+    """The tensors required for a model of that file."""
     return file.shapes if isinstance(file, HostedFolder) else decoder_shapes(config)
 
 
 def _check(file: OpenModel) -> None:
-    """The file holds what its config promises, in that shape, and nothing else; or ModelFileError."""
+    """Raise ModelFileError unless the file holds exactly the tensors of its config, with their shapes."""
     wanted, found = decoder_shapes(file.config), file.shapes
     missing = [name for name in wanted if name not in found]
     if missing:
@@ -412,7 +413,7 @@ def _check(file: OpenModel) -> None:
                 f"{file.path}: tensor {name!r} has shape {list(found[name])}, the config asks for "
                 f"{list(shape)}; config and weights belong to different models, get both again"
             )
-    extra = [name for name in found if name not in wanted and not _adds_nothing(file, name, wanted)]
+    extra = [name for name in found if name not in wanted and not _is_zero_bias(file, name, wanted)]
     if extra:
         raise ModelFileError(
             f"{file.path} has unexpected {_some(extra)}; ignoring weights would change the text. "
@@ -420,8 +421,8 @@ def _check(file: OpenModel) -> None:
         )
 
 
-def _adds_nothing(file: OpenModel, name: str, wanted: Collection[str]) -> bool:
-    """Whether a tensor is a bias of zeros, as GPTQ's tools write beside matrices that have none."""
+def _is_zero_bias(file: OpenModel, name: str, wanted: Collection[str]) -> bool:
+    """True for a bias of zeros, which GPTQ's tools write for matrices without a bias."""
     stem, _, end = name.rpartition(".")
     shape = file.shapes[name]
     if end != "bias" or f"{stem}.weight" not in wanted or len(shape) != 1:

@@ -1,1 +1,1 @@
-"""Low-rank adapters (LoRA) as PEFT writes them: their files, and those that are in memory."""
+"""Low-rank adapters (LoRA) in PEFT's format: their files, and the adapters in memory."""

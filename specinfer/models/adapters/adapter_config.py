@@ -1,6 +1,6 @@
-"""adapter_config.json of a PEFT folder: which matrices have an adapter, of which rank, and how it is scaled.
+"""adapter_config.json of a PEFT folder: adapted matrices, ranks and scales.
 
-What would change results and is not computed is refused by its key; nothing is skipped in silence.
+An unsupported setting that would change results is rejected by its key; none is ignored silently.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Final
 from specinfer.errors import ModelError, shown
 from specinfer.models.fields import Fields, boolean, count, mapping, number
 
-# Keys on which no result depends, whatever they hold.
-_WITHOUT_EFFECT: Final = frozenset(
+# Keys that do not affect results.
+_IGNORED: Final = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
         *("runtime_config", "task_type", "lora_dropout", "megatron_core", "qalora_group_size"),
-        *("fan_in_fan_out", "parent_library"),  # of a weight that is merged: tensors lie alike
-        *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # how training begins
+        *("fan_in_fan_out", "parent_library"),  # for merged weights: tensors have the same layout
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # initialization for training
         *("layers_pattern", "ensure_weight_tying"),
     }
 )
@@ -30,21 +30,21 @@ _READ: Final = frozenset(
         *("target_modules", "exclude_modules", "layers_to_transform", "init_lora_weights"),
     }
 )
-# Ways to begin training that change the weights of the model itself, which a folder does not have.
+# Initializations that change the model's own weights, which the folder does not contain.
 _CHANGES_MODEL: Final = ("pissa", "olora", "loftq", "corda", "lora_ga")
 ALL_LINEAR: Final = "all-linear"
-_LARGEST: Final = 1e6  # alpha, at most
+_MAX_ALPHA: Final = 1e6  # maximum alpha
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What an adapter is; modules are named as the model's own library names them."""
+    """The config of an adapter; modules have the names of the model's original library."""
 
     rank: int
     alpha: float
-    ranks: Mapping[str, int]  # of modules whose names match these patterns, the first that does
+    ranks: Mapping[str, int]  # for modules matching these patterns; the first match counts
     alphas: Mapping[str, float]
-    by_root: bool  # scaled by alpha / sqrt(rank)
+    by_root: bool  # scale is alpha / sqrt(rank)
     targets: str | Collection[str]  # a pattern or "all-linear", or ends of names
     excluded: str | Collection[str]
     layers: Collection[int] | None  # None: all
@@ -54,12 +54,12 @@ class AdapterConfig:
         return self.ranks.get(_matching(self.ranks, module), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What B (A x) is multiplied by."""
+        """The factor of B (A x)."""
         rank, alpha = self.rank_of(module), self.alphas.get(_matching(self.alphas, module), self.alpha)
         return alpha / math.sqrt(rank) if self.by_root else alpha / rank
 
     def adapts(self, module: str, layer: int) -> bool:
-        """Whether a module, one of the model's linear ones, has an adapter."""
+        """True if a linear module of the model has an adapter."""
         if self.layers is not None and layer not in self.layers:
             return False
         wanted = self.targets == ALL_LINEAR or _named(self.targets, module)
@@ -67,11 +67,11 @@ class AdapterConfig:
 
 
 def adapter_config(c: Fields) -> AdapterConfig:
-    """The config in the object of an adapter_config.json; raises ModelError on anything unsupported."""
+    """Parse an adapter_config.json; raises ModelError for anything unsupported."""
     if c.get("peft_type") != "LORA":
         raise ModelError(f"peft_type is {shown(c.get('peft_type'))}; supported: LORA")
     for key, value in c.items():
-        if key not in _WITHOUT_EFFECT | _READ and value not in (None, False, "", [], {}):
+        if key not in _IGNORED | _READ and value not in (None, False, "", [], {}):
             raise ModelError(
                 f"it sets {key[:60]} = {shown(value)}, which is not supported; merge it into the model"
             )
@@ -106,8 +106,8 @@ def _patterns(c: Fields, key: str) -> list[tuple[str, Fields]]:
 
 def _alpha(c: Fields, key: str) -> float:
     value = number(c, key)
-    if abs(value) > _LARGEST:
-        raise ModelError(f"{key} is {value}; expected at most {_LARGEST:g}. The config is damaged.")
+    if abs(value) > _MAX_ALPHA:
+        raise ModelError(f"{key} is {value}; expected at most {_MAX_ALPHA:g}. The config is damaged.")
     return value
 
 
@@ -118,14 +118,14 @@ def _modules(c: Fields, key: str) -> str | tuple[str, ...]:
         return value
     if isinstance(value, list) and value and all(isinstance(one, str) and one for one in value):
         return tuple(value)
-    raise ModelError(f"{key} is {shown(value)}; expected names of modules, or a pattern of them")
+    raise ModelError(f"{key} is {shown(value)}; expected names of modules, or a pattern")
 
 
 def _check_pattern(key: str, pattern: str) -> None:
     try:
         re.compile(pattern)
     except (re.error, RecursionError) as error:
-        raise ModelError(f"{key} has {shown(pattern)}, which is no pattern: {error}") from None
+        raise ModelError(f"{key} has {shown(pattern)}, which is not a pattern: {error}") from None
 
 
 def _layers(c: Fields) -> frozenset[int] | None:
@@ -139,12 +139,12 @@ def _layers(c: Fields) -> frozenset[int] | None:
 
 
 def _matching(patterns: Mapping[str, object], module: str) -> str:
-    """The first pattern that a module's name, or an end of it behind a dot, matches; else no pattern."""
+    """The first pattern that matches a module's name, or its end after a dot; else an empty string."""
     return next((one for one in patterns if re.fullmatch(rf"(?:.*\.)?(?:{one})", module)), "")
 
 
 def _named(modules: str | Collection[str], module: str) -> bool:
-    """Whether a pattern matches all of a module's name, or one of some names is the end of it."""
+    """True if a pattern matches the whole name of a module, or one of the names is its end."""
     if isinstance(modules, str):
         return re.fullmatch(modules, module) is not None
     return any(module == one or module.endswith(f".{one}") for one in modules)

@@ -1,4 +1,4 @@
-"""AdapterShelf: the adapters of one model by name, a few of them in memory, others read when used."""
+"""AdapterShelf: the adapters of one model by name; a few are in memory, others are read when used."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from specinfer.request import LoRARequest
 
 
 class AdapterShelf:
-    """Names adapters, checks them, and has those in memory that passes use. Any thread may call it.
+    """Registers and checks adapters, and loads those that passes use. Thread-safe.
 
-    A name stands for the same numbers as long as the shelf is there: prefixes of texts that were computed
-    with them are found by it.
+    A name refers to the same weights for the lifetime of the shelf, since cached prefixes computed with an
+    adapter are found by its name.
     """
 
     def __init__(
@@ -31,22 +31,22 @@ class AdapterShelf:
         dtype: torch.dtype,
         device: torch.device,
         library: Library | None,
-        most: int,
+        limit: int,
         refused: str | None = None,
     ) -> None:
-        """At most so many adapters are in memory at once, in `dtype`; `refused` says why there are none."""
+        """At most `limit` adapters are in memory, in `dtype`; `refused`: why none is supported."""
         self._config = config
         self._dtype, self._device, self._library = dtype, device, library
-        self._most = most
+        self._limit = limit
         self._refused = refused
         self._guard = threading.RLock()
         self._folders: dict[str, PeftFolder] = {}
-        self._numbers: dict[int, str] = {}  # the names that go with the numbers callers give
-        self._resident: OrderedDict[str, Adapter] = OrderedDict()  # the one used last comes last
+        self._numbers: dict[int, str] = {}  # adapter names by lora_int_id
+        self._resident: OrderedDict[str, Adapter] = OrderedDict()  # least recently used first
 
     @property
     def names(self) -> Collection[str]:
-        """Those that requests may name."""
+        """Names that requests may use."""
         return self._folders.keys()
 
     @property
@@ -56,16 +56,16 @@ class AdapterShelf:
 
     @property
     def missing_bytes(self) -> int:
-        """The memory that adapters may yet take, of those that have been named."""
+        """Memory that registered adapters may still take."""
         sizes = sorted((folder.bytes(self._dtype) for folder in self._folders.values()), reverse=True)
         there = sum(self._folders[name].bytes(self._dtype) for name in self._resident)
-        return max(0, sum(sizes[: self._most]) - there)
+        return max(0, sum(sizes[: self._limit]) - there)
 
     def add(self, name: str, path: Path) -> None:
-        """Name an adapter, which is checked, and read where there is room for one more.
+        """Register an adapter: check it, and read it if there is room for one more.
 
-        Raises ModelError for one that is not supported, and its kind for one that is damaged or of another
-        model, or where the name stands for another folder.
+        Raises ModelError if it is not supported, a subclass if it is damaged or for another model, and if the
+        name is used for another folder.
         """
         path = path.expanduser().resolve()
         with self._guard:
@@ -77,14 +77,14 @@ class AdapterShelf:
             if self._refused is not None:
                 raise ModelError(f"adapter {name!r} cannot be used: {self._refused}")
             folder = PeftFolder(name, path, self._config)
-            if len(self._resident) < self._most:
+            if len(self._resident) < self._limit:
                 self._resident[name] = self._loaded(folder)
             self._folders[name] = folder
 
     def named(self, request: LoRARequest) -> str:
-        """The name of the adapter that a request asks for, which is added where it has a path.
+        """The name of a request's adapter, which is registered if the request has a path.
 
-        Raises RequestError for one that nobody has named, or whose number is another's, else as `add`.
+        Raises RequestError for an unknown adapter, or a number used for another one, else as `add`.
         """
         with self._guard:
             known = self._numbers.get(request.lora_int_id, request.lora_name)
@@ -106,24 +106,24 @@ class AdapterShelf:
         return request.lora_name
 
     def rows(self, adapted: Sequence[tuple[range, str]], count: int) -> AdaptedRows | None:
-        """The rows of a pass of `count` that have adapters, by their names; None where no row has one.
+        """The adapted rows of a pass of `count` rows, from ranges and adapter names; None if there are none.
 
-        Adapters that are not there are read, in place of those that were used the longest time ago. Raises
-        AdapterError where one cannot be read.
+        Missing adapters are read, replacing the least recently used ones. Raises AdapterError if one cannot
+        be read.
         """
         if not adapted:
             return None
-        found = self._fetched({name for _, name in adapted})
+        found = self._load_missing({name for _, name in adapted})
         spans = [Span(rows, found[name]) for rows, name in adapted]
         return AdaptedRows.of(spans, count, self._library)
 
-    def _fetched(self, names: Collection[str]) -> dict[str, Adapter]:
+    def _load_missing(self, names: Collection[str]) -> dict[str, Adapter]:
         with self._guard:
             for name in names:
                 if name in self._resident:
                     self._resident.move_to_end(name)
             lacking = [name for name in names if name not in self._resident]
-            while self._resident and len(self._resident) + len(lacking) > self._most:
+            while self._resident and len(self._resident) + len(lacking) > self._limit:
                 oldest = next(iter(self._resident))
                 if oldest in names:
                     break

@@ -1,7 +1,7 @@
-"""A PEFT folder: adapter_config.json and adapter_model.safetensors -> what an adapter adds to each product.
+"""PeftFolder: reads adapter_config.json and adapter_model.safetensors of a PEFT folder.
 
-A folder is checked whole before anything of it is used: each tensor against its config and the model it is
-for, and the config's modules against the tensors. What does not fit is refused in one line that names it.
+A folder is checked completely before it is used: each tensor against its config and model, and the config's
+modules against the tensors. A mismatch is rejected with a one-line message that names it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from specinfer.models.sources import Names, Rows
 _CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = "adapter_model.safetensors"
 _TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
-# Tensors of other kinds, and why they are refused.
+# Unsupported tensors, and the reason.
 _OTHERS: Final = {
     "lora_magnitude_vector": "is of DoRA, which is not supported; merge the adapter into the model",
     "lora_embedding_": "adapts embeddings, which is not supported; merge the adapter into the model",
@@ -40,7 +40,7 @@ _OTHERS: Final = {
 
 
 class Slot(NamedTuple):
-    """Where one of the decoder's matrices stands among its products."""
+    """The place of a decoder matrix among the model's products."""
 
     product: int
     channels: range
@@ -48,7 +48,7 @@ class Slot(NamedTuple):
 
 
 def slots(config: ModelConfig) -> dict[str, Slot]:
-    """The decoder's matrices that may have adapters, by their names without `.weight`; experts may not."""
+    """The decoder's matrices that may have adapters, by name without `.weight`; experts may not."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     in_layer = {
@@ -71,14 +71,14 @@ def slots(config: ModelConfig) -> dict[str, Slot]:
 
 
 class AdaptedMatrix(NamedTuple):
-    """One of the decoder's matrices that a module of the file is, or has among others."""
+    """One of the decoder's matrices in a module of the file."""
 
     slot: Slot
-    rows: Rows | None  # of the module's; None: all
+    rows: Rows | None  # rows of the module; None is all
 
 
 class AdaptedModule(NamedTuple):
-    """A linear module of the model, as its files have it."""
+    """A linear module of the model, as in its files."""
 
     name: str
     layer: int
@@ -86,7 +86,7 @@ class AdaptedModule(NamedTuple):
 
 
 def modules(config: ModelConfig) -> dict[str, AdaptedModule]:
-    """The linear modules of a model that may have adapters, by the names they have in Hugging Face files."""
+    """The linear modules of a model that may have adapters, by their names in Hugging Face files."""
     names, there = HF_FAMILIES[config.family.value].names, slots(config)
     kinds = dict.fromkeys(name.split(".", 3)[3] for name in there)
     stacked = {part for inside in names.inside.values() for part in _several(inside)}
@@ -128,19 +128,19 @@ class ModuleAdapter:
 
 
 class PeftFolder:
-    """An adapter's folder whose config and headers are checked against a model; its numbers are not read."""
+    """An adapter's folder, checked against a model; tensor values are not read."""
 
     def __init__(self, name: str, path: Path, config: ModelConfig) -> None:
-        """Raises ModelError for what is not supported, ModelFileError for what is damaged or does not fit."""
+        """Raises ModelError if it is not supported, ModelFileError if it is damaged or does not fit."""
         self.name, self.path = name, path
         if not path.is_dir():
-            raise ModelFileError(f"adapter {name!r}: {path} is no folder; give one that PEFT has saved")
+            raise ModelFileError(f"adapter {name!r}: {path} is not a folder; give one that PEFT has saved")
         files = path / _CONFIG, path / _WEIGHTS
         for file in files:
             if not file.is_file():
                 raise ModelFileError(f"adapter {name!r}: {path} has no {file.name}; {self._instead()}")
         self._files = files
-        self._as_it_was = self._state()
+        self._initial_state = self._state()
         try:
             self._own = adapter_config(read_json(files[0]))
             self._adapters = self._checked(config, self._own, read_entries([files[1]]))
@@ -155,7 +155,7 @@ class PeftFolder:
         return found.hexdigest()
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """The memory its numbers take, about."""
+        """Approximate memory of its tensors."""
         elements = sum(
             one.down.shape[0] * one.down.shape[1] + one.up.shape[0] * one.up.shape[1]
             for one in self._adapters
@@ -165,9 +165,9 @@ class PeftFolder:
     def load(
         self, products: int, dtype: torch.dtype, device: torch.device, library: Library | None
     ) -> Adapter:
-        """Its numbers, for so many products of a model.
+        """Read its tensors, for `products` products of a model.
 
-        Raises ModelFileError where they are no finite numbers, or files were changed since they were checked.
+        Raises ModelFileError if a value is not finite, or if files were changed since they were checked.
         """
         stacks: dict[int, _Stack] = {}
         for one in self._adapters:
@@ -177,7 +177,7 @@ class PeftFolder:
             )
             product = one.module.matrices[0].slot.product
             stacks.setdefault(product, _Stack()).add(one, down, up)
-        if self._state() != self._as_it_was:
+        if self._state() != self._initial_state:
             raise ModelFileError(
                 f"adapter {self.name!r} ({self.path}): its files were changed since it was named; "
                 "give the new ones another name"
@@ -189,7 +189,7 @@ class PeftFolder:
         tensor = entry.read_rows(0, entry.shape[0]).to(device=device, dtype=dtype)
         if not bool(torch.isfinite(tensor).all()):
             raise ModelFileError(
-                f"adapter {self.name!r} ({self.path}): tensor {name!r} holds values that are no finite "
+                f"adapter {self.name!r} ({self.path}): tensor {name!r} holds values that are not finite "
                 f"{str(dtype).removeprefix('torch.')} numbers; get it again"
             )
         return tensor
@@ -210,35 +210,35 @@ class PeftFolder:
         self, config: ModelConfig, own: AdapterConfig, entries: Mapping[str, TensorEntry]
     ) -> list[ModuleAdapter]:
         known = modules(config)
-        halves: dict[str, dict[str, str]] = {}  # module -> A or B -> the tensor
+        halves: dict[str, dict[str, str]] = {}  # module -> A or B -> tensor name
         for name in entries:
             for part, why in _OTHERS.items():
                 if part in name:
                     raise ModelError(f"tensor {name!r} {why}")
             match = _TENSOR.fullmatch(name)
             if match is None:
-                raise ModelFileError(f"tensor {name!r} is of no low-rank adapter")
-            module = match[1].replace("language_model.", "", 1)  # of a model that also sees
+                raise ModelFileError(f"tensor {name!r} does not belong to a low-rank adapter")
+            module = match[1].replace("language_model.", "", 1)  # for multimodal models
             if module not in known:
                 raise ModelError(
-                    f"tensor {name!r} is of a module that has no adapters here; allowed: "
-                    f"{', '.join(_kinds(known))} of {config.num_layers} layers. It is of another model, or "
+                    f"tensor {name!r} is for a module that cannot have adapters here; allowed: "
+                    f"{', '.join(_kinds(known))} of {config.num_layers} layers. It is for another model, or "
                     "must be merged into this one"
                 )
             halves.setdefault(module, {})[match[2]] = name
             if not own.adapts(match[1], known[module].layer):
                 key = "layers_to_transform" if own.layers is not None else "target_modules"
-                raise ModelFileError(f"tensor {name!r} is of a module that {key} does not name")
+                raise ModelFileError(f"tensor {name!r} is for a module that {key} does not include")
         missing = next(
             (one for one in known.values() if own.adapts(one.name, one.layer) and one.name not in halves),
             None,
         )
         if missing is not None:
-            raise ModelFileError(f"target_modules names {missing.name}, of which there is no tensor")
+            raise ModelFileError(f"target_modules includes {missing.name}, but there is no tensor for it")
         if not halves:
             wanted = own.targets if isinstance(own.targets, str) else ", ".join(own.targets)
             raise ModelError(
-                f"target_modules is {wanted}, which names no module of the model; it has "
+                f"target_modules is {wanted}, which matches no module of the model; it has "
                 f"{', '.join(_kinds(known))}"
             )
         return [self._module(known[module], names, own, entries) for module, names in halves.items()]
@@ -252,12 +252,10 @@ class PeftFolder:
     ) -> ModuleAdapter:
         if len(names) < 2:
             [found] = names.values()
-            raise ModelFileError(
-                f"tensor {found!r} is without the other half of its adapter (lora_A, lora_B)"
-            )
+            raise ModelFileError(f"tensor {found!r} lacks the other half of its adapter (lora_A, lora_B)")
         down, up = entries[names["A"]], entries[names["B"]]
         raw = _TENSOR.fullmatch(names["A"])
-        assert raw is not None, "it was one before"
+        assert raw is not None, "checked above"
         rank = own.rank_of(raw[1])
         inner = module.matrices[0].slot.inner
         channels = sum(len(one.slot.channels) for one in module.matrices)
@@ -271,8 +269,8 @@ class PeftFolder:
                 )
             if entry.shape != shape:
                 raise ModelFileError(
-                    f"tensor {name!r} has shape {list(entry.shape)}, the model's has {list(shape)}; it is an "
-                    "adapter of another model"
+                    f"tensor {name!r} has shape {list(entry.shape)}, the model needs {list(shape)}; it is an "
+                    "adapter for another model"
                 )
         return ModuleAdapter(module, down, up, (names["A"], names["B"]), own.scale_of(raw[1]))
 
@@ -283,14 +281,14 @@ def _kinds(known: Mapping[str, AdaptedModule]) -> list[str]:
 
 
 class _Stack:
-    """What adapters of modules add to one product."""
+    """Accumulates the terms of adapters for one product."""
 
     def __init__(self) -> None:
         self._downs: list[Tensor] = []
         self._parts: list[LowRankPart] = []
 
     def add(self, one: ModuleAdapter, down: Tensor, up: Tensor) -> None:
-        """Put a module's A below the others'."""
+        """Append a module's A below the others'."""
         first = sum(map(len, self._downs))
         for matrix in one.module.matrices:
             rows = up if matrix.rows is None else up[torch.tensor([*matrix.rows], device=up.device)]
@@ -299,5 +297,5 @@ class _Stack:
         self._downs.append(down)
 
     def made(self) -> LowRank:
-        """All of it."""
+        """The complete low-rank term."""
         return LowRank(torch.cat(self._downs), self._parts)

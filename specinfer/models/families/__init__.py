@@ -1,1 +1,1 @@
-"""One module for each kin of model families: their configs, and the names of their tensors."""
+"""Model families: one module per group of related families, with their configs and tensor names."""

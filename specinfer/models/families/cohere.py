@@ -1,4 +1,4 @@
-"""Cohere's Command models: attention and MLP side by side behind one LayerNorm, rope over neighbours."""
+"""Cohere's Command models: parallel attention and MLP after one LayerNorm, rope of adjacent elements."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _side_by_side(shared: ModelConfig, logit_scale: float) -> ModelConfig:
 
 
 def _windowed(shared: ModelConfig, found: tuple[int | None, ...]) -> ModelConfig:
-    """The same with these windows: layers without one have no rope either."""
+    """Set these windows; layers without a window have no rope either."""
     plain = frozenset(layer for layer, window in enumerate(found) if window is None)
     return replace(shared, layer_windows=found, layers_without_rope=plain)
 

@@ -1,7 +1,7 @@
-"""Falcon: attention and MLP side by side, few key-value heads; in the first 1B and 7B RW models ALiBi.
+"""Falcon: parallel attention and MLP, few key-value heads; the first 1B and 7B RW models use ALiBi.
 
-The config does not say which of three layouts a model has but by two switches: one key-value head for all,
-one key and value beside each query head, and since the 40B (`new_decoder_architecture`) a number of them.
+Two switches select one of three layouts: one key-value head for all query heads, one for each query head, and
+since the 40B model (`new_decoder_architecture`) a given number of them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _falcon(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     if norms > 2 or (norms == 2 and not new) or (new and not parallel):
         raise ModelError(
             f"config.json has new_decoder_architecture = {new}, parallel_attn = {parallel} and "
-            f"num_ln_in_parallel_attn = {norms}; supported: what published Falcons have of these"
+            f"num_ln_in_parallel_attn = {norms}; supported: the combinations of published Falcons"
         )
     alibi = Alibi.of(heads, rounded=True) if c.get("alibi", False) else None
     rope = None if alibi is not None else rope_from_hf(c, head_dim(c))
@@ -82,7 +82,7 @@ def _falcon_from_gguf(head: GgufHead) -> ModelConfig:
 
 
 def _gguf_inside(head: GgufHead) -> dict[str, str | tuple[str, ...]]:
-    """Where there are two norms, attn_norm is the MLP's."""
+    """If there are two norms, attn_norm is the MLP's."""
     two = "blk.0.attn_norm_2.weight" in head.shapes
     return {
         **INSIDE,

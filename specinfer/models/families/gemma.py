@@ -1,4 +1,4 @@
-"""Gemma: norms before and behind each block, scaled embeddings, GELU, windows in some of the layers."""
+"""Gemma: norms before and after each block, scaled embeddings, GELU, windows in some of the layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specinfer.models.hf_config import (
 from specinfer.models.positions import Rope
 from specinfer.models.rope_config import rope_from_hf, ropes_by_layer_type
 
-# What transformers fills in when config.json leaves it out, as Gemma's own files often do.
+# Defaults of transformers for keys that config.json omits, as Gemma's own files often do.
 _GEMMA_3: Final[Fields] = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -65,7 +65,7 @@ _KEYS: Final = ConfigKeys(activation="hidden_activation")
 
 def _gemma(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     c = {**_GEMMA, **c}
-    if c.get("hidden_act") == "gelu":  # so the first files say, and mean the approximation
+    if c.get("hidden_act") == "gelu":  # the first files say gelu, and mean the approximation
         c = {**c, "hidden_act": "gelu_pytorch_tanh"}
     refuse(c, "use_bidirectional_attention")
     shared = decoder_from_hf(Family.GEMMA, c, ids, rope=rope_from_hf(c, head_dim(c)))
@@ -106,7 +106,7 @@ def _gemma2(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
 def _gemma2_from_gguf(head: GgufHead) -> ModelConfig:
     c, shared = head.fields, decoder_from_gguf(Family.GEMMA2, head)
     window, layers = gguf_window(c), shared.num_layers
-    # No key holds query_pre_attn_scalar; of the Gemma 2 models only the 27B's differs from head_dim.
+    # No key holds query_pre_attn_scalar; among the Gemma 2 models only the 27B's differs from head_dim.
     scalar = shared.hidden_size / shared.num_heads if layers == 46 else float(shared.head_dim)
     return replace(
         shared,
@@ -154,18 +154,20 @@ def _gemma3_from_gguf(head: GgufHead) -> ModelConfig:
     assert rope is not None
     rotated = count(c, "rope.dimension_count", shared.head_dim)
     if count(c, "rope.dimension_count_swa", rotated) != rotated:
-        raise ModelError("layers of the GGUF file rotate different parts of a head; supported: all the same")
+        raise ModelError(
+            "layers of the GGUF file rotate different parts of a head; supported: the same part in all layers"
+        )
     if rope.yarn is not None:
         raise ModelError("the GGUF file is a Gemma 3 with YaRN, which is not supported")
     window, pattern = gguf_window(c), count(c, "attention.sliding_window_pattern", 6)
-    # No key holds query_pre_attn_scalar; of the Gemma 3 models only the 27B's differs from head_dim.
+    # No key holds query_pre_attn_scalar; among the Gemma 3 models only the 27B's differs from head_dim.
     scalar = shared.hidden_size / shared.num_heads if layers == 62 else float(shared.head_dim)
     return replace(
         shared,
         local_rope=Rope(positive(c, "rope.freq_base_swa", 1e4), rotated=rope.rotated),
         layer_windows=tuple(window if (i + 1) % pattern else None for i in range(layers)),
         embedding_scale=shared.hidden_size**0.5,
-        norm_weight_offset=0.0,  # the converter has added Gemma's 1 already
+        norm_weight_offset=0.0,  # the converter has already added Gemma's 1
         norm_place=NormPlace.BOTH,
         activation=Activation.GELU_TANH,
         attention_scale=scalar**-0.5,

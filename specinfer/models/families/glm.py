@@ -1,4 +1,4 @@
-"""GLM-4: rope of neighbours in half of each head, a fused MLP, and from the 0414 models on four norms."""
+"""GLM-4: rope of adjacent elements in half of each head, a fused MLP, four norms from the 0414 models on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEFAULTS: Final[Fields] = {
     "partial_rotary_factor": 0.5,
     "attention_bias": True,
 }
-_ENDS: Final = (151329, 151336, 151338)  # of texts, where config.json names none
+_ENDS: Final = (151329, 151336, 151338)  # end-of-text ids if config.json has none
 _FUSED: Final = {"mlp.gate_up_proj": GATE_UP}
 
 

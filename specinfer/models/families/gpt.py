@@ -1,4 +1,4 @@
-"""GPT-2, GPTBigCode, which is StarCoder's and has one key-value head for all, and StarCoder 2 with rope."""
+"""GPT-2, GPTBigCode (StarCoder, with one key-value head for all query heads), and StarCoder 2 with rope."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _starcoder_2(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
 
 
 def _biased(shared: ModelConfig, *, bias: bool = True) -> ModelConfig:
-    """The same with LayerNorms that have a bias, and an MLP that has no gate."""
+    """Add LayerNorms with a bias, and an MLP without a gate."""
     return replace(
         shared,
         norm=Norm.LAYER,

@@ -1,4 +1,4 @@
-"""Granite: Llama whose embeddings, scores, sums and logits are multiplied by numbers of the config."""
+"""Granite: Llama with factors for embeddings, scores, residual sums and logits."""
 
 from __future__ import annotations
 

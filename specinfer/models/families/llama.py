@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2, Qwen3 and SmolLM3: RMSNorm, rope, a gated MLP; other biases, windows and norms."""
+"""Llama, Mistral, Qwen2, Qwen3 and SmolLM3: RMSNorm, rope, a gated MLP; they differ in biases and windows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specinfer.models.gguf_config import GgufFamily, GgufHead, decoder_from_gguf
 from specinfer.models.hf_config import HfFamily, decoder_from_hf, head_dim, refuse, window_of, windows
 from specinfer.models.rope_config import rope_from_hf
 
-# What transformers fills in when config.json leaves it out.
+# Defaults of transformers for keys that config.json omits.
 _DEFAULTS: Final[Fields] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _QWEN: Final[Fields] = {
     **_DEFAULTS,
@@ -87,21 +87,21 @@ def _smollm3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
 
 
 def _without_rope(c: Fields, layers: int) -> frozenset[int]:
-    """The layers that the config gives no rope: every fourth, or those whose entry of a list is 0."""
-    said = c.get("no_rope_layers")
-    if said is None:
+    """The layers without rope: every fourth, or those whose entry of a list is 0."""
+    flags = c.get("no_rope_layers")
+    if flags is None:
         every = count(c, "no_rope_layer_interval")
-        said = [int((layer + 1) % every != 0) for layer in range(layers)]
-    if not isinstance(said, list) or len(said) < layers or any(one not in (0, 1) for one in said):
+        flags = [int((layer + 1) % every != 0) for layer in range(layers)]
+    if not isinstance(flags, list) or len(flags) < layers or any(one not in (0, 1) for one in flags):
         raise ModelError(
-            f"no_rope_layers is {str(said)[:80]}; expected 0 or 1 for each of {layers} layers. "
+            f"no_rope_layers is {str(flags)[:80]}; expected 0 or 1 for each of {layers} layers. "
             "The config is damaged."
         )
-    return frozenset(layer for layer in range(layers) if not said[layer])
+    return frozenset(layer for layer in range(layers) if not flags[layer])
 
 
 def _smollm3_from_gguf(head: GgufHead) -> ModelConfig:
-    """No key holds which layers have no rope: llama.cpp takes every fourth."""
+    """No key holds the layers without rope; llama.cpp uses every fourth."""
     shared = decoder_from_gguf(Family.SMOLLM3, head)
     return replace(shared, layers_without_rope=_without_rope(_SMOLLM3, shared.num_layers))
 
@@ -113,7 +113,7 @@ def _qwen_windows(c: Fields) -> tuple[int | None, ...]:
 
 
 def _llama_from_gguf(head: GgufHead) -> ModelConfig:
-    """Mistral's files say llama, and so do Mixtral's."""
+    """Files of Mistral and Mixtral have the architecture llama, too."""
     if integer(head.fields, "expert_count", 0):
         return mixtral_from_gguf(head)
     return decoder_from_gguf(Family.LLAMA, head)

@@ -1,4 +1,4 @@
-"""Seed-OSS, ERNIE 4.5, Helium, CWM and EXAONE 4: a Llama but for biases, windows, or where norms stand."""
+"""Seed-OSS, ERNIE 4.5, Helium, CWM and EXAONE 4: like Llama, with other biases, windows or norm places."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _CWM_ROPE: Final[Fields] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_CWM_ENDS: Final = (128001, 128008, 128009)  # of texts, where config.json names none
+_CWM_ENDS: Final = (128001, 128008, 128009)  # end-of-text ids if config.json has none
 _EXAONE: Final[Fields] = {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 2048,
@@ -69,7 +69,7 @@ _EXAONE: Final[Fields] = {
 def _like(
     family: Family, defaults: Fields, *, qkv: str, o: str, mlp: str
 ) -> Callable[[Fields, Sequence[Fields]], ModelConfig]:
-    """The reader of a Llama whose biases are in these keys; an empty one: there are none."""
+    """A config reader for a Llama whose biases have these keys; an empty key: no biases."""
 
     def read(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
         c = {**defaults, **c}
@@ -87,7 +87,7 @@ def _cwm(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     c = {**_CWM, **c}
     if c.get("rope_parameters") is None and c.get("rope_scaling") is None:
         c = {**c, "rope_parameters": _CWM_ROPE}
-    if c["sliding_window"] == 0:  # as transformers reads it
+    if c["sliding_window"] == 0:  # as in transformers
         c = {**c, "sliding_window": None}
     shared = _like(Family.CWM, {}, qkv="", o="", mlp="mlp_bias")(c, ids)
     return replace(
@@ -100,15 +100,15 @@ def _cwm(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
 def _exaone(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     c = {**_EXAONE, **c}
     window = window_of(c)
-    # Nobody reads the pattern beside layer_types; it is "LLLG" in some files.
-    said = window is None or c.get("layer_types") is not None
-    pattern = 1 if said else count(c, "sliding_window_pattern")
+    # The pattern is ignored if layer_types is set; it is "LLLG" in some files.
+    ignored = window is None or c.get("layer_types") is not None
+    pattern = 1 if ignored else count(c, "sliding_window_pattern")
     shared = _like(Family.EXAONE4, {}, qkv="", o="", mlp="")(c, ids)
     return _behind(shared, windows(c, window, lambda layer: (layer + 1) % pattern != 0), window)
 
 
 def _behind(shared: ModelConfig, found: tuple[int | None, ...], window: int | None) -> ModelConfig:
-    """The same with EXAONE's norms; beside layers with a window, those without one have no rope."""
+    """Add EXAONE's norms; if some layers have a window, the others have no rope."""
     plain = [] if window is None else [layer for layer, own in enumerate(found) if own is None]
     return replace(
         shared,

@@ -18,7 +18,7 @@ from specinfer.models.hf_config import HfFamily, decoder_from_hf, head_dim, refu
 from specinfer.models.rope_config import rope_from_hf
 from specinfer.models.sources import Names
 
-# What transformers fills in when config.json leaves it out.
+# Defaults of transformers.
 _DEFAULTS: Final[Fields] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _MIXTRAL: Final[Fields] = {
     "rms_norm_eps": 1e-5,
@@ -72,7 +72,7 @@ _GPT_OSS_ROPE: Final[Fields] = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-# One matrix for each expert, or stacks of those of all, as newer folders have them.
+# Files have one matrix for each expert, or, in newer folders, stacks of all.
 _STACKS: Final = {
     "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
     "mlp.experts.down_proj": ("down_proj",),
@@ -80,7 +80,7 @@ _STACKS: Final = {
 
 
 def _mixture(config: ModelConfig, experts: Experts) -> ModelConfig:
-    """The same with these experts; where no layer is dense, its MLP size is that of an expert."""
+    """A config with these experts; without dense layers, its MLP size is that of an expert."""
     if len(experts.dense_layers) == config.num_layers:
         return config
     size = config.intermediate_size if experts.dense_layers else experts.size
@@ -102,12 +102,12 @@ def _mixtral(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
 
 
 def _number(c: Fields, default: int) -> int:
-    """How many experts there are: transformers has written it by either name."""
+    """The number of experts, under either of transformers' names."""
     return integer(c, "num_experts", integer(c, "num_local_experts", default))
 
 
 def _of_inner_size(config: ModelConfig, c: Fields, default: int, *, normalized: bool) -> Experts:
-    """Experts of the size that other models give their MLPs, in every layer."""
+    """Experts in every layer, whose size is the key that other models use for MLPs."""
     size, each = config.intermediate_size, count(c, "num_experts_per_tok")
     return Experts(_number(c, default), each, size, normalized=normalized)
 
@@ -134,7 +134,7 @@ def _qwen2(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     window = window_of(c) if c.get("use_sliding_window", False) else None
     shared = replace(
         shared,
-        # As transformers 5 fills in layer_types.
+        # transformers 5 fills in layer_types the same way.
         layer_windows=windows(c, window, lambda layer: layer < first and layer % 2 == 0),
         qkv_bias=boolean(c, "qkv_bias", True),
         o_bias=False,
@@ -155,7 +155,7 @@ def _qwen3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
 
 def _olmoe(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     c = {**_OLMOE, **c}
-    refuse(c, "clip_qkv")  # it would clip what is normed, where others clip first
+    refuse(c, "clip_qkv")  # it would clip after the norm, whereas other models clip before it
     shared = replace(_shared(Family.OLMOE, c, ids), qk_norm=QkNorm.WHOLE)
     normalized = boolean(c, "norm_topk_prob", False)
     return _mixture(shared, _of_inner_size(shared, c, 64, normalized=normalized))
@@ -179,10 +179,10 @@ def _gpt_oss(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
         c = {**c, "rope_scaling": _GPT_OSS_ROPE}
     for key, known in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if (value := number(c, key, known)) != known:
-            raise ModelError(f"{key} is {value}; supported of gpt-oss: {known}")
+            raise ModelError(f"{key} is {value}; supported for gpt-oss: {known}")
     shared = _shared(Family.GPT_OSS, c, ids)
     if shared.activation is not Activation.SILU:
-        raise ModelError(f"hidden_act is {c['hidden_act']!r}; supported of gpt-oss: 'silu'")
+        raise ModelError(f"hidden_act is {c['hidden_act']!r}; supported for gpt-oss: 'silu'")
     shared = replace(
         shared,
         layer_windows=windows(c, window_of(c), lambda layer: layer % 2 == 0),
@@ -234,7 +234,7 @@ HF: Final = (
             inside={"mlp.router": "mlp.gate"},
             expert_stacks={
                 **_STACKS,
-                "mlp.experts.gate_up_proj.weight": ("gate_proj", "up_proj"),  # of MXFP4
+                "mlp.experts.gate_up_proj.weight": ("gate_proj", "up_proj"),  # in MXFP4
                 "mlp.experts.down_proj.weight": ("down_proj",),
                 "mlp.experts.gate_up_proj_bias": ("gate_proj", "up_proj"),
                 "mlp.experts.down_proj_bias": ("down_proj",),
@@ -247,10 +247,10 @@ HF: Final = (
 
 
 def _experts_of_gguf(head: GgufHead, *, normalized: bool, layers: int) -> Experts:
-    """As llama.cpp computes a mixture of that architecture; no key says whether weights add up to 1."""
+    """The experts, with llama.cpp's defaults for that architecture."""
     c, shapes = head.fields, head.shapes
     if integer(c, "expert_gating_func", 1) != 1 or positive(c, "expert_weights_scale", 1.0) != 1:
-        raise ModelError("the GGUF file routes by another law than a softmax, which is not supported")
+        raise ModelError("the GGUF file has a router other than softmax, which is not supported")
     shared = next((shape[0] for name, shape in shapes.items() if name.endswith("ffn_up_shexp.weight")), 0)
     return Experts(
         count(c, "expert_count"),
@@ -263,19 +263,19 @@ def _experts_of_gguf(head: GgufHead, *, normalized: bool, layers: int) -> Expert
 
 
 def _from_gguf(family: Family, head: GgufHead, *, normalized: bool) -> ModelConfig:
-    """The config of a mixture of Llama's shape."""
+    """The config of a mixture with Llama's shape."""
     made = decoder_from_gguf(family, head)
     return _mixture(made, _experts_of_gguf(head, normalized=normalized, layers=made.num_layers))
 
 
 def mixtral_from_gguf(head: GgufHead) -> ModelConfig:
-    """The config of a Mixtral, whose files say llama."""
+    """The config of a Mixtral model, whose architecture in files is llama."""
     return _from_gguf(Family.MIXTRAL, head, normalized=True)
 
 
 def _olmoe_from_gguf(head: GgufHead) -> ModelConfig:
     if head.fields.get("attention.clamp_kqv"):
-        raise ModelError("the GGUF file clips queries behind their norm, which is not supported")
+        raise ModelError("the GGUF file clips queries after their norm, which is not supported")
     return replace(_from_gguf(Family.OLMOE, head, normalized=False), qk_norm=QkNorm.WHOLE)
 
 
@@ -287,7 +287,7 @@ def _granite_from_gguf(head: GgufHead) -> ModelConfig:
 def _gpt_oss_from_gguf(head: GgufHead) -> ModelConfig:
     found, window = _from_gguf(Family.GPT_OSS, head, normalized=True), gguf_window(head.fields)
     rope = found.rope
-    if rope is not None and rope.yarn is not None:  # as the model was trained; no key says so
+    if rope is not None and rope.yarn is not None:  # as in training; files have no key for it
         rope = replace(rope, yarn=replace(rope.yarn, truncate=False))
     return replace(
         found,

@@ -1,4 +1,4 @@
-"""MPT: ALiBi, LayerNorms without a bias, and queries, keys and values that may be clipped."""
+"""MPT: ALiBi, LayerNorms without a bias, and optional clipping of queries, keys and values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEFAULTS: Final[Fields] = {
     "activation": "gelu",  # no key holds it
     "attn_config": {},
 }
-# What transformers' own class computes; it passes over any other value.
+# The only values that transformers' own class computes; it ignores others.
 _ONLY: Final[Fields] = {
     "expansion_ratio": 4,
     "no_bias": True,
@@ -53,7 +53,7 @@ def _mpt(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
     for fields, only in ((c, _ONLY), (attention, _ONLY_IN_ATTENTION)):
         for key, value in only.items():
             if fields.get(key, value) != value:
-                raise ModelError(f"config.json sets {key} = {fields[key]!r}; supported of MPT: {value!r}")
+                raise ModelError(f"config.json sets {key} = {fields[key]!r}; supported for MPT: {value!r}")
     c = {**c, "inner": 4 * count(c, "d_model")}
     shared = decoder_from_hf(Family.MPT, c, ids, rope=None, keys=_KEYS)
     return replace(

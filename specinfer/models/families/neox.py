@@ -1,4 +1,4 @@
-"""GPT-NeoX (Pythia) and StableLM: LayerNorms, rope of a part of each head, attention and MLP side by side."""
+"""GPT-NeoX (Pythia) and StableLM: LayerNorms, partial rope, parallel attention and MLP."""
 
 from __future__ import annotations
 

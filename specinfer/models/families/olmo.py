@@ -1,4 +1,4 @@
-"""OLMo: LayerNorms without weights in the first; since the second norms behind blocks, and of q and k."""
+"""OLMo: LayerNorms without weights in OLMo 1; norms after blocks, and of q and k, in OLMo 2 and 3."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DEFAULTS: Final[Fields] = {
     "max_position_embeddings": 2048,
 }
 _OLMO_3: Final[Fields] = {**_DEFAULTS, "rope_theta": 500000.0, "sliding_window": 4096}
-_WINDOW_EVERY: Final = 4  # layers, of which the last one sees everything
+_WINDOW_EVERY: Final = 4  # the last of four layers has no window
 
 
 def _olmo(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
@@ -43,7 +43,7 @@ def _olmo_2(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
 
 
 def _olmo_3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
-    """Scaling of rope is for the layers that see everything."""
+    """Rope scaling applies to layers without a window."""
     c = {**_OLMO_3, **c}
     theta = positive(c, "rope_theta")
     rope, local_rope = ropes_by_layer_type(c, head_dim(c), theta=theta, local_theta=theta)
@@ -58,12 +58,12 @@ def _olmo_3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
 
 
 def _behind(shared: ModelConfig) -> ModelConfig:
-    """The same with the norms of OLMo 2 and 3."""
+    """Add the norms of OLMo 2 and 3."""
     return replace(shared, qk_norm=QkNorm.WHOLE, norm_place=NormPlace.BEHIND)
 
 
 def _olmo_2_from_gguf(head: GgufHead) -> ModelConfig:
-    """OLMo 3, too: its files say olmo2, with a window."""
+    """Reads OLMo 3 as well, whose files have the architecture olmo2 and a window."""
     shared = decoder_from_gguf(Family.OLMO2, head)
     window, rope = window_of(head.fields), shared.rope
     assert rope is not None

@@ -27,7 +27,7 @@ def _opt(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
         raise ModelError("config.json sets layer_norm_elementwise_affine = false, which is not supported")
     hidden, heads = count(c, "hidden_size"), count(c, "num_attention_heads")
     if hidden % heads:
-        raise ModelError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+        raise ModelError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     bias = bool(c.get("enable_bias", True))
     norm_first = bool(c.get("do_layer_norm_before", True))
     return replace(
@@ -37,7 +37,7 @@ def _opt(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
         o_bias=bias,
         mlp_bias=bias,
         learned_positions=True,
-        position_offset=2,  # fairseq kept two rows for padding
+        position_offset=2,  # fairseq reserved two rows for padding
         norm=Norm.LAYER,
         norm_bias=True,
         norm_place=NormPlace.BEFORE if norm_first else NormPlace.AFTER_SUM,

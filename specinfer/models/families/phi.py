@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama with fused projections, and LongRoPE in those with a long context."""
+"""Phi-3 and Phi-4: Llama with fused projections, and LongRoPE in models with a long context."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _DEFAULTS: Final[Fields] = {
     "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096,
 }
-_OLD_WORDS: Final = ("su", "yarn")  # for longrope
+_OLD_NAMES: Final = ("su", "yarn")  # earlier names of longrope
 
 
 def _phi3(c: Fields, ids: Sequence[Fields]) -> ModelConfig:
-    c = _in_new_words({**_DEFAULTS, **c})
+    c = _with_new_names({**_DEFAULTS, **c})
     shared = decoder_from_hf(Family.PHI3, c, ids, rope=rope_from_hf(c, head_dim(c)))
     window = window_of(c)
     if window is not None and window >= integer(c, "max_position_embeddings"):
-        window = None  # Phi-4-mini's
+        window = None  # Phi-4-mini's exceeds its context
     return replace(shared, layer_windows=(window,) * shared.num_layers)
 
 
-def _in_new_words(c: Fields) -> Fields:
-    """The same, with the name that longrope has today."""
+def _with_new_names(c: Fields) -> Fields:
+    """Replace the earlier names of longrope."""
     key = "rope_scaling" if c.get("rope_parameters") is None else "rope_parameters"
     rope = c.get(key)
-    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) not in _OLD_WORDS:
+    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) not in _OLD_NAMES:
         return c
     return {**c, key: {**rope, "rope_type": "longrope"}}
 

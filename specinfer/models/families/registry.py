@@ -1,4 +1,4 @@
-"""The families whose models are read: by config.json's model_type, and by the architecture of GGUF files."""
+"""Registry of model families, by config.json's model_type and by the architecture of GGUF files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ GGUF_FAMILIES: Final[Mapping[str, GgufFamily]] = {
 
 
 def hf_family(config: Fields) -> HfFamily:
-    """The family of a config.json; raises ModelError where there is none of its model_type."""
+    """The family of a config.json; raises ModelError for an unknown model_type."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in HF_FAMILIES:
         raise ModelError(
@@ -58,7 +58,7 @@ def hf_family(config: Fields) -> HfFamily:
 
 
 def gguf_family(metadata: Fields) -> GgufFamily:
-    """The family of a GGUF file; raises ModelError where there is none of its architecture."""
+    """The family of a GGUF file; raises ModelError for an unknown architecture."""
     kind = metadata.get("general.architecture")
     if not isinstance(kind, str) or kind not in GGUF_FAMILIES:
         raise ModelError(
@@ -69,10 +69,10 @@ def gguf_family(metadata: Fields) -> GgufFamily:
 
 
 def config_from_hf(config: Fields, generation_config: Fields | None = None) -> ModelConfig:
-    """The config of a Hugging Face folder; raises ModelError on anything unsupported.
+    """The config of a Hugging Face folder; raises ModelError for anything unsupported.
 
-    `config` is config.json as transformers 4 or 5 writes it; `generation_config`, if the folder has
-    one, adds end-of-text ids (chat models list the end of a turn only there).
+    `config` is config.json as written by transformers 4 or 5; `generation_config`, if the folder has one,
+    adds end-of-text ids (chat models list the end of a turn only there).
     """
     family = hf_family(config)
     text = mapping(config, "text_config") if config["model_type"] in family.text_in else config

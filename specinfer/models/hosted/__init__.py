@@ -1,1 +1,1 @@
-"""Models without a family of ours: transformers' code runs their layers, over our attention and products."""
+"""Models of other families: transformers' code runs their layers, with specinfer's attention and products."""

@@ -1,7 +1,7 @@
-"""Attention of a hosted model: heads as its code brings them, after their rotation, over our caches.
+"""Attention of hosted models: rotated heads from the model's code, attention over specinfer's caches.
 
-A pass calls attention in the same order each time, so a call's place is its layer in the cache. A trial pass
-writes down who calls, with which heads; what our attention does not compute is refused then.
+A pass calls attention in the same order each time, so the number of a call is its layer in the cache. A trial
+pass records the calling modules and their heads; unsupported attention is rejected then.
 
 Shapes: T rows of a step, N query heads, K key-value heads, H head size of the cache.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from specinfer.attention.backend import Attend, AttentionSpec, Rotation
 from specinfer.errors import UnhostedError, ensure
 
-# Arguments that change nothing here: what they tell, paths and positions know, or kernels of others need.
+# Arguments without effect here: paths and positions contain the information, or other kernels need it.
 _KNOWN: Final = frozenset(
     (
         *("dropout", "scaling", "sliding_window", "is_causal", "position_ids", "use_cache", "cache"),
@@ -31,7 +31,7 @@ _KNOWN: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one call of attention in a pass is about."""
+    """One call of attention in a pass."""
 
     module: nn.Module
     num_heads: int
@@ -41,11 +41,11 @@ class Call:
     scale: float
     window: int | None
     softcap: float | None = None
-    sinks: str | None = None  # the module's parameter that has them
+    sinks: str | None = None  # the module's parameter with attention sinks
 
 
 class AttentionTrial:
-    """Attention of a trial pass: zeros, and a list of the calls."""
+    """Attention of a trial pass: returns zeros and records the calls."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -59,16 +59,16 @@ class AttentionTrial:
         mask: object,
         named: Mapping[str, object],
     ) -> Tensor:
-        """As transformers calls it; raises UnhostedError where it is not attention as ours."""
+        """Called by transformers; raises UnhostedError for unsupported attention."""
         if key.shape[2] != query.shape[2] or key.shape[:3] != value.shape[:3]:
-            raise UnhostedError("has attention to other rows than a text's own")
+            raise UnhostedError("has attention to rows outside the text")
         heads, kv_heads = query.shape[1], key.shape[1]
         if heads % kv_heads or query.shape[3] != key.shape[3]:
             raise UnhostedError(
                 f"has {heads} query heads of {query.shape[3]} over {kv_heads} of {key.shape[3]} in one layer"
             )
-        for name, told in named.items():
-            if name not in _KNOWN and told is not None and told is not False:
+        for name, given in named.items():
+            if name not in _KNOWN and given is not None and given is not False:
                 raise UnhostedError(f"has attention with {name}")
         scaling, softcap = named.get("scaling"), named.get("softcap")
         self.calls.append(
@@ -92,23 +92,23 @@ def _window(module: nn.Module, mask: object) -> int | None:
         return None
     if isinstance(mask, Tensor) and mask.dtype is torch.int64 and mask.numel() == 1:
         return int(mask) or None
-    raise UnhostedError("has attention with a mask or biases of its own")
+    raise UnhostedError("has attention with a custom mask or biases")
 
 
 def _sinks(module: nn.Module, given: object, heads: int) -> str | None:
-    """The parameter with logits that no value belongs to, one for each head; None: there are none."""
+    """The parameter with logits without values, one per head; None if there are none."""
     if given is None:
         return None
     name = next((name for name, one in module.named_parameters(recurse=False) if one is given), None)
     if name is None or not isinstance(given, Tensor) or given.shape != (heads,):
-        raise UnhostedError("has attention with sinks that are no parameter, one for each head")
+        raise UnhostedError("has attention sinks that are not a parameter with one value per head")
     return name
 
 
 def specs_of(calls: Sequence[Call], dtype: torch.dtype) -> tuple[AttentionSpec, ...]:
-    """The attention of each call in that dtype, over a cache whose heads all have the largest size.
+    """The attention of each call in that dtype, over a cache whose heads have the largest size.
 
-    The parameters that calls name are there, and keep their memory.
+    The parameters named in the calls must be in memory, and must stay there.
     """
     size = max(max(call.key_size, call.value_size) for call in calls)
     return tuple(
@@ -130,7 +130,7 @@ def specs_of(calls: Sequence[Call], dtype: torch.dtype) -> tuple[AttentionSpec, 
 
 
 def check_calls(calls: Sequence[Call]) -> None:
-    """Raise UnhostedError unless one cache can have the keys and values of all calls."""
+    """Raise UnhostedError unless one cache can hold the keys and values of all calls."""
     counts = sorted({call.num_kv_heads for call in calls})
     if len(counts) > 1:
         raise UnhostedError(f"has layers with {' and '.join(map(str, counts))} key-value heads")
@@ -138,13 +138,13 @@ def check_calls(calls: Sequence[Call]) -> None:
 
 @dataclass(slots=True)
 class PassAttention:
-    """Attention of one pass after another, which `attend` computes meanwhile."""
+    """Attention of consecutive passes, computed by `attend`."""
 
     specs: Sequence[AttentionSpec]
     value_sizes: Sequence[int]
     attend: Attend | None = None
-    place: int = field(default=0)  # of the next call
-    _turned: Tensor | None = field(default=None)  # cosines that the last rotation was made of
+    place: int = field(default=0)  # number of the next call
+    _turned: Tensor | None = field(default=None)  # cosines of the cached rotation
     _rotation: Rotation | None = field(default=None)
 
     def __call__(
@@ -156,8 +156,8 @@ class PassAttention:
         mask: object,
         named: Mapping[str, object],
     ) -> Tensor:
-        """As transformers calls it; writes K and V of every row to this layer's cache."""
-        assert self.attend is not None, "a pass has begun"
+        """Called by transformers; writes K and V of every row to this layer's cache."""
+        assert self.attend is not None, "no pass is running"
         spec, value_size = self.specs[self.place], self.value_sizes[self.place]
         self.place += 1
         rows, size = query.shape[2], spec.head_dim
@@ -189,11 +189,11 @@ class PassAttention:
         return self.attend(spec, qkv_TC, rotation)
 
     def begin(self, attend: Attend) -> None:
-        """A pass begins, whose attention that is."""
+        """Start a pass with this attention."""
         self.attend, self.place = attend, 0
 
     def end(self) -> None:
-        """It has ended; raises IntegrityError unless it called attention as often as in the trial."""
+        """End the pass; raises IntegrityError unless the number of calls equals the trial's."""
         self.attend = self._turned = self._rotation = None
         ensure(
             self.place == len(self.specs), f"attention was called {self.place} times, not {len(self.specs)}"
@@ -201,6 +201,6 @@ class PassAttention:
 
 
 def _sized(x_TNH: Tensor, size: int) -> Tensor:
-    """Heads of that size, which zeros make longer: no product of them changes."""
+    """Heads padded with zeros to that size, which does not change any product."""
     missing = size - x_TNH.shape[-1]
     return F.pad(x_TNH, (0, missing)) if missing else x_TNH

@@ -1,8 +1,8 @@
-"""A model's files under the names of its parameters, as transformers renames, stacks and cuts tensors.
+"""Checkpoint tensors by parameter name, using transformers' rules for renaming, stacking and splitting.
 
-Files often hold experts one by one, where code has all of a layer in one parameter; its conversions say how
-one becomes the other. They are run on tensors without memory to learn names and shapes, and on as few tensors
-as an expert needs when one is read.
+Files often hold experts one by one, while the code has one parameter for all experts of a layer;
+transformers' conversions define the mapping. They run on meta tensors to find names and shapes, and on as few
+tensors as possible when an expert is read.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from torch import Tensor
 from specinfer.errors import UnhostedError
 from specinfer.models.quantized.pieces import StoredTensor
 
-_KEPT: Final = 4  # tensors that were read whole, as others read rows of them one after another
+_KEPT: Final = 4  # whole tensors kept, since their rows are read in sequence
 
 
 @dataclass(frozen=True, slots=True)
 class _Conversion:
-    """Tensors of files that become one parameter or several together."""
+    """Tensors of files that are converted together to one or more parameters."""
 
-    converter: Any  # transformers' own
-    first: str  # the parameter by which it knows its targets
-    sources: tuple[tuple[str, str], ...]  # a pattern of the converter's, a tensor's name
+    converter: Any  # transformers'
+    first: str  # the parameter that identifies the targets
+    sources: tuple[tuple[str, str], ...]  # a pattern of the converter, a tensor's name
 
     def made(self, model: Any, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Parameters by name, made of these tensors, one for each source."""
+        """Convert these tensors, one per source, to parameters by name."""
         converter = copy.deepcopy(self.converter)
         for (pattern, name), tensor in zip(self.sources, tensors, strict=True):
             converter.add_tensor(self.first, name, pattern, tensor)
         try:
             made = converter.convert(self.first, model=model, config=model.config)
         except Exception as error:
-            raise UnhostedError(f"has {self.first} in files as it cannot be converted ({error})") from error
+            raise UnhostedError(f"has {self.first} in a form that cannot be converted ({error})") from error
         return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
 
     def of_expert(self, number: int) -> _Conversion | None:
-        """The same of one expert's tensors alone, where each makes a slice of its own."""
+        """The conversion for one expert's tensors, if each makes a separate slice; else None."""
         first, *others = self.converter.operations
         along = [getattr(operation, "dim", None) for operation in others]
         if type(first).__name__ != "MergeModulelist" or first.dim != 0 or not all(along):
@@ -61,12 +61,12 @@ class ParameterFiles:
     """The tensors of files, by parameter."""
 
     def __init__(self, path: Path, entries: Mapping[str, StoredTensor], model: Any) -> None:
-        """Reads no weights; raises UnhostedError where tensors cannot be converted."""
+        """Reads no weights; raises UnhostedError if tensors cannot be converted."""
         from transformers import core_model_loading as loading
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         self.path = path
-        self.unused: list[str] = []  # names of tensors that no parameter is made of
+        self.unused: list[str] = []  # names of tensors without a parameter
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._entries = entries
         self._model = model
@@ -101,7 +101,7 @@ class ParameterFiles:
                 self.shapes[parameter] = tuple(made.shape)
 
     def dtype(self, parameter: str) -> torch.dtype | None:
-        """The dtype of a parameter in files; None where it is quantized."""
+        """The dtype of a parameter in files; None if it is quantized."""
         name = self._plain.get(parameter)
         return self._entries[self._converted[parameter].sources[0][1] if name is None else name].dtype
 
@@ -114,7 +114,7 @@ class ParameterFiles:
         return self._entries[name].read_rows(start, stop)
 
     def matrix(self, parameter: str, expert: int | None) -> Tensor:
-        """A whole parameter, or that slice of it along its first dimension."""
+        """A whole parameter, or one slice along its first dimension."""
         return self._whole(parameter, expert)
 
     def _whole(self, parameter: str, expert: int | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""A folder whose model transformers' code runs: opened, tried and named without reading a weight."""
+"""HostedFolder: a model that runs through transformers' code, opened and tried without reading weights."""
 
 from __future__ import annotations
 
@@ -32,39 +32,39 @@ from specinfer.speculation_config import Quantization
 _CONTEXTS: Final = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx"),
 )
-# Tables and masks that files of older versions carry along.
+# Tables and masks in files of older versions.
 _UNUSED: Final = re.compile(
     r"(?:\.rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|attn\.(?:masked_)?bias|attention\.(?:masked_)?bias"
     r"|embeddings\.(?:position_ids|token_type_ids))$"
 )
 _KINDS: Final = {**FLOATS, "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8}
 _ALL: Final = {**_KINDS, **STORED}
-_LIMITED_ROPES: Final = ("dynamic", "longrope")  # whose angles depend on the longest row of a pass
+_LIMITED_ROPES: Final = ("dynamic", "longrope")  # their angles depend on the longest row of a pass
 
 
 @dataclass(frozen=True, slots=True)
 class HostedTensor:
-    """A tensor as our products and modules ask for it."""
+    """A tensor as requested by products and modules."""
 
     parameter: str
     shape: tuple[int, ...]
-    expert: int | None = None  # the slice of the parameter that it is
-    transposed: bool = False  # files have it the other way round
+    expert: int | None = None  # its slice of the parameter
+    transposed: bool = False  # files have the transposed matrix
 
 
 class HostedFolder:
-    """An open folder: a config, and the tensors that the model's modules ask for; reads no weights.
+    """An open folder: the config, and the tensors of the model's modules; reads no weights.
 
-    Raises ModelError where transformers is missing, UnhostedError where its code cannot run the model here,
-    ModelFileError where tensors are missing, unexpected or of other shapes.
+    Raises ModelError if transformers is missing, UnhostedError if its code cannot run the model here,
+    ModelFileError if tensors are missing, unexpected or of other shapes.
     """
 
     def __init__(self, path: Path, weights: Sequence[Path], *, trust_remote_code: bool = False) -> None:
-        """`weights` are the folder's safetensors files; custom code runs where it is trusted alone."""
+        """`weights` are the folder's safetensors files; custom code runs only if trusted."""
         self.path = path
-        told = read_json(path / "config.json")
-        quantized = quantization_of(told)
-        self._make = self._maker(told, trust_remote_code)
+        fields = read_json(path / "config.json")
+        quantized = quantization_of(fields)
+        self._make = self._maker(fields, trust_remote_code)
         self.skeleton = skeleton = self.made(torch.float32)
         model = skeleton.model
         stored = read_entries(weights, _KINDS if quantized is None else _ALL)
@@ -73,33 +73,33 @@ class HostedFolder:
             entries = dequantized(path, quantized, stored)
         for name in entries:
             if (by := quantized_tensor(name)) is not None and name not in model.state_dict():
-                raise ModelFileError(f"{path} is quantized by {by} (tensor {name!r}), which is not read")
+                raise ModelFileError(f"{path} is quantized by {by} (tensor {name!r}), which is not supported")
         self._checkpoint = ParameterFiles(path, entries, model)
         self.tied = skeleton.head_is_tied and f"{skeleton.head_path}.weight" not in self._checkpoint.shapes
         self._tensors = dict(_tensors(skeleton, self.tied))
         self._check()
         generation = path / "generation_config.json"
-        texts = (told, read_json(generation) if generation.is_file() else {})
+        texts = (fields, read_json(generation) if generation.is_file() else {})
         self.config = self._config(texts)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every tensor that modules ask for."""
+        """The shape of every tensor of the modules."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     @property
     def architecture(self) -> str:
-        """transformers' class."""
+        """The name of transformers' class."""
         return type(self.skeleton.model).__name__
 
     @property
-    def told(self) -> str:
-        """Who runs it, in a line for a person."""
+    def summary(self) -> str:
+        """The code that runs the model, in one line."""
         return f"{self.architecture} runs through transformers {transformers().__version__}"
 
     @property
     def code(self) -> str:
-        """A digest of the code that names and runs its matrices, which decides what tensors of files are."""
+        """A digest of the code that runs its matrices, which determines what tensors in files mean."""
         module = type(self.skeleton.model).__module__
         digest = hashlib.sha256(f"{transformers().__version__} {module} {self.architecture}".encode())
         for file in sorted(self.path.glob("*.py")):
@@ -107,16 +107,16 @@ class HostedFolder:
         return digest.hexdigest()[:12]
 
     def made(self, dtype: torch.dtype) -> Skeleton:
-        """A skeleton of this model, in a dtype of its weights."""
+        """A skeleton of this model with weights in `dtype`."""
         return self._make(dtype)
 
     def has(self, name: str) -> bool:
-        """Whether files have that tensor."""
+        """True if the files have that tensor."""
         tensor = self._tensors.get(name)
         return tensor is not None and self._source(tensor.parameter) in self._checkpoint.shapes
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """The dtype of a tensor in files; None where it is quantized."""
+        """The dtype of a tensor in files; None if it is quantized."""
         return self._checkpoint.dtype(self._source(self._tensors[name].parameter))
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -129,7 +129,7 @@ class HostedFolder:
         return (matrix.T if tensor.transposed else matrix)[start:stop].contiguous()
 
     def weight_bytes(self, dtype: torch.dtype, quantization: Quantization) -> int:
-        """The bytes that its weights will take, those of a second copy of tied embeddings among them."""
+        """The bytes of its weights in memory, including a second copy of tied embeddings."""
         size = 0
         for name, shape in self.shapes.items():
             if quantization == "none" or not self._is_product(name):
@@ -153,27 +153,27 @@ class HostedFolder:
         )
 
     def _source(self, parameter: str) -> str:
-        """The parameter in files that has the values of this one."""
+        """The parameter in files with the values of this one."""
         while parameter not in self._checkpoint.shapes and parameter in self.skeleton.ties:
             parameter = self.skeleton.ties[parameter]
         return parameter
 
-    def _maker(self, told: Mapping[str, object], trust: bool) -> Callable[[torch.dtype], Skeleton]:
-        """Makes skeletons of the folder's config; raises UnhostedError for one that transformers lacks."""
+    def _maker(self, fields: Mapping[str, object], trust: bool) -> Callable[[torch.dtype], Skeleton]:
+        """A function that makes skeletons of the folder's config; raises UnhostedError for unknown models."""
         library = transformers()
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-        kind, custom = told.get("model_type"), told.get("auto_map")
+        kind, custom = fields.get("model_type"), fields.get("auto_map")
         if trust and isinstance(custom, dict):
             for named in custom.values():
-                if "--" in str(named):  # which transformers would fetch, and run
+                if "--" in str(named):  # transformers would download and run it
                     raise UnhostedError(
-                        f"names code of another repository, {named}; code in the folder alone is trusted: "
+                        f"refers to code in another repository, {named}; only code in the folder is trusted: "
                         "put it there"
                     )
         known = isinstance(kind, str) and kind in library.CONFIG_MAPPING
         if not known and not (custom and trust):
-            hint = "; it brings code of its own, which runs with trust_remote_code alone" if custom else ""
+            hint = "; it has custom code, which needs trust_remote_code" if custom else ""
             raise UnhostedError(
                 f"is of model_type {kind!r}, which transformers {library.__version__} lacks{hint}"
             )
@@ -186,7 +186,7 @@ class HostedFolder:
                 made_config = read(str(self.path), trust_remote_code=True, local_files_only=True)
         except Exception as error:
             line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UnhostedError(f"has a config that its class does not take ({line})") from error
+            raise UnhostedError(f"has a config that its class rejects ({line})") from error
         if type(made_config) in MODEL_FOR_CAUSAL_LM_MAPPING and not (custom and trust):
             model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(made_config)]
         elif isinstance(custom, dict) and trust and "AutoModelForCausalLM" in custom:
@@ -196,11 +196,13 @@ class HostedFolder:
                 custom["AutoModelForCausalLM"], str(self.path), local_files_only=True
             )
         else:
-            raise UnhostedError(f"is of model_type {kind!r}, which makes no text in transformers")
+            raise UnhostedError(
+                f"is of model_type {kind!r}, which has no causal language model in transformers"
+            )
         return lambda dtype: Skeleton.of(copy.deepcopy(made_config), model_class, dtype)
 
     def _check(self) -> None:
-        """Raise ModelFileError unless files have what modules ask for, in that shape, and nothing else."""
+        """Raise ModelFileError unless files have exactly the modules' tensors, with their shapes."""
         model, found = self.skeleton.model, self._checkpoint
         wanted = {name: tuple(one.shape) for name, one in model.state_dict().items()}
         missing = [
@@ -215,7 +217,7 @@ class HostedFolder:
         for name, shape in found.shapes.items():
             if shape != wanted.get(name, shape):
                 raise ModelFileError(
-                    f"{self.path}: {name!r} has shape {list(shape)}, its config asks for "
+                    f"{self.path}: {name!r} has shape {list(shape)}, its config requires "
                     f"{list(wanted[name])}; config and weights belong to different models, get both again"
                 )
         unused = [
@@ -228,14 +230,14 @@ class HostedFolder:
                 f"{self.path} has unexpected {_some(unused)}; ignoring weights would change the text"
             )
 
-    def _config(self, told: Sequence[Mapping[str, object]]) -> ModelConfig:
-        """What an engine needs to know of the model; caches hold its calls of attention as layers."""
+    def _config(self, fields: Sequence[Mapping[str, object]]) -> ModelConfig:
+        """The config for the engine; each call of attention is a layer of the cache."""
         skeleton = self.skeleton
         text = skeleton.model.config.get_text_config()
         call = skeleton.calls[0]
         inner = getattr(text, "intermediate_size", None)
-        nested = told[0].get("text_config")
-        texts = (*([nested] if isinstance(nested, dict) else []), *told)
+        nested = fields[0].get("text_config")
+        texts = (*([nested] if isinstance(nested, dict) else []), *fields)
         return ModelConfig(
             family=Family.TRANSFORMERS,
             vocab_size=skeleton.head.out_features,
@@ -257,13 +259,13 @@ class HostedFolder:
 
 
 def _tensors(skeleton: Skeleton, tied: bool) -> Any:
-    """The tensors that modules ask for, by the names they are asked by."""
+    """The tensors of the modules, by the names under which they are requested."""
     for path, module in skeleton.model.named_modules():
         if isinstance(module, ProductLinear):
             name = skeleton.product_name(module, path)
             shape = (module.out_features, module.in_features)
             if module is skeleton.head and tied:
-                name = skeleton.embedding_path  # the same matrix, which reads its bias under that name
+                name = skeleton.embedding_path  # the same matrix, whose bias has that name
             else:
                 yield f"{name}.weight", HostedTensor(f"{path}.weight", shape, transposed=module.transposed)
             if module.bias is not None:
@@ -287,13 +289,13 @@ def _tensors(skeleton: Skeleton, tied: bool) -> Any:
 
 
 def experts_of(module: Any) -> dict[str, tuple[str, str | None]]:
-    """The products of each expert: what they are called, with the parameters of their weights and biases."""
+    """The products of each expert by name, with the parameters of their weights and biases."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
     return {name: (name, f"{name}_bias" if module.has_bias else None) for name in (first, "down_proj")}
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers of a module itself that files have."""
+    """A module's own parameters and buffers that are in files."""
     buffers = [
         (name, one) for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set
     ]
@@ -301,17 +303,17 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _context(text: Any) -> int:
-    """Tokens of the longest text, as a config says; as far as rotary embeddings are those of each row."""
-    said = next((value for name in _CONTEXTS if isinstance(value := getattr(text, name, None), int)), None)
-    if said is None or said < 1:
-        raise UnhostedError("does not say how long a text may be")
+    """The config's maximum length, limited to where rotary embeddings do not depend on other rows."""
+    length = next((value for name in _CONTEXTS if isinstance(value := getattr(text, name, None), int)), None)
+    if length is None or length < 1:
+        raise UnhostedError("has no maximum length of a text in its config")
     ropes = getattr(text, "rope_parameters", None) or {}
     kinds = [ropes, *(one for one in ropes.values() if isinstance(one, dict))]
     if any(one.get("rope_type") in _LIMITED_ROPES for one in kinds):
         original = [one.get("original_max_position_embeddings") for one in kinds]
-        lengths = [one for one in (*original, said) if isinstance(one, int)]
+        lengths = [one for one in (*original, length) if isinstance(one, int)]
         return min(lengths)
-    return said
+    return length
 
 
 def _matches(name: str, patterns: Any) -> bool:
@@ -324,11 +326,11 @@ def _some(names: list[str]) -> str:
 
 
 def hosted(path: Path, weights: Sequence[Path], *, trust_remote_code: bool) -> HostedFolder:
-    """A HostedFolder; raises ModelError, in a sentence on the folder, where there can be none."""
+    """A HostedFolder; raises ModelError, with the folder's name, if the model is not supported."""
     try:
         return HostedFolder(path, weights, trust_remote_code=trust_remote_code)
     except UnhostedError as error:
         raise ModelError(
-            f"{path.name} {error}: there is no family of ours for it, and transformers' code cannot run it "
-            "here; docs/models.md has a list of what runs"
+            f"{path.name} {error}: specinfer has no family for it, and transformers' code cannot run it "
+            "here; docs/models.md lists supported models"
         ) from error

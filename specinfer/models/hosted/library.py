@@ -1,8 +1,8 @@
-"""transformers, which may not be installed, and the three functions that are registered with it.
+"""The transformers library, which is optional, and the three functions that are registered with it.
 
-Attention, masks and experts are looked up there by a name in a model's config. Under ours a module is asked
-for what was left on it: the functions themselves know nothing, so that registering them once a process is
-enough for all models.
+transformers looks up attention, masks and experts by a name in a model's config. Under specinfer's name, the
+registered functions call objects that were attached to the module. They hold no state, so one registration
+per process serves all models.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from specinfer.errors import ModelError, UnhostedError
 
-IMPLEMENTATION: Final = "specinfer"  # the name under which functions are looked up
-ATTENTION: Final = "specinfer_attention"  # what a module has its attention computed by
-EXPERTS: Final = "specinfer_experts"  # what a module of experts computes by
-TRYING: Final = "specinfer_trying"  # set on a config whose masks are to be told apart
-ANY_MASK: Final = -1  # of a pass whose masks are known already
-_SHORTEST: Final = 4  # positions of masks that are looked at
+IMPLEMENTATION: Final = "specinfer"  # name of the registered functions
+ATTENTION: Final = "specinfer_attention"  # attribute of a module with its attention
+EXPERTS: Final = "specinfer_experts"  # attribute of a module with its experts
+TRYING: Final = "specinfer_trying"  # set on a config in a trial pass, whose masks must be distinguished
+ANY_MASK: Final = -1  # for a pass whose masks are known
+_SHORTEST: Final = 4  # minimum number of checked positions of a mask
 INSTALL: Final = "pip install 'specinfer[transformers]'"
 
 
 @cache
 def transformers() -> Any:
-    """The library, with our functions registered; raises ModelError where it is not there, or too old."""
+    """The library with specinfer's functions registered; raises ModelError if it is missing or too old."""
     try:
         import transformers as library
         from transformers.integrations.moe import ExpertsInterface
@@ -49,7 +49,7 @@ def _attention(
     attention_mask: object = None,
     **named: object,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: [1, heads, T, head size] each; returns [1, T, heads, head size of values]."""
+    """Called by transformers: [1, heads, T, head size] each; returns [1, T, heads, head size of values]."""
     attention = getattr(module, ATTENTION)
     return attention(module, query, key, value, attention_mask, named), None
 
@@ -62,9 +62,9 @@ def _experts(module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor)
 def _mask(
     *given: object, mask_function: Callable[..., Tensor], local_size: int | None = None, **named: Any
 ) -> Tensor:
-    """A mask that says which one it is: the window, 0 for none.
+    """A mask that encodes its window; 0 for none.
 
-    Paths say which rows a row sees; of masks the window alone is wanted.
+    Paths determine which rows a row attends to; only the window of a mask is needed.
     """
     if not getattr(named["config"], TRYING, False):
         return torch.full((1, 1, 1, 1), ANY_MASK)
@@ -72,17 +72,18 @@ def _mask(
 
 
 def window_of(sees: Callable[..., Tensor], size: int | None) -> int | None:
-    """The sliding window of a mask of transformers, which may have one of that size; None: there is none.
+    """The sliding window of a transformers mask, which may have one of that size; None if it has none.
 
-    Raises UnhostedError unless a token sees all tokens before it, or the last so many.
+    Raises UnhostedError unless a token attends to all tokens before it, or to a fixed number of the last
+    ones.
     """
     near = _SHORTEST if size is None else size
     zero = torch.tensor(0)
     for position in sorted({0, 1, near - 1, near, near + 1, 2 * near + _SHORTEST}):
         seen = sees(zero, zero, torch.tensor(position), torch.arange(position + 2)).expand(position + 2)
         if bool(seen[position + 1]):
-            raise UnhostedError("lets a token see those behind it, as an encoder does")
+            raise UnhostedError("lets a token attend to later tokens, as an encoder does")
         count = position + 1 if size is None else min(position + 1, size)
         if int(seen.sum()) != count or not bool(seen[position + 1 - count : position + 1].all()):
-            raise UnhostedError("hides tokens by other rules than a sliding window, such as chunks")
+            raise UnhostedError("masks tokens by rules other than a sliding window, such as chunks")
     return size

@@ -1,10 +1,10 @@
-"""The model of a hosted folder: a pass runs transformers' code on all rows of a step, as if one text.
+"""HostedModel: a pass runs transformers' code on all rows of a step, as if they were one text.
 
-Which rows a row sees, paths say; where it stands in its text, its position id. Each model is tried when it is
-loaded: rows read one by one, as a chain and as nodes of a tree must have the same bits, or the code between
-products is given one row at a time; a model that fails even so is refused.
+Paths determine which rows a row attends to, and its position id is its place in its text. Each model is tried
+when it is loaded: rows read one by one, as a chain and as nodes of a tree must have the same bits. Otherwise
+the code between products runs one row at a time; a model that fails even then is rejected.
 
-Shapes: T rows of a step, R of them that are read, D hidden size, V vocabulary.
+Shapes: T rows of a step, R rows that are read, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ from specinfer.models.language_model import LanguageModel, PassContext, Read
 from specinfer.models.weight_memory import Weights
 
 _LOG = logging.getLogger(__name__)
-# The rows of a trial: a text, and a tree below its fourth token that has the rest of it as one path.
+# The rows of a trial: a text, and a tree below its fourth token that contains the rest of it as a path.
 _TEXT: Final = 6
 _BEFORE: Final = 3
-_MANY: Final = 160  # rows, for the same text
+_MANY: Final = 160  # rows in a long pass of the same text
 _TREE: Final = (-1, 0, 0, 1, 2, 2, 2, 5, 5, 0, 1, 1, 3, 3, 4, 4, 0)  # parents
-_PATH: Final = (0, 2, 5)  # nodes that have the tokens of the text
+_PATH: Final = (0, 2, 5)  # nodes with the tokens of the text
 _BLOCK: Final = 8
 
 
 class HostedModel(LanguageModel):
-    """A model whose layers transformers computes, over our attention, products and caches."""
+    """A model whose layers transformers computes, with specinfer's attention, products and caches."""
 
     def __init__(self, folder: HostedFolder, weights: Weights) -> None:
-        """Reads all weights; raises UnhostedError where rows depend on their neighbours whatever is done."""
+        """Reads all weights; raises UnhostedError if rows depend on each other in any mode."""
         super().__init__(folder.config, weights)
         skeleton = folder.made(weights.dtype)
-        self.told = folder.told  # who runs it
+        self.summary = folder.summary  # the code that runs it
         self._skeleton = skeleton
         self._model = skeleton.model
         self._rows = PassRows()
-        self._alone = False  # whether logits are made of one row at a time
-        self._offset = 0  # the position id of a text's first token
+        self._alone = False  # logits are computed one row at a time
+        self._offset = 0  # position id of a text's first token
         self._fill(folder, weights)
         self._attention = PassAttention(
             specs_of(skeleton.calls, self.dtype), [one.value_size for one in skeleton.calls]
@@ -98,7 +98,7 @@ class HostedModel(LanguageModel):
         context: PassContext,
         rows: Tensor | None = None,
         *,
-        most_logits: int = 0,
+        max_logits: int = 0,
         given_TD: Tensor | None = None,
     ) -> Read:
         """A whole pass up to the head; see LanguageModel."""
@@ -111,7 +111,7 @@ class HostedModel(LanguageModel):
         return Read(hidden_TD if rows is None else hidden_TD.index_select(0, rows))
 
     def _run(self, token_ids_T: Tensor, position_ids_T: Tensor | None, attend: Attend) -> Tensor:
-        """What the model's own code makes of rows, [T, D]."""
+        """The output of the model's own code for these rows, [T, D]."""
         self._rows.count = len(token_ids_T)
         self._attention.begin(attend)
         places = {} if position_ids_T is None else {"position_ids": position_ids_T[None]}
@@ -131,7 +131,7 @@ class HostedModel(LanguageModel):
         return torch.cat([self._logits(part) for part in parts])
 
     def _logits(self, h_RD: Tensor) -> Tensor:
-        """The same of few rows at once, by the model's own code."""
+        """The logits of a few rows at once, by the model's own code."""
         self._rows.count = len(h_RD)
         tokens = torch.zeros(1, len(h_RD), dtype=torch.int64, device=self.device)
         with _one_thread(self.device), given_states(self._model, self._skeleton.base_name) as given:
@@ -140,7 +140,7 @@ class HostedModel(LanguageModel):
         return made[0].to(self.dtype).contiguous()
 
     def _fill(self, folder: HostedFolder, weights: Weights) -> None:
-        """Give all modules their weights."""
+        """Set the weights of all modules."""
         skeleton, model = self._skeleton, self._model
         self.table = weights.table(f"{skeleton.embedding_path}.weight")
         paths = {id(module): path for path, module in model.named_modules()}
@@ -170,10 +170,10 @@ class HostedModel(LanguageModel):
                     self._put(module, name, self._tensor(folder, weights, full, kept))
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    raise UnhostedError(f"makes {path}.{name} of nothing that files have")
+                    raise UnhostedError(f"computes {path}.{name} from nothing in the files")
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device)
-        assert skeleton.head.product is not None, "it is one of the model's modules"
+        assert skeleton.head.product is not None, "the head is one of the model's modules"
         self.output = skeleton.head.product
 
     def _product(self, folder: HostedFolder, weights: Weights, module: ProductLinear, path: str) -> Product:
@@ -190,12 +190,12 @@ class HostedModel(LanguageModel):
         return weights.linear(name, bias=bias)
 
     def _tensor(self, folder: HostedFolder, weights: Weights, name: str, kept: Tensor) -> Tensor:
-        """A tensor as a module keeps it; files may lack one that is computed."""
+        """A module's tensor; files may lack one that is computed."""
         if name == f"{self._skeleton.embedding_path}.weight" and self.table.whole is not None:
             return self.table.whole
         if not folder.has(name):
             if kept.is_meta:
-                raise UnhostedError(f"makes {name} of nothing that files have")
+                raise UnhostedError(f"computes {name} from nothing in the files")
             return kept.to(self.device)
         if not kept.is_floating_point() or not kept.dim():
             rows = kept.shape[0] if kept.dim() else 1
@@ -211,10 +211,10 @@ class HostedModel(LanguageModel):
             module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
     def _is_uneven(self, module: Any, whole: int) -> bool:
-        """Whether a module may give PyTorch rows of no whole number of vectors.
+        """True if a module may pass PyTorch rows that are not whole vectors.
 
-        It has them where its layers make multiples of `whole` elements: twice a vector where what they make
-        may be cut in two, a gate and what it is for.
+        This is the case unless its layers' sizes are multiples of `whole` elements: twice a vector if their
+        output may be split in two, a gate and its values.
         """
         if "Rotary" in type(module).__name__:
             return any(bool(one.numel() % VECTOR) for one in module.buffers())
@@ -231,20 +231,20 @@ class HostedModel(LanguageModel):
     def _first_position(self) -> int:
         """The position id that the model's own code gives a text's first token.
 
-        It is 0, or stands behind that of padding. Raises UnhostedError where it is neither.
+        It is 0, or follows that of padding. Raises UnhostedError otherwise.
         """
         padding = getattr(self._model.config.get_text_config(), "pad_token_id", None)
         vocab = self.config.vocab_size
         tokens = [one for one in range(vocab) if one != padding][-_TEXT:]
-        said = self._pass(self._caches(), tokens, 0, [*range(1, _TEXT + 1)], [], None)
+        want = self._pass(self._caches(), tokens, 0, [*range(1, _TEXT + 1)], [], None)
         for offset in (0, *([padding + 1] if isinstance(padding, int) else [])):
             places = range(offset, offset + _TEXT)
-            if torch.equal(self._pass(self._caches(), tokens, 0, [*range(1, _TEXT + 1)], [], places), said):
+            if torch.equal(self._pass(self._caches(), tokens, 0, [*range(1, _TEXT + 1)], [], places), want):
                 return offset
-        raise UnhostedError("makes positions of tokens by rules of its own")
+        raise UnhostedError("computes positions of tokens by unsupported rules")
 
     def _try_rows(self, folder: HostedFolder) -> None:
-        """See that rows do not depend on their neighbours, or have code see one row at a time."""
+        """Check that rows do not depend on each other, else run the code one row at a time."""
         with torch.inference_mode():
             if self._rows_are_independent():
                 return
@@ -252,9 +252,9 @@ class HostedModel(LanguageModel):
             calling = {id(call.module) for call in self._skeleton.calls}
             _isolate(self._skeleton.base, calling, self._rows)
             if not self._rows_are_independent():
-                raise UnhostedError("has rows that depend on their neighbours")
+                raise UnhostedError("has rows that depend on other rows")
         _LOG.warning(
-            "%s: rows of %s depend on their neighbours in a pass; what lies between its products is computed "
+            "%s: rows of %s depend on other rows in a pass; the code between its products runs "
             "one row at a time",
             *(folder.path.name, folder.architecture),
         )
@@ -278,7 +278,7 @@ class HostedModel(LanguageModel):
         of_tree = self._pass(tree, nodes, _BEFORE, shared, tails, [self._offset + depth for depth in depths])[
             list(_PATH)
         ]
-        # PyTorch computes many rows otherwise than a few: a part for each thread, other ways to add.
+        # PyTorch computes many rows differently from a few: one part per thread, and another order of sums.
         many = min(_MANY, self.config.max_context)
         others = [(15485863 * (place + 1)) % vocab for place in range(_TEXT, many)]
         of_many = self._rows_of(self._caches(many), [*tokens, *others], 0, [*range(1, many + 1)])[:_TEXT]
@@ -290,7 +290,7 @@ class HostedModel(LanguageModel):
         return same and torch.equal(self.logits(want), alone)
 
     def _rows_of(self, attention: Any, tokens: Sequence[int], before: int, shared: Sequence[int]) -> Tensor:
-        """As `_pass`, of rows of text."""
+        """As `_pass`, for rows of text."""
         first = self._offset + before
         return self._pass(attention, tokens, before, shared, [], range(first, first + len(tokens)))
 
@@ -303,9 +303,9 @@ class HostedModel(LanguageModel):
         tails: Sequence[Sequence[int]],
         positions: Sequence[int] | None,
     ) -> Tensor:
-        """What the head would read of these rows of a text, behind `before` positions of a cache.
+        """The head's input for these rows of a text, after `before` positions of a cache.
 
-        Position ids are these; None: the model's code makes them.
+        Position ids are `positions`; None: computed by the model's code.
         """
         count = len(tokens)
         ends = [0]
@@ -324,7 +324,7 @@ class HostedModel(LanguageModel):
         return self._run(tokens_T, positions_T, attention.bind(paths))
 
     def _caches(self, positions: int = 4 * _BLOCK) -> Any:
-        """Attention over a cache of its own, of so many positions at the least, for a trial."""
+        """Attention over a separate cache of at least `positions` positions, for a trial."""
         config = self.config
         shape = (-(-positions // _BLOCK) * _BLOCK, config.num_kv_heads, config.head_dim)
         zeros = partial(torch.zeros, shape, dtype=self.dtype, device=self.device)
@@ -332,7 +332,7 @@ class HostedModel(LanguageModel):
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether a module has matrices of its own that no product of ours takes."""
+    """True if a module multiplies with its own matrices without a specinfer product."""
     if isinstance(module, ProductLinear | nn.Embedding) or is_experts(module):
         return False
     own = any(one is not None and one.dim() > 1 for one in module._parameters.values())
@@ -349,12 +349,12 @@ def _below(node: int) -> list[int]:
 
 
 def _row_by_row(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A product in float32 whatever x is, one row after another."""
+    """A product in float32 for any dtype of x, one row after another."""
     return torch.cat([F.linear(row.float(), weight, bias) for row in x.tensor_split(len(x))])
 
 
 def _isolate(module: nn.Module, calling: set[int], rows: PassRows) -> None:
-    """Have what is below `module` computed one row at a time, but for products and what calls attention."""
+    """Run what is below `module` one row at a time, except products and modules that call attention."""
     for child in module.children():
         if any(id(one) in calling for one in child.modules()):
             _isolate(child, calling, rows)
@@ -364,7 +364,7 @@ def _isolate(module: nn.Module, calling: set[int], rows: PassRows) -> None:
 
 @contextlib.contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """PyTorch computes with one thread inside the block: it cuts tensors anywhere for several."""
+    """Within the block PyTorch uses one thread; with several it splits tensors at any element."""
     before = torch.get_num_threads()
     if device.type != "cpu" or before == 1:
         yield

@@ -1,11 +1,11 @@
-"""What takes the place of transformers' modules: products, experts, and code that is given row after row.
+"""Replacements of transformers' modules: products, experts, and code that runs row by row.
 
-A row's bits must not depend on its neighbours. Products see to that themselves. PyTorch's own operations do
-where they compute each row alone (norms, softmax) or round each element alone (sums, products); a
-non-linearity rounds the last elements of a tensor differently, and so is given whole vectors of them. What is
-left, matrices that modules multiply with by themselves above all, is given one row at a time.
+A row's bits must not depend on other rows. Products guarantee this. PyTorch's own operations do so if they
+compute each row separately (norms, softmax) or round each element separately (sums, products). A
+non-linearity rounds the last elements of a tensor differently, so it gets whole vectors. Other code runs one
+row at a time, above all modules that multiply with matrices themselves.
 
-Shapes: T rows, D hidden size, S choices of experts of a row.
+Shapes: T rows, D hidden size, S choices of experts per row.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from specinfer.kernels.product import Product
 
-VECTOR: Final = 64  # elements that are whole vectors for PyTorch's kernels on every CPU, in every dtype
-# Functions of single elements that are no sum, product, quotient or root, which all round alike.
+VECTOR: Final = 64  # elements that are whole vectors in PyTorch's kernels on every CPU, for every dtype
+# Element-wise functions other than sums, products, quotients and roots, which all round alike.
 _ROUNDED: Final = frozenset(
     (
         *("sigmoid", "tanh", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "erf", "erfc", "pow"),
@@ -34,14 +34,14 @@ _ROUNDED: Final = frozenset(
 
 
 class ProductLinear(nn.Module):
-    """A linear layer that is one of our products; in a trial pass, without one, it gives zeros."""
+    """A linear layer computed by a specinfer product; without one, in a trial pass, it returns zeros."""
 
     weight: nn.Parameter
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> None:
-        """Keeps both as they are, for whoever asks for their kind: they have no memory.
+        """Keeps both parameters, which have no memory, for code that reads their dtype.
 
-        `transposed` says that files have the weight as [inner, channels].
+        `transposed`: files have the weight as [inner, channels].
         """
         super().__init__()
         self.weight, self.bias = weight, bias
@@ -60,16 +60,16 @@ class ProductLinear(nn.Module):
 
 
 def multiplied(product: Product | None, x: Tensor, channels: int) -> Tensor:
-    """x [..., inner] -> [..., channels of the product]; so many zeros where there is none."""
+    """x [..., inner] -> [..., channels of the product]; zeros without a product."""
     if product is None:
         return x.new_zeros(*x.shape[:-1], channels)
     return product(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], channels)
 
 
 class Stack:
-    """Linear layers that are called one after another with one tensor: one product makes what all of them do.
+    """Linear layers called in sequence with the same tensor, computed by one product.
 
-    A channel's sum is its own, so nothing else changes.
+    Each channel has a separate sum, so results do not change.
     """
 
     def __init__(self, layers: Sequence[ProductLinear]) -> None:
@@ -81,7 +81,7 @@ class Stack:
         self._parts: Sequence[Tensor] = ()
 
     def part(self, layer: ProductLinear, x: Tensor) -> Tensor:
-        """What one of these layers makes of x."""
+        """The output of one of these layers for x."""
         if self._given is not x:
             self._given = x
             made = multiplied(self.product, x, sum(self._channels))
@@ -103,15 +103,15 @@ class Expert:
 
 @dataclass(frozen=True, slots=True)
 class ProductExperts:
-    """Experts as products, computed in the order of their numbers; none: a trial pass, which gives zeros."""
+    """Experts as products, in the order of their numbers; empty in a trial pass, which returns zeros."""
 
     experts: Sequence[Expert]
 
     def __call__(self, module: nn.Module, x_TD: Tensor, chosen_TS: Tensor, weights_TS: Tensor) -> Tensor:
-        """What transformers asks of a module of experts, [T, D].
+        """The forward of a module of experts, [T, D].
 
-        Rows are grouped by expert, and what these make is added in the order of the experts, whichever rows
-        there are.
+        Rows are grouped by expert, and results are added in the order of the experts, independent of other
+        rows.
         """
         out_TD = torch.zeros_like(x_TD)
         places: dict[int, list[tuple[int, int]]] = {}
@@ -121,7 +121,7 @@ class ProductExperts:
         own: Any = module
         for number in sorted(places):
             if number >= len(self.experts):
-                continue  # of a trial, or no expert at all
+                continue  # in a trial, or no expert
             rows, slots = torch.tensor(places[number], device=x_TD.device).T
             expert = self.experts[number]
             y = expert.first(x_TD[rows])
@@ -135,10 +135,10 @@ class ProductExperts:
 
 
 class WholeVectors:
-    """A module's forward, whose non-linearities get whole vectors from PyTorch: all elements round alike.
+    """A module's forward with non-linearities padded to whole vectors, so that all elements round alike.
 
-    Other operations stay as they are. A look at each of them costs microseconds, so `settle` ends the looking
-    where the passes before it had no vector to fill.
+    Other operations are unchanged. Intercepting each of them costs microseconds, so `settle` ends it if no
+    pass before it had a vector to fill.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -146,22 +146,22 @@ class WholeVectors:
         self._mode: _InWholeVectors | None = _InWholeVectors()
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """As the module's forward."""
+        """The module's forward."""
         if self._mode is None:
             return self._forward(*given, **named)
         with self._mode:
             return self._forward(*given, **named)
 
     def settle(self) -> None:
-        """Call the module's forward as it is from now on, unless a call has filled a vector."""
+        """Call the module's forward directly from now on, unless a vector was filled."""
         if self._mode is not None and not self._mode.has_filled:
             self._mode = None
 
 
 class _InWholeVectors(TorchFunctionMode):
-    """Functions of single elements get rows that zeros make longer."""
+    """Pads rows for element-wise functions with zeros."""
 
-    has_filled = False  # whether there was such a row
+    has_filled = False  # True after a row was padded
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -179,20 +179,20 @@ class _InWholeVectors(TorchFunctionMode):
 
 @dataclass(slots=True)
 class PassRows:
-    """How many rows the pass has that runs."""
+    """The number of rows of the current pass."""
 
     count: int = 1
 
 
 class RowByRow:
-    """A module's forward, which is given one row at a time; it must have no state."""
+    """A stateless module's forward that runs one row at a time."""
 
     def __init__(self, forward: Callable[..., Any], rows: PassRows) -> None:
         self.forward = forward
         self._rows = rows
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """As the module's forward; tensors of as many rows as the pass are cut along these."""
+        """The module's forward; tensors with as many rows as the pass are split by row."""
         count = self._rows.count
         if count == 1:
             return self.forward(*given, **named)
@@ -208,7 +208,7 @@ class RowByRow:
 
 
 def _axis(given: object, count: int) -> int | None:
-    """The dimension along which a tensor has the rows of the pass, if it has."""
+    """The dimension of a tensor with the rows of the pass, or None."""
     if not isinstance(given, Tensor):
         return None
     if given.dim() > 0 and given.shape[0] == count:

@@ -1,7 +1,7 @@
-"""Modules of transformers that our kernels compute: those whose code is Llama's, word for word.
+"""Modules of transformers with Llama's code, computed by native kernels.
 
-Most families copy that code for norms, gated MLPs and attention. Two or three native calls take its place; it
-has a dozen calls of PyTorch.
+Most families copy that code for norms, gated MLPs and attention. Two or three native calls replace about a
+dozen calls of PyTorch.
 
 Shapes: T rows of a step, D hidden size, F MLP size, H head size.
 """
@@ -25,7 +25,7 @@ from specinfer.models.hosted.attention import Call, PassAttention
 from specinfer.models.hosted.modules import ProductLinear
 
 Forward = Callable[..., Any]
-_NAMES: Final = ("RMSNorm", "MLP", "Attention")  # how the names of such classes end
+_NAMES: Final = ("RMSNorm", "MLP", "Attention")  # suffixes of the classes' names
 
 
 class NativeNorm:
@@ -44,7 +44,7 @@ class NativeNorm:
 
 
 class NativeGatedMLP:
-    """The forward of a gated MLP, whose gate and up are one product."""
+    """The forward of a gated MLP, with one product for gate and up."""
 
     def __init__(self, gate_up: Product, activation: str, down: Product, ops: Ops) -> None:
         self._gate_up, self._activation, self._down, self._ops = gate_up, activation, down, ops
@@ -56,16 +56,16 @@ class NativeGatedMLP:
 
 
 class NativeSelfAttention:
-    """The forward of attention, whose q, k and v are one product; our attention rotates them."""
+    """The forward of attention, with one product for q, k and v; the attention backend rotates them."""
 
     def __init__(self, qkv: Product, output: Product, attention: PassAttention, forward: Forward) -> None:
-        """`forward` is the module's own."""
+        """`forward` is the module's forward method."""
         self._qkv, self._output, self._attention, self._forward = qkv, output, attention, forward
 
     def __call__(
         self, hidden_states: Tensor, position_embeddings: Any = None, *given: Any, **named: Any
     ) -> tuple[Tensor, None]:
-        """As the module's own forward; both tensors of `position_embeddings` are [1, T, H]."""
+        """The module's forward; both tensors of `position_embeddings` are [1, T, H]."""
         rotation = self._attention.rotation_of(*position_embeddings)
         if rotation is None:
             made: tuple[Tensor, None] = self._forward(hidden_states, position_embeddings, *given, **named)
@@ -77,9 +77,9 @@ class NativeSelfAttention:
 def native_forward(
     module: nn.Module, calls: Sequence[Call], attention: PassAttention, ops: Ops
 ) -> Forward | None:
-    """The forward that takes the place of a module's own; None: its own code runs.
+    """The forward that replaces a module's forward; None to run the module's code.
 
-    Products are there; `calls` are those of `attention` in a pass.
+    The products must exist; `calls` are the calls of `attention` in a pass.
     """
     kind: Any = type(module)
     if not kind.__name__.endswith(_NAMES):
@@ -108,7 +108,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _stacked(children: Any, names: Sequence[str]) -> Product | None:
-    """The product of these linear layers together, if there is one."""
+    """The product of these linear layers together; None if they have none."""
     layers = [children.get(name) for name in names]
     stack = layers[0].stack if isinstance(layers[0], ProductLinear) else None
     return stack.product if stack is not None and list(stack.layers) == layers else None
@@ -120,7 +120,7 @@ def _alone(children: Any, name: str) -> Product | None:
 
 
 def activation_of(function: Any) -> str | None:
-    """The activation of our kernels that has the values of this one; None: there is none."""
+    """The native activation with the same values; None if there is none."""
     if isinstance(function, nn.Module) and next(function.parameters(), None) is not None:
         return None
     numbers = torch.linspace(-12, 12, 1024)
@@ -129,7 +129,7 @@ def activation_of(function: Any) -> str | None:
 
 
 class _LlamaCode(NamedTuple):
-    """What there is of Llama's code."""
+    """The parts of Llama's code that are compared."""
 
     norm: str
     mlp: str

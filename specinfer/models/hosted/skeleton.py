@@ -1,7 +1,7 @@
-"""A model of transformers without memory: its modules, with products in place of linear layers, and a trial.
+"""Skeleton: a transformers model without weights, with products for its linear layers, and a trial pass.
 
-The trial runs the model's own code once, on three tokens, with weights of zeros that take no memory. So it is
-known how it calls attention, or why it cannot run here, before a byte of weights is read.
+The trial runs the model's own code once, on three tokens, with zero weights that take no memory. It finds how
+the model calls attention, or why it cannot run here, before any weight is read.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from specinfer.models.hosted.library import (
 )
 from specinfer.models.hosted.modules import ProductExperts, ProductLinear, Stack
 
-OUTPUT: Final = "lm_head"  # what every output layer is called by those who read weights
-_TOKENS: Final = 3  # of the trial
+OUTPUT: Final = "lm_head"  # tensor name of every output layer for weight readers
+_TOKENS: Final = 3  # tokens in the trial
 _STATES: Final = re.compile(r"mamba|conv|recurrent|linear|hybrid|deltanet|lightning", re.IGNORECASE)
 _READ_WEIGHT: Final = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape)\b)")
 _OTHER_SENSES: Final = re.compile(r"vision|audio|image|speech|vq|perceptor|mm_token")
 _STATEFUL: Final = re.compile(r"Mamba|Recurrent|DeltaNet|ShortConv|Rwkv|xLSTM|Lightning|SSM")
 NO_INTERFACE: Final = "does not compute attention through transformers' attention interface"
-_MOST: Final = 1 << 27  # elements of a matrix that a model's own code multiplies with
-_SHORT: Final = 160  # characters of another library's error
+_MAX_ELEMENTS: Final = 1 << 27  # maximum elements of a matrix that a model's own code multiplies with
+_MAX_ERROR: Final = 160  # characters of another library's error
 
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A model without memory, and what its trial has shown."""
+    """A model without memory, and the results of its trial."""
 
     model: Any  # transformers' model, with a head
-    base: Any  # the part of it that makes hidden states
+    base: Any  # its part that computes hidden states
     base_name: str
-    head: ProductLinear  # makes logits
+    head: ProductLinear  # computes logits
     head_path: str
-    embedding_path: str  # of the embeddings of tokens
-    ties: Mapping[str, str]  # parameters that are other ones
+    embedding_path: str  # path of the token embeddings
+    ties: Mapping[str, str]  # parameters that are aliases of others
     calls: tuple[Call, ...]
     hidden_size: int
-    plain_head: bool  # logits are the head's product with hidden states, and nothing else
+    plain_head: bool  # logits are the head's product with hidden states, without further operations
 
     @classmethod
     def of(cls, config: Any, model_class: Any, dtype: torch.dtype) -> Skeleton:
-        """The skeleton of that config; raises UnhostedError and says why where it cannot run here."""
+        """The skeleton of that config; raises UnhostedError with the reason if it cannot run here."""
         check_config(config)
         config._attn_implementation = IMPLEMENTATION
         config._experts_implementation = IMPLEMENTATION
@@ -74,21 +74,21 @@ class Skeleton:
         base_name = paths[id(base)]
         head = model.get_output_embeddings()
         if not isinstance(head, ProductLinear):
-            raise UnhostedError("has no output layer that is one matrix")
+            raise UnhostedError("has no output layer with a single matrix")
         embeddings = model.get_input_embeddings()
         if not isinstance(embeddings, nn.Embedding):
             raise UnhostedError("has no table of embeddings")
         if "position_ids" not in inspect.signature(base.forward).parameters:
-            raise UnhostedError("takes no positions of tokens")
+            raise UnhostedError("accepts no position ids")
         trial = _Trial(model, base, base_name, head)
         calling = {id(call.module) for call in trial.calls}
         for module in model.modules():
             if id(module) in calling and any(isinstance(child, nn.Linear) for child in module.children()):
-                raise UnhostedError("multiplies in attention with weights by itself")
-        _stack(model, trial.heard, head)
+                raise UnhostedError("multiplies with weights in its attention code")
+        _stack(model, trial.calls_seen, head)
         try:
             _Trial(model, base, base_name, head)
-        except UnhostedError:  # its code needs what each layer makes in memory of its own
+        except UnhostedError:  # its code needs separate memory for each layer's output
             for module in model.modules():
                 if isinstance(module, ProductLinear):
                     module.stack = None
@@ -99,18 +99,18 @@ class Skeleton:
 
     @property
     def head_is_tied(self) -> bool:
-        """Whether the output layer is the embeddings of tokens."""
+        """True if the output layer is the token embeddings."""
         return self.ties.get(f"{self.head_path}.weight") == f"{self.embedding_path}.weight"
 
     def product_name(self, module: ProductLinear, path: str) -> str:
-        """What a product's tensors are called: as its path, but that one alone is called an output layer."""
+        """The tensor name of a product: its path, but OUTPUT is reserved for the output layer."""
         if module is self.head:
             return OUTPUT
         return f"model.{path}" if path.startswith(OUTPUT) else path
 
 
 def check_config(config: Any) -> None:
-    """Raise UnhostedError for a config of a model that is no decoder of text alone."""
+    """Raise UnhostedError unless the config is of a decoder for text alone."""
     if getattr(config, "is_encoder_decoder", False):
         raise UnhostedError("has an encoder")
     if others := [name for name in getattr(config, "sub_configs", {}) if _OTHER_SENSES.search(name)]:
@@ -121,7 +121,7 @@ def check_config(config: Any) -> None:
 
 
 def _base_of(model: Any) -> nn.Module:
-    """The part of a model that makes hidden states."""
+    """The part of a model that computes hidden states."""
     for base in (
         model.get_decoder(),
         getattr(model, model.base_model_prefix, None),
@@ -129,13 +129,13 @@ def _base_of(model: Any) -> nn.Module:
     ):
         if isinstance(base, nn.Module) and base is not model and list(base.children()):
             return base
-    raise UnhostedError("has no part that makes hidden states")
+    raise UnhostedError("has no part that computes hidden states")
 
 
 def replace_linears(model: nn.Module) -> None:
-    """Put a ProductLinear in the place of every linear layer of `model`.
+    """Replace every linear layer of `model` by a ProductLinear.
 
-    One with a forward of its own stays, and one whose weight is read by the code of the module around it.
+    A layer with a custom forward is kept, and one whose weight the surrounding module's code reads.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -151,9 +151,9 @@ def replace_linears(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def without_memory(dtype: torch.dtype) -> Iterator[None]:
-    """Inside the block models of transformers are made in that dtype, with parameters that take no memory.
+    """Within the block, transformers models are created in that dtype, with parameters that take no memory.
 
-    Buffers are computed as ever.
+    Buffers are computed as usual.
     """
     from transformers import initialization
 
@@ -167,7 +167,7 @@ def without_memory(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _OnMeta(TorchFunctionMode):
-    """What is made to be filled later has no memory."""
+    """Creates uninitialized tensors on the meta device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -179,7 +179,7 @@ class _OnMeta(TorchFunctionMode):
 
 
 class _Trial:
-    """One pass on zeros; the model is as before afterwards, but for what computes its attention."""
+    """One pass on zeros; afterwards the model is unchanged, except for its attention."""
 
     def __init__(self, model: Any, base: nn.Module, base_name: str, head: ProductLinear) -> None:
         attention = AttentionTrial()
@@ -190,13 +190,13 @@ class _Trial:
                 setattr(module, EXPERTS, ProductExperts(()))
         tokens, positions = torch.zeros(1, _TOKENS, dtype=torch.int64), torch.arange(_TOKENS)[None]
         configs = [module.config for module in modules if hasattr(module, "config")]
-        self.heard: list[tuple[nn.Module, Tensor]] = []  # linear layers and what they were given, in order
+        self.calls_seen: list[tuple[nn.Module, Tensor]] = []  # linear layers and their inputs, in order
 
-        def hear(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        def record(module: nn.Module, given: tuple[Tensor, ...]) -> None:
             if given:
-                self.heard.append((module, given[0]))
+                self.calls_seen.append((module, given[0]))
 
-        hooks = [one.register_forward_pre_hook(hear) for one in modules if isinstance(one, ProductLinear)]
+        hooks = [one.register_forward_pre_hook(record) for one in modules if isinstance(one, ProductLinear)]
         for config in configs:
             setattr(config, TRYING, True)
         try:
@@ -221,14 +221,14 @@ class _Trial:
         check_calls(self.calls)
 
 
-def _stack(model: nn.Module, heard: Sequence[tuple[nn.Module, Tensor]], head: nn.Module) -> None:
-    """Have layers of one module that were called one after another with one tensor share a product."""
+def _stack(model: nn.Module, calls_seen: Sequence[tuple[nn.Module, Tensor]], head: nn.Module) -> None:
+    """Let layers of one module that were called in sequence with one tensor share a product."""
     parents = {id(child): module for module in model.modules() for child in module.children()}
-    calls = Counter(id(module) for module, _ in heard)
+    calls = Counter(id(module) for module, _ in calls_seen)
     exact = {id(one) for name, one in model.named_modules() if keeps_float32(model, name)}
     groups: list[list[ProductLinear]] = []
     before: tuple[object, ...] = ()
-    for module, given in heard:
+    for module, given in calls_seen:
         assert isinstance(module, ProductLinear)
         key = (id(given), id(parents[id(module)]), module.transposed, module.bias is None)
         alone = calls[id(module)] > 1 or module is head or id(module) in exact
@@ -245,7 +245,7 @@ def _stack(model: nn.Module, heard: Sequence[tuple[nn.Module, Tensor]], head: nn
 
 
 def _is_plain(model: Any, base_name: str, head: ProductLinear, hidden: Tensor) -> bool:
-    """Whether a model's logits are its head's product with hidden states as they are."""
+    """True if a model's logits are its head's product with unmodified hidden states."""
     seen: list[Tensor] = []
     hook = head.register_forward_hook(lambda module, given, made: seen.extend((given[0], made)))
     with given_states(model, base_name) as given:
@@ -253,24 +253,24 @@ def _is_plain(model: Any, base_name: str, head: ProductLinear, hidden: Tensor) -
         logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
     hook.remove()
     if len(seen) != 2:
-        raise UnhostedError("makes logits in more than one product")
+        raise UnhostedError("computes logits with more than one product")
     read, made = seen
     same = read.data_ptr() == hidden.data_ptr() and read.shape == hidden.shape
     return same and logits.data_ptr() == made.data_ptr() and logits.shape == made.shape
 
 
 class GivenStates(nn.Module):
-    """Takes the place of a model's layers, and hands on the hidden states that it was given."""
+    """Replaces a model's layers, and returns given hidden states."""
 
     hidden: Tensor
 
     def forward(self, *given: object, **named: object) -> _States:
-        """What the model's code asks of its layers."""
+        """The output of the replaced layers."""
         return _States(self.hidden)
 
 
 class _States:
-    """An output of layers that has hidden states alone."""
+    """An output of layers with hidden states alone."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -284,7 +284,7 @@ class _States:
 
 @contextlib.contextmanager
 def given_states(model: Any, base_name: str) -> Iterator[GivenStates]:
-    """Inside the block the layers of `model` hand on what they are given."""
+    """Within the block the layers of `model` return given hidden states."""
     parent_name, _, name = base_name.rpartition(".")
     parent, given = model.get_submodule(parent_name), GivenStates()
     base = getattr(parent, name)
@@ -298,15 +298,17 @@ def given_states(model: Any, base_name: str) -> Iterator[GivenStates]:
 
 @contextlib.contextmanager
 def _zeros(model: nn.Module) -> Iterator[None]:
-    """Inside the block all parameters but those of products are zeros, whose memory is one number."""
+    """Within the block all parameters except those of products are zeros with the memory of one number."""
     kept: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():
         if isinstance(module, ProductLinear) or is_experts(module):
             continue
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                if parameter.numel() > _MOST and not isinstance(module, nn.Embedding):
-                    raise UnhostedError(f"multiplies with all of {type(module).__name__}.{name} by itself")
+                if parameter.numel() > _MAX_ELEMENTS and not isinstance(module, nn.Embedding):
+                    raise UnhostedError(
+                        f"multiplies with the whole matrix {type(module).__name__}.{name} in its own code"
+                    )
                 zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
                 kept.append((module, name, parameter))
                 module._parameters[name] = nn.Parameter(zeros, requires_grad=False)
@@ -318,18 +320,18 @@ def _zeros(model: nn.Module) -> Iterator[None]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module is one of experts that transformers lets others compute."""
+    """True for a module of experts that transformers lets other code compute."""
     return all(hasattr(module, name) for name in ("_is_expert_parallel", "is_transposed", "_apply_gate"))
 
 
 def keeps_float32(model: Any, name: str) -> bool:
-    """Whether a model asks for float32 there, whatever dtype others have."""
+    """True if the model requires float32 there, independent of its dtype."""
     return any(part in name for part in model._keep_in_fp32_modules_strict or ())
 
 
 @cache
 def _weights_read(kind: type) -> frozenset[str]:
-    """The children whose weights a class of modules uses itself, and does not only ask for their dtype."""
+    """The children whose weights a module class uses itself, beyond their dtype."""
     try:
         source = inspect.getsource(kind)
     except (OSError, TypeError):
@@ -339,7 +341,7 @@ def _weights_read(kind: type) -> frozenset[str]:
 
 @contextlib.contextmanager
 def _own_errors(what: str) -> Iterator[None]:
-    """Turn errors of a model's code inside the block into ours."""
+    """Convert errors of a model's code within the block to UnhostedError."""
     try:
         yield
     except ModelError:
@@ -347,10 +349,10 @@ def _own_errors(what: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
             raise UnhostedError(NO_INTERFACE) from None
-        line = (str(error).strip() or type(error).__name__).splitlines()[0][:_SHORT]
+        line = (str(error).strip() or type(error).__name__).splitlines()[0][:_MAX_ERROR]
         raise UnhostedError(f"{what} ({type(error).__name__}: {line})") from error
 
 
 def ensure_library() -> None:
-    """Raise ModelError where transformers is not there."""
+    """Raise ModelError if transformers is not installed."""
     transformers()

@@ -1,4 +1,4 @@
-"""Safetensors whose matrices other programs have quantized, read as rows of floats.
+"""Safetensors with matrices quantized by other programs, read as rows of floats.
 
-checkpoint.py knows the formats; each module has the readers of some that are alike.
+checkpoint.py selects the format; each module has the readers of related formats.
 """

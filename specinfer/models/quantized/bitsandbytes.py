@@ -1,4 +1,4 @@
-"""bitsandbytes: int8 with a scale a channel, and 4-bit numbers of a code book with a scale a block.
+"""bitsandbytes: int8 with a scale per channel, and 4-bit codes of a code book with a scale per block.
 
 Source: bitsandbytes' QuantState and its default dequantization.
 """
@@ -19,14 +19,14 @@ from specinfer.models.quantized.scaled import ScaledMatrix
 
 _STATE: Final = ".quant_state.bitsandbytes__"
 _BYTES: Final = (torch.uint8,)
-_WHOLE_ROWS: Final = 0  # weight_format of int8 whose rows stand one behind the other
-_STEP: Final = 7.874015718698502e-3  # 1 / 127, as bitsandbytes has it
+_WHOLE_ROWS: Final = 0  # weight_format of int8 with contiguous rows
+_STEP: Final = 7.874015718698502e-3  # 1 / 127, as in bitsandbytes
 
 
-def bitsandbytes(said: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
-    """The matrices of such a model by name; they say themselves how they are quantized.
+def bitsandbytes(fields: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
+    """The matrices of such a model by name; their tensors describe the quantization.
 
-    Raises ModelFileError where tensors do not fit one another.
+    Raises ModelFileError if tensors do not fit each other.
     """
     found = dict[str, StoredTensor]()
     for stem in pieces.stems(".SCB"):
@@ -45,9 +45,9 @@ def bitsandbytes(said: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
 
 
 class CodedMatrix:
-    """A matrix of 4-bit numbers of a code book, two a byte, times the scale of their block: a StoredTensor.
+    """A matrix of 4-bit codes, two per byte, times the scale of their block: a StoredTensor.
 
-    Blocks are of so many elements, one row of the matrix behind the other.
+    Blocks have `size` elements, over consecutive rows of the matrix.
     """
 
     dtype: torch.dtype | None = None
@@ -81,10 +81,10 @@ class CodedMatrix:
 
 
 class NestedScales(NamedTuple):
-    """What 8-bit scales stand for: code[scale] times the scale of its block, plus an offset."""
+    """The meaning of 8-bit scales: code[scale] times the scale of its block, plus an offset."""
 
     code: Tensor
-    scales: Tensor  # of blocks of so many scales
+    scales: Tensor  # scales for blocks of `size` scales
     size: int
     offset: float
 
@@ -105,21 +105,21 @@ class BlockScales:
 
 
 def _four_bits(pieces: Pieces, name: str, state: StoredTensor) -> CodedMatrix:
-    said = _state(state)
-    match said.get("shape"):
+    fields = _state(state)
+    match fields.get("shape"):
         case [int(channels), int(inner)] if channels > 0 and inner > 0:
             pass
         case other:
             raise ModelFileError(
-                f"{state.path}: the quant_state of {name!r} has shape {other}; expected a matrix's"
+                f"{state.path}: the quant_state of {name!r} has shape {other}; expected two positive sizes"
             )
-    size = count(said, "blocksize")
+    size = count(fields, "blocksize")
     elements = channels * inner
     packed = pieces.take(name, (*_BYTES, *FLOATS), (None, 1))
     assert packed.dtype is not None
     if packed.shape[0] * packed.dtype.itemsize != -(-elements // 2):
         raise ModelFileError(
-            f"{packed.path}: tensor {name!r} has shape {list(packed.shape)}, its quant_state says "
+            f"{packed.path}: tensor {name!r} has shape {list(packed.shape)}, its quant_state has "
             f"{channels} x {inner}; get the model again"
         )
     code = whole(pieces.take(f"{name}.quant_map", FLOATS, (16,))).float()
@@ -127,21 +127,21 @@ def _four_bits(pieces: Pieces, name: str, state: StoredTensor) -> CodedMatrix:
     scales = pieces.take(f"{name}.absmax", (*_BYTES, *FLOATS), (blocks,))
     nested = None
     if scales.dtype is torch.uint8:
-        each = count(said, "nested_blocksize")
+        each = count(fields, "nested_blocksize")
         of_scales = pieces.take(f"{name}.nested_absmax", FLOATS, (-(-blocks // each),))
         book = pieces.take(f"{name}.nested_quant_map", FLOATS, (256,))
-        offset = number(said, "nested_offset")
+        offset = number(fields, "nested_offset")
         nested = NestedScales(whole(book).float(), whole(of_scales).float(), each, offset)
     return CodedMatrix(packed, (channels, inner), code, BlockScales(scales, nested), size)
 
 
 def _state(state: StoredTensor) -> Fields:
     try:
-        said = json.loads(bytes(whole(state).tolist()))
+        fields = json.loads(bytes(whole(state).tolist()))
     except (ValueError, RecursionError) as error:
         raise ModelFileError(
-            f"{state.path}: a quant_state is no JSON ({error}); get the model again"
+            f"{state.path}: a quant_state is not JSON ({error}); get the model again"
         ) from error
-    if not isinstance(said, dict):
-        raise ModelFileError(f"{state.path}: a quant_state is no JSON object; get the model again")
-    return said
+    if not isinstance(fields, dict):
+        raise ModelFileError(f"{state.path}: a quant_state is not a JSON object; get the model again")
+    return fields

@@ -1,4 +1,4 @@
-"""Which quantized folders are read, and their tensors as matrices of floats."""
+"""Selects the reader of a quantized folder, and converts its tensors to matrices of floats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specinfer.models.quantized.mxfp4 import mxfp4
 from specinfer.models.quantized.pieces import FLOATS, FileTensor, Pieces, StoredTensor
 from specinfer.models.quantized.scaled import fp8
 
-# The types of tensors in such files, beside those of floats, by safetensors' names.
+# Types of tensors in such files besides floats, by safetensors' names.
 STORED: Final = {
     "I64": torch.int64,
     "I32": torch.int32,
@@ -39,43 +39,43 @@ _READERS: Final[Mapping[str, Callable[[Fields, Pieces], dict[str, StoredTensor]]
 
 
 def quantization_of(config: Fields) -> Fields | None:
-    """What a config.json says of quantized weights; None: nothing.
+    """The quantization settings of a config.json, or None.
 
-    Raises ModelError, naming quant_method, where they are of a kind that is not read.
+    Raises ModelError, naming quant_method, for an unsupported kind.
     """
     for part in (config, config.get("text_config")):
         if not isinstance(part, dict) or (method := quantized_config(part)) is None:
             continue
-        said = part.get("quantization_config") or part.get("compression_config")
-        if isinstance(said, dict) and _method(said) in _READERS:
-            return said
+        settings = part.get("quantization_config") or part.get("compression_config")
+        if isinstance(settings, dict) and _method(settings) in _READERS:
+            return settings
         raise ModelError(
-            f"config.json says (quant_method) that the weights are quantized by {method}, which is not read; "
-            f"supported: {', '.join(_READERS)}. Else {INSTEAD}"
+            f"config.json (quant_method): the weights are quantized by {method}, which is not supported here"
+            f"; supported: {', '.join(_READERS)}. Else {INSTEAD}"
         )
     return None
 
 
-def dequantized(folder: Path, said: Fields, tensors: Mapping[str, FileTensor]) -> dict[str, StoredTensor]:
-    """The tensors of a folder whose config.json says this, under the names they had before.
+def dequantized(folder: Path, settings: Fields, tensors: Mapping[str, FileTensor]) -> dict[str, StoredTensor]:
+    """The tensors of a folder with these settings, under their names before quantization.
 
-    Reads no weights. Raises ModelError naming the key that asks for the unsupported, ModelFileError naming
-    the tensor that is missing, or that nothing is made of.
+    Reads no weights. Raises ModelError, naming the key of an unsupported setting, and ModelFileError, naming
+    a tensor that is missing or unused.
     """
-    method = _method(said)
+    method = _method(settings)
     pieces = Pieces(folder, tensors)
-    found = _READERS[method](said, pieces)
+    found = _READERS[method](settings, pieces)
     for name, tensor in pieces.rest.items():
         if tensor.dtype not in FLOATS or quantized_tensor(name) is not None:
             raise ModelFileError(
-                f"{tensor.path}: tensor {name!r} is of no matrix as {method} quantizes them; the model is "
+                f"{tensor.path}: tensor {name!r} belongs to no matrix quantized by {method}; the model is "
                 f"damaged or incomplete: get it again, or {INSTEAD}"
             )
     return {**pieces.rest, **found}
 
 
-def _method(said: Fields) -> str:
-    method = said.get("quant_method")
-    if method is None and (said.get("load_in_4bit") or said.get("load_in_8bit")):
+def _method(settings: Fields) -> str:
+    method = settings.get("quant_method")
+    if method is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
         return "bitsandbytes"
     return method.lower() if isinstance(method, str) else ""

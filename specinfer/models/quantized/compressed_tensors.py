@@ -1,4 +1,4 @@
-"""compressed-tensors: packed integers, int8 and FP8 with scales of matrices, channels, groups or blocks.
+"""compressed-tensors: packed integers, int8 and FP8 with scales per matrix, channel, group or block.
 
 Source: the compressed-tensors package, pack_quantized and naive_quantized compressors.
 """
@@ -22,13 +22,13 @@ _FORMATS: Final = (
 _INTEGERS: Final = (torch.int32, torch.int64)
 
 
-def compressed_tensors(said: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
-    """The matrices of such a model by name, of which `said` is the quantization_config.
+def compressed_tensors(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
+    """The matrices of such a model by name; `settings` is the quantization_config.
 
-    What is quantized how is read off the tensors; `said` is asked for what these do not tell. Raises
-    ModelError where it asks for the unsupported, ModelFileError where tensors are not what it says.
+    Tensors determine how each matrix is quantized; `settings` has the rest. Raises ModelError for unsupported
+    settings, ModelFileError if tensors contradict them.
     """
-    groups = list(_weights(said))
+    groups = list(_weights(settings))
     block, asymmetric = (
         _block(groups),
         bool(groups) and not any(boolean(g, "symmetric", True) for g in groups),
@@ -58,14 +58,14 @@ def _packed(pieces: Pieces, stem: str, asymmetric: bool) -> IntegerMatrix:
     if bits is None:
         raise ModelFileError(
             f"{words.path}: tensor '{stem}.weight_packed' has shape {list(words.shape)} for a matrix "
-            f"{channels} x {inner}; supported of num_bits: 4, 8. Give the model it was made from"
+            f"{channels} x {inner}; supported num_bits: 4, 8. Give the original model"
         )
     scales = pieces.take(f"{stem}.weight_scale", FLOATS, (channels, None))
     groups = scales.shape[1]
     if not groups or inner % groups:
         raise ModelFileError(
             f"{words.path}: '{stem}.weight_scale' has {groups} groups; no group_size divides rows of "
-            f"{inner} elements so. Get the model again"
+            f"{inner} elements into that many. Get the model again"
         )
     take = pieces.take if asymmetric else pieces.optional
     zeros = take(f"{stem}.weight_zero_point", (torch.int32, torch.int8))
@@ -97,7 +97,7 @@ class _PackedRows:
         return LevelRows(levels.contiguous(), scales, self._read_zeros(start, stop, scales.shape[1]))
 
     def _read_zeros(self, start: int, stop: int, groups: int) -> torch.Tensor:
-        """What level stands for 0: levels and zero points are stored with half of all levels added."""
+        """The levels of 0; levels and zero points are stored with half the number of levels added."""
         half = 1 << (self._bits - 1)
         if self._zeros is None:
             return torch.full((stop - start, groups), half, dtype=torch.uint8)
@@ -113,19 +113,21 @@ def _zeros_shape(dtype: torch.dtype | None, channels: int, groups: int, bits: in
     return (channels if dtype is torch.int8 else -(-channels * bits // 32)), groups
 
 
-def _weights(said: Fields) -> Iterator[Fields]:
-    """What the config says of the weights of each of its groups of matrices."""
-    _check_format("format", said.get("format"))
-    if said.get("transform_config"):
-        raise ModelError("transform_config turns activations, which is not supported of compressed-tensors")
-    sparsity = said.get("sparsity_config") or {}
+def _weights(settings: Fields) -> Iterator[Fields]:
+    """The weight settings of each config group of matrices."""
+    _check_format("format", settings.get("format"))
+    if settings.get("transform_config"):
+        raise ModelError(
+            "transform_config transforms activations, which is not supported for compressed-tensors"
+        )
+    sparsity = settings.get("sparsity_config") or {}
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         raise ModelError(
-            f"sparsity_config is {str(sparsity)[:60]}; supported of compressed-tensors: 'dense'. "
-            "Give the model it was made from"
+            f"sparsity_config is {str(sparsity)[:60]}; supported for compressed-tensors: 'dense'. "
+            "Give the original model"
         )
-    for name in mapping(said, "config_groups"):
-        group = mapping(mapping(said, "config_groups"), name)
+    for name in mapping(settings, "config_groups"):
+        group = mapping(mapping(settings, "config_groups"), name)
         _check_format(f"format of {name}", group.get("format"))
         if isinstance(weights := group.get("weights"), dict):
             yield weights
@@ -134,13 +136,13 @@ def _weights(said: Fields) -> Iterator[Fields]:
 def _check_format(key: str, value: object) -> None:
     if value is not None and value not in _FORMATS:
         raise ModelError(
-            f"{key} is {value!r}; supported of compressed-tensors: {', '.join(_FORMATS)}. "
-            "Give the model it was made from, or a GGUF file of it"
+            f"{key} is {value!r}; supported for compressed-tensors: {', '.join(_FORMATS)}. "
+            "Give the original model, or a GGUF file of it"
         )
 
 
 def _block(groups: list[Fields]) -> tuple[int, int] | None:
-    """The rows and columns of a block, where scales are of blocks."""
+    """The rows and columns of a block, if scales are per block."""
     for weights in groups:
         match weights.get("block_structure"):
             case [int(high), int(wide)] if high > 0 and wide > 0:

@@ -1,4 +1,4 @@
-"""GPTQ and AWQ: integers packed into int32 words, with the matrix's input rows first.
+"""GPTQ and AWQ: integers packed into int32 words, with transposed matrices.
 
 Source: AutoGPTQ's and GPTQModel's torch linears, AutoAWQ's gemm linear.
 """
@@ -22,48 +22,48 @@ from specinfer.models.quantized.integers import (
 from specinfer.models.quantized.pieces import FLOATS, LastFew, Pieces, StoredTensor
 
 _WORDS: Final = (torch.int32,)
-_PER_WORD: Final = 8  # elements of AWQ
-_KEPT: Final = 6  # tensors: those of two matrices
-# Where in a word AWQ has each of eight neighbouring columns.
+_PER_WORD: Final = 8  # elements per word in AWQ
+_KEPT: Final = 6  # tensors of two matrices
+# AWQ's positions within a word of eight adjacent columns.
 _AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def gptq(said: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
-    """The matrices of a GPTQ model by name, of which `said` is the quantization_config.
+def gptq(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
+    """The matrices of a GPTQ model by name; `settings` is the quantization_config.
 
-    Raises ModelError where it asks for the unsupported, ModelFileError where tensors are not what it says.
+    Raises ModelError for unsupported settings, ModelFileError if tensors contradict them.
     """
-    bits = _one_of(said, "bits", (2, 4, 8))
-    form = said.get("checkpoint_format") or said.get("format") or "gptq"
+    bits = _one_of(settings, "bits", (2, 4, 8))
+    form = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     if form not in ("gptq", "gptq_v2"):
-        raise ModelError(f"checkpoint_format is {form!r}; supported of GPTQ: 'gptq', 'gptq_v2'")
-    if said.get("pack_dtype", "int32") != "int32":
-        raise ModelError(f"pack_dtype is {said['pack_dtype']!r}; supported of GPTQ: 'int32'")
-    if said.get("adapter"):
-        raise ModelError("the GPTQ model has an adapter (EoRA), which is not read")
-    dynamic = said.get("dynamic") or {}
+        raise ModelError(f"checkpoint_format is {form!r}; supported for GPTQ: 'gptq', 'gptq_v2'")
+    if settings.get("pack_dtype", "int32") != "int32":
+        raise ModelError(f"pack_dtype is {settings['pack_dtype']!r}; supported for GPTQ: 'int32'")
+    if settings.get("adapter"):
+        raise ModelError("the GPTQ model has an adapter (EoRA), which is not supported")
+    dynamic = settings.get("dynamic") or {}
     if not isinstance(dynamic, dict) or any(not str(rule).startswith("-:") for rule in dynamic):
         raise ModelError(
-            "dynamic quantizes some matrices otherwise; supported of GPTQ: '-:' rules, which skip"
+            "dynamic has other settings for some matrices; supported for GPTQ: '-:' rules to skip some"
         )
-    # The first version stores zero points less one; 0 becomes the largest of so many bits.
+    # The first version stores zero points minus one; 0 wraps to the largest level.
     offset = 1 if form == "gptq" else 0
-    acts, found = boolean(said, "desc_act", False), dict[str, StoredTensor]()
+    acts, found = boolean(settings, "desc_act", False), dict[str, StoredTensor]()
     last = LastFew[Tensor](_KEPT)
     for stem in pieces.stems(".qweight"):
         words = pieces.take(f"{stem}.qweight", _WORDS, (None, None))
         inner, channels = words.shape[0] * 32 // bits, words.shape[1]
-        groups = _groups(said, stem, inner)
+        groups = _groups(settings, stem, inner)
         scales = pieces.take(f"{stem}.scales", FLOATS, (groups, channels))
         zeros = pieces.take(f"{stem}.qzeros", _WORDS, (groups, -(-channels * bits // 32)))
         index = pieces.optional(f"{stem}.g_idx", (torch.int32, torch.int64), (inner,))
         if index is None and acts:
             raise ModelFileError(
-                f"config.json sets desc_act, and {words.path} has no tensor '{stem}.g_idx', which says where "
-                "columns went; the model is incomplete, get it again"
+                f"config.json sets desc_act, and {words.path} has no tensor '{stem}.g_idx', the order of "
+                "columns; the model is incomplete, get it again"
             )
-        turned = TurnedTensor(words, last), TurnedTensor(scales, last), TurnedTensor(zeros, last)
-        read = _GptqRows(*turned, bits, offset).read
+        transposed = TurnedTensor(words, last), TurnedTensor(scales, last), TurnedTensor(zeros, last)
+        read = _GptqRows(*transposed, bits, offset).read
         found[f"{stem}.weight"] = IntegerMatrix(
             *(words.path, (channels, inner), bits, scales, read),
             groups=groups,
@@ -72,21 +72,21 @@ def gptq(said: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
     return found
 
 
-def awq(said: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
-    """The same of an AWQ model."""
-    _one_of(said, "bits" if "bits" in said else "w_bit", (4,))
-    form = said.get("version") or said.get("format") or "gemm"
+def awq(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
+    """The matrices of an AWQ model; see gptq."""
+    _one_of(settings, "bits" if "bits" in settings else "w_bit", (4,))
+    form = settings.get("version") or settings.get("format") or "gemm"
     if not isinstance(form, str) or form.lower() != "gemm":
-        raise ModelError(f"version is {form!r}; supported of AWQ: 'gemm'")
+        raise ModelError(f"version is {form!r}; supported for AWQ: 'gemm'")
     found, last = dict[str, StoredTensor](), LastFew[Tensor](_KEPT)
     for stem in pieces.stems(".qweight"):
         words = pieces.take(f"{stem}.qweight", _WORDS, (None, None))
         inner, channels = words.shape[0], words.shape[1] * _PER_WORD
-        groups = _groups(said, stem, inner)
+        groups = _groups(settings, stem, inner)
         scales = pieces.take(f"{stem}.scales", FLOATS, (groups, channels))
         zeros = pieces.take(f"{stem}.qzeros", _WORDS, (groups, words.shape[1]))
-        turned = TurnedTensor(words, last), TurnedTensor(scales, last), TurnedTensor(zeros, last)
-        read = _AwqRows(*turned).read
+        transposed = TurnedTensor(words, last), TurnedTensor(scales, last), TurnedTensor(zeros, last)
+        read = _AwqRows(*transposed).read
         found[f"{stem}.weight"] = IntegerMatrix(words.path, (channels, inner), 4, scales, read, groups=groups)
     return found
 
@@ -112,7 +112,7 @@ class _GptqRows:
 
 
 class _AwqRows:
-    """Reads [inner, words of channels], and scales and zeros as GPTQ has them."""
+    """Reads [inner, words of channels], and scales and zeros as in GPTQ."""
 
     def __init__(self, words: TurnedTensor, scales: TurnedTensor, zeros: TurnedTensor) -> None:
         self._words, self._scales, self._zeros = words, scales, zeros
@@ -133,19 +133,19 @@ def _channels(words: Tensor) -> Tensor:
     return by_place[:, list(_AWQ_PLACES)].flatten(0, 1)
 
 
-def _one_of(said: Fields, key: str, allowed: tuple[int, ...]) -> int:
-    value = integer(said, key)
+def _one_of(settings: Fields, key: str, allowed: tuple[int, ...]) -> int:
+    value = integer(settings, key)
     if value not in allowed:
         raise ModelError(
             f"{key} of the quantized model is {value}; supported: {', '.join(map(str, allowed))}. "
-            "Give the model it was made from, or a GGUF file of it"
+            "Give the original model, or a GGUF file of it"
         )
     return value
 
 
-def _groups(said: Fields, stem: str, inner: int) -> int:
-    """How many groups a row of so many elements has."""
-    size = integer(said, "group_size" if "group_size" in said else "q_group_size", -1)
+def _groups(settings: Fields, stem: str, inner: int) -> int:
+    """The number of groups in a row of `inner` elements."""
+    size = integer(settings, "group_size" if "group_size" in settings else "q_group_size", -1)
     if size == -1:
         return 1
     if size < 1 or inner % size:

@@ -1,4 +1,4 @@
-"""Matrices of small integers: scale * (level - zero), with a scale and a zero for each group of a row."""
+"""Matrices of small integers: scale * (level - zero), with a scale and a zero per group of a row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specinfer.errors import ModelFileError
 from specinfer.kernels.layout import GROUP, int4_rows
 from specinfer.models.quantized.pieces import LastFew, StoredTensor, whole
 
-_UNSET: Final = -1  # in a list of groups that nobody filled in
+_UNSET: Final = -1  # in a list of groups that was never filled in
 
 
 class LevelRows(NamedTuple):
@@ -41,9 +41,9 @@ class IntegerMatrix:
         groups: int,
         group_of: Tensor | None = None,
     ) -> None:
-        """`groups` of a row are equally long, one behind the other unless `group_of` says otherwise.
+        """A row's `groups` have equal length and are contiguous unless `group_of`, int64 [inner], is given.
 
-        That is int64 [inner]. `scales` are all the scales, in any order.
+        `scales` are all the scales, in any order.
         """
         self.path = path
         self.shape: tuple[int, ...] = shape
@@ -63,7 +63,7 @@ class IntegerMatrix:
         return groups.sub_(zeros[..., None]).mul_(scales[..., None].float()).flatten(1)
 
     def int4_reader(self) -> Callable[[int, int], Tensor] | None:
-        """What reads rows as `int4_rows` has them, with nothing rounded; None: int4 has no such numbers."""
+        """A reader of rows for `int4_rows` without rounding; None if int4 cannot represent them."""
         if self._bits > 4 or self._group_of is not None:
             return None
         inner = self.shape[1]
@@ -87,18 +87,18 @@ class IntegerMatrix:
 
 
 class TurnedTensor:
-    """A matrix of a file with rows and columns exchanged, all of which is in memory while it is read."""
+    """A transposed matrix of a file, which is in memory as a whole while it is read."""
 
     def __init__(self, tensor: StoredTensor, last: LastFew[Tensor]) -> None:
-        """`last` has those of a folder that are in memory."""
+        """`last` caches the folder's matrices in memory."""
         self._tensor, self._last = tensor, last
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Columns start..stop of the file's matrix, each a row."""
-        turned = self._last.get(id(self), lambda: whole(self._tensor).T.contiguous())
-        if stop == len(turned):
+        """Columns start..stop of the file's matrix, as rows."""
+        transposed = self._last.get(id(self), lambda: whole(self._tensor).T.contiguous())
+        if stop == len(transposed):
             self._last.drop(id(self))
-        return turned[start:stop]
+        return transposed[start:stop]
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
@@ -111,16 +111,16 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def order_of_groups(name: str, index: StoredTensor, groups: int) -> Tensor | None:
-    """The group of each element of a row, int64; None where groups stand one behind the other.
+    """The group of each element of a row, int64; None if groups are contiguous.
 
-    Raises ModelFileError where one is named that is not there.
+    Raises ModelFileError for an invalid group.
     """
     found = whole(index).long()
     if bool((found == _UNSET).all()):
         return None
     if not 0 <= int(found.min()) <= int(found.max()) < groups:
         raise ModelFileError(
-            f"{index.path}: tensor {name!r} names groups from {int(found.min())} to {int(found.max())}; "
+            f"{index.path}: tensor {name!r} has groups from {int(found.min())} to {int(found.max())}; "
             f"there are {groups}. The file is damaged, get it again"
         )
     return None if torch.equal(found, torch.arange(len(found)) // (len(found) // groups)) else found

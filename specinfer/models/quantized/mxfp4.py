@@ -1,4 +1,4 @@
-"""MXFP4 as gpt-oss has it: 4-bit floats, two a byte, 32 of which share a power of two.
+"""MXFP4 (gpt-oss): 4-bit floats, two per byte, with a power of two for every 32.
 
 Source: the OCP Microscaling Formats specification, and transformers' mxfp4 integration.
 """
@@ -17,14 +17,14 @@ from specinfer.models.quantized.pieces import Pieces, StoredTensor
 _HALF: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES: Final = torch.tensor([*_HALF, *(-value for value in _HALF)])
 _BYTES: Final = (torch.uint8,)
-_BIAS: Final = 127  # of exponents
+_BIAS: Final = 127  # exponent bias
 _PER_GROUP: Final = 16  # bytes
 
 
-def mxfp4(said: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
-    """The experts of such a model: NAME.weight of NAME_blocks and NAME_scales, one expert below the other.
+def mxfp4(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
+    """The experts' matrices by name: NAME.weight from NAME_blocks and NAME_scales, concatenated by rows.
 
-    Raises ModelFileError where tensors do not fit one another.
+    Raises ModelFileError if the tensors' shapes do not match.
     """
     found = dict[str, StoredTensor]()
     for stem in pieces.stems("_blocks"):
@@ -46,7 +46,7 @@ class MicroscaledMatrix:
         self._blocks, self._scales = blocks, scales
 
     def read_rows(self, start: int, stop: int) -> Tensor:
-        """Rows start..stop, float32; the values are bfloat16's, too."""
+        """Rows start..stop, float32; bfloat16 can represent the values, too."""
         octets = self._blocks.read_rows(start, stop)
         powers = self._scales.read_rows(start, stop).int() - _BIAS
         values = _VALUES[torch.stack((octets & 15, octets >> 4), 3).int()].flatten(2)

@@ -1,4 +1,4 @@
-"""The tensors of a folder as they are stored, out of which quantized matrices are put together."""
+"""The stored tensors of a folder, from which quantized matrices are assembled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specinfer.errors import ModelFileError
 
 _T = TypeVar("_T")
 FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# Of activations and of caches, which are not quantized the way these are for.
+# Scales of activations and of KV caches, which are not quantized here.
 _UNUSED: Final = (
     *(".input_scale", ".input_scale_ub", ".input_zero_point", ".activation_scale"),
     *(".output_scale", ".output_zero_point", ".q_scale", ".k_scale", ".v_scale", ".kv_scale"),
@@ -23,21 +23,21 @@ _UNUSED: Final = (
 
 
 class StoredTensor(Protocol):
-    """A tensor of a folder, however its numbers are stored."""
+    """A tensor of a folder in any storage format."""
 
     @property
     def path(self) -> Path:
-        """The file it is in, or the first of several."""
+        """Its file, or the first of several."""
         ...
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """That of its numbers in the file; None: they are quantized."""
+        """The dtype of its numbers in the file; None if it is quantized."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape as the decoder has it."""
+        """Its shape in the decoder."""
         ...
 
     def read_rows(self, start: int, stop: int) -> Tensor:
@@ -46,30 +46,30 @@ class StoredTensor(Protocol):
 
 
 class FileTensor(StoredTensor, Protocol):
-    """A tensor as a file has it."""
+    """A tensor in the layout of its file."""
 
     def stacked(self) -> StoredTensor:
-        """The same with the first two of three dimensions or more as one: rows of all experts."""
+        """The tensor with its first two dimensions merged if it has more than two."""
         ...
 
 
 class Pieces:
-    """Stored tensors that no matrix has been made of yet."""
+    """The stored tensors that are not part of a matrix yet."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, FileTensor]) -> None:
         self._folder = folder
         self.rest = {name: one for name, one in tensors.items() if not name.endswith(_UNUSED)}
 
     def stems(self, end: str) -> list[str]:
-        """What precedes `end` in the names that have it."""
+        """The stems of the names that end with `end`."""
         return [name.removesuffix(end) for name in self.rest if name.endswith(end)]
 
     def take(
         self, name: str, dtypes: Collection[torch.dtype], shape: Sequence[int | None] | None = None
     ) -> FileTensor:
-        """A tensor, of one of these types, and of this shape where there is a number.
+        """Remove and return a tensor of one of these dtypes and of this shape, where None is any size.
 
-        Raises ModelFileError naming the tensor where it is missing or another.
+        Raises ModelFileError, with the tensor's name, if it is missing or different.
         """
         if (found := self.optional(name, dtypes, shape)) is None:
             raise ModelFileError(
@@ -81,7 +81,7 @@ class Pieces:
     def optional(
         self, name: str, dtypes: Collection[torch.dtype], shape: Sequence[int | None] | None = None
     ) -> FileTensor | None:
-        """The same of a tensor that need not be there."""
+        """Like `take`, but returns None if the tensor is missing."""
         found = self.rest.pop(name, None)
         if found is None:
             return None
@@ -107,28 +107,28 @@ def _fits(found: Sequence[int], wanted: Sequence[int | None]) -> bool:
 
 
 class LastFew(Generic[_T]):
-    """The last few things that were made, by key: what several threads read piece by piece is made once."""
+    """A cache of the last few values by key; threads that read a value piece by piece share it."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._lock = Lock()
-        self._kept: OrderedDict[Hashable, _T] = OrderedDict()  # the last one that was used comes last
+        self._kept: OrderedDict[Hashable, _T] = OrderedDict()  # least recently used first
 
     def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """What that key stands for."""
+        """The value of that key; makes it if it is missing."""
         with self._lock:
             found = self._kept.pop(key) if key in self._kept else make()
             self._kept[key] = found
-            if len(self._kept) > self._most:
+            if len(self._kept) > self._limit:
                 self._kept.popitem(last=False)
         return found
 
     def drop(self, key: Hashable) -> None:
-        """Forget it: no more of it will be read."""
+        """Remove a value that is not read again."""
         with self._lock:
             self._kept.pop(key, None)
 
 
 def whole(tensor: StoredTensor) -> Tensor:
-    """All of a tensor; of a single number [1]."""
+    """All of a tensor; [1] for a single number."""
     return tensor.read_rows(0, tensor.shape[0] if tensor.shape else 1)

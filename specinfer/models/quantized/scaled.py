@@ -1,4 +1,4 @@
-"""Matrices of floats of 8 bits, or of int8, times scales of blocks: FP8 and LLM.int8.
+"""Matrices of 8-bit floats or int8 times scales of blocks: FP8 and LLM.int8.
 
 Source: transformers' finegrained_fp8 and fbgemm_fp8 integrations, bitsandbytes' int8 dequantization.
 """
@@ -33,10 +33,10 @@ class ScaledMatrix:
         zeros: StoredTensor | None = None,
         factor: float = 1.0,
     ) -> None:
-        """`block` is how many rows and columns share a scale; the last ones may be smaller.
+        """`block` is the number of rows and columns that share a scale; the last ones may be smaller.
 
-        Scales are [blocks of rows, blocks of columns], without dimensions of which there is one.
-        All is multiplied by `factor`.
+        Scales are [blocks of rows, blocks of columns], without dimensions of size 1. Everything is multiplied
+        by `factor`.
         """
         self.path: Path = values.path
         self.shape: tuple[int, ...] = values.shape
@@ -52,7 +52,7 @@ class ScaledMatrix:
         return rows if self._factor == 1 else rows.mul_(self._factor)
 
     def _spread(self, of_blocks: StoredTensor, start: int, stop: int) -> Tensor:
-        """A number of each block for each element of these rows, or a dimension of 1."""
+        """Expand one number per block to the elements of these rows, or to a dimension of size 1."""
         high, wide = self._block
         if high >= self.shape[0]:
             spread = whole(of_blocks).float().view(1, -1)
@@ -70,9 +70,9 @@ def scaled(
     block: tuple[int, int] | None,
     zeros: StoredTensor | None = None,
 ) -> ScaledMatrix:
-    """A matrix with scales of such blocks, or, as their shape says, of groups, of channels, or of all of it.
+    """A matrix with scales per block, or by their shape per group, per channel or for the whole matrix.
 
-    `name` is that of the scales. Raises ModelError where they fit no such thing.
+    `name` is the tensor of the scales. Raises ModelError if they fit none of these.
     """
     channels, inner = values.shape
     shape = tuple(size for size in scales.shape if size != 1)
@@ -84,19 +84,19 @@ def scaled(
         return ScaledMatrix(values, scales, (1, inner), zeros=zeros)
     if len(shape) == 2 and shape[0] == channels and inner % shape[1] == 0:
         return ScaledMatrix(values, scales, (1, inner // shape[1]), zeros=zeros)
-    said = f", whose blocks are {block[0]} x {block[1]}" if block else ""
+    blocks = f", with blocks of {block[0]} x {block[1]}" if block else ""
     raise ModelError(
         f"{scales.path}: tensor {name!r} has shape {list(scales.shape)} for a matrix "
-        f"{channels} x {inner}{said}; config.json and weights belong to different models, get both again"
+        f"{channels} x {inner}{blocks}; config.json and weights belong to different models, get both again"
     )
 
 
-def fp8(said: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
-    """The matrices of a model in FP8 (E4M3) by name, of which `said` is the quantization_config.
+def fp8(settings: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
+    """The matrices of a model in FP8 (E4M3) by name; `settings` is the quantization_config.
 
-    Its scales are of blocks, channels or whole matrices. Raises ModelError and its kind as the others.
+    Scales are per block, channel or matrix. Raises ModelError and its subclasses as the others.
     """
-    block, found = _block(said, "weight_block_size"), dict[str, StoredTensor]()
+    block, found = _block(settings, "weight_block_size"), dict[str, StoredTensor]()
     for name in [name for name, one in pieces.rest.items() if one.dtype in _FLOAT8]:
         values = pieces.take(name, _FLOAT8, (None, None))
         beside = next((end for end in ("_scale_inv", "_scale") if name + end in pieces.rest), "_scale_inv")
@@ -105,8 +105,8 @@ def fp8(said: Fields, pieces: Pieces) -> dict[str, StoredTensor]:
     return found
 
 
-def _block(said: Fields, key: str) -> tuple[int, int] | None:
-    value = said.get(key)
+def _block(settings: Fields, key: str) -> tuple[int, int] | None:
+    value = settings.get(key)
     match value:
         case None:
             return None

@@ -171,7 +171,7 @@ def test_names_and_numbers_are_one_adapters(folder: Path) -> None:
             LoRARequest("one", 1, folder / "other"),
             ModelError,
         )
-        refused("adapter 'x': .*gone is no folder", LoRARequest("x", 3, folder / "gone"), ModelError)
+        refused("adapter 'x': .*gone is not a folder", LoRARequest("x", 3, folder / "gone"), ModelError)
         refused("lora_request is 'one'; allowed: a LoRARequest", "one")
         refused("2 LoRARequests for 1 prompts", [LoRARequest("one", 1)] * 2)
         with pytest.raises(RequestError, match="lora_int_id is 0; allowed: 1, 2"):
@@ -183,7 +183,7 @@ def test_names_and_numbers_are_one_adapters(folder: Path) -> None:
 
 
 def test_a_damaged_adapter_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"adapter 'sql': .*nowhere is no folder"):
+    with pytest.raises(ModelError, match=r"adapter 'sql': .*nowhere is not a folder"):
         open_llm(folder, lora={"sql": tmp_path / "nowhere"})
 
 

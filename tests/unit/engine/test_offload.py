@@ -157,7 +157,7 @@ def test_a_twin_in_memory_leaves_a_whole_prepared_file(
     bytes_ = made.read_bytes()
     with resident(folder / "target", dtype="bfloat16", quantization="int4"):
         assert made.read_bytes() == bytes_
-    assert "made anew" not in caplog.text
+    assert "made again" not in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"quantization": "int4"}, {"draft_quantization": "int8"}])
@@ -336,4 +336,4 @@ def test_the_file_of_a_twin_serves_others_too(
     llm = streamed(folder / "target", monkeypatch, Planned(), dtype="float32", quantization="int4")
     llm.close()
     assert made.stat().st_mtime_ns == state
-    assert "made anew" not in caplog.text
+    assert "made again" not in caplog.text

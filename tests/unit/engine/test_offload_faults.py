@@ -109,7 +109,7 @@ def test_a_disk_that_stalls_is_waited_for_with_a_word(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     want, reads = wanted(model), Reads(monkeypatch)
-    monkeypatch.setattr(streams, "_PATIENCE", 0.05)
+    monkeypatch.setattr(streams, "_WARN_AFTER", 0.05)
     with streamed(model, monkeypatch) as llm, ThreadPoolExecutor(1) as pool:
         reads.open.clear()
         answer = pool.submit(texts, llm)
@@ -131,7 +131,7 @@ def test_a_disk_a_thousand_times_slower_than_computing(model: Path, monkeypatch:
         assert texts(llm) == want
         assert llm.statistics().stream_wait_seconds > 0.02
     slow = DiskRate(1, 4096, 1e6, direct=True)
-    line = Placement(1 << 40, {}, [2**30] * 3, 2, (0, 1, 2)).told(slow, Path("/disk"))
+    line = Placement(1 << 40, {}, [2**30] * 3, 2, (0, 1, 2)).summary(slow, Path("/disk"))
     assert line.endswith("3.2 GB a pass at 1.0 MB/s from /disk, about 3221 s a pass")
 
 

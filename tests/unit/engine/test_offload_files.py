@@ -36,11 +36,11 @@ pytestmark = pytest.mark.usefixtures("own_cache", "no_thread_is_left")
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (
         lambda path: os.truncate(path, path.stat().st_size // 2 // 4096 * 4096),
-        "got shorter|ended at|went from",
+        "got shorter|ended at|changed from",
     ),
     "replaced": (lambda path: os.replace(shutil.copy(path, f"{path}.new"), path), "was replaced"),
-    "grown": (lambda path: os.truncate(path, path.stat().st_size + 1), "went from"),
-    "removed": (lambda path: path.unlink(), "went away"),
+    "grown": (lambda path: os.truncate(path, path.stat().st_size + 1), "changed from"),
+    "removed": (lambda path: path.unlink(), "disappeared"),
 }
 
 
@@ -113,7 +113,7 @@ def test_a_flipped_byte_is_found_at_the_start_and_made_anew(
     with streamed(model, monkeypatch, plan) as llm:
         assert texts(llm) == want
     [line] = caplog.messages
-    assert line.startswith(f"a prepared model is made anew: {path}: ")
+    assert line.startswith(f"a damaged prepared model is made again: {path}")
 
 
 def test_a_flipped_byte_of_a_drafts_embeddings(

@@ -325,7 +325,7 @@ def test_a_published_pickle_gets_the_line_that_converts_it(tmp_path: Path) -> No
 def test_a_quantized_head_is_refused(target: Path, tmp_path: Path) -> None:
     said = {"quant_method": "compressed-tensors", "format": "int-quantized"}
     write_layout(LAYOUTS["AngelSlim"], tmp_path / "head", lambda c: c.update(quantization_config=said))
-    with pytest.raises(ModelError, match="quantized by compressed-tensors, which is not read"):
+    with pytest.raises(ModelError, match="quantized by compressed-tensors, which is not supported"):
         HeadFolder(tmp_path / "head", open_model(target).config)
 
 

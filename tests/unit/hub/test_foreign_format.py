@@ -125,7 +125,9 @@ def test_an_announced_quantization_is_told_by_its_name(
     folder = write_tiny_llama(tmp_path)
     config = json.loads((folder / "config.json").read_text()) | {key: said}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=f"the weights are quantized by {method}, which is not read; supp"):
+    with pytest.raises(
+        ModelError, match=f"the weights are quantized by {method}, which is not supported here; supp"
+    ):
         open_model(folder)
 
 

@@ -30,7 +30,7 @@ BODY = tiny_body()  # of 4 heads, and one layer
         ),
         ({"layers_without_rope": frozenset({0, 1})}, r"layers \[1\] have no rope, of 1 layers"),
         ({"norm_bias": True}, "RMSNorms have a bias"),
-        ({"shared_norm": True}, "attention and MLP share a norm, but are not parallel"),
+        ({"shared_norm": True}, "shared_norm is set without parallel_block"),
         (
             {"parallel_block": True, "norm_place": NormPlace.BEHIND},
             "attention and MLP are parallel, with norms in place behind; supported: before",

@@ -80,7 +80,7 @@ def test_experts_touched_by_chance() -> None:
 
 def test_a_token_cannot_have_more_experts_than_there_are(tmp_path: Path) -> None:
     folder = write_tiny_mixture(tmp_path, experts=4, per_token=5)
-    with pytest.raises(ModelError, match=r"^a token has 5 experts of 4; allowed: 1 to all of them"):
+    with pytest.raises(ModelError, match=r"^a token uses 5 of 4 experts; allowed: 1 to 4"):
         open_model(folder)
 
 

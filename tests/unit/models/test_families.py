@@ -44,12 +44,12 @@ FALCON = {**SIZES, "model_type": "falcon"}
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({**MPT, "attn_config": {"alibi": False}}, "alibi = False; supported of MPT: True"),
-        ({**MPT, "attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max = 16; supported of MPT: 8"),
-        ({**MPT, "attn_config": {"qk_ln": True}}, "qk_ln = True; supported of MPT: False"),
-        ({**MPT, "no_bias": False}, "no_bias = False; supported of MPT: True"),
+        ({**MPT, "attn_config": {"alibi": False}}, "alibi = False; supported for MPT: True"),
+        ({**MPT, "attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max = 16; supported for MPT: 8"),
+        ({**MPT, "attn_config": {"qk_ln": True}}, "qk_ln = True; supported for MPT: False"),
+        ({**MPT, "no_bias": False}, "no_bias = False; supported for MPT: True"),
         ({**FALCON, "new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn = False and"),
-        ({**FALCON, "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2; supported: what"),
+        ({**FALCON, "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2; supported: the"),
         (
             {**SIZES, "model_type": "cohere", "intermediate_size": 96, "use_qk_norm": True},
             "sets use_qk_norm = True, which is not supported",

@@ -89,14 +89,14 @@ def test_the_estimate_is_of_what_is_kept(tmp_path: Path) -> None:
 def test_blocks_that_do_not_run_are_named(tmp_path: Path) -> None:
     path = write_blocks(tmp_path / "m.gguf", {"blk.0.ffn_up.weight": "F32"}, "Q4_K")
     with pytest.raises(
-        ModelError, match=r"tensor 'blk\.0\.ffn_up\.weight' is of type F32, which does not run"
+        ModelError, match=r"tensor 'blk\.0\.ffn_up\.weight' is of type F32, which cannot run unconverted"
     ):
         logits(path, "gguf")
 
 
 def test_a_folder_has_no_blocks(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "m")
-    with pytest.raises(ModelError, match="runs the blocks of a GGUF file as they are, and m is none; use"):
+    with pytest.raises(ModelError, match="requires a GGUF file, and m is not one; use"):
         logits(folder, "gguf")
 
 
@@ -106,7 +106,7 @@ def test_a_level_that_products_would_overflow_by_is_refused(tmp_path: Path) -> N
     down = random_blocks("Q8_0", *MATRICES["blk.0.ffn_down.weight"], seed=len(MATRICES) - 1).tobytes()
     octets[octets.index(down) + 34 * 100 + 2] = 128
     path.write_bytes(octets)
-    with pytest.raises(ModelFileError, match=r"ffn_down\.weight' has a level of -128; allowed of Q8_0"):
+    with pytest.raises(ModelFileError, match=r"ffn_down\.weight' has a level of -128; allowed for Q8_0"):
         logits(path, "gguf")
 
 

@@ -193,7 +193,7 @@ def test_opt_350m():
             "attention_factor is 0",
         ),
         ({"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 4}}, "YaRN needs more than 1"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 0.5}}, r"factor is 0\.5; allowed of dynamic"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 0.5}}, r"factor is 0\.5; allowed for dynamic"),
         ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor is 1\.5; allowed: more than 0, up to 1"),
         ({"partial_rotary_factor": 0.2}, "rotate 3 of a head's 16 elements; allowed: an even number"),
         ({"partial_rotary_factor": 0.001}, "rotate 0 of a head's 16 elements"),

@@ -117,7 +117,7 @@ def test_what_is_no_family_of_ours_runs_through_transformers(tmp_path: Path) -> 
     save_tiny("apertus", tmp_path)
     opened = open_model(tmp_path, "auto")
     assert isinstance(opened, HostedFolder)
-    assert opened.told.startswith("ApertusForCausalLM runs through transformers ")
+    assert opened.summary.startswith("ApertusForCausalLM runs through transformers ")
     with pytest.raises(ModelError, match=r"model_type is 'apertus'; supported"):
         open_model(tmp_path, "native")
 
@@ -128,8 +128,8 @@ def test_what_is_no_family_of_ours_runs_through_transformers(tmp_path: Path) -> 
         ("mamba", "has layers with a state"),
         ("gpt_neox_japanese", "does not compute attention through transformers' attention interface"),
         ("bart", "has an encoder"),
-        ("doge", "has attention with a mask or biases of its own"),
-        ("llama4_text", "hides tokens by other rules than a sliding window"),
+        ("doge", "has attention with a custom mask or biases"),
+        ("llama4_text", "masks tokens by rules other than a sliding window"),
     ],
 )
 def test_what_cannot_run_is_refused_before_a_weight_is_read(kind: str, why: str, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_what_cannot_run_is_refused_before_a_weight_is_read(kind: str, why: str,
 def test_an_encoder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
     save_file({}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="makes no text in transformers"):
+    with pytest.raises(ModelError, match="has no causal language model in transformers"):
         open_model(tmp_path, "transformers")
 
 
@@ -154,13 +154,13 @@ def test_code_of_a_folder_is_not_run_unless_it_is_trusted(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text("raise RuntimeError('it ran')\n")
     save_file({}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="which runs with trust_remote_code alone"):
+    with pytest.raises(ModelError, match="it has custom code, which needs trust_remote_code"):
         open_model(tmp_path, "auto")
     with pytest.raises(ModelError, match="it ran"):
         open_model(tmp_path, "auto", trust_remote_code=True)
     config["auto_map"] = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "somebody/else--own.Model"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="names code of another repository"):
+    with pytest.raises(ModelError, match="refers to code in another repository"):
         open_model(tmp_path, "auto", trust_remote_code=True)
 
 
@@ -189,7 +189,7 @@ def test_rows_that_many_rows_round_otherwise_are_computed_one_at_a_time(
     assert not caplog.records
     monkeypatch.setattr(NewGELUActivation, "forward", uneven)
     load_hosted(tmp_path)
-    assert "depend on their neighbours in a pass" in caplog.text
+    assert "depend on other rows in a pass" in caplog.text
 
 
 def change(folder: Path, how: Callable[[dict[str, Tensor]], object]) -> None:
@@ -271,11 +271,11 @@ def test_a_mask_is_a_window_or_is_refused() -> None:
 
     assert window_of(causal, None) is None
     assert window_of(within(5), 5) == 5
-    with pytest.raises(UnhostedError, match="those behind it"):
+    with pytest.raises(UnhostedError, match="attend to later tokens"):
         window_of(lambda batch, head, q, k: k >= 0, None)
-    with pytest.raises(UnhostedError, match="other rules"):
+    with pytest.raises(UnhostedError, match="rules other than"):
         window_of(lambda batch, head, q, k: (k <= q) & (k // 5 == q // 5), 5)
-    with pytest.raises(UnhostedError, match="other rules"):
+    with pytest.raises(UnhostedError, match="rules other than"):
         window_of(within(5), 4)
 
 

@@ -116,12 +116,12 @@ def test_files_that_cannot_be_read(
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(StreamSource, "read_into", fail)
         lent.lend()
-        assert lent.holder == "nobody", "it may be half of either"
+        assert lent.holder == "neither", "it may be half of either"
         assert not lent.can_be_lent, "it is not tried in every step"
         lent.lend()
         assert not lent.take_back()
     assert [record.message for record in caplog.records] == 2 * [
-        "a draft and layers of its target cannot change places: the disk has failed"
+        "cannot exchange a draft and layers of its target: the disk has failed"
     ]
     assert lent.take_back()
     assert twin_is_right(lent, twin)
@@ -130,7 +130,7 @@ def test_files_that_cannot_be_read(
     with monkeypatch.context() as patch:
         patch.setattr(StreamSource, "read_into", fail)
         assert not lent.take_back()
-    assert lent.holder == "nobody", "its layers are streamed again"
+    assert lent.holder == "neither", "its layers are streamed again"
 
 
 def test_a_twin_that_is_damaged_is_found(

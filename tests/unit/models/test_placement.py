@@ -130,8 +130,8 @@ def test_distances_between_layers_that_stream_differ_by_one_at_most(count: int, 
 def test_the_line_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
     placement = Placement.within(11 * 94_000_000, {}, [94_000_000] * 28)
-    assert placement.told(DISK, Path("/home/me/.cache")) == (
+    assert placement.summary(DISK, Path("/home/me/.cache")) == (
         "19 of 28 layers streamed, 1.8 GB a pass at 1.4 GB/s from ~/.cache, about 1.3 s a pass"
     )
-    assert " from /scratch, " in placement.told(DISK, Path("/scratch"))
-    assert Placement.within(4, {}, [1] * 4).told(DISK, Path("/scratch")) == "all 4 layers kept in memory"
+    assert " from /scratch, " in placement.summary(DISK, Path("/scratch"))
+    assert Placement.within(4, {}, [1] * 4).summary(DISK, Path("/scratch")) == "all 4 layers kept in memory"

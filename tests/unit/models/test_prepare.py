@@ -181,7 +181,7 @@ def test_of_two_that_prepare_a_model_one_waits(
     assert len(made) == len(set(made)) + 1  # the tied table is there twice
     assert [file.records for file in found] == [found[0].records] * 2
     [line] = caplog.messages
-    assert line == f"waiting for a process that makes {found[0].path}"
+    assert line == f"waiting for another process to make {found[0].path}"
 
 
 def test_a_killed_process_leaves_no_file_of_that_name(folder: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_damaged_file_that_cannot_be_removed_is_not_needed(
     monkeypatch.setattr(Path, "unlink", refuse)
     assert torch.equal(logits(folder, "int8"), want)
     [line] = caplog.messages
-    assert "is made anew" in line
+    assert "is made again" in line
 
 
 def test_damage_of_what_was_made_anew_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

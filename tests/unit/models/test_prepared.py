@@ -247,7 +247,7 @@ def test_what_is_not_there_is_not_read(path: Path) -> None:
     with pytest.raises(DamagedFileError, match=r"it is torch\.bfloat16 \[5, 7\]"):
         file.read(TABLE, FloatTable(torch.empty(7, 5)))
     os.truncate(path, START)
-    with pytest.raises(DamagedFileError, match="got shorter while it was read"):
+    with pytest.raises(DamagedFileError, match="became shorter while it was read"):
         file.read(*contents()[0])
     path.unlink()
     with pytest.raises(DamagedFileError, match="No such file"):

@@ -230,7 +230,7 @@ def test_two_threads_pass_in_turn() -> None:
 def test_a_wait_is_counted_and_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_PATIENCE", 0.02)
+    monkeypatch.setattr(module, "_WARN_AFTER", 0.02)
     records = [
         StreamRecord(0, 1 << 20, None, "model.layers.7"),
         StreamRecord(1 << 20, 1 << 20, None, "model.layers.8"),
@@ -256,7 +256,7 @@ def test_a_wait_is_counted_and_told_once(
 def test_a_slow_disk_is_waited_for_in_silence(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_PATIENCE", 0.01)
+    monkeypatch.setattr(module, "_WARN_AFTER", 0.01)
     records = pages(1, 1, 1)
     source = source_of(records)
     source.delay = 0.03

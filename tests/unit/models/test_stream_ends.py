@@ -52,7 +52,7 @@ def test_readers_that_are_stuck_are_left_behind_with_a_word(
     stream = LayerStream(source, records, buffers=2, disk=disk(2))
     source.stalled.wait()
     stream.close()
-    assert ["does not answer" in record.getMessage() for record in caplog.records] == [True]
+    assert ["does not respond" in record.getMessage() for record in caplog.records] == [True]
     source.open.set()
     until(lambda: not readers())
 

@@ -155,7 +155,7 @@ def test_truncated_safetensors(tmp_path):
         load(folder)
     for length in (0, 5, 40):
         file.write_bytes(whole[:length])
-        with pytest.raises(ModelFileError, match="is no safetensors file, or is truncated"):
+        with pytest.raises(ModelFileError, match="is not a safetensors file, or is truncated"):
             load(folder)
     file.write_bytes(whole[:8] + b"#" * (len(whole) - 8))
     with pytest.raises(ModelFileError, match="has a damaged header"):

@@ -76,14 +76,14 @@ def drop(name: str) -> Callable[[Tensors], None]:
         ),
         (
             put(f"{INSIDE}.lora_A.weight", 4, 64),
-            "has shape .4, 64., the model's has .4, 32.; .* another model",
+            "has shape .4, 64., the model needs .4, 32.; .* another model",
         ),
         (
             put(f"{INSIDE}.lora_B.weight", 64, 4),
-            "has shape .64, 4., the model's has .32, 4.; .* another model",
+            "has shape .64, 4., the model needs .32, 4.; .* another model",
         ),
-        (put(f"{INSIDE}.lora_A.weight", 4), "lora_A.weight' has shape .4., the model's has"),
-        (drop(f"{INSIDE}.lora_B.weight"), "q_proj.lora_A.weight' is without the other half"),
+        (put(f"{INSIDE}.lora_A.weight", 4), "lora_A.weight' has shape .4., the model needs"),
+        (drop(f"{INSIDE}.lora_B.weight"), "q_proj.lora_A.weight' lacks the other half"),
         (put("base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight", 4, 32), "of 2 layers"),
         (
             put("base_model.model.model.layers.0.self_attn.w_pack.lora_A.weight", 4, 32),
@@ -91,12 +91,12 @@ def drop(name: str) -> Callable[[Tensors], None]:
         ),
         (
             put("base_model.model.lm_head.lora_A.weight", 4, 32),
-            "lm_head.lora_A.weight' is of a module that has",
+            "lm_head.lora_A.weight' is for a module that cannot have",
         ),
         (put(f"{INSIDE}.lora_magnitude_vector.weight", 32), "is of DoRA, which is not supported"),
         (put("base_model.model.model.embed_tokens.lora_embedding_A", 4, 64), "adapts embeddings"),
         (put(f"{INSIDE}.lora_B.bias", 32), "is a bias of an adapter"),
-        (put("base_model.model.lm_head.weight", 64, 32), "is of no low-rank adapter"),
+        (put("base_model.model.lm_head.weight", 64, 32), "does not belong to a low-rank adapter"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(
@@ -118,8 +118,11 @@ def test_a_tensor_that_does_not_fit_is_named(
             {"rank_pattern": {"up_proj": 2}},
             "up_proj.lora_A.weight' has shape .4, 32., and the config's rank is 2",
         ),
-        ({"target_modules": ["q_proj"]}, "is of a module that target_modules does not name"),
-        ({"layers_to_transform": [0]}, "layers.1.* is of a module that layers_to_transform does not name"),
+        ({"target_modules": ["q_proj"]}, "is for a module that target_modules does not include"),
+        (
+            {"layers_to_transform": [0]},
+            "layers.1.* is for a module that layers_to_transform does not include",
+        ),
         ({"use_dora": True}, "use_dora"),
     ],
 )
@@ -136,19 +139,19 @@ def test_a_module_without_tensors_is_named(model: Path, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "sql", model, targets=["q_proj", "v_proj"])
     for half in "AB":
         change(folder, drop(f"base_model.model.model.layers.1.self_attn.v_proj.lora_{half}.weight"))
-    with pytest.raises(ModelError, match=r"target_modules names model.layers.1.self_attn.v_proj, of which"):
+    with pytest.raises(ModelError, match=r"target_modules includes model.layers.1.self_attn.v_proj, but"):
         PeftFolder("sql", folder, config_of(model))
 
 
 def test_modules_that_no_model_of_ours_has_are_refused(model: Path, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "sql", model, targets=["nothing"])
-    with pytest.raises(ModelError, match="target_modules is nothing, which names no module of the model"):
+    with pytest.raises(ModelError, match="target_modules is nothing, which matches no module of the model"):
         PeftFolder("sql", folder, config_of(model))
 
 
 def test_files_that_are_not_there_or_damaged(model: Path, tmp_path: Path) -> None:
     config, folder = config_of(model), write_adapter(tmp_path / "sql", model)
-    with pytest.raises(ModelError, match="is no folder"):
+    with pytest.raises(ModelError, match="is not a folder"):
         PeftFolder("sql", tmp_path / "gone", config)
     weights = folder / "adapter_model.safetensors"
     whole = weights.read_bytes()
@@ -177,7 +180,7 @@ def test_numbers_that_are_none_are_found_when_they_are_read(
     wrong[3, 1] = value
     change(folder, lambda tensors: tensors.update({f"{INSIDE}.lora_B.weight": wrong}))
     opened = PeftFolder("sql", folder, config)
-    with pytest.raises(ModelError, match=r"q_proj.lora_B.weight' holds values that are no finite float32"):
+    with pytest.raises(ModelError, match=r"q_proj.lora_B.weight' holds values that are not finite float32"):
         opened.load(PER_LAYER * config.num_layers, torch.float32, torch.device("cpu"), None)
 
 

@@ -66,7 +66,7 @@ def test_experts_that_are_left_in_one_stack_of_floats(name: str, tmp_path: Path)
     ("name", "message"),
     [
         ("fp8-block", r"gate_up_proj' has shape \[3, 192, 64\]; expected \[any, any\]"),
-        ("float-channel", r"gate_up_proj' is of no matrix as compressed-tensors quantizes them"),
+        ("float-channel", r"gate_up_proj' belongs to no matrix quantized by compressed-tensors"),
     ],
 )
 def test_stacks_of_quantized_experts_are_refused_by_their_names(

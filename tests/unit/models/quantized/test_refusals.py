@@ -40,7 +40,7 @@ def group(**weights: Any) -> dict[str, Any]:
     [
         (
             saying(gptq(), quant_method="tomorrow's"),
-            r"\(quant_method\) that .*supported: awq, bits",
+            r"\(quant_method\): .*supported: awq, bits",
         ),
         (saying(gptq(), bits=3), "bits of the quantized model is 3; supported: 2, 4, 8"),
         (saying(gptq(), bits=None), "bits is None; expected an integer"),
@@ -51,23 +51,26 @@ def group(**weights: Any) -> dict[str, Any]:
         (saying(gptq(), group_size=0), "group_size is 0, which does not divide"),
         (
             saying(gptq(), checkpoint_format="marlin"),
-            "checkpoint_format is 'marlin'; supported of GPTQ",
+            "checkpoint_format is 'marlin'; supported for GPTQ",
         ),
         (saying(gptq(), pack_dtype="int64"), "pack_dtype is 'int64'"),
-        (saying(gptq(), dynamic={"+:.*down.*": {"bits": 8}}), "dynamic quantizes some matrices otherwise"),
+        (saying(gptq(), dynamic={"+:.*down.*": {"bits": 8}}), "dynamic has other settings for some matrices"),
         (saying(gptq(), adapter={"name": "lora"}), "an adapter"),
         (
             saying(gptq(index=False), desc_act=True),
             "sets desc_act, and .* has no tensor '.*g_idx'",
         ),
-        (saying(awq(), version="gemv"), "version is 'gemv'; supported of AWQ: 'gemm'"),
+        (saying(awq(), version="gemv"), "version is 'gemv'; supported for AWQ: 'gemm'"),
         (saying(awq(), bits=8), "bits of the quantized model is 8; supported: 4"),
         (
             saying(pack_quantized(), format="nvfp4-pack-quantized"),
             "format is 'nvfp4-pack-qu.*; supported",
         ),
         (saying(pack_quantized(), sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is"),
-        (saying(pack_quantized(), transform_config={"config_groups": {"u": {}}}), "transform_config turns"),
+        (
+            saying(pack_quantized(), transform_config={"config_groups": {"u": {}}}),
+            "transform_config transforms",
+        ),
         (saying(pack_quantized(), config_groups=None), "config_groups is None; expected a JSON object"),
         (saying(pack_quantized(), **group(symmetric=False)), "lacks tensor '.*weight_zero_point'"),
         (
@@ -76,7 +79,7 @@ def group(**weights: Any) -> dict[str, Any]:
         ),
         (
             saying(FORMATS["fp8-block"], weight_block_size=[32, 32]),
-            r"weight_scale_inv' has shape \[3, 5\] for a matrix 64 x 96, whose blocks are 32 x 32",
+            r"weight_scale_inv' has shape \[3, 5\] for a matrix 64 x 96, with blocks of 32 x 32",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -122,13 +125,13 @@ def filled(end: str, value: float) -> Change:
         (
             "gptq",
             dropped("qweight"),
-            "tensor '.*(qzeros|scales|g_idx)' is of no matrix as gptq quant",
+            "tensor '.*(qzeros|scales|g_idx)' belongs to no matrix quantized by gptq",
         ),
         ("gptq", cut("scales"), r"up_proj.scales' has shape \[1, 96\]; expected \[2, 96\]"),
         ("gptq", cut("qzeros"), r"up_proj.qzeros' has shape \[1, 12\]; expected \[2, 12\]"),
         ("gptq", cast("scales", torch.int32), "up_proj.scales' is of type int32; expected float64 or"),
         ("gptq", cast("qweight", torch.int64), "up_proj.qweight' is of type int64; expected int32"),
-        ("gptq", filled("g_idx", 9), "g_idx' names groups from 9 to 9; there are 2"),
+        ("gptq", filled("g_idx", 9), "g_idx' has groups from 9 to 9; there are 2"),
         (
             "gptq-desc-act",
             dropped("g_idx"),
@@ -140,21 +143,21 @@ def filled(end: str, value: float) -> Change:
         (
             "w4a16",
             filled("weight_shape", 64),
-            r"has shape \[96, 8\] for a matrix 64 x 64; supported of num_b",
+            r"has shape \[96, 8\] for a matrix 64 x 64; supported num_b",
         ),
-        ("w4a16-actorder", filled("weight_g_idx", 2), "weight_g_idx' names groups from 2 to 2; there are 2"),
+        ("w4a16-actorder", filled("weight_g_idx", 2), "weight_g_idx' has groups from 2 to 2; there are 2"),
         ("w8a8", dropped("weight_scale"), "lacks tensor '.*up_proj.weight_scale'"),
         ("w8a8", cut("weight_scale", 5), r"weight_scale' has shape \[5, 1\] for a matrix 96 x 64; config"),
         ("fp8-block", dropped("weight_scale_inv"), "lacks tensor '.*up_proj.weight_scale_inv'"),
         ("nf4", dropped("weight.absmax"), "lacks tensor '.*up_proj.weight.absmax'"),
-        ("nf4", cut("weight", 7), r"up_proj.weight' has shape \[7, 1\], its quant_state says 96 x 64"),
-        ("nf4", filled("weight.quant_state.bitsandbytes__nf4", 65), "a quant_state is no JSON"),
+        ("nf4", cut("weight", 7), r"up_proj.weight' has shape \[7, 1\], its quant_state has 96 x 64"),
+        ("nf4", filled("weight.quant_state.bitsandbytes__nf4", 65), "a quant_state is not JSON"),
         ("nf4-nested", dropped("weight.nested_absmax"), "lacks tensor '.*weight.nested_absmax'"),
         ("llm-int8", filled("weight_format", 2), r"weight_format' is \[2\]; supported: \[0\]"),
         (
             "llm-int8",
             dropped("SCB"),
-            "tensor '.*(weight|weight_format)' is of no matrix as bitsand",
+            "tensor '.*(weight|weight_format)' belongs to no matrix quantized by bitsand",
         ),
     ],
 )
@@ -174,7 +177,7 @@ def test_other_files_are_not_read_by_a_config_of_this_kind(name: str, tmp_path: 
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = FORMATS[name].said
     (tmp_path / "config.json").write_text(json.dumps(config))
-    refused(tmp_path, "is of no matrix as .* quantizes them|lacks tensor")
+    refused(tmp_path, "belongs to no matrix quantized by|lacks tensor")
 
 
 def test_scales_of_activations_and_caches_are_left_aside(tmp_path: Path) -> None:
