@@ -1,7 +1,8 @@
-"""`specinfer demo`: a real model answers through token trees; then what that gained, honestly."""
+"""`specinfer demo`: answers three prompts with and without token trees, and explains the difference."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from uuid import uuid4
 
 import click
 
+from specinfer.cli.help import Command
 from specinfer.cli.options import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -26,44 +28,70 @@ TEXT = (
 )
 MAX_TOKENS = 160
 ROUNDS = 3
+GAIN = 1.05  # a smaller ratio of speeds counts as no gain
+_WIDTH = 96  # of lines, in characters
+_INDENT = "   "
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt of the demo, and why speculation gains on it what it gains."""
+    """A prompt of the demo; `source` completes a sentence: the accepted tokens come from ..."""
 
     name: str
     question: str
-    why: str
+    source: str
     prediction: str | None = None
 
 
 PROMPTS = (
     Prompt(
-        "a question",
+        "A question",
         "What are the benefits of regular exercise?",
-        "the draft head has learned how this model phrases common answers",
+        "the draft head, which was trained on this model's answers",
     ),
     Prompt(
-        "a program",
-        "Write a Python function that checks whether a number is prime.",
-        "code is regular, and the explanation repeats parts of it",
-    ),
-    Prompt(
-        "a correction",
+        "An edit",
         f"Correct the spelling:\n\n{TEXT}",
-        "the answer repeats the text that was sent as `prediction`",
+        "the old text, which the request sends as its `prediction`",
         TEXT,
     ),
+    Prompt(
+        "Code",
+        "Write a Python function that checks whether a number is prime.",
+        "the draft head and from earlier lines, as code is regular and repeats itself",
+    ),
 )
-Pairs = Sequence[tuple["RequestOutput", "RequestOutput"]]  # without speculation and with it
 
 
-@click.command()
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Answers to one prompt: pairs of the same round, without speculation and with it."""
+
+    pairs: Sequence[tuple[RequestOutput, RequestOutput]]
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Median tokens per second after the first token, without speculation and with it."""
+        without, trees = (median(map(_rate, outputs)) for outputs in zip(*self.pairs, strict=True))
+        return without, trees
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens per step with speculation; without it there is one."""
+        return self.pairs[-1][1].figures.tokens_per_step
+
+    @property
+    def identical(self) -> bool:
+        """True if both texts of every round have the same tokens."""
+        return all(a.token_ids == b.token_ids for a, b in self.pairs)
+
+
+@click.command(cls=Command)
 def demo() -> None:
-    """Answer a question with SmolLM2-135M through token trees, then compare with no speculation.
+    """Answer a question, an edit and a coding task with and without speculation.
 
-    A small draft head that comes with specinfer proposes tokens, and lookups propose what the text repeats.
+    The model is SmolLM2-135M. A small draft head that comes with specinfer proposes tokens, and so does
+    prompt lookup. Exit status 1: a text differs with speculation.
     """
     from specinfer.llm import LLM
     from specinfer.progress import ProgressBar
@@ -77,62 +105,140 @@ def demo() -> None:
         progress=ProgressBar(),
     ) as speculative:
         plain = speculative.variant(replace(speculative.config, speculation=NO_SPECULATION))
-        click.echo(f"{DEFAULT_MODEL} on {speculative.models.target.device}, {_dtype(speculative)}\n")
-        click.echo(f"> {PROMPTS[0].question}\n")
-        _answer(speculative, PROMPTS[0], echo=True)
-        click.echo("\n")
-        # The answer above warmed everything up; now both take turns, so that a slow moment hits both.
-        compared = [
-            [(_answer(plain, prompt), _answer(speculative, prompt)) for _ in range(ROUNDS)]
-            for prompt in PROMPTS
-        ]
-    _show(compared)
+        click.echo(
+            f"{DEFAULT_MODEL} on {speculative.models.target.device}, {_dtype(speculative)}.\n"
+            "Its draft head and prompt lookup propose token trees. The model verifies a tree in one step\n"
+            "and keeps the tokens that it agrees with.\n"
+        )
+        comparisons = []
+        for number, prompt in enumerate(PROMPTS, 1):
+            click.secho(f"{number}. {prompt.name}", bold=True)
+            show_text(prompt.question, mark="> ")
+            click.echo()
+            answer(speculative, prompt, Wrapped(_INDENT))
+            # The answer above has warmed both up; they take turns, so that a slow moment affects both.
+            pairs = [(answer(plain, prompt), answer(speculative, prompt)) for _ in range(ROUNDS)]
+            comparisons.append(Comparison(pairs))
+            show_comparison(prompt, comparisons[-1])
+    show_end(comparisons)
+    if not all(one.identical for one in comparisons):
+        sys.exit(1)
 
 
-def _answer(llm: LLM, prompt: Prompt, *, echo: bool = False) -> RequestOutput:
+class Wrapped:
+    """Prints streamed text in indented lines of at most _WIDTH characters, broken at spaces."""
+
+    def __init__(self, indent: str, mark: str = "") -> None:
+        self._indent = indent + mark
+        self._width = min(_WIDTH, shutil.get_terminal_size().columns) - len(self._indent)
+        self._spaces = ""  # not printed yet
+        self._word = ""  # the last one, which may be incomplete
+        self._column = 0
+
+    def write(self, text: str) -> None:
+        """Print the complete words of the text so far."""
+        for character in text:
+            if character not in " \n":
+                self._word += character
+                continue
+            self._print_word()
+            self._spaces += " "
+            if character == "\n":
+                self._newline()
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """Print the last word and end the line."""
+        self._print_word()
+        self._newline()
+
+    def _print_word(self) -> None:
+        if not self._word:
+            return
+        if self._column and self._column + len(self._spaces + self._word) > self._width:
+            self._newline()
+        words = self._spaces + self._word
+        click.echo(words if self._column else self._indent + words, nl=False)
+        self._column += len(words)
+        self._spaces = self._word = ""
+
+    def _newline(self) -> None:
+        click.echo()
+        self._spaces, self._column = "", 0
+
+
+def answer(llm: LLM, prompt: Prompt, shown: Wrapped | None = None) -> RequestOutput:
+    """The finished answer to a prompt, printed as it is generated if `shown` is given."""
     from specinfer.sampling_params import SamplingParams
 
-    # A salt of its own: an answer asked for again must not be looked up in the round before.
+    # The salt is new for each answer, so that lookup finds nothing in the answers of earlier rounds.
     params = SamplingParams(
         temperature=0, max_tokens=MAX_TOKENS, prediction=prompt.prediction, cache_salt=uuid4().hex
     )
     last = None
     for last in llm.stream_chat([{"role": "user", "content": prompt.question}], params):
-        if echo:
-            click.echo(last.new_text, nl=False)
-            sys.stdout.flush()
+        if shown is not None:
+            shown.write(last.new_text)
     assert last is not None, "an answer has at least one step"
+    if shown is not None:
+        shown.close()
     return last
 
 
-def _show(compared: Sequence[Pairs]) -> None:
-    """A row for each prompt, why it gains, and whether texts are the same."""
-    from rich.console import Console
-    from rich.table import Table
+def show_text(text: str, mark: str) -> None:
+    """Print a text in indented lines that begin with `mark`."""
+    wrapped = Wrapped(_INDENT, mark)
+    wrapped.write(text)
+    wrapped.close()
 
-    columns = ("tokens/s for", "without", "with trees", "speedup", "tokens/step", "step cost")
-    table = Table(*columns, box=None, pad_edge=False)
-    for prompt, pairs in zip(PROMPTS, compared, strict=True):
-        without, trees = (median(map(_rate, outputs)) for outputs in zip(*pairs, strict=True))
-        speedup, per_step = trees / without, pairs[-1][1].figures.tokens_per_step
-        figures = (f"{speedup:.2f}x", f"{per_step:.2f}", f"{per_step / speedup:.2f}x")
-        table.add_row(prompt.name, f"{without:.1f}", f"{trees:.1f}", *figures)
-    Console(highlight=False).print(table)
-    identical = all(a.token_ids == b.token_ids for pairs in compared for a, b in pairs)
-    click.echo(
-        f"\nmedians of {ROUNDS} rounds, after the prompt; identical texts: {'yes' if identical else 'NO'}\n"
+
+def show_comparison(prompt: Prompt, comparison: Comparison) -> None:
+    """Print the figures of a prompt, and why it gained or not."""
+    without, trees = comparison.rates
+    rows = [
+        ("", "tokens per step", "tokens per second"),
+        ("without speculation", "1.00", f"{without:.1f}"),
+        ("with speculation", f"{comparison.tokens_per_step:.2f}", f"{trees:.1f}"),
+    ]
+    click.echo()
+    for name, steps, rate in rows:
+        click.echo(f"{_INDENT}{name:<20}{steps:>17}{rate:>20}")
+    show_text(reason(prompt, comparison), mark="")
+    click.echo()
+
+
+def reason(prompt: Prompt, comparison: Comparison) -> str:
+    """A sentence on why speculation gained on a prompt, or did not."""
+    without, trees = comparison.rates
+    speedup, per_step = trees / without, comparison.tokens_per_step
+    cost = per_step / speedup
+    if per_step < GAIN:
+        return "No gain: hardly any proposal was accepted, so a step makes about one token."
+    if speedup < GAIN:
+        return (
+            f"No gain: a step makes {per_step:.2f} tokens, but takes {cost:.2f} times as long as a step "
+            "without a tree on this machine."
+        )
+    return (
+        f"{speedup:.2f} times as fast: a step makes {per_step:.2f} tokens and takes {cost:.2f} times as long "
+        f"as a step without a tree; the accepted tokens come from {prompt.source}."
     )
-    for prompt in PROMPTS:
-        click.echo(f"{prompt.name}: {prompt.why}")
-    click.echo(
-        "\nspeedup = tokens/step / step cost. A step with a tree checks several tokens at once. That costs\n"
-        "little where reading the weights takes most of the time, and more on a CPU without wide vectors."
-    )
-    click.echo("""\nSee the trees: specinfer generate --show-trees 'Write the word "river" ten times.'""")
+
+
+def show_end(comparisons: Sequence[Comparison]) -> None:
+    """Print how to see the trees, and whether all texts are identical."""
+    click.echo("""See the trees: specinfer generate --show-trees 'Write the word "river" ten times.'""")
+    click.echo("Chat with the model in a browser: specinfer serve")
+    count = sum(len(one.pairs) for one in comparisons)
+    if all(one.identical for one in comparisons):
+        click.echo(f"\nIdentical texts: all {count} answers are the same with and without speculation.")
+    else:
+        differing = sum(a.token_ids != b.token_ids for one in comparisons for a, b in one.pairs)
+        click.echo(f"\nDIFFERENT texts: {differing} of {count} answers differ with speculation.")
 
 
 def _rate(output: RequestOutput) -> float:
-    """Tokens per second after the first token, which comes with the prompt."""
+    """Tokens per second after the first token, which comes with the prefill."""
     timing = output.timing
     assert timing.first_token is not None
     assert timing.finished is not None

@@ -1,4 +1,4 @@
-"""What `specinfer demo` says of its runs."""
+"""`specinfer demo`: figures, reasons and wrapped text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from specinfer.hub.catalogue import SHIPPED_HEADS
 from specinfer.request import Answer, FinishReason, RequestOutput, SpeculationFigures, Timing
 from specinfer.sampling_params import SamplingParams
 
+QUESTION = demo.PROMPTS[0]
+
 
 def output(seconds: float, tokens: tuple[int, ...] = (1, 2, 3, 4, 5), steps: int = 4) -> RequestOutput:
     """An answer whose first token came after a second, and the others so many seconds later."""
@@ -18,40 +20,65 @@ def output(seconds: float, tokens: tuple[int, ...] = (1, 2, 3, 4, 5), steps: int
     return RequestOutput("0", (9,), Answer(["text"], tokens), FinishReason.STOP, 0, figures, timing)
 
 
+def compared(*pairs: tuple[RequestOutput, RequestOutput]) -> demo.Comparison:
+    return demo.Comparison(pairs)
+
+
 def test_the_head_is_the_default_models() -> None:
     assert SHIPPED_HEADS[demo.HEAD] == DEFAULT_MODEL
 
 
-def compared(*first: tuple[RequestOutput, RequestOutput]) -> list[demo.Pairs]:
-    """The pairs of the first prompt; without and with speculation the others take the same time."""
-    return [first, *([(output(1.0), output(1.0))] for _ in demo.PROMPTS[1:])]
+def test_there_are_a_question_an_edit_and_code() -> None:
+    assert [prompt.name for prompt in demo.PROMPTS] == ["A question", "An edit", "Code"]
 
 
-def test_each_prompt_has_its_median_speeds(capsys: pytest.CaptureFixture[str]) -> None:
-    pairs = [(output(2.0), output(slow, steps=2)) for slow in (1.0, 40.0, 0.5)]
-    demo._show(compared(*pairs))
-    question, other = [line.split() for line in capsys.readouterr().out.splitlines()[1:3]]
-    assert question == ["a", "question", "2.0", "4.0", "2.00x", "2.00", "1.00x"]
-    assert other == ["a", "program", "4.0", "4.0", "1.00x", "1.00", "1.00x"]
+def test_a_prompt_has_its_median_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = [(output(2.0), output(seconds, steps=2)) for seconds in (1.0, 40.0, 0.5)]
+    demo.show_comparison(QUESTION, compared(*pairs))
+    without, trees = [line.split()[2:] for line in capsys.readouterr().out.splitlines()[2:4]]
+    assert (without, trees) == (["1.00", "2.0"], ["2.00", "4.0"])
 
 
-def test_a_step_that_costs_more_than_it_gains_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    demo._show(compared((output(1.0), output(2.0, steps=2))))
-    assert capsys.readouterr().out.splitlines()[1].split()[-3:] == ["0.50x", "2.00", "4.00x"]
+@pytest.mark.parametrize(
+    ("trees", "sentence"),
+    [
+        (output(0.5, steps=2), "2.00 times as fast: a step makes 2.00 tokens and takes 1.00 times as long"),
+        (output(2.0, steps=2), "No gain: a step makes 2.00 tokens, but takes 4.00 times as long"),
+        (output(1.0), "No gain: hardly any proposal was accepted"),
+    ],
+)
+def test_the_reason_follows_from_the_figures(trees: RequestOutput, sentence: str) -> None:
+    reason = demo.reason(QUESTION, compared((output(1.0), trees)))
+    assert reason.startswith(sentence)
+    assert reason.endswith(".")
+    assert (QUESTION.source in reason) == reason[0].isdigit()
 
 
-@pytest.mark.parametrize(("tokens", "said"), [((1, 2, 3, 4, 5), "yes"), ((1, 2, 3, 4, 6), "NO")])
-def test_a_text_that_differs_is_told(
-    tokens: tuple[int, ...], said: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("tokens", "line"),
+    [
+        ((1, 2, 3, 4, 5), "Identical texts: all 2 answers are the same with and without speculation."),
+        ((1, 2, 3, 4, 6), "DIFFERENT texts: 1 of 2 answers differ with speculation."),
+    ],
+)
+def test_the_last_line_compares_the_texts(
+    tokens: tuple[int, ...], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    demo._show(compared((output(1.0), output(1.0)), (output(1.0), output(1.0, tokens))))
-    assert f"identical texts: {said}" in capsys.readouterr().out
+    equal = compared((output(1.0), output(1.0)))
+    demo.show_end([equal, compared((output(1.0), output(1.0, tokens)))])
+    assert capsys.readouterr().out.splitlines()[-1] == line
 
 
-def test_every_prompt_says_why_it_gains(capsys: pytest.CaptureFixture[str]) -> None:
-    demo._show(compared((output(1.0), output(1.0))))
-    said = capsys.readouterr().out
-    assert all(f"{prompt.name}: {prompt.why}" in said for prompt in demo.PROMPTS)
+def test_streamed_text_is_wrapped_at_spaces_and_keeps_the_indentation_of_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "16")
+    wrapped = demo.Wrapped("  ", "> ")
+    for piece in ("one two th", "ree four ", "five\n\n", "def f():\n    return ", "1"):
+        wrapped.write(piece)
+    wrapped.close()
+    lines = ["  > one two", "  > three four", "  > five", "", "  > def f():", "  >     return 1"]
+    assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_no_round_finds_its_answer_in_the_round_before() -> None:
@@ -63,6 +90,6 @@ def test_no_round_finds_its_answer_in_the_round_before() -> None:
             return ["an answer"]
 
     for _ in range(3):
-        demo._answer(Recorder(), demo.PROMPTS[0])  # type: ignore[arg-type]
+        demo.answer(Recorder(), QUESTION)  # type: ignore[arg-type]
     assert None not in salts
     assert len({*salts}) == 3
