@@ -1,6 +1,6 @@
-"""The command line: `specinfer serve | generate | chat | pull | demo | bench | check | doctor`, and others.
+"""The command line `specinfer`.
 
-Commands are imported when they are called, so `specinfer --help` answers before torch would have loaded.
+A command's module is imported when the command is called, so `specinfer --help` imports no torch.
 """
 
 from __future__ import annotations
@@ -13,28 +13,40 @@ from importlib import import_module
 from typing import Final
 
 import click
+from click.shell_completion import CompletionItem
 
 from specinfer.errors import IntegrityError, UserError
 
-COMMANDS: Final = {  # name -> what --help says, in its order; each a click command in a module of its name
-    "serve": "Serve a model to OpenAI clients.",
-    "run-batch": "Answer a file of requests, as a server would.",
-    "follow": "Compute a part of a model that is served on another host.",
-    "generate": "Answer a prompt.",
-    "chat": "Talk with a model.",
-    "pull": "Fetch a model.",
-    "demo": "Watch a model answer through token trees, and what that gains.",
-    "bench": "Measure a model without and with speculation.",
-    "check": "Test on your own models that speculation does not change the output.",
-    "doctor": "Print what a bug report needs: versions, CPU, kernels and how fast they are.",
-    "trace": "Record texts with all that drafts would have guessed along them.",
-    "tune": "Train drafts on what a model says.",
-    "policy": "See and reset what speculation has learnt, and play recorded texts under policies.",
-    "view": "Look at the token trees of a trace file, in a browser.",
+# Headings of --help, each with commands and their help; every command is in a module of its name.
+GROUPS: Final = {
+    "Answers": {
+        "serve": "Serve a model to OpenAI clients.",
+        "run-batch": "Answer a file of requests.",
+        "generate": "Answer one prompt.",
+        "chat": "Converse in the terminal.",
+        "follow": "Compute a part of a model for an engine on another host.",
+    },
+    "Models and drafts": {
+        "pull": "Fetch a model.",
+        "tune": "Train drafts on a model's own answers.",
+        "policy": "Show and reset learned acceptance rates; compare policies.",
+    },
+    "Measurements and checks": {
+        "demo": "Show speculation at work on three prompts.",
+        "bench": "Time a model without and with speculation, or a server.",
+        "check": "Test that speculation does not change the output.",
+        "doctor": "Print versions, CPU, kernels and speeds, for a bug report.",
+        "trace": "Record texts with the proposals of every draft.",
+        "view": "Show the token trees of a trace file in a browser.",
+    },
+    "Shell": {
+        "completion": "Print the completion script of bash, zsh or fish.",
+    },
 }
-_MODULES: Final = {"run_batch": "serve", "pull": "small", "view": "small"}  # commands in others
-BUG: Final = 70  # the exit status of an internal error, as in sysexits.h
-INTERRUPTED: Final = 130  # 128 + SIGINT, as shells have it
+COMMANDS: Final = {name: words for commands in GROUPS.values() for name, words in commands.items()}
+_MODULES: Final = {"run_batch": "serve", "pull": "small", "view": "small"}  # commands in other modules
+BUG: Final = 70  # exit status of an internal error, as in sysexits.h
+INTERRUPTED: Final = 130  # exit status after Ctrl-C: 128 + SIGINT, as in shells
 
 
 class _LazyGroup(click.Group):
@@ -51,8 +63,16 @@ class _LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        for heading, commands in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl(list(commands.items()))
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Names of commands and options; unlike click's, it imports no command."""
+        names = [CompletionItem(name, help=words) for name, words in COMMANDS.items()]
+        return [one for one in names if one.value.startswith(incomplete)] + click.Command.shell_complete(
+            self, ctx, incomplete
+        )
 
 
 def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -76,7 +96,7 @@ def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
 )
 @click.pass_context
 def cli(context: click.Context) -> None:
-    """Tree-based speculative inference: the text the model would have written anyway, sooner."""
+    """Serve language models with tree-based speculative inference: the same text, sooner."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
@@ -84,15 +104,15 @@ def cli(context: click.Context) -> None:
 def main() -> None:
     """Run the command line and exit.
 
-    Statuses: 0; 1, a check failed or nobody reads the output; 2, a user error; 70, a bug; 130, Ctrl-C.
+    Exit statuses: 0; 1, a check failed or the output was closed; 2, a user error; 70, a bug; 130, Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
+        sys.stdout.reconfigure(errors="replace")  # print "?" for a character that the terminal lacks
     try:
         status = cli.main(prog_name="specinfer", standalone_mode=False)
         sys.stdout.flush()
     except click.Abort:
-        status = INTERRUPTED  # click has ended the line
+        status = INTERRUPTED  # click has printed the line break
     except KeyboardInterrupt:
         click.echo("", err=True)
         status = INTERRUPTED
@@ -105,10 +125,10 @@ def main() -> None:
     except IntegrityError as error:
         _complain(f"internal error: {error}; please report it")
         status = BUG
-    except BrokenPipeError:  # whoever read our output has gone (`| head`)
+    except BrokenPipeError:  # the reader of the output has ended, as in `| head`
         _drop_output()
         status = 1
-    except OSError as error:  # a full disk, a folder that may not be written
+    except OSError as error:  # for example a full disk, or a read-only folder
         reason = error.strerror or str(error)
         _complain(f"{error.filename}: {reason}" if error.filename else reason)
         _drop_output()
@@ -121,7 +141,7 @@ def _complain(message: str) -> None:
 
 
 def _drop_output() -> None:
-    """Where standard output takes no more, drop what is left, or Python would complain at exit."""
+    """Discard unwritten output if standard output is closed, so that Python reports no error at exit."""
     try:
         sys.stdout.flush()
     except OSError:

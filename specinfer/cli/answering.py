@@ -1,4 +1,4 @@
-"""Streaming an answer to the terminal, and the figures that follow it."""
+"""Answers at the terminal: streamed text, token trees and figures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """Hears each step's tree and shows it, writes it to a trace file, or keeps it in `events`."""
+    """Receives each step's tree and draws it, writes it to a trace file, or keeps it in `events`."""
 
     def __init__(self, llm: LLM, *, show: bool, trace: Path | None, explain: bool = False) -> None:
         self._tokenizer = llm.tokenizer
@@ -40,7 +40,7 @@ class Listener:
         if trace is not None:
             with self._writing():
                 self._file = trace.open("w", encoding="utf-8")
-        llm.on_tree = self._hear
+        llm.on_tree = self._receive
         llm.explains = explain or trace is not None
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class Listener:
         except OSError as error:
             raise ConfigError(f"cannot write the trace to {self._trace}: {error.strerror}") from None
 
-    def _hear(self, event: TreeEvent) -> None:
+    def _receive(self, event: TreeEvent) -> None:
         if self._explain:
             self.events.append(event)
         if self._file is not None:
@@ -69,19 +69,19 @@ class Listener:
 
 
 def stream(outputs: Iterator[RequestOutput], *, echo: bool = True) -> list[RequestOutput]:
-    """Print text as it comes, and return the completions whole, in order."""
-    done: list[RequestOutput] = []
+    """Print text as it arrives; returns the finished completions in order."""
+    finished: list[RequestOutput] = []
     for output in outputs:
         if echo and output.new_text:
             click.echo(output.new_text, nl=False)
             sys.stdout.flush()
         if output.finished:
-            done.append(output)
-    return sorted(done, key=lambda output: output.index)
+            finished.append(output)
+    return sorted(finished, key=lambda output: output.index)
 
 
 def summary(output: RequestOutput, params: SamplingParams) -> str:
-    """One line of figures about an answer; tokens per second from its arrival, the prompt included."""
+    """One line of figures about an answer; tokens per second include the prefill."""
     figures, timing = output.figures, output.timing
     end = timing.finished if timing.finished is not None else time.perf_counter()
     rate = len(output.token_ids) / (end - timing.arrived)
@@ -100,7 +100,7 @@ def summary(output: RequestOutput, params: SamplingParams) -> str:
 
 
 def streamed(done: Statistics, tokens: int) -> str:
-    """One line of figures about weights that were streamed for so many tokens; "" where none were."""
+    """One line of figures about streamed weights over `tokens` tokens; "" if no weights were streamed."""
     if not done.streamed_bytes:
         return ""
     parts = [
@@ -114,7 +114,7 @@ def streamed(done: Statistics, tokens: int) -> str:
 def as_json(output: RequestOutput) -> dict[str, Any]:
     """An answer as plain JSON values."""
     figures, timing = output.figures, output.timing
-    assert timing.finished is not None, "the answer is whole"
+    assert timing.finished is not None, "the answer is finished"
     return {
         "text": output.text,
         "token_ids": list(output.token_ids),
@@ -145,7 +145,7 @@ def _logprobs(output: RequestOutput) -> dict[str, Any]:
     return {
         "logprobs": [
             [
-                # JSON has no infinity; a token the law excludes has no logarithm.
+                # JSON has no infinity, the log probability of an excluded token.
                 {"id": i, "text": t.text, "logprob": t.logprob if t.logprob > -inf else None, "rank": t.rank}
                 for i, t in position.items()
             ]

@@ -1,4 +1,4 @@
-"""`specinfer bench`: a model without and with speculation, on the same prompts, or a server under load."""
+"""`specinfer bench`: times a model without and with speculation, or a server under load."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from specinfer.cli.options import build_llm, model_options, speculation_options
+from specinfer.cli.help import FILE, Command
+from specinfer.cli.options import (
+    SHORT_MODEL,
+    SHORT_SPECULATION,
+    build_llm,
+    model_options,
+    speculation_options,
+)
 from specinfer.errors import ConfigError
 from specinfer.speculation_config import NO_SPECULATION
 
@@ -24,34 +31,34 @@ if TYPE_CHECKING:
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _OPTIONS = (
     click.option("--endpoint", default="chat", show_default=True, help="chat or completions."),
-    click.option("--concurrency", type=int, metavar="N", help="Users, each with one request at a time."),
-    click.option("--rate", type=float, metavar="R", help="Conversations per second, arriving by chance."),
-    click.option("--num-requests", type=int, metavar="N", help="The first N requests of the data set."),
+    click.option("--concurrency", type=int, metavar="N", help="Users with one request at a time each."),
+    click.option("--rate", type=float, metavar="R", help="Conversations per second, at random times."),
+    click.option("--num-requests", type=int, metavar="N", help="Use the first N requests of the data set."),
     click.option(
         "--api-key",
         envvar="OPENAI_API_KEY",
         show_envvar=True,
         metavar="KEY",
-        help="That the server asks for.",
+        help="Key that the server requires.",
     ),
-    click.option("--body", metavar="JSON", help="More fields of each request; null leaves one out."),
-    click.option("--ignore-eos", is_flag=True, help="Answers of --max-tokens each, where the server can."),
+    click.option("--body", metavar="JSON", help="More fields of each request; null removes one."),
+    click.option("--ignore-eos", is_flag=True, help="Make every answer --max-tokens long."),
     click.option(
         "--warmup",
         type=int,
         default=1,
         show_default=True,
         metavar="N",
-        help="Requests before those measured.",
+        help="Requests before the measurement.",
     ),
-    click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds for an answer."),
-    click.option("--save-texts", is_flag=True, help="Write the answers to the file of --json, too."),
+    click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds for each answer."),
+    click.option("--save-texts", is_flag=True, help="Add the answers to the file of --json."),
 )
 _NAMES = {
     *("endpoint", "concurrency", "rate", "num_requests", "api_key"),
     *("body", "ignore_eos", "warmup", "timeout", "save_texts"),
 }
-# Of the other options of the command these say something about requests to a server, too.
+# Options of the command that apply to a server as well.
 _SHARED = {
     *("url", "dataset", "limit", "model", "temperature"),
     *("top_k", "top_p", "max_tokens", "seed", "json_file"),
@@ -59,16 +66,16 @@ _SHARED = {
 
 
 def load_options(command: _Command) -> _Command:
-    """--endpoint, --concurrency, --rate and the other options that need --url."""
+    """Add --endpoint, --concurrency, --rate and the other options that need --url."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
 def take_load_options(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
-    """Take the options of `load_options` out of `options`; refuse those that the command line may not mix.
+    """Remove the options of `load_options` from `options` and return them.
 
-    Raises ConfigError with the names of options that need --url, or that make no sense with it.
+    Raises ConfigError that names options that need --url, or that exclude it.
     """
     given = {
         parameter.name: "/".join([parameter.opts[0], *parameter.secondary_opts])
@@ -78,35 +85,46 @@ def take_load_options(context: click.Context, options: dict[str, Any]) -> dict[s
     if "url" in given:
         wrong = [option for name, option in given.items() if name not in _SHARED | _NAMES]
         if wrong:
-            instead = {"--batch-size": "--concurrency says how many", "--chat/--raw": "--endpoint says which"}
+            instead = {
+                "--batch-size": "--concurrency sets the number",
+                "--chat/--raw": "--endpoint chooses it",
+            }
             hints = "".join(f"; {instead[option]}" for option in wrong if option in instead)
             raise ConfigError(
-                f"{', '.join(wrong)}: with --url the server decides that, or was told when it was "
-                f"started; leave it out{hints}; fields of a request go into --body"
+                f"{', '.join(wrong)}: not allowed with --url, as the server sets it; leave it out{hints}; "
+                "fields of a request go into --body"
             )
     elif wrong := [option for name, option in given.items() if name in _NAMES]:
-        raise ConfigError(f"{', '.join(wrong)}: that is asked of a server, and none is named; give --url")
+        raise ConfigError(f"{', '.join(wrong)}: allowed only with --url; add the address of a server")
     taken = {name: options.pop(name) for name in _NAMES}
     taken["model"] = options["model"] if "model" in given else None
     return taken
 
 
-@click.command()
-@click.option("--url", metavar="URL", help="Put a load on this OpenAI-compatible server instead.")
-@load_options
-@click.option("--dataset", type=Path, metavar="FILE.jsonl", help='Rows with "prompt" or "turns".')
-@click.option("--limit", type=int, metavar="N", help="The first N conversations of the data set.")
-@click.option("--batch-size", type=int, default=1, show_default=True, help="Requests in flight.")
-@click.option("--chat/--raw", "templated", default=None, help="Through the chat template, or as they stand.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=int, default=0, help="Keep the k most likely tokens; 0: all.")
-@click.option("--top-p", type=float, default=1.0, help="Keep the likeliest with this mass.")
-@click.option("--max-tokens", type=int, default=128, show_default=True, help="Of each answer.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the first request; the next: + 1.")
-@click.option(
-    "--json", "--out", "json_file", type=Path, metavar="FILE", help="Write all figures; - prints them."
+_SHORT: Final = (
+    *("dataset", "limit", "batch_size", "temperature", "max_tokens", "seed", "json_file", "plot"),
+    *("url", "concurrency", "rate", "num_requests", *SHORT_MODEL, *SHORT_SPECULATION),
 )
-@click.option("--plot", type=Path, metavar="FILE.png", help="Draw acceptance and time per stage.")
+
+
+@click.command(cls=Command, short=_SHORT)
+@click.option("--url", metavar="URL", help="Time this OpenAI-compatible server.")
+@load_options
+@click.option("--dataset", type=FILE, metavar="FILE.jsonl", help='Rows with "prompt" or "turns".')
+@click.option("--limit", type=int, metavar="N", help="Use the first N conversations.")
+@click.option("--batch-size", type=int, default=1, show_default=True, help="Requests in a batch.")
+@click.option("--chat/--raw", "templated", default=None, help="Use the chat template, or the bare prompt.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=int, default=0, help="Sample from the k most likely tokens; 0: all.")
+@click.option("--top-p", type=float, default=1.0, help="Sample from the likeliest tokens of this mass.")
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="Longest answer, in tokens.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Seed of the first request; then + 1 each."
+)
+@click.option(
+    "--json", "--out", "json_file", type=FILE, metavar="FILE", help="Write all figures; -: print them."
+)
+@click.option("--plot", type=FILE, metavar="FILE.png", help="Draw acceptance and time per stage.")
 @model_options
 @speculation_options
 @click.pass_context
@@ -127,16 +145,15 @@ def bench(
     plot: Path | None,
     **options: Any,
 ) -> None:
-    """Measure a model without and with speculation, on the same prompts and the same loaded weights.
+    """Time a model without and with speculation, or a server with --url.
 
-    The two take turns, so that a machine that slows down slows both. Without --dataset the built-in prompts
-    are used; without --draft the speculator is lookups.
+    Both run on the same prompts and the same loaded weights, in turns, so that a slower moment of the machine
+    slows both. Without --dataset the built-in prompts are used; without --draft prompt lookup is.
 
-    With --url the model is one that a server serves, ours or any other that speaks OpenAI's API: figures are
-    of requests over HTTP, named as `vllm bench serve` names them. --concurrency N has N users wait for their
-    answers, --rate R lets conversations arrive at random; default is one user. --model is the server's name
-    of it, by default the first it lists. --endpoint and what follows it up to --save-texts is for servers,
-    and what a server is told when it starts (--draft, --dtype, ...) is refused.
+    With --url the command times a server, ours or any other with OpenAI's API: figures are those of requests
+    over HTTP, under the names of `vllm bench serve`. --concurrency N has N users wait for their answers,
+    --rate R starts conversations at random times; the default is one user. --model is the server's name of
+    the model, by default the first that it lists. Options of an engine (--draft, --dtype, ...) are refused.
     """
     of_server = take_load_options(context, options)
     from specinfer.report.dataset import built_in, read_dataset
@@ -161,7 +178,7 @@ def bench(
         raise ConfigError(f"batch size is {batch_size}; allowed: an integer >= 1")
     llm = build_llm(options, max_batch_size=batch_size)
     if not llm.config.speculation.enabled:
-        raise ConfigError("nobody speculates, so there is nothing to compare; give --draft or --lookup")
+        raise ConfigError("speculation is off, so there is nothing to compare; add --draft or --lookup")
 
     from specinfer.bench.report import as_json
     from specinfer.bench.run import Load, compare
@@ -210,7 +227,7 @@ def _show(result: dict[str, Any]) -> None:
 def bench_server(
     url: str, options: dict[str, Any], prompts: Dataset, params: SamplingParams, json_file: Path | None
 ) -> None:
-    """Measure the server at `url`, print and write the figures; exits with 1 when no request was answered.
+    """Time the server at `url`, print and write the figures; exits with 1 if no request was answered.
 
     `options` is what `take_load_options` returns. Raises UserError.
     """
@@ -258,7 +275,7 @@ def _fields(body: str | None) -> dict[str, Any]:
     try:
         fields = json.loads(body)
     except ValueError as error:
-        raise ConfigError(f'body is no JSON ({error}); allowed: an object, like {{"top_k": 5}}') from None
+        raise ConfigError(f'body is not JSON ({error}); allowed: an object, like {{"top_k": 5}}') from None
     if not isinstance(fields, dict):
         raise ConfigError(f'body is {body}; allowed: a JSON object, like {{"top_k": 5}}')
     return fields
@@ -288,5 +305,5 @@ def _show_load(result: dict[str, Any]) -> None:
         times.add_row(*times_row)
     console = Console(highlight=False, width=max(100, Console().width))
     console.print(totals, "", times, sep="\n")
-    if said := lines(result):
-        click.echo("\n" + "\n".join(said))
+    if speculation := lines(result):
+        click.echo("\n" + "\n".join(speculation))

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specinfer.cli.help import Command
 from specinfer.cli.options import (
+    SHORT_MODEL,
+    SHORT_SAMPLING,
+    SHORT_SPECULATION,
     build_llm,
     model_options,
     sampling_options,
@@ -28,8 +32,8 @@ if TYPE_CHECKING:
 HELP = "/exit ends, /reset forgets the conversation, /stats shows figures, /trees on|off draws token trees"
 
 
-@click.command()
-@click.option("--system", help="A system message.")
+@click.command(cls=Command, short=("system", *SHORT_MODEL, *SHORT_SPECULATION, *SHORT_SAMPLING))
+@click.option("--system", help="System message.")
 @model_options
 @speculation_options
 @sampling_options

@@ -1,32 +1,45 @@
-"""`specinfer check`: the promise, tested on your own models."""
+"""`specinfer check`: tests on the user's own models that speculation does not change the output."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
-from specinfer.cli.options import build_llm, model_options, speculation_options
+from specinfer.cli.help import FILE, Command
+from specinfer.cli.options import (
+    SHORT_MODEL,
+    SHORT_SPECULATION,
+    build_llm,
+    model_options,
+    speculation_options,
+)
 from specinfer.errors import ConfigError, RequestError
 from specinfer.tree.draw import PAIRS
 
 SUITES = ("promise", "parameters")
 
 
-@click.command()
+_SHORT: Final = (
+    *("suite", "num_prompts", "max_tokens", "samples", "batch_size", "json_file"),
+    *(*SHORT_MODEL, *SHORT_SPECULATION),
+)
+
+
+@click.command(cls=Command, short=_SHORT)
 @click.option(
     "--suite",
     default=SUITES[0],
     show_default=True,
-    help="promise: what every text is promised. parameters: the same texts under each sampling parameter.",
+    help="promise: equal texts and equal laws; parameters: equal texts under each sampling parameter.",
 )
 @click.option("--prompts", "num_prompts", type=int, default=8, show_default=True, help="Texts of each kind.")
-@click.option("--max-tokens", type=int, default=48, show_default=True, help="Of each text.")
-@click.option("--samples", type=int, show_default="48", help="Texts counted for each law of the promise.")
-@click.option("--batch-size", type=int, default=8, show_default=True, help="Requests that run together.")
-@click.option("--json", "json_file", type=Path, metavar="FILE", help="Write verdicts and figures.")
+@click.option("--max-tokens", type=int, default=48, show_default=True, help="Length of each text.")
+@click.option("--samples", type=int, show_default="48", help="Sampled texts for each test of a law.")
+@click.option("--batch-size", type=int, default=8, show_default=True, help="Requests in a batch.")
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write verdicts and figures to a file.")
 @model_options
 @speculation_options
 def check(
@@ -38,13 +51,15 @@ def check(
     json_file: Path | None,
     **options: Any,
 ) -> None:
-    """Test on your own models that speculation does not change the output; exit status 0 when all shows that.
+    """Test on your own models that speculation does not change the output.
 
-    Texts with and without speculation, alone and in a batch, asked twice, greedy and seeded: on a CPU they
-    must be identical, elsewhere up to rounding. Then the tokens of many sampled texts are counted against
-    the law the target states, with both verifiers; then the engine's bookkeeping. A few minutes with a small
-    model; --samples and --prompts say how many. Without --draft the speculator is lookups. The suite
-    of parameters compares seeded texts under penalties, biases, bans, forms and others, one after the other.
+    The suite `promise` compares texts with and without speculation, alone and in a batch, asked twice, greedy
+    and seeded: on a CPU they must be identical, elsewhere equal up to rounding. Then it counts the tokens of
+    many sampled texts against the target's own law, with both verifiers, and checks the engine's bookkeeping.
+    It takes a few minutes with a small model. The suite `parameters` compares seeded texts under penalties,
+    biases, forbidden words, forms and others. Without --draft the speculator is prompt lookup.
+
+    Exit status 0: every check passed.
     """
     if suite not in SUITES:
         raise ConfigError(f"--suite is {suite!r}; allowed: {', '.join(SUITES)}")
@@ -67,7 +82,7 @@ def check(
     options["verifier"] = _verifier(options["draw"])
     llm = build_llm(options, max_batch_size=batch_size)
     if not llm.config.speculation.enabled:
-        raise ConfigError("nobody speculates, so there is nothing to check; give --draft or --lookup")
+        raise ConfigError("speculation is off, so there is nothing to check; add --draft or --lookup")
 
     from specinfer.check.parameters import check_parameters
     from specinfer.check.promise import Effort, check_promise

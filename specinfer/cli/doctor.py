@@ -1,4 +1,4 @@
-"""`specinfer doctor`: what to paste into a report of a bug, or of a slow run."""
+"""`specinfer doctor`: facts about this machine for bug reports and slow runs."""
 
 from __future__ import annotations
 
@@ -10,29 +10,42 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specinfer.cli.help import FILE, Command
+from specinfer.cli.options import complete_model
 from specinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from specinfer.check.doctor import DiskFacts, ExchangeFacts, MachineFacts, PassCost
 
 
-@click.command()
-@click.option("--model", "-m", "models", multiple=True, metavar="NAME", help="Time a pass of it; repeatable.")
+@click.command(cls=Command)
 @click.option(
-    "--quantization", "quantizations", multiple=True, help="none, int8, int4 or gguf, of models; repeatable."
+    "--model",
+    "-m",
+    "models",
+    multiple=True,
+    metavar="NAME",
+    shell_complete=complete_model,
+    help="Time a pass of this model; repeatable.",
+)
+@click.option(
+    "--quantization",
+    "quantizations",
+    multiple=True,
+    help="Of the models: none, int8, int4 or gguf; repeatable.",
 )
 @click.option(
     "--offload-folder",
-    type=Path,
+    type=FILE,
     metavar="FOLDER",
-    help="Time the disk of this folder, not the one of the cache.",
+    help="Time the disk of this folder instead of the cache's.",
 )
 @click.option(
     "--tensor-parallel",
     "ranks",
     type=click.IntRange(min=2),
     metavar="N",
-    help="Time an exchange between so many processes of this host.",
+    help="Time an exchange between N processes of this host.",
 )
 @click.option("--json", "json_output", is_flag=True, help="Print one JSON object instead of the text.")
 def doctor(
@@ -42,12 +55,12 @@ def doctor(
     ranks: int | None,
     json_output: bool,
 ) -> None:
-    """Print what to paste into a bug report: versions, CPU, kernels and why these, threads, speeds.
+    """Print versions, CPU, kernels, threads and speeds, for a bug report.
 
-    Speeds are memory's, and the disk's from which layers would stream; the latter writes a file of 256 MB and
-    removes it, where no model lies there. With --model also what a pass of it costs on the CPU, against
-    reading its bytes; with --tensor-parallel what processes of this host take to exchange sums. Kernels that
-    were never compiled here are compiled now.
+    The speeds are those of the memory and of the disk from which layers would stream. If that disk has no
+    model, a file of 256 MB is written and removed. With --model: the time of a pass on the CPU, compared with
+    reading its bytes. With --tensor-parallel: the time of an exchange of sums between processes of this host.
+    Kernels that are not compiled yet are compiled first.
     """
     if quantizations and not models:
         raise ConfigError("--quantization is for models, and none is named; add --model NAME")
@@ -62,7 +75,7 @@ def doctor(
     from specinfer.progress import ProgressBar
 
     progress = ProgressBar()
-    for model in models:  # a slip is answered before anything is compiled or measured
+    for model in models:  # a wrong name fails before anything is compiled or measured
         resolve(model, progress=progress)
     from specinfer.check.doctor import disk_facts, exchange_facts, find_kernels, machine_facts, pass_cost
     from specinfer.files import cache_dir
@@ -98,7 +111,10 @@ def _machine_lines(facts: MachineFacts, disk: DiskFacts, commit: str | None) -> 
         ("system", facts.system),
         ("CPU", f"{facts.cpu} ({facts.architecture})"),
         ("kernels", _kernels(facts)),
-        ("variables", ", ".join(f"{k}={v}" for k, v in facts.variables.items()) or "none that matter"),
+        (
+            "variables",
+            ", ".join(f"{k}={v}" for k, v in facts.variables.items()) or "none set",
+        ),
         (
             "threads",
             f"{facts.threads}; usable cores: {facts.usable_cores}, of {facts.physical_cores or 'unknown'} "
@@ -106,7 +122,7 @@ def _machine_lines(facts: MachineFacts, disk: DiskFacts, commit: str | None) -> 
         ),
         (
             "memory",
-            "not measured without native kernels"
+            "not measured, as there are no native kernels"
             if facts.memory_bytes_per_second is None
             else f"streams at {facts.memory_bytes_per_second / 1e9:.1f} GB/s",
         ),
@@ -119,7 +135,7 @@ def _kernels(facts: MachineFacts) -> str:
     if facts.kernels == "nothing":
         return f"none: {facts.kernels_fault}"
     if facts.kernels == "torch":
-        return f"PyTorch's, slowly: {facts.kernels_fault}"
+        return f"PyTorch's, which are slow: {facts.kernels_fault}"
     used = next(level for level in facts.levels if level.standing == "used")
     where = "from the wheel" if facts.library_from == "wheel" else "compiled into the cache"
     return f"native, {used.words}, {where}: {_short(facts.library or '')}"
@@ -134,12 +150,12 @@ def _disk(disk: DiskFacts) -> str:
 
 def _level_lines(facts: MachineFacts) -> list[str]:
     if not facts.levels:
-        return ["", f"there are no native kernels for {facts.architecture}"]
+        return ["", f"no native kernels exist for {facts.architecture}"]
     rows = [
         (level.name, level.words, level.standing + (f": {level.reason}" if level.reason else ""))
         for level in facts.levels
     ]
-    return ["", f"levels of {facts.architecture} there are kernels for:", *_aligned(rows)]
+    return ["", f"native kernels for {facts.architecture}:", *_aligned(rows)]
 
 
 def _exchange_line(facts: ExchangeFacts) -> str:
@@ -157,13 +173,13 @@ def _pass_line(cost: PassCost) -> str:
     experts = "" if cost.experts is None else ", of {} experts of {} a layer".format(*cost.experts)
     attention = "" if cost.attention == "native" else ", with PyTorch's attention"
     return (
-        f"{Path(cost.model).name} ({weights}): {cost.milliseconds:.2f} ms a pass behind {cost.text} tokens "
+        f"{Path(cost.model).name} ({weights}): {cost.milliseconds:.2f} ms a pass after {cost.text} tokens "
         f"({cost.bytes / 1e6:.1f} MB{experts}{floor}){attention}"
     )
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns of text; the last one may have several lines, and is never folded: it is to be pasted."""
+    """Rows as aligned columns; the last cell may have several lines and is not wrapped."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     margin = sum(widths) + 2 * len(widths)
     lines = []
@@ -174,6 +190,6 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _short(path: str) -> str:
-    """A path without the user's name in it, where it lies below the home folder."""
+    """The path with ~ for the home folder, which has the user's name in it."""
     home = str(Path.home())
     return "~" + path.removeprefix(home) if path.startswith(home + "/") else path

@@ -1,4 +1,4 @@
-"""`specinfer follow`: a rank of a model whose rank 0 is on another host, for one engine after another."""
+"""`specinfer follow`: ranks of a model whose rank 0 runs on another host, for one engine after another."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from typing import Final
 
 import click
 
+from specinfer.cli.help import Command
+from specinfer.cli.options import complete_model
 from specinfer.errors import ConfigError
 from specinfer.option import name_of_address, parse_address
 from specinfer.parallel.link import Link, read_key
 from specinfer.parallel.listener import CANNOT_LOAD, PEER_LOST, join_group, spawn
 
-_AGAIN: Final = 0.5  # seconds after which the master is looked for again
-_LOOK: Final = 0.05  # seconds after which it is looked again whether processes live
-_GRACE: Final = 1.0  # seconds that the others have to end when one has
+_RETRY_SECONDS: Final = 0.5  # between attempts to connect to the master
+_POLL_SECONDS: Final = 0.05  # between checks that processes live
+_GRACE_SECONDS: Final = 1.0  # for the other processes when one has ended
 _TERMINATED: Final = 128 + signal.SIGTERM
 _ENDS: Final = {
     0: "the engine has ended",
@@ -29,27 +31,30 @@ _ENDS: Final = {
 }
 
 
-@click.command()
-@click.argument("model")
-@click.option("--rank", type=click.IntRange(1), required=True, envvar="RANK", help="Which one: 1, 2, ...")
-@click.option("--master", metavar="HOST:PORT", help="Where rank 0 listens: its own --master.")
-@click.option("--key-file", required=True, metavar="FILE", help="A file with the key that they share.")
+@click.command(cls=Command)
+@click.argument("model", shell_complete=complete_model)
 @click.option(
-    "--local-ranks", type=click.IntRange(1), default=1, help="So many ranks, from --rank on, here.  [1]"
+    "--rank", type=click.IntRange(1), required=True, envvar="RANK", help="First rank here: 1, 2, ..."
+)
+@click.option("--master", metavar="HOST:PORT", help="Address of rank 0, as its own --master.")
+@click.option("--key-file", required=True, metavar="FILE", help="File with the shared key.")
+@click.option(
+    "--local-ranks", type=click.IntRange(1), default=1, help="Ranks of this host, from --rank on.  [1]"
 )
 def follow(model: str, rank: int, master: str | None, key_file: str, local_ranks: int) -> None:
-    """Compute a part of MODEL, which must be the model that the engine at --master runs.
+    """Compute a part of MODEL for an engine on another host.
 
-    Waits for the engine, ends what it has loaded when that ends, and waits for the next one, until a signal
-    ends it. Without --rank and --master the variables RANK, MASTER_ADDR and MASTER_PORT say what they are.
+    MODEL must be the model of the engine at --master. The command waits for the engine, computes until the
+    engine ends, and waits for the next one, until a signal ends it. Without --rank and --master the variables
+    RANK, MASTER_ADDR and MASTER_PORT are used.
 
-    Exit statuses: 2, what is given is wrong, or the engine has another key or no such rank; 130, Ctrl-C;
+    Exit statuses: 2, an option is wrong, or the engine has another key or no such rank; 130, Ctrl-C;
     143, SIGTERM.
     """
     from specinfer.hub import resolve
     from specinfer.progress import ProgressBar
 
-    address = parse_address("master", master or _of_variables())
+    address = parse_address("master", master or _master_of_environment())
     key = read_key(key_file)
     path = resolve(model, progress=ProgressBar()).path.resolve()
     ranks = range(rank, rank + local_ranks)
@@ -57,30 +62,30 @@ def follow(model: str, rank: int, master: str | None, key_file: str, local_ranks
     while True:
         host, links = secrets.token_hex(16), list[Link]()
         for one in ranks:
-            links.append(_waited_for(address, key, one, host))
+            links.append(_wait_for_engine(address, key, one, host))
         for one in ranks:
-            _say(one, f"follows the engine at {name_of_address(address)}")
+            _log(one, f"follows the engine at {name_of_address(address)}")
         try:
             status = _run(links, ranks, path, key_file)
-        except OSError as error:  # no memory or no process is left; the engine notices that its links end
+        except OSError as error:  # out of memory or processes; the engine sees its links close
             ends = [f"its process cannot be started: {error}" for _ in ranks]
         else:
             ends = [_ENDS.get(found, f"its process has ended with status {found}") for found in status]
         for one, end in zip(ranks, ends, strict=True):
-            _say(one, end)
-        time.sleep(_AGAIN)
+            _log(one, end)
+        time.sleep(_RETRY_SECONDS)
 
 
 def _run(links: Sequence[Link], ranks: Sequence[int], path: Path, key_file: str) -> list[int]:
-    """Have a process run each of these ranks until one has ended; their statuses.
+    """Run each rank in a process until one of them ends; returns their exit statuses.
 
-    Raises OSError where one cannot be started; then none is left.
+    Raises OSError if a process cannot be started; the others are then killed.
     """
     memory: dict[int, int] = {}
     processes: list[subprocess.Popen[bytes]] = []
     try:
         try:
-            if len(ranks) > 1:  # a stage may begin with any of them
+            if len(ranks) > 1:  # any of them may be the first of a stage
                 from specinfer.kernels.exchange import shared_file
 
                 memory |= {rank: shared_file() for rank in ranks}
@@ -91,10 +96,10 @@ def _run(links: Sequence[Link], ranks: Sequence[int], path: Path, key_file: str)
             for link in links:
                 link.close()
         while all(one.poll() is None for one in processes):
-            time.sleep(_LOOK)
-        until = time.monotonic() + _GRACE
+            time.sleep(_POLL_SECONDS)
+        until = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < until and any(one.poll() is None for one in processes):
-            time.sleep(_LOOK)
+            time.sleep(_POLL_SECONDS)
     finally:
         for one in processes:
             one.kill()
@@ -102,9 +107,9 @@ def _run(links: Sequence[Link], ranks: Sequence[int], path: Path, key_file: str)
     return [one.returncode for one in processes]
 
 
-def _waited_for(address: tuple[str, int], key: bytes, rank: int, host: str) -> Link:
-    """The link to an engine that takes this rank; raises ConfigError where none will."""
-    told: set[str] = set()
+def _wait_for_engine(address: tuple[str, int], key: bytes, rank: int, host: str) -> Link:
+    """Wait for an engine that takes this rank and return the link; raises ConfigError if it refuses."""
+    logged: set[str] = set()
     while True:
         try:
             return join_group(address, key, rank, host)
@@ -112,21 +117,21 @@ def _waited_for(address: tuple[str, int], key: bytes, rank: int, host: str) -> L
             raise
         except (OSError, ValueError) as error:
             why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            if why not in told:
-                told.add(why)
-                _say(rank, f"waits for an engine at {name_of_address(address)} ({why})")
-            time.sleep(_AGAIN)
+            if why not in logged:
+                logged.add(why)
+                _log(rank, f"waits for an engine at {name_of_address(address)} ({why})")
+            time.sleep(_RETRY_SECONDS)
 
 
-def _of_variables() -> str:
-    """The master as torchrun's variables have it; raises UsageError where they are not set."""
+def _master_of_environment() -> str:
+    """The master's address in torchrun's variables; raises UsageError if they are not set."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not host or not port:
-        raise click.UsageError("no --master is given, nor MASTER_ADDR and MASTER_PORT; give one")
+        raise click.UsageError("the master is missing; give --master, or set MASTER_ADDR and MASTER_PORT")
     return name_of_address((host, port))
 
 
-def _say(rank: int, what: str) -> None:
+def _log(rank: int, what: str) -> None:
     click.echo(f"specinfer follow: rank {rank}: {what}", err=True)
 
 

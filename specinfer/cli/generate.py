@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
+from specinfer.cli.help import FILE, Command
 from specinfer.cli.options import (
+    SHORT_MODEL,
+    SHORT_SAMPLING,
+    SHORT_SPECULATION,
     build_llm,
     model_options,
     sampling_options,
@@ -18,19 +22,29 @@ from specinfer.cli.options import (
 )
 from specinfer.errors import RequestError
 
-
-@click.command()
-@click.argument("prompt", required=False)
-@click.option("--file", "-f", "file", type=Path, help="Read the prompt from a file; - is standard input.")
-@click.option("--chat/--raw", "templated", default=None, help="Through the chat template, or as it stands.")
-@click.option("--system", help="A system message, with the chat template.")
-@click.option("--show-trees", is_flag=True, help="Draw each step's token tree instead of the bare text.")
-@click.option(
-    "--trace", type=Path, metavar="FILE", help="Write each step's tree to a file, a JSON line each."
+_SHORT: Final = (
+    *("file", "system", "templated", "show_trees", "explain", "json_output"),
+    *(*SHORT_MODEL, *SHORT_SPECULATION, *SHORT_SAMPLING),
 )
-@click.option("--explain", is_flag=True, help="Print of each step who guessed, who did not, and why.")
-@click.option("--n", type=int, default=1, help="Independent answers; they are printed when all are done.")
-@click.option("--logprobs", type=int, metavar="K", help="With --json: of each token and the K likeliest.")
+
+
+@click.command(cls=Command, short=_SHORT)
+@click.argument("prompt", required=False)
+@click.option(
+    "--file", "-f", "file", type=FILE, metavar="FILE", help="Read the prompt from a file; -: stdin."
+)
+@click.option("--chat/--raw", "templated", default=None, help="Use the chat template, or the bare prompt.")
+@click.option("--system", help="System message; needs a chat template.")
+@click.option("--show-trees", is_flag=True, help="Draw the token tree of each step.")
+@click.option("--trace", type=FILE, metavar="FILE", help="Write each step's tree to a file, as a JSON line.")
+@click.option("--explain", is_flag=True, help="Print each step's speculators and its decision.")
+@click.option("--n", type=int, default=1, help="Number of independent answers, printed at the end.")
+@click.option(
+    "--logprobs",
+    type=int,
+    metavar="K",
+    help="With --json: also the K likeliest tokens.",
+)
 @click.option("--json", "json_output", is_flag=True, help="Print one JSON object instead of the text.")
 @model_options
 @speculation_options
@@ -48,15 +62,15 @@ def generate(
     json_output: bool,
     **options: Any,
 ) -> None:
-    """Answer PROMPT, streamed to standard output; figures go to standard error.
+    """Answer PROMPT on standard output, with figures on standard error.
 
-    Without PROMPT and --file the prompt is read from standard input. A model with a chat template is asked
-    through it unless --raw says otherwise.
+    Without PROMPT and --file the prompt is read from standard input. A model with a chat template uses it;
+    --raw sends the bare prompt.
     """
     if show_trees and json_output:
         raise click.UsageError("--show-trees and --json are given; give one of them")
     if logprobs is not None and not json_output:
-        raise click.UsageError("--logprobs are printed with --json; add it")
+        raise click.UsageError("--logprobs needs --json; add it")
     text = _prompt(prompt, file)
     params = sampling_params(options, n=n, logprobs=logprobs)
     llm = build_llm(options)
@@ -79,8 +93,8 @@ def generate(
     if json_output:
         objects = [as_json(answer) for answer in answers]
         if explain:
-            for answer, told in zip(answers, objects, strict=True):
-                told["steps"] = steps_as_json(listener.events, answer.request_id)
+            for answer, fields in zip(answers, objects, strict=True):
+                fields["steps"] = steps_as_json(listener.events, answer.request_id)
         click.echo(json.dumps(objects[0] if n == 1 else objects))
     else:
         for answer in answers:
@@ -99,11 +113,11 @@ def generate(
 
 
 def _prompt(argument: str | None, file: Path | None) -> str:
-    """The prompt from wherever it was given; raises RequestError when it is empty or not UTF-8 text."""
+    """The prompt from argument, file or standard input; raises RequestError if it is empty or not UTF-8."""
     if argument is not None and file is not None:
         raise click.UsageError("a prompt and --file are given; give one of them")
     if argument is not None:
-        # What is not UTF-8 on the command line arrives as lone surrogates; this gives the bytes back.
+        # Python decodes invalid UTF-8 on the command line to lone surrogates; this restores the bytes.
         data, where = argument.encode("utf-8", "surrogateescape"), "the prompt"
     elif file is not None and str(file) != "-":
         try:

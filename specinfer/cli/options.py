@@ -1,6 +1,6 @@
-"""Options as flags: those of configs, made of their fields, and those of one request; and what they come to.
+"""Command-line options of the engine and of one request, and the configs that they make.
 
-A flag that is not given is None, and so leaves a file's key, or the default.
+An option that is not given is None, so a configuration file's key or the default applies.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
+from specinfer.cli.help import FILE
 from specinfer.config import ENGINE_OPTIONS, EngineConfig
 from specinfer.errors import ConfigError, RequestError
-from specinfer.hub.catalogue import heads_of
+from specinfer.hub.catalogue import CATALOGUE, heads_of
 from specinfer.option import Option
 from specinfer.speculation_config import OLD_NAMES
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2-135m"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-# Of the engine's options those that commands have which answer at a terminal; a server has all.
+# Options of the engine in commands that answer at a terminal; a server has all of them.
 _MODEL: Final = (
     *(
         "model_impl",
@@ -39,38 +41,56 @@ _MODEL: Final = (
     *("master", "key_file", "local_ranks", "sum_parts", "chat_template", "memory"),
     *("kv_cache_memory", "offload", "offload_folder", "max_context"),
 )
-_OF_DRAFTS: Final = ("draft_quantization", "draft_vocabulary", "draft_tokens", "draft_lora")
+_DRAFT: Final = ("draft_quantization", "draft_vocabulary", "draft_tokens", "draft_lora")
 _TREES: Final = ("max_nodes", "tree_size", "clock", "verifier")
+# Options that --help shows (specinfer/cli/help.py); --help-all shows the others, too.
+SHORT_MODEL: Final = ("model", "quantization", "memory")
+SHORT_SPECULATION: Final = ("drafts", "draft_quantization", "lookup")
+SHORT_SAMPLING: Final = ("max_tokens", "stop", "temperature", "top_p", "seed", "json_schema", "prediction")
 
-_LAW = [
+_SAMPLING = [
     click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
-    click.option("--top-k", type=int, default=0, help="Keep the k most likely tokens; 0: all."),
-    click.option("--top-p", type=float, default=1.0, help="Keep the likeliest with this mass."),
+    click.option("--top-k", type=int, default=0, help="Sample from the k most likely tokens; 0: all."),
+    click.option("--top-p", type=float, default=1.0, help="Sample from the likeliest tokens of this mass."),
     click.option("--min-p", type=float, default=0.0, help="Keep tokens with p >= min-p * max p."),
     click.option("--seed", type=int, help="The same seed gives the same text."),
-    click.option("--presence-penalty", type=float, default=0.0, help="On tokens said already; -2 to 2."),
-    click.option("--frequency-penalty", type=float, default=0.0, help="The same, for each time; -2 to 2."),
-    click.option("--repetition-penalty", type=float, default=1.0, help="On prompt and answer; 1 is none."),
-    click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Added to a logit; repeatable."),
-    click.option("--bad-word", "bad_words", multiple=True, metavar="TEXT", help="Never say; repeatable."),
-    click.option("--allowed-token-id", "allowed_token_ids", multiple=True, type=int, metavar="ID"),
+    click.option("--presence-penalty", type=float, default=0.0, help="On tokens of the answer; -2 to 2."),
+    click.option("--frequency-penalty", type=float, default=0.0, help="On each occurrence; -2 to 2."),
+    click.option("--repetition-penalty", type=float, default=1.0, help="On prompt and answer; 1: none."),
+    click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Add to a logit; repeatable."),
+    click.option("--bad-word", "bad_words", multiple=True, metavar="TEXT", help="Forbid a text; repeatable."),
+    click.option(
+        "--allowed-token-id",
+        "allowed_token_ids",
+        multiple=True,
+        type=int,
+        metavar="ID",
+        help="Sample from these tokens alone; repeatable.",
+    ),
 ]
 _FORM = [
     click.option("--json-object", is_flag=True, help="Answer with a JSON object."),
-    click.option("--json-schema", type=Path, metavar="FILE", help="Answer with JSON of this schema."),
+    click.option("--json-schema", type=FILE, metavar="FILE", help="Answer with JSON of this schema."),
     click.option("--regex", metavar="REGEX", help="The whole answer matches."),
     click.option("--choice", multiple=True, metavar="TEXT", help="Answer with one of these; repeatable."),
-    click.option("--grammar", type=Path, metavar="FILE", help="Answer by a Lark or GBNF grammar."),
+    click.option("--grammar", type=FILE, metavar="FILE", help="Answer in a Lark or GBNF grammar."),
 ]
 _END = [
-    click.option("--max-tokens", type=int, default=256, show_default=True),
-    click.option("--min-tokens", type=int, default=0, help="Do not end before."),
+    click.option("--max-tokens", type=int, default=256, show_default=True, help="Longest answer, in tokens."),
+    click.option("--min-tokens", type=int, default=0, help="Shortest answer, in tokens."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable."),
-    click.option("--stop-token-id", "stop_token_ids", multiple=True, type=int, metavar="ID"),
-    click.option("--ignore-eos", is_flag=True, help="Go on past the end of text."),
+    click.option(
+        "--stop-token-id",
+        "stop_token_ids",
+        multiple=True,
+        type=int,
+        metavar="ID",
+        help="End at this token; repeatable.",
+    ),
+    click.option("--ignore-eos", is_flag=True, help="Continue past the end-of-text token."),
 ]
-_GUESS = [
-    click.option("--prediction", type=Path, metavar="FILE", help="A guess of the answer, to save time."),
+_SPECULATION = [
+    click.option("--prediction", type=FILE, metavar="FILE", help="Predicted answer, used as a draft."),
     click.option("--speculation", metavar="JSON", help='For this request: false, or {"max_nodes": 8, ...}.'),
 ]
 _PLAIN = (
@@ -80,8 +100,8 @@ _PLAIN = (
 )
 
 
-class _NumberOr(click.ParamType):  # type: ignore[type-arg]  # which older releases have not
-    """A whole number, or one of a few words."""
+class _NumberOr(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on
+    """An integer, or one of a few words."""
 
     name = "INTEGER"
 
@@ -89,7 +109,7 @@ class _NumberOr(click.ParamType):  # type: ignore[type-arg]  # which older relea
         self._words = words
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """As click has it."""
+        """Return the integer or the word; raises click.BadParameter."""
         try:
             return value if value in self._words else int(value)
         except ValueError:
@@ -97,7 +117,7 @@ class _NumberOr(click.ParamType):  # type: ignore[type-arg]  # which older relea
 
 
 def flags(options: Sequence[Option]) -> Callable[[_Command], _Command]:
-    """Decorates a command with a flag for each option, in their order."""
+    """Return a decorator that adds each option to a command, in their order."""
 
     def decorated(command: _Command) -> _Command:
         for one in reversed(options):
@@ -108,25 +128,26 @@ def flags(options: Sequence[Option]) -> Callable[[_Command], _Command]:
 
 
 def model_options(command: _Command) -> _Command:
-    """--model, --dtype, --quantization, --device, --threads, --chat-template, and those of memory."""
+    """Add --model and the engine's options of models, processes and memory."""
     named = click.option(
         "--model",
         "-m",
         default=DEFAULT_MODEL,
         show_default=True,
-        help="The target: a folder, a GGUF file, a hub id (org/name) or a catalogue name.",
+        shell_complete=complete_model,
+        help="Target: a folder, GGUF file, hub id (org/name) or catalogue name.",
     )
     return named(_of_engine(*_MODEL)(command))
 
 
 def speculation_options(command: _Command) -> _Command:
-    """--draft and what concerns it, --lookup, --expansion, and others of trees."""
-    return _of_engine("drafts", *_OF_DRAFTS, "lookup", "expansion", *_TREES, "draw")(command)
+    """Add --draft, --lookup and the engine's options of trees."""
+    return _of_engine("drafts", *_DRAFT, "lookup", "expansion", *_TREES, "draw")(command)
 
 
 def build_llm(options: dict[str, Any], **more: Any) -> LLM:
-    """An LLM from the model and speculation options, loaded with a progress bar; raises UserError."""
-    config = engine_config({**options, **more})  # before torch is loaded: a slip is answered at once
+    """Load an LLM from the model and speculation options, with a progress bar; raises UserError."""
+    config = engine_config({**options, **more})  # before torch is imported, so that errors are immediate
     from specinfer.llm import LLM
     from specinfer.progress import ProgressBar
 
@@ -134,10 +155,10 @@ def build_llm(options: dict[str, Any], **more: Any) -> LLM:
 
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:
-    """The engine's config from the model and speculation options; None stands for one that is not given.
+    """The engine's config from the model and speculation options; None: the option is not given.
 
-    Where no speculator is named, the draft head that comes with the model, if there is one, joins those that
-    are on by default. Raises ConfigError.
+    If no speculator is named, the draft head that is shipped for the model is added to the default ones.
+    Raises ConfigError.
     """
     given = {name: value for name, value in options.items() if value is not None}
     model = given.pop("model")
@@ -145,7 +166,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     if not named:
         given["drafts"] = heads_of(model)
     config = EngineConfig.from_options(model, given)
-    for name in (*_OF_DRAFTS, "expansion", "draw"):
+    for name in (*_DRAFT, "expansion", "draw"):
         if name in given and not given.get("drafts"):
             raise ConfigError(
                 f"--{name.replace('_', '-')} is for draft models, and none is named; add --draft MODEL"
@@ -154,14 +175,14 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
 
 
 def sampling_options(command: _Command) -> _Command:
-    """The options of one request: its law, its form, its end, and guesses of it."""
-    for option in reversed([*_LAW, *_FORM, *_END, *_GUESS]):
+    """Add the options of one request: sampling, structured output, length and speculation."""
+    for option in reversed([*_SAMPLING, *_FORM, *_END, *_SPECULATION]):
         command = option(command)
     return command
 
 
 def sampling_params(options: dict[str, Any], **more: Any) -> SamplingParams:
-    """Take the sampling options out of `options`; raises RequestError for a value that is not allowed."""
+    """Remove the sampling options from `options` and return them; raises RequestError for a wrong value."""
     from specinfer.sampling_params import SamplingParams
 
     values = {name: options.pop(name) for name in _PLAIN}
@@ -177,6 +198,12 @@ def sampling_params(options: dict[str, Any], **more: Any) -> SamplingParams:
         prediction=None if prediction is None else _read("prediction", prediction),
         speculation=_speculation(options.pop("speculation")),
     )
+
+
+def complete_model(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of the catalogue, and files, for a shell's completion."""
+    names = [CompletionItem(name) for name in CATALOGUE if name.startswith(incomplete)]
+    return [*names, CompletionItem(incomplete, type="file")]
 
 
 def _of_engine(*names: str) -> Callable[[_Command], _Command]:

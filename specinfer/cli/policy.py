@@ -1,4 +1,4 @@
-"""`specinfer policy`: what decides how much is guessed, what it has learnt, what others would have done."""
+"""`specinfer policy`: shows and resets the learned acceptance rates, and replays traces under policies."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from specinfer.cli.help import FILE, Command
+
 if TYPE_CHECKING:
     from specinfer.replay.replay import Phase, Played
     from specinfer.speculate.policy.memory import StoredPolicy
@@ -22,15 +24,13 @@ _NAMES: Final = ("off", "fixed", "cost", "best-fixed", "oracle")
 
 @click.group()
 def policy() -> None:
-    """Look at how speculation is decided."""
+    """Show, reset and compare the policies that size trees."""
 
 
-@policy.command()
+@policy.command(cls=Command)
 @click.option("--json", "json_output", is_flag=True, help="Print one JSON object.")
 def show(json_output: bool) -> None:
-    """Print what speculation has learnt on this machine, of each target with its drafts: where it is, how
-    much it is, and how often guesses became text.
-    """
+    """Print the acceptance rates learned on this machine, for each target with its drafts."""
     from specinfer.speculate.policy.memory import policies_dir, stored_policies
 
     found = stored_policies()
@@ -44,18 +44,18 @@ def show(json_output: bool) -> None:
         click.echo(json.dumps({"folder": str(policies_dir()), "policies": files}))
         return
     if not found:
-        click.echo(f"nothing was learnt so far; it would be in {policies_dir()}")
+        click.echo(f"nothing is learned yet; the folder would be {policies_dir()}")
     for number, (file, stored, why) in enumerate(found):
         lines = [f"{file}", f"  cannot be used: {why}"] if stored is None else _lines(stored)
         click.echo("\n".join(["", *lines] if number else lines))
 
 
-@policy.command()
+@policy.command(cls=Command)
 @click.argument("target", required=False, metavar="[TARGET]")
 def reset(target: str | None) -> None:
-    """Forget what speculation has learnt: of all targets, or of those with TARGET in their names.
+    """Remove learned acceptance rates: of all targets, or of those with TARGET in their names.
 
-    Files that cannot be used go as well. A process that runs keeps what it knows, and may write it again.
+    Unreadable files are removed as well. A running process keeps its rates and may write them again.
     """
     from specinfer.speculate.policy.memory import stored_policies
 
@@ -66,7 +66,7 @@ def reset(target: str | None) -> None:
             removed += 1
             click.echo(f"removed {file}")
     if not removed:
-        click.echo("there is nothing to forget")
+        click.echo("nothing to remove")
 
 
 def _lines(stored: StoredPolicy) -> list[str]:
@@ -92,46 +92,46 @@ def _lines(stored: StoredPolicy) -> list[str]:
         f"  target     {key.get('target')}",
         *(f"  draft      {draft}" for draft in key.get("drafts") or ()),
         f"  device     {key.get('device')}",
-        f"  learnt of  {chances.outcomes} guesses",
+        f"  learned of {chances.outcomes} guesses",
     ]
     for name, levels in chances.levels.items():
         counted = zip(("", *alike), (levels.all, *levels.alike), strict=True)
         lines += [
-            f"  levels     {name}{whose}: right at level 1, 2, ... "
+            f"  levels     {name}{whose}: accepted at level 1, 2, ... "
             + " ".join(f"{rate.any:.2f}" for rate in counts.rates())
             for whose, counts in counted
             if not whose or any(counts.tries)
         ]
     for name, curves in chances.curves.items():
         for kind, curve in zip(("others", "first choices"), curves, strict=True):
-            told = [f"{said:.2f}->{curve.rate(log(said / (1 - said))):.2f}" for said in BELIEVED]
-            lines.append(f"  {name}: {kind}, said->became: {' '.join(told)}")
+            rates = [f"{p:.2f}->{curve.rate(log(p / (1 - p))):.2f}" for p in BELIEVED]
+            lines.append(f"  {name}: {kind}, reported->accepted: {' '.join(rates)}")
     return lines
 
 
 def _depth(levels: object) -> int:
-    """The levels that a file has counts of."""
+    """Number of levels with counts in a file."""
     of_all = levels.get("all") if isinstance(levels, dict) else None
     return len(of_all) if isinstance(of_all, list) else 0
 
 
-@policy.command()
-@click.argument("traces", nargs=-1, required=True, type=Path, metavar="TRACE...")
+@policy.command(cls=Command)
+@click.argument("traces", nargs=-1, required=True, type=FILE, metavar="TRACE...")
 @click.option(
     "--policy",
     "names",
     multiple=True,
     type=click.Choice(_NAMES),
-    help="Who decides; repeatable. Default: off, fixed and cost.",
+    help="Policy to replay; repeatable. Default: off, fixed and cost.",
 )
-@click.option("--nodes", type=click.IntRange(1), metavar="N", help="Of one request's tree, root included.")
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Texts played at once.")
-@click.option("--mixed", is_flag=True, help="Texts of several traces in turns, and not one after the other.")
+@click.option("--nodes", type=click.IntRange(1), metavar="N", help="Largest tree of one request, in nodes.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Texts in a batch.")
+@click.option("--mixed", is_flag=True, help="Take texts of several traces in turns.")
 @click.option(
     "--plot",
-    type=Path,
+    type=FILE,
     metavar="FILE",
-    help="A picture (.png, .svg, .pdf) of what cost has chosen over time.",
+    help="Plot the choices of cost over time (.png, .svg, .pdf).",
 )
 @click.option("--json", "json_output", is_flag=True, help="Print one JSON object.")
 def replay(
@@ -143,14 +143,14 @@ def replay(
     plot: Path | None,
     json_output: bool,
 ) -> None:
-    """Play the texts of each TRACE under policies, without a model and on one clock.
+    """Replay the texts of each TRACE under policies, without a model.
 
-    Seconds are those of the cost curves in the trace: the same at every run and on every machine. off is no
-    speculation, fixed all of the configured trees, cost the engine's own policy, which begins with nothing
-    learnt; best-fixed is the quickest of the policies that do the same in
-    every step, found by trying them, and oracle knows the texts. Of the ratio to off there is a 95% interval:
-    what other texts of the same kind would show. partly_read, where it is not 0, counts trees of heads that
-    had missed the beginning of a text, and are played as if they had read it.
+    Times are computed from the cost curves in the trace, so they are the same at every run and on every
+    machine. Policies: off has no speculation; fixed verifies whole configured trees; cost is the engine's own
+    policy, with nothing learned at the start; best-fixed is the fastest policy that does the same in every
+    step, found by trying them all; oracle knows the texts. The ratio to off has a 95% interval over texts of
+    the same kind. partly_read counts trees of heads that had missed the beginning of a text; they count
+    as if the heads had read it.
     """
     from specinfer.replay.replay import mixed as in_turns
     from specinfer.replay.replay import speedup, whole, with_nodes
@@ -189,7 +189,7 @@ def replay(
 
 
 def _play(name: str, parts: list[Phase], speculation: SpeculationConfig) -> tuple[Played, dict[str, Any]]:
-    """What a policy makes of the parts, and what was found out on the way."""
+    """Replay the parts under a policy; returns the result and the policy's choice, if it has one."""
     from specinfer.replay.baselines import best_fixed
     from specinfer.replay.oracle import play_oracle
     from specinfer.replay.replay import POLICIES, play, play_without, speculation_of
@@ -212,7 +212,7 @@ def _play(name: str, parts: list[Phase], speculation: SpeculationConfig) -> tupl
 
 
 def _draw(parts: list[Phase], speculation: SpeculationConfig, kinds: dict[int, str], path: Path) -> None:
-    """Draw what the engine's own policy chooses over the parts; `kinds` names each trace, by its id()."""
+    """Plot the choices of the policy `cost`; `kinds` has the kind of each trace by its id()."""
     from specinfer.replay.choices import Choices, draw_choices
     from specinfer.replay.replay import POLICIES, play, speculation_of
 
@@ -224,7 +224,7 @@ def _draw(parts: list[Phase], speculation: SpeculationConfig, kinds: dict[int, s
 
 
 def _kind(path: Path) -> str:
-    """What a trace's texts are, by its file's name: "code" of code-00.npz and of code-01.npz."""
+    """Kind of a trace by its file name: "code" for code-00.npz and code-01.npz."""
     return re.sub(r"-\d+$", "", path.stem)
 
 

@@ -1,4 +1,4 @@
-"""`specinfer serve`, an OpenAI-compatible server, and `specinfer run-batch`, which answers a file as one."""
+"""`specinfer serve`, an OpenAI-compatible server, and `specinfer run-batch`, which answers a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from specinfer.cli.options import DEFAULT_MODEL, engine_config, flags
+from specinfer.cli.help import FILE, Command
+from specinfer.cli.options import DEFAULT_MODEL, complete_model, engine_config, flags
 from specinfer.config import ENGINE_OPTIONS, GONE_OPTIONS, OLD_OPTIONS, EngineConfig, new_names
 from specinfer.errors import ConfigError
 from specinfer.option import options_of, parse_size
@@ -24,65 +25,70 @@ if TYPE_CHECKING:
     from specinfer.serve.backend.engine_child import EngineChild
 
 _KEY_VARIABLE: Final = "SPECINFER_API_KEY"
-# A step of more keeps whoever comes meanwhile waiting; of fewer reads prompts slowly.
+# A longer step delays requests that arrive during it; a shorter one slows prefill.
 _STEP_TOKENS: Final = 128
 _ENGINE: Final = [one for _, one in ENGINE_OPTIONS.values()]
 _SERVER: Final = options_of(ServeConfig)
 OPTIONS: Final = {one.name: one for one in (*_ENGINE, *_SERVER)}
+_SHORT_ENGINE: Final = (
+    *("file", "quantization", "memory", "max_batch_size", "max_context"),
+    *("drafts", "draft_quantization", "lookup"),
+)
+_SHORT_SERVER: Final = ("host", "port", "api_key", "served_model_name", "replicas")
 
 
-@click.command()
-@click.argument("model", required=False)
-@click.option("--config", "file", type=Path, metavar="FILE", help="Options in YAML; flags go before it.")
+@click.command(cls=Command, short=(*_SHORT_ENGINE, *_SHORT_SERVER))
+@click.argument("model", required=False, shell_complete=complete_model)
+@click.option("--config", "file", type=FILE, metavar="FILE", help="Options in YAML; flags override it.")
 @click.option("--speculative-config", metavar="JSON", help="vLLM's: method, model, num_speculative_tokens.")
 @flags([*_ENGINE, *_SERVER])
 def serve(model: str | None, file: Path | None, **given: Any) -> None:
-    """Serve MODEL, the small default one when none is named, to any OpenAI client."""
+    """Serve MODEL (default: smollm2-135m) to OpenAI clients."""
     from specinfer.progress import ProgressBar
 
     if not given["api_key"] and (key := os.environ.get(_KEY_VARIABLE)) is not None:
         if not key:
-            raise ConfigError(f"{_KEY_VARIABLE} is empty, which lets nobody in; give it a key, or unset it")
+            raise ConfigError(f"{_KEY_VARIABLE} is empty; allowed: a key. Set one, or unset the variable")
         given["api_key"] = (key,)
     options, config = configs({"model": model, **given}, file)
     engine = _engine(options, config)
-    # Its process loads torch while this one loads what serves.
+    # The engine's process imports torch while this process imports the server.
     with _first_engine(config, engine) as child:
         with needs_serving():
             from specinfer.serve.server import serve as serve_forever
-        serve_forever(config, engine, child, ProgressBar(), partial(_tell_ready, page=config.page))
+        serve_forever(config, engine, child, ProgressBar(), partial(_print_address, page=config.page))
 
 
-def _tell_ready(url: str, *, page: bool) -> None:
+def _print_address(url: str, *, page: bool) -> None:
     click.echo(f"specinfer serves {url}/v1 (Ctrl-C ends it)", err=True)
     if page:
-        # Listening on every address, the server is at the loopback address, too, which a browser can open.
+        # A browser cannot open the wildcard address; the loopback address reaches the same server.
         local = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
         click.echo(f"to chat with it, open {local}/", err=True)
 
 
-@click.command()
-@click.argument("model", required=False)
+@click.command(cls=Command, short=("source", "target", "named", "unknown_fields", *_SHORT_ENGINE))
+@click.argument("model", required=False, shell_complete=complete_model)
 @click.option(
-    "-i", "--input-file", "source", type=Path, required=True, metavar="FILE", help="Requests, a line each."
+    "-i", "--input-file", "source", type=FILE, required=True, metavar="FILE", help="Requests, one a line."
 )
 @click.option(
-    "-o", "--output-file", "target", type=Path, required=True, metavar="FILE", help="Answers, a line each."
+    "-o", "--output-file", "target", type=FILE, required=True, metavar="FILE", help="Answers, one a line."
 )
-@click.option("--model", "-m", "named", metavar="MODEL", help="As the argument MODEL; vLLM's name for it.")
+@click.option("--model", "-m", "named", metavar="MODEL", help="Same as the argument MODEL.")
 @click.option(
-    "--config", "file", type=Path, metavar="FILE", help="Options in YAML, a server's too; flags go first."
+    "--config", "file", type=FILE, metavar="FILE", help="Options in YAML, as of serve; flags override it."
 )
 @click.option("--speculative-config", metavar="JSON", help="vLLM's: method, model, num_speculative_tokens.")
 @flags([*_ENGINE, *(one for one in _SERVER if one.about.of_batches)])
 def run_batch(
     model: str | None, named: str | None, source: Path, target: Path, file: Path | None, **given: Any
 ) -> None:
-    """Answer the requests of a file with MODEL, the small default one when none is named.
+    """Answer the requests of a file with MODEL (default: smollm2-135m).
 
     A line of the input is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}};
-    the other urls are /v1/completions, /v1/responses and /v1/messages. Each gets a line in the output when it
-    is answered. Run again to go on: what is answered there already is not asked again.
+    the other urls are /v1/completions, /v1/responses and /v1/messages. The output has a line for each answer.
+    The same command continues an interrupted run: it skips requests that the output file answers already.
     """
     if model and named:
         raise ConfigError(f"MODEL is {model!r} and --model {named!r}; give one of them")
@@ -108,12 +114,12 @@ def run_batch(
                 with _first_engine(config, engine) as child:
                     run(config, engine, child, requests, answers, ProgressBar())
         finally:
-            told = f"{len(answers)} answers, {answers.refused} of them errors; {earlier} were there before"
-            click.echo(f"{target} has {told}", err=True)
+            counts = f"{len(answers)} answers, {answers.refused} of them errors; {earlier} were there before"
+            click.echo(f"{target} has {counts}", err=True)
 
 
 def _engine(options: dict[str, Any], config: ServeConfig) -> EngineConfig:
-    """The config of each engine; raises ConfigError for what does not go with this server."""
+    """The config of each engine; raises ConfigError for options that exclude each other."""
     engine = engine_config(options)
     if engine.master is not None and config.replicas > 1:
         raise ConfigError(
@@ -135,7 +141,7 @@ def _engine(options: dict[str, Any], config: ServeConfig) -> EngineConfig:
 
 @contextmanager
 def _first_engine(config: ServeConfig, engine: EngineConfig) -> Iterator[EngineChild]:
-    """The process of the first replica, which is to get the engine's config, and the cluster it may be on."""
+    """Run the process of the first replica, in a Ray cluster if the config has one."""
     from specinfer.serve.backend.engine_child import EngineChild
 
     with ExitStack() as stack:
@@ -150,7 +156,7 @@ def _first_engine(config: ServeConfig, engine: EngineConfig) -> Iterator[EngineC
 
 @contextmanager
 def needs_serving() -> Iterator[None]:
-    """A block that imports the server's dependencies; raises ConfigError if they are not installed."""
+    """Context for imports of the server's dependencies; raises ConfigError if they are not installed."""
     try:
         yield
     except ImportError as error:
@@ -160,7 +166,7 @@ def needs_serving() -> Iterator[None]:
 
 
 def configs(given: Mapping[str, Any], file: Path | None) -> tuple[dict[str, Any], ServeConfig]:
-    """The engine's options and the server's config: flags, then the file's keys, then defaults.
+    """The engine's options and the server's config: flags override the file's keys, these the defaults.
 
     Raises ConfigError.
     """
@@ -177,20 +183,22 @@ def configs(given: Mapping[str, Any], file: Path | None) -> tuple[dict[str, Any]
             of_server[name] = _several(options.pop(name)) if one.is_list else options.pop(name)
     options.setdefault("model", DEFAULT_MODEL)
     batch = options.get("max_batch_size")
-    least = max(_STEP_TOKENS, batch if isinstance(batch, int) else 0)
-    options.setdefault("max_step_tokens", "auto" if options.get("offload", "never") != "never" else least)
+    step_tokens = max(_STEP_TOKENS, batch if isinstance(batch, int) else 0)
+    options.setdefault(
+        "max_step_tokens", "auto" if options.get("offload", "never") != "never" else step_tokens
+    )
     return options, ServeConfig(**of_server)
 
 
 def _several(value: Any) -> Any:
-    """A list of a file as a config has it; a text, whose letters are no list of texts, is one."""
+    """A list of the file as a tuple; a single text is a tuple of one."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
 
 
 def read_options(file: Path) -> dict[str, Any]:
-    """The options of a YAML file, which may write them with - or _; raises ConfigError."""
+    """The options of a YAML file, whose names have - or _; raises ConfigError."""
     import yaml
 
     try:
@@ -234,7 +242,7 @@ def speculative_config(value: object) -> dict[str, Any]:
     names: dict[str, str | None] = {}
     if method == "ngram":
         options = {"lookup": True}
-        # The most tokens that match bound a search there; here longer matches come first in any case.
+        # It bounds the match length in vLLM; here longer matches always come first.
         names = {"prompt_lookup_min": "lookup_min", "prompt_lookup_max": None}
         if tokens is not None:
             options["lookup_depth"] = tokens

@@ -1,4 +1,4 @@
-"""Two small commands: `specinfer pull` fetches a model, `specinfer view` shows the trees of a trace file."""
+"""`specinfer pull`, which fetches a model, and `specinfer view`, which shows a trace file in a browser."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 
 import click
 
+from specinfer.cli.help import Command
+from specinfer.cli.options import complete_model
 
-@click.command()
-@click.argument("name", required=False)
+
+@click.command(cls=Command)
+@click.argument("name", required=False, shell_complete=complete_model)
 @click.option("--list", "list_names", is_flag=True, help="Show the catalogue.")
 def pull(name: str | None, list_names: bool) -> None:
-    """Fetch the model NAME and print where it lies.
+    """Fetch the model NAME and print its path.
 
     NAME is a catalogue name, or a hub name: org/name, org/name@revision, org/name:file.gguf.
     """
@@ -30,15 +33,15 @@ def pull(name: str | None, list_names: bool) -> None:
     click.echo(resolve(name, progress=ProgressBar()).path)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("trace", type=Path)
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="On which the page is; 0: any.")
-@click.option("--browser/--no-browser", default=True, help="Open it, or print its address alone.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the page; 0: any free one.")
+@click.option("--browser/--no-browser", default=True, help="Open a browser, or only print the address.")
 def view(trace: Path, port: int, browser: bool) -> None:
-    """Show the trees of TRACE on a page of this machine, until Ctrl-C.
+    """Show the trees of TRACE on a local page, until Ctrl-C.
 
-    TRACE is what `specinfer generate --trace TRACE` wrote, or what the page of `specinfer serve` saved. No
-    other machine reaches the page, and it asks for nothing from anywhere else.
+    `specinfer generate --trace TRACE` and the page of `specinfer serve` write such files. The page is served
+    on the loopback address and loads nothing from other machines.
     """
     from specinfer.engine.trace import read_trace
     from specinfer.serve.http.page_server import TraceServer

@@ -1,39 +1,54 @@
-"""`specinfer trace`: record texts with everything that drafts would have guessed along them."""
+"""`specinfer trace`: records texts, with the drafts' proposals at every position."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from specinfer.cli.options import build_llm, model_options, speculation_options
+from specinfer.cli.help import FILE, Command
+from specinfer.cli.options import (
+    SHORT_MODEL,
+    SHORT_SPECULATION,
+    build_llm,
+    model_options,
+    speculation_options,
+)
 
 if TYPE_CHECKING:
     from specinfer.tree.expansion import Expansion
 
 
+_SHORT: Final = (
+    *("prompts", "limit", "out", "templated", "temperature", "max_tokens", "seed", "shapes"),
+    *(*SHORT_MODEL, *SHORT_SPECULATION),
+)
+
+
 @click.group()
 def trace() -> None:
-    """Record what policies of speculation are compared on."""
+    """Record the traces on which speculation policies are compared."""
 
 
-@trace.command()
-@click.option("--prompts", type=Path, metavar="FILE.jsonl", help='Rows with "prompt" or "turns".')
-@click.option("--limit", type=int, metavar="N", help="The first N of them.")
-@click.option("--out", type=Path, required=True, metavar="TRACE", help="Where the trace goes.")
-@click.option("--chat/--raw", "templated", default=None, help="Through the chat template, or as they stand.")
+@trace.command(cls=Command, short=_SHORT)
+@click.option("--prompts", type=FILE, metavar="FILE.jsonl", help='Rows with "prompt" or "turns".')
+@click.option("--limit", type=int, metavar="N", help="Use the first N rows.")
+@click.option("--out", type=FILE, required=True, metavar="TRACE", help="File to write.")
+@click.option("--chat/--raw", "templated", default=None, help="Use the chat template, or the bare prompt.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=int, default=0, help="Keep the k most likely tokens; 0: all.")
-@click.option("--top-p", type=float, default=1.0, help="Keep the likeliest with this mass.")
-@click.option("--max-tokens", type=int, default=128, show_default=True, help="Of each answer.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the first request; the next: + 1.")
+@click.option("--top-k", type=int, default=0, help="Sample from the k most likely tokens; 0: all.")
+@click.option("--top-p", type=float, default=1.0, help="Sample from the likeliest tokens of this mass.")
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="Longest answer, in tokens.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Seed of the first request; then + 1 each."
+)
 @click.option(
     "--shape",
     "shapes",
     multiple=True,
     metavar="K1,K2,...|learned",
-    help="An expansion in which drafts guess below every root, or all likely paths; repeatable. Default: "
+    help="Shape of the drafts' trees: children at each level, or learned; repeatable. Default: "
     "--expansion, 8 levels deep, and another.",
 )
 @model_options
@@ -51,11 +66,11 @@ def record(
     shapes: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Answer prompts, and write to TRACE what each draft would have guessed at every place of the answers.
+    """Answer prompts and record each draft's proposals at every position of the answers.
 
-    Of a conversation the first turn is asked. Under the coupled rule the answers do not depend on what is
-    guessed, so `specinfer policy replay TRACE` tells without a model what any policy would have made of them.
-    The file holds token ids of prompts and answers. Without --prompts the built-in ones are asked.
+    The first turn of each conversation is asked. Under the coupled rule the answers do not depend on the
+    proposals, so `specinfer policy replay TRACE` computes without a model how fast a policy would have been.
+    The file holds the token ids of prompts and answers. Without --prompts the built-in prompts are used.
     """
     from specinfer.report.dataset import built_in, read_dataset
     from specinfer.report.files import check_writable
@@ -101,7 +116,7 @@ def record(
 
 
 def _plan(shape: str) -> Expansion:
-    """A plan as it is written; raises ConfigError where it is none."""
+    """Parse an expansion; raises ConfigError."""
     from specinfer.errors import ConfigError
     from specinfer.tree.expansion import Expansion
 

@@ -1,4 +1,4 @@
-"""`specinfer tune`: train drafts on what a target says."""
+"""`specinfer tune`: trains drafts on a target's answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from specinfer.cli.options import engine_config, model_options
+from specinfer.cli.help import FILE, Command
+from specinfer.cli.options import SHORT_MODEL, engine_config, model_options
 from specinfer.errors import TuneError
 from specinfer.hub.pool import MOST_MEMBERS
 
@@ -18,94 +19,115 @@ if TYPE_CHECKING:
 _LOSSES: Final = ("hybrid", "kl")
 _FORMS: Final = ("discount", "sequence", "none")
 _SSM_LAYERS: Final = 4
-_AS_GIVEN: Final = (  # options that are fields of TuneConfig
+_TUNE_FIELDS: Final = (  # options that are fields of TuneConfig
     *("minutes", "collect_minutes", "resume", "replace", "chat", "max_tokens", "init", "members"),
 )
 
 
-@click.command()
-@click.option("--out", type=Path, required=True, metavar="DIR", help="Where the draft goes: --draft DIR.")
+_SHORT: Final = (
+    *(
+        "out",
+        "files",
+        "traffic",
+        "minutes",
+        "replace",
+        "resume",
+        "kind",
+        "init",
+        "layers",
+        "depth",
+        "members",
+    ),
+    *("max_tokens", "seed", *SHORT_MODEL),
+)
+
+
+@click.command(cls=Command, short=_SHORT)
+@click.option("--out", type=FILE, required=True, metavar="DIR", help="Folder of the draft, for --draft DIR.")
 @click.option(
     "--prompts",
     "files",
-    type=Path,
+    type=FILE,
     multiple=True,
     metavar="FILE.jsonl",
     help='Rows with "prompt" or "turns"; repeatable.',
 )
-@click.option("--traffic", type=Path, metavar="LOG", help="What a server logged (--log-traffic), instead.")
-@click.option("--minutes", type=float, default=30.0, show_default=True, metavar="M", help="In all.")
+@click.option("--traffic", type=FILE, metavar="LOG", help="Log of a server (--log-traffic), as prompts.")
+@click.option("--minutes", type=float, default=30.0, show_default=True, metavar="M", help="Total time.")
 @click.option(
-    "--collect-minutes", type=float, metavar="M", help="Of these, for collecting answers; default: a third."
+    "--collect-minutes",
+    type=float,
+    metavar="M",
+    help="Time for collecting answers; default: a third.",
 )
 @click.option(
     "--replace",
-    type=Path,
+    type=FILE,
     metavar="DIR",
-    help="A head or pool that the new one takes the place of, where it is better beyond doubt.",
+    help="Head or pool to replace if the new one is better beyond doubt.",
 )
-@click.option("--resume", is_flag=True, help="Go on with the tuning in DIR.")
-@click.option("--loss", type=click.Choice(_LOSSES), default="hybrid", show_default=True)
+@click.option("--resume", is_flag=True, help="Continue the tuning in DIR.")
+@click.option("--loss", type=click.Choice(_LOSSES), default="hybrid", show_default=True, help="Loss.")
 @click.option(
     "--kind",
     type=click.Choice(("block", "eagle", "ssm")),
     default="block",
     show_default=True,
-    help="A head that guesses all tokens in one pass, or one that guesses a level in each; a small model.",
+    help="block: a head with one pass for all levels; eagle: one pass a level; ssm: a small model.",
 )
 @click.option(
     "--init",
     metavar="target|random|DRAFT",
-    help="What it begins as: layers of the target's, random numbers, or a trained draft.",
+    help="Initial weights: layers of the target, random numbers, or a trained draft.",
 )
 @click.option(
     "--layout",
     type=click.Choice(("specinfer", "dspark")),
     show_default="specinfer",
-    help="Of block heads: dspark is what other engines read, and learns far more slowly.",
+    help="Format of block heads: other engines read dspark, which learns far more slowly.",
 )
-@click.option("--layers", type=click.IntRange(1, 8), show_default="1, small models: 2", help="Of the draft.")
+@click.option("--layers", type=click.IntRange(1, 8), show_default="1, small models: 2", help="Layers.")
 @click.option(
     "--depth",
     type=click.IntRange(2, 16),
     default=5,
     show_default=True,
-    help="Tokens it guesses on end.",
+    help="Levels that it guesses.",
 )
 @click.option(
     "--vocabulary",
     type=click.IntRange(16),
-    show_default="8192, or those of the head to go on from",
+    show_default="8192, or that of --init",
     metavar="N",
-    help="Tokens a head can name: the likeliest of all answers, of a head to go on from its own first.",
+    help="Tokens that a head can guess: those of --init first, then the most frequent.",
 )
 @click.option(
     "--members",
     type=click.IntRange(1, MOST_MEMBERS),
     default=1,
     show_default=True,
-    help="Drafts that share the time, as a pool.",
+    help="Drafts of a pool, which share the time.",
 )
 @click.option(
     "--boost",
     type=click.Choice(_FORMS),
     show_default="discount",
-    help="How later members learn what the pool does not guess: other laws, other texts; or not at all.",
+    help="How later members are weighted to what the pool does not guess yet.",
 )
 @click.option(
     "--warm/--cold",
     default=None,
     show_default="warm",
-    help="Later members begin as the one before them, or as the first one did.",
+    help="Initial weights of later members: the member before, or --init.",
 )
-@click.option("--chat/--raw", default=None, help="Through the chat template, or as they stand.")
-@click.option("--max-tokens", type=click.IntRange(2), default=256, show_default=True, help="Of each answer.")
+@click.option("--chat/--raw", default=None, help="Use the chat template, or the bare prompt.")
+@click.option("--max-tokens", type=click.IntRange(2), default=256, show_default=True, help="Longest answer.")
 @click.option(
     "--seed",
     type=int,
     default=0,
     show_default=True,
-    help="Of what is asked first, of answers, first weights and batches.",
+    help="Seed of prompts, answers, weights and batches.",
 )
 @model_options
 def tune(
@@ -123,15 +145,15 @@ def tune(
     seed: int,
     **options: Any,
 ) -> None:
-    """Train a draft for a model on its own answers, or a pool of them, and write it to DIR.
+    """Train a draft, or a pool of drafts, on a model's own answers and write it to DIR.
 
-    First the model answers prompts, at temperatures 0, 0.7 and 1; then drafts learn from what the model
-    thought on the way. One of sixteen prompts is held out, and the draft that guesses best along their
-    answers is kept, of a pool the members that pay. Whoever stops it, with Ctrl-C too, loses about two
-    minutes, or the answers under way where one takes longer than that: --resume goes on. Without --prompts
-    or --traffic the built-in prompts are asked, which are few.
+    First the model answers prompts at temperatures 0, 0.7 and 1; then drafts learn from its hidden states.
+    One of sixteen prompts is held out: the checkpoint that guesses their answers best is kept, and of a pool
+    the members that pay. After Ctrl-C or a kill, --resume continues; about two minutes of work are lost, or
+    the answers under way if they take longer. Without --prompts and --traffic the few built-in prompts are
+    used.
     """
-    as_given = {name: options.pop(name) for name in _AS_GIVEN}
+    fields = {name: options.pop(name) for name in _TUNE_FIELDS}
     config = engine_config({**options, "lookup": False})
     if traffic is not None and files:
         raise TuneError("--prompts and --traffic are both given; give one of them")
@@ -152,7 +174,7 @@ def tune(
             kind=_kind(kind, layout, layers, depth, vocabulary),
             boost=BoostConfig(**boosting) if boosting else None,
             training=TrainConfig(loss=cast(Loss, loss), seed=seed),
-            **as_given,
+            **fields,
         ),
         progress=ProgressBar(),
         say=lambda line: click.echo(line, err=True),
@@ -163,10 +185,10 @@ def tune(
     advice = (
         f"use it with --draft {out}"
         if selection.pays
-        else f"--resume with more --minutes trains it on, and --draft {out} uses it all the same"
+        else f"--resume with more --minutes continues the training; --draft {out} uses it as it is"
     )
     click.echo(
-        f"{out}: {figures.tokens_per_pass:.2f} tokens a pass on {figures.places} held-out places; "
+        f"{out}: {figures.tokens_per_pass:.2f} tokens per pass at {figures.places} held-out positions; "
         f"it {selection.verdict()}; {advice}"
     )
 
@@ -178,21 +200,21 @@ def _kind(
     depth: int,
     vocabulary: int | None,
 ) -> Kind:
-    """The kind that is asked for; raises TuneError for an option of another kind."""
+    """The kind of draft; raises TuneError for an option that does not apply to it."""
     from typing import cast
 
     from specinfer.tune.head_kinds import BlockKind, EagleKind, Layout
     from specinfer.tune.small_model import SsmKind
 
     if kind != "block" and layout is not None:
-        raise TuneError(f"layout is {layout}, and kind {kind}; it is for block heads: leave it out")
+        raise TuneError(f"layout is {layout} with kind {kind}; it is for block heads: leave it out")
     if kind == "ssm":
         if vocabulary is not None:
             raise TuneError(
-                f"vocabulary is {vocabulary}, and kind ssm, which can name every token; leave it out"
+                f"vocabulary is {vocabulary} with kind ssm, which guesses any token; leave it out"
             )
         if layers is not None and layers > _SSM_LAYERS:
-            raise TuneError(f"layers is {layers}, and kind ssm; allowed: 1 to {_SSM_LAYERS}")
+            raise TuneError(f"layers is {layers} with kind ssm; allowed: 1 to {_SSM_LAYERS}")
         return SsmKind(layers=layers or 2, depth=depth)
     if kind == "eagle":
         return EagleKind(layers=layers or 1, depth=depth, vocabulary=vocabulary)
@@ -201,7 +223,7 @@ def _kind(
 
 
 def _prompts(files: tuple[Path, ...], traffic: Path | None, vocab: int) -> tuple[Prompts, list[str]]:
-    """What is asked, and the names of where it is from."""
+    """The prompts, and the names of their sources."""
     from specinfer.tune.prompts import built_in_prompts, read_prompts, read_traffic
 
     if traffic is not None:

@@ -59,7 +59,7 @@ def test_a_data_set_sampled_in_a_batch_and_printed_as_json(pair: list[str], tmp_
 
 
 def test_what_cannot_be_measured_is_refused(pair: list[str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nobody speculates"):
+    with pytest.raises(ConfigError, match="speculation is off"):
         run(*pair[:2], "--no-ngram", "--kv-cache-memory", "64MB")
     with pytest.raises(ConfigError, match="batch size is 0"):
         run(*pair, "--batch-size", "0")
@@ -170,21 +170,30 @@ def test_nothing_answered_is_status_1(rows: str) -> None:
 
 
 BAD: list[tuple[list[str], str]] = [
-    (["--url", "u", "--draft", "m", "--dtype", "float32"], "--dtype, --draft: with --url the server decides"),
-    (["--url", "u", "--batch-size", "2"], "leave it out; --concurrency says how many; fields of a request"),
-    (["--url", "u", "--raw"], "--chat/--raw: with --url .*; --endpoint says which"),
-    (["--url", "u", "--no-ngram", "--plot", "p.png"], r"--plot, --lookup/.*--no-ngram.*: with --url"),
-    (["--rate", "1", "--ignore-eos"], "--rate, --ignore-eos: that is asked of a server, .*; give --url"),
+    (
+        ["--url", "u", "--draft", "m", "--dtype", "float32"],
+        "--dtype, --draft: not allowed with --url",
+    ),
+    (["--url", "u", "--batch-size", "2"], "leave it out; --concurrency sets the number; fields of a request"),
+    (["--url", "u", "--raw"], "--chat/--raw: not allowed with --url, .*; --endpoint chooses it"),
+    (
+        ["--url", "u", "--no-ngram", "--plot", "p.png"],
+        r"--plot, --lookup/.*--no-ngram.*: not allowed",
+    ),
+    (
+        ["--rate", "1", "--ignore-eos"],
+        "--rate, --ignore-eos: allowed only with --url; add the address",
+    ),
     (["--url", "localhost:8000"], "URL is 'localhost:8000'; allowed: like http://localhost:8000"),
     (["--url", "http://x", "--concurrency", "2", "--rate", "1"], "give one of --concurrency and --rate"),
     (
         ["--url", "http://x", "--num-requests", "999"],
-        r"the number of requests is 999; built-in has \d+ to ask",
+        r"the number of requests is 999; built-in has \d+, and repeated ones",
     ),
     (["--url", "http://x", "--num-requests", "0"], "the number of requests is 0"),
     (["--url", "http://x", "--warmup", "-1"], "warm-up is -1; allowed: an integer >= 0"),
     (["--url", "http://x", "--save-texts"], "--save-texts needs a file to write them to; give --json FILE"),
-    (["--url", "http://x", "--body", "{"], "body is no JSON"),
+    (["--url", "http://x", "--body", "{"], "body is not JSON"),
     (["--url", "http://x", "--body", "[1]"], r"body is \[1\]; allowed: a JSON object"),
     (["--url", "http://x", "--temperature", "-1"], "temperature is -1.0"),
 ]

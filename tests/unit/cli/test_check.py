@@ -100,7 +100,7 @@ def test_what_cannot_be_checked_is_refused(pair: list[str], options: str, refusa
 
 
 def test_a_check_without_a_speculator_is_refused(pair: list[str]) -> None:
-    with pytest.raises(ConfigError, match="nobody speculates"):
+    with pytest.raises(ConfigError, match="speculation is off"):
         run(*pair[:2], "--no-ngram", "--kv-cache-memory", "64MB")
 
 

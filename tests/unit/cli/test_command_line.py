@@ -237,7 +237,7 @@ def test_a_terminal_that_lacks_a_character_is_no_error(models: Path) -> None:
 def test_without_a_command_it_shows_the_help(run: Run) -> None:
     status, out, err = run()
     assert (status, err) == (0, "")
-    assert re.search(r"\n  generate +Answer a prompt\.\n", out)
+    assert re.search(r"\n  generate +Answer one prompt\.\n", out)
 
 
 def test_no_colour_where_the_user_wants_none(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def test_what_launchers_set_is_read_and_an_option_is_stronger(
     six = {**set_by, "MASTER_ADDR": "fe80::1"}
     assert knocks(monkeypatch, *told, **six) == (("fe80::1", 29500), secret, 3)
     assert "Missing option '--rank'" in str(knocks(monkeypatch, *told, "--master", "host:1"))
-    assert "no --master is given" in str(knocks(monkeypatch, *told, "--rank", "1", MASTER_ADDR="host"))
+    assert "the master is missing" in str(knocks(monkeypatch, *told, "--rank", "1", MASTER_ADDR="host"))
     assert "0 is not in the range x>=1" in str(knocks(monkeypatch, *told, **{**set_by, "RANK": "0"}))
     found = knocks(monkeypatch, *told, "--rank", "1", "--master", "host")
     assert isinstance(found, ConfigError)

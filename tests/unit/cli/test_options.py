@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from specinfer.cli.options import engine_config, flags
-from specinfer.cli.serve import OPTIONS, _tell_ready, configs, read_options, serve, speculative_config
+from specinfer.cli.serve import OPTIONS, _print_address, configs, read_options, serve, speculative_config
 from specinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from specinfer.errors import ConfigError
 from specinfer.option import options_of
@@ -50,6 +50,7 @@ FLAGS = (
         "--generation-config",
         "--grace",
         "--help",
+        "--help-all",
         "--host",
         "--idle-timeout",
         "--kernels",
@@ -273,6 +274,6 @@ def test_a_models_own_head_guesses_where_no_speculator_is_named(
 def test_a_server_that_listens_names_the_api_and_the_page(
     url: str, page: bool, lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _tell_ready(url, page=page)
+    _print_address(url, page=page)
     said = capsys.readouterr().err.splitlines()
     assert [re.findall(r"http\S+", line) for line in said] == [[one] for one in lines]

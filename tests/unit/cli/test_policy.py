@@ -143,12 +143,12 @@ def test_what_was_learnt_is_shown(kept: Path) -> None:
     shown = run("policy", "show").output
     assert shown.count("draft: small, int8") == 2
     assert "target     large, int8" in shown
-    assert "learnt of  60 guesses" in shown
-    assert "draft: right at level 1, 2, ... 0.68 0.56\n" in shown
-    assert "draft at temperature 0: right at level 1, 2, ... 0.68 0.56\n" in shown
-    assert "draft at temperatures over 1: right at level 1, 2, ... 0.68 0.68\n" in shown
+    assert "learned of 60 guesses" in shown
+    assert "draft: accepted at level 1, 2, ... 0.68 0.56\n" in shown
+    assert "draft at temperature 0: accepted at level 1, 2, ... 0.68 0.56\n" in shown
+    assert "draft at temperatures over 1: accepted at level 1, 2, ... 0.68 0.68\n" in shown
     assert "to 0.5" not in shown, "of which there was none"
-    assert re.search(r"draft: first choices, said->became: .* 0\.73->0\.\d\d ", shown)
+    assert re.search(r"draft: first choices, reported->accepted: .* 0\.73->0\.\d\d ", shown)
     assert f"{kept / 'x.json'}\n  cannot be used: it is no whole JSON file" in shown
 
 
@@ -171,5 +171,5 @@ def test_what_was_learnt_is_forgotten_of_one_or_all(kept: Path) -> None:
     [file] = kept.iterdir()
     assert read_policy(file).key["target"] == "large, int8"
     assert run("policy", "reset").output == f"removed {file}\n"
-    assert run("policy", "reset").output == "there is nothing to forget\n"
-    assert run("policy", "show").output == f"nothing was learnt so far; it would be in {kept}\n"
+    assert run("policy", "reset").output == "nothing to remove\n"
+    assert run("policy", "show").output == f"nothing is learned yet; the folder would be {kept}\n"

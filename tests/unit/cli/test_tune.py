@@ -44,7 +44,7 @@ def test_a_head_from_traffic_and_then_from_more_minutes(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert f"skipped: {log} line 21: not JSON" in done.output
     said = re.search(
-        rf"{out}: .* held-out places; it (pays|does not pay) on this machine "
+        rf"{out}: .* held-out positions; it (pays|does not pay) on this machine "
         rf"\((.*) tokens/s expected with it, (.*) without: .* times\); .*--draft {out}",
         done.stdout,
     )
@@ -96,10 +96,10 @@ def test_a_pool_of_small_models_is_made_used_and_held_against_a_new_one(tmp_path
 
 def test_options_of_other_kinds_are_refused(tmp_path: Path) -> None:
     cases = {
-        "layout is dspark, and kind ssm": ["--kind", "ssm", "--layout", "dspark"],
-        "layout is dspark, and kind eagle": ["--kind", "eagle", "--layout", "dspark"],
-        "vocabulary is 64, and kind ssm": ["--kind", "ssm", "--vocabulary", "64"],
-        "layers is 5, and kind ssm; allowed: 1 to 4": ["--kind", "ssm", "--layers", "5"],
+        "layout is dspark with kind ssm": ["--kind", "ssm", "--layout", "dspark"],
+        "layout is dspark with kind eagle": ["--kind", "eagle", "--layout", "dspark"],
+        "vocabulary is 64 with kind ssm": ["--kind", "ssm", "--vocabulary", "64"],
+        "layers is 5 with kind ssm; allowed: 1 to 4": ["--kind", "ssm", "--layers", "5"],
         "boost is sequence, warm, which needs more than one member": ["--boost", "sequence"],
         "boost is discount, cold, which needs more than one member": ["--cold"],
     }

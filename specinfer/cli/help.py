@@ -1,0 +1,142 @@
+"""Help that fits a screen: --help has the usual options in groups, --help-all has every option."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+_WIDTH: Final = 100  # of lines, in characters, where the terminal has them
+_COLUMN: Final = 28  # of option names
+_ALL: Final = "specinfer.help_all"
+_OWN: Final = "Options"
+_METAVAR: Final = re.compile(r" (INTEGER|FLOAT)( RANGE)?\b")
+
+# Headings of --help, each with the names of its options. Others stand first, under "Options".
+GROUPS: Final = {
+    "Model and memory": (
+        *(
+            "model",
+            "model_impl",
+            "trust_remote_code",
+            "dtype",
+            "quantization",
+            "device",
+            "kernels",
+            "threads",
+        ),
+        *("chat_template", "generation_config", "lora", "max_loras"),
+        *("memory", "kv_cache_memory", "block_size", "prefix_reuse", "max_context"),
+        *("offload", "offload_folder", "max_batch_size", "max_step_tokens"),
+    ),
+    "Speculation": (
+        *(
+            "drafts",
+            "draft_quantization",
+            "draft_vocabulary",
+            "draft_tokens",
+            "draft_lora",
+            "speculative_config",
+        ),
+        *("lookup", "lookup_min", "lookup_depth", "lookup_nodes", "lookup_memory"),
+        *("prediction_depth", "prediction_branches", "forced_depth"),
+        *("expansion", "max_nodes", "tree_size", "clock", "verifier", "draw"),
+        *("prediction", "speculation"),
+    ),
+    "Sampling": (
+        *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
+        *("temperature", "top_k", "top_p", "min_p", "seed"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("logit_bias", "bad_words", "allowed_token_ids"),
+        *("json_object", "json_schema", "regex", "choice", "grammar"),
+    ),
+    "Load on a server (with --url)": (
+        *("endpoint", "concurrency", "rate", "num_requests", "body", "warmup", "timeout", "save_texts"),
+    ),
+    "Processes": (
+        *("replicas", "cluster", "session_header"),
+        *("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts"),
+    ),
+    "Access": (
+        *("host", "port", "root_path", "served_model_name", "api_key", "api_key_file"),
+        *("cors_origin", "allowed_host", "trusted_proxy", "page"),
+    ),
+    "Requests": (
+        *("unknown_fields", "stored_responses", "special_tokens_in_messages", "call_format"),
+        *("max_waiting", "max_wait", "max_n", "max_prompt_tokens", "max_body", "max_bodies_memory"),
+        *("max_connections", "idle_timeout", "ping_interval", "engine_timeout", "grace"),
+    ),
+    "Logs": ("log_traffic", "log_traffic_size", "log_level", "log_format", "otlp_endpoint"),
+}
+_GROUP_OF: Final = {name: heading for heading, names in GROUPS.items() for name in names}
+FILE: Final = click.Path(path_type=Path, readable=False)  # shells complete its name; commands report faults
+
+
+class Command(click.Command):
+    """A click command; `short` names the options of --help, None: all of them."""
+
+    def __init__(self, *arguments: Any, short: Collection[str] | None = None, **more: Any) -> None:
+        more.setdefault("context_settings", {}).setdefault("max_content_width", _WIDTH)
+        super().__init__(*arguments, **more)
+        self.short = short
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Add --help-all where --help leaves options out."""
+        *params, help_option = super().get_params(ctx)
+        if self.short is None:
+            return [*params, help_option]
+        return [*params, _help_all(), help_option]
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The first paragraph of the command's help; all of it with --help-all."""
+        whole = self.help
+        if self._is_short(ctx) and whole is not None:
+            self.help = whole.partition("\n\n")[0]
+        try:
+            super().format_help_text(ctx, formatter)
+        finally:
+            self.help = whole
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The options, under the headings of GROUPS."""
+        groups: dict[str, list[tuple[str, str]]] = {_OWN: [], **{heading: [] for heading in GROUPS}}
+        for param in self.get_params(ctx):
+            if not isinstance(param, click.Option):
+                continue
+            shown = not self._is_short(ctx) or param.name in (*(self.short or ()), "help", "help_all")
+            if shown and (record := param.get_help_record(ctx)) is not None:
+                groups[_GROUP_OF.get(param.name or "", _OWN)].append(_compact(param, record))
+        for heading, records in groups.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records, col_max=_COLUMN)
+
+    def _is_short(self, ctx: click.Context) -> bool:
+        return self.short is not None and not ctx.meta.get(_ALL)
+
+
+def _help_all() -> click.Option:
+    def show(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+        if wanted and not context.resilient_parsing:
+            context.meta[_ALL] = True
+            click.echo(context.get_help(), color=context.color)
+            context.exit()
+
+    purpose = "Show every option and exit."
+    return click.Option(
+        ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=show, help=purpose
+    )
+
+
+def _compact(param: click.Parameter, record: tuple[str, str]) -> tuple[str, str]:
+    """A line of help: the option without its older names, N for a number, and its bare default."""
+    names, purpose = record
+    longs = [name for name in param.opts if name.startswith("--")]
+    for name in longs[1:]:
+        names = names.replace(f", {name}", "")
+    for name in [name for name in param.secondary_opts if name.startswith("--")][1:]:
+        names = names.replace(f", {name}", "")
+    return _METAVAR.sub(" N", names), purpose.replace("[default: ", "[")
