@@ -160,7 +160,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     If no speculator is named, the draft head that is shipped for the model is added to the default ones.
     Raises ConfigError.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value not in (None, ())}
     model = given.pop("model")
     named = given.get("drafts") or any(name in given for name in ("lookup", *OLD_NAMES))
     if not named:
