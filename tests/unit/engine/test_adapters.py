@@ -213,3 +213,15 @@ def test_a_variant_has_the_same_adapters(folder: Path) -> None:
             assert said(variant.generate(PROMPTS, RANDOM, lora_request=LoRARequest("one", 1))) == want
         with pytest.raises(ConfigError, match=r"lora is .*, and a variant shares weights"):
             llm.variant(lora=())
+
+
+def test_a_model_through_transformers_takes_none(folder: Path) -> None:
+    """A family of ours, whose adapters its native code would take."""
+    refused = "adapter 'one' cannot be used: models of transformers run without; merge it into the model"
+    with pytest.raises(ModelError, match=refused):
+        open_llm(folder, model_impl="transformers", lora={"one": folder / "one"})
+    with (
+        open_llm(folder, model_impl="transformers") as llm,
+        pytest.raises(ModelError, match=refused),
+    ):
+        llm.generate([PROMPT], GREEDY, lora_request=lora(folder, "one"))
