@@ -44,7 +44,7 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True)
 def _nothing_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep learned policy state out of other tests and of the user's cache."""
-    monkeypatch.setattr("specinfer.speculate.policy.memory.LEAST", 1 << 60)
+    monkeypatch.setattr("specinfer.speculate.policy.memory.MIN_OUTCOMES", 1 << 60)
 
 
 @pytest.fixture

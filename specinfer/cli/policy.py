@@ -71,7 +71,7 @@ def reset(target: str | None) -> None:
 
 def _lines(stored: StoredPolicy) -> list[str]:
     """The contents of one file, as text."""
-    from specinfer.speculate.policy.chances import BELIEVED, HEATS, Chances
+    from specinfer.speculate.policy.chances import CONFIDENCES, TEMPERATURES, Chances
     from specinfer.speculate.policy.memory import recall
 
     drafts, key = stored.learned.get("drafts"), stored.key
@@ -84,8 +84,8 @@ def _lines(stored: StoredPolicy) -> list[str]:
         return [f"{stored.file}", f"  cannot be used: {error}"]
     alike = [
         " at temperature 0",
-        *(f" at temperatures over {round(low, 2):g} to {high:g}" for low, high in pairwise(HEATS)),
-        f" at temperatures over {HEATS[-1]:g}",
+        *(f" at temperatures over {round(low, 2):g} to {high:g}" for low, high in pairwise(TEMPERATURES)),
+        f" at temperatures over {TEMPERATURES[-1]:g}",
     ]
     lines = [
         f"{stored.file}",
@@ -104,7 +104,7 @@ def _lines(stored: StoredPolicy) -> list[str]:
         ]
     for name, curves in chances.curves.items():
         for kind, curve in zip(("others", "first choices"), curves, strict=True):
-            rates = [f"{p:.2f}->{curve.rate(log(p / (1 - p))):.2f}" for p in BELIEVED]
+            rates = [f"{p:.2f}->{curve.rate(log(p / (1 - p))):.2f}" for p in CONFIDENCES]
             lines.append(f"  {name}: {kind}, reported->accepted: {' '.join(rates)}")
     return lines
 

@@ -1,6 +1,6 @@
-"""The decisions about one request's guesses in a step, and the reasons: for people who want to see them.
+"""Decisions about one request's guesses in a step, with their reasons, for display.
 
-Nothing here is made unless somebody asks (`Ensemble.explain`), and nothing is decided by it.
+They are made only when `Ensemble.explain` is called, and no code depends on them.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import Any, Final
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.tree import TokenTree
 
-# Reasons why a speculator has guessed or has not, as they are shown.
+# Displayed reasons why a speculator guessed or did not.
 GUESSED: Final = "guessed"
-NO_GUESS: Final = "no guess"  # it was asked, and had none
+NO_GUESS: Final = "no guess"  # it ran and returned none
 COST: Final = "not worth its cost"  # a draft's first level
-GUARD: Final = "off by the guard"  # guesses have lost time
-PLAIN: Final = "plain step"  # kept without guesses: others are compared with it
-HELD: Final = "held back by the policy"  # which gives no reason
-REQUEST: Final = "not for this request"  # by its parameters, or as there is nothing to guess from
-ROOM: Final = "no room"  # the text is about to end, or the request may have no nodes
+GUARD: Final = "off by the guard"  # speculation has lost time
+PLAIN: Final = "plain step"  # a step without guesses, timed for comparison
+HELD: Final = "held back by the policy"  # without a further reason
+REQUEST: Final = "not for this request"  # excluded by its parameters, or nothing to guess from
+ROOM: Final = "no room"  # the text is about to end, or the request has no node budget
 FAILED: Final = "failed before"
 
 
 @dataclass(frozen=True, slots=True)
 class Appraisal:
-    """The expectations of a policy for a step with the trees it has chosen."""
+    """A policy's estimates for a step with the trees it has chosen."""
 
-    probabilities: Sequence[Sequence[float]]  # of each tree's nodes to become text; the root's is 1
-    guess_seconds: float  # of the guesses of all requests: drafts' passes, and rows of the target's
-    seconds: float  # of the step
-    held: str | None = None  # why nobody may guess, but for requests with a size of their own
+    probabilities: Sequence[Sequence[float]]  # acceptance probabilities of each tree's nodes; the root's is 1
+    guess_seconds: float  # seconds for all guesses: drafts' passes, and additional rows of the target's pass
+    seconds: float  # seconds of the step
+    held: str | None = None  # why no speculator runs, except for requests with a size of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +40,28 @@ class Contribution:
 
     speculator: str
     reason: str
-    drawn: int = 0  # nodes it has guessed
-    verified: int = 0  # of these, by the target
-    levels: int = 0  # below the root, of its guesses
+    drawn: int = 0  # nodes it guessed
+    verified: int = 0  # of these, nodes that the target verifies
+    levels: int = 0  # levels of its guesses below the root
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The speculators that guessed for one request in one step, those that did not, and the expectations."""
+    """Each speculator's part in one request's step, and the policy's estimates."""
 
-    contributions: tuple[Contribution, ...]  # in the order in which they are asked
-    probabilities: tuple[float, ...] = ()  # of the nodes verified, as in Appraisal; (): not weighed
-    guess_seconds: float | None = None  # as in Appraisal, of all requests of the step
+    contributions: tuple[Contribution, ...]  # in the order in which speculators run
+    probabilities: tuple[float, ...] = ()  # acceptance probabilities of the verified nodes; (): no estimate
+    guess_seconds: float | None = None  # as in Appraisal, for all requests of the step
     seconds: float | None = None
-    requests: int = 1  # in the step
+    requests: int = 1  # requests in the step
 
     @property
     def expected_tokens(self) -> float | None:
-        """The tokens that the step is expected to bring the request."""
+        """Expected tokens of the request in this step, or None without an estimate."""
         return sum(self.probabilities) if self.probabilities else None
 
     def to_json(self) -> dict[str, Any]:
-        """The decision as plain JSON values; null where the policy does not weigh."""
+        """Return the decision as JSON values; null without an estimate."""
         speculators = [
             {
                 "name": one.speculator,
@@ -85,18 +85,18 @@ class Decision:
 
 @dataclass(slots=True)
 class Proposed:
-    """The guesses of a step, kept for `Ensemble.explain`; written by the ensemble as it goes."""
+    """The guesses of a step, for `Ensemble.explain`; the ensemble fills it."""
 
     plan: StepPlan
-    shown: StepPlan  # as the policy lets speculators see it
-    guessed: Sequence[TokenTree] = ()  # of each of its tree entries, before anything was dropped
+    shown: StepPlan  # the plan that the policy passes to speculators
+    guessed: Sequence[TokenTree] = ()  # one per tree entry, before nodes are dropped
     chosen: Sequence[TokenTree] = ()
     refused: dict[str, list[PlanEntry]] = field(default_factory=dict)  # first levels not worth their cost
 
     def decisions(
         self, names: Sequence[str], failed: Collection[str], appraisal: Appraisal | None
     ) -> list[Decision]:
-        """A decision for each of the plan's tree entries; `names` are of all speculators in their order."""
+        """Return a decision for each of the plan's tree entries; `names` are all speculators in order."""
         refused = {
             name: {entry.request.request_id for entry in entries} for name, entries in self.refused.items()
         }

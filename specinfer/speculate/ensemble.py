@@ -1,4 +1,4 @@
-"""Several speculators of any kind -> one merged tree per request."""
+"""Ensemble: runs all speculators and merges their guesses into one tree per request."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from specinfer.tree.merging import likeliest, prune
 from specinfer.tree.token_tree import single_node
 
 _LOG = logging.getLogger(__name__)
-_KEPT_FOR: Final = 8  # steps in a row without guesses, in which hidden states are still kept for heads
+_KEPT_FOR: Final = 8  # consecutive steps without guesses during which heads still receive hidden states
 
 
 class Ensemble:
-    """Asks each speculator in turn and merges what they propose (SpecInfer's merge-based construction).
+    """Runs speculators in turn and merges their trees (SpecInfer's merge-based construction).
 
-    They are asked in the order given, so those that cost nothing come first, and a draft model after them:
-    whether it is worth its passes depends on what is known without it. What can never become text is dropped
-    before the next one is asked.
+    They run in the given order. Cheap speculators come first and draft models last, because the worth of a
+    draft's pass depends on the guesses that exist without it. Guesses that cannot become text are dropped
+    before the next speculator runs.
 
-    `policy` decides how deep level speculators go, and which nodes of the merged trees are verified. Until
-    then guesses that may be dropped take no room (shared_tree.py); what the policy leaves beyond a request's
-    nodes is cut to the nodes their speculators think likeliest. Sampled draws are never dropped, and who
-    makes them knows its room before it draws, so the tree is lossless under every verifier
-    (docs/losslessness.md).
+    `policy` decides how deep level speculators draw, and which nodes of the merged trees are verified.
+    Guesses that may be dropped do not count against the node budget before that (shared_tree.py). If the
+    policy keeps more nodes than the budget, the likeliest by confidence remain. Sampled draws are never
+    dropped, and their speculators get their budget before they draw, so the tree is lossless under every
+    verifier (docs/losslessness.md).
 
-    A speculator that raises, or proposes what is no tree, is logged once and never asked again: a bad guesser
-    costs time, nothing else. One whose confidences are not between 0 and 1 is logged once, and goes on.
+    A speculator that raises or returns an invalid tree is logged once and never runs again: it costs time,
+    and the text does not change. One that returns confidences outside [0, 1] is logged once and continues.
     """
 
     def __init__(
@@ -56,25 +56,25 @@ class Ensemble:
         if foreign := [s for s in speculators if not isinstance(s, Speculator | LevelSpeculator)]:
             raise ConfigError(
                 f"{type(foreign[0]).__name__} is no speculator; derive it from "
-                "specinfer.speculators.Speculator, which has defaults for all but propose"
+                "specinfer.speculators.Speculator, which has defaults for all methods but propose"
             )
         names = [s.name for s in speculators]
         if len(set(names)) != len(names):
             raise ConfigError(f"speculators are named {names}; each needs a name of its own")
         self._keep(speculators)
-        self._held = 0  # steps in a row in which nobody could guess, up to this one
-        self._names = tuple(names)  # of all, those that have failed included
+        self._held = 0  # consecutive steps without guesses, up to this one
+        self._names = tuple(names)  # of all speculators, including failed ones
         self._vocab = vocab  # of the target
         self._policy = policy
-        self._fallback = fallback or SpeculationPolicy()  # decides where `policy` raises
+        self._fallback = fallback or SpeculationPolicy()  # replaces a policy that raises
         self._clock = clock
         self._guessed_tokens = dict.fromkeys(names, 0)
-        self._odd: set[str] = set()  # those that gave a confidence outside of 0 to 1, which was logged
+        self._odd: set[str] = set()  # speculators whose confidence outside [0, 1] was logged
         self._passes: list[LevelPass] = []  # of the step
-        self._proposed = Proposed(StepPlan(()), StepPlan(()))  # the same, for `explain`
+        self._proposed = Proposed(StepPlan(()), StepPlan(()))  # of the step, for `explain`
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
-        """One merged tree per entry that has a tree, of at most `entry.max_nodes` nodes."""
+        """Return one merged tree per tree entry, of at most `entry.max_nodes` nodes."""
         self._passes = []
         asked_for, plan = plan, self._decided("begin_step", plan)
         self._proposed = Proposed(asked_for, plan)
@@ -93,7 +93,7 @@ class Ensemble:
             guessing.append(speculator)
             trees = self._from(speculator, offer, shared)
             self._count(speculator.name, trees)
-            for one, tree in zip(asked, trees, strict=False):  # none if it failed
+            for one, tree in zip(asked, trees, strict=False):  # no trees if it failed
                 one.add(tree)
         guessed = [one.tree for one in shared]
         chosen = self._decided("choose_nodes", guessed)
@@ -104,29 +104,28 @@ class Ensemble:
         return fitting
 
     def explain(self) -> list[Decision]:
-        """Of the trees last proposed: who has guessed for each of the plan's tree entries, who not, and why.
+        """Return which speculators guessed for each tree entry of the last `propose`, and why others did not.
 
-        To be asked before anybody observes what became of them.
+        Must be called before `observe`.
         """
         failed = frozenset(self._names) - {speculator.name for speculator in self._speculators}
         return self._proposed.decisions(self._names, failed, self._decided("appraise", self._proposed.chosen))
 
     @property
     def guessed_tokens(self) -> dict[str, int]:
-        """Of each speculator the tokens it has guessed so far, verified or not; any thread may ask."""
+        """Number of tokens that each speculator has guessed, verified or not; readable from any thread."""
         return dict(self._guessed_tokens)
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The target's layers whose inputs somebody reads in this step; see `hear`.
+        """The target's layers whose inputs a speculator reads in this step; see `hear`.
 
-        None where nobody could guess for some steps: a head that is asked again goes on at the next block of
-        its cache.
+        Empty after several steps without guesses; a head then resumes at the next block of its cache.
         """
         return () if self._held > _KEPT_FOR else self._taps
 
     def hear(self, texts: TextRows, flight: Flight) -> None:
-        """Let those that read the target's hidden states have those of texts that go on, of one pass."""
+        """Pass the hidden states of one pass, for texts that continue, to the speculators that read them."""
         for speculator in self._speculators:
             if speculator.taps:
                 self._trying(speculator, partial(self._tell, speculator, texts, flight))
@@ -137,7 +136,7 @@ class Ensemble:
         reader.hear(own.features(flight, reader.taps))
 
     def observe(self, report: StepReport) -> None:
-        """Pass the outcomes on to every speculator; and to the policy all of it, and what was spent here."""
+        """Pass the outcomes to every speculator, and the report with the time of this to the policy."""
         began = self._clock()
         for speculator in self._speculators:
             self._trying(speculator, partial(speculator.observe, report.outcomes))
@@ -150,7 +149,7 @@ class Ensemble:
     def _from(
         self, speculator: AnySpeculator, plan: StepPlan, shared: Sequence[SharedTree]
     ) -> list[TokenTree]:
-        """What a speculator guesses, checked and without what cannot become text; nothing if it fails."""
+        """Return a speculator's checked trees without impossible tokens; no trees if it fails."""
         trees: list[TokenTree] = []
 
         def ask() -> None:
@@ -162,7 +161,7 @@ class Ensemble:
             if len(proposed) != len(entries):
                 raise SpeculatorError(
                     f"speculator {speculator.name!r} gave {len(proposed)} trees for {len(entries)} entries; "
-                    "propose returns one for each"
+                    "propose must return one for each"
                 )
             checked = self._checked(speculator.name, entries, proposed)
             self._note_confidences(speculator.name, checked)  # with those of all levels
@@ -183,9 +182,9 @@ class Ensemble:
     def _grown(
         self, speculator: LevelSpeculator, plan: StepPlan, guessed: Sequence[TokenTree]
     ) -> list[TokenTree]:
-        """The trees of a level speculator: level by level, wherever the policy says that it is worth it.
+        """Return a level speculator's trees, grown level by level below the nodes that the policy selects.
 
-        `guessed` is what there is of the trees of all.
+        `guessed` are the merged trees so far.
         """
         entries = plan.entries
         began = self._clock()
@@ -202,7 +201,7 @@ class Ensemble:
             below, rows = {}, 0
             if ends:
                 asked = [entries[i] for i in ends]
-                # A policy relies on it.
+                # The policy relies on valid trees.
                 trees = self._checked(speculator.name, asked, [speculator.tree(i) for i in ends])
                 chosen = self._decided("worth_deepening", speculator.name, asked, trees, [*ends.values()])
                 below = {i: nodes for i, nodes in zip(ends, chosen, strict=True) if nodes}
@@ -213,11 +212,11 @@ class Ensemble:
         return [speculator.tree(i) for i, entry in enumerate(entries) if entry.has_tree]
 
     def _count(self, name: str, trees: Sequence[TokenTree]) -> None:
-        """Count a speculator's guesses, without those that cannot become text."""
+        """Count a speculator's guesses, without impossible tokens."""
         self._guessed_tokens[name] += sum([len(tree.token_ids) - 1 for tree in trees])
 
     def _note_confidences(self, name: str, trees: Sequence[TokenTree]) -> None:
-        """Log the first confidence of a speculator that is not between 0 and 1."""
+        """Log a speculator's first confidence outside [0, 1]."""
         if name in self._odd:
             return
         for tree in trees:
@@ -233,20 +232,20 @@ class Ensemble:
                     )
                     return
 
-    def _decided(self, question: str, *asked: Any) -> Any:
-        """The answer of the policy; of one that raises, which is logged once, that of the fixed one.
+    def _decided(self, method: str, *arguments: Any) -> Any:
+        """Return the result of a policy method; a policy that raises is logged and replaced.
 
-        Deciding badly costs time, and no text; so a broken policy must cost no text either.
+        A policy affects speed and never the text, so its failure may not end a request.
         """
         try:
-            return getattr(self._policy, question)(*asked)
+            return getattr(self._policy, method)(*arguments)
         except Exception:
             _LOG.exception(
                 "the speculation policy %s failed; trees are no longer sized by their cost",
                 type(self._policy).__name__,
             )
             self._policy = self._fallback
-            return getattr(self._policy, question)(*asked)
+            return getattr(self._policy, method)(*arguments)
 
     def _trying(self, speculator: AnySpeculator, action: Callable[[], None]) -> None:
         try:
@@ -258,7 +257,7 @@ class Ensemble:
             self._keep([s for s in self._speculators if s is not speculator])
 
     def _keep(self, speculators: Sequence[AnySpeculator]) -> None:
-        """Ask these from now on."""
+        """Run these speculators from now on."""
         self._speculators = tuple(speculators)
         self._taps = tuple(sorted({tap for speculator in speculators for tap in speculator.taps}))
 
@@ -268,9 +267,9 @@ def _lets_nobody_guess(entry: PlanEntry) -> bool:
 
 
 def _offer(name: str, plan: StepPlan, shared: Sequence[SharedTree]) -> tuple[list[SharedTree], StepPlan]:
-    """What a speculator is shown: the entries it may guess for, each with the nodes it may propose.
+    """Return the plan for one speculator: the entries it may guess for, with their remaining node budgets.
 
-    Prompts that are being read are among them. The list has the trees of those with one.
+    Prefill entries are included. The list has the trees of the tree entries.
     """
     asked: list[SharedTree] = []
     entries: list[PlanEntry] = []
@@ -291,9 +290,9 @@ def _offer(name: str, plan: StepPlan, shared: Sequence[SharedTree]) -> tuple[lis
 
 
 def _checked(name: str, tree: TokenTree, root: int, max_nodes: int, max_depth: int, vocab: int) -> TokenTree:
-    """The tree, its draws as runs; raises SpeculatorError unless it is one the target may be asked about.
+    """Return the tree with its draws as runs; raises SpeculatorError if it is invalid for its entry.
 
-    And where its draws cannot become runs, whatever that raises: from here on they are relied on.
+    Draws that cannot be grouped into runs raise other exceptions, which count as failures, too.
     """
     tokens, parents, nodes = tree.token_ids, tree.parents, tree.num_nodes
     runs = as_runs(tree.draws)
@@ -322,7 +321,7 @@ def _checked(name: str, tree: TokenTree, root: int, max_nodes: int, max_depth: i
 
 
 def _shown(number: float) -> str:
-    """A number in a few characters; Python writes no int of many thousand digits."""
+    """Return a number as short text; Python refuses to print an int of many thousand digits."""
     try:
         return repr(float(number))
     except OverflowError:
@@ -330,7 +329,7 @@ def _shown(number: float) -> str:
 
 
 def _possible(tree: TokenTree, entry: PlanEntry) -> TokenTree:
-    """The tree without nodes the request's parameters exclude, or that its end comes before."""
+    """Return the tree without nodes that the request's parameters exclude or that follow its end."""
     processors = entry.processors
     if processors is None or tree.num_nodes == 1:
         return tree
@@ -339,10 +338,10 @@ def _possible(tree: TokenTree, entry: PlanEntry) -> TokenTree:
         return tree
     try:
         return prune(tree, permits=permits, ending=processors.ending)
-    except RequestError:  # a grammar too complex to follow: the target's walk will meet it, and say so
+    except RequestError:  # the grammar is too complex; verification raises this error for the request
         return single_node(tree.token_ids[0])
 
 
 def _within(entry: PlanEntry, tree: TokenTree) -> TokenTree:
-    """A policy's tree, cut to the request's nodes where it left more."""
+    """Return a policy's tree, cut to the request's node budget."""
     return tree if tree.num_nodes <= entry.max_nodes else likeliest(tree, tree.likelihoods(), entry.max_nodes)

@@ -1,4 +1,4 @@
-"""Guesses what a request's grammar leaves no choice about: brackets, keys, quotes."""
+"""GrammarSpeculator: guesses the text that a request's grammar forces, such as brackets, keys and quotes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from specinfer.request import Request
 from specinfer.speculate.speculator import Speculator
 from specinfer.tree import TokenTree, TreeBuilder
 
-_CONFIDENCE: Final = 0.9  # the text is certain, how it is cut into tokens is not
+_CONFIDENCE: Final = 0.9  # the text is certain, its tokenization is not
 
 
 class GrammarSpeculator(Speculator):
-    """Proposes the text the grammar forces, as the tokenizer writes it; needs no model and no memory.
+    """Proposes the text that the grammar forces, as the tokenizer encodes it; needs no model.
 
-    The bytes are certain, the cut into tokens is a guess: the target has the last word, as always.
+    The bytes are certain and their tokenization is a guess, which the target verifies.
     """
 
     name = "grammar"
@@ -25,11 +25,11 @@ class GrammarSpeculator(Speculator):
         self._depth = depth
 
     def most_nodes(self, request: Request) -> int:
-        """One chain, where the text has a form."""
+        """Return the length of one chain if the request has a form, else 0."""
         return self._depth if request.params.structured_output is not None else 0
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
-        """One chain of forced tokens per entry, point masses; the root alone where there is a choice."""
+        """Return a chain of forced tokens per entry, as point masses; only the root if nothing is forced."""
         return [self._tree(entry) for entry in plan.tree_entries]
 
     def _tree(self, entry: PlanEntry) -> TokenTree:
@@ -41,7 +41,7 @@ class GrammarSpeculator(Speculator):
             return builder.build()
         try:
             forced = grammar.forced((), limit)
-        except RequestError:  # too complex to follow: the target's walk will meet it, and say so
+        except RequestError:  # the grammar is too complex; verification raises this error for the request
             return builder.build()
         for token in forced:
             assert node is not None

@@ -1,4 +1,4 @@
-"""How many nodes one request's tree may have, and who may guess for it."""
+"""SpeculationLimits: node budget and speculators of a request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specinfer.speculation_config import OLD_NAMES, SpeculationConfig
 
 
 class SpeculationLimits:
-    """What the speculators of an engine may do for a request, within the engine's and its own limits."""
+    """Limits of speculation for a request, from the engine's options and the request's parameters."""
 
     def __init__(self, config: SpeculationConfig, speculators: Sequence[AnySpeculator]) -> None:
         self._config = config
@@ -20,7 +20,7 @@ class SpeculationLimits:
 
     @naming("speculation")
     def check(self, request: Request) -> None:
-        """Raise RequestError when the request asks for something this engine does not have."""
+        """Raise RequestError if the request's parameters do not fit this engine."""
         overrides = request.params.speculation
         for name in overrides.speculators or ():
             if self._new_name(name) not in self.names:
@@ -39,16 +39,16 @@ class SpeculationLimits:
             )
 
     def speculators(self, request: Request) -> tuple[str, ...]:
-        """The names of the speculators that may guess for the request, in the order they are asked."""
+        """Return the names of the speculators that may guess for the request, in the order they run."""
         return tuple(speculator.name for speculator, _ in self._guessing(request))
 
     def nodes(self, request: Request) -> int:
-        """The tree nodes to reserve for the request, the root included; 1: nobody guesses."""
+        """Return the request's maximum tree nodes, the root included; 1: no speculator may guess."""
         limit = request.params.speculation.max_nodes or self._config.most_nodes
         return min(limit, 1 + sum(most for _, most in self._guessing(request)))
 
     def _guessing(self, request: Request) -> list[tuple[AnySpeculator, int]]:
-        """The speculators that may guess for the request, each with the most nodes it may propose."""
+        """Return the speculators that may guess for the request, each with its maximum nodes."""
         params, overrides = request.params, request.params.speculation
         if not overrides.enabled:
             return []
@@ -63,20 +63,20 @@ class SpeculationLimits:
         ]
 
     def _named(self, names: Sequence[str] | None) -> set[str] | None:
-        """The speculators that a request names; None: all."""
+        """Return the present names of the speculators that a request names; None: all."""
         return None if names is None else {self._new_name(name) for name in names}
 
     def _new_name(self, name: str) -> str:
-        """What a speculator is called now, unless the engine has one of that name."""
+        """Return the present name of a speculator, unless the engine has one of the given name."""
         return name if name in self.names else OLD_NAMES.get(name, name)
 
     def _most_nodes(self, speculator: AnySpeculator, request: Request) -> int:
-        """The nodes a speculator may propose: those it needs, or all of a tree's."""
+        """Return the maximum nodes of a speculator: its own limit, or the engine's."""
         most = speculator.most_nodes(request)
         return self._config.most_nodes if most is None else most
 
     def _any_has_shape(self, request: Request) -> bool:
-        """Whether a draft or a caller's own speculator may heed a request's expansion."""
+        """Return whether a draft or a caller's speculator may use a request's expansion."""
         return any(
             isinstance(speculator, LevelSpeculator) or speculator.most_nodes(request) is None
             for speculator in self._speculators

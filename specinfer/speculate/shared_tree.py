@@ -1,4 +1,4 @@
-"""One request's tree, to which speculators add in turn."""
+"""SharedTree: one request's tree, to which speculators add in turn."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from specinfer.tree.token_tree import single_node
 
 
 class SharedTree:
-    """What was proposed for one request so far in a step, merged.
+    """The merged guesses for one request so far in a step.
 
-    Guesses that may be dropped do not take anybody's room: the tree may have more nodes than the request
-    until all have guessed, and then the best are kept. Sampled draws are never dropped. So they have their
-    turn before the others below every node, and only they take room.
+    Guesses that may be dropped do not count against the node budget: the tree may exceed it until all
+    speculators have guessed, and then the best nodes are kept. Sampled draws are never dropped, so they
+    count, and come before the other draws below every node.
     """
 
     def __init__(self, entry: PlanEntry) -> None:
         self.entry = entry
-        self.taken = 0  # nodes that will stay: that many less may be proposed
-        self._tree: TokenTree | None = single_node(entry.token_ids[entry.end - 1])  # None: as it was merged
+        self.taken = 0  # nodes that cannot be dropped, which reduce the budget of later speculators
+        self._tree: TokenTree | None = single_node(entry.token_ids[entry.end - 1])  # None: build from _merged
         self._merged: MergedTree | None = None
         self._sampled: list[TokenTree] = []
         self._others: list[TokenTree] = []
 
     @property
     def tree(self) -> TokenTree:
-        """All of it."""
+        """The merged tree."""
         if self._tree is None:
-            assert self._merged is not None, "where there is no tree it was merged"
+            assert self._merged is not None, "without a tree there is a merged one"
             self._tree = self._merged.build()
         return self._tree
 
     def add(self, tree: TokenTree) -> None:
-        """Merge what one speculator proposed; it has no more nodes than there is room."""
+        """Merge one speculator's tree, which fits into the remaining node budget."""
         if tree.num_nodes == 1:
             return
         if not any_sampled(tree.draws):
@@ -50,7 +50,7 @@ class SharedTree:
         self._graft(self._others)
 
     def _graft(self, trees: Sequence[TokenTree]) -> None:
-        """Add trees of guesses that may be dropped."""
+        """Merge trees of guesses that may be dropped."""
         if self._merged is None and trees:
             if self.tree.num_nodes == 1 and len(trees) == 1:
                 self._tree = trees[0]

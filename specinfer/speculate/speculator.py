@@ -1,4 +1,4 @@
-"""The two kinds of speculators: proposing trees, or growing them by levels (docs/add_a_speculator.md)."""
+"""Base classes of speculators: whole trees, or trees grown level by level (docs/add_a_speculator.md)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specinfer.plan import StepPlan
 from specinfer.request import Request
 from specinfer.tree import TokenTree
 
-if TYPE_CHECKING:  # who only asks what a speculator may do loads no models
+if TYPE_CHECKING:  # reading the limits of speculators does not load models
     from specinfer.runtime.features import TextFeatures
 
 
@@ -20,43 +20,43 @@ class Outcome:
     """The result of one step for one request."""
 
     request_id: str
-    committed: tuple[int, ...]  # the tokens this step added, accepted then bonus; empty on abort
-    finished: bool  # no further step will come: forget the request
+    committed: tuple[int, ...]  # tokens that the step added, accepted then bonus; empty after an abort
+    finished: bool  # True if the request has no further step; its state can be freed
 
 
 class SpeculatorBase:
-    """A named guesser: the members that both kinds of speculators have, with their defaults.
+    """Members of both kinds of speculators, with their defaults.
 
-    It learns of every commit, whoever proposed it, of the requests it may guess for and of others. It may
-    keep state by request id; `Outcome.finished` ends it. One that raises is not asked again (ensemble.py).
+    `observe` gets every commit, of any speculator's guess and of any request. A speculator may keep state by
+    request id until `Outcome.finished`. One that raises is never called again (ensemble.py).
     """
 
-    name: str  # short, unique in the engine; draws and figures carry it
-    # Whether it guesses from answers to other requests. Such a guess may know the random numbers that
-    # multi-step sampling with a seed is about to use, so it is not asked there.
+    name: str  # short, unique in the engine; draws and counters carry it
+    # True if it guesses from answers to other requests. Such a guess may depend on the random numbers that
+    # multi-step sampling with a seed is about to use, so the speculator does not run there.
     remembers_answers: bool = False
-    # The target's layers whose inputs it reads, as LanguageModel.run_layers counts them.
+    # The target's layers whose inputs it reads, numbered as in LanguageModel.run_layers.
     taps: tuple[int, ...] = ()
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Learn which tokens were committed, and which requests ended."""
+        """Learn which tokens were committed, and which requests ended. Does nothing by default."""
 
     def most_nodes(self, request: Request) -> int | None:
-        """The nodes below the root that it may propose for a request; 0: it has nothing to guess from.
+        """Return the maximum nodes below the root for a request; 0: no guess is possible.
 
-        None: as many as the request may have.
+        None, the default: as many as the request may have.
         """
         return None
 
     def hear(self, texts: Sequence[TextFeatures]) -> None:
-        """Take in the hidden states (`taps`) of texts that a pass has read or written.
+        """Receive the hidden states (`taps`) of texts that a pass has computed. Does nothing by default.
 
-        Each text goes on where it ended, or begins anew. Called before the step's outcomes are told;
-        requests that ended are left out.
+        Each text continues at its former end, or starts again. Called before `observe`, without the requests
+        that ended.
         """
 
     def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
-        """Note the merged trees of a step in which it was asked, and their parts that are verified."""
+        """Receive the merged trees of a step in which it ran, and their verified parts."""
 
 
 class Speculator(SpeculatorBase, ABC):
@@ -64,38 +64,41 @@ class Speculator(SpeculatorBase, ABC):
 
     @abstractmethod
     def propose(self, plan: StepPlan) -> list[TokenTree]:
-        """One tree for each of `plan.tree_entries`, of at most `entry.max_nodes` nodes.
+        """Return one tree for each of `plan.tree_entries`, of at most `entry.max_nodes` nodes.
 
-        A tree is rooted at the entry's last token. The plan holds the requests it may guess for, those whose
-        prompts are being read among them: they want no tree, and show the text to come.
+        The root of a tree is the entry's last token, and its depth is at most `entry.max_depth`. The plan has
+        the requests that this speculator may guess for. Its prefill entries need no tree; they show the
+        prompt. An exception, or an invalid tree, switches the speculator off.
         """
 
 
 class LevelSpeculator(SpeculatorBase, ABC):
-    """A speculator that grows the trees of a step level by level, and is asked before each level.
+    """A speculator that grows the trees of a step level by level.
 
-    A level costs a pass of a model, and each node in it a row. So the policy (policy/) decides below which
-    nodes the next level is drawn, knowing the draws so far.
+    A level costs a pass of a model, and each of its nodes a row. So before each level the policy (policy/)
+    decides, from the draws so far, below which nodes it is drawn.
     """
 
     @abstractmethod
     def begin(self, plan: StepPlan) -> list[int]:
-        """Open a step; for each of `plan.entries` the tokens of its text this speculator has not read."""
+        """Start a step; returns the unread tokens of the text of each of `plan.entries`."""
 
     @abstractmethod
     def deepen(self, below: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
-        """Draw children below these nodes of the trees of these of the plan's entries.
+        """Draw children below nodes of trees, both given by number of the plan's entry.
 
-        At first each entry comes with node 0, and its text is read, as far as this step computes it. An entry
-        without a tree is only read; so is one whose text is too long to be read in one step. Later they are
-        nodes of those returned before: the nodes of each entry's tree below which it can go on, likely ones
-        or not; none of an entry that has no room for more. A speculator that can only go on with all of them
-        may do so.
+        In the first call each entry has node 0, and its text is read up to the end of this step's tokens. An
+        entry without a tree is only read, as is one whose text is too long for one step. Later calls have
+        nodes that the call before returned. A speculator that can only extend all of its nodes may do so.
+
+        Returns:
+            The nodes of each entry's tree below which it can draw further, likely or not; entries without
+            room for more nodes are left out.
         """
 
     @abstractmethod
     def tree(self, entry: int) -> TokenTree:
-        """The tree of the plan's entry of that number, as it has grown so far."""
+        """Return the present tree of an entry, given by its number in the plan."""
 
 
 AnySpeculator = Speculator | LevelSpeculator

@@ -1,7 +1,6 @@
-"""The speculators an engine has besides its drafts: a new one is added here, its options to config.py.
+"""Speculators of an engine other than drafts; a new one is added here, and its options to its config.
 
-Draft models are not among them: they are loaded with the target (engine/build.py), and asked after all of
-these; then come a caller's own.
+Drafts are loaded with the target (engine/build.py) and run after these; a caller's speculators run last.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _LOG = logging.getLogger(__name__)
 def build_speculators(
     config: SpeculationConfig, library: Library | None = None, progress: Progress | None = None
 ) -> list[Speculator]:
-    """Those that the config asks for, in the order they are asked.
+    """Return the configured speculators, in the order in which they run.
 
-    They are asked before the drafts: they cost next to nothing, and what they know says whether a draft's
-    pass is worth it. Surest first, as of equal guesses the first are verified. `library` looks guesses up;
-    where the models run without one, it is loaded for that alone. Raises KernelBuildError where lookups are
-    asked for and none can be had; lookups that are "auto" are left off then, with a warning.
+    They run before the drafts: they cost almost nothing, and their guesses determine the worth of a draft's
+    pass. The most reliable comes first, as of equally likely guesses the first are verified. `library` has
+    the native look-up; it is loaded here if the models run without it. Raises KernelBuildError if `lookup` is
+    True and the library is not available; with "auto" the lookup is then off, with a warning.
     """
     speculators: list[Speculator] = [
         GrammarSpeculator(depth=config.forced_depth or 16),
@@ -57,5 +56,5 @@ def _library_for_lookups(config: SpeculationConfig, progress: Progress | None) -
                 f"lookup is {config.lookup}, and needs native kernels: {error}; or leave lookups off: "
                 "lookup=False, --no-lookup"
             ) from None
-        _LOG.warning("no guesses are looked up, as that needs native kernels: %s", error)
+        _LOG.warning("lookup is off, as it needs native kernels: %s", error)
         return None

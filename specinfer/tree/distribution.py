@@ -1,4 +1,4 @@
-"""A distribution of the next token that names only the tokens it gives any probability."""
+"""Distribution: next-token probabilities over a support."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distribution:
-    """The probability of each token of a support; every other token of the vocabulary has none."""
+    """The probability of each token of a support; every other token has probability 0."""
 
     probabilities: NDArray[np.float64]  # [support]
     ids: NDArray[np.int64] | None  # [support], ascending; None: all of vocab
     vocab: int
 
     def place(self, token: int) -> int | None:
-        """Where `token` stands in the support; None where it does not."""
+        """Return the index of `token` in the support, or None if it is not there."""
         if self.ids is None:
             return token
         place = int(np.searchsorted(self.ids, token))
         return place if place < len(self.ids) and self.ids[place] == token else None
 
     def id_at(self, place: int) -> int:
-        """The token id at a place of the support."""
+        """Return the token id at an index of the support."""
         return place if self.ids is None else int(self.ids[place])
 
     def over(self, ids: NDArray[np.int64] | None) -> NDArray[np.float64]:
-        """The probabilities of other ids, ascending (None: of every token), in their order."""
+        """Return the probabilities of ascending `ids` (None: of every token), in their order."""
         if self.ids is None:
             return self.probabilities if ids is None else self.probabilities[ids]
         if ids is None:
@@ -39,5 +39,5 @@ class Distribution:
         return np.where(self.ids[places] == ids, self.probabilities[places], 0.0)
 
     def dense(self) -> NDArray[np.float64]:
-        """The probability of every token, [vocab]."""
+        """Return the probability of every token, [vocab]."""
         return self.over(None)

@@ -1,7 +1,7 @@
-"""Draws: who proposed which token below which node, with the law it came from; and which verifier takes it.
+"""Draws of speculators, and the verifiers that are lossless for them.
 
-A step makes hundreds. So those of one speculator by one rule, which most come as, are kept as columns, a
-*run*; a Draw is made of a run's when somebody asks for it.
+A step makes hundreds of draws. So consecutive draws of one speculator by one rule are stored as columns, a
+*run*; a Draw object is made only when it is read.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ if TYPE_CHECKING:  # options name draw rules, and commands read options before t
 
 
 class DrawRule(StrEnum):
-    """How a speculator came to propose a token; it decides which verifier may treat the draw."""
+    """How a speculator chose a token; it determines which verifier is lossless for the draw."""
 
     POINT_MASS = "point_mass"  # a function of the text so far: top-k, lookup, prediction
     COUPLED = "coupled"  # top-k of log q + the noise the target will use at that position
     IID = "iid"  # sampled from q, independently of the other draws
-    WITHOUT_REPLACEMENT = "without_replacement"  # from q without this speculator's earlier draws here
+    WITHOUT_REPLACEMENT = "without_replacement"  # from q without this speculator's earlier draws at the node
 
     @property
     def is_sampled(self) -> bool:
-        """Whether a verifier relies on how the token was drawn, so that it is never dropped for its value."""
-        # Looked up in a set it would be hashed in Python.
+        """True if a verifier relies on how the token was drawn; its value may not decide its removal."""
+        # Comparison is faster than a set, which would call the hash function in Python.
         return self is not DrawRule.POINT_MASS and self is not DrawRule.COUPLED
 
 
-# The verify rules. coupled: the target's own seeded choice, then a look whether the tree holds it; mss:
-# multi-step speculative sampling (SpecInfer, algorithm 2).
+# Verifiers. coupled: the target's seeded choice, then a look-up in the tree; mss: multi-step speculative
+# sampling (SpecInfer, algorithm 2).
 Verifier = Literal["coupled", "mss"]
 DraftDraw = Literal["coupled", "top_k", "iid", "without_replacement"]
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The draw rules that go with one verifier."""
+    """The draw rules of one verifier."""
 
-    accepted: frozenset[DrawRule]  # for which it is lossless, whoever draws (docs/losslessness.md)
-    draws: Mapping[str, DrawRule]  # those that draft models may use, by option name; the default first
+    accepted: frozenset[DrawRule]  # rules for which it is lossless (docs/losslessness.md)
+    draws: Mapping[str, DrawRule]  # rules for draft models, by option name; the default first
 
 
-# The coupled rule never looks at a draw. Multi-step sampling needs the law a value was drawn from, and a
-# coupled draw has none that is independent of the target's noise. The top-k of a draft model is a point mass
-# whichever verifier looks at it.
+# The coupled verifier never reads a draw. Multi-step sampling needs the distribution that a token was drawn
+# from, and a coupled draw has none that is independent of the target's noise. The top-k tokens of a draft
+# model are point masses for both.
 PAIRS: Final[Mapping[Verifier, Pairs]] = MappingProxyType(
     {
         "coupled": Pairs(frozenset(DrawRule), {"coupled": DrawRule.COUPLED, "top_k": DrawRule.POINT_MASS}),
@@ -70,7 +70,7 @@ PAIRS: Final[Mapping[Verifier, Pairs]] = MappingProxyType(
 
 
 def draw_rule(verifier: Verifier | None, usual: DrawRule | None = None) -> DrawRule:
-    """How a draft draws for `verifier`: as usual where that is lossless, else by the verifier's own rule."""
+    """Return a draft's rule for `verifier`: `usual` if that is lossless, else the verifier's default."""
     if verifier is None and usual is not None:
         return usual
     rules = tuple(PAIRS[verifier or "coupled"].draws.values())
@@ -78,7 +78,7 @@ def draw_rule(verifier: Verifier | None, usual: DrawRule | None = None) -> DrawR
 
 
 def check_pair(verifier: Verifier, rules: Iterable[DrawRule], speculator: str) -> None:
-    """Raise DrawRuleError unless `verifier` is lossless for all draw rules `speculator` uses."""
+    """Raise DrawRuleError unless `verifier` is lossless for all draw rules of `speculator`."""
     allowed = PAIRS[verifier].accepted
     for rule in rules:
         if rule not in allowed:
@@ -89,18 +89,18 @@ def check_pair(verifier: Verifier, rules: Iterable[DrawRule], speculator: str) -
 
 
 class Draw(NamedTuple):
-    """One proposal of one token at one node by one speculator, with the law it was drawn from.
+    """One token that one speculator proposed below one node.
 
-    A tuple, as a step makes hundreds: they are made and taken apart quickest. Each equals itself alone.
+    A tuple, which is the fastest to make and to unpack. A draw is equal only to itself.
     """
 
     parent: int  # the node below which the token was proposed
     node: int  # the node that holds the token; several draws may share it
     speculator: str
     rule: DrawRule
-    law: Distribution | NDArray[np.float64] | None = None  # q, an array being [vocab]; only of sampled rules
-    confidence: float = 0.5  # the speculator's own idea of how likely the token is; no verifier reads it
-    evidence: tuple[float, ...] = ()  # what else it saw, for a policy to learn from; its module says what
+    law: Distribution | NDArray[np.float64] | None = None  # q of a sampled rule, [vocab] if an array
+    confidence: float = 0.5  # the speculator's acceptance probability; no verifier reads it
+    evidence: tuple[float, ...] = ()  # numbers for a policy, documented by the speculator's module
 
     def __hash__(self) -> int:
         return id(self)
@@ -113,30 +113,30 @@ class Draw(NamedTuple):
 
 
 _UNSAMPLED: Final = (DrawRule.POINT_MASS, DrawRule.COUPLED)
-_SUREST: Final = 1.000001  # a confidence can be: a probability in float32 may be rounded to more than 1
-draw_of: Final = tuple.__new__  # draw_of(Draw, fields) is quicker than Draw(*fields)
+_MAX_CONFIDENCE: Final = 1.000001  # a float32 probability may be rounded to more than 1
+draw_of: Final = tuple.__new__  # draw_of(Draw, fields) is faster than Draw(*fields)
 
 
 class Run(NamedTuple):
-    """Draws of one speculator by one rule, one behind another, with as much evidence each: columns."""
+    """Consecutive draws of one speculator by one rule with equal evidence lengths, as columns."""
 
     speculator: str
     rule: DrawRule
     parents: Sequence[int]
     nodes: Sequence[int]
     confidences: Sequence[float]
-    evidence: Sequence[float]  # of all, `pieces` of each
+    evidence: Sequence[float]  # of all draws, `pieces` numbers for each
     pieces: int
-    laws: Sequence[Distribution | NDArray[np.float64] | None] | None = None  # None: none has one
+    laws: Sequence[Distribution | NDArray[np.float64] | None] | None = None  # None: no draw has one
 
     def moved(self, nodes: Sequence[int]) -> Run:
-        """The same where node n has the number nodes[n]."""
+        """Return this run with node n renumbered to nodes[n]."""
         speculator, rule, parents, own, confidences, evidence, pieces, laws = self
         above, at = [nodes[parent] for parent in parents], [nodes[node] for node in own]
         return Run(speculator, rule, above, at, confidences, evidence, pieces, laws)
 
     def fault(self, num_nodes: int) -> str | None:
-        """What is wrong with it in a tree of so many nodes, None where nothing is."""
+        """Return why the run is invalid in a tree of `num_nodes` nodes, or None if it is valid."""
         parents, nodes, confidences, count = self.parents, self.nodes, self.confidences, len(self.nodes)
         lengths = len(parents), len(confidences), count if self.laws is None else len(self.laws)
         if lengths != (count, count, count) or len(self.evidence) != self.pieces * count:
@@ -154,11 +154,11 @@ class Run(NamedTuple):
         return None
 
     def odd_confidences(self) -> list[float]:
-        """Those that are not between 0 and 1: NaN, infinite, or any other number."""
-        return [sure for sure in self.confidences if not 0.0 <= sure <= _SUREST]
+        """Return the confidences that are not in [0, 1], such as NaN."""
+        return [sure for sure in self.confidences if not 0.0 <= sure <= _MAX_CONFIDENCE]
 
     def draws(self) -> Iterator[Draw]:
-        """Each of them."""
+        """Yield each draw."""
         pieces = self.pieces
         seen = zip(*[iter(self.evidence)] * pieces, strict=True) if pieces else iter([()] * len(self.nodes))
         for i, (parent, node, sure, evidence) in enumerate(
@@ -168,7 +168,7 @@ class Run(NamedTuple):
             yield draw_of(Draw, (parent, node, self.speculator, self.rule, law, sure, evidence))
 
     def kept(self, numbers: Sequence[int]) -> Run:
-        """Those at nodes n that have a number, numbers[n] >= 0, which is theirs then."""
+        """Return the draws at nodes n with numbers[n] >= 0, renumbered to that."""
         stay = [numbers[node] >= 0 for node in self.nodes]
         pieces, laws, number = self.pieces, self.laws, numbers.__getitem__
         of_each = stay if pieces == 1 else [one for one in stay for _ in range(pieces)]
@@ -185,7 +185,7 @@ class Run(NamedTuple):
 
 
 class Runs(Sequence[Draw]):
-    """Draws in order, as runs, one by one, or both: what nobody asks for is not made, and nothing twice."""
+    """Lazy sequence of draws, stored as runs, as draws, or as both."""
 
     __slots__ = ("_draws", "_numbers", "_runs", "_source")
 
@@ -195,14 +195,14 @@ class Runs(Sequence[Draw]):
         numbers: Sequence[int] | None = None,
         draws: tuple[Draw, ...] | None = None,
     ) -> None:
-        """With `numbers` those at nodes n with numbers[n] >= 0 alone, which is their number then.
+        """Hold `runs`, or `draws` if these are given.
 
-        With `draws` these, and no runs are given.
+        With `numbers`, only draws at nodes n with numbers[n] >= 0 are held, renumbered to that.
         """
         self._source = runs
         self._numbers = numbers
         self._draws = draws
-        # Set once, when whole: several threads may look at a tree.
+        # Set once, when complete, as several threads may read a tree.
         self._runs: Sequence[Run] | None = runs if numbers is None and draws is None else None
 
     @property
@@ -220,13 +220,13 @@ class Runs(Sequence[Draw]):
 
     @property
     def rules(self) -> list[DrawRule]:
-        """The rules of all, in no order, and maybe several times."""
+        """The rules of all draws, unordered, with repetitions."""
         if self._runs is None and self._draws is not None:
             return [draw.rule for draw in self._draws]
         return [run.rule for run in self.runs]
 
     def drawn_by(self, speculator: str) -> int:
-        """How many are of one speculator."""
+        """Return the number of draws of one speculator."""
         numbers = self._numbers
         if self._runs is None and numbers is not None:
             nodes = [run.nodes for run in self._source if run.speculator == speculator]
@@ -247,7 +247,7 @@ class Runs(Sequence[Draw]):
         return iter(self._each())
 
     def __eq__(self, other: object) -> bool:
-        """Of the same draws, in the same order."""
+        """Compare the draws and their order."""
         if isinstance(other, Runs):
             other = other._each()
         return self._each() == other
@@ -265,41 +265,41 @@ class Runs(Sequence[Draw]):
 
 
 def as_runs(draws: Sequence[Draw]) -> Runs:
-    """Draws that may be asked for as runs."""
+    """Return the draws as Runs."""
     return draws if isinstance(draws, Runs) else Runs(draws=tuple(draws))
 
 
 def _all_are(kind: type, values: Sequence[object]) -> bool:
-    """Whether all are of that kind; this is asked of every run, so first without a loop in Python."""
+    """Return whether all values are of that type; the fast path has no loop in Python."""
     return {kind}.issuperset(map(type, values)) or all(isinstance(value, kind) for value in values)
 
 
 def _runs_of(draws: Sequence[Draw]) -> Sequence[Run]:
-    """Draws as runs."""
+    """Group consecutive draws into runs."""
     if not draws:
         return ()
     columns = tuple(zip(*draws, strict=True))
     speculators, rules, evidence = columns[2], columns[3], columns[6]
     alike = speculators.count(speculators[0]) == rules.count(rules[0]) == len(draws)
-    if alike and len({*map(len, evidence)}) == 1 and rules[0] in _UNSAMPLED:  # as a rule
+    if alike and len({*map(len, evidence)}) == 1 and rules[0] in _UNSAMPLED:  # the usual case
         return (_run(columns),)
     return [_run(tuple(zip(*each, strict=True))) for _, each in groupby(draws, _kind)]
 
 
 def any_sampled(draws: Sequence[Draw]) -> bool:
-    """Whether a verifier relies on how any of them was drawn (DrawRule.is_sampled)."""
-    rules = as_runs(draws).rules  # this is asked of every tree of a step: no property of a rule's is called
+    """Return whether any draw is sampled (DrawRule.is_sampled)."""
+    rules = as_runs(draws).rules  # counting is faster than calling `is_sampled` for every tree of a step
     return sum(map(rules.count, _UNSAMPLED)) < len(rules)
 
 
 def _kind(draw: Draw) -> tuple[str, DrawRule, int, bool]:
-    """What draws of a run have in common."""
+    """Return the key that all draws of a run share."""
     return draw.speculator, draw.rule, len(draw.evidence), draw.law is None
 
 
 def _run(columns: tuple[Any, ...]) -> Run:
-    """Draws of one kind, at least one, as a run."""
+    """Return the run of one or more draws with one key, given as columns."""
     parents, nodes, speculators, rules, laws, confidences, evidence = columns
-    told, pieces = [*chain.from_iterable(evidence)], len(evidence[0])
-    known = None if laws[0] is None else laws
-    return Run(speculators[0], rules[0], parents, nodes, confidences, told, pieces, known)
+    flat, pieces = [*chain.from_iterable(evidence)], len(evidence[0])
+    run_laws = None if laws[0] is None else laws
+    return Run(speculators[0], rules[0], parents, nodes, confidences, flat, pieces, run_laws)

@@ -24,7 +24,7 @@ class Expansion:
 
     @classmethod
     def of(cls, value: object) -> Expansion:
-        """A plan, its text, or its widths, as a plan; raises ConfigError where it is none of these."""
+        """Return a plan given as a plan, as text or as widths; raises ConfigError for other values."""
         if isinstance(value, Expansion):
             return value
         if isinstance(value, str):
@@ -35,7 +35,7 @@ class Expansion:
 
     @classmethod
     def parse(cls, text: str) -> Expansion:
-        """The plan written as '1,1,3'; raises ConfigError when it is not one."""
+        """Return the plan written as '1,1,3'; raises ConfigError for other text."""
         try:
             widths = tuple(int(part) for part in text.strip("<> ").split(","))
         except ValueError:
@@ -51,7 +51,7 @@ class Expansion:
 
     @property
     def num_nodes(self) -> int:
-        """The nodes of a full tree, the root included."""
+        """Number of nodes of a full tree, the root included."""
         total, level = 1, 1
         for width in self.widths:
             level *= width
@@ -59,7 +59,7 @@ class Expansion:
         return total
 
     def deepened(self, depth: int) -> Expansion:
-        """The same with at least so many levels: what it lacks are chains."""
+        """Return this plan with at least `depth` levels; added levels have width 1."""
         return Expansion((*self.widths, *[1] * (depth - self.depth)))
 
     def __str__(self) -> str:

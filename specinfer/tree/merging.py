@@ -1,4 +1,4 @@
-"""Several trees below one root, as one tree (SpecInfer, definition 3.2); and trees without dead nodes."""
+"""Merge trees with one root (SpecInfer, definition 3.2), and remove nodes from trees."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from specinfer.tree.token_tree import TokenTree, child_of
 
 
 class MergedTree:
-    """A tree that others are merged into: sequences they share are there once, draws are all kept, in order.
+    """A tree into which others are merged: equal sequences share nodes, and all draws are kept in order.
 
-    A child of a node that another tree has brought is new, as no two children of a node hold the same token.
-    So tokens are looked up below nodes that were there before, and nowhere else.
+    No two children of a node hold the same token. So below a node that a graft has added, its other nodes are
+    new, and only nodes that existed before the graft need a look-up.
     """
 
     def __init__(self, tree: TokenTree) -> None:
@@ -22,15 +22,16 @@ class MergedTree:
         self._runs = [*as_runs(tree.draws).runs]
 
     def graft(self, tree: TokenTree, below: int = 0) -> None:
-        """Add all sequences of `tree` and its draws; node `below` holds its root's token."""
-        nodes = [below]  # by node of `tree`
+        """Add the sequences and draws of `tree`; node `below` holds its root's token. Mutates this tree."""
+        nodes = [below]  # the node here of each node of `tree`
         self.place(tree, nodes, len(self.token_ids))
         self._runs += [run.moved(nodes) for run in as_runs(tree.draws).runs]
 
     def place(self, tree: TokenTree, nodes: list[int], before: int) -> None:
-        """Add to `nodes`, where the first nodes of `tree` are here, where its others are; adds those missing.
+        """Extend `nodes`, the node here of each of the first nodes of `tree`, to all of its nodes.
 
-        Nodes from `before` on are of this tree: none of its children is looked up below them.
+        Adds the missing nodes. Nodes numbered `before` or higher come from `tree`, so their children need no
+        look-up.
         """
         token_ids, parents, known = self.token_ids, self.parents, frozenset(self.token_ids[1:before])
         first = len(nodes)
@@ -44,15 +45,15 @@ class MergedTree:
             nodes.append(node)
 
     def build(self) -> TokenTree:
-        """The tree as it stands."""
+        """Return the merged tree."""
         return TokenTree(tuple(self.token_ids), tuple(self.parents), Runs(tuple(self._runs)))
 
 
 def merge(trees: Sequence[TokenTree]) -> TokenTree:
-    """The tree that holds exactly the sequences of all `trees`, with all draws.
+    """Return the tree with exactly the sequences of all `trees`, and with all of their draws.
 
-    The draws keep the order of `trees`, then their order within each. Raises IntegrityError when the
-    trees do not share one root token.
+    The draws keep the order of `trees`, then their order within each. Raises IntegrityError if the root
+    tokens differ.
     """
     roots = {tree.token_ids[0] for tree in trees}
     if len(roots) != 1:
@@ -68,18 +69,18 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
 def prune(
     tree: TokenTree, *, permits: Callable[[tuple[int, ...], int], bool] | None, ending: Container[int]
 ) -> TokenTree:
-    """`tree` without what follows an ending token, and without tokens their own path forbids.
+    """Return `tree` without descendants of ending tokens and without tokens that their path forbids.
 
-    What hangs below a dropped node goes with it. Nodes with a sampled draw are never dropped for their own
-    value (docs/losslessness.md says why); below an ending token there is no law left to keep.
+    A removed node's descendants are removed with it. A node with a sampled draw is never removed for its own
+    value (docs/losslessness.md has the reason). Below an ending token it may be, as no text follows there.
 
     Args:
-        tree: the candidates; not mutated, and returned itself when nothing is dropped.
-        permits: whether a token may follow the tokens of a path at all; None: everything may.
-        ending: token ids after which no text follows.
+        tree: the candidates; not mutated, and returned itself if nothing is removed.
+        permits: returns whether a token may follow the tokens of a path; None: any token may.
+        ending: token ids that end the text.
     """
     firm = {draw.node for draw in tree.draws if sampled(draw)}
-    paths: dict[int, tuple[int, ...]] = {0: ()}  # of the nodes that stay
+    paths: dict[int, tuple[int, ...]] = {0: ()}  # of the kept nodes
     for node in range(1, tree.num_nodes):
         parent, token = tree.parents[node], tree.token_ids[node]
         if parent not in paths or (parent > 0 and tree.token_ids[parent] in ending):
@@ -90,15 +91,15 @@ def prune(
 
 
 def sampled(draw: Draw) -> bool:
-    """Whether a draw may never be dropped for its value, as some verifier relies on how it was drawn."""
+    """True if a verifier relies on how the token was drawn, so that its value may not decide its removal."""
     return draw.rule.is_sampled
 
 
 def firm_nodes(tree: TokenTree) -> set[int]:
-    """The nodes that have to stay, whichever verifier the tree meets; others may be dropped for any reason.
+    """Return the nodes that may not be removed under any verifier; others may be, for any reason.
 
-    Those of sampled draws stay, those of the draws that have their turn before one below the same node, as
-    that one is drawn without knowing what becomes of them, and those above all of these.
+    These are the nodes of sampled draws, the nodes of draws that come before a sampled one below the same
+    parent (the later draw does not depend on what becomes of them), and the ancestors of all of these.
     """
     firm: set[int] = set()
     if not any_sampled(tree.draws):
@@ -114,21 +115,22 @@ def firm_nodes(tree: TokenTree) -> set[int]:
     return firm
 
 
-def likeliest(tree: TokenTree, hopes: Sequence[float], most: int) -> TokenTree:
-    """The tree's `most` likeliest nodes, the root and firm ones among them; of equal ones the earlier.
+def likeliest(tree: TokenTree, probabilities: Sequence[float], max_nodes: int) -> TokenTree:
+    """Return the tree of the `max_nodes` likeliest nodes; ties keep the earlier node.
 
-    `hopes` is how likely each node is to become text, [num_nodes]: none is likelier than its parent.
+    The root and firm nodes are always kept. `probabilities` are the acceptance probabilities of the nodes,
+    [num_nodes]; no node may be likelier than its parent.
     """
-    if tree.num_nodes <= most:
+    if tree.num_nodes <= max_nodes:
         return tree
     firm = firm_nodes(tree)
     firm.add(0)
-    ranked = sorted(range(tree.num_nodes), key=lambda node: (node not in firm, -hopes[node]))
-    return keep(tree, sorted(ranked[: max(most, len(firm))]))
+    ranked = sorted(range(tree.num_nodes), key=lambda node: (node not in firm, -probabilities[node]))
+    return keep(tree, sorted(ranked[: max(max_nodes, len(firm))]))
 
 
 def keep(tree: TokenTree, nodes: Collection[int]) -> TokenTree:
-    """The subtree of `nodes`, ascending; it must hold the root and each node's parent."""
+    """Return the subtree of `nodes`, which ascend and include the root and each node's parent."""
     if len(nodes) == tree.num_nodes:
         return tree
     tokens, parents = tree.token_ids, tree.parents

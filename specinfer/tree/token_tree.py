@@ -1,8 +1,8 @@
-"""The token tree.
+"""TokenTree and its builder.
 
-Nodes merge (merging.py), draws do not: two speculators that propose the same token below the same node share
-that node (and one row of the target's forward pass), but both draws are kept, in order, because multi-step
-speculative sampling needs each draw with the law it came from (docs/losslessness.md).
+Two speculators that propose the same token below the same node share a node, and so one row of the target's
+pass. Both draws are kept in order, because multi-step speculative sampling needs each draw with the
+distribution it was drawn from (docs/losslessness.md).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:  # options name draw rules, and commands read options before t
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """Candidate continuations of one request, flattened parent-before-child.
+    """Candidate continuations of one request; immutable, parents before children.
 
-    Node 0 is the last committed token, so every tree has at least one node. No two children of a
-    node hold the same token. Node u stands for the text of its ancestors followed by its own token
-    (SpecInfer, definition 3.1).
+    Node 0 is the last committed token, so every tree has at least one node. No two children of a node hold
+    the same token. A node represents the text of its ancestors followed by its own token (SpecInfer,
+    definition 3.1).
     """
 
     token_ids: tuple[int, ...]  # [num_nodes]
     parents: tuple[int, ...]  # [num_nodes], parents[0] == -1, parents[i] < i
-    draws: Sequence[Draw] = ()  # in proposal order; duplicates kept, MSS needs them
+    draws: Sequence[Draw] = ()  # in proposal order, with duplicates, which MSS needs
 
     @property
     def num_nodes(self) -> int:
@@ -40,21 +40,21 @@ class TokenTree:
         return len(self.token_ids)
 
     def depths(self) -> list[int]:
-        """The depth of every node, [num_nodes]; the root's is 0."""
+        """Return the depth of every node, [num_nodes]; the root's is 0."""
         depths = [0] * len(self.parents)
         for node in range(1, len(self.parents)):
             depths[node] = depths[self.parents[node]] + 1
         return depths
 
     def children(self) -> list[dict[int, int]]:
-        """For every node, its children as token id -> node, in proposal order."""
+        """Return the children of every node as token id -> node, in proposal order."""
         children: list[dict[int, int]] = [{} for _ in self.parents]
         for node in range(1, len(self.parents)):
             children[self.parents[node]][self.token_ids[node]] = node
         return children
 
     def path_to(self, node: int) -> tuple[int, ...]:
-        """The nodes from below the root down to `node`, in order; empty for the root."""
+        """Return the nodes from below the root down to `node`; empty for the root."""
         path: list[int] = []
         while node > 0:
             path.append(node)
@@ -62,14 +62,14 @@ class TokenTree:
         return tuple(reversed(path))
 
     def path_tokens(self, node: int) -> tuple[int, ...]:
-        """The token ids along `path_to(node)`."""
+        """Return the token ids along `path_to(node)`."""
         return tuple(self.token_ids[n] for n in self.path_to(node))
 
     def likelihoods(self) -> list[float]:
-        """How likely its speculators think each node to become text, [num_nodes]; the root's is 1.
+        """Return the speculators' acceptance probability of each node, [num_nodes]; the root's is 1.
 
-        The confidences along its path multiplied; of several draws of a node the surest. No node is likelier
-        than its parent, whatever a speculator says.
+        It is the product of the confidences along the node's path, with the highest confidence of several
+        draws of a node, at most 1. So no node is likelier than its parent.
         """
         own = [1.0, *[0.0] * (self.num_nodes - 1)]
         for run in as_runs(self.draws).runs:
@@ -82,7 +82,7 @@ class TokenTree:
         return own
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError when the tree breaks one of the invariants its docstring names."""
+        """Raise IntegrityError if an invariant of the class docstring does not hold."""
         ensure(len(self.token_ids) == len(self.parents) >= 1, "a tree has a root and one parent per node")
         ensure(self.parents[0] == -1, "node 0 is the root")
         seen: set[tuple[int, int]] = set()
@@ -98,10 +98,10 @@ class TokenTree:
 
 @dataclass(slots=True)
 class TreeBuilder:
-    """Grows one tree; a token that is already there is shared, its draw is kept."""
+    """Builds one tree; a repeated token shares its node, and every draw is kept."""
 
     root: int  # token id of node 0
-    max_nodes: int = 1 << 30  # `add` of a new node past this returns None
+    max_nodes: int = 1 << 30  # `add` returns None for a new node beyond this number
     token_ids: list[int] = field(init=False)
     parents: list[int] = field(init=False)
     draws: list[Draw] = field(init=False, default_factory=list)
@@ -121,11 +121,24 @@ class TreeBuilder:
         confidence: float = 0.5,
         evidence: tuple[float, ...] = (),
     ) -> int | None:
-        """Record a draw of `token` below `parent`; the node that holds it, or None when the tree is full.
+        """Add a draw of `token` below `parent`; returns its node, or None if the tree is full.
 
-        A full tree drops draws of deterministic and coupled rules only: whether a *sampled* token
-        fits must not depend on its value, so callers of the sampled rules check `full` before drawing.
-        Raises IndexError where `parent` is no node.
+        Mutates the builder. A full tree accepts no new node: it drops draws of the rules POINT_MASS and
+        COUPLED. Whether a *sampled* token fits may not depend on its value, so callers check `full` before
+        they sample.
+
+        Args:
+            parent: the node below which the token was drawn.
+            token: the token id.
+            speculator: the name of the speculator.
+            rule: how the token was drawn.
+            law: the distribution that a sampled token was drawn from; None for the other rules.
+            confidence: the speculator's acceptance probability, from 0 to 1.
+            evidence: numbers for a policy to learn from.
+
+        Raises:
+            IndexError: `parent` is not a node of the tree.
+            IntegrityError: a sampled token does not fit.
         """
         node = self._children.get((parent, token))
         if node is None:
@@ -142,11 +155,11 @@ class TreeBuilder:
         return node
 
     def child(self, parent: int, token: int) -> int | None:
-        """The child of `parent` that holds `token`, if there is one."""
+        """Return the child of `parent` that holds `token`, or None."""
         return self._children.get((parent, token))
 
     def path_tokens(self, node: int) -> tuple[int, ...]:
-        """The token ids from below the root down to `node`; empty for the root."""
+        """Return the token ids from below the root down to `node`; empty for the root."""
         tokens: list[int] = []
         while node > 0:
             tokens.append(self.token_ids[node])
@@ -155,21 +168,21 @@ class TreeBuilder:
 
     @property
     def full(self) -> bool:
-        """Whether no further node fits."""
+        """True if no further node fits."""
         return len(self.token_ids) >= self.max_nodes
 
     def build(self) -> TokenTree:
-        """The tree as it stands."""
+        """Return the tree."""
         return TokenTree(tuple(self.token_ids), tuple(self.parents), as_runs(self.draws))
 
 
 def single_node(token: int) -> TokenTree:
-    """The tree of ordinary decoding: the last committed token and nothing guessed."""
+    """Return the tree of ordinary decoding: the last committed token without guesses."""
     return TokenTree((token,), (-1,))
 
 
 def draws_by_parent(draws: Iterable[Draw]) -> dict[int, list[Draw]]:
-    """The draws below each node, in proposal order."""
+    """Return the draws below each node, in proposal order."""
     below: dict[int, list[Draw]] = {}
     for draw in draws:
         below.setdefault(draw.parent, []).append(draw)
@@ -177,7 +190,7 @@ def draws_by_parent(draws: Iterable[Draw]) -> dict[int, list[Draw]]:
 
 
 def child_of(token_ids: Sequence[int], parents: Sequence[int], parent: int, token: int) -> int | None:
-    """The node below `parent` that holds `token`, if there is one: quicker than `children` for a few."""
+    """Return the child of `parent` that holds `token`, or None; faster than `children` for few look-ups."""
     node = -1
     for _ in range(token_ids.count(token)):
         node = token_ids.index(token, node + 1)
@@ -187,7 +200,7 @@ def child_of(token_ids: Sequence[int], parents: Sequence[int], parent: int, toke
 
 
 def next_nodes(tree: TokenTree, text: Iterable[int]) -> dict[int, int | None]:
-    """For every node down the path of `text`, the node of its next token; None where none holds it."""
+    """Return, for every node on the path of `text`, the child with the next token, or None at its end."""
     found: dict[int, int | None] = {}
     node = 0
     for token in text:
@@ -199,7 +212,7 @@ def next_nodes(tree: TokenTree, text: Iterable[int]) -> dict[int, int | None]:
 
 
 def proposed_by(tree: TokenTree) -> list[list[str]]:
-    """For every node the speculators that proposed it, in order of their draws; the root has none."""
+    """Return the speculators that proposed each node, in the order of their draws; none for the root."""
     names: list[list[str]] = [[] for _ in tree.token_ids]
     for draw in tree.draws:
         if draw.speculator not in names[draw.node]:

@@ -1,12 +1,12 @@
-"""Verification: which of the tree's tokens the target says itself, and the one it adds.
+"""Verification: the accepted tokens of a tree, and the bonus token.
 
-A verifier is a pure function: a tree, the target's laws and keyed noise in, an Acceptance out. There is
-no model, no cache and no global random state in it. docs/losslessness.md has the rules and the proofs.
+A verifier is a pure function of a tree, the target's distributions and keyed noise; it returns an Acceptance.
+It has no model, no cache and no global random state. docs/losslessness.md has the rules and the proofs.
 
-    verifier    it is                                           takes draws that are
-    coupled     argmax(log p + keyed noise), then a look-up     anything: it never reads them
+    verifier    rule                                            draws it accepts
+    coupled     argmax(log p + keyed noise), then a look-up     any: it does not read them
     mss         accept or reject each draw with min(1, p / q)   i.i.d., without replacement, point masses
 
-Words: a *law* is a distribution of the next token; a *draw* is one proposal of one token by one speculator;
-the *path* is the accepted nodes from below the root down; the *bonus token* is the one the target adds.
+Terms: a *law* is a distribution of the next token; a *draw* is one proposal of one token by one speculator;
+the *path* is the accepted nodes from below the root down; the *bonus token* is the target's token after it.
 """

@@ -1,12 +1,12 @@
-"""The default rule, and the Acceptance that every rule returns.
+"""Coupled verification, the default, and the Acceptance that every verifier returns.
 
-The target chooses first, then we look whether the tree holds its choice.
+The target chooses a token first; the verifier then looks it up in the tree.
 
-The one idea: the choice after a text is argmax(log p + Gumbel noise), and the noise is a pure function of
-(request seed, position, token id). So the text is decided by the seed and the target alone; the tree
-decides only how much of it one step yields. A speculator that ranks its tokens by log q + the *same*
-noise guesses well. With E = exp(-Gumbel), a unit exponential, the argmax is the winner of a race:
-argmin(E / p), and P(token i wins) = p_i.
+The choice after a text is argmax(log p + Gumbel noise), where the noise is a pure function of (request seed,
+position, token id). So the seed and the target alone determine the text, and the tree determines only how
+many tokens one step yields. A speculator that ranks its tokens by log q + the *same* noise guesses well.
+With E = exp(-Gumbel), a unit exponential, the argmax is the winner of a race: argmin(E / p), and
+P(token i wins) = p_i.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from specinfer.verify import noise
 from specinfer.verify.law import Law
 from specinfer.verify.target_law import NUMPY_ROW, RowScan, race_scores
 
-POOL: Final = 64  # of a speculator's likeliest tokens run in its race
+POOL: Final = 64  # likeliest tokens of a speculator that take part in its race
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """The path the target agrees with, plus one token of its own."""
+    """The accepted path and the bonus token."""
 
-    path: tuple[int, ...]  # accepted nodes from below the root down; empty when none was accepted
-    next_token: int  # the bonus token: chosen by the target after the last node of the path
+    path: tuple[int, ...]  # accepted nodes from below the root down; empty if none is accepted
+    next_token: int  # the bonus token, which the target chooses after the last node of the path
 
     def tokens(self, tree: TokenTree) -> tuple[int, ...]:
-        """The token ids this makes text: the path's, then the bonus token."""
+        """Return the token ids to commit: the path's, then the bonus token."""
         return (*(tree.token_ids[node] for node in self.path), self.next_token)
 
 
 def verify_coupled(tree: TokenTree, choose: Callable[[int], int]) -> Acceptance:
-    """Follow the target's choices down the tree; the first one the tree does not hold is the bonus token.
+    """Follow the target's choices down the tree; the first one that is not in the tree is the bonus token.
 
     Lossless for any tree and any draws. With the target's argmax as `choose` it is greedy verification.
 
     Args:
         tree: the candidates.
-        choose: the target's choice after a node; called once per visited node, root first, and for no other.
+        choose: returns the target's choice after a node; called once per visited node, root first.
     """
     children = tree.children()
     path: list[int] = []
@@ -60,9 +60,9 @@ def verify_coupled(tree: TokenTree, choose: Callable[[int], int]) -> Acceptance:
 
 
 def coupled_choice(law: Law, seed: int, position: int, scan: RowScan = NUMPY_ROW) -> int:
-    """The token argmax(log p + noise) of `law` at the absolute `position` of the token being chosen.
+    """Return the token argmax(log p + noise) of `law` for the absolute `position`.
 
-    A point mass needs no noise, which makes greedy the same function.
+    A point mass, as in greedy decoding, needs no noise.
     """
     if law.ids is not None and law.ids.shape[0] == 1:
         return int(law.ids[0])
@@ -75,16 +75,16 @@ def coupled_choice(law: Law, seed: int, position: int, scan: RowScan = NUMPY_ROW
 def coupled_top_k(
     law: Law, seed: int, position: int, k: int, *, pool: int = POOL, scan: RowScan = NUMPY_ROW
 ) -> NDArray[np.int64]:
-    """The k tokens with the largest log q + noise, best first: what a speculator of law q should propose.
+    """Return the k tokens with the largest log q + noise, best first: a speculator's proposals from law q.
 
-    For the speculator it is sampling k tokens without replacement. Only the `pool` most likely tokens
-    run (any proposal is lossless). Fewer than k ids come back when the law supports fewer.
+    This samples k tokens without replacement. Only the `pool` likeliest tokens take part, which is lossless
+    as any proposal is. Returns fewer than k ids if the support is smaller.
     """
     first = fastest(law, scan.most_likely(law.logits, max(pool, k)), seed, position, k)
     return first if law.ids is None else law.ids[first]
 
 
 def fastest(law: Law, entries: NDArray[np.int64], seed: int, position: int, k: int) -> NDArray[np.int64]:
-    """The k of these entries of the support that have the largest log q + noise, best first."""
+    """Return the k entries of the support with the largest log q + noise, best first, among `entries`."""
     scores = race_scores(law, entries, noise.race_key(seed, position))
     return entries[np.argsort(scores, kind="stable")[:k]]

@@ -1,7 +1,7 @@
-"""A law: the distribution of the next token after sampling parameters, as logits over a support.
+"""Law: the next-token distribution after sampling parameters, as logits over a support.
 
-Every filter (top-k, top-p, min-p) only says which ids remain, so a law is always the softmax of
-logits / temperature over the ids it supports; nothing is normalised before somebody needs it.
+A filter (top-k, top-p, min-p) only selects ids, so a law is always the softmax of logits / temperature over
+its support. It is normalized when its probabilities are read.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class Law:
 
     logits: NDArray[np.float32]  # [support]
     ids: NDArray[np.int64] | None  # [support], no id twice; None: all of vocab
-    top: int  # index into `logits` of the largest
+    top: int  # index of the largest logit
     temperature: float
     vocab: int
 
     def probabilities(self) -> NDArray[np.float64]:
-        """The probability of each supported token, [support], in the order of `ids`."""
+        """Return the probability of each supported token, [support], in the order of `ids`."""
         weights = self.log_weights()
-        np.exp(weights, out=weights)  # in place: fresh pages cost as much as the arithmetic
+        np.exp(weights, out=weights)  # in place: new memory pages cost as much time as the arithmetic
         weights /= weights.sum()
         return weights
 
     def log_weights(self, indices: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
-        """log p plus a constant that makes the largest 0, [support], or for some entries of it only."""
+        """Return log p plus a constant that makes the largest 0, [support] or [indices]."""
         logits = self.logits if indices is None else self.logits[indices]
         weights = logits.astype(np.float64)
         weights -= float(self.logits[self.top])
@@ -43,27 +43,27 @@ class Law:
         return weights
 
     def id_at(self, index: int) -> int:
-        """The token id of an entry of the support."""
+        """Return the token id at an index of the support."""
         return index if self.ids is None else int(self.ids[index])
 
     def renamed(self, ids: NDArray[np.int64], vocab: int) -> Law:
-        """The same law where the token it calls i is token ids[i] of a vocabulary of `vocab`."""
+        """Return this law with token i renamed to ids[i], in a vocabulary of `vocab` tokens."""
         return Law(self.logits, ids if self.ids is None else ids[self.ids], self.top, self.temperature, vocab)
 
     def distribution(self) -> Distribution:
-        """The probabilities by ascending token id: what multi-step sampling works on."""
+        """Return the probabilities by ascending token id, for multi-step sampling."""
         if self.ids is None:
             return Distribution(self.probabilities(), None, self.vocab)
         order = np.argsort(self.ids, kind="stable")
         return Distribution(self.probabilities()[order], self.ids[order], self.vocab)
 
     def dense(self) -> NDArray[np.float64]:
-        """The probability of every token, [vocab]."""
+        """Return the probability of every token, [vocab]."""
         return self.distribution().dense()
 
 
 def most_likely(logits: NDArray[np.floating], n: int) -> NDArray[np.int64]:
-    """The ids of the n largest logits, largest first, equal logits lowest id first; never one of -inf.
+    """Return the ids of the n largest logits, largest first, ties by lowest id; excludes logits of -inf.
 
     One read of the row bounds the n-th largest from below; only ids above the bound are sorted.
     """
@@ -77,7 +77,7 @@ def most_likely(logits: NDArray[np.floating], n: int) -> NDArray[np.int64]:
 
 
 def _bound_of_nth(logits: NDArray[np.floating], n: int) -> float:
-    """A value that at least n logits reach, and not many more."""
+    """Return a value that at least n logits reach, and not many more."""
     groups = logits.shape[0] // 64
     if n > groups:
         return float(np.partition(logits, -n)[-n])
@@ -87,10 +87,10 @@ def _bound_of_nth(logits: NDArray[np.floating], n: int) -> float:
 
 
 def inverse_cdf(weights: NDArray[np.float64], u: float) -> int:
-    """The index at which the cumulated weights first exceed u * total, for u in [0, 1).
+    """Return the first index where the cumulative weight exceeds u * total, for u in [0, 1).
 
-    Weights need not sum to 1. An index of weight zero is never returned, not even for u = 0 or when
-    u * total rounds up to the total.
+    Weights need not sum to 1. An index of weight 0 is never returned, not even for u = 0 or when u * total
+    rounds up to the total.
     """
     cumulated = np.cumsum(weights)
     index = int(np.searchsorted(cumulated, u * cumulated[-1], side="right"))

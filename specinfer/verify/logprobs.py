@@ -1,4 +1,4 @@
-"""Log-probabilities that are reported to the caller, those of a prompt as numbers until somebody looks."""
+"""Log-probabilities of output and prompt tokens; those of a prompt stay arrays until they are read."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from specinfer.verify.law import most_likely
 from specinfer.verify.scan import NO_TOKEN, LogitBlock, Scan
 from specinfer.verify.target_law import target_law
 
-FIGURE_BYTES: Final = 16  # of one token at one place: id, rank and log-probability
+FIGURE_BYTES: Final = 16  # bytes for one token at one position: id, rank and log-probability
 
 
 class Scores(NamedTuple):
-    """What is reported of one token at each of R rows: its own figures, then those of the likeliest tokens.
+    """Log-probabilities at each of R rows: of the row's token, then of the likeliest tokens.
 
-    All of it is of the model's own law, as `raw_logprobs` has it.
+    They are those of the model's distribution, as from `raw_logprobs`.
     """
 
-    ids: NDArray[np.int32]  # [R, 1 + top]; NO_TOKEN behind the last
+    ids: NDArray[np.int32]  # [R, 1 + top]; NO_TOKEN after the last
     logprobs: NDArray[np.float64]  # [R, 1 + top]
-    ranks: NDArray[np.int32]  # [R, 1 + top]; one more than the number of likelier tokens
+    ranks: NDArray[np.int32]  # [R, 1 + top]; 1 + the number of likelier tokens
 
     @classmethod
     def empty(cls, rows: int, top: int) -> Scores:
-        """Room for so many rows, in which nothing is known."""
+        """Return arrays for `rows` rows without values."""
         shape = (rows, 1 + top)
         return cls(np.full(shape, NO_TOKEN, np.int32), np.zeros(shape), np.zeros(shape, np.int32))
 
     def put(self, places: slice | NDArray[np.int64], part: Scores) -> None:
-        """Write the rows of `part` to these places."""
+        """Write the rows of `part` to the rows `places` of this, in place."""
         self.ids[places], self.logprobs[places], self.ranks[places] = part
 
     def report(self, row: int, text_of: Callable[[int], str]) -> Logprobs:
-        """What is known at a row, the token itself first; `text_of` says what a token is as text."""
+        """Return the log-probabilities at a row, the row's token first; `text_of` decodes a token."""
         columns = self.ids[row].tolist(), self.logprobs[row].tolist(), self.ranks[row].tolist()
         return {
             token: Logprob(logprob, rank, text_of(token))
@@ -51,9 +51,9 @@ class Scores(NamedTuple):
 def score(
     logits: LogitBlock, rows: NDArray[np.int64], tokens: NDArray[np.int64], top: int, scan: Scan
 ) -> Scores:
-    """The figures of `tokens[i]` at `rows[i]` of the block, and of the `top` likeliest tokens there.
+    """Return the scores of `tokens[i]` at `rows[i]` of the block, and of the `top` likeliest tokens there.
 
-    The same numbers as `report` of `raw_logprobs`, from one scan of all rows and one sum over each.
+    The numbers equal those of `report(raw_logprobs(...))`, with one scan of all rows and one sum over each.
     """
     scores = Scores.empty(len(rows), top)
     scores.ids[:, 0] = tokens
@@ -62,7 +62,7 @@ def score(
         values = likeliest.values
         scores.ids[:, 1:] = likeliest.ids
         places = np.arange(1, top + 1)
-        begins = np.ones(values.shape, dtype=np.bool_)  # of a run of equal ones, which have one rank
+        begins = np.ones(values.shape, dtype=np.bool_)  # start of a run of equal values, which share a rank
         begins[:, 1:] = values[:, 1:] != values[:, :-1]
         scores.ranks[:, 1:] = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
     weights = np.empty(logits.vocab)
@@ -79,16 +79,16 @@ def score(
 
 
 def raw_logprobs(logits_V: NDArray[np.float32]) -> NDArray[np.float64]:
-    """The model's own log-probabilities, [vocab]: no temperature, no processor, no filter."""
+    """Return the model's log-probabilities, [vocab], without temperature, processors and filters."""
     shifted = logits_V.astype(np.float64) - float(logits_V.max())
     return np.asarray(shifted - np.log(np.exp(shifted).sum()))
 
 
 def processed_logprobs(logits_V: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float64]:
-    """Log-probabilities of the law tokens are chosen from, [vocab]; -inf where it excludes them.
+    """Return the log-probabilities of the distribution that is sampled, [vocab]; -inf for excluded tokens.
 
-    `logits_V` are the processed logits. At temperature 0, where that law is a point mass, they are taken at
-    temperature 1 without filters, as in vLLM: the argmax is the same, and a number says how close it was.
+    `logits_V` are the processed logits. At temperature 0 that distribution is a point mass; the result is
+    then that of temperature 1 without filters, as in vLLM: the argmax is the same, and it shows the margin.
     """
     if params.greedy:
         return raw_logprobs(logits_V)
@@ -97,13 +97,13 @@ def processed_logprobs(logits_V: NDArray[np.float32], params: SamplingParams) ->
 
 
 def report(logprobs_V: NDArray[np.float64], chosen: int, top: int, tokenizer: Tokenizer) -> Logprobs:
-    """The figures of the chosen token and of the `top` likeliest, the chosen one first.
+    """Return the log-probabilities of the chosen token and of the `top` likeliest, the chosen one first.
 
-    The rank of a token is one more than the number of likelier ones.
+    A token's rank is 1 + the number of likelier tokens.
     """
     ranks = {chosen: int((logprobs_V > logprobs_V[chosen]).sum()) + 1}
     likeliest = most_likely(logprobs_V, top).tolist() if top else []
-    falling = -logprobs_V[likeliest]  # whatever is likelier than one of them is one of them
+    falling = -logprobs_V[likeliest]  # a token that is likelier than one of these is itself in the list
     ranks.update(zip(likeliest, (np.searchsorted(falling, falling) + 1).tolist(), strict=True))
     return {
         token: Logprob(logprob=float(logprobs_V[token]), rank=rank, text=tokenizer.text_of(token))
@@ -112,30 +112,30 @@ def report(logprobs_V: NDArray[np.float64], chosen: int, top: int, tokenizer: To
 
 
 class PromptLogprobs(Sequence[Logprobs | None]):
-    """The reports of a prompt's tokens, one for each; None for the first, and for one that has none yet.
+    """Log-probabilities of a prompt's tokens; None for the first, and for tokens not computed yet.
 
-    A report is made when it is asked for: 21 figures of each of 4,000 tokens are 1.3 MB of numbers, and ten
-    times as much in objects. So this is what the completions of a prompt share and what processes send.
+    An item is made when it is read: 21 entries for each of 4,000 tokens are 1.3 MB as arrays, and ten times
+    as much as objects. The completions of a prompt share this object, and processes send it.
     """
 
     __slots__ = ("_known", "_scores", "_texts", "top")
 
     def __init__(self, tokens: int, top: int) -> None:
-        """Nothing is known yet of a prompt of so many tokens, for each of which `top` are to be reported."""
+        """Start without values, for `tokens` prompt tokens and the `top` likeliest tokens at each."""
         self.top = top
         self._known = [False] * tokens
-        self._scores: Scores | None = None  # [prompt, 1 + top], as soon as there is one
-        self._texts: dict[int, str] = {}  # of all tokens named
+        self._scores: Scores | None = None  # [prompt, 1 + top]; None before the first `add`
+        self._texts: dict[int, str] = {}  # text of every token in the scores
 
     def add(self, first: int, scores: Scores, text_of: Callable[[int], str]) -> None:
-        """Take in the figures of the tokens from position `first` on; saying it twice changes nothing."""
+        """Store the scores of the tokens from position `first` on, in place; repeating it changes nothing."""
         if self._scores is None:
             self._scores = Scores.empty(len(self), self.top)
         places = slice(first, first + len(scores.ids))
         self._scores.put(places, scores)
         for token in set(scores.ids.ravel().tolist()) - self._texts.keys() - {NO_TOKEN}:
             self._texts[token] = text_of(token)
-        self._known[places] = [True] * len(scores.ids)  # last: other threads read meanwhile
+        self._known[places] = [True] * len(scores.ids)  # last, as other threads may read at any time
 
     def __len__(self) -> int:
         return len(self._known)
@@ -159,4 +159,4 @@ class PromptLogprobs(Sequence[Logprobs | None]):
             return NotImplemented
         return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
 
-    __hash__ = None  # type: ignore[assignment]  # it may still grow
+    __hash__ = None  # type: ignore[assignment]  # mutable

@@ -1,13 +1,13 @@
 """Multi-step speculative sampling (MSS): SpecInfer's algorithm 2, over draws instead of nodes.
 
-The one idea: at a node, p is what the target still owes. Each draw in its turn is accepted with
-probability min(1, p(x) / q(x)), q being the law it was drawn from; a rejection takes from p what the draw
-would have paid on average, p <- norm(max(0, p - q)). When no draw is left, the bonus token is sampled from
-p. The sum over all ways to get a token is its probability under the target, whatever the laws q, as long
-as every draw was *drawn* from its declared law: so the rule of a draw decides its q.
+At a node, p starts as the target's distribution. Each draw in turn is accepted with probability
+min(1, p(x) / q(x)), where q is the distribution it was drawn from. A rejection replaces p by the residual
+norm(max(0, p - q)). After the last draw, the bonus token is sampled from p. The probabilities of all ways to
+emit a token sum to its probability under the target for any q, provided that every draw was *drawn* from its
+declared distribution. So the draw rule determines q:
 
     IID                   the declared law
-    WITHOUT_REPLACEMENT   the declared law without this speculator's earlier draws here, renormalised
+    WITHOUT_REPLACEMENT   the declared law without this speculator's earlier draws here, renormalized
     POINT_MASS            all mass on the token: accept with p(x), a rejection removes x from p
     COUPLED               refused: its value depends on the target's noise, so there is no such q
 """
@@ -29,46 +29,47 @@ from specinfer.verify import noise
 from specinfer.verify.coupled import Acceptance
 from specinfer.verify.law import inverse_cdf
 
-_SUM_TOLERANCE: Final = 1e-5  # a law that was a float32 softmax passes, a forgotten normalisation does not
+_SUM_TOLERANCE: Final = 1e-5  # a float32 softmax passes, a distribution that is not normalized does not
 
 
 @dataclass(frozen=True, slots=True)
 class Coin:
-    """Where the verifier's chance comes from; each (depth, turn) is asked about at most once."""
+    """The verifier's random numbers, each (depth, turn) used at most once."""
 
     uniform: Callable[[int, int], float]  # of (depth, turn), in [0, 1), 0 possible
 
     def accept(self, depth: int, turn: int, p: float, q: float) -> bool:
-        """True with probability min(1, p / q); never when p is 0.
+        """Return True with probability min(1, p / q), and never if p is 0.
 
-        It is whether r * q < p. Strictly: with <=, r = 0 would accept a token of probability zero.
+        The test is r * q < p. It is strict: with <=, r = 0 would accept a token of probability 0.
         """
         return self.uniform(depth, turn) * q < p
 
     def pick(self, depth: int, turn: int, weights: NDArray[np.float64]) -> int:
-        """An index, with probability weights[index] / sum; never one of weight 0."""
+        """Return an index with probability weights[index] / sum, never one of weight 0."""
         return inverse_cdf(weights, self.uniform(depth, turn))
 
 
 def seeded_coin(seed: int, position: int) -> Coin:
-    """The coin of a request whose tree's root is followed by the token at absolute `position`."""
+    """Return the coin of a request; the token after the tree's root has the absolute `position`."""
     return Coin(lambda depth, turn: noise.uniform(seed, position + depth, turn))
 
 
 def verify_multistep(
     tree: TokenTree, law: Callable[[int], Distribution | NDArray[np.float64]], coin: Coin
 ) -> Acceptance:
-    """Walk down the tree by accepted draws; where none is accepted, sample the bonus token from what is left.
+    """Walk down the tree by accepted draws; at the end, sample the bonus token from the residual.
 
     Args:
         tree: the candidates with all their draws, in proposal order.
-        law: the target's law after a node, summing to 1, as a Distribution or as [vocab] float64; called for
-            visited nodes only, root first. Not mutated.
-        coin: the source of chance.
+        law: returns the target's distribution after a node, as a Distribution or as [vocab] float64 that sums
+            to 1; called for visited nodes only, root first. Not mutated.
+        coin: the random numbers.
 
-    Raises DrawRuleError for a draw that cannot be treated losslessly (a coupled one, a sampled one without
-    a law, a law of the wrong length or sum, or that gives its own draw no mass), and IntegrityError for a
-    target law that is none.
+    Raises:
+        DrawRuleError: a draw cannot be verified losslessly: it is coupled, sampled without a law, or its law
+            has the wrong length or sum or gives the drawn token probability 0.
+        IntegrityError: the target's distribution does not sum to 1.
     """
     below = draws_by_parent(tree.draws)
     path: list[int] = []
@@ -77,7 +78,7 @@ def verify_multistep(
         depth = len(path)
         draws = below.get(node, [])
         target = _target_law(law(node), node)
-        # A token the target gives no probability is never emitted: all that follows is over its support.
+        # Tokens outside the target's support are never emitted, so the residual is kept over the support.
         residual = target.probabilities
         accepted = None
         for turn, draw in enumerate(draws):
@@ -107,7 +108,7 @@ def _target_law(given: Distribution | NDArray[np.float64], node: int) -> Distrib
 def _proposal(
     tree: TokenTree, earlier: Sequence[Draw], draw: Draw, target: Distribution
 ) -> NDArray[np.float64]:
-    """The law the draw was drawn from, given the draws before it at its node, over the target's support."""
+    """Return the draw's distribution, given the earlier draws at its node, over the target's support."""
     check_pair("mss", [draw.rule], draw.speculator)
     token = tree.token_ids[draw.node]
     if not 0 <= token < target.vocab:
@@ -147,10 +148,10 @@ def _proposal(
 
 
 def _after_rejection(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
-    """norm(max(0, p - q)), over p's support; what the target owes once a draw from q was rejected.
+    """Return the residual norm(max(0, p - q)) over p's support, after a draw from q was rejected.
 
-    A rejected token has p < q, and both sum to 1, so some other has p > q: the sum is zero only when
-    p and q are equal up to rounding, and then a rejection has a probability of the same size. p stays.
+    A rejected token has p < q, and both sum to 1, so another token has p > q. The residual is 0 only if p and
+    q are equal up to rounding. A rejection is then as improbable as the rounding, and p is returned.
     """
     residual = p - q
     np.maximum(residual, 0.0, out=residual)

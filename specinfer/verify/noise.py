@@ -1,16 +1,15 @@
-"""Counter-based noise: every random number is a pure function of (seed, position, what it is for).
+"""Counter-based noise: every random number is a pure function of seed, position and stream.
 
-Nothing here has a state, so a number can be asked for twice, late, in any order, by the target and by a
-speculator, and for a few token ids only. Three streams hang from a request's seed and the absolute
-position of the token being chosen; they never share a value:
+The functions have no state, so the target and a speculator can compute the same number, in any order, and for
+a few token ids only. A request's seed and the absolute position of a token give three independent streams:
 
     exponentials(seed, position, ids)       the race of the coupled rule (verify/coupled.py)
-    uniform(seed, position, index)          accept or reject, and the bonus token (verify/multistep.py)
-    uniform(..., stream=draft_stream(...))  the draws of a speculator that samples
+    uniform(seed, position, index)          acceptance and the bonus token (verify/multistep.py)
+    uniform(..., stream=draft_stream(...))  the draws of a sampling speculator
 
 The exponential of a token is E = -log(1 - v), with v = (h + 1/2) / 2**64 for a 64-bit hash h of the token
-id, so 2**-65 <= E < 46: bounded, and v <= E. The upper half of h is made of 32-bit operations alone, fast
-over a whole vocabulary; the lower half is wanted only for ids that can still win.
+id, so 2**-65 <= E < 46, and v <= E. The upper half of h needs 32-bit operations only, which are fast over a
+whole vocabulary; the lower half is computed only for ids that can still win.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _MASK64: Final = (1 << 64) - 1
 _GOLDEN64: Final = 0x9E3779B97F4A7C15
 _RACE_STREAM: Final = 0
 _VERIFY_STREAM: Final = 1
-_DRAFT_BIT: Final = 1 << 63  # set in every draft stream, so they meet none of the above
+_DRAFT_BIT: Final = 1 << 63  # set in every draft stream, so that they differ from the two above
 
 
 def mix64(x: int) -> int:
@@ -37,7 +36,7 @@ def mix64(x: int) -> int:
 
 
 def key_of(*words: int) -> int:
-    """A 64-bit key that depends on every word and on their order; words are taken modulo 2**64."""
+    """Return a 64-bit key that depends on every word and on their order; words are taken modulo 2**64."""
     key = 0
     for word in words:
         key = mix64(((key ^ (word & _MASK64)) + _GOLDEN64) & _MASK64)
@@ -45,48 +44,48 @@ def key_of(*words: int) -> int:
 
 
 def draft_stream(speculator: str, root_position: int) -> int:
-    """The stream of a sampling speculator's own draws in the step whose tree starts at `root_position`.
+    """Return the stream of a sampling speculator in the step whose tree starts at `root_position`.
 
-    Each speculator and each step has one of its own: a draw must be independent of the other
-    speculators' draws, and of guesses of earlier steps that something may have learnt from.
+    Each speculator and step has its own stream. A draw must be independent of other speculators' draws, and
+    of guesses of earlier steps, from which a speculator or a policy may have learned.
     """
     name = int.from_bytes(blake2b(speculator.encode(), digest_size=8).digest())
     return key_of(name, root_position) | _DRAFT_BIT
 
 
 def completion_seed(seed: int, index: int) -> int:
-    """The seed of the index-th of n completions: the request's own for the first, then unrelated ones."""
+    """Return the seed of one of n completions: the request's for the first, unrelated ones for others."""
     return seed if index == 0 else key_of(seed, index) >> 1
 
 
 def uniform(seed: int, position: int, index: int, *, stream: int = _VERIFY_STREAM) -> float:
-    """A number in [0, 1), a multiple of 2**-53, so 0 is possible.
+    """Return a number in [0, 1), a multiple of 2**-53, so 0 is possible.
 
     Args:
         seed: the request's.
         position: absolute index of the token being chosen.
-        index: tells apart the numbers wanted at one position.
+        index: the number of the value at this position.
         stream: the verifier's, or a `draft_stream`.
     """
     return (key_of(stream, seed, position, index) >> 11) * 2.0**-53
 
 
 def exponentials(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The unit exponential of each token id at `position`: independent in seed, position and id.
+    """Return the unit exponential of each token id, [ids], independent in seed, position and id.
 
-    `-log` of it is the Gumbel noise of the coupled rule. Values lie in [2**-65, 46).
+    Its `-log` is the Gumbel noise of the coupled verifier. Values are in [2**-65, 46).
     """
     key = race_key(seed, position)
     return exponentials_from(high_halves(key, id_hashes(ids)), key, ids)
 
 
 def race_key(seed: int, position: int) -> int:
-    """The key under which the token ids of one position are hashed."""
+    """Return the key that hashes the token ids of one position."""
     return key_of(_RACE_STREAM, seed, position)
 
 
 def id_hashes(ids: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """The part of the upper half that depends on the token id alone; a bijection of 32-bit ids."""
+    """Return the part of the upper half that depends only on the token id; a bijection of 32-bit ids."""
     h = ids.astype(np.uint32)
     h ^= h >> np.uint32(16)
     h *= np.uint32(0x7FEB352D)
@@ -98,17 +97,17 @@ def id_hashes(ids: NDArray[np.int64]) -> NDArray[np.uint32]:
 
 @cache
 def vocabulary_hashes(vocab: int) -> NDArray[np.uint32]:
-    """`id_hashes` of 0..vocab-1, [vocab], read-only; computed once per vocabulary size."""
+    """Return `id_hashes` of 0..vocab-1, [vocab], read-only, computed once per vocabulary size."""
     hashes = id_hashes(np.arange(vocab, dtype=np.int64))
     hashes.flags.writeable = False
     return hashes
 
 
 def high_halves(key: int, hashes: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """The upper 32 bits of each token's hash under `key`; five passes over `hashes`, which stays as it is.
+    """Return the upper 32 bits of each token's hash under `key`; five passes over `hashes`, not mutated.
 
-    A second round of the mixer `id_hashes` uses (constants: Wellons' hash-prospector), with one half of
-    the key before and the other inside it, so that two keys never give permuted copies of one noise.
+    This is a second round of the mixer of `id_hashes` (constants: Wellons' hash-prospector). One half of the
+    key enters before it and the other inside it, so that two keys never give permutations of one noise.
     """
     h = hashes ^ np.uint32(key & 0xFFFFFFFF)
     h *= np.uint32(0x7FEB352D)
@@ -120,10 +119,10 @@ def high_halves(key: int, hashes: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def exponentials_from(highs: NDArray[np.uint32], key: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Complete upper halves, [n], of the token ids, [n], to their exponentials, [n]."""
+    """Return the exponentials, [n], of token ids, [n], with these upper halves, [n]."""
     h = (highs.astype(np.uint64) << np.uint64(32)) | _low_halves(key, ids)
     v = (h.astype(np.float64) + 0.5) * 2.0**-64
-    # Near 1, v has lost the bits that matter in 1 - v (and may have rounded to 1): take them from ~h.
+    # Near 1, v lacks the low bits of 1 - v (and may round to 1), so 1 - v is computed from ~h.
     one_minus_v = ((~h).astype(np.float64) + 0.5) * 2.0**-64
     return -np.where(v < 0.5, np.log1p(-np.minimum(v, 0.5)), np.log(one_minus_v))
 

@@ -1,7 +1,7 @@
-"""Rows of logits as a model left them, and what is asked of many: likeliest tokens, the target's choices.
+"""Blocks of logit rows, and scans over many rows: the likeliest tokens and the target's choices.
 
-A pass yields a block of rows, and what a step wants of most of them is a few numbers. So they are read where
-they lie, all in one call: natively (kernels/sampling.py) on all threads, here row by row.
+A pass yields a block of rows, and a step needs only a few numbers of most rows. So one call scans them in
+place: the native scan (kernels/sampling.py) on all threads, the scan here row by row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TYPES: Final[dict[np.dtype[np.generic], LogitType]] = {
     np.dtype(np.float32): "float32",
     np.dtype(np.uint16): "bfloat16",
 }
-# How a token is chosen: one of these a row. cpu/sampling.h has the same.
+# Sampling parameters of one row. cpu/sampling.h has the same fields.
 ASK: Final = np.dtype(
     [
         ("temperature", np.float64),
@@ -32,27 +32,27 @@ ASK: Final = np.dtype(
         ("top_p", np.float64),
         ("min_p", np.float64),
         ("seed", np.uint64),
-        ("position", np.int64),  # absolute, of the token to choose
+        ("position", np.int64),  # absolute position of the token to choose
     ]
 )
-Ask = tuple[float, int, float, float, int, int]  # an entry of an array of ASK
+Ask = tuple[float, int, float, float, int, int]  # an entry of an ASK array
 NO_TOKEN: Final = -1
-_LARGEST: Final = 2**62  # of a top_k: it keeps every token
+_MAX_TOP_K: Final = 2**62  # keeps every token
 
 
 class LogitBlock:
-    """Logits, [R, V], of float32 or bfloat16; a row is made float32 when somebody looks at it.
+    """Logits, [R, V], of float32 or bfloat16; a row is converted to float32 when it is read.
 
-    A walk down a tree looks at few rows, and one of a large vocabulary is half a megabyte; scans of many rows
-    (verify/scan.py) read them where they lie.
+    Verification reads few rows, and a row of a large vocabulary has half a megabyte. Scans of many rows read
+    them in place.
     """
 
     __slots__ = ("_count", "_rows_RV", "_show", "address", "dtype", "stride", "vocab")
 
     def __init__(self, rows_RV: _Rows) -> None:
-        """Keep `rows_RV`: float32, or uint16, the bits of bfloat16, which NumPy has not.
+        """Hold `rows_RV`, of float32, or of uint16 with the bits of bfloat16, which NumPy lacks.
 
-        Raises TypeError for another dtype or shape, and for rows whose elements do not lie side by side.
+        Raises TypeError for another dtype or shape, and for rows that are not contiguous.
         """
         kind, size = _TYPES.get(rows_RV.dtype), rows_RV.itemsize
         if kind is None or rows_RV.ndim != 2 or (rows_RV.shape[1] > 1 and rows_RV.strides[1] != size):
@@ -66,7 +66,7 @@ class LogitBlock:
         self.dtype: LogitType = kind
         self.vocab: int = rows_RV.shape[1]
         self.address: int = rows_RV.ctypes.data
-        self.stride = rows_RV.strides[0] // size  # elements from a row to the next
+        self.stride = rows_RV.strides[0] // size  # elements between the starts of rows
 
     @classmethod
     def lying_at(
@@ -76,7 +76,10 @@ class LogitBlock:
         shape: tuple[int, int],
         show: Callable[[], _Rows],
     ) -> LogitBlock:
-        """Contiguous rows, [R, V], read there by native scans; `show` keeps them and shows them to others."""
+        """Return a block of contiguous rows, [R, V], at `address`; `show` returns them as an array.
+
+        Native scans read the address; `show` must keep the memory alive.
+        """
         block = cls.__new__(cls)
         block._rows_RV, block._show = None, show
         block._count, block.vocab = shape
@@ -85,14 +88,14 @@ class LogitBlock:
 
     @property
     def rows_RV(self) -> _Rows:
-        """All rows, float32, or uint16 as the bits of bfloat16."""
+        """All rows, of float32, or of uint16 with the bits of bfloat16."""
         if self._rows_RV is None:
             self._rows_RV = self._show()
         return self._rows_RV
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all rows."""
+        """Bytes of all rows."""
         return self._count * self.vocab * (4 if self.dtype == "float32" else 2)
 
     def __len__(self) -> int:
@@ -117,17 +120,17 @@ class LogitBlock:
 class Likeliest(NamedTuple):
     """The likeliest tokens of some rows."""
 
-    ids: NDArray[np.int64]  # [R, n]: likeliest first, ties lowest id first; NO_TOKEN behind the last
-    values: NDArray[np.float32]  # [R, n]: their logits; -inf behind the last
-    found: NDArray[np.int64]  # [R]: how many there are
-    masses: NDArray[np.float64]  # [R]: as `RowScan.mass` beside the largest logit; NaN where none is found
+    ids: NDArray[np.int64]  # [R, n]: likeliest first, ties by lowest id; NO_TOKEN after the last
+    values: NDArray[np.float32]  # [R, n]: their logits; -inf after the last
+    found: NDArray[np.int64]  # [R]: number of tokens found
+    masses: NDArray[np.float64]  # [R]: `RowScan.mass` relative to the largest logit; NaN if none is found
 
 
 class Scan(RowScan):
-    """Reads of logits, which are never mutated: in NumPy, row by row; natively in kernels/sampling.py.
+    """Scans of logits in NumPy, row by row; kernels/sampling.py has the native scan. Never mutates logits.
 
-    Rows are named by their numbers in the block, int64, in any order and more than once. A row whose largest
-    logit is not finite (NaN, +inf, or all -inf) has no tokens. Raises IndexError for a row the block lacks.
+    Rows are int64 numbers in the block, in any order, with repetitions. A row whose largest logit is not
+    finite (NaN, +inf, or all -inf) has no tokens. Raises IndexError for a row that the block does not have.
     """
 
     __slots__ = ()
@@ -135,7 +138,7 @@ class Scan(RowScan):
     def likeliest(
         self, logits: LogitBlock, rows: NDArray[np.int64], n: int, temperatures: NDArray[np.float64]
     ) -> Likeliest:
-        """The n >= 1 likeliest tokens of each row, and its mass at the row's temperature, above zero."""
+        """Return the n >= 1 likeliest tokens of each row, and its mass at the row's temperature, above 0."""
         check_rows(logits, rows)
         found = no_likeliest(len(rows), n)
         for place, (row, temperature) in enumerate(zip(rows.tolist(), temperatures.tolist(), strict=True)):
@@ -157,10 +160,10 @@ class Scan(RowScan):
         asks: NDArray[np.void],
         changes: Changes | None = None,
     ) -> NDArray[np.int64]:
-        """The target's own choice in each row, [R], as `choice` makes it; NO_TOKEN where there is none.
+        """Return the target's choice in each row, [R], as `choice` does; NO_TOKEN for a row without tokens.
 
-        `asks` are of dtype ASK, [R]; `changes` are made of R rows before their choices, and not seen by
-        others. Raises IndexError where they change a token the rows lack.
+        `asks` are of dtype ASK, [R]. `changes` apply to copies of the R rows. Raises IndexError if they
+        change a token outside the vocabulary.
         """
         check_rows(logits, rows, changes)
         chosen = [
@@ -170,7 +173,7 @@ class Scan(RowScan):
         return np.array(chosen, dtype=np.int64)
 
     def chosen(self, logits: LogitBlock, rows: Sequence[int], asks: Sequence[Ask]) -> list[int]:
-        """The same, from lists to a list: where rows are few, arrays take longer to make than to read."""
+        """Return `choices` for lists of few rows, for which making arrays takes longer than reading them."""
         numbers = np.array(rows, dtype=np.int64)
         ids: list[int] = self.choices(logits, numbers, np.array(asks, dtype=ASK)).tolist()
         return ids
@@ -180,13 +183,13 @@ NUMPY: Final = Scan()
 
 
 def ask(params: SamplingParams, seed: int, position: int) -> Ask:
-    """How these parameters choose the token at an absolute position."""
-    top_k = min(params.top_k, _LARGEST)
+    """Return the ASK entry of sampling parameters for the token at an absolute position."""
+    top_k = min(params.top_k, _MAX_TOP_K)
     return params.temperature, top_k, params.top_p, params.min_p, seed, position
 
 
 def choice(logits_V: NDArray[np.float32], one: np.void, scan: RowScan) -> int:
-    """The target's own choice in one row, for one entry of an ASK array; NO_TOKEN where there is none."""
+    """Return the target's choice in one row, for one entry of an ASK array; NO_TOKEN if it has none."""
     temperature, top_k, top_p, min_p, seed, position = one.item()
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     try:
@@ -197,7 +200,7 @@ def choice(logits_V: NDArray[np.float32], one: np.void, scan: RowScan) -> int:
 
 
 def changed_row(logits: LogitBlock, row: int, changes: Changes | None, place: int) -> NDArray[np.float32]:
-    """The row as the changes at that place leave it, [vocab]; not to be written to."""
+    """Return a row after the changes at index `place`, [vocab]; the caller may not write to it."""
     if changes is None or not len((own := changes.row(place)).ids):
         return logits[row]
     changed = np.empty(logits.vocab, dtype=np.float32)
@@ -207,7 +210,7 @@ def changed_row(logits: LogitBlock, row: int, changes: Changes | None, place: in
 
 
 def no_likeliest(rows: int, n: int) -> Likeliest:
-    """Nothing found in any row, yet."""
+    """Return empty results for `rows` rows and n tokens."""
     return Likeliest(
         np.full((rows, n), NO_TOKEN, dtype=np.int64),
         np.full((rows, n), -np.inf, dtype=np.float32),
@@ -217,7 +220,7 @@ def no_likeliest(rows: int, n: int) -> Likeliest:
 
 
 def check_rows(logits: LogitBlock, rows: NDArray[np.int64], changes: Changes | None = None) -> None:
-    """Raise IndexError where the block lacks a row, or a token that is to change."""
+    """Raise IndexError for a row outside the block, or a changed token outside the vocabulary."""
     if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(logits):
         raise IndexError(f"got rows {rows.min()} .. {rows.max()} of a block of {len(logits)}")
     if changes is not None:

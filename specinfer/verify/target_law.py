@@ -1,19 +1,19 @@
-"""Logits to a law: temperature, then top-k, top-p, min-p; the same for target and speculators.
+"""Law of a row of logits: temperature, then top-k, top-p, min-p, for the target and for speculators.
 
-Each filter works on the law the one before it left. Most likely first, the ids that remain are always a
+Each filter works on the result of the one before it. In order of probability the remaining ids are always a
 prefix, so a filter is a length, and no filter sorts the vocabulary:
 
     top_k   the k most likely; among equal logits at the end, the lowest ids
-    top_p   the shortest prefix with probability >= top_p, at least one; ties likewise
+    top_p   the shortest prefix with probability >= top_p, at least one id; ties likewise
     min_p   all with p >= min_p * max p
 
-A logit of -inf is a banned token (min_tokens, masks): probability zero.
+A logit of -inf is an excluded token (min_tokens, masks), of probability 0.
 
-A RowScan reads whole rows of logits: the likeliest tokens, the mass of all, who can win the race. Everything
-else about a law is arithmetic over a few ids. So these three are what native code is for
-(kernels/sampling.py), and they are stated so that any implementation leads to the same choices: the likeliest
-tokens are exact, the mass is known to lie within MASS_ERROR, and the racers hold the winner. What is left to
-decide is decided in float64, by one code for all. Many rows at once are for verify/scan.py.
+A RowScan reads whole rows of logits: the likeliest tokens, the mass of all tokens, and the tokens that can
+win the race. All else is arithmetic over a few ids. So native code (kernels/sampling.py) has these three, and
+their contracts make every implementation give the same choices: the likeliest tokens are exact, the mass is
+within MASS_ERROR, and the racers include the winner. Python then decides in float64. verify/scan.py scans
+many rows at once.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.verify import noise
 from specinfer.verify.law import Law, most_likely
 
-# float32 arithmetic: 3 roundings of an exponent of at most 30 in size (smaller weights add up to less than
-# 1e-8 of the mass), an exp that is off by 3e-7, and sums of a few weights that are off by as much.
+# Relative error of a float32 mass: 3 roundings of an exponent of magnitude at most 30 (smaller weights sum to
+# less than 1e-8 of the mass), an exp with an error of 3e-7, and sums with an error of about as much.
 MASS_ERROR: Final = 2.0**-17
-# Of temperatures that float32 is for: it has their inverses, and where it has no difference of two logits,
-# the weight of the lesser one is nothing.
+# Highest temperature for float32: it can represent the inverse, and where it cannot represent the difference
+# of two logits, the weight of the lesser one is 0.
 HOTTEST: Final = 1e29
-_EXACT: Final = 256  # up to this many ids, all of them run the race
+_EXACT: Final = 256  # up to this many ids are not screened
 _FIRST_BLOCK: Final = 1024
-_BLOCK: Final = 32768  # ids screened at a time: temporaries stay in the L2 cache
-# The screen works in float32; it may keep ids that cannot win and must not drop one that can. Its errors
-# (rounded hash, temperature, exp) add up to less than 2**-15 of the bound for every token that can win.
+_BLOCK: Final = 32768  # ids screened at a time, so that temporaries fit into the L2 cache
+# The screen works in float32. It may keep ids that cannot win and may not drop one that can. Its errors
+# (rounded hash, temperature, exp) sum to less than 2**-15 of the bound for every token that can win.
 _SCREEN: Final = (1.0 + 2.0**-10) * 2.0**32
 _LOWEST: Final = float(np.nextafter(-np.finfo(np.float32).max, np.float32(0)))
-_FIRST_POOL: Final = 64  # top_p looks at this many likely ids, then at eight times as many, ...
+_FIRST_POOL: Final = 64  # likeliest ids that top_p reads first; then eight times as many, and so on
 
 
 class RowScan:
-    """Reads of a whole row of float32 logits, [vocab], which is never mutated: a few passes of NumPy each."""
+    """Scans of one row of float32 logits, [vocab], in a few passes of NumPy; never mutates the row."""
 
     __slots__ = ()
 
     def most_likely(self, logits: NDArray[np.float32], n: int) -> NDArray[np.int64]:
-        """The ids of the n >= 1 largest logits, largest first, ties lowest id first; never one of -inf."""
+        """Return the ids of the n >= 1 largest logits, largest first, ties by lowest id, without -inf."""
         return most_likely(logits, n)
 
     def mass(self, logits: NDArray[np.float32], highest: float, temperature: float) -> float:
-        """The sum of exp((logit - highest) / temperature), up to MASS_ERROR of it."""
+        """Return the sum of exp((logit - highest) / temperature), within a relative error of MASS_ERROR."""
         if temperature > HOTTEST:
             return float(np.exp((logits.astype(np.float64) - highest) / temperature).sum())
         scaled = logits - np.float32(highest)
@@ -63,15 +63,15 @@ class RowScan:
         return float(np.exp(scaled, out=scaled).sum(dtype=np.float64))
 
     def racers(self, law: Law, key: int) -> NDArray[np.int64]:
-        """Some entries of the law's support, ascending, the winner of the race under `key` among them.
+        """Return entries of the law's support, ascending, that include the winner of the race under `key`.
 
-        It takes logarithms only of ids that can still win: v <= E, so E / w < best implies v < w * best,
-        and the upper half of the hash alone settles that for nearly every id.
+        Takes logarithms only of ids that can still win: v <= E, so E / w < best implies v < w * best, and the
+        upper half of the hash decides this for nearly every id.
         """
         size = law.logits.shape[0]
         if size <= _EXACT or law.temperature > HOTTEST:
             return np.arange(size)
-        # The likeliest token alone, then a small block, then large ones: each bounds what the next looks at.
+        # The likeliest token, then a small block, then large ones: each result screens the next block.
         winner = law.top
         best = float(race_scores(law, np.array([winner]), key)[0])
         hashes = noise.vocabulary_hashes(law.vocab) if law.ids is None else noise.id_hashes(law.ids)
@@ -93,14 +93,14 @@ NUMPY_ROW: Final = RowScan()
 
 
 def race_scores(law: Law, indices: NDArray[np.int64], key: int) -> NDArray[np.float64]:
-    """log(E / w) of these entries of the support: the lowest wins; w = 1 for the likeliest token."""
+    """Return log(E / w) of entries of the support; the lowest wins, and the likeliest token has w = 1."""
     ids = indices if law.ids is None else law.ids[indices]
     race = noise.exponentials_from(noise.high_halves(key, noise.id_hashes(ids)), key, ids)
     return np.asarray(np.log(race) - law.log_weights(indices))
 
 
 def _screen(law: Law, block: slice, best: float) -> NDArray[np.float32]:
-    """The largest upper half with which each entry of the block can still beat the score `best`."""
+    """Return the largest upper half with which each entry of the block can still beat the score `best`."""
     weights: NDArray[np.float32] = law.logits[block] - law.logits[law.top]
     weights *= np.float32(1.0 / law.temperature)
     np.exp(weights, out=weights)
@@ -109,10 +109,10 @@ def _screen(law: Law, block: slice, best: float) -> NDArray[np.float32]:
 
 
 def target_law(logits: NDArray[np.float32], params: SamplingParams, scan: RowScan = NUMPY_ROW) -> Law:
-    """The law of the next token under `params`, from one row of logits, [vocab].
+    """Return the law of the next token under `params`, from one row of logits, [vocab].
 
-    The law may refer to `logits`, which must not change while it is used. Raises LogitsError when a
-    logit is NaN or +inf, or all are -inf.
+    The law may refer to `logits`, which may not change while it is used. Raises LogitsError if a logit is NaN
+    or +inf, or all are -inf.
     """
     vocab = logits.shape[0]
     top = int(logits.argmax())  # the first NaN, if there is one
@@ -138,7 +138,7 @@ def target_law(logits: NDArray[np.float32], params: SamplingParams, scan: RowSca
 
 
 def point_mass(token: int, vocab: int) -> Law:
-    """The law that leaves no choice."""
+    """Return the law that gives `token` probability 1."""
     return Law(np.zeros(1, dtype=np.float32), np.array([token]), 0, 1.0, vocab)
 
 
@@ -147,7 +147,7 @@ def _supported(logits: NDArray[np.float32], ids: NDArray[np.int64], temperature:
 
 
 class _Row(NamedTuple):
-    """What the filters look at."""
+    """A row of logits, as the filters read it."""
 
     logits: NDArray[np.float32]
     highest: float
@@ -155,7 +155,7 @@ class _Row(NamedTuple):
     scan: RowScan
 
     def weights(self, ids: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
-        """Probabilities of these tokens (None: all), up to a factor; the largest is 1."""
+        """Return probabilities of these tokens (None: all) up to a factor; the likeliest token has 1."""
         logits = self.logits if ids is None else self.logits[ids]
         return np.asarray(np.exp((logits.astype(np.float64) - self.highest) / self.temperature))
 
@@ -164,7 +164,7 @@ def _top_p(row: _Row, ids: NDArray[np.int64] | None, top_p: float) -> NDArray[np
     if ids is not None:
         cumulated = np.cumsum(row.weights(ids))
         return ids[: _prefix(cumulated, top_p * cumulated[-1])]
-    # The mass is known up to an error, so a cut is only known when it is the same at both ends of it.
+    # The mass has an error, so a cut is certain only if both ends of the error interval give the same cut.
     wanted = top_p * row.scan.mass(row.logits, row.highest, row.temperature)
     error = MASS_ERROR
     pool = _FIRST_POOL
@@ -181,14 +181,14 @@ def _top_p(row: _Row, ids: NDArray[np.int64] | None, top_p: float) -> NDArray[np
 
 
 def _prefix(cumulated: NDArray[np.float64], wanted: float) -> int:
-    """The length of the shortest prefix whose weight reaches `wanted`."""
+    """Return the length of the shortest prefix whose weight reaches `wanted`."""
     return int(np.searchsorted(cumulated, wanted, side="left")) + 1
 
 
 def _min_p(row: _Row, ids: NDArray[np.int64] | None, min_p: float) -> NDArray[np.int64]:
     if ids is None:
         lowest = row.highest + row.temperature * math.log(min_p)
-        # One float32 step lower, so that the float64 comparison below decides about every id near it.
+        # One float32 step lower, so that the float64 comparison below decides for every id near the bound.
         bound = np.nextafter(np.float32(max(lowest, _LOWEST)), np.float32(-np.inf))
         ids = row.scan.most_likely(row.logits, int(np.count_nonzero(row.logits >= bound)))
     return ids[row.weights(ids) >= min_p]

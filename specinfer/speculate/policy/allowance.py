@@ -1,29 +1,28 @@
-"""The seconds that speculation may lose.
+"""Allowance: the seconds that speculation may lose.
 
-A step with guesses takes so many seconds more than one without, and saves the seconds of the plain steps
-whose tokens it has made; the allowance grows or shrinks by the difference, and by 1.5% of the step's own
-time. Where it is used up nobody guesses; then it grows by 1% of the time, and that pays for trying again.
+A *plain* step has no guesses. A step with guesses takes longer than a plain one, and saves the seconds of the
+plain steps whose tokens it has made. The allowance changes by the difference, and grows by 1.5% of the step's
+time. When it is used up, speculation is off; it then grows by 1% of the time, which pays for a trial.
 
-    the bound   In any steps, of S seconds, speculation has lost at most 1.5% of S and 64 plain steps.
+    bound   Over any steps that take S seconds, speculation loses at most 1.5% of S and 64 plain steps.
+    proof   The allowance A starts at 32 plain steps and is limited to 32 in every step. A step with guesses
+            runs only while A > 0, and adds at most 1.5% of its time less its loss; a plain step adds at most
+            1% of its time. Nothing else adds to A. A step counts for at most 32 plain steps, so A is never
+            below -32 of them. The time of reading texts is spread over 64 steps; it is charged at once when
+            speculation is switched off, and must be earned back before speculation is on again.
 
-    the proof   The allowance A begins at 32 plain steps and is cut to that in every step. A step with guesses
-                is run only while A > 0, and adds at most 1.5% of its time less its loss; one without adds at
-                most 1% of its time. Nothing else adds to A. A step counts for at most 32 plain steps, so A is
-                never below -32 of them; the time spent on reading texts is spread over 64 steps, is charged
-                at once when speculation is switched off, and has to be earned back before anybody guesses.
+With more requests in a step its result has less variance: the standard deviation falls with the root of their
+number. So the 32 are divided by that root.
 
-The more requests a step has, the surer is its result: the luck of their guesses evens out with the root of
-their number. So the 32 are divided by that root.
+The allowance is the maximum loss. The usual loss is smaller: every 64 steps with guesses, a test checks with
+95% confidence whether they were slower than plain ones by more than 1.5%. If so, speculation is off for 64
+steps at first, and for twice as many each time, up to 4096. It is on sooner for a new request or another
+batch size, if the allowance suffices. A trial may lose 4 plain steps.
 
-The allowance is the most that speculation can lose. It usually loses less: every 64 steps with guesses it is
-asked whether they were slower than plain ones by more than 1.5%, with 95% confidence. Then, too, nobody
-guesses, for 64 steps at first, and twice as many each time, up to 4096; sooner where a request is new or the
-batch has another size, if the allowance has the seconds. A trial may lose 4 plain steps of it.
-
-Where plain steps take seconds and are known (guard.py), the tolerance is smaller: the allowance begins at 2
-plain steps and holds at most 8 of what guesses have won, and a step counts for at most 8. So from the start
-the loss is at most 1.5% of S and 10 plain steps, and in any steps 16 of them. To give a draft's memory to
-layers of its target is charged to the allowance, too, so it may lose that time once more.
+If plain steps take seconds and their cost is known (guard.py), the tolerance is smaller: the allowance starts
+at 2 plain steps and holds at most 8, and a step counts for at most 8. So from the start the loss is at most
+1.5% of S and 10 plain steps, and over any steps 16 of them. Giving a draft's memory to layers of its target
+is charged, too, so that time may be lost once more.
 """
 
 from __future__ import annotations
@@ -36,21 +35,21 @@ _LOG = logging.getLogger(__name__)
 
 WINDOW: Final = 64  # steps
 LONGEST_PAUSE: Final = 4096  # steps
-LOSS: Final = 0.015  # of the time of steps with guesses
-TRIALS: Final = 0.01  # of the time of steps without
-_SURE: Final = 1.645  # standard errors; 95% of values without a loss lie above
+LOSS: Final = 0.015  # tolerated loss, as a part of the time of steps with guesses
+TRIALS: Final = 0.01  # part of the time of plain steps that trials may take
+_SURE: Final = 1.645  # standard errors of the one-sided 95% test
 
 
 class Tolerance(NamedTuple):
-    """The losses that speculation may make, in plain steps, and how long it is off behind them."""
+    """Limits of losses, in plain steps, and the length of the first pause."""
 
-    # Of one request; of more, divided by the root of their number.
-    first: float  # that the allowance begins with
-    credit: float  # the most that it holds
-    most: float  # that a step counts for
-    trial: float  # that a trial may lose
-    enough: float  # for a trial; one with less would end at its first miss
-    pause: int  # steps, of the first pause
+    # For one request; for more, divided by the root of their number.
+    first: float  # initial allowance
+    credit: float  # maximum allowance
+    most: float  # maximum that one step counts for
+    trial: float  # maximum loss of a trial
+    enough: float  # allowance needed for a trial; with less it would end at its first miss
+    pause: int  # steps of the first pause
 
 
 USUAL: Final = Tolerance(first=32.0, credit=32.0, most=32.0, trial=4.0, enough=0.5, pause=WINDOW)
@@ -58,29 +57,29 @@ KNOWN: Final = Tolerance(first=2.0, credit=8.0, most=8.0, trial=0.5, enough=0.25
 
 
 class Allowance:
-    """The seconds that speculation may lose, and whether anybody may guess."""
+    """The seconds that speculation may still lose, and whether it is on."""
 
     def __init__(self, tolerance: Tolerance = USUAL) -> None:
         self._tolerance = tolerance
-        self.seconds = math.inf  # cut when the first step begins
-        self.guessing = True  # whether speculation is on
-        self._floor = 0.0  # of the seconds, below which speculation is switched off
-        self._pause = tolerance.pause  # the next one, in steps
-        self._left = 0  # steps of this pause
+        self.seconds = math.inf  # limited when the first step begins
+        self.guessing = True  # True if speculation is on
+        self._floor = 0.0  # speculation is switched off below these seconds
+        self._pause = tolerance.pause  # length of the next pause, in steps
+        self._left = 0  # remaining steps of this pause
         self._trial = False
         self._size = 0  # of the batch, in powers of two
         self._plain = 0.0  # seconds of a plain step
-        self._reading = 0.0  # seconds spent on reading texts that are not charged yet
-        self._window: list[float] = []  # of each step with guesses, how much it won beyond the loss allowed
-        self._won = 0.0  # of these, in plain steps
+        self._reading = 0.0  # seconds of reading texts that are not charged yet
+        self._window: list[float] = []  # gain beyond the tolerated loss of each step with guesses
+        self._won = 0.0  # gain of the window, in plain steps
 
     def allows(self, requests: int, plain: float, *, new: bool) -> bool:
-        """Whether anybody may guess in a step that begins.
+        """Start a step; returns whether speculation is on for it.
 
         Args:
-            requests: in the batch.
-            plain: seconds of a step of these requests without guesses.
-            new: one of them was not there before.
+            requests: number of requests in the batch.
+            plain: seconds of a plain step of these requests.
+            new: True if one of them was not in the step before.
         """
         self._plain = plain
         tolerance = self._tolerance
@@ -100,23 +99,23 @@ class Allowance:
         return self.guessing
 
     def held(self, seconds: float) -> None:
-        """Count a step in which nobody could guess, and that took so long."""
+        """Count a step of `seconds` in which speculation was off."""
         self._left -= 1
         self.seconds += TRIALS * min(seconds, self._tolerance.most * self._plain)
 
     def charge(self, seconds: float) -> None:
-        """Count seconds that went into an end of guessing."""
+        """Subtract seconds that switching speculation off has cost."""
         self.seconds -= seconds
 
     def guessed(self, seconds: float, plain: float, spent: float, saved: float, read: float = 0.0) -> None:
-        """Count a step in which somebody could guess.
+        """Count a step in which speculation was on.
 
         Args:
-            seconds: it took.
-            plain: one without guesses would have taken, without the prompts of this one.
-            spent: on guesses, of `seconds`.
-            saved: by them, of later steps.
-            read: spent besides on reading texts, for which no guess of this step can pay.
+            seconds: time of the step.
+            plain: time of a plain step without this step's prompts.
+            spent: part of `seconds` spent on guesses.
+            saved: time of later steps that the guesses save.
+            read: further time spent on reading texts, which the guesses of one step cannot pay for.
         """
         self._reading += read
         part = self._reading / WINDOW
@@ -126,14 +125,14 @@ class Allowance:
         self.seconds += saved - lost + LOSS * min(seconds, most)
         won = (saved - lost) / plain
         self._won += won
-        self._window.append(won + LOSS * (1 + lost / plain))  # above zero: faster than 98.5% of plain
+        self._window.append(won + LOSS * (1 + lost / plain))  # above 0: within the tolerance
         if self.seconds <= self._floor:
             self._stop()
         elif len(self._window) == WINDOW:
             self._judge()
 
     def _judge(self) -> None:
-        """Switch speculation off where the window was slower than plain steps."""
+        """Switch speculation off if the window was slower than plain steps."""
         steps = len(self._window)
         mean = sum(self._window) / steps
         variance = max(0.0, sum([margin * margin for margin in self._window]) / steps - mean * mean)

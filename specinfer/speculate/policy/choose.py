@@ -1,10 +1,9 @@
-"""The nodes to verify in a step: those that make the most tokens per second.
+"""Choose the nodes to verify in a step: those that maximize tokens per second.
 
-A step is expected to make so many tokens in so many seconds, and a node is worth its row while that ratio
-grows:
+A node is worth its row while the step's expected tokens per second grow:
 
-    tokens   one for every request, and for every node the probability that it becomes text
-    seconds  the target's pass at that many rows, and the passes of the drafts
+    tokens   one for every request, and for every node its acceptance probability
+    seconds  the target's pass at that number of rows, and the passes of the drafts
 
 The nodes of all requests in the batch compete. A node is never likelier than its parent, so the likeliest
 nodes form trees.
@@ -19,54 +18,54 @@ from itertools import accumulate
 from operator import neg, truediv
 from typing import Final, NamedTuple
 
-_MORE_ROWS: Final = 4  # over which the price of a row is taken: a curve has steps
+_MORE_ROWS: Final = 4  # rows over which the price of a row is averaged, as cost curves have steps
 
 
 class StepCosts(NamedTuple):
-    """The seconds of a step by the nodes below its roots, and the tokens it makes without any."""
+    """Seconds of a step by its number of guesses, and its tokens without guesses."""
 
     passes: Sequence[float]  # seconds of the target's pass by its rows
-    rows: int  # of the pass without such nodes
-    last: int  # rows with all nodes that there may be
-    spent: float  # seconds of drafts' passes, less those that prompts take of the target's
+    rows: int  # rows of the pass without guesses
+    last: int  # rows of the pass with the maximum number of guesses
+    spent: float  # seconds of drafts' passes, less the target's seconds for prompts
     tokens: float  # one for each request
 
     def seconds(self, nodes: int) -> float:
-        """Seconds of the step with so many nodes."""
+        """Return the seconds of the step with `nodes` guesses."""
         return self.spent + self.passes[min(self.rows + nodes, self.last)]
 
     def seconds_from(self, nodes: int, more: int) -> list[float]:
-        """Seconds of the step with `nodes`, and with 1, 2, ... `more` nodes besides."""
+        """Return the seconds of the step with `nodes`, `nodes` + 1, ... `nodes` + `more` guesses."""
         first = self.rows + nodes
         found = [self.spent + taken for taken in self.passes[first : min(first + more, self.last) + 1]]
         return found + [self.seconds(nodes + more)] * (more + 1 - len(found))
 
     def price(self, tokens: float, nodes: int) -> float:
-        """The tokens that another row costs in a step that makes `tokens` with `nodes`."""
+        """Return the price of another row, in tokens, for a step that makes `tokens` with `nodes` guesses."""
         seconds = self.seconds(nodes)
         return tokens * (self.seconds(nodes + _MORE_ROWS) - seconds) / (_MORE_ROWS * seconds)
 
 
 class Candidates(NamedTuple):
-    """One request's nodes: `probabilities` of each to become text, [num_nodes], the root's being 1."""
+    """One request's nodes as candidates for verification."""
 
-    probabilities: Sequence[float]
-    firm: frozenset[int] | set[int]  # nodes that stay in any case (tree/prune.py)
-    most: int  # nodes that the request may have, the root included
-    all_stay: bool  # the request itself says how large its tree is
+    probabilities: Sequence[float]  # acceptance probabilities, [num_nodes]; the root's is 1
+    firm: frozenset[int] | set[int]  # nodes that may not be dropped (tree/merging.py)
+    most: int  # maximum nodes of the request, the root included
+    all_stay: bool  # True if the request sets the size of its tree
 
 
 def choose(trees: Sequence[Candidates], costs: StepCosts) -> list[list[int]]:
-    """The nodes of each tree to verify, ascending, the root included.
+    """Return the nodes of each tree to verify, ascending, the root included.
 
-    Of equally likely nodes that of the earlier request stays, and there the earlier node.
+    Ties keep the node of the earlier request, and within a request the earlier node.
     """
     tokens, nodes = costs.tokens, 0
     stay, loose = (
         list[list[int]](),
         list[list[int]](),
-    )  # of each tree: nodes that stay, and loose ones
-    likely = list[float]()  # of all nodes that may be dropped
+    )  # for each tree: the nodes that stay, and those that may be dropped
+    likely = list[float]()  # probabilities of all nodes that may be dropped
     for probabilities, firm, most, all_stay in trees:
         found = [node for node in range(1, len(probabilities)) if node not in firm]
         room = max(0, most - 1 - len(firm))
@@ -82,25 +81,25 @@ def choose(trees: Sequence[Candidates], costs: StepCosts) -> list[list[int]]:
     count = how_many(likely, tokens, costs.seconds_from(nodes, len(likely)))
     if not count:
         return [sorted(kept) for kept in stay]
-    least = likely[count - 1]
-    ties = count - bisect_left(likely, -least, key=neg)  # as likely as the least likely one that stays
+    lowest = likely[count - 1]  # probability of the least likely node that stays
+    ties = count - bisect_left(likely, -lowest, key=neg)
     for kept, found, (probabilities, *_) in zip(stay, loose, trees, strict=True):
         for node in found:
-            if probabilities[node] > least:
+            if probabilities[node] > lowest:
                 kept.append(node)
-            elif probabilities[node] == least and ties:
+            elif probabilities[node] == lowest and ties:
                 kept.append(node)
                 ties -= 1
     return [sorted(kept) for kept in stay]
 
 
 def fastest(gains: Sequence[float], tokens: float, seconds: Iterable[float]) -> list[bool]:
-    """Which of some candidates make a step's tokens per second highest, [n]; fewer at the same speed.
+    """Return which candidates maximize a step's tokens per second, [n]; fewer of them at the same speed.
 
     Args:
-        gains: the tokens each is expected to bring, [n]; equal ones are chosen in their order.
-        tokens: expected of the step without any of them.
-        seconds: of the step with 0, 1, ... of them, [n + 1] or more.
+        gains: expected tokens of each candidate, [n]; ties are chosen in order.
+        tokens: expected tokens of the step without candidates.
+        seconds: seconds of the step with 0, 1, ... candidates, [n + 1] or more.
     """
     order = sorted(range(len(gains)), key=gains.__getitem__, reverse=True)
     chosen = [False] * len(gains)
@@ -110,13 +109,13 @@ def fastest(gains: Sequence[float], tokens: float, seconds: Iterable[float]) -> 
 
 
 def how_many(gains: Iterable[float], tokens: float, seconds: Iterable[float]) -> int:
-    """How many of the first candidates to take: as `fastest`, of candidates that come best first."""
+    """Return the number of leading candidates that `fastest` would choose, for `gains` in falling order."""
     speeds = [*map(truediv, accumulate(gains, initial=tokens), seconds)]
     return speeds.index(max(speeds))
 
 
 def along_paths(rates: Sequence[float], parents: Sequence[int]) -> list[float]:
-    """The rates from below the root down to each node multiplied, [num_nodes]; the root's is 1."""
+    """Return the product of the rates on each node's path, [num_nodes]; the root's is 1."""
     products = [1.0]
     for rate, parent in zip(rates[1:], parents[1:], strict=True):
         products.append(rate * products[parent])
@@ -124,7 +123,7 @@ def along_paths(rates: Sequence[float], parents: Sequence[int]) -> list[float]:
 
 
 def depth(parents: Sequence[int], node: int) -> int:
-    """The levels from the root down to a node."""
+    """Return the number of levels from the root down to a node."""
     levels = 0
     while node:
         node, levels = parents[node], levels + 1

@@ -1,12 +1,12 @@
-"""Trees as large as makes the most tokens per second, and never slower than no speculation for long.
+"""CostPolicy: the tree size with the most tokens per second, with a guard against losing time.
 
-The cost of a step is computed from cost curves (choose.py), the tokens it makes from results of earlier
-guesses (chances.py). A draft's pass competes as nodes do: it is made for the requests for which the level it
-brings is likely to be right (drafting.py). A guard compares the time of steps with that of steps without
-guesses, and switches speculation off where it loses (guard.py).
+Cost curves give the seconds of a step (choose.py), outcomes of earlier guesses its expected tokens
+(chances.py). A draft's pass competes with nodes: it runs for the requests whose next level is likely to be
+right (drafting.py). A guard compares the time of steps with that of steps without guesses, and switches
+speculation off when it loses time (guard.py).
 
-The time of prompts that are read is spent in any case. So a request whose prompt is being read counts as if
-it made a token as the others do: a long step would make every guess look worth its time.
+The time of prefill is spent in any case. So a request in prefill counts as if it yielded a token like the
+others; otherwise every guess would look worth its time in such a long step.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from specinfer.tree import TokenTree
 from specinfer.tree.draw import any_sampled
 from specinfer.tree.merging import firm_nodes, keep
 
-_NOBODY: Final = ()
+_NONE: Final = ()
 
 
 class CostPolicy(SpeculationPolicy):
-    """Weighs the tokens that a node is expected to bring against its cost.
+    """Compares the expected tokens of a node with its cost.
 
-    Requests that ask for an expansion or a number of nodes get them. Sampled draws are never dropped: whether
-    a level is drawn is decided before it is, by the draws until then (docs/losslessness.md).
+    A request's own expansion or node budget is followed. Sampled draws are never dropped: the decision to
+    draw a level is made before it is drawn, from the earlier draws (docs/losslessness.md).
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class CostPolicy(SpeculationPolicy):
         *,
         shares_room: bool = False,
     ) -> None:
-        """`chances` counts the levels of the same drafts; None for a guard lets everybody guess always.
+        """Make a policy; `chances` counts the levels of the same drafts, and without a guard it is always on.
 
-        With `shares_room` the levels of a draft's tree share its nodes: where they are cheap enough to be
-        drawn by dozens, the first ones would take them all.
+        With `shares_room` the levels of a draft's tree divide its node budget. If nodes are so cheap that
+        dozens are drawn per level, the first levels would otherwise use all of it.
         """
         super().__init__()
         self._shares_room = shares_room
@@ -79,16 +79,16 @@ class CostPolicy(SpeculationPolicy):
         self._drafts = drafts
         self._models = (target, *(draft.costs for draft in drafts.values()))
         self._starts = {name: DraftStarts(draft, chances.levels[name]) for name, draft in drafts.items()}
-        self._entries: Sequence[PlanEntry] = ()  # of this step, those with a tree
-        self._numbers: dict[str, int] = {}  # of these, by request
-        self._trees: Sequence[TokenTree] = ()  # of these, all guesses; learnt from
-        self._step = 0, 0  # its requests, and rows without guesses
-        self._costs = NOTHING  # of it, where somebody may guess
-        self._row = 0.0  # seconds of another row of the target's, in a step in which no prompt is read
-        self._growing: list[Growing] = []  # of the entries, while a draft grows
-        self._tokens, self._nodes = 0.0, 0  # that the step is expected to make so far, and the nodes that pay
-        self._refused: set[str] = set()  # drafts that could guess in the step, and start nowhere
-        self._held: str | None = None  # why nobody may guess in this step
+        self._entries: Sequence[PlanEntry] = ()  # this step's tree entries
+        self._numbers: dict[str, int] = {}  # their indices, by request id
+        self._trees: Sequence[TokenTree] = ()  # all guesses of each, from which the policy learns
+        self._step = 0, 0  # number of requests, and rows without guesses
+        self._costs = NOTHING  # costs of the step, if speculation is on
+        self._row = 0.0  # seconds of another row of the target's pass in a step without prefill
+        self._growing: list[Growing] = []  # one per tree entry, while a draft grows
+        self._tokens, self._nodes = 0.0, 0  # expected tokens of the step so far, and its worthwhile nodes
+        self._refused: set[str] = set()  # drafts that could guess in the step but start for no request
+        self._held: str | None = None  # why speculation is off in this step
 
     @classmethod
     def by_curves(
@@ -103,12 +103,17 @@ class CostPolicy(SpeculationPolicy):
         deepest: int | None = None,
         lending: Lending | None = None,
     ) -> CostPolicy:
-        """The policy of an engine whose tree_size is "cost", which begins with nothing learnt.
+        """Return the policy for tree_size "cost", with nothing learned.
 
-        With `measured=False` the seconds of steps are those of the curves: no clock has a say. With `known`
-        the target's curve tells the time of plain steps, as that of a pass which waits for its weights does.
-        `deepest` are the levels of trees whose shape is learned, where they are not the usual ones. `lending`
-        is of a draft's memory that layers of a target with known costs may have.
+        Args:
+            target: the target's cost curve.
+            drafts: the drafts' cost curves, by name.
+            speculation: the engine's options.
+            measured: False takes the seconds of steps from the curves instead of a clock.
+            guarded: False leaves out the guard.
+            known: True if the target's curve gives the time of plain steps, as for streamed weights.
+            deepest: maximum levels of trees with a learned shape, if not the default.
+            lending: a draft's memory that layers of a target with known costs may use.
         """
         costs = CostModel("target", target, learns=measured, **({"group": 1} if known else {}))
         shape = speculation.fixed_expansion
@@ -124,9 +129,9 @@ class CostPolicy(SpeculationPolicy):
         )
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
-        """Look up the target's passes; where the guard holds speculation back, the plan names no speculators.
+        """Look up the target's passes; if the guard is off, the returned plan names no speculators.
 
-        Requests with a size of their own keep theirs, unless the draft's memory holds something else.
+        Requests with a size of their own keep their speculators, unless layers use the draft's memory.
         """
         entries = plan.entries
         self._entries = trees = plan.tree_entries
@@ -144,16 +149,14 @@ class CostPolicy(SpeculationPolicy):
             if self._held is not None:
                 own = not self.guard.lacks_draft
                 plan = StepPlan(
-                    tuple(
-                        [e if own and has_own_size(e) else replace(e, speculators=_NOBODY) for e in entries]
-                    )
+                    tuple([e if own and has_own_size(e) else replace(e, speculators=_NONE) for e in entries])
                 )
         if self._held is None or wishes:
             self._look_up(*self._step)
         return plan
 
     def _look_up(self, requests: int, rows: int) -> None:
-        """Look up the target's passes of a step of so many requests, with so many rows without guesses."""
+        """Look up the target's passes for a step with these requests and rows without guesses."""
         last = rows + sum([entry.max_nodes for entry in self._entries]) - len(self._entries)
         passes = self._target.table(max(last, requests + 1))
         self._costs = StepCosts(passes, rows, last, passes[requests] - passes[rows], float(requests))
@@ -166,11 +169,11 @@ class CostPolicy(SpeculationPolicy):
         unread: Sequence[int],
         guessed: Sequence[TokenTree],
     ) -> list[bool]:
-        """For those whose first level is worth its pass and the reading, and those with a size of their own.
+        """Return True for requests whose first level is worth its cost, and for those with their own size.
 
-        A prompt is read where the reading will have been worth it when the answer is written. A text that the
-        draft is far behind in is read where the guard can afford it. A draft whose passes have no known price
-        starts everywhere.
+        A prompt is read if the draft is expected to save the time over the whole answer. A text of which the
+        draft has not read much is read if the guard's allowance covers it. A draft whose passes have no known
+        cost always starts.
         """
         if speculator not in self._drafts:
             return [True] * len(entries)
@@ -196,7 +199,9 @@ class CostPolicy(SpeculationPolicy):
         late = list[tuple[int, int]]()
         for i in free:
             entry = entries[i]
-            reads = unread[i] - (len(entry.token_ids) - entry.end)  # of a prompt what this step computes
+            reads = unread[i] - (
+                len(entry.token_ids) - entry.end
+            )  # for a prompt, only what this step computes
             if starts[i] and reads > entry.end - entry.start + USUAL_UNREAD:
                 late.append((reads, i))
         if late and self.guard is not None:
@@ -218,10 +223,10 @@ class CostPolicy(SpeculationPolicy):
         trees: Sequence[TokenTree],
         ends: Sequence[Sequence[int]],
     ) -> list[Sequence[int]]:
-        """Those that are likely to become text, and all of requests with a size of their own.
+        """Return the ends that are likely enough, and all ends of requests with a size of their own.
 
-        Each is a row of the draft's pass, and of the level it brings one node is likely enough to be
-        verified; of samples all are. A draft whose passes have no known price goes on below all.
+        Each end is a row of the draft's pass. It is expected to add one verified node, or all of its children
+        if these are samples. A draft whose passes have no known cost draws below all ends.
         """
         if speculator not in self._drafts:
             return list(ends)
@@ -251,7 +256,7 @@ class CostPolicy(SpeculationPolicy):
                 brought = best_of(brought, int(room / (each * min(wanted, levels.all.depth - level))))
             gains += brought
         passes = draft.costs.table(bound + len(gains))[bound:]
-        each = wide / len(gains) if gains else 1.0  # rows of the target's of every end
+        each = wide / len(gains) if gains else 1.0  # target rows per end
         costs, nodes = self._costs, self._nodes
         seconds = [costs.seconds(nodes + round(n * each)) + passes[n] for n in range(len(gains) + 1)]
         goes_on = fastest(gains, self._tokens, seconds)
@@ -263,9 +268,9 @@ class CostPolicy(SpeculationPolicy):
         ]
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
-        """The nodes that make the step faster, of each request as many as it may have.
+        """Return the nodes that make the step faster, within each request's node budget.
 
-        Requests with a size of their own have as many as there are.
+        Requests with a size of their own keep all nodes within it.
         """
         self._trees, chosen = trees, list(trees)
         guessed = [n for n, tree in enumerate(trees) if len(tree.token_ids) > 1]
@@ -279,8 +284,8 @@ class CostPolicy(SpeculationPolicy):
         return chosen
 
     def appraise(self, trees: Sequence[TokenTree]) -> Appraisal:
-        """The probabilities of the nodes that were chosen, and the seconds the step is expected to take."""
-        if self._costs is NOTHING:  # nobody may guess
+        """Return the acceptance probabilities of the chosen nodes and the expected seconds of the step."""
+        if self._costs is NOTHING:  # speculation is off
             self._look_up(*self._step)
         costs = self._costs
         likely = [along_paths(self.chances.node_rates(tree), tree.parents) for tree in trees]
@@ -291,7 +296,7 @@ class CostPolicy(SpeculationPolicy):
         return Appraisal(likely, seconds - without, seconds + besides, self._held)
 
     def observe(self, report: StepReport) -> None:
-        """Learn from every guess whose parent became text, verified or not; and from the step's seconds."""
+        """Learn from every guess whose parent was accepted, verified or not, and from the step's seconds."""
         if self._trees:
             for outcome in report.outcomes:
                 number = self._numbers.pop(outcome.request_id, None)
@@ -305,7 +310,7 @@ class CostPolicy(SpeculationPolicy):
                 self.guard.observe(report.outcomes, report.seconds, report.passes)
 
     def _expect(self) -> None:
-        """The tokens that the step makes with the guesses so far, and the nodes that pay for that."""
+        """Update the expected tokens of the step with the guesses so far, and its worthwhile nodes."""
         tokens, nodes, loose = self._costs.tokens, 0, list[float]()
         for growing in self._growing:
             tokens, nodes = tokens + growing.tokens, nodes + growing.nodes
@@ -318,11 +323,11 @@ class CostPolicy(SpeculationPolicy):
         self._tokens, self._nodes = tokens + sum(loose[:count]), nodes + count
 
     def _candidates(self, entry: PlanEntry, tree: TokenTree) -> Candidates:
-        """A request's nodes as candidates to be verified."""
+        """Return a request's nodes as candidates for verification."""
         likely = along_paths(self.chances.node_rates(tree), tree.parents)
         firm = firm_nodes(tree) if any_sampled(tree.draws) else frozenset[int]()
         return Candidates(likely, firm, entry.max_nodes, has_own_size(entry))
 
     def _spend(self, seconds: float) -> None:
-        """A draft's pass is made."""
+        """Add the seconds of a draft's pass to the step."""
         self._costs = self._costs._replace(spent=self._costs.spent + seconds)

@@ -1,7 +1,7 @@
-"""When a draft's pass is worth its time: at its first level, at the next one, and for reading a text.
+"""Decide when a draft's pass is worth its time: for its first level, for further levels, and for reading.
 
-A draft reads the tokens of a text that it has not seen before it guesses, once for all steps that the text
-will have. So each step bears a part of that, as large as its part in all that the draft will bring.
+A draft reads the tokens of a text that it has not read before it guesses, once for all later steps of the
+text. So each step is charged a part of the reading, in proportion to the tokens that the draft yields there.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from specinfer.tree.expansion import Expansion
 from specinfer.tree.merging import firm_nodes
 from specinfer.tree.token_tree import child_of
 
-# Of a level behind a prompt: it will bring more than usual in some steps, in which it starts.
+# Factor of a level's cost when the worth of reading a prompt is judged: the draft will start only in those
+# steps where it yields more than usual.
 _LEVEL: Final = 0.9
-_MEMORY: Final = 0.97  # of a mean, at each value
-_THOUGHT: Final = 3.0  # values, that nobody has seen
-# How much of a first level others leave to a draft, where that is not known yet, by whether there is a
-# prediction: a caller that sends one thinks that it holds most of the answer.
+_MEMORY: Final = 0.97  # decay of a mean at each value
+_PRIOR: Final = 3.0  # weight of a mean's prior, in values
+# Prior of the probability that other speculators do not hold the first level's token, by whether the request
+# has a prediction, which probably holds most of the answer.
 _LEFT: Final = {False: 1.0, True: 0.3}
-_MADE: Final = {False: 1.0, True: 8.0}  # tokens that a step makes with others' guesses, likewise
-_REFUSED: Final = 16  # steps in a row in which a draft did not seem worth it; then its counts and costs fade
-_REFUSED_MEMORY: Final = 0.8  # the part that stays then: a draft that guesses nothing shows nothing new
-_SUREST: Final = 0.99  # that a level is right; or its levels would be worth it for ever
-USUAL_UNREAD: Final = 2  # tokens a draft reads in every step: the root, and a last guess it has not run
+_MADE: Final = {False: 1.0, True: 8.0}  # prior of a step's tokens with other speculators' guesses, likewise
+_REFUSED: Final = 16  # consecutive steps in which a draft did not start; then its counts and costs decay
+_REFUSED_MEMORY: Final = 0.8  # factor of this decay, as a draft that does not run yields no new outcomes
+_MAX_RATE: Final = 0.99  # of a level; with 1, any number of levels would be worth it
+USUAL_UNREAD: Final = 2  # tokens that a draft reads in every step: the root, and a last guess it has not run
 
 
 class PricedDraft(NamedTuple):
-    """A draft whose passes have a price."""
+    """A draft whose passes have a known cost."""
 
     costs: CostModel
-    expansion: Expansion  # of its trees of samples
+    expansion: Expansion  # shape of its sampled trees
 
     def width(self, level: int) -> int:
-        """The samples that a node at this depth gets."""
+        """Return the number of samples below a node at this depth."""
         return self.expansion.widths[min(level, self.expansion.depth - 1)]
 
     def reading(self, unread: Sequence[int]) -> list[float]:
-        """Seconds that each request with more than USUAL_UNREAD unread tokens adds to a pass for all."""
-        if max(unread) <= USUAL_UNREAD:  # so it is in nearly every step
+        """Return the seconds that each request's unread tokens beyond USUAL_UNREAD add to a shared pass."""
+        if max(unread) <= USUAL_UNREAD:  # the usual case
             return [0.0] * len(unread)
         together, expected = USUAL_UNREAD * len(unread), self.costs.expected
         without = expected(together)
@@ -57,10 +58,10 @@ class PricedDraft(NamedTuple):
 
 
 class Growing:
-    """One request's guesses while a draft adds to them: `others` is the tree of all that came before it.
+    """One request's guesses while a draft adds to them; `others` is the merged tree of earlier speculators.
 
-    A level is worth only the tokens that nobody else holds. The request may have `most` nodes, the root
-    included, and has them if `all_stay`.
+    A level is worth only the tokens that the other guesses do not hold. The request may have `most` nodes,
+    the root included; with `all_stay` all of them are verified.
     """
 
     def __init__(self, others: TokenTree, chances: Chances, most: int, *, all_stay: bool) -> None:
@@ -69,29 +70,31 @@ class Growing:
         held = [0.0] * len(self._rates)
         for parent, rate in zip(others.parents[1:], self._rates[1:], strict=True):
             held[parent] += rate
-        self.left = [max(0.0, 1.0 - of) for of in held]  # nobody holds the token behind each of them
+        self.left = [
+            max(0.0, 1.0 - of) for of in held
+        ]  # probability that no guess holds the token after each node
         self._firm = firm_nodes(others)
         self._room = most - 1
-        self._places = [0]  # of the draft's nodes among others', -1 where there is none
-        self._probabilities = [1.0]  # of the draft's nodes to become text
-        self._drawn = 0  # of its draws, that were seen
-        # The probabilities of its samples, and of other nodes that nobody else holds.
+        self._places = [0]  # index of each of the draft's nodes in `others`, or -1
+        self._probabilities = [1.0]  # acceptance probabilities of the draft's nodes
+        self._drawn = 0  # number of its draws that were added
+        # Acceptance probabilities of its samples, and of its other nodes that `others` lacks.
         self._sampled, self._dropped = list[float](), list[float]()
         self._weigh()
 
     @property
     def samples(self) -> bool:
-        """Whether the draft draws nodes that cannot be dropped."""
+        """True if the draft draws nodes that cannot be dropped."""
         return bool(self._sampled)
 
     def grow(self, tree: TokenTree) -> None:
-        """Add the nodes that are new in the draft's tree."""
+        """Add the new nodes of the draft's tree."""
         draws = tree.draws[self._drawn :]
         self._drawn += len(draws)
         probabilities, places, others = self._probabilities, self._places, self._others
         for draw, rate in zip(draws, self._chances.rates(draws), strict=True):
             node, above = draw.node, places[draw.parent]
-            if node < len(places):  # drawn before: samples may be the same token
+            if node < len(places):  # a repeated sample of the same token
                 continue
             place = -1
             if above >= 0:
@@ -109,20 +112,24 @@ class Growing:
         self._weigh()
 
     def _weigh(self) -> None:
-        """Weigh all nodes; where the draft agrees with others, their guesses behind it are likelier."""
+        """Update all probabilities; agreement of the draft makes others' later guesses likelier."""
         firm = self._firm
-        self.known = along_paths(self._rates, self._others.parents)  # of others' nodes to become text
-        self.nodes = len(firm) + len(self._sampled)  # that stay in any case
-        self.tokens = sum([self.known[node] for node in firm]) + sum(self._sampled)  # that these bring
+        self.known = along_paths(
+            self._rates, self._others.parents
+        )  # acceptance probabilities of others' nodes
+        self.nodes = len(firm) + len(self._sampled)  # nodes that cannot be dropped
+        self.tokens = sum([self.known[node] for node in firm]) + sum(
+            self._sampled
+        )  # expected tokens of these
         loose = [p for node, p in enumerate(self.known) if node and node not in firm] + self._dropped
         loose.sort(reverse=True)
-        self.loose = loose[: max(0, self._room - self.nodes)]  # the others that there is room for, best first
+        self.loose = loose[: max(0, self._room - self.nodes)]  # the best other nodes within the budget
 
     def gain(self, end: int, rate: LevelRate, price: float) -> float:
-        """The tokens that children of a node of the draft's tree bring; `rate` is of the level below it.
+        """Return the expected tokens of the children of a node of the draft's tree.
 
-        The first child has a row of the target's; others are charged `price`. Samples are all verified, so
-        their rows are counted by the caller.
+        `rate` is that of the level below the node. The first child's row of the target is not charged here;
+        others cost `price`. Samples are all verified, and the caller counts their rows.
         """
         place = self._places[end]
         arrives = self._probabilities[end] * (self.left[place] if place >= 0 else 1.0)
@@ -130,67 +137,68 @@ class Growing:
 
 
 def gain(arrives: float, rate: LevelRate, price: float) -> float:
-    """The tokens that a level brings behind a node that becomes text, and is left to it, so probably."""
+    """Return the expected tokens of a level below a node that is reached with probability `arrives`."""
     return arrives * rate.first + max(0.0, arrives * rate.other - price)
 
 
 def useful_levels(best: float, rate: float, price: float) -> float:
-    """The levels, one at least, that will be worth `price` tokens each.
+    """Return the number of levels, at least 1, that are worth `price` tokens each.
 
-    The first of them brings `best` tokens, each further one `rate` times those of the one above.
+    The first one yields `best` tokens, each further one `rate` times those of the level above.
     """
     if best <= price or rate <= 0:
         return 1.0
-    return 1.0 + math.log(price / best) / math.log(min(rate, _SUREST))
+    return 1.0 + math.log(price / best) / math.log(min(rate, _MAX_RATE))
 
 
 def best_of(gains: Sequence[float], most: int) -> list[float]:
-    """The gains with 0 in place of all but the `most` largest, one at least; of equal ones the earlier."""
+    """Return the gains with all but the `most` largest (at least 1) set to 0; ties keep the earlier."""
     order = sorted(range(len(gains)), key=gains.__getitem__, reverse=True)
     kept = frozenset(order[: max(1, most)])
     return [of if number in kept else 0.0 for number, of in enumerate(gains)]
 
 
 def children_each(tree: TokenTree) -> float:
-    """How many children the nodes of a tree have that have some, one at least."""
+    """Return the mean number of children of a tree's inner nodes, at least 1."""
     return max(1.0, (tree.num_nodes - 1) / max(1, len(set(tree.parents)) - 1))
 
 
 @dataclass(slots=True)
 class _Fading:
-    """The mean of about the last 30 values; first it is what they are thought to be."""
+    """Mean of about the last 30 values, with an initial value as a prior."""
 
     mean: float
-    count: float = _THOUGHT
+    count: float = _PRIOR
 
     def add(self, value: float) -> None:
-        """One more value."""
+        """Add a value."""
         self.count = _MEMORY * self.count + 1
         self.mean += (value - self.mean) / self.count
 
 
 class Without(NamedTuple):
-    """The step as it is expected without the draft."""
+    """Estimates for the step without the draft."""
 
     costs: StepCosts
     tokens: float
-    nodes: int  # below roots
-    row: float  # seconds of another row of the target's, in a step in which no prompt is read
+    nodes: int  # guesses, without roots
+    row: float  # seconds of another row of the target's pass in a step without prefill
 
 
 class DraftStarts:
-    """Decides for which requests one draft starts: whose first level is worth its pass and the reading."""
+    """Decides for which requests one draft starts: those whose first level is worth its pass and reading."""
 
     def __init__(self, draft: PricedDraft, levels: DraftLevels) -> None:
         self._draft = draft
         self._levels = levels
-        # How much others leave of its first level, of late, and the tokens that a step makes with theirs.
+        # Recent means of the probability that others lack the first level's token, and of a step's tokens
+        # with their guesses.
         self._left = {predicted: _Fading(left) for predicted, left in _LEFT.items()}
         self._made = {predicted: _Fading(made) for predicted, made in _MADE.items()}
-        self._refused = 0  # steps in a row
+        self._refused = 0  # consecutive steps without a start
 
     def refused(self) -> None:
-        """Note a step in which the draft could guess, and did not seem worth it."""
+        """Count a step in which the draft could guess but was not worth its cost."""
         self._refused += 1
         if self._refused == _REFUSED:
             self._refused = 0
@@ -204,9 +212,9 @@ class DraftStarts:
         growing: Mapping[int, Growing],
         step: Without,
     ) -> list[bool]:
-        """For which of these the first level makes the step faster, or will once their prompts are read.
+        """Return for which entries the first level makes the step faster, or later steps for prefill entries.
 
-        `growing` are others' guesses, by number, for those that may have more nodes than a root.
+        `growing` has the other speculators' guesses, by index, for entries with a node budget above 1.
         """
         costs, tokens, nodes, _ = step
         without, price = costs.seconds(nodes), costs.price(tokens, nodes)
@@ -234,7 +242,7 @@ class DraftStarts:
         return starts
 
     def _gain(self, entry: PlanEntry, guesses: Growing, price: float) -> tuple[float, float]:
-        """The tokens that the level brings a request, and its part in all that the draft will bring it."""
+        """Return the expected tokens of the level, and their part of all tokens expected from the draft."""
         predicted = bool(entry.request.prediction)
         left_of_late, made_of_late = self._left[predicted], self._made[predicted]
         rate = self._rate(entry)
@@ -244,11 +252,11 @@ class DraftStarts:
         return brings, _part(brings, rate.any * left_of_late.mean, made_of_late.mean, entry.room)
 
     def _reads(self, entry: PlanEntry, read: float, requests: int, pace: float, row: float) -> bool:
-        """Whether a prompt is read: others' guesses behind it are not known, so they are taken as usual.
+        """Return whether a prompt is worth reading, with the usual guesses of other speculators after it.
 
-        `read` seconds take the reading; the engine would make `pace` tokens a second without. It is of no use
-        in a text that is read, for which no row is left, nor where no more than two tokens can follow: the
-        first one has no guesses, and the last one needs none.
+        Reading takes `read` seconds; without it the engine yields `pace` tokens per second. It is useless for
+        a text that the draft has already read, for which no row is left, and if at most two tokens can
+        follow: the first has no guesses, and the last needs none.
         """
         if entry.end - entry.start < 2 or entry.room < 3:
             return False
@@ -259,15 +267,15 @@ class DraftStarts:
         return usual > (read * part + _LEVEL * level) * pace
 
     def _rate(self, entry: PlanEntry) -> LevelRate:
-        """How likely first guesses are right for a request."""
+        """Return the rate of first guesses for a request."""
         return self._levels.rates(entry.request.params.temperature)[0]
 
 
 def _part(gain: float, usual: float, made: float, room: int) -> float:
-    """The part that a step has in all that a draft brings a text that it has read.
+    """Return this step's part of all tokens that a draft is expected to yield for a text it has read.
 
-    `gain` tokens now, `usual` ones beside the `made` of each step behind it, of which there are as many as
-    there is `room` for tokens; for the last token nobody guesses.
+    It yields `gain` tokens now and `usual` tokens in each later step, which has `made` tokens without it. The
+    number of later steps follows from the `room` for tokens; the last token needs no guess.
     """
     later = usual * max(0.0, room - 1 - made - gain) / (made + usual)
     return gain / (gain + later) if gain else 0.0

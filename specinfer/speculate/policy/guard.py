@@ -1,20 +1,19 @@
-"""Keeps an engine from being slower than it is without speculation.
+"""Guard: keeps an engine from being slower than it is without speculation.
 
-The one idea: speculation has an allowance of seconds it may lose (allowance.py). It is told of every step
-the seconds that its guesses took, and those that they saved: of plain steps, as they would be now.
+Speculation has an allowance of seconds it may lose (allowance.py). Each step with guesses is charged the
+seconds that they took, and credited the seconds that they saved, in plain steps. A plain step has no guesses;
+its time is the cost model's time of its pass, times a multiple that is measured in occasional plain steps. A
+step longer than 33 plain ones is taken for a pause of the machine.
 
-The latter are known from steps that are kept plain now and then, as a multiple of the cost model's seconds of
-their pass. A step of more than 33 plain ones is taken for a pause of the machine.
+If a pass takes seconds because it waits for its weights, plain steps are too expensive to run for
+measurement, and the cost model knows their time (`known`): the larger one of loading weights and computing,
+corrected by every pass. The time of a plain step is then that of its pass and of the other stages of recent
+steps. Guesses are charged their own time and the cost model's time of their rows, so that a disturbance of
+the disk is not charged to them.
 
-Where a pass takes seconds, as it waits for its weights, plain steps are too dear to be bought, and the cost
-model knows their time (`known`): the larger one of the weights' and the computation's, corrected by every
-pass. Then no step is kept plain to be timed. A plain step takes the seconds of its pass, and those that steps
-spend besides passes and guesses. A disturbance of the disk is no loss of guesses: those cost what they took
-themselves, and what their rows add to the pass by the cost model.
-
-There a draft may have memory that layers of the target could have (models/lent_memory.py). Plain steps are
-those of a target that has it: a step in which the draft has it costs the difference, and where nobody may
-guess the layers get the memory.
+A draft may then hold memory that layers of the target could use (models/lent_memory.py). Plain steps are
+those of a target whose layers use it: a step in which the draft holds it is charged the difference, and when
+speculation is off the layers get the memory.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from specinfer.speculate.policy.drafting import USUAL_UNREAD
 from specinfer.speculate.policy.policy import LevelPass
 from specinfer.speculate.speculator import Outcome
 
-_SLOWEST: Final = 8.0  # times; a step that is slower still is not slowed by a neighbour alone
+_SLOWEST: Final = 8.0  # largest slowdown that is attributed to other load on the machine
 
-PLAIN_FIRST: Final = 5  # plain steps of a batch size, before anybody guesses there
-_PLAIN_EVERY: Final = 200  # steps, of which one is plain from then on
-_PLAIN_SOON: Final = 8  # steps, of which one is plain where passes seem to have changed
-_CHANGED: Final = 0.1  # relative
-_FRESH: Final = 3  # plain steps since passes have changed, that are enough
-KEPT: Final = 5  # multiples, of which the median counts
+PLAIN_FIRST: Final = 5  # plain steps of a batch size before speculation is on there
+_PLAIN_EVERY: Final = 200  # steps; later, one of so many is plain
+_PLAIN_SOON: Final = 8  # steps; one of so many is plain while the time of passes seems changed
+_CHANGED: Final = 0.1  # relative change of the time of passes
+_FRESH: Final = 3  # plain steps needed after such a change
+KEPT: Final = 5  # recent multiples whose median is used
 
-# Stages of a step (engine/metrics.py): those of a pass with its rows, and those of guesses besides.
+# Stages of a step (engine/metrics.py): those of the target's pass, and those of speculators.
 TARGET_STAGES: Final = ("target_forward", "verify")
 GUESSING_STAGES: Final = ("propose", "observe")
 
@@ -53,39 +52,39 @@ GUESSING_STAGES: Final = ("propose", "observe")
 class GuardState:
     """The state of the guard and of the cost models."""
 
-    off_steps: int  # in which nobody was let guess
-    guessing: bool  # whether speculation is on
+    off_steps: int  # steps in which speculation was off
+    guessing: bool  # True if speculation is on
     factors: Mapping[str, float]  # by model: the time of its passes, relative to its curve
 
 
 class Lending(NamedTuple):
-    """The memory of a draft, and what passes of the target cost with it."""
+    """A draft's memory that layers may use, and the target's cost curves in both cases."""
 
     memory: LentMemory
-    draft: CostCurve  # while the draft has it
-    layers: CostCurve  # while layers of the target have it
+    draft: CostCurve  # while the draft holds the memory
+    layers: CostCurve  # while layers of the target hold it
 
 
 @dataclass(slots=True)
 class PlainSteps:
-    """The plain steps of batches of about one size: their seconds, as multiples of the cost model's."""
+    """Recent plain steps of one class of batch sizes: their seconds as multiples of the cost model's."""
 
-    # How slow passes were thought to be, relative to the curve, and the multiple; the newest ones.
+    # (slowness, multiple): estimated time of passes relative to the curve, and seconds relative to the model.
     seen: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
     count: int = 0  # steps
-    since: int = 0  # steps, since the last plain one
-    asked_at: float = 0.0  # the slowness that `enough` and `multiple` are of; 0: of none
-    enough: bool = False  # whether enough were seen since passes have been as slow
+    since: int = 0  # steps since the last plain one
+    asked_at: float = 0.0  # slowness for which `enough` and `multiple` hold; 0: none
+    enough: bool = False  # True if there are enough plain steps at this slowness
     multiple: float = 1.0
 
     def look_up(self, slowness: float) -> PlainSteps:
-        """This, with `enough` and `multiple` of passes as slow as that; at least one step must be seen.
+        """Update `enough` and `multiple` for this slowness and return self; needs at least one plain step.
 
-        When passes seem to be slower or quicker than at the last plain steps, either the machine is, and the
-        multiple is the same, or passes with guesses are, and the cost model is wrong about others. Until a
-        few plain steps tell, the least multiple that it may be counts.
+        If passes seem slower or faster than at the last plain steps, either the machine has changed, and the
+        multiple is the same, or only passes with guesses have, and the model is wrong about plain ones. Until
+        a few plain steps decide this, the smallest possible multiple is used.
         """
-        if self.asked_at != slowness:  # it stays the same for steps, and is asked in every one
+        if self.asked_at != slowness:  # a cache, as the slowness stays the same for many steps
             last = takewhile(lambda seen: abs(slowness / seen[0] - 1) <= _CHANGED, reversed(self.seen))
             fresh = [multiple for _, multiple in last]
             known = _median([multiple for _, multiple in self.seen])
@@ -95,13 +94,13 @@ class PlainSteps:
         return self
 
     def due(self, slowness: float) -> bool:
-        """Whether a step should be plain, as too little is known of such steps."""
+        """Return whether a step should be plain, because the measurements do not suffice."""
         if self.count < PLAIN_FIRST or self.since >= _PLAIN_EVERY:
             return True
         return self.since >= _PLAIN_SOON and bool(self.seen) and not self.look_up(slowness).enough
 
     def learn(self, slowness: float, multiple: float) -> None:
-        """Count a plain step; a multiple that is no positive number is no use, and the step counts."""
+        """Count a plain step, and record its multiple if it is a positive number."""
         self.count, self.since = self.count + 1, 0
         if 0 < multiple < math.inf:
             self.seen.append((slowness, multiple))
@@ -109,11 +108,11 @@ class PlainSteps:
 
 
 class Guard:
-    """Decides of each step whether anybody may guess, and learns from its seconds.
+    """Decides for each step whether speculation is on, and learns from the step's seconds.
 
-    It corrects the costs that the policy decides by, too (runtime/cost_model.py). With `measured=False` the
-    seconds of steps are those of the costs themselves: no clock has a say. With `known` the target's costs
-    are believed of plain steps, and none is run to be timed.
+    It also corrects the cost models of the policy (runtime/cost_model.py). With `measured=False` the seconds
+    of steps come from the cost models instead of a clock. With `known` the target's cost model gives the time
+    of plain steps, and none is run for measurement.
     """
 
     def __init__(
@@ -125,52 +124,52 @@ class Guard:
         known: bool = False,
         lending: Lending | None = None,
     ) -> None:
-        """`lending` is of targets whose costs are known."""
+        """Make a guard that starts with the full allowance; `lending` needs `known`."""
         self._lending = lending
         self._target, self._drafts, self._measured, self._known = target, dict(drafts), measured, known
         self._allowance = Allowance(KNOWN if known else USUAL)
-        self._besides = deque[float](maxlen=KEPT)  # seconds of the last steps besides passes and guesses
+        self._besides = deque[float](maxlen=KEPT)  # seconds of recent steps outside passes and guesses
         self.plain_steps: dict[int, PlainSteps] = {}  # by the size of the batch, in powers of two
         self._off_steps = 0
-        self._turn = 0  # of the passes of drafts, which of them is learnt from
-        # Of the step:
-        self._names: frozenset[str] = frozenset()  # its requests
-        self._requests = 0  # that have a tree
-        self._rows = 0  # of the target, without guesses
-        self._nodes = 0  # guesses that are verified
-        self._wishes = False  # a request has a size of its own
-        self._held: str | None = None  # why nobody may guess
-        self.lacks_draft = False  # nobody at all: the draft could not be brought back
+        self._turn = 0  # counter that selects the draft's pass to learn from
+        # State of the step:
+        self._names: frozenset[str] = frozenset()  # ids of its requests
+        self._requests = 0  # requests with a tree
+        self._rows = 0  # rows of the target without guesses
+        self._nodes = 0  # verified guesses
+        self._wishes = False  # True if a request has a size of its own
+        self._held: str | None = None  # why speculation is off
+        self.lacks_draft = False  # True if the draft could not get its memory back
         self._pass = 0.0  # seconds of a pass without guesses and prompts
         self._slowness = 1.0  # of such a pass, relative to the curve
-        self._plain = 0.0  # seconds of a step without guesses and prompts
-        self._rent = 0.0  # seconds by which the pass takes longer as a draft has memory of layers
-        self._fetched = False  # the draft was brought back for it
+        self._plain = 0.0  # seconds of a plain step without prompts
+        self._rent = 0.0  # additional seconds of the pass because the draft holds memory of layers
+        self._fetched = False  # True if the draft got its memory back for this step
 
     def state(self) -> GuardState:
-        """Its state; may be asked by any thread."""
+        """Return the state; callable from any thread."""
         models = {"target": self._target, **self._drafts}
         factors = {name: model.factor for name, model in models.items()}
         return GuardState(self._off_steps, self._allowance.guessing, factors)
 
     @property
     def allowance(self) -> float:
-        """The seconds that speculation may lose from now on."""
+        """Seconds that speculation may still lose."""
         return self._allowance.seconds
 
     @property
     def besides_pass(self) -> float:
-        """Seconds of a plain step besides its pass."""
+        """Seconds of a plain step outside its pass."""
         return _median(self._besides) if self._known and self._besides else max(0.0, self._plain - self._pass)
 
     def begin(self, names: Collection[str], requests: int, rows: int, wishes: bool) -> str | None:
-        """Begin a step; why nobody may guess in it, None where they may.
+        """Start a step; returns why speculation is off for it, or None if it is on.
 
         Args:
             names: the ids of all its requests.
-            requests: those that have a tree.
-            rows: of the target, without guesses.
-            wishes: one of the requests has a size of its own.
+            requests: number of requests with a tree.
+            rows: rows of the target without guesses.
+            wishes: True if a request has a size of its own.
         """
         self._requests, self._rows, self._nodes, self._wishes = requests, rows, 0, wishes
         known = self._names
@@ -185,7 +184,7 @@ class Guard:
             self._plain = self._multiple(requests) * self._pass
         allowed = self._allowance.allows(requests, self._plain, new=not self._names <= known)
         anchor = not self._known and self._undisturbed and self._of_size(requests).due(self._slowness)
-        anchor = anchor and self._target.settled  # or the step would be compared with earlier ones
+        anchor = anchor and self._target.settled  # a measurement needs settled costs
         self._held = GUARD if not allowed else PLAIN if anchor else None
         if self._lending is not None:
             self._lend(self._lending)
@@ -193,7 +192,7 @@ class Guard:
         return self._held
 
     def _lend(self, lending: Lending) -> None:
-        """Give the draft's memory to whoever may use it in this step."""
+        """Give the memory to the draft if speculation is on, else to the layers."""
         memory, self.lacks_draft = lending.memory, False
         if self._held is not None and not self._wishes:
             if memory.can_be_lent and memory.holder != "layers":
@@ -207,20 +206,20 @@ class Guard:
         self._rent = self._rent_of(max(1, self._rows))
 
     def _rent_of(self, rows: int) -> float:
-        """Seconds by which a pass of so many rows takes longer as a draft has memory of layers."""
+        """Return the additional seconds of a pass of `rows` rows because the draft holds memory of layers."""
         lending = self._lending
         if lending is None or lending.memory.holder == "layers" or not lending.memory.can_be_lent:
             return 0.0
         return max(0.0, self._target.expected(rows) - self._target.expected_by(lending.layers, rows))
 
     def chosen(self, nodes: int) -> None:
-        """Note how many guesses are verified in the step."""
+        """Set the number of verified guesses of the step."""
         self._nodes = nodes
 
     def observe(
         self, outcomes: Sequence[Outcome], stages: Mapping[str, float], passes: Sequence[LevelPass]
     ) -> None:
-        """Learn the time of passes; count the seconds that the step won and lost."""
+        """Learn the time of passes, and count the seconds that the step has won or lost."""
         guesses, reading, guessing = 0.0, 0.0, 0.0
         if self._measured:
             seconds = sum(stages.values())
@@ -248,7 +247,7 @@ class Guard:
             reading = sum([one.seconds for one in passes if self._reads(one)])
             spent = seconds - self._plain
             if self._known or self._prompts or not (self._nodes or passes):
-                # The time of prompts would be taken without guesses, too; so is all of a step that got none.
+                # Prompts take their time without guesses, too, as does a step that got no guesses.
                 spent = self._seconds_of_nodes() + guessing
         spent += self._rent
         if self._prompts:
@@ -257,19 +256,19 @@ class Guard:
 
     @property
     def _prompts(self) -> bool:
-        """Whether prompts are read in the step."""
+        """True if the step has prefill rows."""
         return self._rows > self._requests
 
     @property
     def _undisturbed(self) -> bool:
-        """Whether the step, kept plain, shows the time of plain steps."""
+        """True if the step, kept plain, measures the time of plain steps."""
         return self._requests > 0 and not self._prompts and not self._wishes
 
     def _of_size(self, requests: int) -> PlainSteps:
         return self.plain_steps.setdefault(requests.bit_length(), PlainSteps())
 
     def _multiple(self, requests: int) -> float:
-        """The multiple for batches of about this size, or of the nearest size that was seen; at first 1."""
+        """Return the multiple for this class of batch sizes, or of the nearest measured one, else 1."""
         wanted = requests.bit_length()
         seen = [size for size, plain in self.plain_steps.items() if plain.seen]
         if not seen:
@@ -278,11 +277,11 @@ class Guard:
         return self.plain_steps[nearest].look_up(self._slowness).multiple
 
     def _reads(self, one: LevelPass) -> bool:
-        """Whether a pass of a draft read texts, besides the tokens that are read in every step."""
+        """Return whether a draft's pass read texts, beyond the tokens that are read in every step."""
         return one.level == 0 and one.rows > USUAL_UNREAD * max(1, self._requests)
 
     def _seconds_by_costs(self, passes: Sequence[LevelPass]) -> tuple[float, float]:
-        """Seconds that the step spent on guesses by the costs, and of these on reading."""
+        """Return the seconds of guesses by the cost models, and the part of these for reading."""
         guesses, reading = self._seconds_of_nodes(), 0.0
         for one in passes:
             if (model := self._drafts.get(one.speculator)) is not None and one.rows > 0:
@@ -292,18 +291,18 @@ class Guard:
         return guesses, reading
 
     def _seconds_of_nodes(self) -> float:
-        """Seconds that the target's pass takes longer for the guesses of the step."""
+        """Return the additional seconds of the target's pass for the verified guesses."""
         if not self._nodes:
             return 0.0
         return self._target.expected(self._rows + self._nodes) - self._target.expected(self._rows)
 
     def _learn(self, stages: Mapping[str, float], passes: Sequence[LevelPass]) -> float:
-        """Learn the time of the passes of a step without prompts; how slow it shows the machine to be.
+        """Learn the time of the passes of a step without prompts; returns the machine's present slowdown.
 
-        That is the slowness that the target's pass and a draft's agree on, relative to the expected; 1 where
-        they do not, or there is but one. Of the passes of drafts one counts, in turn: all would take too
-        long, but where plain steps are known, of seconds each. None counts where a request has a size of its
-        own, as heads may draw such trees level by level.
+        That is the slowdown, relative to the expected time, on which the target's pass and a draft's pass
+        agree; 1 if they do not agree or there is only one. One of the drafts' passes is used in turn, as all
+        would take too long; with `known` all are. None is used if a request has a size of its own, as heads
+        may draw such trees level by level.
         """
         seconds = sum([stages.get(stage, 0.0) for stage in TARGET_STAGES])
         rows = self._rows + self._nodes
@@ -328,5 +327,5 @@ class Guard:
 
 
 def _median(values: Sequence[float]) -> float:
-    """The lower one of two: a disturbance only makes a step longer."""
+    """Return the median, the lower one of two, as a disturbance only makes a step longer."""
     return sorted(values)[(len(values) - 1) // 2]

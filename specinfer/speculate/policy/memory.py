@@ -1,9 +1,10 @@
-"""The knowledge of a policy on disk, so that the next process begins where this one ended.
+"""PolicyMemory: a policy's learned state on disk, so that the next process starts with it.
 
-One small JSON file for a target with its drafts on a device: curves of guesses, counts of drafts' levels, and
-the time of plain steps; no text, no token. It is written whole (files.py) every some steps and at the end, so
-of two processes the later one's is there. A file that is cut short, changed, of another version or holds an
-impossible number is not used: one line says why, and the policy begins as if there were none.
+There is one small JSON file for a target with its drafts on a device. It has the curves of guesses, the
+counts of drafts' levels, and the time of plain steps; no text and no token. It is written atomically
+(files.py) every `EVERY` steps and at the end, so of two processes the later one's remains. A file that is
+truncated, changed, of another version or has an impossible number is not used: one log line gives the reason,
+and the policy starts without it.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from pathlib import Path
 from typing import Any, Final
 
 from specinfer.files import cache_dir, write_whole
-from specinfer.speculate.policy.chances import FARTHEST, HEATS, STEEPEST_SLOPE, Chances, Curve
+from specinfer.speculate.policy.chances import MAX_OFFSET, MAX_SLOPE, TEMPERATURES, Chances, Curve
 from specinfer.speculate.policy.guard import KEPT, PLAIN_FIRST, Guard, PlainSteps
 
 _LOG = logging.getLogger(__name__)
 
-VERSION: Final = 6  # of the file; another one is when numbers mean something else
-LARGEST: Final = 1 << 20  # bytes of a file
-EVERY: Final = 2000  # steps, after which the file is written
-LEAST: Final = 500  # outcomes that are worth writing
-_MOST_NAMES: Final = 256
-_MOST_OUTCOMES: Final = 1 << 53
-_MOST_TRIES: Final = 1e4  # of a level, that full batches can come to
-_ROUNDING: Final = 1e-12  # of the tries
-_SLOWEST: Final = 1e6  # times; no step takes so long
+VERSION: Final = 6  # of the file; incremented when its numbers change their meaning
+MAX_BYTES: Final = 1 << 20  # of a file
+EVERY: Final = 2000  # steps between writes
+MIN_OUTCOMES: Final = 500  # new outcomes needed for a write
+_MAX_NAMES: Final = 256
+_MAX_OUTCOMES: Final = 1 << 53
+_MAX_TRIES: Final = 1e4  # of a level; full batches stay below
+_ROUNDING: Final = 1e-12  # relative to the tries
+_SLOWEST: Final = 1e6  # largest multiple of a plain step
 
 Key = Mapping[str, Any]  # "target", "drafts", "device": JSON values
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPolicy:
-    """A file, as it was found."""
+    """Contents of a file."""
 
     file: Path
     key: Key
@@ -47,21 +48,21 @@ class StoredPolicy:
 
 
 class PolicyMemory:
-    """Recalls the knowledge of a key into `chances` and `guard`, and keeps theirs from then on."""
+    """Loads the state of a key into `chances` and `guard`, and writes theirs from then on."""
 
     def __init__(self, key: Key, chances: Chances, guard: Guard, folder: Path | None = None) -> None:
         self._key = key
         self._chances, self._guard = chances, guard
         self._file = (folder or policies_dir()) / f"{_digest(key)[:16]}.json"
         self._steps = 0
-        self._kept = 0  # outcomes that the file has
-        self._failed = False  # to write, which was logged
+        self._kept = 0  # outcomes in the file
+        self._failed = False  # True once a failed write was logged
 
     def recall(self) -> None:
-        """Take over the file's knowledge, where there is one that can be used."""
+        """Load the file if there is a valid one; otherwise log why it is not used."""
         try:
             stored = read_policy(self._file)
-            if stored.key != self._key:  # two keys of one name, or a file that was moved
+            if stored.key != self._key:  # a collision of names, or a file that was moved
                 raise ValueError("it is of other models")
             recall(stored.learned, self._chances, self._guard)
             self._kept = self._chances.outcomes
@@ -76,18 +77,19 @@ class PolicyMemory:
             )
 
     def stepped(self) -> None:
-        """A step is over: every EVERY steps the file is written."""
+        """Count a step; writes the file after every EVERY steps."""
         self._steps += 1
         if self._steps % EVERY == 0:
             self.keep()
 
     def keep(self) -> None:
-        """Write the file, if that is worth it."""
+        """Write the file if there are MIN_OUTCOMES new outcomes."""
         outcomes = self._chances.outcomes
-        if outcomes - self._kept < LEAST:  # a test, or a short answer
+        if outcomes - self._kept < MIN_OUTCOMES:  # a test, or a short answer
             return
         self._kept = outcomes
-        if not write_policy(self._file, self._key, told(self._chances, self._guard)) and not self._failed:
+        learned = learned_values(self._chances, self._guard)
+        if not write_policy(self._file, self._key, learned) and not self._failed:
             self._failed = True
             _LOG.warning(
                 "the knowledge of speculation cannot be written to %s, and ends with this process; "
@@ -96,8 +98,8 @@ class PolicyMemory:
             )
 
 
-def told(chances: Chances, guard: Guard) -> dict[str, Any]:
-    """The knowledge as JSON values."""
+def learned_values(chances: Chances, guard: Guard) -> dict[str, Any]:
+    """Return the learned state as JSON values."""
     return {
         "outcomes": chances.outcomes,
         "curves": {
@@ -114,9 +116,9 @@ def told(chances: Chances, guard: Guard) -> dict[str, Any]:
 
 
 def recall(learned: Mapping[str, Any], chances: Chances, guard: Guard | None = None) -> None:
-    """Take over the result of `told`; takes nothing and raises ValueError or KeyError for other values."""
-    curves = {_name(name): _curves(one) for name, one in _mapping(learned["curves"], _MOST_NAMES).items()}
-    stored = _mapping(learned["drafts"], _MOST_NAMES)
+    """Load the result of `learned_values`; raises ValueError or KeyError for others, and loads nothing."""
+    curves = {_name(name): _curves(one) for name, one in _mapping(learned["curves"], _MAX_NAMES).items()}
+    stored = _mapping(learned["drafts"], _MAX_NAMES)
     drafts = {name: checked_levels(stored[name]) for name in chances.levels if name in stored}
     plain = {
         _whole(int(size), 0, 64): [
@@ -125,12 +127,12 @@ def recall(learned: Mapping[str, Any], chances: Chances, guard: Guard | None = N
         ]
         for size, seen in _mapping(learned["plain"], 64).items()
     }
-    outcomes = _whole(learned["outcomes"], 0, _MOST_OUTCOMES)
+    outcomes = _whole(learned["outcomes"], 0, _MAX_OUTCOMES)
     chances.recall(curves)
     for name, (of_all, alike) in drafts.items():
         chances.levels[name].all.recall(of_all)
-        for heat, levels in zip(chances.levels[name].alike, alike, strict=True):
-            heat.recall(levels)
+        for counts, levels in zip(chances.levels[name].alike, alike, strict=True):
+            counts.recall(levels)
     chances.outcomes = outcomes
     if guard is not None:
         for size, multiples in plain.items():
@@ -138,30 +140,30 @@ def recall(learned: Mapping[str, Any], chances: Chances, guard: Guard | None = N
 
 
 def checked_levels(value: object) -> tuple[list[list[float]], list[list[list[float]]]]:
-    """The level counts of a draft, of all requests and by temperature; raises ValueError for others."""
+    """Return a draft's level counts, of all requests and by temperature; raises ValueError if invalid."""
     found = _mapping(value, 2)
     return _levels(found["all"]), [
-        _levels(one) for one in _list(found["alike"], len(HEATS) + 1, len(HEATS) + 1)
+        _levels(one) for one in _list(found["alike"], len(TEMPERATURES) + 1, len(TEMPERATURES) + 1)
     ]
 
 
 def policies_dir() -> Path:
-    """The folder of the files."""
+    """Return the folder of the files."""
     return cache_dir() / "policies"
 
 
 def write_policy(file: Path, key: Key, learned: Mapping[str, Any]) -> bool:
-    """Write a file whole; returns whether that could be done."""
+    """Write a file atomically; returns False if the disk refuses it."""
     content = {"version": VERSION, "key": key, "learned": learned}
     return write_whole(file, json.dumps({**content, "checksum": _digest(content)}, indent=1) + "\n")
 
 
 def read_policy(file: Path) -> StoredPolicy:
-    """A file's contents; raises OSError, and ValueError that says why it cannot be used."""
+    """Return a file's contents; raises OSError, or ValueError with the reason why it is invalid."""
     with file.open("rb") as opened:
-        data = opened.read(LARGEST + 1)
-    if len(data) > LARGEST:
-        raise ValueError(f"it has more than {LARGEST} bytes")
+        data = opened.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES} bytes")
     try:
         parsed = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -176,7 +178,7 @@ def read_policy(file: Path) -> StoredPolicy:
 
 
 def stored_policies(folder: Path | None = None) -> list[tuple[Path, StoredPolicy | None, str]]:
-    """All files, each with its contents, or with None and why it cannot be used."""
+    """Return all files, each with its contents, or with None and the reason why it is invalid."""
     found = list[tuple[Path, StoredPolicy | None, str]]()
     for file in sorted((folder or policies_dir()).glob("*.json")):
         try:
@@ -187,62 +189,62 @@ def stored_policies(folder: Path | None = None) -> list[tuple[Path, StoredPolicy
 
 
 def _curves(value: object) -> tuple[Curve, Curve]:
-    """A speculator's curves, of others than first choices and of these."""
+    """Return a speculator's curves, of other choices and of first choices."""
     others, firsts = _list(value, 2, 2)
     return _curve(others), _curve(firsts)
 
 
 def _curve(value: object) -> Curve:
-    """A curve of a speculator's guesses."""
+    """Return one curve."""
     offset, slope = _list(value, 2, 2)
-    return Curve(_real(offset, -FARTHEST, FARTHEST), _real(slope, 0.0, STEEPEST_SLOPE))
+    return Curve(_real(offset, -MAX_OFFSET, MAX_OFFSET), _real(slope, 0.0, MAX_SLOPE))
 
 
 def _levels(value: object) -> list[list[float]]:
-    """The counts of levels: first guesses and others that were right, and the tries."""
+    """Return the counts of levels: right first guesses, right other guesses, and tries."""
     found = list[list[float]]()
     for firsts, others, tries in (_list(one, 3, 3) for one in _list(value, 0, 1000)):
-        of = _real(tries, 0.0, _MOST_TRIES)
+        of = _real(tries, 0.0, _MAX_TRIES)
         first = _real(firsts, 0.0, of)
-        left = of - first  # each count fades by itself, so where nothing missed `others` may round higher
+        left = of - first  # counts are rounded separately, so `others` may exceed this slightly
         found.append([first, min(_real(others, 0.0, left + _ROUNDING * of), left), of])
     return found
 
 
-def _real(value: object, least: float, most: float) -> float:
-    """A number between `least` and `most`; raises ValueError for anything else."""
+def _real(value: object, low: float, high: float) -> float:
+    """Return a number in [low, high]; raises ValueError for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"expected a number in [{least:g}, {most:g}], got {value!r:.40}")
-    if not least <= value <= most:
-        raise ValueError(f"expected a number in [{least:g}, {most:g}], got {value:g}")
+        raise ValueError(f"expected a number in [{low:g}, {high:g}], got {value!r:.40}")
+    if not low <= value <= high:
+        raise ValueError(f"expected a number in [{low:g}, {high:g}], got {value:g}")
     return float(value)
 
 
-def _whole(value: object, least: int, most: int) -> int:
-    """An integer between `least` and `most`; raises ValueError for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"expected an integer in [{least}, {most}], got {value!r:.40}")
+def _whole(value: object, low: int, high: int) -> int:
+    """Return an integer in [low, high]; raises ValueError for other values."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"expected an integer in [{low}, {high}], got {value!r:.40}")
     return value
 
 
 def _name(value: object) -> str:
-    """The name of a speculator; raises ValueError for anything else."""
+    """Return the name of a speculator; raises ValueError for other values."""
     if not isinstance(value, str) or not 0 < len(value) <= 200:
         raise ValueError(f"expected a speculator's name, got {value!r:.40}")
     return value
 
 
-def _mapping(value: object, most: int) -> Mapping[str, Any]:
-    """An object of JSON with at most so many members; raises ValueError for anything else."""
-    if not isinstance(value, dict) or len(value) > most:
-        raise ValueError(f"expected an object of at most {most} members, got {value!r:.40}")
+def _mapping(value: object, max_length: int) -> Mapping[str, Any]:
+    """Return a JSON object of at most `max_length` members; raises ValueError for other values."""
+    if not isinstance(value, dict) or len(value) > max_length:
+        raise ValueError(f"expected an object of at most {max_length} members, got {value!r:.40}")
     return value
 
 
-def _list(value: object, least: int, most: int) -> Sequence[Any]:
-    """A list of `least` to `most` values; raises ValueError for anything else."""
-    if not isinstance(value, list) or not least <= len(value) <= most:
-        raise ValueError(f"expected a list of {least} to {most} values, got {value!r:.40}")
+def _list(value: object, low: int, high: int) -> Sequence[Any]:
+    """Return a list of `low` to `high` values; raises ValueError for other values."""
+    if not isinstance(value, list) or not low <= len(value) <= high:
+        raise ValueError(f"expected a list of {low} to {high} values, got {value!r:.40}")
     return value
 
 

@@ -1,7 +1,7 @@
-"""The base of policies: the ensemble asks one in every step, and tells it every outcome.
+"""SpeculationPolicy: the base class of policies, and what they learn from.
 
-The text is the same whatever is decided (docs/losslessness.md): it changes how many tokens a step yields and
-how long the step takes.
+A policy changes how many tokens a step yields and how long the step takes, never the text
+(docs/losslessness.md).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from specinfer.tree.expansion import Expansion
 
 @dataclass(frozen=True, slots=True)
 class LevelPass:
-    """The time that one level of a level speculator's trees took."""
+    """Time of one level of a level speculator's trees."""
 
     speculator: str
-    level: int  # 0: the root's children, and the texts it read
-    rows: int  # tokens of texts that it was to read, or nodes that it ran
-    seconds: float  # deciding which requests go on included
+    level: int  # 0: the root's children, and reading texts
+    rows: int  # tokens read, or nodes run
+    seconds: float  # including the decision about the next level
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The results of a step: a policy learns from it, besides the trees it was shown.
+    """Results of a step.
 
-    `seconds` are those of each stage of the step so far (engine/metrics.py), and `observe`: the time
-    speculators took to learn of it. None are given where requests end outside of a step.
+    `seconds` has the time of each stage of the step (engine/metrics.py), and as `observe` the time of the
+    speculators' `observe`. It is empty for requests that end outside a step.
     """
 
     outcomes: Sequence[Outcome]
@@ -43,29 +43,28 @@ class StepReport:
 
 
 class SpeculationPolicy:
-    """The policy of trees of a fixed size, and the base of others: it drops nothing, and never refuses.
+    """The policy of trees of a fixed size, and the base class of others: it keeps all nodes.
 
-    The ensemble asks it between the guesses of a step, in the order of its methods, and tells it every
-    outcome. One that raises is logged once, and one of this class takes its place (ensemble.py).
+    In every step the ensemble calls its methods in the order of their definition. A policy that raises is
+    logged, and an instance of this class replaces it (ensemble.py).
     """
 
     def __init__(self, learned: Expansion | None = None) -> None:
-        """`learned` is given where drafts' trees have no shape of their own.
+        """Give a shape for drafts' trees that have none of their own.
 
-        Of such trees as many nodes of each level are run as those of this shape have, the likeliest ones.
+        At each level of such a tree, the likeliest nodes are extended, as many as `learned` has there.
         """
         self._learned = learned
 
     @classmethod
     def instead(cls, speculation: SpeculationConfig) -> SpeculationPolicy:
-        """The policy that takes the place of one that fails."""
+        """Return the policy that replaces one that fails."""
         return SpeculationPolicy(speculation.fixed_expansion if speculation.learns_shape else None)
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
-        """A step begins, without guesses as yet. The plan as speculators are to see it.
+        """Start a step; returns the plan for the speculators.
 
-        Its entries are the plan's own; only the speculators that may guess for each may differ
-        (`PlanEntry.speculators`).
+        Only the speculators that may guess for each entry may differ (`PlanEntry.speculators`).
         """
         return plan
 
@@ -76,10 +75,10 @@ class SpeculationPolicy:
         unread: Sequence[int],
         guessed: Sequence[TokenTree],
     ) -> list[bool]:
-        """For which entries a level speculator draws its first level, or reads where there is no tree.
+        """Return for which entries a level speculator draws its first level, or reads one without a tree.
 
-        It has not read `unread` tokens of each text, and would read them now. `guessed` is the tree of
-        others' guesses so far, for each of `plan.tree_entries`.
+        It would now read the `unread` tokens of each text. `guessed` has the merged tree so far of each of
+        `plan.tree_entries`.
         """
         return [True] * len(entries)
 
@@ -90,10 +89,10 @@ class SpeculationPolicy:
         trees: Sequence[TokenTree],
         ends: Sequence[Sequence[int]],
     ) -> list[Sequence[int]]:
-        """Below which of `ends` a level speculator that has drawn `trees` for these entries draws next.
+        """Return the nodes among `ends` of each entry's tree below which a level speculator draws next.
 
-        `ends` are nodes of each tree; of each entry some, all or none of them are given back. Sampled draws
-        may be looked at: whether a node gets children never depends on the children's values.
+        The decision may depend on sampled draws, as it never depends on the values of the children drawn
+        next.
         """
         shape = self._learned
         if shape is None:
@@ -106,28 +105,28 @@ class SpeculationPolicy:
         ]
 
     def choose_nodes(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
-        """Of each of `plan.tree_entries`' trees, now that all have guessed, the part worth verifying."""
+        """Return the part to verify of the merged tree of each of `plan.tree_entries`."""
         return list(trees)
 
     def appraise(self, trees: Sequence[TokenTree]) -> Appraisal | None:
-        """The expectations of the step with these trees, the last it chose; None: it does not weigh them.
+        """Return estimates for the step with the trees it chose last, or None if it makes none.
 
-        Only asked where somebody wants to see it, before `observe`.
+        Called before `observe`, and only for display.
         """
         return None
 
     def observe(self, report: StepReport) -> None:
-        """Learn the outcome of every guess, and the time the step took."""
+        """Learn the outcome of every guess and the time of the step. Does nothing by default."""
 
 
 def has_own_size(entry: PlanEntry) -> bool:
-    """Whether the request itself says how large its trees are."""
+    """Return whether the request sets the size or shape of its trees."""
     overrides = entry.request.params.speculation
     return overrides.expansion is not None or overrides.max_nodes is not None
 
 
 def _likeliest_ends(tree: TokenTree, ends: Sequence[int], shape: Expansion) -> Sequence[int]:
-    """Of the ends at a tree's deepest level the likeliest, as many as the shape has there."""
+    """Return the likeliest `ends` at a tree's deepest level, as many as the shape has there."""
     depths, likely = tree.depths(), tree.likelihoods()
     deepest = max(depths)
     if deepest >= shape.depth:

@@ -18,7 +18,7 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.speculate.policy.chances import Chances
 from specinfer.speculate.policy.guard import Guard
-from specinfer.speculate.policy.memory import policies_dir, read_policy, told, write_policy
+from specinfer.speculate.policy.memory import learned_values, policies_dir, read_policy, write_policy
 from specinfer.tree import TreeBuilder
 from tests.tiny_models import write_pair
 
@@ -129,7 +129,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for number in range(30):
         chances.learn(builder.build(), (10 if number % 3 else 11, 99), 0.0)
     learned = {
-        **told(chances, Guard(CostModel("target", CostCurve((1, 2), (1.0, 1.5))), {})),
+        **learned_values(chances, Guard(CostModel("target", CostCurve((1, 2), (1.0, 1.5))), {})),
         "drafts": {"draft": {"all": LEVELS, "alike": [LEVELS, [], [], LEVELS[:1]]}},
     }
     for target in ("large, int8", "larger, int8"):

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _soon(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One outcome is worth keeping, and whatever steps take, everybody may guess in each."""
-    monkeypatch.setattr(policy_memory, "LEAST", 1)
+    monkeypatch.setattr(policy_memory, "MIN_OUTCOMES", 1)
     monkeypatch.setattr(Allowance, "allows", lambda *_, **__: True)
     monkeypatch.setattr(PlainSteps, "due", lambda *_: False)
 

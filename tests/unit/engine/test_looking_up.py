@@ -69,4 +69,4 @@ def test_lookups_by_default_are_left_off_without_a_library(
     with caplog.at_level(logging.WARNING, logger="specinfer"):
         assert guessed(folder, kernels="torch", lookup="auto") == 0
     told = [record.message for record in caplog.records if "looked up" in record.message]
-    assert told == ["no guesses are looked up, as that needs native kernels: no compiler here; install one"]
+    assert told == ["lookup is off, as it needs native kernels: no compiler here; install one"]

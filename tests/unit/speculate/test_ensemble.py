@@ -207,7 +207,7 @@ NO_TREES: list[tuple[list[TokenTree], str]] = [
 
 @pytest.mark.parametrize(
     ("trees", "complaint"),
-    [([], "gave 0 trees for 1 entries; propose returns one for each"), *NO_TREES],
+    [([], "gave 0 trees for 1 entries; propose must return one for each"), *NO_TREES],
 )
 def test_a_speculator_that_breaks_its_contract_is_named_once_and_not_asked_again(
     trees: list[TokenTree], complaint: str, caplog: pytest.LogCaptureFixture

@@ -7,7 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from specinfer.speculate.policy.chances import BELIEVED, BESIDE, PACE, STEEPENING, Chances, Curve
+from specinfer.speculate.policy.chances import (
+    CONFIDENCES,
+    LOOKUP_ODDS,
+    OFFSET_RATE,
+    SLOPE_RATE,
+    Chances,
+    Curve,
+)
 from specinfer.speculate.policy.choose import along_paths
 from specinfer.tree import TokenTree, TreeBuilder, merge
 
@@ -56,7 +63,7 @@ def test_a_curve_follows_the_gradient_of_its_log_loss() -> None:
     assert before == pytest.approx(1 / (1 + math.exp(-1.9)))
     curve.learn(2, True)
     assert (curve.offset, curve.slope) == pytest.approx(
-        (0.3 + PACE * (1 - before), 0.8 + STEEPENING * 2 * (1 - before))
+        (0.3 + OFFSET_RATE * (1 - before), 0.8 + SLOPE_RATE * 2 * (1 - before))
     )
     assert curve.rate(2, math.log(2)) == pytest.approx(odds_times(0.5, curve.rate(2)))
 
@@ -111,12 +118,12 @@ def test_beside_a_draft_the_odds_of_others_count_less() -> None:
     assert probabilities(chances, chain(0.5))[1] == pytest.approx(0.2 / 1.2), "and at first less than that"
     for number in range(2000):
         chances.learn(chain(0.5), RIGHT if number % 2 else WRONG, 0.0)
-    assert probabilities(chances, chain(0.5))[1] == pytest.approx(BESIDE / (1 + BESIDE), rel=0.02)
+    assert probabilities(chances, chain(0.5))[1] == pytest.approx(LOOKUP_ODDS / (1 + LOOKUP_ODDS), rel=0.02)
 
 
 @pytest.mark.parametrize(("sure", "at"), [(1.0, -1), (0.0, 0), (float("nan"), 0), (7.0, -1)])
 def test_certainty_is_not_taken_at_its_word(sure: float, at: int) -> None:
-    assert probabilities(Chances(), chain(sure))[1] == BELIEVED[at]
+    assert probabilities(Chances(), chain(sure))[1] == CONFIDENCES[at]
 
 
 @pytest.mark.parametrize("level", range(3))

@@ -16,12 +16,12 @@ from specinfer.speculate.policy.chances import Chances, LevelCounts, LevelRate
 from specinfer.speculate.policy.guard import Guard
 from specinfer.speculate.policy.memory import (
     EVERY,
-    LARGEST,
+    MAX_BYTES,
     PolicyMemory,
     checked_levels,
+    learned_values,
     read_policy,
     stored_policies,
-    told,
     write_policy,
 )
 from specinfer.tree import TokenTree, TreeBuilder
@@ -66,7 +66,7 @@ def facts(learned: Learned) -> tuple[list[float], list[LevelRate], list[list[Lev
 
 @pytest.fixture(autouse=True)
 def _worth_keeping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy_memory, "LEAST", LEAST)
+    monkeypatch.setattr(policy_memory, "MIN_OUTCOMES", LEAST)
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_a_number_that_cannot_be_costs_what_was_learnt_and_one_line(
         (lambda file: file.write_bytes(b"\xff\xfe"), "no whole JSON"),
         (lambda file: file.write_text("[" * 100_000), "no whole JSON"),
         (lambda file: file.write_text("[1]"), "an object"),
-        (lambda file: file.write_text(" " * (LARGEST + 1)), "more than"),
+        (lambda file: file.write_text(" " * (MAX_BYTES + 1)), "more than"),
         (lambda file: changed(file, lambda j: j.update(version=1), signed=False), "version 1, not 6"),
         (lambda file: changed(file, put("drafts", value={}), signed=False), "checksum"),
         (lambda file: changed(file, lambda j: j["key"].update(target="else")), "of other models"),
@@ -275,7 +275,7 @@ def test_of_two_that_write_one_is_there_whole(folder: Path, kept: Learned) -> No
     second.recall()
     teach(later, 2 * LEAST)
     second.keep()
-    assert read_policy(the_file(folder)).learned == told(*later)
+    assert read_policy(the_file(folder)).learned == learned_values(*later)
     assert facts(recalled(folder)) == facts(later)
 
 
