@@ -1,15 +1,14 @@
-"""What all drafts share: texts in a cache, trees that grow over them, and requests that end.
+"""Draft, LevelDraft and DraftModel: level speculators over a cache of texts.
 
     0 ............ origin ............ cached ............ end of the text
-    never seen     in the cache        to be read
+    not in cache   in the cache        to be read
 
-A draft writes K and V to the blocks that the scheduler gave the request. Blocks that two requests share hold
-for both of them what was written there for one.
+A draft writes K and V to the blocks that the scheduler gave the request. Requests that share blocks share
+what was written there.
 
-A small speculative model (SSM) is one of them: the i-th node that is run lies at cache position end - 1 + i,
-the root being the 0-th. When the target has spoken, the K and V of the draft's nodes that lie on the
-committed path move to where the text has them; the tokens that the draft did not guess itself it reads in the
-next first pass.
+In the cache of a draft model, the i-th node that is run has position end - 1 + i; the root is number 0. After
+verification the K and V of nodes on the committed path move to their positions in the text. The next first
+pass reads the committed tokens that the draft did not guess.
 """
 
 from __future__ import annotations
@@ -34,37 +33,36 @@ from specinfer.tree import TokenTree
 
 @dataclass(slots=True)
 class CachedText:
-    """What a draft holds of one request between steps."""
+    """A draft's state for one request between steps."""
 
     incarnation: int
     cached: int  # positions origin..cached-1 are in its cache
-    claimed: int  # blocks of the table that it holds for good
-    unread: UnreadFeatures  # the target's hidden states of what a head has not read
-    origin: int = 0  # the first position it sees, which begins a block
-    growth: Growth | None = None  # the last tree, until its outcome is known, where a draft asks for that
-    last_D: Tensor | None = None  # what a head made of the last row it read, where it needs that
+    claimed: int  # leading blocks of the table whose contents are final
+    unread: UnreadFeatures  # the target's hidden states that a head has not read
+    origin: int = 0  # the first position it sees, at the start of a block
+    growth: Growth | None = None  # the last tree, until its outcome is known; draft models only
+    last_D: Tensor | None = None  # a head's output for the last row it read, if it needs that
 
 
 class CachedTexts:
-    """The texts of all requests, as far as one draft knows them.
+    """One draft's state for all requests.
 
-    A text that another request left in shared blocks is there if the draft has read it then. A head needs the
-    target's hidden states besides, and these come only of what the target computes. So where some are missing
-    it reads from the next block on, and does not see what stands before that: its guesses get worse, and
-    nothing else.
+    Shared blocks that another request has filled are usable if the draft has read their text. A head also
+    needs the target's hidden states, which exist only for tokens that the target computes. If some are
+    missing, the head reads from the next block on and does not see the text before it: its guesses get worse,
+    and the output does not change.
     """
 
     def __init__(self, *, block_size: int, most_unread: int = 0) -> None:
         self.block_size = block_size
-        self._most_unread = most_unread  # tokens of a text whose hidden states are kept
+        self._most_unread = most_unread  # maximum tokens of a text whose hidden states are kept
         self._texts: dict[str, CachedText] = {}
         self._holds: dict[int, bytes] = {}  # block -> hash of the text whose K and V the draft has there
 
     def of(self, entry: PlanEntry, most: int) -> CachedText:
-        """What is held of the entry's request; blocks written before it was preempted are not.
+        """Return the state of the entry's request; a preemption discards it.
 
-        A text that is new here starts behind the blocks that the draft has read for another, of `most`
-        positions at the most.
+        A new text starts after the shared blocks that the draft has read, up to `most` positions.
         """
         name = entry.request.request_id
         text = self._texts.get(name)
@@ -73,7 +71,7 @@ class CachedTexts:
         return text
 
     def known(self, request_id: str) -> CachedText | None:
-        """What is held of a request, if anything is."""
+        """Return the state of a request, or None."""
         return self._texts.get(request_id)
 
     def hear(self, features: TextFeatures) -> None:
@@ -81,9 +79,9 @@ class CachedTexts:
         entry = features.entry
         text = self.of(entry, entry.start)
         unread = text.unread
-        if features.start > unread.end:  # there is a gap: nobody computed these tokens with this head there
+        if features.start > unread.end:  # a gap: these tokens were computed without this head
             self._miss(text, features.start)
-        # What it found in shared blocks it need not read again; so is a part before the next block.
+        # Tokens in shared blocks, and those before `origin`, are not read.
         known, count = max(0, unread.end - features.start), len(features.states)
         if known < count:
             unread.add(features.states.part(known, count) if known else features.states)
@@ -91,14 +89,14 @@ class CachedTexts:
             self._miss(text, unread.end - self._most_unread)
 
     def forget(self, request_id: str) -> None:
-        """A request that ended."""
+        """Drop the state of a request that ended."""
         self._texts.pop(request_id, None)
 
     def claim(self, text: CachedText, entry: PlanEntry) -> None:
-        """Note which blocks hold text for good, and that the others are about to be written to."""
+        """Record the hashes of blocks whose contents are final, and forget those about to be written."""
         full = min(text.cached // self.block_size, len(entry.block_hashes))
         written = full
-        if text.origin:  # what stands there is not made of the whole text before it
+        if text.origin:  # these blocks do not depend on the whole text before them
             written = text.origin // self.block_size
         else:
             for block in range(text.claimed, full):
@@ -117,40 +115,42 @@ class CachedTexts:
         return CachedText(entry.incarnation, cached, held, UnreadFeatures(cached))
 
     def _miss(self, text: CachedText, first: int) -> None:
-        """Go on at the first block whose tokens from position `first` on have hidden states."""
+        """Restart at the first block whose tokens, from position `first` on, have hidden states."""
         size = self.block_size
         text.origin = text.cached = -(-first // size) * size
         text.unread.drop_before(text.origin)
 
 
 class Draft(LevelSpeculator):
-    """A level speculator that is a model; `shape` says how its trees grow, and how it draws."""
+    """A level speculator with a model; `shape` gives the form of its trees and its draw rule."""
 
     def __init__(
         self, name: str, shape: Shape, *, max_rows: int, block_size: int, taps: tuple[int, ...] = ()
     ) -> None:
-        """`max_rows` of texts are read in one step; of texts whose hidden states at `taps` the draft reads so
-        many are kept until then. Blocks of its cache have `block_size` positions.
+        """Make a draft that reads at most `max_rows` rows of texts in one step.
+
+        If it reads hidden states (`taps`), as many rows are kept per text until then. Blocks of its cache
+        have `block_size` positions.
         """
         self.name = name
         self.taps = taps
         self._shape = shape
         self._max_rows = max_rows
         self._texts = CachedTexts(block_size=block_size, most_unread=max_rows)
-        self._growths: list[Growth] = []  # of the step that is open, one per entry of its plan
-        self._seen: list[CachedText] = []  # of the same
+        self._growths: list[Growth] = []  # of the present step, one per entry of its plan
+        self._seen: list[CachedText] = []  # likewise
 
     def most_nodes(self, request: Request) -> int:
-        """A full tree of the request's shape, or of the engine's."""
+        """Return the nodes of a full tree of the request's or the engine's shape, without its root."""
         return self._shape.most_nodes(request)
 
     def begin(self, plan: StepPlan) -> list[int]:
-        """Open a step; about how many tokens of each text the draft has not read."""
+        """Start a step; returns about how many tokens of each text the draft has not read."""
         self._growths = [self._growth(entry) for entry in plan.entries]
         return self._unread(plan.entries)
 
     def tree(self, entry: int) -> TokenTree:
-        """The tree of the plan's entry of that number, as it has grown so far."""
+        """Return the present tree of an entry, given by its number in the plan."""
         return self._growths[entry].tree()
 
     def hear(self, texts: Sequence[TextFeatures]) -> None:
@@ -159,40 +159,41 @@ class Draft(LevelSpeculator):
             self._texts.hear(features)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Forget requests that ended."""
+        """Drop the state of requests that ended."""
         for outcome in outcomes:
             if outcome.finished:
                 self._forget(outcome.request_id)
 
     @abstractmethod
     def _growth(self, entry: PlanEntry) -> Growth:
-        """A tree that is about to grow, or a text that is about to be read."""
+        """Return an entry's initial tree, or its text to read."""
 
     def _unread(self, entries: Sequence[PlanEntry]) -> list[int]:
-        """Find what is known of these texts; about how many tokens of each the draft can read."""
+        """Look up the state of these texts; returns about how many tokens of each the draft can read."""
         self._seen = [self._texts.of(entry, entry.start) for entry in entries]
         return [text.unread.end - text.cached for text in self._seen]
 
     def _forget(self, request_id: str) -> None:
-        """A request that ended."""
+        """Drop the state of a request that ended."""
         self._texts.forget(request_id)
 
 
 class LevelDraft(Draft):
-    """A draft whose levels are a pass each.
+    """A draft that runs one pass per level.
 
     One batched pass per depth serves all requests and all frontier nodes:
 
-        pass 1   the text the draft has not seen yet, up to the root     -> children of the root
-        pass 2   nodes of depth 1                                        -> their children
-        ...      nodes below which nobody wants guesses are never run
+        pass 1   the unread text, up to the root     -> children of the root
+        pass 2   nodes of depth 1                    -> their children
+        ...      only nodes that the policy selects are run
 
-    A prompt is read in step with the target: pass 1 holds the chunk that the target computes in this step,
-    too. A text that is too long for one step is read over several, and has no tree until it is read.
+    The draft prefills a prompt together with the target: pass 1 includes the chunk that the target computes
+    in this step. A text that is too long for one step is read over several, and has no tree before that is
+    done.
     """
 
     def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
-        """Draw below these nodes of these entries' trees, by one pass."""
+        """Draw children below these nodes of these entries' trees in one pass."""
         parts: list[tuple[int, Rows]] = []
         sites: list[Site] = []
         drawing: list[int] = []
@@ -214,31 +215,31 @@ class LevelDraft(Draft):
         return {i: ends for i in drawing if (ends := self._ends(i))}
 
     def _sites(self, entry: int) -> list[Site]:
-        """The frontier's nodes, each as a place where children are drawn."""
+        """Return a Site for each node of the frontier."""
         return self._growths[entry].sites(self._shape)
 
     def _ends(self, entry: int) -> Sequence[int]:
-        """The nodes of the entry's tree below which the draft can go on."""
+        """Return the nodes of the entry's tree below which the draft can draw further."""
         return self._growths[entry].ends
 
     @abstractmethod
     def _read(self, entry: int, most: int) -> Rows | None:
-        """At most so many rows of the text that the draft's cache lacks; the root's, if it has a tree, draws.
+        """Return at most `most` rows of the unread text; the root's row has logits if there is a tree.
 
-        None where the step has no rows left, and where there is nothing to read.
+        None if the step has no rows left or there is nothing to read.
         """
 
     @abstractmethod
     def _chosen(self, entry: int, nodes: Sequence[int]) -> Rows:
-        """Rows of nodes that are to get children; they see the text, their ancestors and themselves."""
+        """Return rows of nodes to extend; they attend to the text, their ancestors and themselves."""
 
     @abstractmethod
     def _draw(self, parts: Sequence[tuple[int, Rows]], sites: Sequence[Site]) -> None:
-        """Run the rows of these entries, and add the children of the sites, one for each row that draws."""
+        """Run the rows of these entries, and add the children of the sites, one site per row with logits."""
 
 
 def moves_along(path: Sequence[int], growth: Growth, root: int, block_table: Sequence[int]) -> list[Move]:
-    """What moves the K and V of accepted nodes to where the text has them; nothing where they are there.
+    """Return the moves of accepted nodes' K and V to their positions in the text; none if they are there.
 
     The cache has the root's row at position `root`.
     """
@@ -248,9 +249,9 @@ def moves_along(path: Sequence[int], growth: Growth, root: int, block_table: Seq
 
 
 def frontier_rows(growth: Growth, nodes: Sequence[int], root: int, block_table: Sequence[int]) -> Rows:
-    """Rows of nodes that are to get children, in a cache that has the root's row at position `root`.
+    """Return rows of nodes to extend, in a cache that has the root's row at position `root`.
 
-    The n-th node that is run lies n positions behind it, in whatever order the tree grows.
+    The n-th node that is run has position `root` + n, in any order of growth.
     """
     first = growth.choose(nodes)
     return Rows(
@@ -266,7 +267,7 @@ Pass = Callable[[Sequence[Rows], Sequence[Site]], None]  # runs the rows, and ad
 
 
 class DraftModel(LevelDraft):
-    """A level speculator that is a language model with the target's tokens."""
+    """A draft that is a language model with the target's tokens."""
 
     def __init__(
         self,
@@ -279,10 +280,17 @@ class DraftModel(LevelDraft):
         reads: int | None = None,
         draw: Pass | None = None,
     ) -> None:
-        """`vocabulary` are the tokens the model has logits for; None: all. It has no embedding for ids from
-        `reads` on; None: for all there are. They are no tokens, and it reads the last id it knows instead.
+        """Make a draft over `runner`.
 
-        `draw` stands in for passes and what is drawn from them: it answers from a record, or makes one.
+        Args:
+            name: the speculator's name.
+            runner: the model with its cache.
+            shape: the form of its trees and its draw rule.
+            max_rows: maximum rows of texts read in one step.
+            vocabulary: the tokens that the model has logits for; None: all.
+            reads: first token id that the draft has no embedding for, or None. Such ids are padding, and the
+                draft reads the id before `reads` instead.
+            draw: replaces passes and draws, to replay or to record them.
         """
         super().__init__(name, shape, max_rows=max_rows, block_size=runner.block_size)
         self._runner = runner
@@ -291,7 +299,7 @@ class DraftModel(LevelDraft):
         self._stand_in = draw
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Keep the K and V of guessed nodes that were committed; forget requests that ended."""
+        """Keep the K and V of committed guesses; drop the state of requests that ended."""
         super().observe(outcomes)
         moves: list[Move] = []
         for outcome in outcomes:
@@ -312,7 +320,7 @@ class DraftModel(LevelDraft):
         return [len(entry.token_ids) - text.cached for entry, text in zip(entries, self._seen, strict=True)]
 
     def _read(self, entry: int, most: int) -> Rows | None:
-        """As LevelDraft says; None, too, where the text leaves the draft no room for a guess."""
+        """See LevelDraft; also None if the text fills the draft's context."""
         growth, text = self._growths[entry], self._seen[entry]
         planned, start = growth.entry, text.cached
         end = min(planned.end, start + most)

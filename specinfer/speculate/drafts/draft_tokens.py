@@ -1,21 +1,20 @@
-"""The tokens that a draft can name, and how one with a vocabulary of its own speaks with its target.
+"""Vocabularies of drafts: reduced output layers, and drafts with another tokenizer than the target.
 
-A draft that cannot name a token never proposes it, and nothing else changes: the target's law decides what
-becomes text. So the head of a draft model, a large part of a small one, can be cut to the tokens that are
-common. Model files do not say which these are, but a tokenizer does roughly: byte-pair merges are numbered in
-the order they were made, the most frequent pair first, so low ids are frequent ones. A caller who knows the
-texts better gives a file of ids.
+A draft never proposes a token outside its vocabulary; the output does not change, as the target decides it.
+So the output layer of a draft model, a large part of a small model, can be reduced to frequent tokens. Model
+files do not give frequencies, but byte-pair merges are numbered from the most frequent pair on, so low ids
+are frequent ones. A user who knows the texts better can give a file of ids.
 
-A draft with other tokens reads the target's text in its own (tokenizer/respelling.py), and guesses in one of
-two ways:
+A draft with another tokenizer reads the target's text in its own tokens (tokenizer/respelling.py), and
+guesses in one of two ways:
 
-    shared    only tokens that both have. The draft's law is restricted to them and renormalised, which is the
-              law its draws are declared with: a valid q for every verifier
-    text      any token. The text along a path of them is retokenized for the target: guesses that are
-              functions of the text, without a law, so coupled draws and point masses alone
+    shared    only tokens that both vocabularies have. The draft's distribution is restricted to them and
+              renormalized; its draws are declared with that distribution, a valid q for every verifier
+    text      any token. The text along a path is retokenized for the target. Such guesses are functions of
+              the text without a distribution, so only coupled draws and point masses are possible
 
-Text makes more tokens a step of as many nodes, so it is what is done where nothing needs a law: under the
-coupled verifier.
+`text` yields more tokens per step for the same number of nodes, so it is the default where no distribution is
+needed: with the coupled verifier.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ from specinfer.tree import DrawRule
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftVocabulary:
-    """The kept ids, and the size of the vocabulary they are from; entry i of a pruned row is of ids[i]."""
+    """The ids of a reduced output layer; entry i of its logits belongs to token ids[i]."""
 
     ids: NDArray[np.int64]  # [kept], ascending
-    size: int
+    size: int  # of the whole vocabulary
 
     def widened(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """A row of logits, [kept], as one over the whole vocabulary, [size]: -inf for what is not kept."""
+        """Return a row of logits, [kept], over the whole vocabulary, [size], with -inf for other tokens."""
         row = np.full(self.size, -np.inf, dtype=np.float32)
         row[self.ids] = logits
         return row
 
 
 def draft_vocabulary(option: int | str | None, tokenizer: Tokenizer, size: int) -> DraftVocabulary | None:
-    """What the option `draft_vocabulary` means for a vocabulary of `size`; None for all of it.
+    """Return the tokens that the option `draft_vocabulary` keeps of `size` tokens; None: all.
 
-    A number is how many tokens are kept: special and end-of-text tokens, then the lowest ids. A string is
-    the path of a file of ids, a JSON list or one a line; special and end-of-text tokens are kept besides.
-    Raises ConfigError when the number is too small for the special tokens, or the file cannot be used.
+    A number keeps as many tokens: special and end-of-text tokens, then the lowest ids. A string is the path
+    of a file of ids, a JSON list or one per line; special and end-of-text tokens are added. Raises
+    ConfigError if the number is too small for the special tokens, or the file cannot be used.
     """
     if option is None:
         return None
@@ -71,12 +70,12 @@ def draft_vocabulary(option: int | str | None, tokenizer: Tokenizer, size: int) 
 
 
 def named_tokens(ids: Sequence[int], size: int) -> DraftVocabulary | None:
-    """The tokens that a head names, ascending, of a vocabulary of `size`; None where they are all."""
+    """Return the vocabulary of a head's ascending token `ids`; None if they are all `size` tokens."""
     return None if len(ids) == size else DraftVocabulary(np.array(ids, dtype=np.int64), size)
 
 
 def first_tokens(count: int, size: int, kept: DraftVocabulary | None = None) -> DraftVocabulary:
-    """The first tokens of a vocabulary of `size`, of which a model has so many; of these the `kept` ones."""
+    """Return the first `count` tokens of a vocabulary of `size`, or those of them that are in `kept`."""
     ids = np.arange(count) if kept is None else kept.ids[kept.ids < count]
     return DraftVocabulary(ids, size)
 
@@ -86,7 +85,7 @@ def _kept(ids: Iterable[int], size: int) -> DraftVocabulary:
 
 
 def _read(path: Path, size: int) -> list[int]:
-    """The ids of a file; raises ConfigError."""
+    """Return the ids of a file; raises ConfigError."""
     allowed = f"a JSON list of token ids, or one a line, each from 0 to {size - 1}"
     try:
         text = path.read_text(encoding="utf-8")
@@ -104,42 +103,42 @@ def _read(path: Path, size: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForeignTokens:
-    """Both tokenizers, and what the draft's tokens are called where trees are made of them.
+    """The tokenizers of target and draft, and the names of the draft's tokens in its trees.
 
-    A token that both have is called by the target's id, another one by the size of the target's vocabulary
-    plus its own id. So draws are made with names alone: equal names share the target's noise.
+    The name of a shared token is the target's id; that of another token is the size of the target's
+    vocabulary plus the draft's id. Draws use names, so that shared tokens share the target's noise.
     """
 
     ours: Tokenizer
     theirs: Tokenizer
-    by_text: bool  # guesses are spelled again; else every name is a token of the target
+    by_text: bool  # True if guesses are retokenized; else every name is a token of the target
     vocabulary: DraftVocabulary  # the names of the draft's logits, ascending
     logit_ids: NDArray[np.int64]  # [named] the draft's ids, in that order
-    shared: int  # tokens that both have, and the draft may guess
-    our_size: int  # names from here on are of tokens that the target lacks
-    _specials: dict[int, int]  # the target's special tokens that the draft has, as the draft's
+    shared: int  # number of shared tokens that the draft may guess
+    our_size: int  # the first name of a token that the target lacks
+    _specials: dict[int, int]  # the target's special tokens that the draft has -> the draft's id
     _by_name: dict[int, int]  # name -> the draft's id
-    _names: dict[int, int]  # and back
+    _names: dict[int, int]  # the draft's id -> name
 
     def respelling(self) -> Respelling:
-        """An empty text of the target's, as the draft reads it."""
+        """Return an empty text that converts the target's tokens to the draft's."""
         return Respelling(self.ours, self.theirs, self._specials)
 
     def spelled(self, names: Sequence[int]) -> list[int]:
-        """The draft's ids of tokens by their names."""
+        """Return the draft's ids of named tokens."""
         return [*map(self._by_name.__getitem__, names)]
 
     def name(self, token_id: int) -> int:
-        """What one of the draft's ids is called; -1 for one that it cannot guess."""
+        """Return the name of one of the draft's ids; -1 if it cannot guess the token."""
         return self._names.get(token_id, -1)
 
     @property
     def way(self) -> str:
-        """Which of the two it is."""
+        """The way of guessing, "text" or "shared"."""
         return "text" if self.by_text else "shared"
 
     def rule(self, rule: DrawRule) -> DrawRule:
-        """How it draws where drafts draw by `rule`."""
+        """Return the draw rule of this draft if other drafts draw by `rule`."""
         sampled = rule in (DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT)
         return DrawRule.POINT_MASS if self.by_text and sampled else rule
 
@@ -153,10 +152,10 @@ def foreign_tokens(
     *,
     draft: str,
 ) -> ForeignTokens:
-    """The exchange between a target and the `draft` of that name, with logits for `sizes` ids.
+    """Return the token names for a target and the draft named `draft`, which have logits for `sizes` ids.
 
-    `kept` are the only tokens of the target that a draft may name. Raises ConfigError for a draft that
-    shares no token with its target, and for options that make no sense for one that writes text.
+    `kept` are the only tokens of the target that the draft may propose. Raises ConfigError for a draft that
+    shares no token with its target, and for options that contradict retokenized guesses.
     """
     shared = shared_tokens(ours, theirs, *sizes)
     by_text = speculation.draft_tokens == "text"
@@ -205,6 +204,6 @@ def foreign_tokens(
 
 
 def _others(theirs: Tokenizer, size: int, shared: SharedTokens) -> NDArray[np.int64]:
-    """The draft's ids that the target has no token for and that spell something, ascending."""
+    """Return the draft's ids that are not shared and have bytes, ascending."""
     table, known = theirs.token_bytes, set(shared.theirs.tolist())
     return np.array([i for i in range(size) if i not in known and table[i]], dtype=np.int64)

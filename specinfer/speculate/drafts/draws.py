@@ -1,11 +1,11 @@
-"""How a draft model's logits become draws: the four rules of docs/losslessness.md.
+"""Draws from a draft model's logits, by the four rules of docs/losslessness.md.
 
     POINT_MASS            the k most likely tokens
-    COUPLED               the k largest of log q / T + the noise the target will use at that position
+    COUPLED               the k largest of log q / T + the noise that the target uses at that position
     IID                   k independent samples of q
     WITHOUT_REPLACEMENT   k samples of q, each without the ones before it
 
-Greedy requests always get the k most likely tokens: that is what all four become as T -> 0.
+Greedy requests always get the k most likely tokens, the limit of all four rules for T -> 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from specinfer.verify.target_law import NUMPY_ROW, RowScan, target_law
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A frontier node that is to get children, and what their law depends on."""
+    """A frontier node to extend, with the parameters of its children's distribution."""
 
     builder: TreeBuilder
     node: int
@@ -38,29 +38,29 @@ class Site:
     params: SamplingParams
     seed: int
     position: int  # absolute position of the children's tokens
-    uniforms: Callable[[], float]  # the next number in [0, 1) of this tree's own stream
+    uniforms: Callable[[], float]  # returns the next number in [0, 1) of this tree's random stream
     rule: DrawRule
-    processed: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None  # of logits
-    request_id: str = ""  # whose text it stands in
-    least: float = 0.0  # probability of draws that are kept behind the first; not of samples
+    processed: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None  # applies logit processors
+    request_id: str = ""
+    least: float = 0.0  # minimum probability of draws after the first; not for samples
 
     @property
     def draws_by(self) -> DrawRule:
-        """The rule by which it is drawn here: for greedy requests all are one."""
+        """The effective rule, POINT_MASS for greedy requests."""
         return DrawRule.POINT_MASS if self.params.greedy else self.rule
 
     @property
     def temperature(self) -> float:
-        """At which the draft says how likely a token is."""
+        """Temperature of the draft's confidences."""
         return 1.0 if self.draws_by is DrawRule.POINT_MASS else self.params.temperature
 
     def keeps(self, rank: int, confidence: float) -> bool:
-        """Whether a draw becomes a child: the first of them, and others that are likely."""
+        """Return whether a draw becomes a child: the first one, and others that are likely enough."""
         return rank == 0 or confidence >= self.least
 
     @property
     def candidates(self) -> int:
-        """How many of the likeliest tokens are all there is to know; 0 where a whole row is."""
+        """Number of likeliest tokens that suffice for the draws; 0 if the whole row is needed."""
         params, rule = self.params, self.draws_by
         if self.processed is not None:
             return 0
@@ -75,16 +75,16 @@ def draw_children(
 ) -> None:
     """Add the children of every site to its tree; row f of `flight` belongs to sites[f].
 
-    The logits are those of `vocabulary` where there is one. A site whose parameters leave no token, or whose
-    logits are no numbers, gets no children. A draw's evidence is how likely the two likeliest tokens are.
+    The logits belong to `vocabulary` if it is given. A site gets no children if its parameters exclude every
+    token or its logits are not finite. A draw's evidence is the probabilities of the two likeliest tokens.
     """
     rows = [row for row, site in enumerate(sites) if site.candidates]
-    likeliest = iter(_likeliest(flight, rows, sites) if rows else ())  # one question for a level
+    likeliest = iter(_likeliest(flight, rows, sites) if rows else ())  # one scan per level
     for row, site in enumerate(sites):
         if site.candidates:
             _from_likeliest(site, *next(likeliest), speculator, vocabulary)
         else:
-            # A grammar may be too complex to follow, and then the target will say so.
+            # If the grammar is too complex, verification raises this error for the request.
             with suppress(RequestError, LogitsError):
                 _from_row(site, flight.row(row), speculator, vocabulary, flight.scan)
 
@@ -92,11 +92,11 @@ def draw_children(
 def _likeliest(
     flight: Flight, rows: Sequence[int], sites: Sequence[Site]
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32], float]]:
-    """Of each of these rows the likeliest tokens, their logits, and the mass of all."""
+    """Yield the likeliest tokens of each row, their logits, and the mass of all tokens."""
     most = max(sites[row].candidates for row in rows)
     found = flight.likeliest(rows, most, [sites[row].temperature for row in rows])
     for i, row in enumerate(rows):
-        # As many as the site alone would get: a neighbour may want more.
+        # Cut to the number of this site, as another site may need more.
         count = min(int(found.found[i]), sites[row].candidates)
         yield found.ids[i, :count], found.values[i, :count], float(found.masses[i])
 
@@ -109,8 +109,8 @@ def _from_likeliest(
     speculator: str,
     vocabulary: DraftVocabulary | None,
 ) -> None:
-    """Draw from the likeliest tokens alone, most likely first: their logits, and the mass of all."""
-    if not len(ids):  # no numbers
+    """Draw from the likeliest tokens in falling order, with their logits and the mass of all tokens."""
+    if not len(ids):  # logits that are not finite
         return
     tokens = ids if vocabulary is None else vocabulary.ids[ids]
     weights = np.exp((values.astype(np.float64) - float(values[0])) / site.temperature)
@@ -151,7 +151,7 @@ def _from_row(
 def most_likely_ids(
     logits: NDArray[np.float32], k: int, vocabulary: DraftVocabulary | None = None, scan: RowScan = NUMPY_ROW
 ) -> NDArray[np.int64]:
-    """The k most likely tokens, most likely first."""
+    """Return the k most likely tokens, most likely first."""
     entries = scan.most_likely(logits, k)
     return entries if vocabulary is None else vocabulary.ids[entries]
 
@@ -165,16 +165,16 @@ def coupled_children(
     vocabulary: DraftVocabulary | None = None,
     scan: RowScan = NUMPY_ROW,
 ) -> NDArray[np.int64]:
-    """The k tokens a coupled speculator should propose after one row of its logits, best first.
+    """Return the k proposals of a coupled speculator after one row of its logits, best first.
 
-    Its law's coupled top-k first; where the filters leave it fewer than k, the next most likely tokens,
-    since the target's law may be wider. Greedy is therefore the k most likely tokens. Fewer than k come
-    back only when fewer have a probability. Raises as `target_law`.
+    They are the coupled top-k of its law. If filters leave fewer than k tokens, the next most likely ones
+    follow, as the target's law may be wider; so greedy requests get the k most likely tokens. Returns fewer
+    than k only if fewer have a probability. Raises as `target_law` does.
     """
     ids = coupled_top_k(_law(logits, params, vocabulary, scan), seed, position, k, scan=scan)
     if ids.shape[0] == k:
         return ids
-    # The law's ids are the most likely ones, in some order, so what follows them in rank is new.
+    # The law's ids are the most likely ones in some order, so tokens of lower rank are new.
     return np.concatenate([ids, most_likely_ids(logits, k, vocabulary, scan)[ids.shape[0] :]])
 
 
@@ -192,7 +192,7 @@ def probabilities(
     vocabulary: DraftVocabulary | None = None,
     scan: RowScan = NUMPY_ROW,
 ) -> NDArray[np.float64]:
-    """How likely each token is at a temperature, before top-k, top-p and min-p: what a draft believes."""
+    """Return a draft's probability of each token at a temperature, before top-k, top-p and min-p."""
     entries = tokens if vocabulary is None else np.searchsorted(vocabulary.ids, tokens)
     highest = float(logits.max())
     weights = np.exp((logits[entries].astype(np.float64) - highest) / temperature)
@@ -216,7 +216,7 @@ def _sample(site: Site, law: Distribution, rule: DrawRule, speculator: str) -> N
     left = law.probabilities
     evidence = tuple(np.sort(left)[:-3:-1].tolist())
     for turn in range(site.width):
-        # Whether there is another draw may depend on the draws before it, never on its own value.
+        # Whether a draw is made may depend on earlier draws, never on its own value.
         if site.builder.full or not left.any():
             return
         place = inverse_cdf(left, site.uniforms())

@@ -1,8 +1,8 @@
-"""A draft model that has a vocabulary of its own: it reads the target's text in its own tokens.
+"""ForeignDraft: a draft model with another tokenizer, which reads the target's text in its own tokens.
 
-It grows trees as DraftModel does. Its text has another length than the target's, so it lies in blocks of its
-own; and the end of its text may be spelled otherwise once there is more of it, so its cache holds the part
-that both spellings begin with.
+It grows trees as DraftModel does. Its text differs in length from the target's, so it has blocks of its own.
+More text may change the tokenization of the last tokens, so its cache keeps the common prefix of the old and
+new tokens.
 
     ids     0 ......... cached | to be read ......... root | the tree's nodes, node i at root + i
 """
@@ -28,24 +28,24 @@ from specinfer.tokenizer.respelling import Respelling, complete
 from specinfer.tree import Draw, TokenTree, TreeBuilder
 from specinfer.tree.draw import draw_rule
 
-_ENDED = 16  # texts that are kept when they have ended, for others that begin alike
-_TOKENS_A_GUESS = 2  # of the target's, that a guess in tokens of the draft's may come to on the average
+_ENDED = 16  # ended texts kept for requests with the same prefix
+_TOKENS_A_GUESS = 2  # target tokens allowed per draft token, on average
 
 
 @dataclass(slots=True)
 class _Text:
-    """One request's text as the draft has it."""
+    """One request's text in the draft's tokens."""
 
     spelled: Respelling
     cached: int = 0  # positions 0..cached-1 hold it
     table: list[int] = field(default_factory=list)
-    key: bytes = b""  # hash of its first block of the target's; empty: nobody may go on from it
+    key: bytes = b""  # hash of the target's first block; empty: not reusable
     growth: Growth | None = None  # the last tree, until its outcome is known
-    root: int = 0  # the position of that tree's root
+    root: int = 0  # position of that tree's root
 
 
 class ForeignDraft(LevelDraft):
-    """A level speculator; `tokens` says what its guesses are to the target."""
+    """A draft model with another tokenizer; `tokens` converts between its tokens and the target's."""
 
     def __init__(
         self,
@@ -57,25 +57,25 @@ class ForeignDraft(LevelDraft):
         num_blocks: int,
         tokens: ForeignTokens,
     ) -> None:
-        """The runner's cache has `num_blocks` blocks."""
+        """Make a draft over `runner`, whose cache has `num_blocks` blocks."""
         super().__init__(name, shape, max_rows=max_rows, block_size=runner.block_size)
         self._runner = runner
         self._tokens = tokens
         self._blocks = TextBlocks(num_blocks, runner.block_size)
-        self._spelled: dict[str, _Text] = {}  # the base's texts would lie in the target's blocks
+        self._spelled: dict[str, _Text] = {}  # in place of the base's, which use the target's blocks
         self._ended: list[_Text] = []  # oldest first
-        self._retokenized: list[RetokenizedTree] = []  # of the step's entries, where guesses go by text
+        self._retokenized: list[RetokenizedTree] = []  # one per entry of the step, if guesses are retokenized
 
     def most_nodes(self, request: Request) -> int:
-        """A full tree of the request's shape, or of the engine's; text may come to more tokens."""
+        """Return the nodes of a full tree, without its root; more for retokenized guesses."""
         return super().most_nodes(request) * (_TOKENS_A_GUESS if self._tokens.by_text else 1)
 
     def tree(self, entry: int) -> TokenTree:
-        """The tree of the plan's entry of that number, as it has grown so far, in the target's tokens."""
+        """Return the present tree of an entry, given by its number in the plan, in the target's tokens."""
         return self._retokenized[entry].tree() if self._tokens.by_text else super().tree(entry)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Spell what was committed, and keep what the cache has of it; forget requests that ended."""
+        """Convert committed tokens and keep their cached K and V; drop the state of requests that ended."""
         super().observe(outcomes)
         moves = list[Move]()
         for outcome in outcomes:
@@ -90,7 +90,7 @@ class ForeignDraft(LevelDraft):
         self._runner.move(moves)
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless every block is free or one text's."""
+        """Raise IntegrityError unless every block is free or belongs to one text."""
         self._blocks.check_integrity([text.table for text in (*self._spelled.values(), *self._ended)])
 
     def _growth(self, entry: PlanEntry) -> Growth:
@@ -117,19 +117,19 @@ class ForeignDraft(LevelDraft):
             self._keep(text)
 
     def _accept(self, text: _Text, growth: Growth) -> list[Move]:
-        """Keep the nodes of the draft's tree along which the text went on."""
+        """Keep the K and V of the draft's nodes on the committed path; returns the needed moves."""
         path = growth.path(map(self._tokens.name, text.spelled.ids[text.root + 1 :]))
         text.cached = text.root + 1 + len(path)
         return moves_along(path, growth, text.root, text.table)
 
     def _read(self, entry: int, most: int) -> Rows | None:
-        """As LevelDraft says; None, too, where the text leaves no room, and where blocks are short."""
+        """See LevelDraft; also None if the text fills the context or no block is free."""
         growth = self._growths[entry]
         text = self._text_of(growth.entry)
         ids = text.spelled.ids
         if not ids or len(ids) >= self._runner.max_context:
             return None
-        if not text.spelled.whole:  # a guess would go on behind half a character
+        if not text.spelled.whole:  # the text ends inside a character
             growth.limit = 0
         growth.limit = min(growth.limit, self._runner.max_context - len(ids))
         start = min(text.cached, len(ids) - 1)  # the root is always run
@@ -146,7 +146,7 @@ class ForeignDraft(LevelDraft):
 
     def _chosen(self, entry: int, nodes: Sequence[int]) -> Rows:
         growth = self._growths[entry]
-        if self._tokens.by_text:  # the nodes of the draft's own tree that end in these of the target's
+        if self._tokens.by_text:  # the draft's nodes that end in these nodes of the target's tree
             nodes = self._retokenized[entry].ending(growth.ends, nodes)
         text = self._spelled[growth.entry.request.request_id]
         rows = frontier_rows(growth, nodes, text.root, text.table)
@@ -164,7 +164,7 @@ class ForeignDraft(LevelDraft):
         growth, sites = self._growths[entry], super()._sites(entry)
         if not self._tokens.by_text:
             return sites
-        # Parameters that change logits know the target's tokens alone: what they exclude is pruned later.
+        # Logit processors need the target's tokens; excluded tokens are pruned later instead.
         verifier = growth.entry.request.params.speculation.verifier
         rule = self._tokens.rule(draw_rule(verifier, self._shape.rule))
         end, tree = growth.entry.end, self._retokenized[entry]
@@ -173,7 +173,7 @@ class ForeignDraft(LevelDraft):
         ]
 
     def _text_of(self, entry: PlanEntry) -> _Text:
-        """The text up to where the step computes it, spelled."""
+        """Return the entry's text up to the end of this step's tokens, in the draft's tokens."""
         text = self._spelled.get(entry.request.request_id)
         if text is None:
             text = self._spelled[entry.request.request_id] = _Text(self._tokens.respelling())
@@ -188,9 +188,9 @@ class ForeignDraft(LevelDraft):
         return text
 
     def _take_over(self, text: _Text) -> None:
-        """Let a new text have the blocks of an ended one that begins alike, if there is one.
+        """Reuse the blocks of the ended text with the longest common prefix, if there is one.
 
-        Only of those whose first block has the same hash: it holds the salt, within which texts are shared.
+        Only texts whose first block has the same hash qualify: the hash includes the cache salt.
         """
         best, longest = None, 0
         for ended in self._ended:
@@ -204,7 +204,7 @@ class ForeignDraft(LevelDraft):
             text.table, text.cached = best.table, longest
 
     def _keep(self, text: _Text) -> None:
-        """Keep the blocks of a text that has ended, while there is room and somebody may go on from it."""
+        """Keep the blocks of an ended text for reuse, or free them if it is not reusable."""
         if not text.key:
             self._blocks.release(text.table)
             return
@@ -213,7 +213,7 @@ class ForeignDraft(LevelDraft):
             self._blocks.release(self._ended.pop(0).table)
 
     def _has_blocks(self, text: _Text, positions: int) -> bool:
-        """Make a text's table long enough, at the cost of ended texts and of those that do not run now."""
+        """Extend a text's table, taking blocks from ended texts, then from texts that do not run now."""
         while not self._blocks.lengthen(text.table, positions):
             if self._ended:
                 self._blocks.release(self._ended.pop(0).table)
@@ -228,48 +228,47 @@ class ForeignDraft(LevelDraft):
 
 
 class RetokenizedTree:
-    """A tree of a draft's own tokens, in the target's: one step's, of one request.
+    """One request's draft tree, retokenized into the target's tokens.
 
-    The text along a path of the draft is one run of bytes, which the target's tokenizer splits into tokens. A
-    deeper level may join what two shallower ones were two tokens for ("hel", "lo" -> "hello"), and then both
-    ways stay: the tree only grows, as the ensemble expects of one that grows by levels. `draft` is a tree of
-    names (draft_tokens.py).
+    The target's tokenizer encodes the bytes along a path of the draft's tree. A deeper level may merge tokens
+    ("hel", "lo" -> "hello"); both tokenizations then remain, because a tree grown by levels may only grow.
+    `draft` is a tree of names (draft_tokens.py).
     """
 
     def __init__(self, tokens: ForeignTokens, draft: TreeBuilder, max_depth: int) -> None:
         self._tokens, self._draft, self._max_depth = tokens, draft, max_depth
         self._builder = TreeBuilder(draft.root, draft.max_nodes)
-        # Of each node of `draft`: the bytes above and in it, how likely, how many tokens it takes; None
-        # behind a special token, after which no text follows.
+        # For each node of `draft`: the bytes of its path (None after a special token, which ends the text),
+        # its probability, and the number of the target's tokens of its path.
         self._bytes: list[bytes | None] = [b""]
         self._likely = [1.0]
         self._lengths = [0]
-        self._at = [0]  # the node of this tree that it ends in, as far as whole tokens go
+        self._at = [0]  # the node of this tree where its last whole token ends
         self._draws: dict[int, Draw] = {}
-        self._seen = 0  # draws of `draft`
+        self._seen = 0  # number of processed draws of `draft`
 
     def tree(self) -> TokenTree:
-        """All of it that has grown so far."""
+        """Return the present tree."""
         self.grow()
         return self._builder.build()
 
     def length(self, node: int) -> int:
-        """The target's tokens that a node of the draft's tree ends, counted from below the root."""
+        """Return the number of the target's tokens on the path of a node of the draft's tree."""
         self.grow()
         return self._lengths[node]
 
     def ending(self, nodes: Iterable[int], ends: Iterable[int]) -> list[int]:
-        """Of these nodes of the draft's those that end in one of `ends`."""
+        """Return those of the draft's `nodes` that end in one of this tree's `ends`."""
         wanted = frozenset(ends)
         return [node for node in nodes if self._at[node] in wanted]
 
     def ends(self, nodes: Iterable[int]) -> list[int]:
-        """The nodes of this tree in which these of the draft's end."""
+        """Return the nodes of this tree in which the draft's `nodes` end."""
         self.grow()
         return sorted({self._at[node] for node in nodes})
 
     def grow(self) -> None:
-        """Retokenize the nodes that the draft's tree has and this one does not have yet."""
+        """Retokenize the new nodes of the draft's tree."""
         for draw in self._draft.draws[self._seen :]:
             self._draws.setdefault(draw.node, draw)
         self._seen = len(self._draft.draws)
@@ -297,9 +296,9 @@ class RetokenizedTree:
         self._at.append(self._guess(path, node, draw))
 
     def _guess(self, path: list[int], last: int, draw: Draw) -> int:
-        """Add the tokens that are new along a path; as likely as what each ends in, given its parent.
+        """Add the new tokens of a path, with probabilities from the draft's nodes in which they end.
 
-        Returns the node the path ends in, as far as there is room.
+        Returns the node in which the path ends, within the budget.
         """
         table = self._tokens.ours.token_bytes
         at, begin = 0, 0
@@ -321,7 +320,7 @@ class RetokenizedTree:
         return at
 
     def _node_at(self, last: int, place: int, *, special: bool = False) -> int:
-        """The first node on the path to `last` that reaches so many bytes; `last` itself for special ones."""
+        """Return the first node on the path to `last` with `place` bytes, or `last` for a special token."""
         node, found = last, last
         while node > 0 and not special:
             node = self._draft.parents[node]
@@ -332,10 +331,10 @@ class RetokenizedTree:
 
 
 class TextBlocks:
-    """The blocks of a cache whose texts are not as long as the target's: which are free.
+    """Free blocks of a cache whose texts differ in length from the target's.
 
-    Where they are short somebody's text is read again later, which costs guesses, never the text. Tables are
-    the texts' own, and only lengthened and emptied here.
+    If they run out, a text loses its blocks and is read again later, which costs guesses but never changes
+    the output. The texts own their tables; this class extends and clears them.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -344,7 +343,7 @@ class TextBlocks:
         self._free = list(range(num_blocks - 1, -1, -1))
 
     def lengthen(self, table: list[int], positions: int) -> bool:
-        """Let a table hold so many positions; False, and nothing is changed, where blocks are short."""
+        """Extend a table to `positions` positions, in place; returns False, unchanged, if blocks run out."""
         missing = -(-positions // self._block_size) - len(table)
         if missing > len(self._free):
             return False
@@ -352,7 +351,7 @@ class TextBlocks:
         return True
 
     def release(self, table: list[int]) -> None:
-        """Take a table's blocks back; it is empty then."""
+        """Free a table's blocks and clear it."""
         self._free.extend(reversed(table))
         table.clear()
 
@@ -361,5 +360,5 @@ class TextBlocks:
         held = [block for table in tables for block in table]
         ensure(
             sorted([*held, *self._free]) == list(range(self._num_blocks)),
-            "every block of a draft's cache is free or one text's",
+            "every block of a draft's cache is free or belongs to one text",
         )

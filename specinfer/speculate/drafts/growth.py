@@ -1,4 +1,4 @@
-"""One request's tree while a draft grows it, level by level."""
+"""Shape of drafts' trees, and Growth: one request's tree while a draft grows it."""
 
 from __future__ import annotations
 
@@ -16,52 +16,51 @@ from specinfer.tree.draw import draw_rule
 from specinfer.tree.expansion import Expansion
 from specinfer.verify.noise import draft_stream, uniform
 
-_NODES: Final = 32  # of a tree whose shape is learned, below its root
+_NODES: Final = 32  # maximum nodes of a tree with a learned shape, without its root
 _WIDTH: Final = 4  # children of each of its nodes that is run
-_LEAST: Final = 0.02  # probability of those that are kept behind the first
-_LEAST_PATH: Final = 0.01  # of a path that may go on, all as the draft itself says
-_LEAST_PATH_STREAMED: Final = 1e-4  # the same where a pass waits for its weights
-LIKELY_NODES: Final = round(MAX_DEPTH * _WIDTH / _LEAST_PATH)  # below a root: more cannot be wanted
+_MIN_PROB: Final = 0.02  # minimum draft probability of children after the first
+_MIN_PATH_PROB: Final = 0.01  # minimum draft probability of a path that may be extended
+_MIN_PATH_PROB_STREAMED: Final = 1e-4  # the same with streamed layers
+LIKELY_NODES: Final = round(MAX_DEPTH * _WIDTH / _MIN_PATH_PROB)  # upper bound of the nodes of such a tree
 
 
 class Shape(NamedTuple):
-    """How a draft's trees grow where a request does not say, and how it draws where the verifier allows.
+    """Default form of a draft's trees, and its draw rule.
 
-    A tree whose shape is learned has a few likely children below each node that is run, and whoever decides
-    says which are: so it grows wide where the draft is unsure, and deep where it is sure. How many samples
-    are drawn below a node must not depend on them, so trees of samples have the `expansion`.
+    In a tree with a learned shape each node that is run gets a few likely children, and the policy selects
+    the nodes to run: the tree is wide where the draft is unsure, and deep where it is sure. The number of
+    samples below a node may not depend on their values, so sampled trees have the shape `expansion`.
     """
 
     expansion: Expansion
     rule: DrawRule
     learned: bool = False
-    # Of learned trees the nodes below a root for which room is kept; how likely children are that are kept
-    # behind the first, and paths that may go on.
-    nodes: int = _NODES
-    least: float = _LEAST
-    least_path: float = _LEAST_PATH
-    deepest: int = MAX_DEPTH  # levels
+    # For learned shapes:
+    nodes: int = _NODES  # maximum nodes without the root
+    least: float = _MIN_PROB  # minimum probability of children after the first
+    least_path: float = _MIN_PATH_PROB  # minimum probability of a path that may be extended
+    deepest: int = MAX_DEPTH  # maximum levels
 
     @classmethod
     def of(cls, speculation: SpeculationConfig) -> Shape:
-        """What an engine's config says."""
+        """Return the shape of an engine's options."""
         return cls(speculation.fixed_expansion, speculation.draw_rule, speculation.learns_shape)
 
     @classmethod
     def streamed(cls, speculation: SpeculationConfig) -> Shape:
-        """The same for a target whose passes wait for its weights, beside which rows and levels are cheap.
+        """Return the shape for a target with streamed layers, beside which rows and levels are cheap.
 
-        A draft is less sure of long paths than it should be, and the policy knows by how much. Children are
-        left out as usual: a tree that is full of them is not deep.
+        Drafts underestimate long paths, and the policy corrects this, so paths may have lower probabilities.
+        The minimum for children is unchanged, as a tree full of them is not deep.
         """
         return cls.of(speculation)._replace(
             nodes=max(1, speculation.most_nodes - 1),
-            least_path=_LEAST_PATH_STREAMED,
+            least_path=_MIN_PATH_PROB_STREAMED,
             deepest=MAX_DEPTH_STREAMED,
         )
 
     def is_learned(self, request: Request) -> bool:
-        """Whether the request's trees have no shape: who asks for a size gets all of it, as it is shaped."""
+        """True if the draft may choose the tree's shape: the request sets none, and no draw is sampled."""
         params = request.params
         return (
             self.learned
@@ -71,15 +70,15 @@ class Shape(NamedTuple):
         )
 
     def depth(self, request: Request) -> int:
-        """The levels of the request's trees, at most."""
+        """Return the maximum levels of the request's trees."""
         return self.deepest if self.is_learned(request) else self._of(request).depth
 
     def width(self, request: Request, depth: int) -> int:
-        """The children of a node at this depth that is run."""
+        """Return the number of children of a node at this depth that is run."""
         return _WIDTH if self.is_learned(request) else self._of(request).widths[depth]
 
     def most_nodes(self, request: Request) -> int:
-        """The nodes of a request's trees below their roots, at most."""
+        """Return the maximum nodes of a request's trees without their roots."""
         return self.nodes if self.is_learned(request) else self._of(request).num_nodes - 1
 
     def _of(self, request: Request) -> Expansion:
@@ -88,44 +87,44 @@ class Shape(NamedTuple):
 
 @dataclass(slots=True)
 class Growth:
-    """One request's share of a step: its tree, of at most `limit` levels; 0: its text is only read.
+    """One request's tree of at most `limit` levels while it grows; 0 levels: the text is only read.
 
-    Only those nodes are run below which somebody wants guesses. They lie in the draft's cache in the order in
-    which they were chosen, which need not be that of the tree.
+    Only the selected nodes are run. Their order in the draft's cache is that of selection, which may differ
+    from the order in the tree.
     """
 
     entry: PlanEntry
     builder: TreeBuilder
-    speculator: str  # whose it is
+    speculator: str  # name of the draft
     limit: int
-    stream: int | None = None  # of the random numbers of sampled draws, once there is one
-    drawn: int = 0  # random numbers used
-    seen: int = 0  # draws of the tree that are taken in
+    stream: int | None = None  # random stream of sampled draws, once it is needed
+    drawn: int = 0  # number of random numbers used
+    seen: int = 0  # number of processed draws
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes that get children next
-    waiting: list[int] = field(default_factory=list)  # others that have none, and may
+    waiting: list[int] = field(default_factory=list)  # other nodes that may get children
     depths: list[int] = field(default_factory=lambda: [0])  # of all nodes
-    likely: list[float] = field(default_factory=lambda: [1.0])  # their paths, as the draft says
-    least: float = 0.0  # of paths that may go on
-    # Of nodes that were chosen to get children the number in that order, and of each its parent's number.
+    likely: list[float] = field(default_factory=lambda: [1.0])  # the draft's probability of each node's path
+    least: float = 0.0  # minimum probability of paths that may be extended
+    # Selected nodes: their number in the order of selection, and for each number that of the parent.
     order: dict[int, int] = field(default_factory=lambda: {0: 0})
     above: list[int] = field(default_factory=lambda: [-1])
-    started: bool = False  # whether the root was run
-    grown: TokenTree | None = None  # all of it, where it was not built node by node
+    started: bool = False  # True once the root was run
+    grown: TokenTree | None = None  # the whole tree, if it was not built node by node
 
     @classmethod
     def of(cls, entry: PlanEntry, name: str, limit: int) -> Growth:
-        """A tree that is about to grow for the speculator `name`, `limit` levels at most."""
+        """Return the initial tree of the speculator `name`, of at most `limit` levels."""
         builder = TreeBuilder(entry.token_ids[entry.end - 1], entry.max_nodes)
         levels = limit if entry.max_nodes > 1 else 0
         return cls(entry, builder, name, levels)
 
     def tree(self) -> TokenTree:
-        """The tree as it has grown so far."""
+        """Return the present tree."""
         return self.builder.build() if self.grown is None else self.grown
 
     @classmethod
     def shaped(cls, entry: PlanEntry, name: str, shape: Shape, limit: int | None = None) -> Growth:
-        """The same of a tree that is to have this shape, and not more levels than `limit`."""
+        """Return the initial tree of this shape, of at most `limit` levels."""
         request = entry.request
         levels = min(entry.max_depth, shape.depth(request))
         growth = cls.of(entry, name, levels if limit is None else min(levels, limit))
@@ -133,7 +132,7 @@ class Growth:
         return growth
 
     def uniform(self) -> float:
-        """The next number in [0, 1) of this tree's own stream."""
+        """Return the next number in [0, 1) of this tree's random stream."""
         root = self.entry.end - 1
         if self.stream is None:
             self.stream = draft_stream(self.speculator, root)
@@ -142,16 +141,16 @@ class Growth:
 
     @property
     def depth(self) -> int:
-        """Of the frontier's deepest node."""
+        """Depth of the frontier's deepest node."""
         return self.depths[self.frontier[-1]]
 
     @property
     def ends(self) -> Sequence[int]:
-        """The nodes below which the tree can grow; none where it is full."""
+        """The nodes below which the tree can grow; none if it is full."""
         return () if self.builder.full else self.waiting
 
     def choose(self, nodes: Iterable[int]) -> int:
-        """Let these of `ends` get children next; the number of the first of them in the order of all."""
+        """Select nodes of `ends` to extend next; returns the first one's number in the order of selection."""
         first = len(self.above)
         self.frontier = sorted(nodes)
         chosen = frozenset(self.frontier)
@@ -162,11 +161,11 @@ class Growth:
         return first
 
     def descend(self) -> None:
-        """Take in the nodes that were added below the frontier: they may get children, too."""
+        """Process the nodes that were added below the frontier, which may now get children."""
         depths, likely, builder = self.depths, self.likely, self.builder
         before = len(depths)
         for draw in builder.draws[self.seen :]:
-            if draw.node == len(depths):  # others are of a node that had one
+            if draw.node == len(depths):  # else a repeated draw of a node
                 depths.append(depths[draw.parent] + 1)
                 likely.append(likely[draw.parent] * draw.confidence)
         self.seen = len(builder.draws)
@@ -174,7 +173,7 @@ class Growth:
         self.waiting += [n for n in new if depths[n] < self.limit and likely[n] >= self.least]
 
     def path(self, tokens: Iterable[int]) -> list[int]:
-        """The nodes along these tokens below the root, as far as they lie in the cache."""
+        """Return the nodes along these tokens below the root, as far as they are in the cache."""
         path: list[int] = []
         node = 0
         for token in tokens:
@@ -186,7 +185,7 @@ class Growth:
         return path
 
     def sites(self, shape: Shape) -> list[Site]:
-        """The frontier's nodes, each as a place where children are drawn."""
+        """Return a Site for each node of the frontier."""
         entry, builder = self.entry, self.builder
         request, params = entry.request, entry.request.params
         processors = entry.active_processors
@@ -211,14 +210,14 @@ class Growth:
 
 @dataclass(slots=True)
 class GuessedTree:
-    """A tree that one pass guesses all levels of: rows first..first+levels-1 of those that guess."""
+    """A tree whose levels one pass guesses, in the rows first..first+levels-1 with logits."""
 
     growth: Growth
     first: int
     levels: int
-    site: Site  # the root, where the first level is drawn
+    site: Site  # the root's
 
 
 def trees_first(growths: Sequence[Growth], which: Iterable[int]) -> list[int]:
-    """These entries, those with trees first: prompts are read with the rows that trees leave."""
+    """Return the entries with trees first; prompts are read with the rows that remain."""
     return sorted(which, key=lambda i: not growths[i].entry.has_tree)
