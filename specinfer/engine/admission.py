@@ -1,4 +1,4 @@
-"""Checks a request and makes what it needs to run; a failure here is that request's alone."""
+"""Admission: checks a request and prepares it to run; a failure concerns only that request."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from specinfer.structured_output import StructuredOutput
 from specinfer.tokenizer import Tokenizer
 from specinfer.verify.logprobs import FIGURE_BYTES, PromptLogprobs
 
-MOST_FIGURES: Final = (64 << 20) // FIGURE_BYTES  # that are reported of one prompt
+MOST_FIGURES: Final = (64 << 20) // FIGURE_BYTES  # maximum log-probabilities of one prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that was checked and is ready to run, in one engine and once."""
+    """A checked request that is ready to run once, in one engine."""
 
     request: Request
-    sequence: SequenceState  # as the scheduler sees it
+    sequence: SequenceState  # the scheduler's state
     transcript: Transcript
 
     def fail(self, error: str) -> Delta:
-        """End the request where it stands, as the engine failed it; its last delta."""
+        """End the request because the engine failed; returns its last delta."""
         self.transcript.fail(error, time.perf_counter(), internal=True)
         return self.transcript.delta()
 
 
 class Admission:
-    """Checks requests against one engine and admits them. May be called by several threads at once."""
+    """Checks requests against one engine and admits them; callable from several threads at once."""
 
     def __init__(
         self,
@@ -56,21 +56,21 @@ class Admission:
         self.tokenizer = tokenizer
         self._limits = limits
         self._vocab = vocab
-        self.max_context = max_context  # prompt and output tokens of one request
-        self._capacity = capacity  # positions of the KV cache
-        self._block_size = block_size  # of its blocks, where requests share them
-        self._compiler: GrammarCompiler | None = None  # made when a form is first asked for
+        self.max_context = max_context  # maximum prompt and output tokens of one request
+        self._capacity = capacity  # positions in the KV cache
+        self._block_size = block_size  # positions per block, if requests share prefixes
+        self._compiler: GrammarCompiler | None = None  # made for the first request with a form
         self._making = threading.Lock()
         self._predictions = PredictionShelf()
 
     @property
     def longest(self) -> int:
-        """The most tokens, prompt and output together, for which there is a context and a cache."""
+        """Maximum tokens of a request, prompt and output together, within the context and the KV cache."""
         return min(self.max_context, self._capacity)
 
     @property
     def speculators(self) -> tuple[str, ...]:
-        """The names of the engine's speculators, in the order they are asked."""
+        """Names of the engine's speculators, in the order they run."""
         return self._limits.names
 
     def admit(
@@ -82,10 +82,14 @@ class Admission:
     ) -> Admitted:
         """Check a request, compile its grammar and make its processors.
 
-        `source` is the parameter its prompt came from; `said` are output tokens that it has already, from an
-        engine that is gone, and it goes on behind them. `prompt_logprobs` are those that another completion
-        of its prompt computes for it, too. Raises RequestError, naming the parameter at fault, when the
-        request can never be served here.
+        Args:
+            request: the request.
+            source: the parameter that gave its prompt, for errors.
+            said: output tokens from an engine that has ended; the request continues after them.
+            prompt_logprobs: the object that another completion of the same prompt fills.
+
+        Raises:
+            RequestError: this engine can never serve the request; names the invalid parameter.
         """
         arrived = time.perf_counter()
         with naming(source):
@@ -129,11 +133,11 @@ class Admission:
                 transcript.resume(said)
                 processors.commit(said)
         if self._block_size is not None:
-            sequence.hash_blocks(self._block_size)  # here, and not between two steps
+            sequence.hash_blocks(self._block_size)  # in the caller's thread, not between two steps
         return Admitted(request, sequence, transcript)
 
     def processors(self, request: Request) -> Processors:
-        """The request's processors at the start of its output; raises RequestError as `admit` does."""
+        """Return the request's processors at the start of its output; raises RequestError as `admit` does."""
         params = request.params
         ending = set(params.stop_token_ids)
         if not params.ignore_eos:
@@ -180,7 +184,7 @@ class Admission:
             )
 
     def _check_reports(self, request: Request) -> None:
-        """What is reported of a prompt is kept until the answer ends, so there is a bound."""
+        """Limit the log-probabilities of a prompt, which stay in memory until the answer ends."""
         prompt, top = len(request.prompt_token_ids), request.params.prompt_logprobs
         if top is not None and (figures := prompt * (1 + top)) > MOST_FIGURES:
             raise RequestError(
@@ -190,7 +194,7 @@ class Admission:
             )
 
     def _check_first_token(self, processors: Processors) -> None:
-        """Parameters that exclude every first token contradict each other; that shows at once."""
+        """Raise RequestError if the parameters exclude every first token."""
         bans = processors.bans
         if bans and processors.apply(np.zeros(self._vocab, dtype=np.float32), ()).max() == -np.inf:
             raise RequestError(

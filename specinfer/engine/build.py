@@ -1,4 +1,4 @@
-"""EngineConfig and loaded models -> a running Engine: size the caches, measure passes, put parts together."""
+"""Build an Engine from an EngineConfig and loaded models: measure passes, size the caches, join the parts."""
 
 from __future__ import annotations
 
@@ -43,38 +43,37 @@ from specinfer.speculate.speculator import LevelSpeculator, Speculator
 from specinfer.speculate.table import build_speculators
 from specinfer.speculation_config import MAX_ROWS, SELF
 
-# Of "auto": times a pass of one row, and rows that there are in any case.
+# Limits of "auto": the time of a pass as a multiple of one row's, and the minimum rows.
 _TREE_PRICE: Final = 1.5
-_LEAST_NODES: Final = 64
+_MIN_NODES: Final = 64
 _STEP_PRICE: Final = 2.0
-_LEAST_ROWS: Final = 128
+_MIN_ROWS: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """What passes cost on this machine: of the target, and of drafts by speculator name."""
+    """Cost curves on this machine, of the target and of drafts by speculator name."""
 
     target: CostCurve
     drafts: Mapping[str, CostCurve]
 
 
 def resolved(config: EngineConfig, target: CostCurve, most: int = MAX_ROWS) -> EngineConfig:
-    """The config with numbers in place of "auto", by what passes of the target cost, of `most` rows at most.
+    """Return the config with numbers, at most `most`, for "auto", from the target's cost curve.
 
-    A tree may have the rows of a pass that takes 1.5 times as long as one of one row. A larger tree would be
-    worth it only if it brought half a step's tokens more, and doubling it brings a tenth (Sequoia, figure 1).
-    A step may have the rows of a pass that takes twice as long: in larger parts a prompt is read hardly
-    quicker, and whoever is answered beside it waits longer. Neither is less than it usually is for a server,
-    and a step has room for a row of each request, and for a tree.
+    A tree gets the rows of a pass that takes 1.5 times as long as one row. A larger tree would have to yield
+    half a step's tokens more, and doubling it yields a tenth (Sequoia, figure 1). A step gets the rows of a
+    pass that takes twice as long: larger chunks hardly speed up a prefill, and delay the other requests.
+    Neither is below a server's default, and a step has room for a row per request and for a tree.
     """
     passes = target.table(MAX_ROWS)
     nodes = config.speculation.max_nodes
     if nodes == "auto":
-        nodes = min(most, max(_LEAST_NODES, bisect_right(passes, _TREE_PRICE * passes[1]) - 1))
+        nodes = min(most, max(_MIN_NODES, bisect_right(passes, _TREE_PRICE * passes[1]) - 1))
     rows = config.scheduler.max_step_tokens
     if rows == "auto":
         rows = bisect_right(passes, _STEP_PRICE * passes[1]) - 1
-        rows = max(min(rows, most), _LEAST_ROWS, config.scheduler.max_batch_size, nodes or _LEAST_NODES)
+        rows = max(min(rows, most), _MIN_ROWS, config.scheduler.max_batch_size, nodes or _MIN_NODES)
     return replace(
         config,
         speculation=replace(config.speculation, max_nodes=nodes),
@@ -83,7 +82,7 @@ def resolved(config: EngineConfig, target: CostCurve, most: int = MAX_ROWS) -> E
 
 
 def most_rows(config: EngineConfig, models: Models) -> int:
-    """The rows of a pass, at most: as many as memory was planned for, unless the caller says."""
+    """Return the maximum rows of a pass: the option's, else the number that the memory plan allows."""
     most, plan = config.scheduler.most_step_tokens, models.plan
     return most if plan is None or config.scheduler.max_step_tokens != "auto" else min(most, plan.room.rows)
 
@@ -91,10 +90,10 @@ def most_rows(config: EngineConfig, models: Models) -> int:
 def target_curve(
     config: EngineConfig, executor: LocalExecutor, models: Models, progress: Progress | None = None
 ) -> CostCurve:
-    """Measure passes of the target, or read what was measured before.
+    """Measure passes of the target, or read an earlier measurement.
 
-    A pass that waits for its weights takes as long as the disk, or as computing takes. Writes into the
-    cache's first slots, which nobody may use yet.
+    A pass with streamed layers takes as long as the disk or as computing, whichever is longer. Overwrites the
+    first slots of the cache, which must be unused.
     """
     return _target_curves(config, executor, models, progress)[0]
 
@@ -102,7 +101,7 @@ def target_curve(
 def _target_curves(
     config: EngineConfig, executor: LocalExecutor, models: Models, progress: Progress | None
 ) -> tuple[CostCurve, CostCurve]:
-    """The target's curve, and that of passes while its layers have a draft's memory."""
+    """Return the target's cost curve, and the one for layers that use a draft's memory."""
     variant = f"{config.quantization}, {models.target.config.vocab_size} logits"
     if config.parts_of_sums > 1:
         variant += f", sums of {config.parts_of_sums} parts"
@@ -131,11 +130,11 @@ def draft_curves(
     runners: Mapping[str, Timed],
     progress: Progress | None = None,
 ) -> dict[str, CostCurve]:
-    """The same of the drafts, by name."""
+    """Measure passes of the drafts, by name, or read an earlier measurement."""
     curve, named = _curve(config, executor, models, progress), draft_names(config.speculation.drafts)
     drafts: dict[str, CostCurve] = {}
     stream = models.target.stream
-    # A head is timed behind passes of the target, which need not wait for weights.
+    # A head is timed after passes of the target that do not wait for weights.
     with nullcontext() if stream is None else stream.still():
         for name, runner in runners.items():
             model = models.drafts[name]
@@ -156,7 +155,8 @@ def _curve(
     return partial(
         executor.curve,
         max_rows=most_rows(config, models),
-        keep=config.speculation.clock == "curve",  # which decides alone: the next run is to decide by it, too
+        # The measurement is cached, so that later runs decide alike.
+        keep=config.speculation.clock == "curve",
         progress=progress,
     )
 
@@ -164,7 +164,7 @@ def _curve(
 def measured_alone(
     config: EngineConfig, models: Models, rows: int, progress: Progress | None = None
 ) -> Curves:
-    """All curves, over caches of at least so many rows that are made for it and no engine's."""
+    """Measure all cost curves over temporary caches of at least `rows` positions."""
     size = config.cache.block_size
     executor = LocalExecutor(models.target, num_blocks=-(-rows // size), block_size=size)
     runners = {
@@ -185,18 +185,18 @@ def build_engine(
     extra: Sequence[Speculator] = (),
     progress: Progress | None = None,
 ) -> tuple[EngineConfig, Engine]:
-    """An engine over loaded models, with the config's speculators and then `extra` ones of the caller's.
+    """Return an engine over loaded models, with the config's speculators and then the caller's `extra` ones.
 
-    The config names a pool's members, and not the pool; the one that is given back has numbers where "auto"
-    was asked for. Raises CapacityError when the KV cache does not fit, ConfigError when options contradict
-    each other.
+    The config must name the drafts of a pool instead of the pool. The returned config has numbers for "auto".
+    Raises CapacityError if the KV cache does not fit, ConfigError if options contradict each other.
     """
     speculation, limits = config.speculation, config.scheduler
     own_limit = models.target.config.max_context
     max_context = min(limits.max_context or own_limit, own_limit)
     if limits.max_context is not None and limits.max_context > own_limit:
         raise ConfigError(
-            f"max_context is {limits.max_context}; {config.model} has a context of {own_limit}: lower it"
+            f"max_context is {limits.max_context}; allowed: at most {own_limit}, the context of "
+            f"{config.model}; lower it"
         )
     drafts = models.drafts.values()
     executor = LocalExecutor.within_memory(
@@ -213,7 +213,7 @@ def build_engine(
     vocab = models.target.config.vocab_size
     threads = threads_of_torch(config, models)
     curve: CostCurve | None = None
-    lending: Lending | None = None  # of a draft's memory to the target
+    lending: Lending | None = None  # a draft's memory that layers may use
     if speculation.tree_size == "cost" or "auto" in (speculation.max_nodes, limits.max_step_tokens):
         with torch_threads(threads):
             curve, lent = _target_curves(config, executor, models, progress)
@@ -237,7 +237,7 @@ def build_engine(
     }
     policy: SpeculationPolicy = SpeculationPolicy()
     guard: Guard | None = None
-    kept: PolicyMemory | None = None  # what the policy learns, over many runs
+    kept: PolicyMemory | None = None  # the policy's state on disk
     if curve is not None and speculation.tree_size == "cost":
         runners = {name: runner for name, (runner, _) in drafting.items()}
         with torch_threads(threads):
@@ -255,7 +255,7 @@ def build_engine(
             if model in (SELF, config.model) and name in costs:
                 sized.chances.expect_twin(name)
         policy, guard = sized, sized.guard
-        if measured and guard is not None:  # a run by the curve decides as the last one did
+        if measured and guard is not None:  # clock "curve" must decide alike in every run
             kept = PolicyMemory(_learned_of(config, models, executor.device_name), sized.chances, guard)
             kept.recall()
     speculators: list[Speculator | LevelSpeculator] = [
@@ -294,14 +294,14 @@ def build_engine(
 
 
 def _cache_limit(config: EngineConfig, models: Models) -> int | None:
-    """Bytes of the KV caches, as planned where memory was planned; None: a share of what is free."""
+    """Return the bytes of the KV caches from the option or the memory plan; None: a part of free memory."""
     if models.plan is None or config.cache.memory is not None:
         return config.cache.memory
     return min(models.plan.kv_cache, free_bytes(models.target.device))
 
 
 def _learned_of(config: EngineConfig, models: Models, device: str) -> dict[str, Any]:
-    """What a policy learns of: target, drafts and device, without folders, which are nobody's business."""
+    """Return the key of a policy's learned state: target, drafts and device, without paths."""
     speculation, target = config.speculation, models.target
     drafts = [
         f"{name}: {Path(model).name}, {draft_kind(model, speculation, config.quantization)}, "

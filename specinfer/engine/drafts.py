@@ -1,4 +1,4 @@
-"""The drafts that a config names, whatever they are: models of their own, and heads that read the target."""
+"""Find and open the drafts that a config names: draft models and heads."""
 
 from __future__ import annotations
 
@@ -45,49 +45,49 @@ AnyDraft = LanguageModel | AnyHeadModel
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A model that was found and opened, once, whatever is asked of it afterwards."""
+    """A model that was found and opened."""
 
     files: ModelFiles
     model: OpenModel
 
     @property
     def config(self) -> ModelConfig:
-        """Its layers."""
+        """Config of its layers."""
         return self.model.config
 
     def weight_bytes(self, dtype: torch.dtype, kernels: Kernels, quantization: Quantization) -> int:
-        """The bytes that its weights will take."""
+        """Return the bytes that its weights will take."""
         return estimate_bytes(self.model, dtype, kernels, quantization)
 
 
 @dataclass(frozen=True, slots=True)
 class FoundHead:
-    """The same of a head."""
+    """A head that was found and opened."""
 
     files: ModelFiles
     head: HeadFolder
 
     @property
     def config(self) -> ModelConfig | None:
-        """Its layers with attention; None: it has none."""
+        """Config of its layers with attention, or None without them."""
         return self.head.config.body
 
     def weight_bytes(self, dtype: torch.dtype, kernels: Kernels, quantization: Quantization) -> int:
-        """The bytes that its weights will take."""
+        """Return the bytes that its weights will take."""
         return head_bytes(self.head, dtype, quantization)
 
 
 def draft_names(drafts: tuple[str, ...]) -> dict[str, str]:
-    """Speculator name -> model: draft for one, draft1, draft2, ... for several."""
+    """Return drafts by speculator name: "draft" for one, "draft1", "draft2", ... for several."""
     if len(drafts) == 1:
         return {"draft": drafts[0]}
     return {f"draft{i}": model for i, model in enumerate(drafts, start=1)}
 
 
 def draft_kind(draft: str, speculation: SpeculationConfig, target: Quantization) -> Quantization:
-    """The quantization of a draft: a twin of the target in int4, or int8 if asked; others as they are asked.
+    """Return a draft's quantization: for `self` int4, or int8 if requested; for others the option's.
 
-    Raises ConfigError for a twin that would be no smaller than its target.
+    Raises ConfigError if `self` would be no smaller than the target.
     """
     asked = speculation.draft_quantization
     if draft != SELF:
@@ -109,10 +109,10 @@ def find(
     max_context: int | None = None,
     trust_remote_code: bool = False,
 ) -> Found:
-    """The model of that name, found and opened; else as `open_model`, and raises as `resolve` and that."""
+    """Find and open the model of that name; raises as `resolve` and `open_model` do."""
     files = resolve(name, progress=progress, code=trust_remote_code)
     if is_head(files.path):
-        raise ModelError(f"{name} is a draft head, which makes no text: name it in drafts, beside its target")
+        raise ModelError(f"{name} is a draft head, not a model: name it in drafts, with its target as model")
     return Found(files, open_model(files, impl, max_context=max_context, trust_remote_code=trust_remote_code))
 
 
@@ -125,7 +125,7 @@ def find_drafts(
     max_context: int | None = None,
     trust_remote_code: bool = False,
 ) -> dict[str, Found | FoundHead]:
-    """Every draft by its name: found, and opened once however often it is named; "self" is the target."""
+    """Find and open every draft, by speculator name; "self" is the target. Opens a repeated model once."""
     found: dict[str, Found | FoundHead] = {target_name: target, SELF: target}
     for name in names:
         if name not in found:
@@ -146,7 +146,7 @@ def find_drafts(
 
 
 def models_among(drafts: Mapping[str, Found | FoundHead]) -> dict[str, Found]:
-    """The drafts that are models, with a tokenizer of their own."""
+    """Return the drafts that are models, which have a tokenizer of their own."""
     return {name: draft for name, draft in drafts.items() if isinstance(draft, Found)}
 
 
@@ -157,17 +157,17 @@ def exchanges(
     speculation: SpeculationConfig,
     kept: DraftVocabulary | None,
 ) -> dict[str, ForeignTokens]:
-    """Of each draft for which an id is not the same token as for the target: how they exchange tokens.
+    """Return the token conversion of each draft whose token ids differ from the target's.
 
-    Models of one family may have logits for different numbers of ids, of which the last ones are no tokens
-    (Qwen2.5's small and large ones): they need no exchange. A head has no tokenizer of its own: that its
-    target has as many tokens was checked when it was opened.
-    Raises ConfigError as `foreign_tokens`, and where draft_tokens is set though no draft needs it.
+    Models of one family may have logits for different numbers of ids if the last ones are padding (Qwen2.5's
+    small and large models); these need no conversion. Heads have no tokenizer; opening one checks that its
+    vocabulary has the target's size. Raises ConfigError as `foreign_tokens` does, and if draft_tokens is set
+    although no draft needs it.
     """
     ours, found = Vocabulary(target.files), dict[str, ForeignTokens]()
     for name, draft in models_among(drafts).items():
         sizes = target.config.vocab_size, draft.config.vocab_size
-        # A smaller one may lack tokens that were added to the target alone.
+        # A smaller draft may lack tokens that were added only to the target.
         whole = sizes[0] <= sizes[1] or ours.last_token < sizes[1]
         if whole and ours.same_ids(Vocabulary(draft.files)):
             continue
@@ -186,7 +186,7 @@ def exchanges(
 
 
 def check_options(speculation: SpeculationConfig, drafts: Mapping[str, Found | FoundHead]) -> None:
-    """Raise ConfigError for options of drafts that none of them heeds."""
+    """Raise ConfigError for options of drafts that none of the drafts uses."""
     unset = SpeculationConfig()
     for option in (
         *("expansion", "draw", "draft_quantization", "draft_vocabulary", "draft_tokens", "draft_lora"),
@@ -198,8 +198,8 @@ def check_options(speculation: SpeculationConfig, drafts: Mapping[str, Found | F
             )
     if speculation.draft_vocabulary is not None and not models_among(drafts):
         raise ConfigError(
-            f"draft_vocabulary is {speculation.draft_vocabulary!r}, and all drafts are heads, which name the "
-            "tokens they were trained for; leave it out"
+            f"draft_vocabulary is {speculation.draft_vocabulary!r}, but all drafts are heads, whose tokens "
+            "are fixed by training; leave it out"
         )
 
 
@@ -239,9 +239,10 @@ def vocabularies(
     foreign: Mapping[str, ForeignTokens],
     kept: DraftVocabulary | None,
 ) -> dict[str, DraftVocabulary]:
-    """The tokens of each draft model that has logits for other ids than the target; heads know their own.
+    """Return the vocabulary of each draft model whose logits are for other ids than the target's, by name.
 
-    `kept` are those of a model with the target's tokens, of which it may lack ids that are none.
+    `kept` is the reduced vocabulary of drafts with the target's tokens. A draft may have fewer logits than
+    the target. Heads have vocabularies of their own.
     """
     size, found = target.config.vocab_size, dict[str, DraftVocabulary | None]()
     for name, draft in models_among(drafts).items():
@@ -257,7 +258,7 @@ def vocabularies(
 def kept_logits(
     draft: Found, vocabulary: DraftVocabulary | None, foreign: ForeignTokens | None
 ) -> Sequence[int] | None:
-    """The ids that a draft model makes logits of; None: all of its own."""
+    """Return the ids that a draft model computes logits for; None: all of its ids."""
     if vocabulary is None:
         return None
     ids: list[int] = (vocabulary.ids if foreign is None else foreign.logit_ids).tolist()
@@ -265,13 +266,13 @@ def kept_logits(
 
 
 def ids_read(model: LanguageModel, vocabulary: DraftVocabulary | None) -> int | None:
-    """From which id on a draft model has no embedding for the target's; None: it has all."""
+    """Return the first token id that the draft has no embedding for, or None."""
     own = model.config.vocab_size
     return own if vocabulary is not None and own < vocabulary.size else None
 
 
 def what_is_timed(model: AnyDraft, vocabulary: DraftVocabulary | None) -> str:
-    """What a draft's pass depends on besides its layers."""
+    """Describe what a draft's pass depends on besides its layers, for the key of its cost curve."""
     if isinstance(model, HeadModel):
         return f"{len(model.ids)} logits, {model.head}"
     logits = f"{model.config.vocab_size if vocabulary is None else len(vocabulary.ids)} logits"
@@ -290,7 +291,7 @@ def make_draft(
     *,
     max_rows: int,
 ) -> tuple[Timed, Draft]:
-    """A draft over a cache of its own, and what times its passes; `vocabulary` is what a model can name."""
+    """Return a draft with its own KV cache, and the probe that times its passes."""
     if isinstance(model, HeadModel):
         return head_draft(
             name,

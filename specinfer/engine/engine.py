@@ -1,8 +1,8 @@
-"""The step: schedule, propose, forward, verify, commit.
+"""Engine: schedules, drafts, runs, verifies and commits one step at a time.
 
-Every step is a batch of token trees. Ordinary decoding is a one-node tree; the last chunk of a prefill is
-the uncached prompt followed by a one-node tree; an earlier chunk has no tree. So nothing here asks whether
-a request is in its prefill or whether it speculates.
+Every step is a batch of token trees. Ordinary decoding is a one-node tree. The last chunk of a prefill is the
+uncached prompt followed by a one-node tree; an earlier chunk has no tree. So the engine does not distinguish
+prefill, decoding and speculation.
 """
 
 from __future__ import annotations
@@ -51,32 +51,32 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step whose pass is in flight: what was planned and guessed, and who is asked about it."""
+    """A step whose pass is in flight."""
 
     plan: StepPlan
-    trees: list[TokenTree]  # of plan.tree_entries
-    decisions: Sequence[Decision | None]  # about these, where somebody wants to know
+    trees: list[TokenTree]  # one per plan.tree_entries
+    decisions: Sequence[Decision | None]  # one per tree, if requested
     launch: Launch
-    rows: LogitRows  # whose rows of the flight are where
+    rows: LogitRows  # rows of the flight by request
 
 
 @dataclass(slots=True)
 class _TreeResult:
-    """What the target made of one request's tree."""
+    """Result of verifying one request's tree."""
 
     request: Request
     tree: TokenTree
     verdict: Acceptance | UserError
-    tokens: tuple[int, ...] = ()  # up to the text's end, as far as ids tell
-    over: bool = False  # the text ends with the last of them
-    logprobs: Sequence[Logprobs] = ()  # of the tokens, where the request asks for them
+    tokens: tuple[int, ...] = ()  # up to the text's end by token ids; a stop string may end it earlier
+    finished: bool = False  # True if the text ends with the last of them
+    logprobs: Sequence[Logprobs] = ()  # one per token, if requested
 
 
 class Engine:
     """Serves requests step by step; `step` is the only method that computes.
 
-    One thread at a time may use it. What fails in a step costs no request its text: whoever is at fault is
-    found out by running alone, ends with an error, and the others go on.
+    One thread at a time may use it. After a failed step all requests continue from their committed texts.
+    After repeated failures requests run alone to find the one that fails; it ends with an error.
     """
 
     def __init__(
@@ -99,32 +99,32 @@ class Engine:
         self._admission = admission
         self._scheduler = scheduler
         self._verifier = verifier
-        self._threads = threads  # of PyTorch, in a step
-        self._guard = guard  # of the speculators' policy, if it has one: for statistics
-        self._memory = memory  # of what that policy learns, if it is to outlive the engine
+        self._threads = threads  # PyTorch's threads in a step
+        self._guard = guard  # the policy's guard, if any, for statistics
+        self._memory = memory  # the policy's state on disk, if it is kept
         self._requests: dict[str, _Running] = {}
-        self._deltas: dict[str, Delta] = {}  # by request, made and not yet returned: an interrupt loses none
-        self._launched: list[_Launched] = []  # whose answers are not in the texts yet
-        self._suspects = Suspects()  # of making steps fail
-        self._listener_error: Exception | None = None  # of `on_tree`, in the step that runs
+        self._deltas: dict[str, Delta] = {}  # by request, not returned yet; an interrupt loses none
+        self._launched: list[_Launched] = []  # steps whose results are not committed
+        self._suspects = Suspects()  # requests that may make steps fail
+        self._listener_error: Exception | None = None  # raised by `on_tree` in this step
         self.clock = StageClock(clock)
         self.on_step: Callable[[Sequence[str]], None] | None = None
-        self._on_step_failed = False  # and it was said
+        self._on_step_failed = False  # True once its failure was logged
         self.on_tree: Callable[[TreeEvent], None] | None = None
-        self.explains = False  # what `on_tree` is told says why so much was guessed
+        self.explains = False  # True if tree events include decisions
 
     @property
     def admission(self) -> Admission:
-        """Who lets requests into this engine."""
+        """The admission of this engine."""
         return self._admission
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs."""
+        """True if a request waits or runs."""
         return bool(self._deltas) or self._scheduler.has_work
 
     def statistics(self) -> Statistics:
-        """What was done so far, and who waits and runs now. May be called by any thread, in a step too."""
+        """Return counters and the present state; callable from any thread, also during a step."""
         scheduler, clock = self._scheduler, self.clock
         guard = None if self._guard is None else self._guard.state()
         stream = self._executor.stream
@@ -147,19 +147,19 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Let the step that runs end soon, with nothing said, where it waits for weights; it is the last one.
+        """Interrupt a running step that waits for streamed weights; no further step may run.
 
-        Any thread may call it.
+        Callable from any thread. The interrupted step commits nothing.
         """
         self._executor.close()
 
     def keep_learnt(self) -> None:
-        """Keep on disk what the policy has learnt; no step may run meanwhile."""
+        """Write the policy's learned state to disk; no step may run meanwhile."""
         if self._memory is not None:
             self._memory.keep()
 
     def add(self, admitted: Admitted) -> None:
-        """Queue a request that `admission` let in; raises RequestError when its id is in use."""
+        """Queue an admitted request; raises RequestError if its id is in use."""
         request_id = admitted.request.request_id
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; give each request its own")
@@ -167,23 +167,25 @@ class Engine:
         self._scheduler.add(admitted.sequence)
 
     def abort(self, request_id: str) -> Delta | None:
-        """End a request and free what it holds; its last delta, or None when it is not here."""
+        """End a request and free its resources; returns its last delta, or None if it is unknown."""
         running = self._requests.pop(request_id, None)
         if running is not None:
             self._scheduler.remove(running.sequence)
             self._speculators.observe(StepReport([Outcome(request_id, (), finished=True)]))
             running.transcript.abort(self.clock.now())
-            self._tell(running)
+            self._queue_delta(running)
         return self._deltas.pop(request_id, None)
 
     def step(self) -> list[Delta]:
-        """Run one step; the deltas of the requests that got tokens or ended, in plan order.
+        """Run one step; returns the deltas of requests that got tokens or ended, in plan order.
 
-        An interrupt comes out, and the requests go on from what they have said so far. So does what `on_tree`
-        raises, when the step is done: its deltas come with the next one's. Anything else that raises is
-        logged and tried again; what fails again and again ends the requests concerned. Weights that cannot
-        be read end those of the step at once, as nobody knows how long the next try would wait for the disk.
-        PeerLostError comes out: this engine cannot go on, and what its requests have said is in their deltas.
+        KeyboardInterrupt propagates, and the requests continue from their committed texts. An exception of
+        `on_tree` propagates after the step, whose deltas come with the next step's. Other exceptions are
+        logged and the step is tried again; repeated failures end the requests concerned. Unreadable weights
+        end the requests of the step at once, as a retry could wait for the disk for an unknown time.
+
+        Raises:
+            PeerLostError: a rank is lost and the engine cannot continue. All committed tokens are in deltas.
         """
         with torch_threads(self._threads):
             self._step()
@@ -203,9 +205,9 @@ class Engine:
                 self._announce(plan)
                 self._land(self._launch(plan))
             self._suspects.succeeded(plan, self._requests.keys())
-        except StoppedError:  # by `close`
+        except StoppedError:  # `close` was called
             self._recover()
-        except PeerLostError:  # whatever is tried again fails again
+        except PeerLostError:  # a retry would fail, too
             self._recover()
             raise
         except Exception as error:
@@ -218,25 +220,25 @@ class Engine:
     def _schedule(self) -> StepPlan:
         alone = self._suspects.next
         plan = self._scheduler.schedule(self._requests[alone].sequence if alone is not None else None)
-        if alone is not None and not plan.entries:  # others hold what it needs: let them go on
+        if alone is not None and not plan.entries:  # other requests hold the blocks that it needs
             self._suspects.acquit()
             plan = self._scheduler.schedule()
         self.clock.lap(Stage.SCHEDULE)
         return plan
 
     def _announce(self, plan: StepPlan) -> None:
-        """Tell `on_step` who is in the step. What it raises is a listener's fault, and no request's."""
+        """Call `on_step` with the step's request ids; its first exception is logged, and steps continue."""
         if self.on_step is None:
             return
         try:
             self.on_step([entry.request.request_id for entry in plan.entries])
         except Exception:
             if not self._on_step_failed:
-                _LOG.exception("on_step failed; steps go on, and this is not said again")
+                _LOG.exception("on_step failed; steps continue, and later failures are not logged")
             self._on_step_failed = True
 
     def _launch(self, plan: StepPlan) -> _Launched:
-        """Guess, and start the target's pass over all texts and trees."""
+        """Run the speculators, and start the target's pass over all texts and trees."""
         trees = self._speculators.propose(plan)
         explained = self.explains and self.on_tree is not None
         decisions = self._speculators.explain() if explained else [None] * len(trees)
@@ -247,7 +249,7 @@ class Engine:
         return launched
 
     def _land(self, launched: _Launched) -> None:
-        """Ask the pass when it has ended, and make what it says text."""
+        """Wait for the pass, verify its trees and commit their tokens."""
         flight = launched.launch.flight()
         self.clock.lap(Stage.FORWARD)
         answers = self._ask(launched, flight)
@@ -264,7 +266,7 @@ class Engine:
         self.clock.lap(Stage.COMMIT)
 
     def _ask(self, launched: _Launched, flight: Flight) -> list[_TreeResult]:
-        """What the target says of each tree, and how likely it was, if somebody wants to know."""
+        """Verify each tree; includes log-probabilities if requested."""
         laws = [
             TargetLaws(entry, tree, flight, row)
             for entry, tree, row in zip(
@@ -277,8 +279,8 @@ class Engine:
             answers.append(answer)
             if isinstance(verdict, Acceptance):
                 transcript = self._requests[of_tree.request.request_id].transcript
-                answer.tokens, answer.over = transcript.until_end(of_tree.tree, verdict)
-                # Now: its processors still stand where the tree begins.
+                answer.tokens, answer.finished = transcript.until_end(of_tree.tree, verdict)
+                # Before the commit, while the processors' state is that of the tree's root.
                 answer.logprobs = self._logprobs(of_tree, verdict, answer.tokens)
         return answers
 
@@ -289,12 +291,12 @@ class Engine:
         return laws.reports((0, *acceptance.path)[: len(tokens)], tokens, top, self._tokenizer)
 
     def _advance(self, plan: StepPlan, answers: Sequence[_TreeResult]) -> None:
-        """What the next plan needs besides texts: processors, accepted paths, how far caches are computed."""
+        """Update the state for the next plan: processors, accepted paths, and computed positions."""
         for entry in plan.entries:
             self._requests[entry.request.request_id].sequence.computed = entry.end
         moves: list[Move] = []
         for entry, answer in zip(plan.tree_entries, answers, strict=True):
-            if answer.over or not isinstance(answer.verdict, Acceptance):
+            if answer.finished or not isinstance(answer.verdict, Acceptance):
                 continue
             sequence = self._requests[entry.request.request_id].sequence
             sequence.computed += len(answer.verdict.path)
@@ -306,7 +308,7 @@ class Engine:
     def _commit(
         self, launched: _Launched, flight: Flight, answers: Sequence[_TreeResult], now: float
     ) -> list[Outcome]:
-        """Add the tokens to their texts, and make deltas; requests that end leave."""
+        """Add the tokens to their texts and make deltas; removes requests that end."""
         for entry, scored in launched.rows.scored:
             self._score_prompt(entry, flight, scored)
         outcomes: list[Outcome] = []
@@ -319,32 +321,32 @@ class Engine:
             else:
                 self._trace(answer.request, answer.tree, verdict, decision)
                 committed = transcript.commit(answer.tree, verdict, now, answer.logprobs)
-            outcomes.append(self._told(running, committed))
+            outcomes.append(self._outcome(running, committed))
         for entry in launched.plan.entries:
             if entry.ends_with_prompt:
                 running = self._requests[entry.request.request_id]
                 running.transcript.end_with_prompt(now)
-                outcomes.append(self._told(running, ()))
+                outcomes.append(self._outcome(running, ()))
         return outcomes
 
-    def _told(self, running: _Running, committed: tuple[int, ...]) -> Outcome:
-        """Hand out what is new; one that has ended leaves."""
+    def _outcome(self, running: _Running, committed: tuple[int, ...]) -> Outcome:
+        """Queue a request's new output, remove it if it has ended, and return its outcome."""
         transcript = running.transcript
-        self._tell(running)
+        self._queue_delta(running)
         if transcript.finished:
             self._leave(running)
         return Outcome(transcript.request.request_id, committed, transcript.finished)
 
-    def _tell(self, running: _Running) -> None:
-        """Let the next deltas have what is new of a request."""
+    def _queue_delta(self, running: _Running) -> None:
+        """Add a request's new output to the next deltas."""
         transcript, name = running.transcript, running.transcript.request.request_id
         transcript.cached_tokens = running.sequence.cached_tokens
         delta = transcript.delta()
-        # Of a step that was cut short there may be one that nobody got.
+        # An interrupted step may have left a delta that was not returned.
         self._deltas[name] = Delta.joined([self._deltas[name], delta]) if name in self._deltas else delta
 
     def _hear(self, launched: _Launched, flight: Flight, answers: Sequence[_TreeResult]) -> None:
-        """Tell the speculators that read hidden states which rows became text that goes on."""
+        """Pass the hidden states of committed rows of continuing texts to the speculators that read them."""
         if not self._speculators.taps:
             return
         paths = [
@@ -356,7 +358,7 @@ class Engine:
         self._speculators.hear(text_rows(launched.plan, launched.trees, paths), flight)
 
     def _score_prompt(self, entry: PlanEntry, flight: Flight, rows: range) -> None:
-        """Report how likely the prompt's tokens behind `entry.start` were, one per row."""
+        """Store the log-probabilities of the prompt's tokens after `entry.start`, one per row."""
         reports = self._requests[entry.request.request_id].transcript.prompt_logprobs
         assert reports is not None
         first = entry.start + 1
@@ -371,16 +373,16 @@ class Engine:
         event = TreeEvent(self.clock.steps, request.request_id, tree, acceptance, self.clock.last, decision)
         try:
             self.on_tree(event)
-        except Exception as error:  # the listener's own, for whoever runs the step; texts do not wait for it
+        except Exception as error:  # raised to the caller of `step` after the step
             self._listener_error = self._listener_error or error
 
     def _leave(self, running: _Running) -> None:
-        # In this order an interrupt between the two leaves nothing that `abort` does not mend.
+        # In this order, `abort` can repair the state after an interrupt between the two calls.
         self._scheduler.remove(running.sequence)
         del self._requests[running.sequence.request.request_id]
 
     def _failed(self, plan: StepPlan | None, error: Exception) -> None:
-        """Count a failure, and end the request whose fault it is, once that is known."""
+        """Count a failure, and end the request that causes it once it is known."""
         if plan is not None and isinstance(error, AdapterError):
             ended = [one.request.request_id for one in plan.entries if one.request.adapter == error.adapter]
             reason = str(error)
@@ -390,31 +392,31 @@ class Engine:
             reason = f"the model cannot be read: {error}"
         else:
             failures = self._suspects.failures + 1
-            _LOG.error("a step failed (%d); requests go on from what they said", failures, exc_info=error)
+            _LOG.error("a step failed (%d); requests continue from their texts", failures, exc_info=error)
             ended = self._suspects.failed(plan, self._requests.keys())
-            reason = f"its steps failed again and again: {error!r}"
+            reason = f"its steps failed repeatedly: {error!r}"
         for name in ended:
             if (running := self._requests.get(name)) is not None:
                 running.transcript.fail(reason, self.clock.now(), internal=True)
-                self._speculators.observe(StepReport([self._told(running, ())]))
+                self._speculators.observe(StepReport([self._outcome(running, ())]))
 
     def _recover(self) -> None:
-        """After a step that was cut short: texts are what was said, and nothing in a cache is trusted."""
+        """Restart all requests from their committed texts, with empty caches, after an interrupted step."""
         launched, self._launched = self._launched, []
-        self._scheduler.restart()  # before all else: what `computed` says may not be so
+        self._scheduler.restart()  # first, as `computed` may be wrong
         for running in list(self._requests.values()):
             transcript = running.transcript
             request = transcript.request
             if transcript.finished:
-                self._speculators.observe(StepReport([self._told(running, ())]))
+                self._speculators.observe(StepReport([self._outcome(running, ())]))
             else:
                 running.sequence.processors = self._admission.processors(request)
                 running.sequence.processors.commit(transcript.token_ids)
-        for one in launched:  # last: another interrupt may end the wait for passes nobody will ask any more
+        for one in launched:  # last, as another interrupt may end this wait
             self._executor.drop(one.launch)
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError when scheduler, blocks and requests disagree."""
+        """Raise IntegrityError if scheduler, blocks and requests disagree."""
         self._scheduler.check_integrity()
         known = {id(r.sequence) for r in self._requests.values()}
         scheduled = {id(s) for s in (*self._scheduler.running, *self._scheduler.waiting)}
@@ -422,7 +424,7 @@ class Engine:
 
 
 def _path_move(entry: PlanEntry, path: Sequence[int]) -> list[Move]:
-    """The accepted nodes' K and V belong right behind the text; a path that lies there stays."""
+    """Return the move of the accepted nodes' K and V to the end of the text; none if they are there."""
     end = entry.end
     if all(node == depth for depth, node in enumerate(path, start=1)):
         return []

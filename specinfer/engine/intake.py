@@ -1,7 +1,7 @@
-"""Intake: what callers ask for -> requests that are checked, compiled and ready to run.
+"""Intake: turns prompts and conversations into checked requests that are ready to run.
 
-Everything that a request needs before its first step happens here, in the caller's thread: tokenizing, the
-chat template, checks, the grammar. Meanwhile the engine steps for the others.
+All preparation of a request happens here, in the caller's thread, while the engine runs other requests:
+tokenizing, the chat template, checks, and compiling the grammar.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from specinfer.tokenizer import ChatEncoder, Tokenizer
 from specinfer.tokenizer.chat_encoder import Message, Tool
 from specinfer.verify.noise import completion_seed
 
-if TYPE_CHECKING:  # who only asks for texts loads no models
+if TYPE_CHECKING:  # importing this module does not load models
     from specinfer.models.adapters.adapter_shelf import AdapterShelf
 
 Prompt = str | Sequence[int]  # text, or token ids
 Params = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one per prompt
-LoRA = LoRARequest | Sequence[LoRARequest | None] | None  # the same; None: the model as it is
+LoRA = LoRARequest | Sequence[LoRARequest | None] | None  # likewise; None: no adapter
 
 
 class Intake:
-    """Turns prompts and conversations into admitted requests. May be called by several threads at once.
+    """Turns prompts and conversations into admitted requests; callable from several threads at once.
 
-    All of it raises RequestError, naming the parameter at fault, and a failure costs no other request
-    anything. Request ids are made here, where callers have none of their own, and no two are the same.
+    Every method raises RequestError with the invalid parameter; a failure affects no other request. Request
+    ids that callers do not give are made here and are unique.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Intake:
         usual: SamplingParams | None = None,
         adapters: AdapterShelf | None = None,
     ) -> None:
-        """`usual` are the parameters of requests that come without any, `adapters` those they may name."""
+        """Make an intake; `usual` are the default parameters, `adapters` those that requests may name."""
         self._admission = admission
         self._adapters = adapters
         self._chat = ChatEncoder(admission.tokenizer)
@@ -59,23 +59,23 @@ class Intake:
 
     @property
     def max_context(self) -> int:
-        """The most tokens a request can have, prompt and output together."""
+        """Maximum tokens of a request, prompt and output together."""
         return self._admission.max_context
 
     @property
     def longest(self) -> int:
-        """The most tokens, prompt and output together, that one request can be served with here."""
+        """Maximum tokens of a request, prompt and output together, within the context and the KV cache."""
         return self._admission.longest
 
     @property
     def speculators(self) -> tuple[str, ...]:
-        """The names of the engine's speculators, in the order they are asked."""
+        """Names of the engine's speculators, in the order they run."""
         return self._admission.speculators
 
     def prompts(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, lora: LoRA = None
     ) -> list[list[Admitted]]:
-        """For one prompt or for each of several its n requests; ModelError for an adapter that is wrong."""
+        """Return the n requests of each prompt; raises ModelError for an adapter that cannot be used."""
         with naming("prompt"):
             encoded = [self._encode(prompt) for prompt in _as_prompts(prompts)]
         return self._admit(encoded, params, "prompt", lora)
@@ -89,10 +89,10 @@ class Intake:
         special_tokens: SpecialTokens = "text",
         lora: LoRA = None,
     ) -> list[list[Admitted]]:
-        """For one conversation or for each of several its n requests, through the chat template.
+        """Return the n requests of each conversation, through the chat template.
 
-        `tools` are what the template tells the model that it may call, in all of them. Names of special
-        tokens that users and tools write are texts, or with "special" the tokens.
+        The template adds `tools` to every prompt. Names of special tokens in messages and tools are encoded
+        as plain text, or with "special" as the tokens.
         """
         if special_tokens not in get_args(SpecialTokens):
             raise RequestError(
@@ -114,19 +114,22 @@ class Intake:
         request_id: str | None = None,
         adapter: str | None = None,
     ) -> Admitted:
-        """The request of one of the prompt's completions, the `index`-th, whatever `params.n`.
+        """Return the request of the prompt's completion number `index`, for any `params.n`.
 
-        `adapter` is the name of one. `request_id` is one that no other request has; None: one is made. Only
-        the completion of index 0 reports `prompt_logprobs`: the others would compute the same.
-
-        With `said`, output tokens that an engine which is gone gave already, it goes on behind them. Under
-        the coupled verifier the text is a function of the target, the prompt and `params.seed`, so it is
-        the text that the other engine would have made.
+        Args:
+            token_ids: the prompt.
+            params: the sampling parameters.
+            index: the completion; only number 0 reports `prompt_logprobs`, as the others would be equal.
+            adapter: the name of an adapter.
+            request_id: a unique id; None: one is made.
+            said: output tokens from an engine that has ended; the request continues after them. With the
+                coupled verifier the text depends only on the target, the prompt and `params.seed`, so the
+                result is the text that the other engine would have made.
         """
         with naming("prompt"):
             encoded = self._encode(prompt)
         if adapter is not None and (self._adapters is None or adapter not in self._adapters.names):
-            raise RequestError(f"the adapter {adapter!r} is not known here", "model")
+            raise RequestError(f"the adapter {adapter!r} is not loaded here", "model")
         [request] = self._completions(tuple(encoded), params, [index], adapter)
         if request_id is not None:
             request = replace(request, request_id=request_id)
@@ -142,20 +145,20 @@ class Intake:
     def _admit(
         self, prompts: Sequence[Sequence[int]], params: Params, source: str, lora: LoRA
     ) -> list[list[Admitted]]:
-        """The requests of prompts whose token ids came from the parameter `source`."""
+        """Return the requests of prompts whose token ids came from the parameter `source`."""
         each = _params_of(prompts, self.usual if params is None else params)
         adapters = [self._adapter(one) for one in _lora_of(prompts, lora)]
         admitted: list[list[Admitted]] = []
         for prompt, own, adapter in zip(prompts, each, adapters, strict=True):
             first, *others = self._completions(tuple(prompt), own, range(own.n), adapter)
             group = [self._admission.admit(first, source)]
-            reports = group[0].transcript.prompt_logprobs  # that the first computes for all
+            reports = group[0].transcript.prompt_logprobs  # computed by the first for all
             group.extend(self._admission.admit(one, source, prompt_logprobs=reports) for one in others)
             admitted.append(group)
         return admitted
 
     def _adapter(self, lora: LoRARequest | None) -> str | None:
-        """The name of an adapter, which is read and checked where it is new."""
+        """Return the name of an adapter, after reading and checking a new one."""
         if lora is None:
             return None
         if self._adapters is None:
@@ -169,7 +172,7 @@ class Intake:
         indices: Iterable[int],
         adapter: str | None,
     ) -> list[Request]:
-        """Some of one prompt's n requests."""
+        """Return some of one prompt's n requests."""
         number = next(self._numbers)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         room = min(params.max_tokens, self.max_context - len(prompt))
@@ -191,7 +194,7 @@ class Intake:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt (a string, or token ids) or several, as several."""
+    """Return one prompt (a string, or token ids) or several as a sequence."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Mapping)):
@@ -201,7 +204,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def _as_conversations(messages: object) -> list[Sequence[Message]]:
-    """One conversation (a list of messages) or several, as several."""
+    """Return one conversation (a list of messages) or several as a list."""
     several = list(messages) if isinstance(messages, Iterable) and not isinstance(messages, Mapping) else None
     if several is not None and all(isinstance(item, Mapping) for item in several):
         return [several] if several else []
@@ -211,7 +214,7 @@ def _as_conversations(messages: object) -> list[Sequence[Message]]:
 
 
 def _as_tools(tools: object) -> Sequence[Tool]:
-    """Tools as the chat template takes them; what is in each of them is the template's to read."""
+    """Return tools for the chat template, which reads their fields; raises RequestError for other types."""
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise RequestError(
             f'the tools are {tools!r}; allowed: a list of {{"type": "function", "function": {{...}}}}',
@@ -221,7 +224,7 @@ def _as_tools(tools: object) -> Sequence[Tool]:
 
 
 def _params_of(prompts: Sequence[Sequence[int]], params: object) -> Sequence[SamplingParams]:
-    """One SamplingParams for each of `prompts`."""
+    """Return one SamplingParams for each of `prompts`."""
     if isinstance(params, SamplingParams):
         return [params] * len(prompts)
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
@@ -237,7 +240,7 @@ def _params_of(prompts: Sequence[Sequence[int]], params: object) -> Sequence[Sam
 
 
 def _lora_of(prompts: Sequence[Sequence[int]], lora: object) -> Sequence[LoRARequest | None]:
-    """The adapter of each of `prompts`, or None."""
+    """Return the adapter of each of `prompts`, or None."""
     if lora is None or isinstance(lora, LoRARequest):
         return [lora] * len(prompts)
     if not isinstance(lora, Sequence) or not all(isinstance(one, LoRARequest | None) for one in lora):
@@ -253,16 +256,16 @@ def _lora_of(prompts: Sequence[Sequence[int]], lora: object) -> Sequence[LoRAReq
 
 
 def _is_id(value: object) -> bool:
-    """Whether it is an integer of any kind; an array of several has `__index__`, too, and is none."""
+    """Return whether a value is an integer of any type; arrays have `__index__`, but may not be integers."""
     return hasattr(value, "__index__") and not isinstance(value, bool) and not getattr(value, "ndim", 0)
 
 
 def _prompt_ids(prompt: object) -> list[int]:
-    """Token ids of any integer type (numpy's, say) as Python's own."""
+    """Return token ids of any integer type, such as NumPy's, as Python integers."""
     ids: list[Any] = [prompt]
     if isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, Mapping)):
         ids = list(prompt)
-    if set(map(type, ids)) == {int}:  # as tokenizers and JSON have them: others are looked at one by one
+    if set(map(type, ids)) == {int}:  # the fast path for tokenizers and JSON
         return ids
     for token in ids:
         if not _is_id(token):

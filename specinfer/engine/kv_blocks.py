@@ -1,4 +1,4 @@
-"""Who owns which block of the KV cache, and which blocks hold text that may be used again."""
+"""BlockPool: owners of KV cache blocks, and blocks kept for reuse; and the state of a sequence."""
 
 from __future__ import annotations
 
@@ -13,61 +13,63 @@ from specinfer.errors import IntegrityError, ensure
 from specinfer.processors.pipeline import Processors
 from specinfer.request import Request
 
-SPARE: Final = 4  # kept blocks that are worth memory of their own, for each block that was owned at once
+MAX_KEPT_PER_OWNED: Final = 4  # kept blocks that may take new memory, per block owned at the peak
 
 
 class BlockPool:
-    """The blocks of the KV cache; block b is slots b * block_size .. (b + 1) * block_size - 1.
+    """The blocks of the KV cache; block b has the slots b * block_size .. (b + 1) * block_size - 1.
 
-    A full block of committed text can be published under the hash of that text and everything before it.
-    Requests that begin alike then own it together, and it outlives them until its room is needed:
+    A full block of committed text can be published under the hash of the text up to its end. Requests with
+    the same prefix then own it together, and it outlives them until its memory is needed:
 
-        free        owned by nobody, holds nothing       handed out first, the last to come back first: its
-                                                         memory is warm
-        untouched   free, and never handed out           takes memory from the first time on that it is
-        kept        owned by nobody, published           handed out oldest first
-        owned       by one request, or, if published, by several
+        free        no owner, no content         allocated first, the last released one first, as it is in
+                                                 CPU caches
+        untouched   free, never allocated        takes memory from its first allocation on
+        kept        no owner, published          allocated oldest first
+        owned       by one request, or by several if it is published
 
-    Memory that was touched stays taken. So untouched blocks are handed out only while what is kept is worth
-    it: up to SPARE times the most blocks that were ever owned at once, and one more for each block that was
-    forgotten for this reason and asked for again. Requests that come one after another and never again take
-    (1 + SPARE) times what one of them needs, whatever the cache may take; many conversations in turn get what
-    they need once it was missed. When no block is untouched, kept ones go.
+    Memory that was touched stays in use. So untouched blocks are allocated only while keeping blocks is
+    worth it: up to MAX_KEPT_PER_OWNED times the peak number of owned blocks, and one more for each block that
+    was evicted for this limit and then missed. Requests that follow one another without reuse take
+    (1 + MAX_KEPT_PER_OWNED) times the memory of one of them, however large the cache; conversations that
+    alternate get the blocks that they need after they have missed them once. Without untouched blocks, kept
+    ones are evicted.
 
-    Nobody writes to a published block: an owner writes behind the text it found computed, and what it has
-    computed itself is published only when the text has gone past it.
+    A published block is never written: an owner writes after the prefix that it found, and publishes a block
+    only when its text has continued past it.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._touched = 0  # blocks below were handed out once
-        self._free: list[int] = []  # of the touched ones, the last handed out next
+        self._touched = 0  # blocks below this number were allocated before
+        self._free: list[int] = []  # touched free blocks; the last is allocated next
         self._owners = [0] * num_blocks
-        self._most_owned = 0  # at once, so far
-        self._kept: OrderedDict[int, None] = OrderedDict()  # oldest first; of one text, its end first
-        self._hashes: dict[int, bytes] = {}  # of published blocks
+        self._most_owned = 0  # peak number of owned blocks
+        # Oldest first; the blocks of one text from its end.
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._hashes: dict[int, bytes] = {}  # hashes of published blocks
         self._published: dict[bytes, int] = {}
-        # The hashes of blocks forgotten while others were untouched, oldest first, no more than these.
+        # Hashes of blocks evicted while others were untouched, oldest first, at most as many as these.
         self._forgotten: OrderedDict[bytes, None] = OrderedDict()
-        self._missed = 0  # how many of such blocks were asked for again
+        self._missed = 0  # number of evicted blocks that were missed
 
     @property
     def num_free(self) -> int:
-        """How many blocks nobody owns."""
+        """Number of blocks without an owner."""
         return self._untouched + len(self._free) + len(self._kept)
 
     @property
     def num_touched(self) -> int:
-        """How many blocks were ever handed out: they take memory."""
+        """Number of blocks that were ever allocated, which take memory."""
         return self._touched
 
     def blocks_for(self, positions: int) -> int:
-        """How many blocks hold `positions` cache positions."""
+        """Return the number of blocks for `positions` cache positions."""
         return -(-positions // self.block_size)
 
     def extend(self, block_table: list[int], positions: int) -> bool:
-        """Append blocks to `block_table` until it holds `positions`; False, none taken, if they lack."""
+        """Extend `block_table` in place to `positions`; returns False, unchanged, if too few are free."""
         missing = self.blocks_for(positions) - len(block_table)
         if missing > self.num_free:
             return False
@@ -79,9 +81,9 @@ class BlockPool:
         return True
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """The published blocks of the longest beginning of a text whose blocks have `hashes`.
+        """Return the published blocks of the longest prefix of a text whose blocks have `hashes`.
 
-        That a text goes on in blocks that were forgotten is noted: more will be kept.
+        Counts misses of evicted blocks, so that more will be kept.
         """
         found: list[int] = []
         for key in hashes:
@@ -97,15 +99,15 @@ class BlockPool:
         return found
 
     def unowned(self, blocks: Sequence[int]) -> int:
-        """How many of `blocks` nobody owns: those that `num_free` counts."""
+        """Return the number of `blocks` without an owner, which `num_free` includes."""
         return sum(block in self._kept for block in blocks)
 
     def any_published(self, blocks: Sequence[int]) -> bool:
-        """Whether one of `blocks` can be found by others, so that nobody may write to it."""
+        """Return whether one of `blocks` is published, so that it may not be written."""
         return any(block in self._hashes for block in blocks)
 
     def share(self, block_table: list[int], blocks: Sequence[int]) -> None:
-        """Make the owner of an empty `block_table` an owner of published `blocks`, too."""
+        """Add published `blocks` to an empty `block_table`, whose request becomes one of their owners."""
         ensure(not block_table, "a text is found at its beginning")
         for block in blocks:
             self._owners[block] += 1
@@ -114,7 +116,7 @@ class BlockPool:
         self._count_owned()
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let others find an owned, full block of computed text; of equal blocks the first is found."""
+        """Publish an owned, full block of computed text; of equal blocks `find` returns the first."""
         ensure(self._owners[block] > 0, f"block {block} has no owner")
         if key not in self._published and block not in self._hashes:
             self._published[key] = block
@@ -122,7 +124,7 @@ class BlockPool:
             self._forgotten.pop(key, None)
 
     def release(self, block_table: list[int]) -> None:
-        """Give all blocks of `block_table` back and empty it; published ones are kept for others."""
+        """Release all blocks of `block_table` and clear it; published blocks are kept for reuse."""
         for block in reversed(block_table):
             self._owners[block] -= 1
             if self._owners[block] == 0:
@@ -140,10 +142,10 @@ class BlockPool:
         self._most_owned = max(self._most_owned, self.num_blocks - self.num_free)
 
     def _take(self) -> int:
-        """The block whose memory is missed least; there is one that nobody owns."""
+        """Allocate a block; at least one must be without an owner."""
         if self._free:
             return self._free.pop()
-        if self._untouched and len(self._kept) <= SPARE * self._most_owned + self._missed:
+        if self._untouched and len(self._kept) <= MAX_KEPT_PER_OWNED * self._most_owned + self._missed:
             self._touched += 1
             self._remember_fewer()
             return self._touched - 1
@@ -159,7 +161,7 @@ class BlockPool:
             self._forgotten.popitem(last=False)
 
     def check_integrity(self, block_tables: Sequence[Sequence[int]]) -> None:
-        """Raise IntegrityError unless every block is free, kept, or in as many tables as it has owners."""
+        """Raise IntegrityError unless every block is free, kept, or in one table per owner."""
         every = range(self.num_blocks)
         owned = Counter(block for table in block_tables for block in table)
         free = [*self._free, *every[self._touched :]]
@@ -183,43 +185,43 @@ class BlockPool:
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One admitted request while it waits or runs.
+    """Scheduling state of an admitted request.
 
         0 ............ computed ......... len(token_ids)
         KV in cache    to be computed
 
-    A running sequence that is not in its prefill has exactly one token left to compute, the last one:
-    the root of its next tree.
+    A running sequence after its prefill has exactly one token to compute, the last one, which is the root of
+    its next tree.
     """
 
     request: Request
-    token_ids: Sequence[int]  # prompt and output, which only grow; the transcript owns them
-    tree_nodes: int = 1 << 30  # of its trees at most, the root included
-    speculators: tuple[str, ...] | None = None  # those that may guess for it; None: all
-    processors: Processors | None = None  # what its parameters make of logits; None: nothing
+    token_ids: Sequence[int]  # prompt and output; the transcript owns the list and appends to it
+    tree_nodes: int = 1 << 30  # maximum nodes of its trees, the root included
+    speculators: tuple[str, ...] | None = None  # names of the speculators that may run; None: all
+    processors: Processors | None = None  # logit processors of its parameters
     computed: int = 0
     block_table: list[int] = field(default_factory=list)
     incarnation: int = 0
-    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, so far
-    published: int = 0  # of its blocks, from the first on, that others may find
-    cached_tokens: int = 0  # of the prompt, whose KV it found when it was first admitted
+    block_hashes: list[bytes] = field(default_factory=list)  # hashes of the full blocks of token_ids
+    published: int = 0  # number of leading blocks that are published
+    cached_tokens: int = 0  # prompt tokens found in the cache at its first start
 
     @property
     def num_output(self) -> int:
-        """Tokens committed so far."""
+        """Number of committed output tokens."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
     def uncomputed(self) -> int:
-        """Tokens whose KV is not in the target's cache."""
+        """Number of tokens whose KV is not in the target's cache."""
         return len(self.token_ids) - self.computed
 
     def room(self, max_context: int) -> int:
-        """Output tokens that may still be added."""
+        """Return the maximum number of further output tokens."""
         return min(self.request.params.max_tokens - self.num_output, max_context - len(self.token_ids))
 
     def hash_blocks(self, block_size: int) -> list[bytes]:
-        """The hash of every full block of the text: of salt, adapter and all tokens up to its end."""
+        """Return the hash of every full block: of the salt, the adapter and all tokens up to its end."""
         for block in range(len(self.block_hashes), len(self.token_ids) // block_size):
             before = self.block_hashes[-1] if self.block_hashes else _root(self.request)
             tokens = array("q", self.token_ids[block * block_size : (block + 1) * block_size])
@@ -227,22 +229,22 @@ class SequenceState:
         return self.block_hashes
 
     def check_integrity(self, block_size: int) -> None:
-        """Raise IntegrityError when the computed KV does not fit the tokens or the blocks."""
+        """Raise IntegrityError if the computed KV does not fit the tokens or the blocks."""
         tokens, slots = len(self.token_ids), len(self.block_table) * block_size
         ensure(0 <= self.computed < tokens, f"of {tokens} tokens {self.computed} are computed")
         ensure(self.computed <= slots, f"{self.computed} computed tokens lie in {slots} slots")
         self.check_published(block_size)
 
     def check_published(self, block_size: int) -> None:
-        """Raise IntegrityError when tokens that are to be computed lie in a published block."""
+        """Raise IntegrityError if tokens to compute are in a published block."""
         if self.published * block_size > self.computed:
             raise IntegrityError(f"{self.published} blocks are published, {self.computed} tokens computed")
 
 
 def _root(request: Request) -> bytes:
-    """What the first block's hash hangs from; no salt is a salt of its own, no adapter one of its own."""
+    """Return the hash root, which depends on `cache_salt` and the adapter; each may be absent."""
     salt = request.params.cache_salt
-    # Any string is a salt, also one with half a character, which JSON can write and UTF-8 cannot.
+    # A salt may have half of a surrogate pair, which JSON can express and UTF-8 cannot.
     salted = b"" if salt is None else b"salt " + salt.encode(errors="surrogatepass")
     root = blake2b(salted, digest_size=32).digest()
     if request.adapter is None:

@@ -1,4 +1,4 @@
-"""A loader: models that were found get their weights, in memory or streamed from prepared files."""
+"""Loader: loads the weights of models, into memory or streamed from prepared files."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ from specinfer.speculation_config import Quantization
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_OUTPUT: Final = "lm_head"  # the record of an output layer
+_OUTPUT: Final = "lm_head"  # name of the output layer's record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """Loads the models of one engine, some of whose layers are streamed where memory was planned.
+    """Loads the models of one engine; with a memory plan some of their layers are streamed.
 
-    A prepared file that turns out to be damaged is removed and made anew, once: if that is damaged as well,
-    DamagedFileError is raised.
+    A damaged prepared file is removed and made again once; DamagedFileError is raised if the new file is
+    damaged, too.
     """
 
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels  # of the machine
-    native: bool  # whether a model that native attention cannot serve is refused
+    native: bool  # True to refuse models that native attention does not support
     plan: MemoryPlan | None  # None: all weights stay in memory
-    folder: Path | None  # of prepared files; None: in the user's cache
-    sum_parts: int  # of the target's sums of floats
+    folder: Path | None  # for prepared files; None: the user's cache
+    sum_parts: int  # parts of the target's float sums
     progress: Progress
 
     def lent_memory(self, found: Found, twin: Quantization, *, output: bool) -> LentMemory | None:
-        """The memory of the target's twin, which layers of a streamed target may have; None: there is none.
+        """Return the memory of a `self` draft that layers of a streamed target may use, or None.
 
-        `output` says whether the twin makes all logits.
+        `output` is True if the draft has an output layer of its own.
         """
         if self.plan is None or not self.plan.placement.streamed:
             return None
@@ -81,9 +81,9 @@ class Loader:
     def target(
         self, found: Found, quantization: Quantization, *, reads_table: bool, lent: LentMemory | None = None
     ) -> LanguageModel:
-        """The target; if it is streamed and a head reads its embeddings, these stay in memory.
+        """Load the target; if it is streamed and a head reads its embeddings, these stay in memory.
 
-        Some of its layers may come to lie in memory that is `lent`.
+        Some of its layers may use memory that is `lent`.
         """
         kernels, plan, part = self._fitting(found, quantization), self.plan, None
         if self.sum_parts > 1:
@@ -112,13 +112,14 @@ class Loader:
     def shared_out(
         self, ranks: Ranks, drafts: Mapping[str, tuple[Found, Quantization]]
     ) -> tuple[LanguageModel, dict[str, LanguageModel]]:
-        """Rank 0's parts of a target that several ranks run together, and of those of its drafts that are.
+        """Load rank 0's parts of a target on several ranks, and of its shared drafts.
 
-        Raises as Ranks.start and Ranks.join.
+        Raises as Ranks.start and Ranks.join do.
         """
         quantization = ranks.quantization
         kernels = self._fitting(ranks.found, quantization, ranks.size)
-        if ranks.layout.stages > 1 and quantization != "none":  # a stage's matrices alone are not kept
+        # A file of a single stage's matrices is not written.
+        if ranks.layout.stages > 1 and quantization != "none":
             with contextlib.suppress(ModelError):  # else they are quantized at each start
                 self._prepare(ranks.found, kernels, quantization)
         shared = {name: drafts[name] for name in ranks.drafts}
@@ -126,7 +127,7 @@ class Loader:
             name: guessing(self._fitting(found, kind, ranks.layout.width))
             for name, (found, kind) in shared.items()
         }
-        told = [
+        shared_drafts = [
             SharedDraft(
                 "" if found is ranks.found else str(found.model.path.resolve()), kind, *_how(fitting[name])
             )
@@ -135,7 +136,7 @@ class Loader:
         native_attention, nontemporal = _how(kernels)
         ranks.start(
             kernels.library,
-            told,
+            shared_drafts,
             dtype=str(self.dtype).removeprefix("torch."),
             native=kernels.library is not None,
             native_attention=native_attention,
@@ -163,8 +164,9 @@ class Loader:
     def draft(
         self, found: Found, quantization: Quantization, logit_ids: Sequence[int] | None
     ) -> LanguageModel:
-        """A draft model with logits of `logit_ids`, or all; beside a streamed target its embeddings are on
-        the disk.
+        """Load a draft model with logits for `logit_ids` (None: all).
+
+        With a streamed target the draft's embeddings are read from the disk.
         """
         kernels = guessing(self._fitting(found, quantization))
         shared: Shared | None = None
@@ -181,13 +183,14 @@ class Loader:
         logit_ids: Sequence[int] | None,
         lent: LentMemory | None = None,
     ) -> LanguageModel:
-        """The target in fewer bits, with its embeddings, and with its output layer where that was planned.
+        """Load the `self` draft: the target in fewer bits.
 
-        It lies in memory that is `lent`, as far as that has room for it.
+        It shares the target's embeddings, and has an output layer if the memory plan says so. It uses memory
+        that is `lent` as far as that suffices.
         """
         kernels = guessing(self._fitting(found, quantization))
         shares_head = False
-        if self.plan is not None:  # made a matrix at a time, and with embeddings: others may need the file
+        if self.plan is not None:  # written matrix by matrix, with embeddings, as other runs may need them
             self._prepare(found, kernels, quantization)
             shares_head = self.plan.guessers.shares_head and logit_ids is None
         elif quantization != "none":
@@ -196,13 +199,13 @@ class Loader:
         shared = Shared(target.table, target.output if shares_head else None, lent)
         loaded = self._load(found, kernels, quantization, logit_ids, shared)
         if lent is not None:
-            give_back_memory()  # of matrices that were found there
+            give_back_memory()  # freed by matrices read from the file
         return loaded
 
     def head(
         self, found: FoundHead, target: Found, model: LanguageModel, quantization: Quantization
     ) -> AnyHeadModel:
-        """A head, which reads the target `model`."""
+        """Load a head on the target `model`."""
         assert isinstance(model, LayeredModel), "heads of others were refused when they were found"
         return load_head(
             found.head,
@@ -215,7 +218,7 @@ class Loader:
         )
 
     def _fitting(self, found: Found | FoundHead, quantization: Quantization, ranks: int = 1) -> Kernels:
-        """The kernels for a model: by its size, and with PyTorch's attention where its heads need that."""
+        """Return the kernels for a model, by its size; with PyTorch's attention if native cannot run it."""
         weights = found.weight_bytes(self.dtype, self.kernels, quantization) // ranks
         kernels = streaming(self.kernels, weights)
         name, heads = found.files.name, found.config
@@ -267,24 +270,24 @@ class Loader:
 
 
 def _how(kernels: Kernels) -> tuple[bool, bool]:
-    """Whether attention is native, and whether products read weights past the caches."""
+    """Return whether attention is native, and whether products bypass the CPU caches for weights."""
     products = kernels.products
     past = isinstance(products, NativeProducts) and products.use.nontemporal
     return isinstance(kernels.attention, NativeAttention), past
 
 
 def _used(prepared: PreparedFile, use: Callable[[PreparedFile], _T], make: Callable[[], PreparedFile]) -> _T:
-    """What `use` makes of a prepared file, or of a new one where it is damaged."""
+    """Return `use(prepared)`, or `use(make())` if the prepared file is damaged."""
     try:
         return use(prepared)
     except DamagedFileError as error:
         _remove(prepared.path, error)
-    return use(make())  # not above, where the error keeps what was loaded
+    return use(make())  # outside the handler, whose error keeps the loaded weights alive
 
 
 def _remove(path: Path, error: DamagedFileError) -> None:
-    """Remove a prepared file, which is then made anew; raises ModelFileError where it stays."""
-    _LOG.warning("a prepared model is made anew: %s", str(error))
+    """Remove a damaged prepared file; raises ModelFileError if that fails."""
+    _LOG.warning("a prepared model is made again: %s", str(error))
     try:
         path.unlink(missing_ok=True)
     except OSError as failed:

@@ -1,12 +1,12 @@
-"""EngineLoop: the only caller of an engine, for any number of threads.
+"""EngineLoop: drives an engine for any number of threads.
 
-    submit, cancel      any thread: a command in the queue
-    a turn              one thread at a time: the commands, a step of the engine, every delta to its receiver
-    wait_until, stream  any thread: wait; whoever finds the turn free takes it
+    submit, cancel      any thread: queue a command
+    a turn              one thread at a time: commands, a step of the engine, and the delivery of deltas
+    wait_until, stream  any thread: wait; a waiting thread takes a free turn
 
-So without a thread of its own the loop is driven by those who wait for it, one at a time; `start` gives it
-a thread, and then the others only wait. Commands are carried out between steps, so a request that is
-cancelled takes part in no step that begins later.
+Without a thread of its own the loop is driven by the threads that wait for it, one at a time. After `start`
+its own thread drives it, and the others only wait. Commands run between steps, so a cancelled request takes
+part in no later step.
 """
 
 from __future__ import annotations
@@ -25,57 +25,56 @@ from specinfer.engine.admission import Admitted
 from specinfer.errors import ClosedError, IntegrityError, PeerLostError, RequestError, UserError
 from specinfer.request import Delta, FinishReason, RequestOutput
 
-if TYPE_CHECKING:  # who only waits for a loop loads no models
+if TYPE_CHECKING:  # importing this module does not load models
     from specinfer.engine.engine import Engine
 
 _LOG = logging.getLogger(__name__)
-PATIENCE: Final = 3  # steps that fail one after the other before a loop's own thread gives the requests up
+MAX_FAILURES: Final = 3  # consecutive failed steps before a loop's own thread ends all requests
 
 Receiver = Callable[[Delta], object]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Turn:
-    """Who may call the engine now."""
+    """The right to call the engine, held by one thread at a time."""
 
     thread: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Live:
-    """A request that has not ended, and who gets its deltas."""
+    """A request that has not ended, with the receiver of its deltas."""
 
     admitted: Admitted
     receive: Receiver
 
 
 class EngineLoop:
-    """Drives one engine. Every method may be called by any thread, by several at once.
+    """Drives one engine; every method is callable from any thread.
 
-    Only `cancel` and `submit` may also be called from within a step or by a receiver; the others raise
-    UserError there, for they would wait for themselves. After `close` all but `close` and `cancel` raise
-    ClosedError.
+    Within a step, or in a receiver, only `cancel` and `submit` may be called; the others would wait for
+    themselves and raise UserError. After `close` all methods but `close` and `cancel` raise ClosedError.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
-        # A plain deque: `cancel` may run in the finalizer of a stream, at any line of any thread.
+        # A deque without a lock: `cancel` may run in a stream's finalizer, at any line of any thread.
         self._commands: deque[Callable[[], None]] = deque()
-        self._made: deque[Delta] = deque()  # by steps, and not yet received
+        self._made: deque[Delta] = deque()  # made by steps, not delivered yet
         self._live: dict[str, _Live] = {}
-        self._changed = threading.Condition()  # guards what is above, and the three below
+        self._changed = threading.Condition()  # guards the fields above and the three below
         self._turn: _Turn | None = None
         self._thread: threading.Thread | None = None
-        self._refusing = ""  # why no request is taken any more
+        self._refusing = ""  # why new requests are refused
         self._closed = False
-        self.on_lost: Callable[[PeerLostError], object] | None = None  # told before anybody else; see `start`
+        self.on_lost: Callable[[PeerLostError], object] | None = None  # called first; see `start`
 
     def submit(self, requests: Sequence[Admitted], receive: Receiver) -> None:
-        """Queue requests; `receive` gets each delta of theirs, the last one with a finish reason.
+        """Queue requests; `receive` gets each of their deltas, the last one with a finish reason.
 
-        It is called between steps by whoever drives the loop, so it has to be quick; when it raises, the
-        request is cancelled. An interrupt of the thread that drives may make it get a delta twice. Raises
-        RequestError when an id is in use, ClosedError when draining or closed.
+        The driving thread calls `receive` between steps, so it must be quick; an exception that it raises
+        cancels the request. An interrupt of that thread may deliver a delta twice. Raises RequestError if an
+        id is in use, ClosedError while draining or after `close`.
         """
         with self._changed:
             if self._refusing:
@@ -91,18 +90,18 @@ class EngineLoop:
             self._changed.notify_all()
 
     def cancel(self, requests: Iterable[Admitted]) -> None:
-        """End those of the requests that have not ended, with finish reason "abort", before the next step."""
+        """End the requests that have not ended, with finish reason "abort", before the next step."""
         commands = [partial(self._abort, one) for one in requests]
         if commands:
             self._commands.extend(commands)
             self._carry_out_now()
 
     def stream(self, requests: Sequence[Admitted], *, ended_only: bool = False) -> Generator[RequestOutput]:
-        """Submit requests and yield their outputs as they come, until all have ended.
+        """Submit requests and yield their outputs after every step, until all have ended.
 
-        With `ended_only` one output of each, when it has ended: none is made in the steps before. A caller
-        that stops listening cancels what is left of them. Raises what `submit` raises, what a step raises
-        that this thread runs, and ClosedError when the loop is closed meanwhile.
+        With `ended_only` it yields one output per request, at its end. Closing the generator cancels the
+        remaining requests. Raises as `submit` does, what a step raises in this thread, and ClosedError if the
+        loop is closed meanwhile.
         """
         inbox: deque[tuple[Delta, RequestOutput]] = deque()
         left = {one.request.request_id: one for one in requests}
@@ -111,7 +110,7 @@ class EngineLoop:
         def receive(delta: Delta) -> None:
             one = left.get(delta.id)
             if one is not None and (delta.finished or not ended_only):
-                # While no step runs: a step changes what it looks at.
+                # Only while no step runs, as a step mutates the output.
                 inbox.append((delta, one.transcript.output(delta.text)))
 
         try:
@@ -120,7 +119,7 @@ class EngineLoop:
                 self.wait_until(lambda: inbox)
                 delta, output = inbox.popleft()
                 if delta is last:
-                    continue  # an interrupt came before it was crossed out, so it was handed out twice
+                    continue  # delivered twice because of an interrupt
                 if self._closed and output.finish_reason is FinishReason.ABORT:
                     raise ClosedError(self._refusing)
                 last = delta
@@ -131,42 +130,42 @@ class EngineLoop:
             self.cancel(left.values())
 
     def wait_until(self, done: Callable[[], object], timeout: float | None = None) -> bool:
-        """Return when `done()` holds, driving the loop meanwhile where nobody else does.
+        """Wait until `done()` is true, driving the loop if no other thread does.
 
-        `done` is asked before each step and must be quick. False after `timeout` seconds, in which a step
-        that has begun is finished. Raises what a step raises that this thread runs, ClosedError when the
-        loop is closed first, IntegrityError when there is nothing left that could be waited for.
+        `done` is called before each step and must be quick. Returns False after `timeout` seconds; a running
+        step is finished first. Raises what a step raises in this thread, ClosedError if the loop is closed,
+        and IntegrityError if no request is left to wait for.
         """
         until = None if timeout is None else time.monotonic() + timeout
         return self._wait(done, until, step=True)
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no new requests and finish those that are there; False when `timeout` seconds are over."""
+        """Refuse new requests and finish the present ones; returns False after `timeout` seconds."""
         with self._changed:
             self._refuse_within_step()
             self._refusing = self._refusing or "the engine is finishing its last requests; make a new LLM"
         return self.wait_until(lambda: not self._live, timeout)
 
     def start(self) -> None:
-        """Let a thread of the loop's own drive it from now on, until `close` or the interpreter's exit.
+        """Start a thread that drives the loop until `close` or the interpreter's exit.
 
-        A step that raises there is logged and tried again; after three in a row every request that has not
-        ended ends with finish reason "error". So they do at once where a rank of the model is lost, which
-        `on_lost` is told before. Raises ClosedError after `close`.
+        A step that raises there is logged and tried again; after three consecutive failures all requests end
+        with finish reason "error". If a rank is lost, `on_lost` is called and all requests end at once.
+        Raises ClosedError after `close`.
         """
         with self._changed:
             if self._closed:
                 raise ClosedError(self._refusing)
             if self._thread is None:
-                # A daemon, or the interpreter would wait for it before it runs what `atexit` knows of.
+                # A daemon, as the interpreter waits for other threads before it runs `atexit` handlers.
                 self._thread = threading.Thread(target=self._run, name="specinfer-engine", daemon=True)
                 self._thread.start()
                 atexit.register(self.close)
 
     def close(self) -> None:
-        """End every request with finish reason "abort" and let go of the engine; once more does nothing.
+        """End all requests with finish reason "abort" and release the engine; a second call does nothing.
 
-        Waits for the step that is running. Whoever waits for outputs gets a ClosedError.
+        Waits for the running step. Threads that wait for outputs get a ClosedError.
         """
         with self._changed:
             self._refuse_within_step()
@@ -195,7 +194,7 @@ class EngineLoop:
                 self._left()
 
     def check_integrity(self) -> None:
-        """Raise, between two steps, when the engine's parts disagree, or the requests it has are not ours."""
+        """Raise IntegrityError, between two steps, if the engine's parts or its requests are inconsistent."""
         asked: list[Exception | None] = []
 
         def ask() -> None:
@@ -215,11 +214,11 @@ class EngineLoop:
 
     @property
     def _here(self) -> Engine:
-        assert self._engine is not None, "nobody takes the turn of a closed loop"
+        assert self._engine is not None, "a closed loop has no turns"
         return self._engine
 
-    # Waiting, and taking the turn. It is taken within a `try`, whose `finally` calls nothing before it has
-    # given it up, not even the lock: an interrupt comes with a call, so a turn is never left behind.
+    # Waiting, and taking the turn. A turn is taken within a `try` whose `finally` releases it before any
+    # call: an interrupt can only occur at a call, so the turn is always released.
 
     def _wait(self, done: Callable[[], object], until: float | None, *, step: bool) -> bool:
         while True:
@@ -248,7 +247,7 @@ class EngineLoop:
                     self._left()
 
     def _carry_out_now(self) -> None:
-        """Carry commands out at once; where somebody has the turn, that is left to them."""
+        """Run commands at once, or leave them to the thread that has the turn."""
         turn = _Turn(threading.get_ident())
         try:
             with self._changed:
@@ -263,7 +262,7 @@ class EngineLoop:
                 self._left()
 
     def _left(self) -> None:
-        """After a turn: wake whoever waits, and carry out what was asked meanwhile."""
+        """After a turn, wake waiting threads and run new commands."""
         with self._changed:
             self._changed.notify_all()
         if self._commands and self._thread is None and not self._closed:
@@ -272,8 +271,8 @@ class EngineLoop:
     def _refuse_within_step(self) -> None:
         if self._turn is not None and self._turn.thread == threading.get_ident():
             raise UserError(
-                "the LLM is asked from within one of its own steps (by on_tree, a speculator or a receiver), "
-                "which would wait for itself; ask after the step, or another LLM"
+                "the LLM is called within one of its own steps (by on_tree, a speculator or a receiver), "
+                "which would wait for itself; call it after the step, or use another LLM"
             )
 
     def _run(self) -> None:
@@ -295,12 +294,12 @@ class EngineLoop:
                     self.on_lost(error)
                 _LOG.error("all requests end: %s", error)
                 self._abort_all(str(error))
-            except BaseException as error:  # whatever it is, others wait for this thread
+            except BaseException as error:  # any exception, as other threads wait for this one
                 failed += 1
                 _LOG.exception("step failed, %d in a row", failed)
-                if failed == PATIENCE:
+                if failed == MAX_FAILURES:
                     failed = 0
-                    self._abort_all(f"{PATIENCE} steps of the engine failed: {error!r}")
+                    self._abort_all(f"{MAX_FAILURES} steps of the engine failed: {error!r}")
             finally:
                 if self._turn is turn:
                     self._turn = None
@@ -317,13 +316,13 @@ class EngineLoop:
 
     def _drive(self, *, step: bool) -> None:
         self._carry_out()
-        self._hand_out()  # what an interrupt left behind
+        self._hand_out()  # deltas left by an interrupt
         if not step:
             return
         if self._here.has_work:
             self._made.extend(self._here.step())
         self._hand_out()
-        with self._changed:  # or a request that is submitted just now would look like a lost one
+        with self._changed:  # otherwise a request submitted now would look lost
             idle = not self._here.has_work and not self._commands
             lost = list(self._live.values()) if idle else []
         for live in lost:
@@ -332,12 +331,12 @@ class EngineLoop:
     def _carry_out(self) -> None:
         while self._commands:
             self._commands[0]()
-            self._commands.popleft()  # not before: an interrupt must not lose a command
+            self._commands.popleft()  # only now, so that an interrupt loses no command
 
     def _hand_out(self) -> None:
         while self._made:
             self._receive(self._made[0])
-            self._made.popleft()  # not before, as above; `stream` drops what comes twice
+            self._made.popleft()  # only now, likewise; `stream` drops repeated deltas
 
     def _add(self, one: Admitted) -> None:
         if not self._is_live(one):
@@ -349,7 +348,7 @@ class EngineLoop:
             self._hand_out()
 
     def _abort(self, one: Admitted, error: str = "") -> None:
-        """End a request, with finish reason "error" where one is given, else "abort"."""
+        """End a request with finish reason "error" if an error is given, else "abort"."""
         self._hand_out()  # its last delta may be among them
         if not self._is_live(one):
             return
@@ -372,7 +371,7 @@ class EngineLoop:
     def _receive(self, delta: Delta) -> None:
         live = self._live.get(delta.id)
         if live is None:
-            return  # of nobody who submitted it here
+            return  # its request was not submitted here
         try:
             live.receive(delta)
         except Exception:

@@ -1,11 +1,10 @@
-"""Where an engine's memory goes: which layers stay, which are streamed, which draft is worth its bytes.
+"""Plan the memory of an engine: the layers that stay, those that are streamed, and the draft.
 
     a pass     the streamed layers' bytes over the disk's rate
     a step     a pass, and the levels of the draft's tree
-    tokens     one a pass without guesses; with a draft as many as its tree makes
+    tokens     one per pass without guesses; with a draft the expected tokens of its tree
 
-The choice weighs expectations, as nothing was guessed yet: what a draft's guesses are worth is learned later,
-and costs at most what the guard lets it cost.
+The plan uses prior acceptance probabilities. The real ones are learned later, and the guard bounds the loss.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ from specinfer.runtime.flight import MOST_BYTES
 from specinfer.runtime.kv_cache import KvCache, free_bytes, gib, process_bytes
 from specinfer.speculation_config import MAX_DEPTH_STREAMED, SELF, Quantization
 
-_SAMPLE: Final = 1 << 27  # bytes that are read to learn how fast memory is
-_SLACK: Final = 1 << 26  # bytes that libraries take meanwhile
-_BUFFERS: Final = 2  # of layers, where nobody guesses beside a pass
-_WORTH: Final = 0.9  # of the best speed, for which there may be more room
-# The acceptance probability of a level's first guess until something is known, as measured on Alpaca.
+_SAMPLE: Final = 1 << 27  # bytes read to measure the memory bandwidth
+_SLACK: Final = 1 << 26  # bytes reserved for libraries
+_BUFFERS: Final = 2  # layer buffers without a draft
+_WORTH: Final = 0.9  # part of the best speed that is enough if there is more room for it
+# Prior acceptance probability of a level's first guess, as measured on Alpaca.
 _TWIN_RATE: Final = 0.9
 _OTHER_RATE: Final = 0.75
 
 
 class Room(NamedTuple):
-    """What a streamed engine has room for besides weights."""
+    """Limits of a streamed engine that take memory besides weights."""
 
-    positions: int  # of each KV cache
-    rows: int  # of a pass
-    buffers: int  # of layers: while a draft works, two may be filled
+    positions: int  # positions of each KV cache
+    rows: int  # maximum rows of a pass
+    buffers: int  # layer buffers; while a draft runs, two may be filled
 
 
-# The more the better; the last one is for what fits with no other.
+# In falling order of preference; the last one is used if no other fits.
 ROOMS: Final = (
     Room(8192, 512, 3),
     Room(4096, 512, 3),
@@ -64,42 +63,42 @@ ROOMS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Guessers:
-    """The drafts of a streamed model, as far as memory and time are concerned."""
+    """Memory and time of the drafts of a streamed model."""
 
     names: tuple[str, ...] = ()
     weights: int = 0  # bytes in memory
     reads: int = 0  # bytes that a level reads
-    caches: Sequence[tuple[ModelConfig, torch.dtype]] = ()  # of models with a KV cache
+    caches: Sequence[tuple[ModelConfig, torch.dtype]] = ()  # models with a KV cache
     rate: float = _OTHER_RATE  # acceptance probability of a level's first guess
-    shares_head: bool = False  # a twin that makes logits by its target's output layer
+    shares_head: bool = False  # True if a `self` draft uses the target's output layer
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What stays in memory, what is streamed, and what that is expected to bring."""
+    """Layers in memory, streamed layers, drafts, and the expected speed."""
 
     placement: Placement
     guessers: Guessers
     room: Room
     kv_cache: int  # bytes
     disk: DiskRate
-    bandwidth: float  # bytes of memory that are read in a second
-    prepared: PreparedFile  # which is streamed
+    bandwidth: float  # bytes of memory read per second
+    prepared: PreparedFile  # the streamed file
 
     @property
     def pass_seconds(self) -> float:
-        """A pass of one row: what is streamed comes while the rest is computed."""
+        """Seconds of a pass of one row; streaming overlaps with computing."""
         placement = self.placement
         return max(placement.seconds(self.disk.bytes_per_second), sum(placement.layers) / self.bandwidth)
 
     @property
     def plain_speed(self) -> float:
-        """Tokens per second that are expected without guesses."""
+        """Expected tokens per second without guesses."""
         return 1 / self.pass_seconds
 
     @property
     def speed(self) -> float:
-        """Tokens per second that are expected with the drafts: of trees that are chains, the best length."""
+        """Expected tokens per second with the drafts, for chains of the best length."""
         if not self.guessers.names:
             return self.plain_speed
         level, rate = self.guessers.reads / self.bandwidth, self.guessers.rate
@@ -107,19 +106,19 @@ class MemoryPlan:
         return max(made / (self.pass_seconds + depth * level) for depth, made in enumerate(tokens))
 
     def __str__(self) -> str:
-        """What was decided and why, in a line."""
+        """Return the decision and its reason, in a line."""
         parts = [self.placement.summary(self.disk, self.prepared.path.parent)]
         speeds = f"about {about(self.plain_speed)} tokens/s without guesses"
         if names := self.guessers.names:
-            told = ["its own twin in fewer bits" if name == SELF else name for name in names]
-            parts.append(f"draft: {' and '.join(told)}, {gigabytes(self.guessers.weights)}")
+            shown = ["the target itself in fewer bits" if name == SELF else name for name in names]
+            parts.append(f"draft: {' and '.join(shown)}, {gigabytes(self.guessers.weights)}")
             speeds += f" and {about(self.speed)} with, expected"
         return "; ".join([*parts, speeds])
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The models that memory is planned for, as far as they are known before any weight is read."""
+    """The models to plan memory for, before any weight is read."""
 
     name: str  # of the target
     target: OpenModel
@@ -127,9 +126,9 @@ class Wanted:
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels
-    drafts: Mapping[str, int]  # bytes of the weights of those that are named, by what they are called
-    guessers: Sequence[Guessers]  # sets of drafts to choose from, where layers are streamed
-    reads_table: bool  # whether a draft reads the target's embedding table
+    drafts: Mapping[str, int]  # bytes of the weights of named drafts
+    guessers: Sequence[Guessers]  # sets of drafts to choose from, if layers are streamed
+    reads_table: bool  # True if a draft reads the target's embedding table
     here: int | None = None  # bytes of the target's weights on this host; None: all of them
 
     @property
@@ -148,7 +147,7 @@ class Wanted:
         return int8_bytes(config.vocab_size, config.embedding_size)
 
     def twins(self) -> list[Guessers]:
-        """The target itself in int4: with an output layer of its own, and with the target's."""
+        """Return the `self` drafts in int4: with an output layer of its own, and with the target's."""
         own = guessing_bytes(self.target, self.dtype, self.kernels, "int4")
         config = self.target.config
         layers = own - int8_bytes(config.vocab_size, config.embedding_size)
@@ -159,9 +158,9 @@ class Wanted:
         ]
 
     def fixed(self, process: int) -> dict[str, int]:
-        """Bytes by name of what a streamed target needs in memory whatever guesses for it.
+        """Return the bytes, by name, that a streamed target needs in memory with any drafts.
 
-        `process` is what this process took before.
+        `process` is the memory that this process has used so far.
         """
         config = self.target.config
         table = config.vocab_size * config.embedding_size * self.dtype.itemsize
@@ -174,7 +173,7 @@ class Wanted:
         }
 
     def prepare(self, folder: Path | None, progress: Progress) -> PreparedFile:
-        """The target's prepared file, in `folder` or the user's cache, made where there is none."""
+        """Return the target's prepared file in `folder` or the user's cache, and make it if it is missing."""
         return prepare(
             self.target,
             dtype=self.dtype,
@@ -186,9 +185,9 @@ class Wanted:
         )
 
     def ways(self, memory: int, process: int, layers: Sequence[int], config: EngineConfig) -> list[Way]:
-        """What fits into memory with layers of so many bytes; raises CapacityError where nothing does."""
+        """Return all plans that fit into memory for these layer sizes; raises CapacityError if none does."""
         fixed, ways = self.fixed(process), list[Way]()
-        refused: list[tuple[int, CapacityError]] = []  # with the bytes of what there is in any case
+        refused: list[tuple[int, CapacityError]] = []  # with the bytes needed in any case
         asked = config.scheduler.max_step_tokens, config.speculation.max_nodes
         rows = max([number for number in asked if isinstance(number, int)], default=0)
         for guessers in self.guessers:
@@ -219,7 +218,7 @@ class Wanted:
 
 
 class Way(NamedTuple):
-    """A way to use memory."""
+    """A possible use of memory."""
 
     guessers: Guessers
     room: Room
@@ -228,20 +227,21 @@ class Way(NamedTuple):
 
 
 def plan_memory(wanted: Wanted, config: EngineConfig, progress: Progress) -> MemoryPlan | None:
-    """The plan for a target some of whose layers are streamed; None where all of them stay.
+    """Return the plan for a target with streamed layers, or None if all layers stay in memory.
 
-    Makes the prepared file where there is none. Raises CapacityError where memory does not suffice,
-    ConfigError where layers cannot be streamed, ModelError where the file cannot be made.
+    Makes the prepared file if it is missing. Raises CapacityError if memory does not suffice, ConfigError if
+    layers cannot be streamed, ModelError if the file cannot be made.
     """
     memory, speculation = allowed_bytes(config.memory, wanted.device), config.speculation
-    process = process_bytes()  # now: a start that makes the file comes to the plan of later ones
+    # Measured now, so that a start that makes the file gets the same plan as later ones.
+    process = process_bytes()
     free = memory - process
     total = wanted.weights + sum(wanted.drafts.values())
     if config.offload == "never":
         if total > free:
             raise CapacityError(_refusal(wanted, config, memory, free))
         return None
-    room = ROOMS[2]  # for one text or two
+    room = ROOMS[2]  # for one or two requests
     model = wanted.target.config, wanted.dtype
     models = [model, *(wanted.guessers[0].caches if speculation.drafts else ())]
     caches = config.cache.memory or cache_bytes(models, room.positions)
@@ -252,7 +252,7 @@ def plan_memory(wanted: Wanted, config: EngineConfig, progress: Progress) -> Mem
             f"offload is {config.offload!r} and {wanted.name} does not fit into memory; layers are streamed "
             f"for native kernels on a CPU, and this is {wanted.device} with PyTorch's: choose a smaller model"
         )
-    # Nothing is written where nothing fits.
+    # No file is written if no plan fits.
     wanted.ways(memory, process, layer_bytes(wanted.target, wanted.dtype, wanted.quantization), config)
     prepared = wanted.prepare(offload_folder(config), progress)
     layers = [prepared.records[name].length for name in layer_records(prepared)]
@@ -266,22 +266,22 @@ def plan_memory(wanted: Wanted, config: EngineConfig, progress: Progress) -> Mem
 
 
 def chosen(plans: Sequence[MemoryPlan]) -> MemoryPlan:
-    """The plan with the most room, of those that are about as fast as the fastest."""
+    """Return the plan with the most room among those that are about as fast as the fastest."""
     enough = _WORTH * max(plan.speed for plan in plans)
     return max(plans, key=lambda plan: (plan.speed >= enough, plan.room, plan.speed))
 
 
 def offload_folder(config: EngineConfig) -> Path | None:
-    """Where prepared files of streamed models lie; None: in the user's cache."""
+    """Return the folder of prepared files of streamed models; None: the user's cache."""
     return None if config.offload_folder is None else Path(config.offload_folder).expanduser()
 
 
 def _refusal(wanted: Wanted, config: EngineConfig, memory: int, free: int) -> str:
-    """What is lacking, and what streaming would take in its place."""
+    """Return the message for a lack of memory, with the alternative of streaming."""
     parts = {wanted.name: wanted.weights, **wanted.drafts}
-    told = " + ".join(f"{name} {gib(size)}" for name, size in parts.items())
+    sizes = " + ".join(f"{name} {gib(size)}" for name, size in parts.items())
     text = (
-        f"the weights need {told} = {gib(sum(parts.values()))}, but {gib(free)} of memory are free on "
+        f"the weights need {sizes} = {gib(sum(parts.values()))}, but {gib(free)} of memory are free on "
         f"{wanted.device}; choose a smaller model, fewer drafts, or free some memory"
     )
     if wanted.device.type != "cpu" or wanted.kernels.library is None:
@@ -293,22 +293,22 @@ def _refusal(wanted: Wanted, config: EngineConfig, memory: int, free: int) -> st
         ways = wanted.ways(memory, memory - free, layers, config)
         disk = measure(StreamSource(file))
     except (CapacityError, ModelFileError):
-        return text  # not even so
+        return text  # streaming would not fit, either
     placement = min((way.placement for way in ways), key=lambda one: one.streamed_bytes)
     folder = prepared_path(path, "", wanted.dtype, offload_folder(config)).parent
     return f"{text}; or --offload auto: {placement.summary(disk, folder)}"
 
 
 def allowed_bytes(memory: int | None, device: torch.device) -> int:
-    """The memory that the process may take, all in all; `memory` is what the caller allows it.
+    """Return the bytes that the whole process may take; `memory` is the option.
 
-    Raises CapacityError where the machine, or the process's cgroup, has less, ConfigError for a GPU.
+    Raises CapacityError if the machine or the process's cgroup has less, ConfigError for a GPU.
     """
     most = process_bytes() + free_bytes(device)
     if memory is None:
         return most
     if device.type != "cpu":
-        raise ConfigError(f"memory bounds what a CPU's engine takes, and this is {device}; leave it out")
+        raise ConfigError(f"memory limits engines on a CPU, and the device is {device}; leave it out")
     if memory > most:
         raise CapacityError(
             f"memory is {gib(memory)}, and this process can have {gib(most)} here; lower it, or free some"
@@ -317,13 +317,13 @@ def allowed_bytes(memory: int | None, device: torch.device) -> int:
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
-    """What a pass of so many rows takes besides weights and KV caches, about."""
+    """Return about the bytes that a pass of `rows` rows takes besides weights and KV caches."""
     widest = config.hidden_size * 6 + config.intermediate_size * 4 + config.num_heads * config.head_dim * 4
     return rows * widest * max(2, dtype.itemsize) + MOST_BYTES + _SLACK
 
 
 def cache_bytes(models: Sequence[tuple[ModelConfig, torch.dtype]], positions: int) -> int:
-    """What KV caches of these models take with so many positions, or four of their contexts."""
+    """Return the bytes of KV caches of these models with `positions` each, at most four contexts."""
     most = 4 * min(config.max_context for config, _ in models)
     return min(positions, most) * sum(
         KvCache.bytes_per_slot(one.num_layers, one.num_kv_heads, one.head_dim, dtype) for one, dtype in models
@@ -331,7 +331,7 @@ def cache_bytes(models: Sequence[tuple[ModelConfig, torch.dtype]], positions: in
 
 
 def guessing_bytes(model: OpenModel, dtype: torch.dtype, kernels: Kernels, kind: Quantization) -> int:
-    """What a draft's weights take in memory where its embeddings are read from the disk."""
+    """Return the bytes of a draft's weights in memory if its embeddings are read from the disk."""
     config = model.config
     return (
         estimate_bytes(model, dtype, kernels, kind)

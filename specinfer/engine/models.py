@@ -1,4 +1,4 @@
-"""The models of a config: found, checked and loaded, a pool's members for it, and shared by variants."""
+"""Find, check and load the models of a config, and share them with variants."""
 
 from __future__ import annotations
 
@@ -61,13 +61,14 @@ from specinfer.speculation_config import SELF, Quantization
 from specinfer.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
-# What decides which weights are loaded and what runs them; `drafts` may name fewer.
+# Options that determine the loaded weights and their kernels. A variant must have the same, but may have
+# fewer drafts.
 _LOADED = (
     *("model", "model_impl", "trust_remote_code", "dtype", "device", "quantization", "kernels", "threads"),
     *("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts"),
     *("chat_template", "memory", "offload", "offload_folder", "lora", "max_loras"),
 )
-_BESIDE = 4  # variants have room for KV together, where memory was planned for one engine
+_BESIDE = 4  # a variant's part of a planned engine's KV memory is 1 over this
 _OF_DRAFTS = ("draft_quantization", "draft_vocabulary", "draft_tokens", "draft_lora")
 
 
@@ -75,8 +76,8 @@ _OF_DRAFTS = ("draft_quantization", "draft_vocabulary", "draft_tokens", "draft_l
 class Models:
     """Loaded models: the target, its tokenizer, and the drafts by speculator name.
 
-    `named` are the tokens of each draft model with logits for other ids than the target's (heads know their
-    own), `foreign` are drafts with other tokens.
+    `named` are draft vocabularies, by draft name, where they differ from the target's (heads have their own);
+    `foreign` are the token conversions of drafts with another tokenizer.
     """
 
     target: LanguageModel
@@ -84,15 +85,18 @@ class Models:
     drafts: dict[str, AnyDraft]
     named: Mapping[str, DraftVocabulary] = field(default_factory=dict)
     foreign: Mapping[str, ForeignTokens] = field(default_factory=dict)
-    sampling: Mapping[str, float] = field(default_factory=dict)  # parameters that the target recommends
-    plan: MemoryPlan | None = None  # of the memory of a target that is streamed
-    origin: Mapping[str, str] = field(default_factory=dict)  # the target's files, and what is made of them
-    hosts: Sequence[Host] = ()  # of ranks, this one first; none where the target is whole
-    adapters: AdapterShelf | None = None  # that requests may name; None: of models that others have made
-    lent: LentMemory | None = None  # of a twin, which layers of the target may have while nobody guesses
+    # Sampling parameters that the target recommends.
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    plan: MemoryPlan | None = None  # memory plan of a streamed target
+    # Identifies the target's files and their conversion.
+    origin: Mapping[str, str] = field(default_factory=dict)
+    hosts: Sequence[Host] = ()  # hosts of ranks, this one first; empty for a single process
+    # Adapters that requests may name; None for models that the caller made.
+    adapters: AdapterShelf | None = None
+    lent: LentMemory | None = None  # memory of a `self` draft that layers may use while speculation is off
 
     def settled(self, config: EngineConfig) -> EngineConfig:
-        """The config that these models were loaded for, with what was decided where it leaves that open."""
+        """Return the config with the decisions that loading has made for its open options."""
         if self.plan is None:
             return config
         drafts = self.plan.guessers.names
@@ -100,10 +104,10 @@ class Models:
 
 
 def load_models(config: EngineConfig, progress: Progress | None = None) -> Models:
-    """Find, check and load every model the config names, of a pool its members.
+    """Find, check and load every model of a config; a pool counts as its drafts.
 
-    Raises ModelError and its kind for files that cannot be used, ConfigError for a draft that has no token in
-    common with the target, CapacityError when the weights do not fit into memory.
+    Raises ModelError and its subclasses for files that cannot be used, ConfigError for a draft that shares no
+    token with the target, CapacityError if the weights do not fit into memory.
     """
     show = progress or NoProgress()
     config = with_members(config, show)
@@ -119,7 +123,8 @@ def load_models(config: EngineConfig, progress: Progress | None = None) -> Model
             raise ConfigError(f"{name} is {asked} on device {device}; allowed there: 1")
     kernels, lacking = choose_kernels(config.kernels, device, show)
     dtype = pick_dtype(config.dtype, device, kernels)
-    with torch_threads(use_threads(config.threads, kernels, config.ranks_here)):  # PyTorch's load models
+    # PyTorch's threads load models.
+    with torch_threads(use_threads(config.threads, kernels, config.ranks_here)):
         return _load_models(config, device, dtype, kernels, lacking, show)
 
 
@@ -138,10 +143,10 @@ def _load_models(
         line = f"{_name(target)}: {target.model.summary}"
         show.say(line)
         _LOG.info(line)
-    path = target.files.path  # hashed before it is read, wherever a machine has it
+    path = target.files.path  # hashed before it is read; the hash does not depend on the path
     origin = {**identity(path, config.quantization, dtype), "model": hash_of(path)}
     if target.config.extends(longest or 0):
-        origin["rope"] = "extended"  # another text than that of a shorter context
+        origin["rope"] = "extended"  # outputs differ from those with a shorter context
     found = find_drafts(
         config.speculation.drafts,
         target,
@@ -174,18 +179,19 @@ def _load_models(
     if config.ranks > 1:
         layers = layer_bytes(target.model, dtype, of_target)
         beside = weight_bytes(target.config, dtype, kernels, of_target) - sum(layers)
-        if config.master is None:  # memory is one, so stages are even by what a pass reads: few embeddings
+        # Shared memory: stages are balanced by the bytes that a pass reads, without most embeddings.
+        if config.master is None:
             beside -= target.config.vocab_size * target.config.embedding_size * dtype.itemsize
         sizes = config.tensor_parallel, config.pipeline_parallel
         layout = Layout.of(*sizes, layers, beside, config.parts_of_sums)
-        if config.master is not None:  # memory is needed for the ranks of this host
+        if config.master is not None:  # memory for the ranks of this host
             parts = [
                 layout.part(rank, target.config, whole_table=reads_table) for rank in range(config.ranks_here)
             ]
             here = sum(weight_bytes(part, dtype, kernels, of_target) for part in parts)
             wanted = replace(wanted, here=here)
     plan = plan_memory(wanted, config, show)
-    if plan is not None and plan.guessers.names != speculation.drafts:  # the twin, which nobody has named
+    if plan is not None and plan.guessers.names != speculation.drafts:  # the `self` draft was added
         drafts = dict.fromkeys(draft_names(plan.guessers.names), target)
         kinds = dict.fromkeys(drafts, "int4")
     loader = Loader(
@@ -278,13 +284,13 @@ def _name(found: Found) -> str:
 
 
 def _check_hosted(config: EngineConfig, target: Found) -> None:
-    """Raise ConfigError for options that a target which runs through transformers has no use for."""
+    """Raise ConfigError for options that a target that runs through transformers does not support."""
     usual = EngineConfig(model=config.model)
     for name in ("tensor_parallel", "pipeline_parallel", "sum_parts", "offload"):
         if (asked := getattr(config, name)) != (default := getattr(usual, name)):
             raise ConfigError(
-                f"{name} is {asked!r}, and {target.files.name} runs through transformers, whose layers are "
-                f"neither shared out nor streamed; allowed there: {default!r}"
+                f"{name} is {asked!r}, and {target.files.name} runs through transformers, whose layers can "
+                f"be neither divided nor streamed; allowed there: {default!r}"
             )
 
 
@@ -298,7 +304,7 @@ def _wanted(
     device: torch.device,
     kernels: Kernels,
 ) -> Wanted:
-    """What memory is planned for: these models, or a twin where no draft is named."""
+    """Return the models to plan memory for: the named ones, or a `self` draft if no draft is named."""
     sizes = {name: draft.weight_bytes(dtype, kernels, kinds[name]) for name, draft in drafts.items()}
     for name, adapter in adapted.items():
         sizes[name] += adapter.bytes(dtype)
@@ -328,10 +334,10 @@ def _wanted(
 
 
 def with_members(config: EngineConfig, progress: Progress) -> EngineConfig:
-    """The config with the members of each pool in its place, in their order.
+    """Return the config with each pool replaced by its drafts, in order.
 
-    A pool is a folder with a pool.json. Raises ModelError and its kind for one that is damaged, or was tuned
-    for another target.
+    A pool is a folder with a pool.json. Raises ModelError or a subclass if it is damaged or was tuned for
+    another target.
     """
     if not any(is_pool(Path(name).expanduser()) for name in config.speculation.drafts):
         return config
@@ -345,22 +351,22 @@ def with_members(config: EngineConfig, progress: Progress) -> EngineConfig:
         pool = read_pool(folder)
         if not is_of(pool.fingerprint, target):
             raise ModelError(
-                f"the pool {name} was tuned for {pool.target}, whose weights are others than those of "
-                f"{Path(config.model).name}; name that model, or a pool of this one. A member that is a "
-                "small model can be named by itself"
+                f"the pool {name} was tuned for {pool.target}, whose weights differ from those of "
+                f"{Path(config.model).name}; name that model, or a pool of this one. A draft of the pool "
+                "that is a small model can be named by itself"
             )
         drafts += [str(path) for path in member_folders(folder, pool)]
     return replace(config, speculation=replace(config.speculation, drafts=tuple(drafts)))
 
 
 def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Models:
-    """Of `models`, which were loaded for `config`, those that `wanted` names.
+    """Return those of `models`, loaded for `config`, that the variant's config `wanted` names.
 
-    Where memory was planned a variant's KV caches get a part of what those of the LLM got, beside it. Raises
-    ConfigError when `wanted` needs other weights.
+    With a memory plan, a variant's KV caches get a part of the LLM's KV memory in addition to it. Raises
+    ConfigError if `wanted` needs other weights.
     """
     pairs = [(name, getattr(wanted, name), getattr(config, name)) for name in _LOADED]
-    if wanted.generation_config == "auto":  # it was read with the weights, or not at all
+    if wanted.generation_config == "auto":  # the recommendation was read with the weights, or not at all
         pairs.append(("generation_config", "auto", config.generation_config))
     if wanted.speculation.drafts:
         pairs += [
@@ -386,8 +392,8 @@ def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Mo
         if found is None:
             known = ", ".join(config.speculation.drafts) or "no draft"
             raise ConfigError(
-                f"drafts names {draft!r}; a variant can have what is loaded ({known}): leave it out, or make "
-                "an LLM of its own"
+                f"drafts names {draft!r}; allowed for a variant: loaded drafts ({known}); leave it out, or "
+                "make another LLM"
             )
         left.remove(found)
         name, model = found[1]
@@ -403,7 +409,7 @@ def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Mo
 
 
 def pick_device(name: str) -> torch.device:
-    """The device an option names; raises ConfigError when it is not there."""
+    """Return the device that an option names; raises ConfigError if it is not available."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -416,7 +422,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device, kernels: Kernels) -> torch.dtype:
-    """The dtype an option names; auto is bfloat16 on GPUs and with native kernels, else float32."""
+    """Return the dtype of an option; auto is bfloat16 on GPUs and with native kernels, else float32."""
     if name == "auto":
         native = device.type == "cuda" or kernels.library is not None
         return torch.bfloat16 if native else torch.float32
@@ -424,9 +430,9 @@ def pick_dtype(name: str, device: torch.device, kernels: Kernels) -> torch.dtype
 
 
 def use_threads(wanted: int | None, kernels: Kernels, processes: int = 1) -> int:
-    """Let so many threads compute in the native kernels of this process, and return their number.
+    """Set the number of threads of this process's native kernels, and return it.
 
-    None: its share of the cores, where so many processes compute. Never more than OMP_NUM_THREADS says.
+    None takes the cores divided by `processes`. It is at most OMP_NUM_THREADS.
     """
     count = thread_count(wanted, processes)
     if kernels.library is not None:
@@ -435,14 +441,14 @@ def use_threads(wanted: int | None, kernels: Kernels, processes: int = 1) -> int
 
 
 def threads_of_torch(config: EngineConfig, models: Models) -> int:
-    """The threads with which PyTorch computes in a step: one where only small things are left to it.
+    """Return PyTorch's number of threads in a step: one if it computes only small operations.
 
-    A thread of its own that has done its part looks for more for milliseconds, on a core that the kernels'
-    threads need: a pass of 8 rows of a small model took 18 ms instead of 13 after one cosine.
+    A finished PyTorch thread spins for milliseconds on a core that the native kernels need: a pass of 8 rows
+    of a small model took 18 ms instead of 13 ms after one cosine.
     """
     loaded = (models.target, *models.drafts.values())
     if isinstance(models.target, HostedModel):
-        return 1  # whose rows PyTorch would cut anywhere for several
+        return 1  # with several threads PyTorch divides rows at arbitrary places
     native = all(isinstance(model.kernels.attention, NativeAttention) for model in loaded)
     return 1 if native else thread_count(config.threads, config.ranks_here)
 

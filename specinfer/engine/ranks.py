@@ -1,4 +1,4 @@
-"""Ranks: a target's parts, the processes that have them, and the group they form."""
+"""Ranks: the processes that run a target together, their parts of it, and their group."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from specinfer.speculation_config import Quantization
 class Ranks:
     """The ranks of one target, of which this process is rank 0."""
 
-    group: Group  # once they are started
-    hosts: list[Host]  # once they have met; what their caches take is no longer free
+    group: Group  # set by `start`
+    hosts: list[Host]  # set by `join`, with the memory that is free after loading
 
     def __init__(
         self,
@@ -44,38 +44,44 @@ class Ranks:
         *,
         whole_table: bool,
     ) -> None:
-        """Of these `drafts`, by name, the first stage's ranks share those that they can.
+        """Divide the target, and the `drafts` that allow it, among ranks; drafts use the first stage's.
 
-        With `whole_table` each of these ranks has all embeddings, as a head reads them.
-        Raises ConfigError where so many ranks cannot share the model, and for a key that cannot be used.
+        With `whole_table` each rank of the first stage has all embeddings, which a head reads. Raises
+        ConfigError if the model cannot be divided among so many ranks, or the key is invalid.
         """
         self.found = found
         self.layout = layout
         self.size = layout.size
         self.quantization = config.quantization
         self.parts = [layout.part(rank, found.config, whole_table=whole_table) for rank in range(layout.size)]
-        # Of each rank of the first stage; ranks of other hosts know no other model than the target.
+        # For each rank of the first stage; ranks on other hosts load only the target.
         self.drafts: dict[str, Sequence[ModelConfig]] = {}
         if 1 < layout.width <= config.ranks_here:
             for name, (draft, kind) in drafts.items():
-                with suppress(ConfigError):  # it stays whole, with rank 0
+                with suppress(ConfigError):  # it stays whole on rank 0
                     own = layout.of_draft(draft.config, exact=kind == "int8")
                     self.drafts[name] = [own.part(rank, draft.config) for rank in range(layout.width)]
         self._config = config
         self._key = None if config.key_file is None else read_key(config.key_file)
         self._whole_table = whole_table
-        self._told = ""
+        self._summary = ""
 
     def start(self, library: Library | None, drafts: Sequence[SharedDraft], **how: Any) -> None:
-        """Start the followers, which begin to load their parts; `how` are the rest of their Settings.
+        """Start the followers, which load their parts.
 
-        `drafts` are those that are shared.
+        Ranks of a stage on one host exchange data through shared memory if they have a library.
 
-        Ranks of a stage on one host exchange through memory that they share, if they have a library. Raises
-        ConfigError where ranks of other hosts cannot come in, PeerLostError where one does not.
+        Args:
+            library: the native kernels, or None.
+            drafts: the drafts that the ranks share.
+            **how: further fields of the followers' Settings.
+
+        Raises:
+            ConfigError: ranks of other hosts cannot connect to this one.
+            PeerLostError: a rank does not connect.
         """
         width, here = self.layout.width, self._config.ranks_here
-        memory: dict[int, int] = {}  # of the stages of this host, by their first ranks
+        memory: dict[int, int] = {}  # shared memory of this host's stages, by first rank
         try:
             if library is not None and width > 1:
                 memory |= {rank: shared_file() for rank in range(0, here - width + 1, width)}
@@ -85,7 +91,7 @@ class Ranks:
                 exchange = None
                 if library is not None and 0 in memory:
                     exchange = SharedExchange(library, memory[0], width, 0, limit=LIMIT)
-                self._tell(exchange, library is not None, drafts, how)
+                self._send_settings(exchange, library is not None, drafts, how)
             except BaseException:
                 self._followers.close()
                 raise
@@ -93,14 +99,14 @@ class Ranks:
             for file in memory.values():
                 os.close(file)
 
-    def _tell(
+    def _send_settings(
         self,
         exchange: SharedExchange | None,
         native: bool,
         drafts: Sequence[SharedDraft],
         how: Mapping[str, Any],
     ) -> None:
-        """Tell the followers their settings, and form the group with them."""
+        """Send the followers their settings, and form the group."""
         layout, peers = self.layout, self._followers
         width, hosts, addresses = layout.width, peers.hosts, peers.addresses
         shared = [native and len(set(hosts[one : one + width])) == 1 for one in self._stages()]
@@ -139,11 +145,11 @@ class Ranks:
         )
 
     def _stages(self) -> range:
-        """The first rank of each stage."""
+        """Return the first rank of each stage."""
         return range(0, self.size, self.layout.width)
 
     def _listener(self) -> RankListener | None:
-        """Where ranks of other hosts come in, if there are any."""
+        """Return the listener for ranks of other hosts, or None without them."""
         config = self._config
         if config.master is None:
             return None
@@ -153,9 +159,9 @@ class Ranks:
         )
 
     def join(self, model: LanguageModel) -> None:
-        """Wait for the others, whose model must be this rank's, and meet them; they end when it is let go.
+        """Wait until all ranks have loaded, and check that their models agree; ranks end with the model.
 
-        Raises ModelError where one cannot load it or runs something else, PeerLostError where one ends.
+        Raises ModelError if a rank cannot load its part or has another model, PeerLostError if one ends.
         """
         quantization = self.quantization
         followers = self._followers
@@ -166,24 +172,24 @@ class Ranks:
         weakref.finalize(model, self.group.free)
         layout, group, size = self.layout, self.group, model.config.hidden_size
         bytes_of = [weight_bytes(part, model.dtype, model.kernels, quantization) for part in self.parts]
-        told = [f"{self.size} ranks"]
+        summary = [f"{self.size} ranks"]
         if layout.stages > 1:
-            told.append(f"{layout.stages} stages of {_sum(layout.layers)} layers")
+            summary.append(f"{layout.stages} stages of {_sum(layout.layers)} layers")
         if layout.width > 1:
-            told.append(f"heads {_sum([part.num_heads for part in self.parts[: layout.width]])}")
-        told.append(f"weights {_sum([round(one / 1e6) for one in bytes_of])} MB")
+            summary.append(f"heads {_sum([part.num_heads for part in self.parts[: layout.width]])}")
+        summary.append(f"weights {_sum([round(one / 1e6) for one in bytes_of])} MB")
         if layout.width > 1:
             micros = 1e6 * group.seconds(size)
-            told.append(f"partial sums over {group.transport}, {micros:.0f} us for 16 rows")
+            summary.append(f"partial sums over {group.transport}, {micros:.0f} us for 16 rows")
         if self.drafts:
-            told.append(f"shared drafts: {len(self.drafts)}")
+            summary.append(f"shared drafts: {len(self.drafts)}")
         if layout.stages > 1:
             micros = 1e6 * group.hop_seconds(size, model.dtype)
-            told.append(f"16 rows from stage to stage in {micros:.0f} us")
-        self._told = ", ".join(told)
+            summary.append(f"16 rows from stage to stage in {micros:.0f} us")
+        self._summary = ", ".join(summary)
 
     def _host(self, address: str, addresses: Sequence[str], free: Sequence[int]) -> Host:
-        """The host of that address, with what is free there when the last of its ranks has loaded."""
+        """Return the host of an address, with its free memory after the last of its ranks has loaded."""
         ranks = [rank for rank in range(1, self.size) if addresses[rank] == address]
         parts = [self.parts[rank] for rank in ranks]
         if not address:
@@ -191,8 +197,8 @@ class Ranks:
         return Host(address, parts, min((free[rank - 1] for rank in ranks), default=0))
 
     def __str__(self) -> str:
-        """Who has what, in a line."""
-        return self._told
+        """Return the division of the model among the ranks, in a line."""
+        return self._summary
 
 
 def _sum(numbers: Sequence[int]) -> str:

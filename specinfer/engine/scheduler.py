@@ -1,21 +1,21 @@
-"""The request scheduler: continuous batching of token trees.
+"""Scheduler: continuous batching of token trees.
 
-The one idea: there is no prefill phase and no speculation phase. Each step has a number of rows to give away,
-in this order:
+There are no separate phases for prefill and speculation. Each step has a number of rows, assigned in this
+order:
 
-    1. a row for every running request, so that none stands still
-    2. the tokens whose KV is missing, of running requests and of those admitted now: prompts; half of the
-       rows to those that miss fewest, the rest to the oldest; those that one step can end have every second
-       step without the longer ones, as it is over soon; a prompt gets fewer the longer its text is already
-    3. nodes of trees, one after the other to every request that wants more, while there are rows
+    1. a row for every running request, so that all make progress
+    2. missing KV of running and newly admitted requests, mostly prompts: half of the rows to those that miss
+       fewest tokens, the rest to the oldest. Prompts that one step can finish get every second step without
+       the longer ones. The share of a prompt shrinks with the length of its text
+    3. nodes of trees, in turn to every request that wants more, while rows remain
 
-Trees come last: a caller waits for the first token behind a prompt, and a tree may bring no token. When
-blocks run out the newest running request gives up its own and waits at the head of the queue; it is
-recomputed later. A tree that has no blocks is left out; nobody gives way to it.
+Trees come last because a caller waits for the first token after a prompt, and a tree may yield no token. When
+blocks run out, the newest running request is preempted: it releases its blocks, waits at the head of the
+queue and is recomputed later. A tree without blocks is left out; no request is preempted for a tree.
 
-A request starts behind the longest prefix of its text that is in the cache already (kv_blocks.py). It waits
-for a block that another running request is about to compute, instead of computing it again, and lets others
-pass meanwhile.
+A request starts after the longest prefix of its text in the cache (kv_blocks.py). If a running request is
+about to compute the next block of that text, the request waits for it instead of computing it again, and
+others may be admitted before it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from specinfer.engine.kv_blocks import BlockPool, SequenceState
 from specinfer.errors import ensure
 from specinfer.plan import PlanEntry, StepPlan
 
-# A row so far into its text costs twice what the first does: as much for its keys as for its products.
+# Position at which a row costs twice as much as the first: attention then costs as much as the products.
 # Measured: 3,500 for a 1.5B model in int8 with matrix units; more without.
-_REACH = 4096
-_LEAST_ROWS = 32  # of fewer each costs more: keys are read in blocks for several rows
-# A prompt's row that wants log-probabilities yields a whole vocabulary of logits, which are read, too. That
-# takes less than its pass. Measured: half of it for a 135M model, less for larger ones.
-_SCORED_COST = 2  # rows that it counts as
+_DOUBLE_COST_AT = 4096
+_MIN_ROWS = 32  # with fewer rows each costs more, as attention reads keys in blocks for several rows
+# A prompt's row with log-probabilities yields logits over the whole vocabulary, which are scanned. Measured:
+# half of the time of the row's pass for a 135M model, less for larger ones.
+_SCORED_COST = 2  # rows that such a row counts as
 
 
 class Scheduler:
-    """Decides who runs in the next step, with which rows, tree budget and blocks."""
+    """Selects the requests of each step, with their rows, node budgets and blocks."""
 
     def __init__(
         self,
@@ -50,28 +50,28 @@ class Scheduler:
         prefix_reuse: bool = True,
         max_adapters: int | None = None,
     ) -> None:
-        """Requests of so many different adapters run at once; None: of any number."""
+        """Make a scheduler; `adapters` is the maximum number of different adapters in a step (None: any)."""
         self._config = config
         self._pool = pool
-        self._tree_nodes = tree_nodes  # the budget of a tree when nothing limits it; 1: no speculation
+        self._tree_nodes = tree_nodes  # maximum nodes of a tree; 1: no speculation
         self._max_context = max_context
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []  # oldest first
         self._prefix_reuse = prefix_reuse
         self._max_adapters = max_adapters
-        self._short_alone = False  # whether the last step read short prompts and left long ones
+        self._short_alone = False  # True if the last step read only short prompts
         self.preemptions = 0
-        self.prefix_queries = 0  # tokens of texts that were looked up in the cache
-        self.prefix_hits = 0  # tokens of these that were there
+        self.prefix_queries = 0  # tokens looked up in the cache
+        self.prefix_hits = 0  # tokens found there
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs."""
+        """True if a request waits or runs."""
         return bool(self.waiting or self.running)
 
     @property
     def cache_usage(self) -> float:
-        """Of the cache's blocks the part that running requests hold, 0 to 1."""
+        """Part of the cache's blocks that running requests own, from 0 to 1."""
         return 1 - self._pool.num_free / self._pool.num_blocks
 
     def add(self, sequence: SequenceState) -> None:
@@ -79,7 +79,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
-        """Forget a finished or aborted request and free its blocks; one that is gone already stays gone."""
+        """Remove a request and free its blocks; does nothing if it was removed before."""
         if sequence in self.running:
             self._publish(sequence)
             self.running.remove(sequence)
@@ -88,16 +88,16 @@ class Scheduler:
         self._pool.release(sequence.block_table)
 
     def schedule(self, alone: SequenceState | None = None) -> StepPlan:
-        """The next step. Takes blocks, may preempt and admit; empty only when nothing waits or runs.
+        """Return the next step; it is empty only if no request waits or runs.
 
-        With `alone`, which runs or waits, the step has that request in it and no other.
+        Allocates blocks, and may preempt and admit requests. With `alone` the step has only that request.
         """
         for sequence in self.running:
             self._publish(sequence)
         before = self.preemptions
         running = self._with_a_row(alone)
         rows = self._config.most_step_tokens - len(running)
-        short = self.preemptions > before  # whoever just gave up its blocks does not take them back at once
+        short = self.preemptions > before  # a request preempted now is not admitted at once
         awaited: set[tuple[int, bytes]] = set()
         while not short and rows > 0 and len(self.running) < self._config.max_batch_size:
             admitted = self._admit(alone, awaited)
@@ -110,9 +110,9 @@ class Scheduler:
         return StepPlan(self._with_trees(running, ends, rows))
 
     def _with_a_row(self, alone: SequenceState | None) -> list[SequenceState]:
-        """Those of the running requests that take part, oldest first, each with blocks for a row.
+        """Return the running requests of the step, oldest first, each with blocks for a row.
 
-        Where there are too few the newest gives way.
+        Preempts the newest if there are too few blocks.
         """
         done = 0
         while True:
@@ -120,21 +120,21 @@ class Scheduler:
             if done == len(running):
                 return running
             sequence = running[done]
-            # A step writes from `computed` on, and a path moves to places behind the end: none is published.
+            # A step writes only after `computed`, and paths move to the end: no published block is written.
             sequence.check_published(self._pool.block_size)
             if self._pool.extend(sequence.block_table, sequence.computed + 1):
                 done += 1
             else:
-                self._preempt(self.running[-1])  # and the same one tries again, unless it was the one to go
+                self._preempt(self.running[-1])  # then the same request tries again, unless it was preempted
 
     def _admit(self, alone: SequenceState | None, awaited: set[tuple[int, bytes]]) -> SequenceState | None:
-        """Let the next waiting request run, with blocks for all of its text, where there are so many.
+        """Admit the next waiting request if there are blocks for all of its text; returns it or None.
 
-        First come, first served; but those that wait for a running request to compute a block of theirs are
-        passed over. Behind one whose adapter has no room beside those in use all others with adapters wait.
-        `awaited` are the blocks found so in this step, with their places; more are added.
+        Requests are admitted in order. Those that wait for a block that a running request is about to compute
+        are passed over. After one whose adapter does not fit beside those in use, no request with an adapter
+        is admitted. Adds to `awaited`, the awaited blocks of this step with their indices.
         """
-        adapted = True  # whether one with an adapter may begin
+        adapted = True  # True if a request with an adapter may be admitted
         for waiting in self.waiting:
             if alone not in (None, waiting):
                 continue
@@ -156,14 +156,14 @@ class Scheduler:
         return None
 
     def _has_room_for(self, adapter: str) -> bool:
-        """Whether this adapter may be in use beside those of running requests."""
+        """Return whether this adapter may be used beside those of running requests."""
         used = {one.request.adapter for one in self.running} - {None}
         return adapter in used or self._max_adapters is None or len(used) < self._max_adapters
 
     def _text_ends(self, running: Sequence[SequenceState], rows: int) -> list[int]:
-        """Where the text ends that each computes in this step, with `rows` beside the one that each has.
+        """Return the end of the text that each request computes in this step, with `rows` additional rows.
 
-        Blocks are there: a prompt got them all when it was admitted.
+        A prompt got all of its blocks when it was admitted.
         """
         costs = [_cost(sequence) for sequence in running]
         missing = [sequence.uncomputed - 1 for sequence in running]
@@ -174,17 +174,18 @@ class Scheduler:
         return [sequence.computed + 1 + more for sequence, more in zip(running, given, strict=True)]
 
     def _most_rows(self, sequence: SequenceState) -> int:
-        """The rows of its prompt that one step may have.
+        """Return the maximum rows of its prompt in one step.
 
-        Fewer the more text is behind them: a row reads all of its keys, and steps should take alike long.
+        It falls with the length of the text, because a row attends to all of it, and steps should take about
+        the same time.
         """
         whole = self._config.most_step_tokens
-        return max(min(whole, _LEAST_ROWS), whole * _REACH // (_REACH + sequence.computed))
+        return max(min(whole, _MIN_ROWS), whole * _DOUBLE_COST_AT // (_DOUBLE_COST_AT + sequence.computed))
 
     def _with_trees(
         self, running: Sequence[SequenceState], ends: Sequence[int], rows: int
     ) -> tuple[PlanEntry, ...]:
-        """The step's entries, whose trees share the `rows` that are left."""
+        """Return the step's entries, whose trees share the remaining `rows`."""
         wanted = [self._nodes_wanted(s, end) for s, end in zip(running, ends, strict=True)]
         extra = share(rows, [max(nodes - 1, 0) for nodes in wanted])
         return tuple(
@@ -193,17 +194,17 @@ class Scheduler:
         )
 
     def _nodes_wanted(self, sequence: SequenceState, end: int) -> int:
-        """The nodes of the tree behind a text that is computed up to `end`, as far as only it counts."""
+        """Return the maximum nodes of a request's tree after `end`, without regard to other requests."""
         room = sequence.room(self._max_context)
         if end < len(sequence.token_ids) or room == 0:
             return 0
-        # A prefill ends in a one-node tree: the first token does not wait for the speculators.
+        # A prefill ends in a one-node tree, so that the first token does not wait for speculators.
         prefill = sequence.uncomputed > 1 or sequence.num_output == 0
-        alone = prefill or room < 2  # the bonus token is the last
+        alone = prefill or room < 2  # the bonus token will be the last
         return 1 if alone else min(self._tree_nodes, sequence.tree_nodes)
 
     def _entry(self, sequence: SequenceState, end: int, nodes: int) -> PlanEntry:
-        """The sequence's share of the step; a tree whose blocks cannot be had is its root alone."""
+        """Return a request's entry; a tree without blocks is reduced to its root."""
         if nodes > 1 and not self._pool.extend(sequence.block_table, end - 1 + nodes):
             nodes = 1
         return PlanEntry(
@@ -222,17 +223,17 @@ class Scheduler:
         )
 
     def _find(self, sequence: SequenceState, awaited: set[tuple[int, bytes]]) -> list[int] | None:
-        """The published blocks a waiting sequence may start behind; None: the next one is being computed.
+        """Return the published blocks of a waiting request's prefix; None if its next one is being computed.
 
-        It is added to `awaited` then, so that others which wait for it are told at once.
+        That block is then added to `awaited`, so that others that wait for it need no search.
         """
         if not self._prefix_reuse:
             return []
         size = self._pool.block_size
-        hashes = sequence.hash_blocks(size)  # of a scored prompt too: others wait for its blocks
+        hashes = sequence.hash_blocks(size)  # also for a scored prompt, as others may use its blocks
         if sequence.request.scores_prompt:
             return []
-        # The last token is always computed: its logits are wanted.
+        # The last token is always computed, as its logits are needed.
         hashes = hashes[: (len(sequence.token_ids) - 1) // size]
         if any(hashes[place : place + 1] == [key] for place, key in awaited):
             return None
@@ -240,14 +241,14 @@ class Scheduler:
         end = len(found) + 1
         if end <= len(hashes):
             for other in self.running:
-                # One that is past this block has a copy nobody can find: no use to wait for it.
+                # A request past this block has an unpublished copy, so waiting would be useless.
                 if other.computed < end * size and other.block_hashes[end - 1 : end] == [hashes[end - 1]]:
                     awaited.add((end - 1, hashes[end - 1]))
                     return None
         return found
 
     def _begin(self, sequence: SequenceState, found: list[int]) -> None:
-        """Start a sequence behind the blocks it found; nobody ever writes to these."""
+        """Start a request after the published blocks of its prefix, which are never written."""
         self._pool.share(sequence.block_table, found)
         sequence.published = len(found)
         sequence.computed = len(found) * self._pool.block_size
@@ -258,7 +259,7 @@ class Scheduler:
             self.prefix_hits += sequence.computed
 
     def _publish(self, sequence: SequenceState) -> None:
-        """Let others find the blocks the text has gone past: trees and the next tokens are written behind."""
+        """Publish the blocks before the end of the text; trees and further tokens are written after them."""
         if not self._prefix_reuse:
             return
         size = self._pool.block_size
@@ -270,10 +271,10 @@ class Scheduler:
             sequence.published = full
 
     def restart(self) -> None:
-        """Let every running request wait and be recomputed, in the same order; trust no KV of theirs."""
+        """Preempt all running requests, in order, discarding their KV."""
         while self.running:
             self._give_way(self.running[-1])
-        for sequence in self.waiting:  # one of them may have been about to run
+        for sequence in self.waiting:  # one may have been partly admitted
             self._give_back(sequence)
 
     def _preempt(self, sequence: SequenceState) -> None:
@@ -291,7 +292,7 @@ class Scheduler:
         sequence.computed = sequence.published = 0
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError when a block is lost or shared, or a waiting request owns any."""
+        """Raise IntegrityError if a block is lost or wrongly shared, or a waiting request owns one."""
         sequences = [*self.running, *self.waiting]
         self._pool.check_integrity([s.block_table for s in sequences])
         for sequence in sequences:
@@ -303,16 +304,21 @@ class Scheduler:
 
 
 def _cost(sequence: SequenceState) -> int:
-    """What a row of its prompt counts as."""
+    """Return the number of rows that a row of the request's prompt counts as."""
     return _SCORED_COST if sequence.request.scores_prompt else 1
 
 
 def prompt_rows(rows: int, missing: Sequence[int], most: Sequence[int], costs: Sequence[int]) -> list[int]:
-    """How many of `rows` each prompt gets, given oldest first with what it misses and the most it may have.
+    """Return how many of `rows` each prompt gets; prompts are given oldest first.
 
-    `costs` says how many rows one of its rows counts as. Half of the rows go to the prompts that miss fewest,
-    the rest to the oldest. So a short prompt does not wait for a long one that came before, and a long one
-    goes on, however many short ones come after it.
+    Half of the rows go to the prompts that miss fewest tokens, the rest to the oldest. So a short prompt does
+    not wait for an earlier long one, and a long one progresses however many short ones follow.
+
+    Args:
+        rows: the rows to assign.
+        missing: missing tokens of each prompt.
+        most: maximum tokens of each prompt in this step.
+        costs: the rows that one row of each prompt counts as.
     """
     given, used = [0] * len(missing), 0
     wanted = [*map(min, missing, most)]
@@ -326,12 +332,12 @@ def prompt_rows(rows: int, missing: Sequence[int], most: Sequence[int], costs: S
 
 
 def share(rows: int, wanted: Sequence[int]) -> list[int]:
-    """How many of `rows` each gets: what it wants, or as many as any other; the first get the odd ones."""
+    """Divide `rows` evenly, with no request getting more than it wants; the first get the remainder."""
     given = [0] * len(wanted)
     asking = sorted((i for i, most in enumerate(wanted) if most > 0), key=lambda i: wanted[i])
     while asking:
         fair, odd = divmod(rows, len(asking))
-        if wanted[asking[0]] > fair:  # nobody left wants less than that
+        if wanted[asking[0]] > fair:  # all others want at least the fair part
             for turn, i in enumerate(sorted(asking)):
                 given[i] = fair + (turn < odd)
             break

@@ -1,4 +1,4 @@
-"""Steps as a whole: where their time goes, what they did so far, and whose fault it is when they fail."""
+"""Timing and statistics of steps, and the search for the request that makes steps fail."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class Stage(StrEnum):
     """The stages of a step."""
 
     SCHEDULE = "schedule"
-    PROPOSE = "propose"  # speculators, their own model passes included
-    FORWARD = "target_forward"  # tensors of the step and the target's pass, with the likeliest logits
-    VERIFY = "verify"  # processed laws at the visited nodes, the walk, and logits that were unlikely
+    PROPOSE = "propose"  # speculators, including their models' passes
+    FORWARD = "target_forward"  # preparing and running the target's pass, with its likeliest logits
+    VERIFY = "verify"  # processed distributions at the visited nodes, verification, and further logits
     COMMIT = "commit"  # KV moves, speculators' observe, detokenizing, bookkeeping
 
 
 @dataclass(slots=True)
 class StageClock:
-    """Adds up seconds per stage; `lap(stage)` charges what passed since the last lap."""
+    """Sums of seconds per stage; `lap(stage)` charges the time since the last lap."""
 
     now: Callable[[], float] = time.perf_counter
     seconds: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
     steps: int = 0
-    last: dict[str, float] = field(default_factory=dict)  # of the step that runs, or ran last
+    last: dict[str, float] = field(default_factory=dict)  # seconds of the present or last step
     _lapped: float = 0.0
 
     def start(self) -> None:
-        """Begin a step."""
+        """Start a step."""
         self.steps += 1
         self.last = {}
         self._lapped = self.now()
@@ -54,31 +54,32 @@ class StageClock:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What an engine did so far, which only grows, and how it is now."""
+    """Counters of an engine, which only grow, and its present state."""
 
     steps: int = 0
     stage_seconds: dict[Stage, float] = field(default_factory=dict)
-    preemptions: int = 0  # how often a request gave up its blocks to an older one
-    prefix_queries: int = 0  # tokens of admitted texts that were looked up in the cache
-    prefix_hits: int = 0  # tokens of these that were there
+    preemptions: int = 0  # preemptions of requests
+    prefix_queries: int = 0  # tokens looked up in the cache
+    prefix_hits: int = 0  # tokens found there
     running: int = 0  # requests in the batch
-    waiting: int = 0  # requests for which there was no room yet
-    kv_cache_usage: float = 0.0  # of the KV cache's blocks the part that running requests hold, 0 to 1
-    speculation_off_steps: int = 0  # in which the guard let nobody guess
-    cost_factors: Mapping[str, float] = field(default_factory=dict)  # what passes take, of what curves say
-    speculation_on: bool = True  # the guard lets speculators guess, or there is none
+    waiting: int = 0  # requests in the queue
+    kv_cache_usage: float = 0.0  # part of the blocks that running requests own, from 0 to 1
+    speculation_off_steps: int = 0  # steps in which the guard kept speculation off
+    # Measured time of passes relative to their curves.
+    cost_factors: Mapping[str, float] = field(default_factory=dict)
+    speculation_on: bool = True  # True if the guard has speculation on, or there is no guard
     guessed_tokens: Mapping[str, int] = field(default_factory=dict)  # by speculator, verified or not
-    streamed_bytes: int = 0  # of weights that were read from the disk for passes
-    stream_wait_seconds: float = 0.0  # that passes waited for them
-    # Where the time of ranks went: "1 computing" of rank 1, "1 exchanging" and "1 waiting".
+    streamed_bytes: int = 0  # bytes of weights read from the disk for passes
+    stream_wait_seconds: float = 0.0  # seconds that passes waited for them
+    # Seconds of ranks by activity, such as "1 computing", "1 exchanging" and "1 waiting" for rank 1.
     rank_seconds: Mapping[str, float] = field(default_factory=dict)
 
     def since(self, earlier: Statistics) -> Statistics:
-        """What was done after `earlier`; what does not only grow is that of now."""
+        """Return the counters since `earlier`, with the present state."""
         return self._with(earlier, -1)
 
     def after(self, earlier: Statistics) -> Statistics:
-        """What was done, with what an engine before this one did; what does not only grow is that of now."""
+        """Return the sums of these counters and an earlier engine's, with the present state."""
         return self._with(earlier, 1)
 
     def _with(self, other: Statistics, sign: int) -> Statistics:
@@ -98,9 +99,9 @@ class Statistics:
 
 
 def together(states: Sequence[Statistics]) -> Statistics:
-    """What several engines did, and how they are: sums, the mean use of caches, the largest cost factors.
+    """Combine several engines: sums of counters, mean use of caches, largest cost factors.
 
-    Speculators may guess where they may in one of them.
+    Speculation is on if it is on in one of them.
     """
     total = reduce(Statistics.after, states)
     factors: dict[str, float] = {}
@@ -117,56 +118,56 @@ def together(states: Sequence[Statistics]) -> Statistics:
 
 
 def _sums(some: Mapping[_Name, _Number], others: Mapping[_Name, _Number], sign: int) -> dict[_Name, _Number]:
-    """Counts by name, each with the other one of that name, or less it."""
+    """Add the counters of `others`, times `sign`, to those of the same names."""
     return {name: some.get(name, 0) + sign * others.get(name, 0) for name in {**others, **some}}
 
 
-_PATIENCE: Final = 3  # failures, until requests are run alone to find out whose they are
+_MAX_FAILURES: Final = 3  # failures before requests run alone, to find the cause
 
 
 class Suspects:
-    """After a few failures in a row each request concerned runs alone, to see whose own step fails."""
+    """Finds the request that makes steps fail: after a few failures each request concerned runs alone."""
 
     def __init__(self) -> None:
-        self._failures = 0  # steps that raised, until some in a row have not
+        self._failures = 0  # failed steps since the last series of good ones
         self._good_steps = 0  # since then
         self._waiting: deque[str] = deque()  # requests to be run alone
 
     @property
     def failures(self) -> int:
-        """The steps that failed of late."""
+        """Number of recent failed steps."""
         return self._failures
 
     @property
     def next(self) -> str | None:
-        """The request that has to run alone now."""
+        """Return the request to run alone now, or None."""
         return self._waiting[0] if self._waiting else None
 
     def acquit(self) -> None:
-        """Suspect nobody until another step fails."""
+        """Clear all suspects until another step fails."""
         self._waiting.clear()
 
     def succeeded(self, plan: StepPlan, known: Collection[str]) -> None:
-        """Forget failures after some steps that made tokens; the suspect that ran alone is cleared.
+        """Count a good step: it clears the request that ran alone, and after several of them all failures.
 
         `known` are the requests that have not ended.
         """
         came = plan.tree_entries or any(entry.ends_with_prompt for entry in plan.entries)
-        if not self._failures or not came:  # a text that is read again may fail where it did
+        if not self._failures or not came:  # recomputing a text may still reach the failing place
             return
         self._good_steps += 1
         if self._waiting:
             self._waiting.popleft()
             while self._waiting and self._waiting[0] not in known:
                 self._waiting.popleft()
-        elif self._good_steps >= _PATIENCE:
+        elif self._good_steps >= _MAX_FAILURES:
             self._failures = 0
 
     def failed(self, plan: StepPlan | None, known: Collection[str]) -> list[str]:
-        """Count a step that failed; the request that is at fault, if it is known by now."""
+        """Count a failed step; returns the request that causes it, if it is known."""
         self._failures += 1
         self._good_steps = 0
-        if self._failures < _PATIENCE:
+        if self._failures < _MAX_FAILURES:
             return []
         concerned = [entry.request.request_id for entry in plan.entries] if plan else [*self._waiting][:1]
         suspects = [name for name in concerned or known if name in known]

@@ -1,8 +1,8 @@
-"""The target's laws at the nodes of trees, computed where the walks go, and the walks themselves.
+"""Target distributions at visited nodes, and verification of trees.
 
-Everything that depends on the path (penalties, bans, a grammar) is applied at the node, with the node's own
-path, and only at nodes that are visited: the sixth rule of docs/losslessness.md. Where nothing does, few
-nodes are asked all at once.
+Processors that depend on the path (penalties, bans, a grammar) are applied at a node with its own path, and
+only at visited nodes: rule 6 of docs/losslessness.md. Without such processors, small trees are verified with
+one scan over all of their nodes.
 """
 
 from __future__ import annotations
@@ -38,44 +38,41 @@ from specinfer.verify.target_law import point_mass, target_law
 
 
 class TargetLaws:
-    """The target's law after each node of one request's tree, as the request's parameters make it."""
+    """The target's distribution after each node of one request's tree, with the request's parameters."""
 
     def __init__(self, entry: PlanEntry, tree: TokenTree, flight: Flight, first_row: int) -> None:
         self.request = entry.request
         self.tree = tree
         self._flight = flight
-        self._first_row = first_row  # of the flight's rows with logits: the root's
+        self._first_row = first_row  # the root's row among the flight's rows with logits
         self._end = entry.end
         self._num_output = entry.end - len(entry.request.prompt_token_ids)
         self._depths = tree.depths()
         self._processors = entry.active_processors
         self._ending = entry.processors.ending if entry.processors is not None else frozenset[int]()
-        self.asked = 0  # the node being decided
+        self.asked = 0  # the present node
 
     @property
     def unchanged(self) -> bool:
-        """Whether the processors leave the logits as they are, at every node."""
+        """True if the processors change no logits at any node."""
         return self._processors is None
 
     def changes(self, node: int) -> RowChanges | None:
-        """What the processors change of the row at `node`; None where only `write_logits` can tell."""
+        """Return the processors' changes of the row at `node`; None if `write_logits` must apply them."""
         if self._processors is None:
             return NOTHING
         return self._processors.changes(self.tree.path_tokens(node))
 
     def row(self, node: int) -> int:
-        """The row of the flight's logits that is the node's."""
+        """Return the node's row in the flight's logits."""
         return self._first_row + node
 
     def position(self, node: int) -> int:
-        """The absolute position of the token chosen after `node`."""
+        """Return the absolute position of the token after `node`."""
         return self._end + self._depths[node]
 
     def logits(self, node: int) -> NDArray[np.float32]:
-        """The target's logits after `node`, [vocab], as the processors leave them.
-
-        Raises RequestError when they leave no token.
-        """
+        """Return the processed logits after `node`, [vocab]; raises RequestError if none is allowed."""
         if self._processors is None:
             return self._flight.row(self.row(node))
         processed = np.empty(self._flight.vocab, dtype=np.float32)
@@ -83,7 +80,7 @@ class TargetLaws:
         return processed
 
     def write_logits(self, node: int, into: NDArray[np.float32]) -> None:
-        """Write to `into`, [vocab], what `logits` gives; raises as it does."""
+        """Write the result of `logits` to `into`, [vocab]; raises as `logits` does."""
         self._flight.copy(self.row(node), into)
         if self._processors is None:
             return
@@ -99,17 +96,17 @@ class TargetLaws:
             )
 
     def law(self, node: int) -> Law:
-        """The law of the token after `node`."""
+        """Return the law of the token after `node`."""
         self.asked = node
-        if self.is_over(node):
-            # The walk asks once more behind the last token of a text; nobody will see the answer.
+        if self.is_finished(node):
+            # Verification also reads the law after the last token of a text; its result is not used.
             return point_mass(self.tree.token_ids[node], self._flight.vocab)
         return target_law(self.logits(node), self.request.params, self._flight.scan)
 
     def reports(
         self, nodes: Sequence[int], tokens: Sequence[int], top: int, tokenizer: Tokenizer
     ) -> list[Logprobs]:
-        """Log-probabilities of the token after each of these nodes, raw or processed as the request says."""
+        """Return the log-probabilities after each node, raw or processed by the request's mode."""
         params = self.request.params
         if params.logprobs_mode == "raw":
             scores = self._flight.scores([self.row(node) for node in nodes], tokens, top)
@@ -119,29 +116,29 @@ class TargetLaws:
             for node, token in zip(nodes, tokens, strict=True)
         ]
 
-    def is_over(self, node: int) -> bool:
-        """Whether the text ends with `node`."""
+    def is_finished(self, node: int) -> bool:
+        """Return whether the text ends with `node`."""
         enough = self._num_output + self._depths[node] >= self.request.params.min_tokens
         return node > 0 and enough and self.tree.token_ids[node] in self._ending
 
 
 @dataclass(slots=True)
 class _Walk:
-    """One request's way down its tree, as far as it has come."""
+    """State of the verification of one request's tree."""
 
     laws: TargetLaws
     children: list[dict[int, int]]
-    chosen: list[int] | None = None  # at each node, where all were asked together
+    chosen: list[int] | None = None  # the target's choice at each node, if one scan has found all
     path: list[int] = field(default_factory=list)
     node: int = 0
 
     def ask(self) -> Ask:
-        """How the request chooses the token here."""
+        """Return the ASK entry of the present node."""
         request = self.laws.request
         return ask(request.params, request.seed, self.laws.position(self.node))
 
     def follow(self, token: int) -> Acceptance | None:
-        """Go on to the child that holds the target's choice; where there is none the walk is over."""
+        """Move to the child with the target's choice; returns the Acceptance if there is none."""
         child = self.children[self.node].get(token)
         if child is None:
             return Acceptance(tuple(self.path), token)
@@ -150,9 +147,9 @@ class _Walk:
         return None
 
     def error(self) -> UserError:
-        """What the request is told where no choice can be made: its largest logit is no finite number.
+        """Return the error of a request whose largest logit is not finite.
 
-        That is the model's doing, or the processors' that have left no token.
+        The cause is the model, or processors that exclude every token.
         """
         try:
             self.laws.law(self.node)
@@ -164,10 +161,11 @@ class _Walk:
 def verify_trees(
     laws: Sequence[TargetLaws], verifier: Verifier, flight: Flight
 ) -> list[Acceptance | UserError]:
-    """The path of each tree the target accepts and its bonus token; greedy is the coupled rule's T -> 0.
+    """Verify each tree; returns its accepted path and bonus token, or an error.
 
-    `verifier` is the engine's; a request may have asked for another. An error is its own request's and stops
-    no other. Requests under the coupled rule walk down together, one question for each level, or for all.
+    `verifier` is the engine's, and a request may have another. Greedy decoding is the coupled verifier's
+    limit T -> 0. An error concerns only its own request. Coupled requests are verified together, with one
+    scan per level or one for all levels.
     """
     results: list[Acceptance | UserError | None] = [None] * len(laws)
     together: dict[int, _Walk] = {}
@@ -193,7 +191,7 @@ def verify_trees(
 
 
 def _choose_at_once(walks: Collection[_Walk], flight: Flight) -> None:
-    """Ask at every node of few and small trees, where each largest logit is all that matters."""
+    """Find the target's choice at every node of few and small trees, if only the largest logit matters."""
     if not walks or sum(walk.laws.tree.num_nodes for walk in walks) > flight.at_once:
         return
     if not all(walk.laws.request.params.greedy and walk.laws.unchanged for walk in walks):
@@ -206,15 +204,15 @@ def _choose_at_once(walks: Collection[_Walk], flight: Flight) -> None:
 
 
 def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int | UserError]]:
-    """For every walk the target's choice after the node it has come to, or why there is none.
+    """Return the target's choice after the present node of each walk, or an error.
 
-    NO_TOKEN where the largest logit is not finite.
+    The choice is NO_TOKEN if the largest logit is not finite.
     """
     found: list[tuple[int, int | UserError]] = []
     changes: dict[int, RowChanges] = {}
     whole: list[int] = []
     for i, walk in walks.items():
-        if walk.laws.is_over(walk.node):  # nobody will see what follows the last token of a text
+        if walk.laws.is_finished(walk.node):  # the choice after the end is not used
             found.append((i, walk.laws.tree.token_ids[walk.node]))
         elif walk.chosen is not None:
             found.append((i, walk.chosen[walk.node]))
@@ -227,7 +225,7 @@ def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int | U
         asked = [walks[i].ask() for i in changes]
         tokens = flight.choices(rows, asked, list(changes.values()))
         found.extend(zip(changes, tokens, strict=True))
-    if whole:  # masks over all of a row
+    if whole:  # masks over whole rows
         block_RV = np.empty((len(whole), flight.vocab), dtype=np.float32)
         there: list[int] = []
         for i in whole:
@@ -236,7 +234,7 @@ def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int | U
                 there.append(i)
             except PeerLostError:
                 raise
-            except UserError as error:  # the request's parameters leave no token
+            except UserError as error:  # the parameters exclude every token
                 found.append((i, error))
         asks = np.array([walks[i].ask() for i in there], dtype=ASK)
         chosen = flight.scan.choices(LogitBlock(block_RV[: len(there)]), np.arange(len(there)), asks)
@@ -245,7 +243,7 @@ def _choices(walks: dict[int, _Walk], flight: Flight) -> list[tuple[int, int | U
 
 
 def _verify(laws: TargetLaws) -> Acceptance | UserError:
-    """One tree by multi-step sampling."""
+    """Verify one tree by multi-step sampling."""
     try:
         coin = seeded_coin(laws.request.seed, laws.position(0))
         return verify_multistep(laws.tree, lambda node: laws.law(node).distribution(), coin)
@@ -253,12 +251,12 @@ def _verify(laws: TargetLaws) -> Acceptance | UserError:
         raise
     except DrawRuleError as error:
         return error
-    except UserError as error:  # the request's parameters leave no token, or the logits are no numbers
+    except UserError as error:  # no token is allowed, or logits are not finite
         return _dead_end(laws, laws.asked, error)
 
 
 def _dead_end(laws: TargetLaws, node: int, error: UserError) -> Acceptance | UserError:
-    """An error at the root; below it the tokens up to there are text, and the next step meets the error."""
+    """Return the error if it is at the root; else accept the path, as the next step will meet the error."""
     if node == 0:
         return error
     *path, last = laws.tree.path_to(node)

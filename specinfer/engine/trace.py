@@ -1,6 +1,6 @@
-"""Per-step tree events: what was guessed, by whom, and what the target made of it; and files of them.
+"""TreeEvent: one request's tree in one step, and trace files of these events.
 
-The JSON form is a contract: viewers read it and nothing else of the engine.
+Viewers depend only on the JSON form, which is stable.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class TreeEvent:
     request_id: str
     tree: TokenTree
     acceptance: Acceptance
-    seconds: Mapping[str, float] = field(default_factory=dict)  # of the step's stages before it was told
-    decision: Decision | None = None  # why so much was guessed, if somebody asked
+    seconds: Mapping[str, float] = field(default_factory=dict)  # seconds of the step's stages so far
+    decision: Decision | None = None  # the policy's reasons, if requested
 
     def to_json(self, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-        """The event as plain JSON values.
+        """Return the event as JSON values.
 
-        `proposed_by[i]` names the speculators that drew node i, `likelihoods[i]` is how likely they thought
-        it to become text. With a tokenizer, `texts[i]` is the node's token as text, `next_text` the bonus's,
-        and `bytes` has, in hexadecimal and by id, the bytes of tokens that are no whole characters.
+        `proposed_by[i]` has the speculators that drew node i, and `likelihoods[i]` their acceptance
+        probability of it. With a tokenizer, `texts[i]` is the node's token as text and `next_text` that of
+        the bonus token; `bytes` has, in hexadecimal by id, the bytes of tokens that are not whole characters.
         """
         return (self._texts(tokenizer) if tokenizer is not None else {}) | {
             "step": self.step,
@@ -62,7 +62,7 @@ class TreeEvent:
 
 
 def read_trace(path: Path) -> bytes:
-    """The text of a trace file; raises UserError, with the line's number, where it is none."""
+    """Return the contents of a trace file; raises UserError with the line number of an invalid line."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -88,7 +88,7 @@ def read_trace(path: Path) -> bytes:
 
 
 def complaint(event: Any) -> str:
-    """Why a JSON value is no step's tree; "" where it is one."""
+    """Return why a JSON value is not a tree event, or "" if it is one."""
     if not isinstance(event, dict):
         return "it is no JSON object"
     tokens, parents = event.get("token_ids"), event.get("parents")
@@ -122,7 +122,7 @@ def complaint(event: Any) -> str:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(constant)  # NaN and infinities are Python's JSON, and no browser's
+    raise ValueError(constant)  # Python reads NaN and infinities, browsers do not
 
 
 def _is(value: object, kind: type | tuple[type, ...]) -> bool:

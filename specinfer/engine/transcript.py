@@ -1,4 +1,4 @@
-"""What one request has said so far: text, stop conditions, figures, timing."""
+"""Transcript: a request's output, with its text, stop conditions, counters and times."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from specinfer.verify.logprobs import PromptLogprobs
 
 
 class Transcript:
-    """Owns a request's tokens: turns them into text and decides when the request ends.
+    """Owns a request's tokens, decodes them, and decides when the request ends.
 
-    What comes of a step costs what the step brings, however long the text is by now.
+    The cost of a step depends on its tokens and not on the length of the text.
     """
 
     def __init__(
@@ -43,45 +43,44 @@ class Transcript:
         self._max_context = max_context
         self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.params.visible_token_ids)
         self._stops = StopStrings(request.params.stop)
-        self.ids = list(request.prompt_token_ids)  # prompt and output; only grows
-        self._pieces: list[str] = []  # of text, as deltas had them
-        self._told_chars = 0  # of text, in these
-        self._told_tokens = 0  # of output, in deltas
-        self._rest = ""  # text behind the pieces; its end may be the beginning of a stop string
-        self._steps: list[tuple[int, int]] = []  # drafted and accepted tokens of those not told
+        self.ids = list(request.prompt_token_ids)  # prompt and output; only appended to
+        self._pieces: list[str] = []  # text of the returned deltas
+        self._sent_chars = 0  # characters in these
+        self._sent_tokens = 0  # output tokens in returned deltas
+        self._rest = ""  # text after the pieces; its end may start a stop string
+        self._steps: list[tuple[int, int]] = []  # drafted and accepted tokens of steps without a delta yet
         self.finish_reason: FinishReason | None = None
         self._stopped_by: str | None = None
         self.error: str | None = None
         self._internal_error = False
         self.figures = SpeculationFigures()
-        self._logprobs: list[Logprobs] = []  # of the output's tokens, where asked for
-        self.cached_tokens = 0  # of the prompt, whose KV was there already
-        self.prompt_logprobs = prompt_logprobs  # where asked for; n completions share them
-        self._told_prompt = False  # whether a delta has had them
+        self._logprobs: list[Logprobs] = []  # one per output token, if requested
+        self.cached_tokens = 0  # prompt tokens found in the cache
+        self.prompt_logprobs = prompt_logprobs  # if requested; n completions share them
+        self._sent_prompt = False  # True once a delta had them
         self._arrived = now
         self._first_token: float | None = None
         self._finished: float | None = None
 
     @property
     def finished(self) -> bool:
-        """Whether no more will come."""
+        """True if the request has ended."""
         return self.finish_reason is not None
 
     @property
     def num_output(self) -> int:
-        """Tokens of output so far."""
+        """Number of output tokens."""
         return len(self.ids) - len(self.request.prompt_token_ids)
 
     @property
     def token_ids(self) -> list[int]:
-        """The output so far; a copy."""
+        """Copy of the output tokens."""
         return self.ids[len(self.request.prompt_token_ids) :]
 
     def resume(self, said: Sequence[int]) -> None:
-        """Begin behind output tokens that were said before, and shown.
+        """Start after output tokens that the caller has already received.
 
-        Nothing is reported of them again, and no step of theirs counted. Raises RequestError when the text
-        would have ended among them.
+        They are in no delta and in no counter. Raises RequestError if the text would have ended among them.
         """
         for token in said:
             if self.finish_reason is not None:
@@ -93,13 +92,13 @@ class Transcript:
                 "give only tokens of a text that goes on"
             )
         self._logprobs = [{}] * len(said)
-        self._tell()
-        self._told_prompt = True
+        self._take_text()
+        self._sent_prompt = True
 
     def until_end(self, tree: TokenTree, acceptance: Acceptance) -> tuple[tuple[int, ...], bool]:
-        """Of a step's tokens those up to the text's end, by ids alone, and whether it is among them.
+        """Return a step's tokens up to the text's end by token ids, and whether the text ends there.
 
-        A stop string may end the text before that; `commit` finds it.
+        A stop string may end the text earlier; `commit` finds it.
         """
         tokens = acceptance.tokens(tree)
         for kept, token in enumerate(tokens, start=1):
@@ -110,9 +109,9 @@ class Transcript:
     def commit(
         self, tree: TokenTree, acceptance: Acceptance, now: float, logprobs: Sequence[Logprobs] = ()
     ) -> tuple[int, ...]:
-        """Add a step's tokens; returns those that became part of the text: none after its end.
+        """Add a step's tokens; returns those up to the text's end.
 
-        `logprobs` are the tokens' reports, where the caller asked for them.
+        `logprobs` are those of the tokens, if requested.
         """
         self._logprobs[self.num_output :] = logprobs
         tokens = acceptance.tokens(tree)
@@ -131,36 +130,36 @@ class Transcript:
         return tokens[:kept]
 
     def end_with_prompt(self, now: float) -> None:
-        """End a request that wants no token, once its prompt is computed."""
+        """End a request with max_tokens 0 after its prompt is computed."""
         self._end(FinishReason.LENGTH, flush=False)
         self._finished = now
 
     def fail(self, error: str, now: float, *, internal: bool) -> None:
-        """End the request where it stands.
+        """End the request with an error.
 
-        `internal`: the engine or the model failed; otherwise the request's parameters leave nothing to say.
+        `internal` is True if the engine or the model failed, False if the parameters exclude every token.
         """
         self.error, self._internal_error = error, internal
         self._end(FinishReason.ERROR, flush=True)
         self._finished = now
 
     def abort(self, now: float) -> None:
-        """End the request where it stands."""
+        """End the request with finish reason "abort"."""
         self._end(FinishReason.ABORT, flush=True)
         self._finished = now
 
     def delta(self) -> Delta:
-        """What has come since the last call."""
-        first, reports = self._told_tokens, None
-        if not self._told_prompt:  # the whole prompt is computed before the first token
-            reports, self._told_prompt = self.prompt_logprobs, True
-        text = self._tell()
+        """Return the new output since the last call."""
+        first, reports = self._sent_tokens, None
+        if not self._sent_prompt:  # the whole prompt is computed before the first token
+            reports, self._sent_prompt = self.prompt_logprobs, True
+        text = self._take_text()
         steps, self._steps = tuple(self._steps), []
         return Delta(
             self.request.request_id,
             text,
             tuple(self.ids[len(self.request.prompt_token_ids) + first :]),
-            () if self.request.params.logprobs is None else tuple(self._logprobs[first : self._told_tokens]),
+            () if self.request.params.logprobs is None else tuple(self._logprobs[first : self._sent_tokens]),
             (),
             steps,
             self.finish_reason,
@@ -173,7 +172,7 @@ class Transcript:
         )
 
     def output(self, new_text: str = "") -> RequestOutput:
-        """The answer as the last delta left it; `new_text` is that delta's. No step may run meanwhile."""
+        """Return the output up to the last delta, whose text is `new_text`; no step may run meanwhile."""
         scored = self.request.params.logprobs is not None
         return RequestOutput(
             request_id=self.request.request_id,
@@ -195,18 +194,18 @@ class Transcript:
             stopped_by=self._stopped_by,
         )
 
-    def _tell(self) -> str:
-        """Count all tokens as told, and return the text that no stop string can still take back."""
+    def _take_text(self) -> str:
+        """Mark all tokens as returned; returns the new text that no stop string can still remove."""
         held = 0 if self.finish_reason is not None else self._stops.held
         text, self._rest = self._rest[: len(self._rest) - held], self._rest[len(self._rest) - held :]
         if text:
             self._pieces.append(text)
-            self._told_chars += len(text)
-        self._told_tokens = self.num_output
+            self._sent_chars += len(text)
+        self._sent_tokens = self.num_output
         return text
 
     def _end_after(self, token: int, count: int) -> FinishReason | None:
-        """Why the text ends with `token`, its token number `count`, as far as ids tell; None: it goes on."""
+        """Return why the text ends with `token`, which is number `count`, by token ids, or None."""
         params = self.request.params
         if token in self._ending and count >= params.min_tokens:
             return FinishReason.STOP
@@ -230,15 +229,15 @@ class Transcript:
         self.finish_reason = reason
 
     def _grow(self, text: str, *, may_stop: bool) -> bool:
-        """Add text; whether a stop string ends in it, at which the text is cut then.
+        """Add text; returns whether a stop string ends in it, and cuts the text there.
 
-        One that ends where it may not stop the text, as min_tokens says, stays text.
+        A stop string that ends before min_tokens stays in the text.
         """
         self._rest += text
         found = self._stops.feed(text)
         if found is None or not may_stop:
             return False
-        start, end = (place - self._told_chars for place in found)
+        start, end = (place - self._sent_chars for place in found)
         self._stopped_by = self._rest[start:end]
         self._rest = self._rest[: end if self.request.params.include_stop_str_in_output else start]
         return True
@@ -273,32 +272,31 @@ def _count_each(counts: dict[str, int], names: Iterable[str]) -> None:
 
 
 class StopStrings:
-    """Reads a text once, character by character, and knows which strings it may be in the middle of.
+    """Incremental search for several strings in a text, character by character (Knuth, Morris and Pratt).
 
-    For each of these it keeps how many of the string's characters the text ends with (the search of Knuth,
-    Morris and Pratt). A character costs one look at the strings that begin with it, and one at those in
-    progress, however long the text and the strings are.
+    For each partly matched string it keeps the number of its characters that the text ends with. A character
+    costs a look-up of the strings that start with it, and one of the partly matched strings, for any length
+    of the text and of the strings.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = list(dict.fromkeys(strings))
         self._borders = [_borders(one) for one in self._strings]
-        self._by_first: dict[str, list[int]] = {}  # a character -> the strings that begin with it
+        self._by_first: dict[str, list[int]] = {}  # a character -> the numbers of strings that start with it
         for number, one in enumerate(self._strings):
             self._by_first.setdefault(one[0], []).append(number)
-        self._begun: dict[int, int] = {}  # a string's number -> how many of its characters the text ends with
+        self._matched: dict[int, int] = {}  # a string's number -> number of its characters at the text's end
         self.read = 0  # characters of the text so far
 
     @property
     def held(self) -> int:
-        """How many characters at the text's end may be the beginning of a string."""
-        return max(self._begun.values(), default=0)
+        """Number of characters at the text's end that may start a string."""
+        return max(self._matched.values(), default=0)
 
     def feed(self, text: str) -> tuple[int, int] | None:
-        """Read what the text has gained; where the first string lies that ends in it, as start and end.
+        """Read new text; returns the start and end of the first string that ends in it, or None.
 
-        The first is the one that begins first, and of several that begin there the shortest. None: no string
-        ends in it.
+        The first string is the one with the earliest start, and among these the shortest.
         """
         found: tuple[int, int] | None = None
         if not self._strings:
@@ -311,10 +309,10 @@ class StopStrings:
         return found
 
     def _ended_by(self, char: str) -> list[int]:
-        """The numbers of the strings that end with this next character."""
+        """Read a character; returns the numbers of the strings that end with it."""
         ended: list[int] = []
-        begun: dict[int, int] = {}
-        for number, matched in self._begun.items():
+        matches: dict[int, int] = {}
+        for number, matched in self._matched.items():
             one, borders = self._strings[number], self._borders[number]
             while matched and one[matched] != char:
                 matched = borders[matched - 1]
@@ -325,20 +323,20 @@ class StopStrings:
                 ended.append(number)
                 matched = borders[-1]
             if matched:
-                begun[number] = matched
+                matches[number] = matched
         for number in self._by_first.get(char, ()):
-            if number in self._begun:
+            if number in self._matched:
                 continue
             if len(self._strings[number]) == 1:
                 ended.append(number)
             else:
-                begun[number] = 1
-        self._begun = begun
+                matches[number] = 1
+        self._matched = matches
         return ended
 
 
 def _borders(text: str) -> list[int]:
-    """For each beginning of the text, how long its longest proper beginning is that it also ends with."""
+    """Return the length of the longest border (proper prefix that is also a suffix) of each prefix."""
     borders = [0] * len(text)
     matched = 0
     for place in range(1, len(text)):

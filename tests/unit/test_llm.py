@@ -135,7 +135,7 @@ def test_a_listener_that_asks_from_within_a_step_is_told_so(tiny: Tiny, expected
         llm.generate(PROMPTS[:1], GREEDY)
 
     llm.on_tree = listen
-    with pytest.raises(UserError, match="asked from within one of its own steps"):
+    with pytest.raises(UserError, match="called within one of its own steps"):
         llm.generate(PROMPTS, SEEDED)
     assert tokens(llm.generate(PROMPTS, SEEDED)) == expected
     assert_idle(llm)

@@ -59,7 +59,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "memory": (["--kv-cache-memory", "much", "hi"], "kv_cache_memory is 'much'"),
     "too little memory": (["--kv-cache-memory", "1KB", "hi"], "the KV cache needs at least"),
-    "context": (["--max-context", "9999", "hi"], "has a context of 64"),
+    "context": (["--max-context", "9999", "hi"], "allowed: at most 64, the context of"),
     "no such option": (["--warp", "9", "hi"], "No such option '--warp'"),
     "unreadable file": (["--file", "{models}/none.txt"], "cannot read the prompt from"),
     "file of another encoding": (["--file", "{models}/latin1.txt"], "not UTF-8 text at byte 3"),

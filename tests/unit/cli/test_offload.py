@@ -27,7 +27,7 @@ def test_generate_says_what_was_decided_and_what_was_streamed(large: list[str], 
     assert status == 0, err
     [decided] = [line for line in err.splitlines() if "layers streamed" in line]
     assert decided.startswith("large: 6 of 8 layers streamed, 2.9 MB a pass at 10 MB/s from ")
-    assert "draft: its own twin in fewer bits" in decided
+    assert "draft: the target itself in fewer bits" in decided
     assert re.fullmatch(rf"\[{FIGURES}.*\]", err.splitlines()[-1])
 
 

@@ -115,10 +115,10 @@ def test_a_request_whose_steps_fail_is_found_out_and_ends(
     check_others(
         llm.generate(PROMPTS, PARAMS),
         want,
-        "its steps failed again and again: MemoryError('no room for this one')",
+        "its steps failed repeatedly: MemoryError('no room for this one')",
     )
     llm.check_integrity()
-    assert "a step failed (1); requests go on from what they said" in caplog.text
+    assert "a step failed (1); requests continue from their texts" in caplog.text
 
 
 def test_a_failure_that_does_not_come_back_costs_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_whoever_counts_steps_and_fails_ends_nobodys_request(
     assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == want
     assert len(called) == llm.statistics().steps, "no step was tried again"
     assert [record.message for record in caplog.records] == [
-        "on_step failed; steps go on, and this is not said again"
+        "on_step failed; steps continue, and later failures are not logged"
     ]
     llm.close()
 

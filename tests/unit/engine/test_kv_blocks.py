@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specinfer.engine.kv_blocks import SPARE, BlockPool
+from specinfer.engine.kv_blocks import MAX_KEPT_PER_OWNED, BlockPool
 from specinfer.errors import IntegrityError
 
 A, B, C = b"A", b"AB", b"ABC"  # hashes of the blocks of one text
@@ -116,10 +116,10 @@ def test_requests_one_after_another_touch_a_few_times_what_one_needs() -> None:
     pool = BlockPool(300, block_size=4)
     for number in range(100):
         assert answered(pool, unrelated(number, 8)) == 0
-    assert pool.num_touched == (1 + SPARE) * 8
+    assert pool.num_touched == (1 + MAX_KEPT_PER_OWNED) * 8
     for number in range(100, 150):  # longer ones may take more
         assert answered(pool, unrelated(number, 20)) == 0
-    assert pool.num_touched == (1 + SPARE) * 20
+    assert pool.num_touched == (1 + MAX_KEPT_PER_OWNED) * 20
 
 
 def test_without_texts_to_keep_no_more_is_touched_than_was_owned_at_once() -> None:
@@ -138,7 +138,7 @@ def test_a_shared_beginning_stays_however_many_requests_come() -> None:
     pool = BlockPool(300, block_size=4)
     found = [answered(pool, "system:" + unrelated(number, 4)) for number in range(100)]
     assert found == [0] + [len("system:")] * 99
-    assert pool.num_touched <= (1 + SPARE) * 11
+    assert pool.num_touched <= (1 + MAX_KEPT_PER_OWNED) * 11
 
 
 def test_a_conversation_finds_its_turns_between_other_requests() -> None:
@@ -146,7 +146,7 @@ def test_a_conversation_finds_its_turns_between_other_requests() -> None:
     text = "hello"
     answered(pool, text)
     for turn in range(8):
-        for other in range(SPARE - 1):
+        for other in range(MAX_KEPT_PER_OWNED - 1):
             answered(pool, unrelated(10 * turn + other, len(text)))
         assert answered(pool, text + "more") == len(text)
         text += "more"
@@ -159,7 +159,7 @@ def test_texts_that_are_asked_for_again_are_given_the_memory_to_stay() -> None:
     assert found[0] == [0] * 50
     assert max(found[1][:40]) == 0, "nobody knew that they would come again"
     assert found[2] == found[3] == [10] * 50
-    assert pool.num_touched <= 50 * 10 + (1 + SPARE) * 10
+    assert pool.num_touched <= 50 * 10 + (1 + MAX_KEPT_PER_OWNED) * 10
     touched = pool.num_touched
     for number in range(100):
         answered(pool, unrelated(number, 10))
@@ -170,7 +170,7 @@ def test_what_is_remembered_of_forgotten_texts_is_bounded() -> None:
     pool = BlockPool(40, block_size=4)
     for number in range(100):
         answered(pool, unrelated(number, 2))
-    assert pool.num_touched <= (1 + SPARE) * 2
+    assert pool.num_touched <= (1 + MAX_KEPT_PER_OWNED) * 2
     assert len(pool._forgotten) <= 40 - pool.num_touched
     table: list[int] = []
     assert pool.extend(table, 160), "all of it can be had"

@@ -109,7 +109,7 @@ def test_a_step_that_waits_for_the_loop_is_told_so(
             calls[what]()
 
     engine.script = call_once
-    with pytest.raises(UserError, match="asked from within one of its own steps"):
+    with pytest.raises(UserError, match="called within one of its own steps"):
         list(loop.stream([make("a")]))
     assert said(loop.stream([make("b")])) == counted("b")
 

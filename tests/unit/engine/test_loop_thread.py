@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specinfer.engine.loop import PATIENCE, EngineLoop
+from specinfer.engine.loop import MAX_FAILURES, EngineLoop
 from specinfer.errors import ClosedError, PeerLostError
 from specinfer.request import Delta, FinishReason
 from tests.scripted_engine import Pause, ScriptedEngine, counted, said, waits
@@ -73,7 +73,7 @@ def test_the_thread_sleeps_where_there_is_nothing_to_do(
 def test_a_failing_step_is_tried_again_and_then_costs_the_requests_not_the_thread(
     running: EngineLoop, engine: ScriptedEngine, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    failing = {2, 3, *range(6, 6 + PATIENCE)}
+    failing = {2, 3, *range(6, 6 + MAX_FAILURES)}
 
     def fail(step: int) -> None:
         if step in failing:
@@ -82,9 +82,9 @@ def test_a_failing_step_is_tried_again_and_then_costs_the_requests_not_the_threa
     engine.script = fail
     with caplog.at_level(logging.ERROR):
         last = list(running.stream([make("a", 9)]))[-1]
-    assert last.token_ids == tuple(range(1, 6 + PATIENCE))  # made by failing steps, too, and not lost
+    assert last.token_ids == tuple(range(1, 6 + MAX_FAILURES))  # made by failing steps, too, and not lost
     assert last.finish_reason is FinishReason.ERROR
-    assert last.error == f"{PATIENCE} steps of the engine failed: SystemExit('no memory')"
+    assert last.error == f"{MAX_FAILURES} steps of the engine failed: SystemExit('no memory')"
     assert last.internal_error
     assert caplog.text.count("step failed") == len(failing)
     assert said(running.stream([make("b")])) == counted("b")
@@ -153,4 +153,4 @@ def test_a_receiver_that_waits_in_the_threads_own_time_is_told_so(
 
     running.submit([make("a")], wait)
     ended.wait()
-    assert "asked from within one of its own steps" in caplog.text
+    assert "called within one of its own steps" in caplog.text

@@ -70,6 +70,6 @@ def test_a_line_says_what_was_decided() -> None:
         "tokens/s without guesses"
     )
     assert str(plan(8 * GB, 2e9, TWIN)) == (
-        "8 of 10 layers streamed, 8.0 GB a pass at 2.0 GB/s from /disk, about 4.0 s a pass; draft: its own "
-        "twin in fewer bits, 3.0 GB; about 0.25 tokens/s without guesses and 1.7 with, expected"
+        "8 of 10 layers streamed, 8.0 GB a pass at 2.0 GB/s from /disk, about 4.0 s a pass; draft: the "
+        "target itself in fewer bits, 3.0 GB; about 0.25 tokens/s without guesses and 1.7 with, expected"
     )

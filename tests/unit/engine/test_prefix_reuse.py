@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specinfer.engine import kv_blocks
 from specinfer.engine.admission import Admitted
-from specinfer.engine.kv_blocks import SPARE
+from specinfer.engine.kv_blocks import MAX_KEPT_PER_OWNED
 from specinfer.llm import LLM
 from specinfer.request import Request, RequestOutput
 from specinfer.sampling_params import SamplingParams
@@ -177,7 +177,7 @@ def test_the_cache_is_written_as_far_as_it_is_used_and_not_as_far_as_it_reaches(
         llm.generate([number, *SYSTEM], short)
     written = cache.keys[0].flatten(1).abs().sum(1) != 0
     blocks_of_one = 6  # of 4: 19 tokens, 2 more
-    assert int(written.sum()) <= 4 * (1 + SPARE) * blocks_of_one
+    assert int(written.sum()) <= 4 * (1 + MAX_KEPT_PER_OWNED) * blocks_of_one
     assert cached(llm.generate([29, *SYSTEM], short)) == [16]
 
 

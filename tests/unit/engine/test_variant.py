@@ -63,8 +63,11 @@ def test_a_variant_may_have_fewer_drafts_by_the_names_they_have(tiny: Tiny) -> N
         ({"kernels": "native"}, "kernels is 'native', and"),
         ({"threads": 1}, "threads is 1, and"),
         ({"draft_vocabulary": 10}, "draft_vocabulary is 10, and"),
-        ({"drafts": ["stranger"]}, "drafts names 'stranger'; a variant can have what is loaded (similar)"),
-        ({"drafts": ["similar"] * 2}, "drafts names 'similar'; a variant can have what is loaded (similar)"),
+        ({"drafts": ["stranger"]}, "drafts names 'stranger'; allowed for a variant: loaded drafts (similar)"),
+        (
+            {"drafts": ["similar"] * 2},
+            "drafts names 'similar'; allowed for a variant: loaded drafts (similar)",
+        ),
         ({"max_nodes": 0}, "max_nodes is 0; allowed: an integer >= 1"),
         ({"engine": 1}, "unknown option 'engine'"),
     ],

@@ -256,7 +256,7 @@ def test_a_head_that_calls_itself_a_language_model_makes_no_text(name: str, tmp_
         ModelError, match=r"is a draft head \(EAGLE-(3|1 or 2)\), which makes no text: name it in drafts"
     ):
         open_model(tmp_path / "head")
-    with pytest.raises(ModelError, match="is a draft head, which makes no text: name it in drafts"):
+    with pytest.raises(ModelError, match="is a draft head, not a model: name it in drafts"):
         find(str(tmp_path / "head"), NoProgress())
 
 
