@@ -29,7 +29,7 @@ def count_models_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     library_or_skip()
     for module in (memory, kv_cache):
         monkeypatch.setattr(module, "process_bytes", lambda: 0)
-    for name in ("_SLACK", "MOST_BYTES"):
+    for name in ("_SLACK", "MAX_BYTES"):
         monkeypatch.setattr(memory, name, 0)
     monkeypatch.setattr(memory, "_SAMPLE", 1 << 20)
     monkeypatch.setattr(memory, "measure", lambda source: DISK)

@@ -1,11 +1,11 @@
-"""What attention is given, and what it owes.
+"""AttentionBackend: the inputs of attention and the protocols of its implementations.
 
 Shapes: T rows of the step (all requests' tokens and nodes, one after another), R requests, B blocks of their
 tables, N query heads, K key-value heads, H head size, C = (N + 2 K) H, the width of the product that makes q,
 k and v, P cache slots.
 
-Attention begins where that product ends: head norms and rotation, K and V into the cache, and the attended
-values. So whatever a backend fuses, a model calls it the same way.
+Attention starts after that product: it includes head norms and rotation, writing K and V to the cache, and
+the attended values. So a model calls every backend in the same way, whatever the backend fuses.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """The cache positions every row attends to, in the order of its own text, itself last; and their slots.
+    """The cache positions that each row attends to, in the order of its text, itself last; and their slots.
 
-    Position p of a request lies in slot table[p // block_size] * block_size + p % block_size of a cache. Its
-    last positions are those of its rows, one after another: there their K and V go. A row's path is the first
-    `shared` positions of its request, then the tail's:
+    Position p of a request has slot table[p // block_size] * block_size + p % block_size of a cache. The last
+    positions of a request are those of its rows, in order, to which their K and V are written. A row's path
+    is the first `shared` positions of its request, then the tail's:
 
         a row of text      shared = its position + 1, no tail
         a node of a tree   shared = the root's position + 1, tail = its ancestors below the root and itself
 
-    All of it lies in one array, which is told and moved at once; what stands in it are views. A step makes no
-    view: NumPy has to be fetched into caches that the last pass has swept.
+    All numbers are in one array, which is passed and moved at once; the properties are views of it. A step
+    makes no view, as the last pass has evicted NumPy's code from the CPU caches.
     """
 
     numbers: array[int]  # of int32: requests, shared, tail ends, tails, tables
@@ -52,7 +52,7 @@ class Paths:
         tables: Sequence[Sequence[int]],
         block_size: int,
     ) -> Paths:
-        """Paths of these parts, as the properties below have them; tables are of request after request."""
+        """Make paths of the parts that the properties below return; tables are in the order of requests."""
         numbers = array("i", [*requests, *shared, *tail_ends, *tails])
         for table in tables:
             numbers.extend(table)
@@ -60,12 +60,12 @@ class Paths:
 
     @property
     def requests_R4(self) -> NDArray[np.int32]:
-        """The first row, the row behind the last, where the table begins, positions."""
+        """For each request: its first row, the end of its rows, the start of its table, its positions."""
         return self._viewed[: 4 * self.num_requests].reshape(-1, 4)
 
     @property
     def shared_T(self) -> NDArray[np.int32]:
-        """How many positions a row's path begins with."""
+        """Number of leading positions of each row's path."""
         begin = 4 * self.num_requests
         return self._viewed[begin : begin + self.num_rows]
 
@@ -77,13 +77,13 @@ class Paths:
 
     @property
     def tails(self) -> NDArray[np.int32]:
-        """Positions of the row's request, ascending."""
+        """Positions of the rows' requests, ascending for each row."""
         begin = 4 * self.num_requests + 2 * self.num_rows + 1
         return self._viewed[begin : begin + self.num_tails]
 
     @property
     def tables_B(self) -> NDArray[np.int32]:
-        """The blocks of every request, one request after another."""
+        """Blocks of all requests, in the order of requests."""
         return self._viewed[4 * self.num_requests + 2 * self.num_rows + 1 + self.num_tails :]
 
     @property
@@ -91,9 +91,9 @@ class Paths:
         return np.frombuffer(self.numbers, dtype=np.int32)
 
     def slots(self, request: int) -> NDArray[np.int32]:
-        """The slots of all positions of the request with that number, for twins and tests: a long array.
+        """Return the slots of all positions of a request, a long array; for other backends and tests.
 
-        Raises ValueError where its table is too short.
+        Raises ValueError if its table is too short.
         """
         _, _, begin, positions = self.requests_R4[request].tolist()
         size, blocks = self.block_size, -(-positions // self.block_size)
@@ -106,7 +106,7 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The rope of one pass: cos and sin of every row's angles, float32 [T, H / 2]."""
+    """RoPE of one pass: cos and sin of every row's angles, float32 [T, H / 2]."""
 
     cos: Tensor
     sin: Tensor
@@ -114,13 +114,13 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class AlibiSpec:
-    """What ALiBi adds to scores; models/config.py has the words."""
+    """Parameters of ALiBi, described in models/config.py."""
 
     slopes_N: Tensor  # float32, on the CPU for native attention
     rounded: bool
 
     def biases(self, places: Tensor, lengths: Tensor, scale: float) -> Tensor:
-        """What is added to scaled scores of keys at these places of paths that are so long, [N, *places]."""
+        """Return the biases of scaled scores, [N, *places], of keys at `places` of paths of these lengths."""
         slopes = self.slopes_N.view(-1, *[1] * places.dim())
         if not self.rounded:
             return slopes * (places - lengths + 1)
@@ -129,35 +129,35 @@ class AlibiSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """The attention of one layer, apart from its products."""
+    """The attention of one layer without its matrix products."""
 
     layer: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
-    window: int | None  # a row sees the last `window` positions of its path; None: all
-    # Weights of the RMSNorm over each head, before the rotation, [H]; None: there is none. With `whole_norms`
-    # they are over all queries of a row, [N H], and over all its keys, [K H].
+    window: int | None  # a row attends to the last `window` positions of its path; None: all
+    # Weights of the RMSNorm over each head, before the rotation, [H]; None: no norm. With `whole_norms` the
+    # norms are over all queries of a row, [N H], and over all its keys, [K H].
     q_norm: Tensor | None
     k_norm: Tensor | None
     norm_eps: float
     whole_norms: bool = False
     softcap: float | None = None  # scores become cap * tanh(scores / cap)
     alibi: AlibiSpec | None = None
-    sinks_N: Tensor | None = None  # logits to which no value belongs, in the activations' dtype
+    sinks_N: Tensor | None = None  # logits without values, in the activations' dtype
 
     @property
     def plain(self) -> bool:
-        """Whether weights are the softmax of scaled scores."""
+        """True if the weights are the softmax of scaled scores."""
         return (self.softcap, self.alibi, self.sinks_N) == (None, None, None)
 
 
 class Attend(Protocol):
-    """How a model calls attention; bound to one pass and one cache, of which the model knows nothing."""
+    """Attention bound to one pass and one cache, as a model calls it."""
 
     def __call__(self, heads: AttentionSpec, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
-        """The attended values, [T, N H]; writes K and V of every row to the layer's cache."""
+        """Return the attended values, [T, N H]; writes K and V of every row to the layer's cache."""
         ...
 
 
@@ -165,7 +165,7 @@ class CacheAttention(Protocol):
     """Attention over one cache."""
 
     def bind(self, paths: Paths) -> Attend:
-        """Attention of one pass."""
+        """Return the attention of one pass."""
         ...
 
 
@@ -173,5 +173,5 @@ class AttentionBackend(Protocol):
     """Computes attention along paths."""
 
     def over(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> CacheAttention:
-        """Attention over a cache: per layer K and V, [P, K, H], in the activations' dtype."""
+        """Return the attention over a cache: per layer K and V, [P, K, H], in the activations' dtype."""
         ...

@@ -1,6 +1,6 @@
-"""Attention by cpu/rope.cpp and cpu/attention.cpp: slots are read where they lie.
+"""NativeAttention: attention by cpu/rope.cpp and cpu/attention.cpp, which reads slots in place.
 
-A row's result is a function of its own path, to the last bit, whatever rows are computed with it.
+A row's result depends only on its own path, bit for bit, and not on the other rows of the pass.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from specinfer.kernels.library import Library
 from specinfer.kernels.product import FLOATS, check_rows
 from specinfer.kernels.structures import CachesArgs, HeadsArgs, PathsArgs
 
-_MOST_ELEMENTS: Final = 512  # of a head
-_MOST_GROUP: Final = 96  # query heads that share a key-value head
+_MAX_ELEMENTS: Final = 512  # of a head
+_MAX_GROUP: Final = 96  # query heads that share a key-value head
 _FAULTS: Final = (  # as cpu/paths.cpp numbers them
     "",
     "a block that the cache does not have",
@@ -29,18 +29,18 @@ _FAULTS: Final = (  # as cpu/paths.cpp numbers them
 
 
 def unsupported(head_dim: int, group: int, dtype: torch.dtype) -> str | None:
-    """Why native attention cannot serve such heads, `group` of them to a key-value head; else None."""
-    if head_dim > _MOST_ELEMENTS:
-        return f"heads have {head_dim} elements; it takes at most {_MOST_ELEMENTS}"
+    """Return why native attention does not support heads with `group` query heads per KV head, or None."""
+    if head_dim > _MAX_ELEMENTS:
+        return f"heads have {head_dim} elements; it takes at most {_MAX_ELEMENTS}"
     if dtype is torch.bfloat16 and head_dim % 2:
         return f"heads have {head_dim} elements; in bfloat16 it takes an even number"
-    if group > _MOST_GROUP:
-        return f"{group} query heads share a key-value head; it takes at most {_MOST_GROUP}"
+    if group > _MAX_GROUP:
+        return f"{group} query heads share a key-value head; it takes at most {_MAX_GROUP}"
     return None
 
 
 def heads_args(heads: AttentionSpec) -> HeadsArgs:
-    """The heads as the library is told of them; `heads` keeps the memory it points to."""
+    """Return the library's arguments for heads; they point to memory that `heads` owns."""
     return HeadsArgs(
         heads.num_heads,
         heads.num_kv_heads,
@@ -63,12 +63,12 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 class NativeCache:
-    """A cache as the library is told of it."""
+    """A cache with the library's arguments for it."""
 
     __slots__ = ("_kept", "args", "checked", "dtype", "key_addresses", "library", "shape", "value_addresses")
 
     def __init__(self, library: Library, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Raises ValueError where the layers' caches are not alike."""
+        """Hold the caches of all layers; raises ValueError if they differ in shape or dtype."""
         both = (*keys, *values)
         alike = {(tuple(t.shape), t.dtype, t.is_contiguous(), t.device.type) for t in both}
         self.shape, self.dtype = keys[0].shape, keys[0].dtype
@@ -83,14 +83,14 @@ class NativeCache:
             )
         self.library = library
         self._kept = both
-        self.checked: object = None  # the layers that last found it to be their own
+        self.checked: object = None  # the layers that were last checked against it
         self.key_addresses = (ctypes.c_void_p * len(keys))(*(k.data_ptr() for k in keys))
         self.value_addresses = (ctypes.c_void_p * len(values))(*(v.data_ptr() for v in values))
         addresses = map(ctypes.addressof, (self.key_addresses, self.value_addresses))
         self.args = CachesArgs(*addresses, self.shape[0])
 
     def check(self, dtype: torch.dtype, heads: AttentionSpec) -> None:
-        """Raise ValueError where such heads of that dtype are not those of the cache."""
+        """Raise ValueError if the heads or the dtype do not fit the cache."""
         (_, kv_heads, head), cached = self.shape, self.dtype
         if (kv_heads, head, cached) != (heads.num_kv_heads, heads.head_dim, dtype):
             raise ValueError(
@@ -115,17 +115,17 @@ class NativeCache:
             raise ValueError(f"slopes must be [{count}] of float32, got {list(alibi.slopes_N.shape)}")
 
     def bind(self, paths: Paths) -> NativeAttend:
-        """Attention of one pass."""
+        """Return the attention of one pass."""
         return NativeAttend(self, paths)
 
 
 class NativeAttend:
-    """NativeAttention's Attend; kernels/decoder.py takes its addresses to the same code."""
+    """NativeAttention's Attend; kernels/decoder.py passes its addresses to the same code."""
 
     __slots__ = ("_numbers", "cache", "paths")
 
     def __init__(self, cache: NativeCache, paths: Paths) -> None:
-        """Raises ValueError where paths lead out of the cache, or out of what they are made of."""
+        """Check the paths; raises ValueError if they leave the cache or are inconsistent."""
         numbers, requests, rows = paths.numbers, paths.num_requests, paths.num_rows
         blocks = len(numbers) - 4 * requests - 2 * rows - 1 - paths.num_tails
         if numbers.typecode != "i" or blocks < 0:
@@ -142,10 +142,10 @@ class NativeAttend:
         )
         fault = cache.library.fault_of_paths(ctypes.byref(self.paths), cache.shape[0])
         if fault:
-            raise ValueError(f"{_FAULTS[fault]}: {self._told(paths)}")
+            raise ValueError(f"{_FAULTS[fault]}: {self._described(paths)}")
 
-    def _told(self, paths: Paths) -> str:
-        """What there is, for a person."""
+    def _described(self, paths: Paths) -> str:
+        """Return a description of the paths for an error."""
         blocks = paths.tables_B
         numbers = f"{blocks.min()} .. {blocks.max()}" if blocks.size else "none"
         return (
@@ -155,9 +155,9 @@ class NativeAttend:
         )
 
     def __call__(self, heads: AttentionSpec, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
-        """The attended values, [T, N H]; writes K and V of every row to the layer's cache.
+        """Return the attended values, [T, N H]; writes K and V of every row to the layer's cache.
 
-        Raises ValueError where rows, heads or rope are not those of the cache and paths.
+        Raises ValueError if rows, heads or RoPE do not fit the cache and the paths.
         """
         head = heads.head_dim
         width = (heads.num_heads + 2 * heads.num_kv_heads) * head
@@ -181,7 +181,7 @@ class NativeAttend:
 
 
 class NativeAttention:
-    """The AttentionBackend of a CPU."""
+    """AttentionBackend with native kernels, on a CPU."""
 
     __slots__ = ("_library",)
 
@@ -189,5 +189,5 @@ class NativeAttention:
         self._library = library
 
     def over(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> NativeCache:
-        """Attention over a cache of bfloat16 or float32."""
+        """Return the attention over a cache of bfloat16 or float32."""
         return NativeCache(self._library, keys, values)

@@ -1,17 +1,16 @@
-"""Attention through torch's scaled_dot_product_attention, one call per segment: any dtype, any device.
+"""SdpaAttention: torch's scaled_dot_product_attention, one call per segment, for any dtype and device.
 
 Shapes: T rows, S keys of one segment, P slots, N query heads, K key-value heads, G = N / K, L = G * T,
 H head size.
-The G query heads that share a key-value head are laid under one another as G * T rows, so K and V are never
-repeated.
+The G query heads that share a key-value head are stacked as G * T rows, so K and V are not repeated.
 
-A row's result must not depend on the rows beside it, or greedy text would change where two logits are close.
-torch's CPU kernel makes it. It sums over S keys in an order that depends on S, so S is padded with hidden
-keys to whole blocks of PAD. It works on blocks of queries, and one of fewer than 4 goes another way through
-its products, so such a block is padded, too. It gives each block to one thread; a lone block's rows are
-divided among all threads, so such a block is computed twice, side by side. A node behind siblings has its
-ancestors at other places than a chain would, so a tree is read path by path, one segment each, as if each
-were a chain. On GPUs, where nothing is promised yet, a tree is one segment, whose mask says who sees whom.
+A row's result may not depend on the other rows, or greedy text would change where two logits are close.
+torch's CPU kernel needs four measures for that. It sums over S keys in an order that depends on S, so S is
+padded with masked keys to whole blocks of PAD. It computes blocks of queries, and blocks of fewer than 4 with
+other products, so these are padded. It gives each block to one thread, but divides a single block among all
+threads, so a single block is computed twice. A node after siblings has its ancestors at other indices than in
+a chain, so a tree is computed path by path, each as a segment that is a chain. On GPUs, where this
+independence is not guaranteed, a tree is one segment with a mask.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from torch import Tensor
 from specinfer.attention.backend import Attend, AttentionSpec, Paths, Rotation
 
 PAD = 512  # the block of keys in torch's CPU kernel
-# The smallest of the kernel's block sizes of queries (32, 64, 256), which divides the others.
+# The smallest of the kernel's query block sizes (32, 64, 256), which divides the others.
 _QUERY_BLOCK = 32
 _FEW_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Rows of one request, the keys they choose from, and which of these each of them sees."""
+    """Rows of one request, their keys, and the mask of the keys that each row attends to."""
 
     rows: NDArray[np.int64]
     slots_S: NDArray[np.int32]
@@ -44,24 +43,24 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class SdpaCache:
-    """Keys and values of one cache, for attention of one pass after another."""
+    """Keys and values of one cache."""
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
 
     def bind(self, paths: Paths) -> Attend:
-        """Attention of one pass; masks are made once for all layers."""
+        """Return the attention of one pass; masks are made once for all layers."""
         by_paths = self.keys[0].device.type == "cpu"
         return _Bound(paths, list(_segments(paths, by_paths=by_paths)), self.keys, self.values)
 
 
 class SdpaAttention:
-    """The AttentionBackend that runs everywhere."""
+    """AttentionBackend for every device."""
 
     __slots__ = ()
 
     def over(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> SdpaCache:
-        """Attention over a cache of any dtype, on any device."""
+        """Return the attention over a cache of any dtype, on any device."""
         return SdpaCache(keys, values)
 
 
@@ -114,10 +113,10 @@ class _Bound:
 def rotated(
     x_TNH: Tensor, norm: Tensor | None, eps: float, rotation: Rotation | None, *, whole: bool = False
 ) -> Tensor:
-    """x / rms(x) * norm where there is a norm, then rotated where there is a rotation.
+    """Apply the RMSNorm, x / rms(x) * norm, and the rotation, where they are given.
 
-    The norm is one of each head, or of `whole` rows. The pair (a, b) at distance H / 2 becomes
-    (a cos - b sin, b cos + a sin). All in float32, rounded once.
+    The norm is over each head, or over `whole` rows. The rotation maps the pair (a, b) at distance H / 2 to
+    (a cos - b sin, b cos + a sin). All of it is computed in float32 and rounded once.
     """
     if norm is None and rotation is None:
         return x_TNH
@@ -133,7 +132,7 @@ def rotated(
 
 
 def attended(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, mask_TS: Tensor, scale: float) -> Tensor:
-    """softmax(q k * scale + mask) v, [T, N, H]."""
+    """Return softmax(q k * scale + mask) v, [T, N, H]."""
     rows, heads, head_dim = q_TNH.shape
     kv_heads = k_SKH.shape[1]
     groups = heads // kv_heads
@@ -160,9 +159,9 @@ def _attend_otherwise(
     values_PKH: Tensor,
     out_TNH: Tensor,
 ) -> None:
-    """Attention with caps, biases or sinks of a segment's rows, to `out_TNH`, in float32.
+    """Write attention with caps, biases or sinks of a segment's rows to `out_TNH`, in float32.
 
-    On a CPU each row is computed alone, with the keys of its own path. Elsewhere all are, under a mask.
+    On a CPU each row is computed alone, with the keys of its path; elsewhere all together, with a mask.
     """
     sees_TS, device = segment.sees_TS, q_TNH.device
     window = _seen(sees_TS, heads.window)
@@ -193,9 +192,9 @@ def weighed(
     lengths_T1: Tensor,
     sees_TS: Tensor | None = None,
 ) -> Tensor:
-    """What rows find whose scores are capped, biased or have sinks, [T, N, H].
+    """Return attention of rows whose scores are capped, biased or have sinks, [T, N, H].
 
-    Keys are at these places of each row's path, which is so long; a row sees those of `sees_TS`, or all.
+    Keys are at `places` of each row's path of the given length; a row attends to those of `sees_TS`, or all.
     """
     rows, count, size = q_TNH.shape
     kv_heads = k_SKH.shape[1]
@@ -230,12 +229,13 @@ def _segments(paths: Paths, *, by_paths: bool) -> Iterator[_Segment]:
 
 
 def _chains(tree: _Segment) -> Iterator[_Segment]:
-    """One segment per path to a leaf, each a chain; a row belongs to the first path that has it."""
-    own = tree.sees_TS.shape[1] - 1 - tree.sees_TS[:, ::-1].argmax(axis=1)  # the last key each row sees
-    below = tree.sees_TS[:, own] & (own[:, None] != own[None, :])  # [i, j]: row i stands below row j
+    """Yield one chain per path to a leaf; a row belongs to the first path that includes it."""
+    # The last key that each row attends to.
+    own = tree.sees_TS.shape[1] - 1 - tree.sees_TS[:, ::-1].argmax(axis=1)
+    below = tree.sees_TS[:, own] & (own[:, None] != own[None, :])  # [i, j]: row i is a descendant of row j
     taken = np.zeros(len(tree.rows), dtype=np.bool_)
     for leaf in np.flatnonzero(~below.any(axis=0)):
-        if taken[leaf]:  # one row that is run twice
+        if taken[leaf]:  # a repeated row
             continue
         keys = np.flatnonzero(tree.sees_TS[leaf])
         fresh = np.flatnonzero(tree.sees_TS[leaf, own] & ~taken)
@@ -244,12 +244,12 @@ def _chains(tree: _Segment) -> Iterator[_Segment]:
 
 
 def _padded(slots_S: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Whole blocks of keys: the first slot again, which every row of this request may read."""
+    """Pad keys to whole blocks with the first slot, which every row of this request may read."""
     return np.pad(slots_S, (0, -len(slots_S) % PAD), constant_values=slots_S[0])
 
 
 def _seen(sees_TS: NDArray[np.bool_], window: int | None) -> NDArray[np.bool_]:
-    """The last `window` keys of those that each row sees; None: all."""
+    """Restrict each row to the last `window` keys that it attends to; None: all."""
     if window is None:
         return sees_TS
     seen: NDArray[np.bool_] = sees_TS & (sees_TS.sum(axis=1, keepdims=True) - sees_TS.cumsum(axis=1) < window)
@@ -257,7 +257,7 @@ def _seen(sees_TS: NDArray[np.bool_], window: int | None) -> NDArray[np.bool_]:
 
 
 def _mask(sees_TS: NDArray[np.bool_], window: int | None, dtype: torch.dtype) -> Tensor:
-    """0 where a row sees a key, -inf where not, padded to whole blocks."""
+    """Return 0 where a row attends to a key and -inf elsewhere, padded to whole blocks."""
     sees_TS = _seen(sees_TS, window)
     hidden = np.ones((sees_TS.shape[0], -(-sees_TS.shape[1] // PAD) * PAD), dtype=np.bool_)
     np.logical_not(sees_TS, out=hidden[:, : sees_TS.shape[1]])

@@ -30,7 +30,7 @@ from specinfer.models.prepared import PreparedFile, prepared_path
 from specinfer.models.streamed import layer_records
 from specinfer.models.weights import OpenModel, estimate_bytes, layer_bytes, prepare
 from specinfer.progress import Progress
-from specinfer.runtime.flight import MOST_BYTES
+from specinfer.runtime.flight import MAX_BYTES
 from specinfer.runtime.kv_cache import KvCache, free_bytes, gib, process_bytes
 from specinfer.speculation_config import MAX_DEPTH_STREAMED, SELF, Quantization
 
@@ -319,7 +319,7 @@ def allowed_bytes(memory: int | None, device: torch.device) -> int:
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
     """Return about the bytes that a pass of `rows` rows takes besides weights and KV caches."""
     widest = config.hidden_size * 6 + config.intermediate_size * 4 + config.num_heads * config.head_dim * 4
-    return rows * widest * max(2, dtype.itemsize) + MOST_BYTES + _SLACK
+    return rows * widest * max(2, dtype.itemsize) + MAX_BYTES + _SLACK
 
 
 def cache_bytes(models: Sequence[tuple[ModelConfig, torch.dtype]], positions: int) -> int:

@@ -1,1 +1,1 @@
-"""Models at work: batches, KV caches, forward passes, sampling laws."""
+"""Runtime: batches, KV caches, forward passes and their costs."""

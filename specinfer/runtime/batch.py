@@ -1,12 +1,12 @@
-"""Rows of requests -> the tensors of one forward pass: here lists become tensors.
+"""Build the tensors of one forward pass from the rows of requests.
 
-Cache positions of one request, as the rows of a pass find and write them:
+Cache positions of one request in a pass:
 
     0 ................ start ............ root | root + 1 ........... start + n - 1
     in the cache       the rows: text to the root, then the tree's nodes, or the last of these alone
 
-A chunk of a prompt, a whole tree, a prompt followed by a tree, and the frontier of a draft's half-grown tree
-are all of this form. Node i of a tree lies at cache position root + i and stands in its text at root + depth.
+A chunk of a prompt, a whole tree, a prompt followed by a tree, and the frontier of a draft's partial tree all
+have this form. Node i of a tree has cache position root + i and text position root + depth.
 """
 
 from __future__ import annotations
@@ -27,48 +27,48 @@ from specinfer.tree import TokenTree
 class Rows:
     """One request's rows of one forward pass, at cache positions start, start + 1, ...
 
-    `parents` is the whole tree (parents[0] == -1) whose last node is the last row: rows before its root are
+    `parents` is the whole tree (parents[0] == -1), whose last node is the last row. Rows before its root are
     text, and nodes before the first row are in the cache. None: every row is text.
     """
 
     token_ids: Sequence[int]  # [n]
     start: int
     block_table: Sequence[int]
-    logits_from: int  # rows from this one on yield logits; n for none
+    logits_from: int  # the first row with logits; n: no row
     parents: Sequence[int] | None = None
-    adapter: str | None = None  # that all of these rows have
+    adapter: str | None = None  # name of the adapter of these rows
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBatch:
-    """What one forward pass over all requests' rows is given."""
+    """Input of one forward pass over the rows of all requests."""
 
     token_ids_T: Tensor
-    positions_T: Tensor  # where each token stands in its own text
+    positions_T: Tensor  # position of each token in its text
     paths: Paths
     logit_rows: Tensor | None  # None: every row
-    adapted: Sequence[tuple[range, str]] = ()  # rows that have adapters, with the adapter's name
+    adapted: Sequence[tuple[range, str]] = ()  # rows with adapters, and the adapter's name
 
 
 def chain_rows(token_ids: Sequence[int], start: int, block_table: Sequence[int], *, logits: bool) -> Rows:
-    """The rows of plain text at positions start, start + 1, ...; logits of the last row only, or of none."""
+    """Return rows of text at positions start, start + 1, ...; with `logits` the last row has logits."""
     n = len(token_ids)
     return Rows(token_ids, start, block_table, n - 1 if logits else n)
 
 
 @dataclass(frozen=True, slots=True)
 class LogitRows:
-    """Whose rows are where among those of a step's pass that want logits."""
+    """Indices of requests' rows among the rows with logits of a step's pass."""
 
-    roots: list[int]  # of each tree the row of its root; the rows of its other nodes follow
-    scored: list[tuple[PlanEntry, range]]  # prompts that want log-probabilities, with the rows of theirs
+    roots: list[int]  # the row of each tree's root; the rows of its other nodes follow
+    scored: list[tuple[PlanEntry, range]]  # prompts with log-probabilities, and their rows
     count: int
 
 
 def logit_rows(plan: StepPlan, trees: Sequence[TokenTree]) -> LogitRows:
-    """How the rows with logits of a step's pass are numbered: entry by entry, from the root of each tree on.
+    """Return the numbering of the rows with logits of a step: entry by entry, each tree from its root on.
 
-    Of a prompt that is scored all rows have logits, and its tree's are the last of them.
+    All rows of a scored prompt have logits; its tree's rows come last.
     """
     roots: list[int] = []
     scored: list[tuple[PlanEntry, range]] = []
@@ -87,10 +87,10 @@ def logit_rows(plan: StepPlan, trees: Sequence[TokenTree]) -> LogitRows:
 
 
 def likelihoods(plan: StepPlan, trees: Sequence[TokenTree]) -> list[float]:
-    """How likely the logits of each row of a step's pass that has some are asked for.
+    """Return the probability that verification reads the logits of each row with logits.
 
-    Those of a tree's node as likely as its speculators think that it becomes text. Those of a prompt that is
-    scored are asked for behind all others, so they come last.
+    For a tree's node it is the speculators' acceptance probability. Rows of a scored prompt are read after
+    all others, so they come last.
     """
     rows = logit_rows(plan, trees)
     found = [0.0] * rows.count
@@ -100,7 +100,7 @@ def likelihoods(plan: StepPlan, trees: Sequence[TokenTree]) -> list[float]:
 
 
 def step_rows(plan: StepPlan, trees: Sequence[TokenTree]) -> list[Rows]:
-    """Every entry's uncached text, and behind it the other nodes of its tree; see `logit_rows`."""
+    """Return every entry's uncached text, followed by the other nodes of its tree; see `logit_rows`."""
     upcoming = iter(trees)
     return [_entry_rows(entry, next(upcoming) if entry.has_tree else None) for entry in plan.entries]
 
@@ -125,20 +125,20 @@ def _entry_rows(entry: PlanEntry, tree: TokenTree | None) -> Rows:
 
 
 def _scores_prompt(entry: PlanEntry) -> bool:
-    """Whether the caller wants to know how likely tokens of the prompt were that follow this entry's rows."""
+    """Return whether the entry's rows yield requested log-probabilities of the prompt."""
     return entry.request.scores_prompt and _unscored(entry) > 0
 
 
 def _unscored(entry: PlanEntry) -> int:
-    """The tokens of the prompt behind this entry's first."""
+    """Return the number of prompt tokens after this entry's first."""
     return len(entry.request.prompt_token_ids) - 1 - entry.start
 
 
 def build_batch(rows: Sequence[Rows], *, block_size: int, device: torch.device) -> ModelBatch:
-    """The batch of `rows`, in order; paths stay in host memory, for the attention backend to place.
+    """Return the batch of `rows`, in order; paths stay in host memory for the attention backend.
 
-    A step makes it while a model waits, in caches that the last pass has swept: so all numbers are gathered
-    in lists, and become two arrays at the end.
+    The model waits for it, and the last pass has evicted the CPU caches. So all numbers are collected in
+    lists, and become two arrays at the end.
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -154,7 +154,7 @@ def build_batch(rows: Sequence[Rows], *, block_size: int, device: torch.device) 
         if part.adapter is not None:
             adapted.append((range(first, first + n), part.adapter))
         branched = _branched(part)
-        text = part.start + n - len(branched)  # behind the rows that stand where tokens of a text would
+        text = part.start + n - len(branched)  # after the rows that are positioned like text
         tokens.extend(part.token_ids)
         positions += range(part.start, text)
         shared += range(part.start + 1, text + 1)
@@ -190,14 +190,14 @@ def build_batch(rows: Sequence[Rows], *, block_size: int, device: torch.device) 
 
 
 def slots_of(block_table: Sequence[int], positions: Sequence[int], block_size: int) -> list[int]:
-    """The cache slots of cache positions."""
+    """Return the cache slots of cache positions."""
     return [block_table[p // block_size] * block_size + p % block_size for p in positions]
 
 
 def _branched(rows: Rows) -> list[list[int]]:
-    """Of the rows that are no text, which are the last ones: the positions of their paths below the root.
+    """Return the positions of the paths below the root of the last rows, those that are not text.
 
-    A node with no others before it than its ancestors stands where a token of text would, and is one.
+    A node that is preceded only by its ancestors is positioned like text, and counts as text.
     """
     parents = rows.parents
     if parents is None:

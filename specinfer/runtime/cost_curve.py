@@ -1,14 +1,16 @@
-"""What a forward pass costs against the number of its rows: measured once, kept on disk.
+"""CostCurve: seconds of a forward pass by its number of rows, measured once and cached on disk.
 
-On a machine bound by memory 16 rows cost what one costs, on one bound by arithmetic they cost several times
-as much; most are bound by the one for few rows and by the other for many. So it is measured, at a few sizes,
-and read off between them. Beyond the largest size it goes on as it ended, so sizes are added until it rises.
+On a machine bound by memory bandwidth 16 rows cost as much as one; on one bound by arithmetic they cost
+several times as much. Most are bound by the former for few rows and by the latter for many. So passes of a
+few sizes are measured, with linear interpolation between them. Beyond the largest size the last slope
+continues, so sizes are added until the curve rises.
 
-Whatever else runs on the machine only adds time. So the quickest of some passes counts, and a size that
-lies above the line between its neighbours was disturbed: the curve is the lower hull of what was measured.
+Other load on the machine only adds time. So the fastest of several passes counts, and a size above the line
+between its neighbours was disturbed: the curve is the lower hull of the measurements.
 
-Of a mixture of experts 16 rows read the weights of several times as many experts as one row, and the 16 next
-ones add few: seconds rise steeply first. There lines are drawn over the experts that rows touch, as expected.
+In a mixture of experts 16 rows read the weights of several times as many experts as one row, and the next 16
+add few: seconds rise steeply at first. There the interpolation is linear in the expected number of experts
+read.
 """
 
 from __future__ import annotations
@@ -34,16 +36,17 @@ from specinfer.kernels.machine import allowed_cpus, cpu_name
 from specinfer.models.config import Experts, ModelConfig
 from specinfer.progress import NoProgress, Progress
 
-_SIZES: Final = (1, 16, 4, 64, 2, 8, 32, 128)  # rows; a slow model is measured at the first few
-_FEWEST: Final = 2  # sizes that are measured however long they take
-_SECONDS: Final = 2.0  # for all these together, about
-_LARGER: Final = (32, 64, 128, 256, 512, 1024, 2048)  # rows; measured behind them, in this order
-_LARGER_SECONDS: Final = 0.25  # for these together, for each 512 rows that a pass may have
-_FLAT: Final = 1.5  # times a pass of one row; a curve that ends below does not show yet what rows cost
+# Rows, in order of measurement; a slow model only gets the first few.
+_SIZES: Final = (1, 16, 4, 64, 2, 8, 32, 128)
+_FEWEST: Final = 2  # minimum number of sizes
+_SECONDS: Final = 2.0  # for all of these together, about
+_LARGER: Final = (32, 64, 128, 256, 512, 1024, 2048)  # rows; measured after these, in this order
+_LARGER_SECONDS: Final = 0.25  # for these together, per 512 rows of the largest pass
+_FLAT: Final = 1.5  # multiple of one row's pass; a curve that ends below does not show the cost of rows
 _ROUNDS: Final = 5
-_WORTH_KEEPING: Final = 0.2  # seconds; what is measured quicker is measured at every start
-_FAR: Final = 1 << 20  # rows; beyond the last size the curve goes on as it ended
-_OF_A_ROW: Final = 0.01  # seconds of a row's arithmetic, over those of reading its experts, at the least
+_WORTH_KEEPING: Final = 0.2  # seconds; a faster measurement is repeated at every start
+_FAR: Final = 1 << 20  # rows; end of the extrapolation
+_OF_A_ROW: Final = 0.01  # minimum arithmetic time of a row relative to reading its experts
 _CODE: Final = (
     "attention",
     "heads",
@@ -51,7 +54,7 @@ _CODE: Final = (
     "models",
     "parallel",
     "runtime",
-)  # the packages a pass runs through
+)  # packages with the code of a pass
 
 Key = Mapping[str, str]
 
@@ -61,7 +64,7 @@ class TimedModel(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """What the model is."""
+        """The model's config."""
         ...
 
     @property
@@ -71,40 +74,40 @@ class TimedModel(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         ...
 
     @property
     def kernels(self) -> Kernels:
-        """What computes between the products; whoever runs a model brings attention from here."""
+        """Kernels that compute the layers' operations and attention."""
         ...
 
 
 class Timed(Protocol):
-    """A model with its cache, as far as a pass's seconds are concerned."""
+    """A model with its cache, for measuring passes."""
 
     @property
     def model(self) -> TimedModel:
-        """What runs."""
+        """The model."""
         ...
 
     def probe(self, rows: int, *, every_row: bool) -> None:
-        """One pass of so many rows as a step makes it, in the cache's first slots."""
+        """Run one pass of `rows` rows like a step's, in the cache's first slots."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
-    """Seconds of one pass by its rows: straight from size to size, never falling; no rows cost nothing."""
+    """Seconds of one pass by its rows: piecewise linear, monotonic, and 0 for no rows."""
 
     rows: tuple[int, ...]  # ascending, at least two
-    at_rows: tuple[float, ...]  # seconds of a pass of that size, rising ever faster unless there are experts
+    at_rows: tuple[float, ...]  # seconds of a pass of each size; convex, except for mixtures of experts
 
     @classmethod
     def through(cls, measured: Mapping[int, float], experts: Experts | None = None) -> CostCurve:
-        """The lower hull of what passes took, seconds by rows, of at least two sizes.
+        """Return the lower hull of measured seconds by rows, for at least two sizes.
 
-        That of a mixture is one over `experts` touched, and bends at powers of two between the sizes as well.
+        For a mixture the hull is over the number of `experts` read, with further corners at powers of two.
         """
         if experts is not None:
             powers = (1 << n for n in range(max(measured).bit_length()))
@@ -116,9 +119,9 @@ class CostCurve:
         return cls(*map(tuple, zip(*_lower_hull(measured), strict=True)))
 
     def at_least(self, least: float) -> CostCurve:
-        """The curve of passes that take `least` seconds or more each, as those that wait for their weights.
+        """Return the curve of passes that take at least `least` seconds, as with streamed weights.
 
-        It bends where this one crosses them.
+        It has a corner where this curve crosses that value.
         """
         if least <= self.at_rows[0]:
             return self
@@ -134,25 +137,25 @@ class CostCurve:
         return CostCurve(tuple(sizes), tuple(max(least, taken) for taken in self.seconds(sizes).tolist()))
 
     def __add__(self, other: CostCurve) -> CostCurve:
-        """The curve of a pass of each, one behind the other."""
+        """Return the curve of both passes in sequence."""
         sizes = sorted({*self.rows, *other.rows})
         return CostCurve(tuple(sizes), tuple((self.seconds(sizes) + other.seconds(sizes)).tolist()))
 
     def seconds(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds of passes of so many rows, in the shape of `rows`."""
+        """Return the seconds of passes of `rows` rows, in the shape of `rows`."""
         return np.asarray(np.interp(rows, *self.corners()))
 
     def table(self, most: int) -> list[float]:
-        """Seconds of passes of 0, 1, ... `most` rows."""
+        """Return the seconds of passes of 0, 1, ... `most` rows."""
         seconds: list[float] = self.seconds(np.arange(most + 1)).tolist()
         return seconds
 
     def expected(self, rows: int) -> float:
-        """Seconds of one pass of so many rows."""
+        """Return the seconds of one pass of `rows` rows."""
         return float(self.seconds([rows])[0])
 
     def corners(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Rows and seconds where the curve bends: from no rows on, and as far as it is ever asked."""
+        """Rows and seconds of the curve's corners, from 0 rows to the end of the extrapolation."""
         last, before = (self.rows[-1], self.at_rows[-1]), (self.rows[-2], self.at_rows[-2])
         far = last[1] + _slope(before, last) * (_FAR - last[0])
         return (0, *self.rows, _FAR), (0.0, *self.at_rows, far)
@@ -162,7 +165,7 @@ _Place = TypeVar("_Place", int, float)
 
 
 def _lower_hull(measured: Mapping[_Place, float]) -> list[tuple[_Place, float]]:
-    """Points of the lower hull, ascending; one that is lower shows that those before it were disturbed."""
+    """Return the points of the lower hull, ascending; points above it were disturbed measurements."""
     hull: list[tuple[_Place, float]] = []
     quickest = math.inf
     for place in sorted(measured, reverse=True):
@@ -175,7 +178,7 @@ def _lower_hull(measured: Mapping[_Place, float]) -> list[tuple[_Place, float]]:
 
 
 def _weighed(experts: Experts, sizes: Sequence[int]) -> list[float]:
-    """What passes of so many rows read, in units of one row's experts, and a little for their arithmetic."""
+    """Return the experts that passes of these sizes read, in units of one row's, plus a little per row."""
     return [experts.touched(rows) / experts.per_token + _OF_A_ROW * rows for rows in sizes]
 
 
@@ -194,16 +197,19 @@ def cost_curve(
     folder: Path | None = None,
     progress: Progress | None = None,
 ) -> CostCurve:
-    """The curve of this model on this machine, measured now or before.
+    """Return the cost curve of a model on this machine, measured now or read from the cache.
 
-    Curves are kept in `folder`, by default in the user's cache. `max_rows` is the most rows a pass will have
-    and the cache has room for, `variant` is part of the key: quantization and head size. `every_row` says
-    that the logits of all rows are asked for, as a draft does, and not the likeliest first (flight.py).
-    `behind` is a model that has a pass before each: a small one's weights stay in the machine's caches while
-    it is measured, and in a step they are swept out. A curve that is measured in no time is kept only if
-    `keep` says so.
-    Writes into the cache's first slots, which nobody may use yet. A folder that cannot be written costs the
-    next start its time, no more.
+    Overwrites the first slots of the model's cache, which must be unused. If `folder` cannot be written, the
+    next start measures again.
+
+    Args:
+        runner: the model with its cache. max_rows: rows of the largest pass; the cache must have room for
+        them. variant: part of the key: quantization and the size of the output layer. folder: folder of the
+        curves; by default in the user's cache. every_row: True if the logits of all rows are read, as by a
+        draft, not the likeliest first (flight.py). behind: a model that runs a pass before each. A small
+        model's weights stay in the CPU caches while it
+            is measured alone, but not in a step.
+        keep: True to cache also a curve that takes little time to measure.
     """
     if behind is not None:
         variant += ", behind a pass of its target"
@@ -229,12 +235,12 @@ def measure(
     progress: Progress | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostCurve:
-    """Time passes of a few sizes up to `max_rows` rows, round after round.
+    """Measure passes of a few sizes up to `max_rows` rows, in rounds.
 
-    Writes into the first slots of the cache. Takes two seconds or three, a small model's milliseconds: a size
-    is measured again until it has had its share of the time. Sizes beyond these are measured once, while
-    there is time for them; and as long as the curve is flat in any case, each in about twice the last one's
-    time at most: rows would seem to be free for ever.
+    Overwrites the first slots of the cache. Takes two or three seconds, and milliseconds for a small model: a
+    size is measured again until its part of the time is used. Larger sizes are measured once while time
+    remains. They are also measured while the curve is flat, each within about twice the time of the one
+    before, as rows would otherwise seem to be free.
     """
     show = progress or NoProgress()
     sizes = [size for size in _SIZES if size <= max(_FEWEST, max_rows)]
@@ -254,7 +260,7 @@ def measure(
         return clock() - began
 
     try:
-        _pass_seconds(runner, _FEWEST, every_row, clock)  # the first pass of all is slow
+        _pass_seconds(runner, _FEWEST, every_row, clock)  # warm-up, as the first pass is slow
         for size in _ROUNDS * sizes:
             late = sum(spent.values()) > _SECONDS and len(quickest) >= _FEWEST
             if not late and spent[size] < share:
@@ -273,14 +279,14 @@ def measure(
 
 
 def _pass_seconds(runner: Timed, rows: int, every_row: bool, clock: Callable[[], float]) -> float:
-    """One pass as a step makes it: from lists to logits in host memory, which waits for a GPU."""
+    """Return the seconds of one pass like a step's, from lists to logits in host memory."""
     began = clock()
     runner.probe(rows, every_row=every_row)
     return clock() - began
 
 
 def _key(model: TimedModel, max_rows: int, variant: str, every_row: bool) -> dict[str, str]:
-    """Everything a pass's time depends on. The values of the weights are not among it."""
+    """Return everything that the time of a pass depends on, which excludes the values of weights."""
     kernels = model.kernels
     return {
         "model": hashlib.sha256(repr(model.config).encode()).hexdigest(),
@@ -299,7 +305,7 @@ def _key(model: TimedModel, max_rows: int, variant: str, every_row: bool) -> dic
 
 
 def device_name(device: torch.device) -> str:
-    """What computes there: a GPU's name, or how many CPUs of which kind."""
+    """Return a GPU's name, or the number and the name of the CPUs."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{len(allowed_cpus())} x {cpu_name()}"
@@ -307,7 +313,7 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def code_hash() -> str:
-    """A hash of the code a pass runs through: a faster kernel has another curve."""
+    """Return a hash of the code of a pass, as a changed kernel has another curve."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for package in _CODE:
@@ -318,7 +324,7 @@ def code_hash() -> str:
 
 
 def _read(file: Path, key: Key) -> CostCurve | None:
-    """The curve of a file, if it is whole and of that key."""
+    """Return the curve of a file, or None if it is damaged or has another key."""
     try:
         found: Any = json.loads(file.read_text(encoding="utf-8"))
         rows, seconds = tuple(found["rows"]), tuple(found["seconds"])

@@ -1,8 +1,8 @@
-"""The executor: whoever computes for an engine.
+"""Executor: runs the target's passes for an engine.
 
-The engine knows only the protocol. It never asks where a tensor lies, how many processes share a model, or
-whether a pass has finished when `launch` returns: the flight is asked for answers, and waits where it must.
-docs/contracts.md says what an implementation owes.
+The engine depends only on the protocol. It does not depend on devices, on the number of processes that share
+a model, or on whether a pass has finished when `launch` returns: reading a flight waits for the pass if
+needed. docs/contracts.md has the requirements of an implementation.
 """
 
 from __future__ import annotations
@@ -34,61 +34,61 @@ from specinfer.runtime.sharded import Leader
 from specinfer.runtime.stages import StagedPasses, StagePart
 from specinfer.tree import TokenTree
 
-_SPREAD: Final = 2654435761  # odd, and near 2 ** 32 times the golden ratio: its multiples are spread evenly
+_SPREAD: Final = 2654435761  # odd, and near 2 ** 32 over the golden ratio, so its multiples are spread evenly
 
 
 class Executor(Protocol):
-    """Runs the target's passes over cache slots that the scheduler gives out, for one thread at a time."""
+    """Runs the target's passes over cache slots that the scheduler assigns, for one thread at a time."""
 
     def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Launch:
         """Start the target's pass over the plan's texts and their trees, one for each of `plan.tree_entries`.
 
-        It writes K and V of the rows that `runtime.batch.step_rows` names, and the flight's rows with logits
-        are numbered as `logit_rows` says. `taps` are layers whose inputs the flight keeps.
+        The pass writes K and V of the rows of `runtime.batch.step_rows`. `logit_rows` has the numbering of
+        the flight's rows with logits. `taps` are layers whose inputs the flight keeps.
         """
         ...
 
     def drop(self, launch: Launch) -> None:
-        """End a pass whose flight nobody will ask: it is over when this returns."""
+        """End a pass whose flight is not needed; returns when the pass has ended."""
         ...
 
     def close(self) -> None:
-        """Launch nothing any more: a pass that waits for weights, and each later one, raises StoppedError.
+        """Refuse further passes: a pass that waits for weights, and each later one, raises StoppedError.
 
-        Any thread may call it, during a pass too.
+        Callable from any thread, also during a pass.
         """
         ...
 
     @property
     def stream(self) -> LayerStream | None:
-        """What brings the target's weights while its passes run; None: they are there."""
+        """The stream of the target's weights, or None if they are in memory."""
         ...
 
     @property
     def rank_seconds(self) -> Mapping[str, float]:
-        """Where the time of the target's ranks went so far: "0 computing", "1 waiting"."""
+        """Return the seconds of the target's ranks by activity, such as "0 computing" and "1 waiting"."""
         ...
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Make accepted nodes part of their texts, behind every pass launched before and before the next."""
+        """Move accepted nodes' K and V to their texts, after all launched passes and before the next one."""
         ...
 
 
 @dataclass(slots=True)
 class Host:
-    """A host of ranks of the target."""
+    """A host that runs ranks of the target."""
 
     address: str
-    parts: Sequence[ModelConfig]  # of its ranks, but for rank 0's
-    free: int = 0  # bytes of memory that nobody uses, with all weights there and the caches of executors
+    parts: Sequence[ModelConfig]  # parts of its ranks, except rank 0's
+    free: int = 0  # free bytes with all weights and executors' caches in memory
 
     def give_back(self, size: int) -> None:
-        """Have so many bytes free again."""
+        """Add `size` bytes to the free memory."""
         self.free += size
 
 
 class LocalExecutor:
-    """The Executor of one process: models, their caches and what their passes cost, on one device."""
+    """Executor of one process: models, their caches and their cost curves, on one device."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class LocalExecutor:
     ) -> None:
         """Make the target's cache; every draft's has as many blocks. `adapters` are the target's.
 
-        Passes of a target whose weights are streamed run in a thread of their own: an interrupt does not wait
-        for the disk.
+        Passes with streamed weights run in a thread of their own, so that an interrupt does not wait for the
+        disk.
         """
         streams = target.stream is not None
         self._apart = ThreadPoolExecutor(1, thread_name_prefix="pass") if streams else None
@@ -124,11 +124,11 @@ class LocalExecutor:
         hosts: Sequence[Host] = (),
         adapters: AdapterShelf | None = None,
     ) -> LocalExecutor:
-        """One whose caches, of the target and of these drafts, fit into memory (`kv_cache.num_blocks`).
+        """Return an executor whose caches, of the target and of these drafts, fit into memory.
 
-        Other ranks have caches of as many blocks: of `hosts` the first is this one, and each has a part of
-        `limit` or memory of its own, and the caches take what is free of the other ones' memory until the
-        executor is let go. Raises CapacityError where not even `needed_positions` fit.
+        See `kv_cache.num_blocks`. Other ranks have caches of as many blocks. The first of `hosts` is this
+        one. Each host has a part of `limit` or memory of its own; the caches of other hosts reduce their free
+        memory until the executor is released. Raises CapacityError if not even `needed_positions` fit.
         """
         models = [(model.config, model.dtype) for model in (target, *drafts)]
         here, *others = hosts or [Host("", ())]
@@ -160,16 +160,16 @@ class LocalExecutor:
 
     @property
     def device_name(self) -> str:
-        """What computes, in words."""
+        """Name of the computing device."""
         return device_name(self.target.model.device)
 
     @property
     def positions(self) -> int:
-        """Cache positions, of each model."""
+        """Number of cache positions of each model."""
         return self.num_blocks * self.block_size
 
     def launch(self, plan: StepPlan, trees: Sequence[TokenTree], taps: Sequence[int] = ()) -> Launch:
-        """As Executor says; the pass has ended when this returns, unless passes run apart."""
+        """See Executor; the pass has ended when this returns, except with streamed weights."""
         run = partial(
             self.target.launch,
             step_rows(plan, trees),
@@ -188,32 +188,32 @@ class LocalExecutor:
         return Launch(flight, stopped)
 
     def drop(self, launch: Launch) -> None:
-        """As Executor says; a layer that computes is waited for, one that is read is not."""
+        """See Executor; waits for a computing layer, not for one that is being read."""
         launch.stop()
 
     def close(self) -> None:
-        """As Executor says; a pass whose weights are there ends as ever."""
+        """See Executor; a pass whose weights are in memory completes."""
         self._closed = True
         if self._apart is not None:
             self._apart.shutdown(wait=False)
 
     def move(self, moves: Sequence[Move]) -> None:
-        """As Executor says."""
+        """See Executor."""
         self.target.move(moves)
 
     @property
     def stream(self) -> LayerStream | None:
-        """As Executor says."""
+        """See Executor."""
         return self.target.model.stream
 
     @property
     def rank_seconds(self) -> Mapping[str, float]:
-        """As Executor says; these are the target's, which variants share."""
+        """See Executor; variants share the target's numbers."""
         group = self.target.model.group
         return {} if group is None else group.times.by_rank
 
     def runner(self, model: LanguageModel) -> ModelRunner:
-        """A model over a cache of its own, whose blocks are the target's."""
+        """Return a runner of a model with its own cache, whose blocks correspond to the target's."""
         return ModelRunner(model, num_blocks=self.num_blocks, block_size=self.block_size)
 
     def curve(
@@ -226,16 +226,16 @@ class LocalExecutor:
         behind_target: bool = False,
         progress: Progress | None = None,
     ) -> CostCurve:
-        """What the target's passes cost, or a draft's: measured now, or read (runtime/cost_curve.py).
+        """Return the cost curve of the target or of a draft, measured now or read (runtime/cost_curve.py).
 
-        Writes into the caches' first slots, which nobody may use yet.
+        Overwrites the first slots of the caches, which must be unused.
 
         Args:
-            variant: part of the key under which it is kept: quantization and the kind of output layer.
-            max_rows: rows of the largest pass, where caches and contexts have room for so many.
-            keep: whether the next process reads this curve however quickly it was measured.
-            draft: who is measured in place of the target; a draft's pass makes the logits of all its rows.
-            behind_target: whether each of its passes follows one of the target's, as in a step.
+            variant: part of the curve's key: quantization and the kind of output layer.
+            max_rows: rows of the largest pass, as far as caches and contexts have room.
+            keep: True to cache also a curve that takes little time to measure.
+            draft: the draft to measure instead of the target; its passes make the logits of all rows.
+            behind_target: True if each of its passes follows one of the target's, as in a step.
             progress: shows a bar.
         """
         runner: Timed = self.target if draft is None else draft
@@ -252,7 +252,7 @@ class LocalExecutor:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Cache positions of one request whose K and V become those of other positions: a commit."""
+    """Copy of K and V from some cache positions of a request to others."""
 
     block_table: Sequence[int]
     sources: Sequence[int]
@@ -262,7 +262,7 @@ class Move:
 class ModelRunner:
     """Runs forward passes of one model over the slots of its own KV cache.
 
-    Of a model that several ranks share rank 0's runner has the others run the same, over caches of theirs.
+    If several ranks share the model, rank 0's runner makes the others run the same over their caches.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class ModelRunner:
 
     @property
     def max_context(self) -> int:
-        """Tokens of the longest text the model can read."""
+        """Maximum tokens of a text for the model."""
         return self.model.config.max_context
 
     @inference
@@ -297,11 +297,13 @@ class ModelRunner:
         taps: Sequence[int] = (),
         stopped: Callable[[], bool] | None = None,
     ) -> Flight:
-        """Write K and V of `rows`; the flight is asked about those that want logits, in order.
+        """Run a pass over `rows`, which writes their K and V; the flight has the rows with logits, in order.
 
-        `likelihoods` says of each of these how likely it is asked for (None: all will be), and `taps` names
-        the layers whose inputs the flight keeps (`LanguageModel.read`). A pass whose weights are streamed
-        asks `stopped` before each layer it reads, and raises StoppedError where that holds.
+        Args:
+            rows: the rows of each request.
+            likelihoods: the probability that each row with logits is read; None: all are.
+            taps: layers whose inputs the flight keeps (`LanguageModel.read`).
+            stopped: a pass with streamed weights calls it before each layer, and raises StoppedError if true.
         """
         model = self.model
         vocab = model.config.vocab_size
@@ -317,26 +319,26 @@ class ModelRunner:
         )
 
     def probe(self, rows: int, *, every_row: bool) -> None:
-        """One pass as a step makes it, to be timed: from lists to logits in host memory.
+        """Run one pass like a step's, for timing: from lists to logits in host memory.
 
-        Writes into the cache's first slots. The logits of all rows are made, or those of the likeliest.
+        Overwrites the cache's first slots. Makes the logits of all rows, or those of the likeliest.
         """
         part = probe_rows(rows, self.block_size, self.model.config.vocab_size)
         self.launch([part], likelihoods=None if every_row else lambda: [1.0] * rows).row(0)
 
     @inference
     def forward(self, rows: Sequence[Rows]) -> Tensor:
-        """Write K and V of `rows` and return all logits of those that want them, [R, vocab]."""
+        """Run a pass over `rows`, which writes their K and V; returns the requested logits, [R, vocab]."""
         return self._head(self._run(rows).hidden_RD)
 
     @inference
     def follow(
         self, rows: Sequence[Rows], taps: Sequence[int], *, logits: bool = False, more: bool = False
     ) -> Read | None:
-        """Write K and V of `rows`, as rank 0 does, and keep those of `taps` that are this rank's to answer.
+        """Run this rank's part of a pass over `rows`, as rank 0 does, and keep its own `taps`.
 
-        With `logits` those of its part of the vocabulary come along, if it has one. None: the pass is not
-        over, and has `more` rows.
+        With `logits` it also makes the logits of its part of the vocabulary, if it has one. Returns None
+        while the pass has `more` rows.
         """
         stage, passes = self.model.config.stage, self._passes
         assert passes is not None, "a follower has a group"
@@ -351,7 +353,7 @@ class ModelRunner:
 
     @property
     def _head(self) -> Callable[[Tensor], Tensor]:
-        """What makes all logits of rows, [R, D] -> [R, vocab]."""
+        """Return the function from rows to all logits, [R, D] -> [R, vocab]."""
         return self.model.logits if self._leader is None else self._leader.logits
 
     def _run(
@@ -362,7 +364,7 @@ class ModelRunner:
         max_logits: int = 0,
         stopped: Callable[[], bool] | None = None,
     ) -> Read:
-        """A pass over these rows, of which those that want logits are read; see LanguageModel."""
+        """Run a pass over these rows; returns the hidden states of rows with logits; see LanguageModel."""
         if self._leader is not None:
             part_of = partial(self._part, max_logits=max_logits)
             return self._leader.read(rows, part_of, taps, max_logits=max_logits)
@@ -373,7 +375,7 @@ class ModelRunner:
             return part.read(None)
 
     def _part(self, rows: Sequence[Rows], taps: Sequence[int], max_logits: int) -> StagePart:
-        """How these rows are run by this process's layers."""
+        """Return these rows as a part for this process's layers."""
         model = self.model
         batch = build_batch(rows, block_size=self.block_size, device=model.device)
         ids, chosen, adapted = batch.token_ids_T, batch.logit_rows, None
@@ -392,7 +394,7 @@ class ModelRunner:
 
     @inference
     def move(self, moves: Sequence[Move]) -> None:
-        """Make accepted nodes part of their sequences: copy their K and V to where the text has them."""
+        """Copy the K and V of accepted nodes to their positions in the text."""
         sources: list[int] = []
         targets: list[int] = []
         for move in moves:
@@ -404,15 +406,15 @@ class ModelRunner:
 
 
 def probe_rows(rows: int, block_size: int, vocab: int) -> Rows:
-    """So many rows of a text in the cache's first blocks, any of which may be asked for its logits.
+    """Return rows of a text in the cache's first blocks, all of them with logits.
 
-    Its tokens differ, as those of a text do: equal ones would have the same experts of a mixture.
+    The tokens differ, as equal tokens would use the same experts of a mixture.
     """
     tokens = [(number * _SPREAD >> 8) % vocab for number in range(rows)]
     return replace(chain_rows(tokens, 0, range(-(-rows // block_size)), logits=True), logits_from=0)
 
 
 def as_rows(logits: Tensor) -> NDArray[np.float32]:
-    """All rows of logits as float32 in host memory, [R, vocab]."""
+    """Return all rows of logits as float32 in host memory, [R, vocab]."""
     rows: NDArray[np.float32] = logits.float().cpu().numpy()
     return rows

@@ -1,11 +1,11 @@
-"""What a target's passes leave for heads: hidden states of the tokens that became text.
+"""Hidden-state cache for draft heads.
 
-A head reads texts as they grow. Of a step's rows those of prompts' chunks, of roots and of accepted paths are
-kept until it does; those of rejected nodes are not. What nobody reads is dropped, oldest first: a head may
-miss the beginning of a text, but no part in the middle of what it has read.
+A head reads texts as they grow. Of a step's rows, those of prefill chunks, of roots and of accepted paths are
+kept until the head reads them; those of rejected nodes are not. Unread states are dropped from the oldest on:
+a head may miss the start of a text, but no part in the middle of what it has read.
 
-A head that is asked in every step reads them where the pass has left them, and one that is not asked costs a
-note of where they are: they are copied where keeping a whole pass for a few rows would take memory.
+A head that runs in every step reads states in the memory of the pass. For a head that does not run only their
+addresses are stored; they are copied if few rows would keep a whole pass in memory.
 
 Shapes: T tokens of one text, N taps, D the target's hidden size.
 """
@@ -23,17 +23,17 @@ from specinfer.plan import PlanEntry, StepPlan
 from specinfer.runtime.flight import Flight
 from specinfer.tree import TokenTree
 
-_SMALL_PASS: Final = 64  # rows, of which some are kept by keeping all
-_MOST_PASSES: Final = 64  # that are kept for one text
+_SMALL_PASS: Final = 64  # rows; a pass of this size is kept whole for any of its rows
+_MAX_PASSES: Final = 64  # maximum passes kept for one text
 
 
 class TappedRows:
-    """Hidden states of some rows of a pass, where the pass has left them: those of all its rows are kept."""
+    """Hidden states of some rows of a pass, as a view that keeps the whole pass in memory."""
 
     __slots__ = ("_pass_TND", "_rows")
 
     def __init__(self, pass_TND: Tensor, rows: Sequence[int]) -> None:
-        """`pass_TND` is contiguous, and nobody writes to it."""
+        """View `rows` of `pass_TND`, which is contiguous and is never written."""
         self._pass_TND = pass_TND
         self._rows = rows
 
@@ -41,63 +41,63 @@ class TappedRows:
         return len(self._rows)
 
     def part(self, begin: int, end: int) -> TappedRows:
-        """The rows from the begin-th on, up to the end-th."""
+        """Return the rows begin..end-1."""
         return TappedRows(self._pass_TND, self._rows[begin:end])
 
     def copied(self) -> Tensor:
-        """A copy of the rows alone, [T, N, D]."""
+        """Return a copy of these rows, [T, N, D]."""
         return self._pass_TND.index_select(0, torch.tensor(self._rows, device=self._pass_TND.device))
 
     def addresses(self) -> list[int]:
-        """Where each row lies, [N, D], while this is kept."""
+        """Return the address of each row, [N, D], valid while this object exists."""
         first, bytes_ = self._pass_TND.data_ptr(), self._pass_TND.stride(0) * self._pass_TND.element_size()
         return [first + row * bytes_ for row in self._rows]
 
     def to_keep(self) -> TappedRows:
-        """The same rows, of a copy where most of a large pass is others'."""
+        """Return these rows, copied if they are a small part of a large pass."""
         rows = self._pass_TND.size(0)
         return self if rows <= max(_SMALL_PASS, 2 * len(self)) else together([self])
 
 
 def together(parts: Sequence[TappedRows]) -> TappedRows:
-    """A copy of the rows of all parts, one part after another."""
+    """Return a copy of the rows of all parts, in order."""
     copied_TND = joined(parts)
     return TappedRows(copied_TND, range(len(copied_TND)))
 
 
 def joined(parts: Sequence[TappedRows]) -> Tensor:
-    """A copy of the rows of all parts alone, [T, N, D]."""
+    """Return the rows of all parts as one tensor, [T, N, D]."""
     return torch.cat([part.copied() for part in parts])
 
 
 @dataclass(frozen=True, slots=True)
 class TextFeatures:
-    """The target's hidden states of some tokens of a text, from position `start` on."""
+    """The target's hidden states of consecutive tokens of a text, from position `start` on."""
 
-    entry: PlanEntry  # of the step whose pass they are from
+    entry: PlanEntry  # of the pass's step
     start: int
     states: TappedRows
 
     @property
     def end(self) -> int:
-        """Behind the last position."""
+        """Position after the last token."""
         return self.start + len(self.states)
 
 
 @dataclass(frozen=True, slots=True)
 class TextRows:
-    """Which rows of a pass became text, request by request."""
+    """The committed rows of a pass, by request."""
 
     entries: list[PlanEntry]
     rows: list[list[int]]
 
     def of_those(self, wanted: Callable[[PlanEntry], bool]) -> TextRows:
-        """The rows of the texts whose entries are wanted."""
+        """Return the rows of texts whose entries are `wanted`."""
         chosen = [i for i, entry in enumerate(self.entries) if wanted(entry)]
         return TextRows([self.entries[i] for i in chosen], [self.rows[i] for i in chosen])
 
     def features(self, flight: Flight, taps: Sequence[int]) -> list[TextFeatures]:
-        """Their hidden states at these layers."""
+        """Return their hidden states at these layers."""
         if not self.entries:
             return []
         pass_TND = flight.tapped(taps)
@@ -108,10 +108,9 @@ class TextRows:
 
 
 def text_rows(plan: StepPlan, trees: Sequence[TokenTree], paths: Sequence[Sequence[int] | None]) -> TextRows:
-    """Which rows of a step's pass over a plan and its trees became text.
+    """Return the committed rows of a step's pass over a plan and its trees.
 
-    `paths` are the accepted nodes of each tree; None where the text ends with this step, so that nobody will
-    read it.
+    `paths` are the accepted nodes of each tree, or None for a text that ends with this step.
     """
     found = TextRows([], [])
     accepted = iter(zip(trees, paths, strict=True))
@@ -127,7 +126,7 @@ def text_rows(plan: StepPlan, trees: Sequence[TokenTree], paths: Sequence[Sequen
 
 
 class UnreadFeatures:
-    """Hidden states of one text that a head has not read: of the tokens first, first + 1, ..., end - 1."""
+    """Unread hidden states of one text, for the tokens first, first + 1, ..., end - 1."""
 
     __slots__ = ("_parts", "end", "first")
 
@@ -137,14 +136,14 @@ class UnreadFeatures:
         self._parts: list[TappedRows] = []
 
     def add(self, states: TappedRows) -> None:
-        """Those of the tokens from `end` on."""
+        """Append the states of the tokens from `end` on."""
         self._parts.append(states.to_keep())
         self.end += len(states)
-        if len(self._parts) > _MOST_PASSES:
+        if len(self._parts) > _MAX_PASSES:
             self._parts = [together(self._parts)]
 
     def take(self, count: int) -> list[TappedRows]:
-        """The first `count`, which are gone then; there are so many."""
+        """Remove and return the first `count` states; there must be so many."""
         taken: list[TappedRows] = []
         left = count
         while left:
@@ -158,7 +157,7 @@ class UnreadFeatures:
         return taken
 
     def drop_before(self, position: int) -> None:
-        """Forget those of tokens before `position`, which may lie behind all of them."""
+        """Drop the states of tokens before `position`, which may be after `end`."""
         known = min(position, self.end) - self.first
         if known > 0:
             self.take(known)

@@ -1,15 +1,15 @@
-"""A pass of a model in flight: it is asked for answers, and keeps its logits to itself.
+"""Flight: the results of a model's pass, which reads logits where they are.
 
-`Flight` says what may be asked, wherever the pass has run; `HostFlight` answers from host memory. `Launch` is
-a pass that may still be on its way.
+`Flight` is the protocol for passes on any device; `HostFlight` has logits in host memory. `Launch` is a pass
+that may still run.
 
-What most callers want of a row is one token, the model's own choice there. A row of logits is a third of a
-megabyte at a large vocabulary, and of a tree's rows a walk asks few. So the output layer makes rows in
-blocks, the likeliest nodes first and the others when somebody asks, and few blocks are held at a time:
+Most callers need one token of a row, the model's choice. A row of logits has a third of a megabyte at a large
+vocabulary, and verification reads few rows of a tree. So the output layer makes logits in blocks of rows, the
+likeliest nodes first and the others on demand, and few blocks are held at a time:
 
-    rows of the pass     0  1  2  3  4  5  6  7  8  9     what the output layer reads is kept of all
+    rows of the pass     0  1  2  3  4  5  6  7  8  9     the output layer's input is kept for all
     likeliest first      0  5  1  6  2 | 7  3  8  4  9
-                         with the pass | when somebody asks for one of them
+                         with the pass | when one of them is read
 
 A row's logits do not depend on the block it is in (models/language_model.py).
 """
@@ -32,24 +32,24 @@ from specinfer.processors.changes import Changes, RowChanges
 from specinfer.verify.logprobs import Scores, score
 from specinfer.verify.scan import ASK, Ask, Likeliest, LogitBlock, LogitType, Scan, no_likeliest
 
-_FEWEST_BESIDE: Final = 16  # rows for which there must be room beside the likeliest, or these make room
-MOST_BYTES: Final = 32 << 20  # of logits that a flight holds; more only where a single row is larger
+_FEWEST_BESIDE: Final = 16  # rows that must fit beside the block of the likeliest, which is else dropped
+MAX_BYTES: Final = 32 << 20  # logits held by a flight; more only if a single row is larger
 _TYPES: Final[dict[torch.dtype, LogitType]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_FEW_ROWS: Final = 16  # asked together: one more question costs as much as ten answers
-BLOCK_ROWS: Final = 64  # made together where not all are asked for: weights are read once for these
+_FEW_ROWS: Final = 16  # rows read together, as another call costs as much as ten rows
+BLOCK_ROWS: Final = 64  # rows made together if not all are needed, so that weights are read once for them
 
 
-# Asked of a block: which rows of the question these are, the block, and where they are in it.
+# Callback for a block: indices into the requested rows, the block's logits, and the rows' indices in it.
 _Question = Callable[[NDArray[np.int64], LogitBlock, NDArray[np.int64]], None]
 
 
 def rows_at_once(vocab: int, dtype: torch.dtype) -> int:
-    """The most rows of a pass whose logits are made all together, whoever may be asked for them."""
+    """Return the maximum rows of a pass for which all logits are made at once."""
     return min(BLOCK_ROWS, _most_rows(vocab, dtype))
 
 
 def _most_rows(vocab: int, dtype: torch.dtype) -> int:
-    return max(1, MOST_BYTES // (vocab * dtype.itemsize))
+    return max(1, MAX_BYTES // (vocab * dtype.itemsize))
 
 
 _Given = ParamSpec("_Given")
@@ -57,9 +57,9 @@ _Made = TypeVar("_Made")
 
 
 def inference(call: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """`call` in PyTorch's inference mode, which is entered only where the caller is not in it.
+    """Decorate `call` to run in PyTorch's inference mode, entered only if it is not active.
 
-    Entering takes some 25 us in caches that a pass has swept, and a step calls half a dozen of these.
+    Entering takes about 25 us after a pass has evicted the CPU caches, and a step calls six such functions.
     """
 
     @wraps(call)
@@ -74,7 +74,7 @@ def inference(call: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """PyTorch computes with so many threads meanwhile, where the calling thread asks it to."""
+    """Set PyTorch's number of threads for the calling thread during the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -84,45 +84,45 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 class Flight(Protocol):
-    """The rows of one pass that want logits; each is known by its place among them.
+    """The rows with logits of one pass, numbered in order.
 
-    Only `row` and `copy` bring logits to the caller. All of it may wait for the pass.
+    Only `row` and `copy` transfer logits to the caller. Every method may wait for the pass.
     """
 
     @property
     def vocab(self) -> int:
-        """Logits of a row."""
+        """Number of logits of a row."""
         ...
 
     @property
     def scan(self) -> Scan:
-        """Reads rows that the caller has changed, exactly as the flight reads its own."""
+        """Scan for rows that the caller has changed, with the same results as the flight's."""
         ...
 
     @property
     def at_once(self) -> int:
-        """The most rows that are asked together at no cost, though not every answer will be used."""
+        """Maximum rows that can be read together at no cost, even if not all results are used."""
         ...
 
     def choices(
         self, rows: Sequence[int], asks: Sequence[Ask], changes: Sequence[RowChanges] | None = None
     ) -> list[int]:
-        """The model's own choice at each row, as `verify.scan.choice` makes it of the row with its changes.
+        """Return the model's choice at each row after its changes, as `verify.scan.choice` does.
 
-        `verify.scan.NO_TOKEN` where the largest logit is not finite.
+        It is `verify.scan.NO_TOKEN` if the largest logit is not finite.
         """
         ...
 
     def likeliest(self, rows: Sequence[int], n: int, temperatures: Sequence[float]) -> Likeliest:
-        """The n >= 1 likeliest tokens at each row, and its mass at a temperature; see `verify.scan.Scan`."""
+        """Return the n >= 1 likeliest tokens at each row, and its mass; see `verify.scan.Scan`."""
         ...
 
     def scores(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> Scores:
-        """The figures of one token at each row, and of the `top` likeliest there; see `verify.logprobs`."""
+        """Return the scores of one token at each row and of the `top` likeliest; see `verify.logprobs`."""
         ...
 
     def row(self, row: int) -> NDArray[np.float32]:
-        """One row of logits, [vocab]; not to be written to."""
+        """Return one row of logits, [vocab]; the caller may not write to it."""
         ...
 
     def copy(self, row: int, into: NDArray[np.float32]) -> None:
@@ -130,31 +130,31 @@ class Flight(Protocol):
         ...
 
     def tapped(self, layers: Sequence[int]) -> Tensor:
-        """What these layers were given, contiguous [T, N, D] of all rows of the pass; not to be written to.
+        """Return the inputs of these layers, contiguous [T, N, D], for all rows of the pass.
 
-        It lies where the model does. Raises KeyError where one has no tap.
+        The tensor is on the model's device and may not be written. Raises KeyError for a layer without a tap.
         """
         ...
 
 
 class Launch:
-    """A pass that was started: a flight, or one that a thread will bring."""
+    """A started pass: a flight, or the future of one that a thread computes."""
 
     __slots__ = ("_flight", "stopped")
 
     def __init__(self, flight: Flight | Future[Flight], stopped: Event | None = None) -> None:
-        """`stopped` is what a pass asks that may be told to end; see `stop`."""
+        """Hold a flight or its future; a pass that can be stopped checks `stopped`; see `stop`."""
         self._flight = flight
         self.stopped = stopped or Event()
 
     def flight(self) -> Flight:
-        """The pass's answers; waits for its end, and raises what the pass raised."""
+        """Wait for the pass and return its flight; raises what the pass raised."""
         return self._flight.result() if isinstance(self._flight, Future) else self._flight
 
     def stop(self) -> None:
-        """Have the pass end behind the layer that computes, and wait for its end, however it ends.
+        """Stop the pass after its present layer, and wait until it has ended, with or without an error.
 
-        An interrupt ends the wait; the pass ends all the same.
+        An interrupt ends the wait; the pass still ends.
         """
         self.stopped.set()
         if isinstance(self._flight, Future):
@@ -162,7 +162,7 @@ class Launch:
 
 
 class HostFlight:
-    """A Flight that makes logits in host memory, where its scan reads them."""
+    """Flight that makes logits in host memory and scans them there."""
 
     __slots__ = (
         "_blocks",
@@ -191,26 +191,26 @@ class HostFlight:
         """Make the first block of logits, or take those of all rows.
 
         Args:
-            hidden_RD: what `head` reads of each row; its dtype is that of logits.
+            hidden_RD: the input of `head` for each row; its dtype is that of logits.
             head: the output layer, [R, D] -> [R, V]; a row's logits depend on that row alone.
             vocab: V, or more where the output layer is pruned.
             scan: reads logits.
-            likelihoods: says how likely each row is asked for, [R]; None: all will be.
-            taps: layers, and what they were given, [T, N, D]; see `tapped`.
-            logits_RV: what `head` makes of all rows, if it is known.
+            likelihoods: the probability that each row is read, [R]; None: all are.
+            taps: layers and their inputs, [T, N, D]; see `tapped`.
+            logits_RV: the result of `head` for all rows, if it is known.
         """
         self.scan = scan
         self.vocab = vocab
         self._hidden_RD = hidden_RD
         self._head = head
         self._taps = taps
-        self._count = count = hidden_RD.size(0)  # `len` is Python's own, and slower
+        self._count = count = hidden_RD.size(0)  # faster than `len`, which PyTorch implements in Python
         self._most_rows = _most_rows(vocab, hidden_RD.dtype)
-        self._order: NDArray[np.int64] | None = None  # likeliest first; None: all rows alike
+        self._order: NDArray[np.int64] | None = None  # rows, likeliest first; None: in order
         if likelihoods is not None and count > BLOCK_ROWS:
             self._order = np.argsort(-np.array(likelihoods()), kind="stable")
-        self._whole: LogitBlock | None = None  # all rows, as of all but large passes
-        self._blocks: list[_Block] = []  # or some of them, the first with the likeliest
+        self._whole: LogitBlock | None = None  # all rows, except for large passes
+        self._blocks: list[_Block] = []  # blocks of rows, the first with the likeliest
         if logits_RV is not None:
             self._whole = _in_host_memory(logits_RV)
         elif count:
@@ -218,29 +218,29 @@ class HostFlight:
 
     @property
     def at_once(self) -> int:
-        """As Flight says: an answer takes microseconds where the logits of all rows are there."""
+        """See Flight; a row takes microseconds if the logits of all rows exist."""
         return _FEW_ROWS if self._whole is not None else 0
 
     @property
     def held_bytes(self) -> int:
-        """The bytes of logits that are held now."""
+        """Bytes of logits held now."""
         blocks = [block.logits for block in self._blocks] if self._whole is None else [self._whole]
         return sum(block.nbytes for block in blocks)
 
     def row(self, row: int) -> NDArray[np.float32]:
-        """As Flight says."""
+        """See Flight."""
         found: list[NDArray[np.float32]] = []
         self._ask(np.array([row]), lambda _, block, there: found.append(block[int(there[0])]))
         return found[0]
 
     def copy(self, row: int, into: NDArray[np.float32]) -> None:
-        """As Flight says."""
+        """See Flight."""
         self._ask(np.array([row]), lambda _, block, there: block.copy(int(there[0]), into))
 
     def choices(
         self, rows: Sequence[int], asks: Sequence[Ask], changes: Sequence[RowChanges] | None = None
     ) -> list[int]:
-        """As Flight says."""
+        """See Flight."""
         changed = changes if changes is not None and any(len(row.ids) for row in changes) else None
         if changed is None and (whole := self._whole) is not None:  # the usual case
             self._check(rows)
@@ -256,7 +256,7 @@ class HostFlight:
         return chosen.tolist()
 
     def likeliest(self, rows: Sequence[int], n: int, temperatures: Sequence[float]) -> Likeliest:
-        """As Flight says."""
+        """See Flight."""
         asked, found = np.array(temperatures, dtype=np.float64), no_likeliest(len(rows), n)
 
         def look(places: NDArray[np.int64], block: LogitBlock, there: NDArray[np.int64]) -> None:
@@ -268,7 +268,7 @@ class HostFlight:
         return found
 
     def scores(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> Scores:
-        """As Flight says; a block of logits is reduced to these before the next one is made."""
+        """See Flight; each block of logits is reduced before the next one is made."""
         asked, found = np.array(tokens, dtype=np.int64), Scores.empty(len(rows), top)
 
         def read(places: NDArray[np.int64], block: LogitBlock, there: NDArray[np.int64]) -> None:
@@ -278,7 +278,7 @@ class HostFlight:
         return found
 
     def tapped(self, layers: Sequence[int]) -> Tensor:
-        """As Flight says."""
+        """See Flight."""
         known, tapped_TND = self._taps or ((), self._hidden_RD)
         if tuple(layers) == tuple(known):
             return tapped_TND
@@ -288,16 +288,16 @@ class HostFlight:
         return tapped_TND.index_select(1, places)
 
     def _ask(self, rows: NDArray[np.int64], question: _Question) -> None:
-        """Ask every block that holds some of these rows; blocks are made on the way, and older ones dropped.
+        """Call `question` for every block with some of these rows; makes missing blocks, drops old ones.
 
-        Raises IndexError for a row the pass has not.
+        Raises IndexError for a row that the pass does not have.
         """
         self._check(rows.tolist())
         left = np.arange(len(rows))
         if (whole := self._whole) is not None:
             question(left, whole, rows)
             return
-        for place in range(len(self._blocks)):  # no name of a block: it would outlive one that is dropped
+        for place in range(len(self._blocks)):  # by index, as a variable would keep a dropped block alive
             left = self._blocks[place].ask(rows, left, question)
         while len(left):
             self._make(np.unique(rows[left]))
@@ -309,9 +309,9 @@ class HostFlight:
 
     @inference
     def _make(self, wanted: NDArray[np.int64]) -> None:
-        """Make a block of some `wanted` rows, none of them held, filled up with the likeliest others.
+        """Make a block of some `wanted` rows that are not held, filled up with the likeliest other rows.
 
-        The first block holds the likeliest of all, so it stays as long as there is room beside it.
+        The first block has the likeliest rows of all, so it is kept while another block fits beside it.
         """
         count, blocks = self._count, self._blocks
         size = min(self._most_rows, count if self._order is None else BLOCK_ROWS)
@@ -344,7 +344,7 @@ class _Block:
         self.rows = rows  # of the pass, ascending
 
     def ask(self, rows: NDArray[np.int64], left: NDArray[np.int64], question: _Question) -> NDArray[np.int64]:
-        """Ask about those of rows[left] that are here; the part of `left` that is not."""
+        """Call `question` for those of rows[left] in this block; returns the part of `left` that is not."""
         wanted = rows[left]
         places = np.searchsorted(self.rows, wanted).clip(max=len(self.rows) - 1)
         here: NDArray[np.bool_] = self.rows[places] == wanted

@@ -1,4 +1,4 @@
-"""K and V of every layer, by slot, and how many slots fit; what does not is refused, the sum shown."""
+"""KvCache: K and V of every layer by slot; and the number of blocks that fit into memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specinfer.models.config import ModelConfig
 
 
 class KvCache:
-    """The KV cache of one model: num_slots positions, whoever they belong to.
+    """The KV cache of one model, with num_slots positions.
 
     One tensor holds all layers, so that moving an accepted path is one gather and one scatter.
     """
@@ -39,7 +39,7 @@ class KvCache:
 
     @classmethod
     def of(cls, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> KvCache:
-        """The cache that such a model needs."""
+        """Return a cache for a model with this config."""
         return cls(
             num_layers=config.num_layers,
             num_slots=num_slots,
@@ -51,16 +51,16 @@ class KvCache:
 
     @staticmethod
     def bytes_per_slot(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """The bytes one cache position takes, K and V of all layers."""
+        """Return the bytes of one cache position, K and V of all layers."""
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     @property
     def num_slots(self) -> int:
-        """How many cache positions there are."""
+        """Number of cache positions."""
         return int(self._kv_2LPKH.shape[2])
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy slots `sources` onto slots `targets`, in every layer; all are read before any is written."""
+        """Copy slots `sources` to slots `targets` in every layer; all are read before any is written."""
         ensure(len(sources) == len(targets), f"{len(sources)} slots onto {len(targets)}")
         if not sources:
             return
@@ -70,13 +70,13 @@ class KvCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU in pages that take no memory before they are written, as the cache may never fill.
+    """Return zeros; on the CPU in pages that take no memory before they are written.
 
-    Zeros, because hidden positions are read with weight 0, and 0 times whatever lay there could be NaN.
+    Zeros are needed because masked positions are read with weight 0, and 0 times NaN is NaN.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # Not by malloc: where that keeps what is freed, as in training, it writes the zeros, and takes all of it.
+    # Not by malloc: if it reuses freed memory, as in training, it writes the zeros and so takes all pages.
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -84,14 +84,14 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
 
 
-SHARE_OF_FREE = 0.5  # of the free memory goes to the KV cache at most; activations and others need the rest
+SHARE_OF_FREE = 0.5  # maximum part of the free memory for KV caches; activations need the rest
 GIB = 1 << 30
 
 
 def free_bytes(device: torch.device, memory: int | None = None) -> int:
-    """The memory of `device` nobody uses, on a CPU within what the process's container may take.
+    """Return the free bytes of `device`, on a CPU within the limit of the process's cgroup.
 
-    Nor is it more than is left of `memory`, where the process may have so many bytes of a CPU's in all.
+    With `memory`, the limit of the whole process on a CPU, it is at most the unused rest of that.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -101,7 +101,7 @@ def free_bytes(device: torch.device, memory: int | None = None) -> int:
 
 
 def process_bytes() -> int:
-    """The memory that this process takes."""
+    """Return the bytes of memory that this process uses."""
     return int(psutil.Process().memory_info().rss)
 
 
@@ -115,10 +115,10 @@ def num_blocks(
     free: int,
     where: str,
 ) -> int:
-    """How many blocks the caches of all models get: enough for `wanted_positions`, if the memory allows.
+    """Return the number of blocks of each model's cache: enough for `wanted_positions` if memory allows.
 
-    `limit` is the caller's bytes for all KV caches; None takes a share of those that are `free`, on a device
-    or host that is called so. Raises CapacityError when not even `needed_positions` fit.
+    `limit` is the maximum bytes of all KV caches; None takes a part of the `free` bytes. Errors name the
+    device or host `where`. Raises CapacityError if not even `needed_positions` fit.
     """
     per_block = bytes_per_block(configs, block_size)
     if limit is not None and limit > free:
@@ -141,12 +141,12 @@ def num_blocks(
 
 
 def bytes_per_block(configs: Sequence[tuple[ModelConfig, torch.dtype]], block_size: int) -> int:
-    """What a block of the caches of all these models takes."""
+    """Return the bytes of one block in the caches of all these models together."""
     return block_size * sum(
         KvCache.bytes_per_slot(c.num_layers, c.num_kv_heads, c.head_dim, dtype) for c, dtype in configs
     )
 
 
 def gib(size: int) -> str:
-    """Bytes of memory in words."""
+    """Return bytes of memory as text."""
     return f"{size / GIB:.2f} GiB" if size >= GIB // 100 else f"{size / (1 << 20):.2f} MiB"

@@ -1,6 +1,6 @@
-"""Passes of models that several ranks share: rank 0 says what is run, and the others run it, too.
+"""Passes of models on several ranks: rank 0 sends commands, and all ranks run them.
 
-A message is what rank 0 is about to do with a cache, in words of int32:
+A message is a command for a cache, in words of int32:
 
     OPEN    cache, the number of its model, blocks, block size
     CLOSE   cache
@@ -11,12 +11,12 @@ A message is what rank 0 is about to do with a cache, in words of int32:
     MOVE    cache, positions, their slots, and the slots that theirs become
     FIGURES 0; each rank answers with the seconds that it computed, exchanged and waited
 
-Each pipeline stage runs its layers and hands its rows on. The last one hands those that somebody may ask for
-back to the first, which makes logits. What layers with a tap were given their stage tells rank 0.
+Each pipeline stage runs its layers and sends its rows to the next. The last one sends rows with logits back
+to the first, which makes the logits. A stage sends the inputs of its tapped layers to rank 0.
 
-Whom to run, what to guess, what to choose and when to end is decided by rank 0 alone: no rank can disagree.
-A follower believes nothing that it is told. A message that does not fit its cache, its vocabulary or its own
-length ends the follower, and nothing of it is run.
+Rank 0 alone schedules, drafts, verifies and ends requests, so ranks cannot disagree. A follower validates
+every message: one that does not fit its cache, its vocabulary or its own length ends the follower before any
+of it runs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Open(NamedTuple):
     """Make a cache."""
 
     cache: int
-    model: int  # 0: the target; the drafts that ranks share come behind it
+    model: int  # 0: the target; then the shared drafts
     blocks: int
     block_size: int
 
@@ -70,7 +70,7 @@ class Close(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Run rows; make logits of those that want them at once, or when asked, with those of passes before."""
+    """Run rows; make logits with the pass or on demand, also of its earlier parts."""
 
     cache: int
     logits: bool
@@ -80,7 +80,7 @@ class Pass(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """Make logits of rows, whose bits these are."""
+    """Make logits of rows, given as the output layer's input."""
 
     cache: int
     rows: int
@@ -96,18 +96,18 @@ class Moves(NamedTuple):
 
 
 class AskFigures(NamedTuple):
-    """Say where the time of passes went."""
+    """Report the seconds of passes by activity."""
 
 
 Command = Open | Close | Pass | Logits | Moves | AskFigures
 
 
 class MessageWriter:
-    """Makes messages of one kind each, which MessageReader reads."""
+    """Encodes commands as messages for MessageReader."""
 
     @staticmethod
     def opening(cache: int, model: int, blocks: int, block_size: int) -> bytes:
-        """OPEN: make a cache for that model."""
+        """OPEN: make a cache for a model."""
         return array("i", [_OPEN, cache, model, blocks, block_size]).tobytes()
 
     @staticmethod
@@ -125,7 +125,7 @@ class MessageWriter:
         more: bool = False,
         taps: Sequence[int] = (),
     ) -> bytes:
-        """PASS: run rows; of a table those blocks are told that the rows reach."""
+        """PASS: run rows; includes the blocks of a table that the rows reach."""
         words = array("i", [_PASS, cache, logits, more, len(taps), len(rows), *taps])
         for part in rows:
             n, parents = len(part.token_ids), part.parents
@@ -141,7 +141,7 @@ class MessageWriter:
 
     @staticmethod
     def logits(cache: int, hidden_RD: Tensor) -> bytes:
-        """LOGITS: make them of rows that a pass has left."""
+        """LOGITS: make the logits of rows of an earlier pass."""
         bits = hidden_RD.contiguous().view(torch.int32).numpy().tobytes()
         return array("i", [_LOGITS, cache, len(hidden_RD)]).tobytes() + bits
 
@@ -152,22 +152,22 @@ class MessageWriter:
 
     @staticmethod
     def asking() -> bytes:
-        """FIGURES: say where the time of passes went."""
+        """FIGURES: report the seconds of passes by activity."""
         return array("i", [_FIGURES, 0]).tobytes()
 
 
 class MessageReader:
-    """Reads messages, and believes nothing."""
+    """Decodes and validates messages."""
 
     def __init__(self, configs: Sequence[ModelConfig], dtype: torch.dtype) -> None:
-        """`configs` are those of the models that ranks share, by their numbers."""
+        """Make a reader; `configs` are those of the shared models, by their numbers."""
         self._configs = configs
         self._dtype = dtype
         self._words: NDArray[np.int32] = np.empty(0, np.int32)
         self._at = 0
 
     def read(self, message: bytes, caches: Mapping[int, Open]) -> Command:
-        """What a message asks for; raises ValueError where it is not one, or does not fit these caches."""
+        """Return a message's command; raises ValueError if it is invalid or does not fit these caches."""
         if len(message) % 4:
             raise ValueError(f"a message has {len(message)} bytes; allowed: whole words of 4")
         self._words, self._at = np.frombuffer(message, np.int32), 0
@@ -241,16 +241,16 @@ class MessageReader:
 
 
 def widths_of(model: LanguageModel, group: Group) -> list[int]:
-    """How many logits each rank of the first stage makes."""
+    """Return the number of logits that each rank of the first stage makes."""
     shares = [Share(place, group.width) for place in range(group.width)]
     return [len(share.vocab(model.config.vocab_size)) for share in shares]
 
 
 class Leader:
-    """Rank 0's side of one cache: whatever is done with it, the followers are told before."""
+    """Rank 0's side of one cache: sends each operation to the followers before it runs."""
 
     def __init__(self, passes: StagedPasses, *, blocks: int, block_size: int) -> None:
-        """The followers make a cache of as many blocks, and drop it some time after this is gone."""
+        """Make the followers' caches, of as many blocks; they are dropped some time after this object."""
         self._passes = passes
         self._group = group = passes.group
         self._model = model = passes.model
@@ -259,7 +259,7 @@ class Leader:
         self._cache = next(group.numbers)
         self._stages = passes.stages
         self._tell(MessageWriter.opening(self._cache, model.number, blocks, block_size))
-        # Only noted: this may happen in any thread, in the middle of a message.
+        # Only recorded, as a finalizer may run in any thread, in the middle of a message.
         weakref.finalize(self, group.left.append, (self._cache, self._stages)).atexit = False
 
     def read(
@@ -270,13 +270,13 @@ class Leader:
         *,
         max_logits: int,
     ) -> Read:
-        """A pass over these rows; `part_of` says how some of them are run here, with taps of layers here.
+        """Run a pass over these rows; `part_of` makes this rank's part of some of them, with its own taps.
 
-        Where no more than `max_logits` rows want logits, these come along.
+        If at most `max_logits` rows have logits, these are made with the pass.
         """
         stage, group = self._model.config.stage, self._group
         check_taps(taps, PipelineStage(0, stage.count, stage.count))
-        elsewhere = taps if self._stages > 1 else ()  # for its own nobody is asked
+        elsewhere = taps if self._stages > 1 else ()  # its own are local
         parts = [part_of(some, stage.taps(taps)) for some in self._passes.cut(rows)]
         chosen = sum(part.num_chosen for part in parts)
         logits = 0 < chosen <= max_logits
@@ -293,14 +293,14 @@ class Leader:
                     found = found._replace(tapped_TND=self._tapped(found.tapped_TND, taps, count))
                 if logits:
                     found = found._replace(logits_RV=self._whole(found))
-            # Where rows came back all stages have ended it; else an answer might take as long as the pass.
+            # If rows came back, all stages have ended the pass; else an answer may take as long as the pass.
             if chosen and self._stages == group.stages and group.times.due:
                 group.broadcast(MessageWriter.asking(), group.stages)
                 group.read_times()
             return found
 
     def _tapped(self, own_TND: Tensor | None, taps: Sequence[int], rows: int) -> Tensor:
-        """The taps of all stages, in the order of `taps`."""
+        """Return the taps of all stages, in the order of `taps`."""
         group, size = self._group, self._model.config.hidden_size
         parts = [] if own_TND is None else [own_TND]
         order = self._model.config.stage.taps(taps)
@@ -312,14 +312,14 @@ class Leader:
         return torch.cat(parts, 1)[:, [order.index(tap) for tap in taps]].contiguous()
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """The logits of rows that a pass has left, [R, V]."""
+        """Return the logits of rows of an earlier pass, [R, V]."""
         message = MessageWriter.logits(self._cache, hidden_RD)
         with self._turn(), self._group.times.passing():
             self._tell(message, stages=1)
             return self._whole(Read(hidden_RD))
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Have all ranks copy K and V of these slots; here the caller does it."""
+        """Make the other ranks copy K and V of these slots; the caller does so on this rank."""
         if sources:
             with self._turn(), self._group.times.passing():
                 self._tell(MessageWriter.moving(self._cache, sources, targets))
@@ -338,7 +338,7 @@ class Leader:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """While ranks do something together: whatever cuts it short puts them out of step for good."""
+        """Run the block as a collective operation; an exception in it ends the group."""
         with self._group.turn, interrupts_held():
             try:
                 yield
@@ -351,7 +351,7 @@ class Leader:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits meanwhile, where this is the thread that hears it."""
+    """Delay Ctrl-C until the end of the block, in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -370,7 +370,7 @@ def interrupts_held() -> Iterator[None]:
 
 
 def identity_of(model: LanguageModel, path: Path, kind: str, group: Group) -> dict[str, str]:
-    """What ranks of one group must have in common, by what it is called."""
+    """Return the properties that all ranks of a group must share, by name."""
     library = model.kernels.library
     return {
         "version": VERSION,

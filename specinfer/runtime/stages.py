@@ -1,13 +1,12 @@
-"""A pass through pipeline stages, whose rows may go in parts, one behind another.
+"""StagedPasses: passes through pipeline stages, whose rows may be divided into consecutive parts.
 
     stage 0    part 1   part 2   part 3                     logits
     stage 1             part 1   part 2   part 3
     stage 2                      part 1   part 2   part 3
 
-Rows of a pass need K and V of the rows before them, and those of the same layer alone. So a stage may begin
-with the first of them while the stage before has the others in hand, and the bits are the same. Each part
-reads the stage's weights once more. That is worth its time where rows take longer than weights do: for
-prompts, and for wide trees, where arithmetic binds.
+Rows of a pass need only the K and V of earlier rows in the same layer. So a stage can start with the first
+part while the stage before runs the next one, with identical results. Each part reads the stage's weights
+again. That pays if computing rows takes longer than reading weights: for prompts and for wide trees.
 """
 
 from __future__ import annotations
@@ -25,44 +24,44 @@ from specinfer.models.language_model import LanguageModel, Read
 from specinfer.parallel.group import Group
 from specinfer.runtime.batch import Rows
 
-_FEW: Final = 4  # rows that take hardly longer than one
-_MANY: Final = 32  # rows of which it can be told how long each takes
-_LEAST: Final = 16  # rows of a part
-_SLOWER: Final = 10  # times that another stage's layer may take as long, beside the limit of an exchange
+_FEW: Final = 4  # rows that take about as long as one
+_MANY: Final = 32  # rows that suffice to measure the time per row
+_MIN_ROWS: Final = 16  # rows of a part
+_SLOWER: Final = 10  # multiple of this stage's time that another may take, beyond the limit of an exchange
 
 
 class StagePart(NamedTuple):
-    """Some rows of a pass, and how this rank's layers are run on what they are given; None: token ids."""
+    """Some rows of a pass, and the function that runs this rank's layers on their input (None: token ids)."""
 
     rows: Sequence[Rows]
     num_rows: int
-    num_chosen: int  # of them, which are read behind the last layer
+    num_chosen: int  # number of rows read after the last layer
     read: Callable[[Tensor | None], Read]
 
 
 class StagedPasses:
-    """This rank's part of passes over one cache: between what its stage is given and what it hands on."""
+    """This rank's part of passes over one cache, between its stage's input and output."""
 
     def __init__(self, group: Group, model: LanguageModel) -> None:
         self.group = group
         self.model = model
         stage = model.config.stage
-        self.stages = 1 if stage.begins and stage.ends else group.stages  # that run the model
-        self._reads: list[Read] = []  # of the parts of a pass that is not over
-        self._chosen = 0  # of all of its rows
-        self._seconds = 0.0  # that its parts took here
-        self.patience = 0.0  # seconds by which other stages may be behind with the last pass, at rank 0
+        self.stages = 1 if stage.begins and stage.ends else group.stages  # stages of the model
+        self._reads: list[Read] = []  # of the parts of an unfinished pass
+        self._chosen = 0  # rows read after the last layer, of all parts
+        self._seconds = 0.0  # of its parts on this rank
+        self.patience = 0.0  # at rank 0, seconds by which other stages may lag behind with the last pass
         self._pace = Pace()
 
     def cut(self, rows: Sequence[Rows]) -> list[Sequence[Rows]]:
-        """The rows of a pass in as many parts as are quickest."""
+        """Divide the rows of a pass into the fastest number of parts."""
         count = sum(len(one.token_ids) for one in rows)
         return cut_rows(rows, self._pace.parts(count, self.stages))
 
     def run(self, part: StagePart, *, more: bool = False) -> Read:
-        """Run a part of a pass; behind the last one (not `more`), what all of them leave here.
+        """Run a part of a pass; after the last one (not `more`), return the result of all parts.
 
-        The first stage waits then for the rows that are read behind the last layer.
+        The first stage then waits for the rows that are read after the last layer.
         """
         stage = self.model.config.stage
         if self.stages == 1:
@@ -79,7 +78,7 @@ class StagedPasses:
             self._hand_on(found.handed_TD)
         if more:
             return found
-        # Not before: who waits for room to say something hears nothing, and all would wait for one another.
+        # Not before: a rank that waits to send does not receive, and all would wait for one another.
         hidden_RD = _stacked([read.hidden_RD for read in self._reads])
         tapped_TND = _stacked([read.tapped_TND for read in self._reads if read.tapped_TND is not None])
         assert hidden_RD is not None, "a pass has a part"
@@ -101,7 +100,7 @@ class StagedPasses:
 
     @property
     def _patience(self) -> float | None:
-        """Seconds that other stages may be behind; followers wait for ever, as rank 0 finds who is lost."""
+        """Seconds that other stages may lag behind; None for followers, as rank 0 detects lost ranks."""
         if self.group.rank:
             return None
         stage = self.model.config.stage
@@ -109,34 +108,34 @@ class StagedPasses:
 
 
 class Pace:
-    """How long a stage takes, as its passes show: in any case, and more for each row.
+    """Measured time of a stage: a constant, and a time per row.
 
-    With `a` and `b` of these, n rows take about (parts + stages - 1) (a + b n / parts) through all stages,
-    which is least at parts^2 = (stages - 1) b n / a.
+    With the constant `a` and the time per row `b`, n rows take about (parts + stages - 1) (a + b n / parts)
+    through all stages, which has its minimum at parts^2 = (stages - 1) b n / a.
     """
 
     def __init__(self) -> None:
-        self._least = math.inf  # the quickest passes count: whatever else runs only adds time
-        self._row, self._rows = math.inf, 0  # of the quickest by the row, and how many it had
+        self._least = math.inf  # the fastest pass, as other load only adds time
+        self._row, self._rows = math.inf, 0  # the smallest time per row, and the rows of that pass
 
     def note(self, rows: int, seconds: float) -> None:
-        """So many rows took so long."""
+        """Record the seconds of a pass of `rows` rows."""
         if 0 < rows <= _FEW:
             self._least = min(self._least, seconds)
         elif rows >= _MANY and seconds / rows < self._row:
             self._row, self._rows = seconds / rows, rows
 
     def parts(self, rows: int, stages: int) -> int:
-        """In how many parts so many rows go through the stages quickest; 1 while that is not known."""
+        """Return the fastest number of parts for `rows` rows; 1 before it is known."""
         if stages == 1 or not self._rows or self._least == math.inf:
             return 1
         more = max(0.0, self._row - self._least / self._rows)
         best = round(math.sqrt((stages - 1) * more * rows / self._least))
-        return max(1, min(best, rows // _LEAST))
+        return max(1, min(best, rows // _MIN_ROWS))
 
 
 def cut_rows(rows: Sequence[Rows], parts: int) -> list[Sequence[Rows]]:
-    """Rows of a pass in so many parts, in their order and as even as can be."""
+    """Divide the rows of a pass into `parts`, in order and as evenly as possible."""
     total = sum(len(one.token_ids) for one in rows)
     found: list[Sequence[Rows]] = []
     left = list(rows)
@@ -156,7 +155,7 @@ def cut_rows(rows: Sequence[Rows], parts: int) -> list[Sequence[Rows]]:
 
 
 def _cut(rows: Rows, count: int) -> tuple[Rows, Rows]:
-    """The first so many of a request's rows, and the others."""
+    """Split a request's rows after the first `count`."""
     parents, behind = rows.parents, len(rows.token_ids) - count
     if parents is not None:
         parents = parents[: max(0, len(parents) - behind)] or None

@@ -61,14 +61,14 @@ def test_texts_and_logprobs_do_not_depend_on_blocks(
 ) -> None:
     monkeypatch.setattr(flight_module, "BLOCK_ROWS", 2)
     monkeypatch.setattr(flight_module, "_FEWEST_BESIDE", 2)
-    monkeypatch.setattr(flight_module, "MOST_BYTES", most_rows * 64 * 4)
+    monkeypatch.setattr(flight_module, "MAX_BYTES", most_rows * 64 * 4)
     made: list[int] = []
     make = HostFlight._make
 
     def counted(self: HostFlight, wanted: Any) -> None:
         make(self, wanted)
         made.append(self._count if self._whole is not None else len(self._blocks[-1].rows))
-        assert self.held_bytes <= flight_module.MOST_BYTES
+        assert self.held_bytes <= flight_module.MAX_BYTES
 
     monkeypatch.setattr(HostFlight, "_make", torch.inference_mode()(counted))
     assert said(tiny, verifier, params) == want

@@ -116,7 +116,7 @@ def test_a_row_without_numbers_below_the_root_keeps_what_was_accepted() -> None:
 
 
 def test_a_pass_whose_logits_come_in_blocks_is_asked_where_walks_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_module, "MOST_BYTES", 2 * 4 * VOCAB)
+    monkeypatch.setattr(flight_module, "MAX_BYTES", 2 * 4 * VOCAB)
     results, scan, flight = verified(rows(0, 3, 3), {})
     assert not flight.at_once
     assert results == [Acceptance((1,), 3)]

@@ -66,7 +66,7 @@ def test_a_variant_may_have_fewer_drafts_by_the_names_they_have(tiny: Tiny) -> N
         ({"drafts": ["stranger"]}, "drafts names 'stranger'; allowed for a variant: loaded drafts (similar)"),
         (
             {"drafts": ["similar"] * 2},
-            "drafts names 'similar'; allowed for a variant: loaded drafts (similar)",
+            "drafts names 'similar'; allowed for a variant: loaded drafts (sim",
         ),
         ({"max_nodes": 0}, "max_nodes is 0; allowed: an integer >= 1"),
         ({"engine": 1}, "unknown option 'engine'"),

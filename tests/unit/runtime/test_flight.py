@@ -154,8 +154,8 @@ def test_a_thousand_nodes_of_a_large_vocabulary_take_32_mebibytes(dtype: torch.d
     for first in range(0, 1024, 128):  # a walk that asks for everything
         flight.row(first)
         flight.choices(list(range(first, first + 128)), ASKS[:1] * 128)
-    assert len(made) >= 1024 * vocab * dtype.itemsize / flight_module.MOST_BYTES
-    assert max(alive) <= flight_module.MOST_BYTES == 32 * 2**20
+    assert len(made) >= 1024 * vocab * dtype.itemsize / flight_module.MAX_BYTES
+    assert max(alive) <= flight_module.MAX_BYTES == 32 * 2**20
 
 
 def test_a_layer_without_a_tap_has_no_hidden_states() -> None:
