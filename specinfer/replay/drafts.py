@@ -32,7 +32,7 @@ from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.speculate.drafts.growth import GuessedTree, Shape
 from specinfer.speculate.drafts.head_drafts import BlockDraft
-from specinfer.speculate.drafts.one_pass import MIN_PATH, MOST_NODES, WIDTH, GrowTrees, OnePassTrees
+from specinfer.speculate.drafts.one_pass import MAX_NODES, MIN_PATH, WIDTH, GrowTrees, OnePassTrees
 from specinfer.speculate.speculator import LevelSpeculator
 from specinfer.speculation_config import SpeculationConfig
 from specinfer.tree import DrawRule, TreeBuilder
@@ -83,7 +83,7 @@ class RecordedTrees:
 
     def grow(self, guessed: Sequence[GuessedTree], logits_TU: Tensor, most: int) -> None:
         """Grow these trees (`one_pass.GrowTrees`) to their largest size, whatever `most` is."""
-        self.others(guessed, logits_TU, MOST_NODES)
+        self.others(guessed, logits_TU, MAX_NODES)
         for one in guessed:
             tree = one.growth.tree()
             for parent, draws in (draws_by_parent(tree.draws) or {0: []}).items():
@@ -252,7 +252,7 @@ class ReplayedHead(Replayed):
                     f"{one.site.request_id}; record the trace anew"
                 )
                 continue
-            wanted = MOST_NODES if self.whole else most
+            wanted = MAX_NODES if self.whole else most
             regrow(one.growth.builder, guesses, root, wanted, self.name, one.site.draws_by)
 
     def draw(

@@ -35,7 +35,7 @@ from specinfer.speculate.drafts.draft import DraftModel
 from specinfer.speculate.drafts.draft_tokens import named_tokens
 from specinfer.speculate.drafts.growth import LIKELY_NODES, Shape
 from specinfer.speculate.drafts.head_drafts import BlockDraft
-from specinfer.speculate.drafts.one_pass import MOST_NODES, OnePassTrees, grow_best_first, level_drawer
+from specinfer.speculate.drafts.one_pass import MAX_NODES, OnePassTrees, grow_best_first, level_drawer
 from specinfer.speculate.speculator import LevelSpeculator
 from specinfer.speculation_config import NO_SPECULATION, SpeculationConfig
 from specinfer.tree.draw import DrawRule
@@ -174,7 +174,7 @@ def traced(models: Models) -> dict[str, LanguageModel | BlockModel]:
         elif isinstance(draft, HeadModel) and not isinstance(draft, BlockModel):
             what = "is a head that guesses no block"
         elif (
-            isinstance(draft, BlockModel) and not draft.head.causal and draft.head.block_size > MOST_NODES + 1
+            isinstance(draft, BlockModel) and not draft.head.causal and draft.head.block_size > MAX_NODES + 1
         ):
             # The number of rows that see each other depends on the largest tree.
             what = f"has blocks of {draft.head.block_size} rows, more than trees have nodes"
@@ -237,7 +237,7 @@ def _guess(
     models = traced(llm.models)
     heads = {name: model for name, model in models.items() if isinstance(model, BlockModel)}
     nodes = sum(LIKELY_NODES if s.learned else s.expansion.num_nodes - 1 for s in shapes)
-    room = 1 + len(heads) * MOST_NODES + (len(models) - len(heads)) * nodes
+    room = 1 + len(heads) * MAX_NODES + (len(models) - len(heads)) * nodes
     wide = replace(llm.config.speculation, drafts=(), max_nodes=room)
     engine = replace(
         trace.engine,

@@ -1,29 +1,29 @@
-"""Draft heads as speculators: they read the target's hidden states.
+"""Speculators of draft heads, which read the target's hidden states.
 
-Row i of an EAGLE head is of token i + 1 and the target's hidden states of token i, at cache position i:
+Row i of an EAGLE head has token i + 1 and the target's hidden states of token i, at cache position i:
 
     text      t0    t1    t2    root |            end = 4
     row       0     1     2          |            (t1, f0) (t2, f1) (root, f2)
     pass 1    ............last       |            -> children of the root
-    pass 2                           | 3 4        nodes of depth 1: (node, what the root's row put out)
+    pass 2                           | 3 4        nodes of depth 1: (node, output of the root's row)
 
-The n-th node that is run lies at position end - 2 + n. Behind a step the rows of accepted tokens are read
-again, with the target's hidden states instead of the head's own: so nothing is moved in its cache. A head
-that guesses all levels in one pass (P-EAGLE) has rows of mask tokens behind the root's, one for each level
-below the first, at the positions of the tokens that they stand for. They are overwritten in every step.
+The n-th node that is run has position end - 2 + n. After a step the rows of accepted tokens are read again
+with the target's hidden states instead of the head's outputs, so nothing is moved in its cache. A head that
+guesses all levels in one pass (P-EAGLE) has rows of mask tokens after the root's, one for each level after
+the first, at the positions of the tokens they represent. They are overwritten in every step.
 
     text      t0 .. t(end-2)     root          |
-    cache     K, V made of the   a block's rows: the anchor, which is the root, and mask tokens
+    cache     K, V from the      a block's rows: the anchor, which is the root, and mask tokens
               target's states    at positions end - 1, end, ...
 
-A block head makes the text's keys and values of the target's hidden states when they are there, once. The
-block's own are overwritten in every step.
+A block head makes the text's keys and values once from the target's hidden states. The block's own are
+overwritten in every step.
 
     text      ... t(end-3)  t(end-2)   root   |
     heard                      h              |   Medusa's head i guesses the token at position end + i
 
-Of Medusa's texts nothing but the last hidden state is kept. Where a request starts behind blocks that others
-left, up to its last token, there is none yet: then its first tree is the root alone.
+Medusa keeps only the last hidden state of a text. If a request starts after cached blocks up to its last
+token, there is no state yet, and its first tree has only the root.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.speculate.drafts.growth import Growth, Shape
 from specinfer.speculate.drafts.one_pass import OnePassDraft
 
-_MEDUSA_ROWS: Final = 2  # that a text counts as, by which a step's passes are priced (MedusaModel.probe)
+_MEDUSA_ROWS: Final = 2  # rows that a text counts as for the cost of passes (MedusaModel.probe)
 
 
 class EagleDraft(LevelDraft):
-    """An EAGLE head, a pass a level."""
+    """Draft of an EAGLE head with one pass per level."""
 
     def __init__(
         self,
@@ -64,13 +64,14 @@ class EagleDraft(LevelDraft):
         max_rows: int,
         vocabulary: DraftVocabulary | None = None,
     ) -> None:
-        """`max_rows` of texts are read in one step, and kept of each text until they are."""
+        """Make a draft that reads at most `max_rows` rows in one step, and keeps as many of each text."""
         super().__init__(
             name, shape, max_rows=max_rows, block_size=runner.block_size, taps=runner.model.head.taps
         )
         self._runner = runner
-        self._vocabulary = vocabulary  # of the head's logits; None: all ids
-        self._fed: dict[int, Tensor] = {}  # of each entry what rows below its nodes that were run are fed
+        self._vocabulary = vocabulary  # tokens of the head's logits; None: all
+        # For each entry, the outputs of its nodes, which their children read.
+        self._fed: dict[int, Tensor] = {}
 
     def _growth(self, entry: PlanEntry) -> Growth:
         return Growth.shaped(entry, self.name, self._shape)
@@ -88,7 +89,7 @@ class EagleDraft(LevelDraft):
         return frontier_rows(growth, nodes, growth.entry.end - 2 - origin, table)
 
     def _draw(self, parts: Sequence[tuple[int, Rows]], sites: Sequence[Site]) -> None:
-        """As LevelDraft says: nodes are fed with the outputs of their parents' rows."""
+        """See LevelDraft; nodes read the outputs of their parents' rows."""
         texts: list[EagleText] = []
         for i, rows in parts:
             text, count = self._seen[i], len(rows.token_ids)
@@ -107,10 +108,10 @@ class EagleDraft(LevelDraft):
 
 
 class ParallelEagleDraft(OnePassDraft):
-    """An EAGLE head that guesses all levels in one pass."""
+    """Draft of an EAGLE head that guesses all levels in one pass."""
 
     def _growth(self, entry: PlanEntry) -> Growth:
-        # The root's row and those of masks lie in the blocks that its tree may fill.
+        # The rows of the root and of masks use the blocks reserved for the tree.
         return Growth.of(entry, self.name, min(entry.max_depth, self._head.depth, entry.max_nodes))
 
     def _text(self, entry: int, most: int) -> tuple[EagleText, int, int] | None:
@@ -124,10 +125,10 @@ class ParallelEagleDraft(OnePassDraft):
 
 
 def _eagle_rows(texts: CachedTexts, text: CachedText, growth: Growth, most: int) -> Rows | None:
-    """At most so many of the rows of a text that wait to be read; the root's has logits.
+    """Return at most `most` unread rows of a text; the root's row has logits.
 
-    Their hidden states are the text's first ones that are unread. None where the step has no rows left, or
-    none waits.
+    Their hidden states are the first unread ones of the text. None if the step has no rows left, or none is
+    unread.
     """
     entry, start = growth.entry, text.cached
     count = min(text.unread.end - start, most)
@@ -141,7 +142,7 @@ def _eagle_rows(texts: CachedTexts, text: CachedText, growth: Growth, most: int)
 
 
 class BlockDraft(OnePassDraft):
-    """A block head."""
+    """Draft of a block head."""
 
     def _text(self, entry: int, most: int) -> tuple[BlockText, int, int] | None:
         text, growth = self._seen[entry], self._growths[entry]
@@ -166,24 +167,24 @@ class BlockDraft(OnePassDraft):
         return made
 
     def _block(self, text: CachedText, growth: Growth, *, read: bool) -> int:
-        """The rows of an entry's block; 0 where it has no tree, or its text is not read to the end."""
+        """Return the number of rows of an entry's block; 0 without a tree, or if its text is not read."""
         entry, head = growth.entry, self._head
         if growth.limit < 1 or text.cached != entry.end - 1:
             return 0
         if head.reads_last and not read and text.last_D is None:
-            return 0  # the token before the root was read for another request: only its K and V are there
+            return 0  # the token before the root was read for another request, which left only K and V
         wanted = growth.limit + head.skipped if head.causal else head.block_size
-        count = min(wanted, entry.max_nodes)  # for so many positions there are blocks
+        count = min(wanted, entry.max_nodes)  # limited by the reserved blocks
         return count if count > head.skipped else 0
 
 
 class MedusaDraft(OnePassDraft):
-    """Medusa's heads, which have no cache."""
+    """Draft of Medusa heads, which have no cache."""
 
     def __init__(self, *args: Any, **limits: Any) -> None:
-        """As OnePassDraft."""
+        """See OnePassDraft."""
         super().__init__(*args, **limits)
-        self._last: dict[str, tuple[int, TappedRows]] = {}  # of each text: where it ends, its last state
+        self._last: dict[str, tuple[int, TappedRows]] = {}  # end and last state of each text
 
     def hear(self, texts: Sequence[TextFeatures]) -> None:
         """Keep the last hidden state of each text."""
@@ -193,7 +194,7 @@ class MedusaDraft(OnePassDraft):
             self._last[features.entry.request.request_id] = features.end, last
 
     def _unread(self, entries: Sequence[PlanEntry]) -> list[int]:
-        """As Draft says: each entry that has a tree counts as the rows that a text is priced as."""
+        """See Draft; each entry with a tree counts as the rows of one text."""
         return [_MEDUSA_ROWS * (self._state(entry) is not None) for entry in entries]
 
     def _forget(self, request_id: str) -> None:
@@ -207,7 +208,7 @@ class MedusaDraft(OnePassDraft):
         return MedusaText(state, self._head.depth), 0, self._head.depth
 
     def _state(self, entry: PlanEntry) -> TappedRows | None:
-        """The hidden state of the token before the entry's root; None: it has no tree, or nobody knows it."""
+        """Return the hidden state of the token before the entry's root; None without a tree or a state."""
         end, state = self._last.get(entry.request.request_id, (0, None))
         return state if entry.has_tree and end == entry.end - 1 else None
 
@@ -217,8 +218,7 @@ def _eagle(name: str, runner: HeadRunner[EagleModel], shape: Shape, **limits: An
     return (ParallelEagleDraft.of if one_pass else EagleDraft)(name, runner, shape, **limits)
 
 
-# By the names of heads/kinds.py. Each takes a name, a runner, a shape, `max_rows` and `vocabulary`, as
-# EagleDraft does.
+# By the names of heads/kinds.py. Each takes the arguments of EagleDraft.
 HEAD_DRAFTS: Final[Mapping[str, Callable[..., Draft]]] = {
     EagleConfig.kind: _eagle,
     BlockConfig.kind: BlockDraft.of,
@@ -229,7 +229,7 @@ HEAD_DRAFTS: Final[Mapping[str, Callable[..., Draft]]] = {
 def head_draft(
     name: str, model: AnyHeadModel, shape: Shape, *, num_blocks: int, block_size: int, max_rows: int
 ) -> tuple[HeadRunner[AnyHeadModel], Draft]:
-    """A loaded head over a cache of its own, of so many of the target's blocks; `max_rows` as EagleDraft."""
+    """Return the runner of a loaded head, with its own cache of `num_blocks` blocks, and its draft."""
     runner = HeadRunner(model, num_blocks=num_blocks, block_size=block_size)
     vocabulary = named_tokens(model.ids, model.config.vocab_size)
     return runner, HEAD_DRAFTS[model.head.kind](name, runner, shape, max_rows=max_rows, vocabulary=vocabulary)

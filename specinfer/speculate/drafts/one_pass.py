@@ -1,15 +1,15 @@
-"""Trees whose levels are all guessed by one pass of a head.
+"""OnePassDraft: drafts whose levels are all guessed by one pass of a head.
 
-What each level guesses depends on the token before it by the Markov term alone, if there is one. So point
-masses and coupled draws are grown best first, where there are native kernels. Without these all trees are
-drawn level by level as a draft model's. So are samples, requests with a shape of their own, and those whose
-processors or filters look at whole rows, everywhere.
+A level's guesses depend on the previous token only by the Markov term, if there is one. So with native
+kernels trees of point masses and coupled draws are grown best first. Other trees are drawn level by level, as
+a draft model's: without native kernels, for samples, for requests with a shape of their own, and for those
+whose processors or filters need whole rows.
 
-Best first: as all guesses are known before a tree grows, the likeliest path that is not in the tree yet can
-always be found, and the tree's n nodes are the n likeliest of all: one at a time from a heap. The library
-grows the trees of all requests in one call (cpu/best_first.cpp; tests/oracles/best_first.py says the same
-slowly). A level's candidates are the likeliest tokens behind the mean of the tokens that may stand before it;
-behind each of these the candidates have logits of their own.
+Best first: all guesses are known before a tree grows, so a heap yields the likeliest path that is not in the
+tree, and the tree's n nodes are the n likeliest of all. One native call grows the trees of all requests
+(cpu/best_first.cpp; tests/oracles/best_first.py is its oracle). The candidates of a level are the likeliest
+tokens after the mean of the possible previous tokens; each previous token then gives them logits of their
+own.
 """
 
 from __future__ import annotations
@@ -39,27 +39,26 @@ from specinfer.speculate.drafts.growth import Growth, GuessedTree, Shape, trees_
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.draw import Run, Runs, as_runs
 
-MOST_NODES: Final = 32  # of a tree, the root left out: more are hardly ever worth their rows
-WIDTH: Final = 8  # children of a node at most
-MIN_PATH: Final = 0.002  # probability of a path that is added
-_FEWEST_NODES: Final = 8  # of a tree that are grown, whatever is wanted of them
+MAX_NODES: Final = 32  # of a tree without its root; more are hardly ever worth their rows
+WIDTH: Final = 8  # maximum children of a node
+MIN_PATH: Final = 0.002  # minimum probability of a path
+_MIN_NODES: Final = 8  # smallest limit of a tree's nodes
 
 
-# Grows trees of so many nodes, MOST_NODES at most, and as many as there is room for, of the logits of all
-# rows that guess, which are contiguous.
+# Grows trees of at most so many nodes, MAX_NODES and the budget, from the contiguous logits of guessing rows.
 GrowTrees = Callable[[Sequence[GuessedTree], Tensor, int], None]
-# Adds the children of every site, site i by row rows[i] of all logits, behind the token before[i].
+# Adds the children of every site i, from row rows[i] of all logits, after the token before[i].
 DrawLevel = Callable[[Sequence[Site], Sequence[int], Sequence[int], Tensor], None]
 
 
 def grow_best_first(name: str, model: AnyHeadModel, vocabulary: DraftVocabulary | None) -> GrowTrees | None:
-    """How a head's best-first trees are grown: by the library; None where its kernels are not native."""
+    """Return the function that grows a head's best-first trees, or None without native kernels."""
     library = model.kernels.library
     return None if library is None else NativeTrees(name, model, vocabulary, library).grow
 
 
 def level_drawer(name: str, model: AnyHeadModel, vocabulary: DraftVocabulary | None) -> DrawLevel:
-    """How a level is drawn from a head's logits."""
+    """Return the function that draws a level from a head's logits."""
 
     def draw_level(
         sites: Sequence[Site], rows: Sequence[int], before: Sequence[int], logits_TU: Tensor
@@ -79,10 +78,10 @@ class OnePassTrees:
     def __init__(
         self, name: str, shape: Shape, grow_best_first: GrowTrees | None, draw_level: DrawLevel
     ) -> None:
-        """`shape` is of trees not grown best first, which are all of them where `grow_best_first` is None."""
+        """Make a grower; `shape` is that of trees that are not grown best first."""
         self._name = name
-        self.shape = shape._replace(learned=False)  # what is drawn by levels has a shape
-        self._most = MOST_NODES  # of a tree grown best first, as many as somebody may want
+        self.shape = shape._replace(learned=False)  # trees drawn by levels have a fixed shape
+        self._most = MAX_NODES  # present limit of nodes of a best-first tree
         self._grow_best_first = grow_best_first
         self._draw_level = draw_level
 
@@ -90,28 +89,27 @@ class OnePassTrees:
     def of(
         cls, name: str, model: AnyHeadModel, shape: Shape, vocabulary: DraftVocabulary | None
     ) -> OnePassTrees:
-        """Those of a head; `vocabulary` is that of its logits (None: all)."""
+        """Return the grower of a head; `vocabulary` are the tokens of its logits (None: all)."""
         return cls(
             name, shape, grow_best_first(name, model, vocabulary), level_drawer(name, model, vocabulary)
         )
 
     def most_nodes(self, request: Request) -> int:
-        """A full tree of the request's expansion, or the most that is grown of any."""
+        """Return the nodes of a full tree of the request's expansion, or the maximum of any tree."""
         own = request.params.speculation.expansion
-        least = 0 if self._grow_best_first is None else MOST_NODES
+        least = 0 if self._grow_best_first is None else MAX_NODES
         return max(least, self.shape.expansion.num_nodes - 1) if own is None else own.num_nodes - 1
 
     def open(self, growth: Growth, first: int, levels: int) -> GuessedTree:
-        """A tree that is about to grow out of the pass's rows first..first+levels-1 of all that guess."""
+        """Return an initial tree whose levels are the guessing rows first..first+levels-1."""
         growth.limit = min(growth.limit, levels)
         (root,) = growth.sites(self.shape)
         return GuessedTree(growth, first, growth.limit, root)
 
     def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
-        """Grow as many nodes as before, twice as many, or a half, by how many of them are verified.
+        """Adjust the limit of nodes by the number of verified nodes.
 
-        Of the trees of all: twice as many where one of that size is kept whole, a half where none needs more
-        than a third.
+        It doubles if a tree of that size was verified whole, and halves if none needed more than a third.
         """
         kept = grown = 0
         whole = False
@@ -120,13 +118,13 @@ class OnePassTrees:
             grown, kept = max(grown, there), max(kept, here)
             whole = whole or there == here >= self._most
         if whole:
-            self._most = min(MOST_NODES, 2 * self._most)
+            self._most = min(MAX_NODES, 2 * self._most)
         elif grown and 3 * kept < self._most:
-            self._most = max(_FEWEST_NODES, self._most // 2)
+            self._most = max(_MIN_NODES, self._most // 2)
 
     @inference
     def grow(self, guessed: Sequence[GuessedTree], logits_TU: Tensor) -> None:
-        """Grow all trees, each to its end, from the logits of their levels."""
+        """Grow all trees completely from the logits of their levels."""
         by_level: list[GuessedTree] = []
         best_first: list[GuessedTree] = []
         for one in guessed:
@@ -141,7 +139,7 @@ class OnePassTrees:
             by_level = self._grow_a_level(by_level, logits_TU)
 
     def _grow_a_level(self, guessed: Sequence[GuessedTree], logits_TU: Tensor) -> list[GuessedTree]:
-        """Draw one more level of these trees; those that have room for another."""
+        """Draw another level of these trees; returns those that can grow further."""
         rows: list[int] = []
         before: list[int] = []
         sites: list[Site] = []
@@ -161,12 +159,12 @@ class OnePassTrees:
 
 
 def _is_best_first(growth: Growth, root: Site) -> bool:
-    """Whether a tree is grown best first; else it is drawn level by level."""
+    """Return whether a tree is grown best first; otherwise it is drawn level by level."""
     return bool(root.candidates) and growth.entry.request.params.speculation.expansion is None
 
 
 class OnePassDraft(Draft):
-    """A draft whose trees are whole after their first level: one pass guesses all of it."""
+    """A draft whose trees are complete after the first call: one pass guesses all levels."""
 
     def __init__(
         self,
@@ -179,10 +177,10 @@ class OnePassDraft(Draft):
         block_size: int,
         taps: tuple[int, ...],
     ) -> None:
-        """As Draft; `guess` is a pass of the head, over a cache with blocks of `block_size` positions.
+        """Make a draft; `guess` runs a pass of the head over a cache with blocks of `block_size` positions.
 
-        `head` is its config, or what the kind needs of that; its `depth` are the levels of its trees at the
-        most. `trees` are grown of these passes alone.
+        `head` is its config, or the fields that the kind needs; its `depth` is the maximum number of levels.
+        `trees` grows the trees of these passes. The other arguments are those of Draft.
         """
         super().__init__(name, trees.shape, max_rows=max_rows, block_size=block_size, taps=taps)
         self._pass = guess
@@ -199,7 +197,7 @@ class OnePassDraft(Draft):
         max_rows: int,
         vocabulary: DraftVocabulary | None = None,
     ) -> Self:
-        """The draft of a head that `runner` runs, with logits of `vocabulary` (None: all)."""
+        """Return the draft of the runner's head, with logits for `vocabulary` (None: all)."""
         head, trees = runner.model.head, OnePassTrees.of(name, runner.model, shape, vocabulary)
         return cls(
             *(name, runner.guess, head, trees),
@@ -212,15 +210,15 @@ class OnePassDraft(Draft):
         return Growth.of(entry, self.name, min(entry.max_depth, self._head.depth))
 
     def most_nodes(self, request: Request) -> int:
-        """A full tree of the request's expansion, or the most that is grown of any."""
+        """Return the nodes of a full tree of the request's expansion, or the maximum of any tree."""
         return self._trees.most_nodes(request)
 
     def see_choices(self, guessed: Sequence[TokenTree], chosen: Sequence[TokenTree]) -> None:
-        """Guess about as much as is verified."""
+        """Adjust the size of trees to the number of verified nodes."""
         self._trees.see_choices(guessed, chosen)
 
     def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
-        """Read these entries' texts, and grow the whole tree of each that has one; none has room for more."""
+        """Read these entries' texts, and grow each tree completely; returns no nodes to extend."""
         asked: list[int] = []
         texts: list[Any] = []
         growing: list[GuessedTree] = []
@@ -244,18 +242,18 @@ class OnePassDraft(Draft):
 
     @abstractmethod
     def _text(self, entry: int, most: int) -> tuple[Any, int, int] | None:
-        """An entry's share of the pass, the tokens of its text that it reads, `most` at most, and the levels.
+        """Return an entry's part of the pass, its read tokens (at most `most`), and its levels.
 
-        No levels where the entry has no tree, or its text is not read to the end. None: it has no share.
+        Levels are 0 without a tree, or if the text is not read to the end. None: it is not in the pass.
         """
 
     def _guess(self, entries: Sequence[int], texts: Sequence[Any]) -> HeadPass:
-        """The pass over these entries' shares."""
+        """Run the pass over the parts of these entries."""
         return self._pass(texts)
 
 
 class NativeTrees:
-    """Best-first trees by the library."""
+    """Grows best-first trees with the native library."""
 
     def __init__(
         self,
@@ -264,12 +262,12 @@ class NativeTrees:
         vocabulary: DraftVocabulary | None,
         library: Library,
     ) -> None:
-        """The model computes on a CPU, with this library."""
+        """Make a grower for a model that computes on a CPU with this library."""
         self._name = name
         self._library = library
         self._named = len(model.ids)
         self._ids = None if vocabulary is None else np.ascontiguousarray(vocabulary.ids, dtype=np.int64)
-        self._kept = model  # whose memory the arguments point to
+        self._kept = model  # the arguments point to its memory
         args = GuesserArgs(type=TYPES[FLOATS[model.dtype]], tokens=model.config.vocab_size)
         args.ids = None if self._ids is None else self._ids.ctypes.data
         if model.markov is not None:
@@ -283,16 +281,16 @@ class NativeTrees:
         code, count, rows = check_rows(logits_TU, self._named), len(guessed), logits_TU.size(0)
         if count > self._room:
             self._make_room(count)
-        asks = b"".join([_ask(one, min(most, MOST_NODES)) for one in guessed])
+        asks = b"".join([_ask(one, min(most, MAX_NODES)) for one in guessed])
         there = self._library.grow_trees(
             *(ctypes.byref(self._args), code, logits_TU.data_ptr(), rows, self._named),
             *(asks, count, ctypes.byref(self._grown)),
         )
         if not there:
             raise IndexError(f"trees of {count} requests in {rows} rows of logits")
-        whole, chances, name = self._room * MOST_NODES, self._chances, self._name
+        whole, chances, name = self._room * MAX_NODES, self._chances, self._name
         for i, one in enumerate(guessed):
-            first = i * MOST_NODES
+            first = i * MAX_NODES
             end = first + self._nodes[i]
             parents = self._nodes[self._room + first : self._room + end].tolist()
             tokens = self._nodes[self._room + whole + first : self._room + whole + end].tolist()
@@ -302,20 +300,20 @@ class NativeTrees:
             one.growth.grown = TokenTree((one.growth.builder.root, *tokens), (-1, *parents), Runs((run,)))
 
     def _make_room(self, count: int) -> None:
-        """Memory for the trees of so many requests, which is used again in each step."""
-        self._room, nodes = count, count * MOST_NODES
+        """Allocate memory for the trees of `count` requests, reused in each step."""
+        self._room, nodes = count, count * MAX_NODES
         self._nodes = array("q", bytes(8 * (count + 2 * nodes)))  # counts, parents, tokens
         self._chances = array("d", bytes(8 * 3 * nodes))  # confidences, evidence
         at, chance = self._nodes.buffer_info()[0], self._chances.buffer_info()[0]
         parents = at + 8 * count
         self._grown = GrownArgs(
-            *(MOST_NODES, at, parents, parents + 8 * nodes),
+            *(MAX_NODES, at, parents, parents + 8 * nodes),
             *(chance, chance + 8 * nodes),
         )
 
 
 def _ask(one: GuessedTree, most: int) -> bytes:
-    """One request's tree, as cpu/best_first.h has it."""
+    """Return one request's arguments in the layout of cpu/best_first.h."""
     site, builder = one.site, one.growth.builder
     return TREE_ASK.pack(
         *(one.first, one.levels, builder.root, min(most, builder.max_nodes - 1)),

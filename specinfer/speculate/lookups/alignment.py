@@ -1,9 +1,9 @@
-"""A request's prediction, where an answer stands in it, and where the answer may go on after it has left it.
+"""Alignment of an output with its prediction, and its possible continuations after a difference.
 
-An edited file is the old one with stretches replaced, inserted or deleted. While the answer follows the
-prediction there is one place to go on. Where it leaves it, several places may be where it comes back: where
-its last tokens stand again (a deletion), where it left (an insertion), as many tokens later as it has said
-since (a replacement). They are all guessed, until the answer has followed one of them far enough.
+An edited file is the old one with parts replaced, inserted or deleted. While the output follows the
+prediction, there is one continuation. After a difference it may return at several places: where its last
+tokens occur again (a deletion), where it differed (an insertion), or as many tokens later as it has written
+since (a replacement). All of them are guessed until the output has followed one of them far enough.
 
     prediction   a b c d x e f g h         answer so far   a b c d z e
                          |   |                                     | |
@@ -22,28 +22,28 @@ from numpy.typing import NDArray
 
 from specinfer.errors import ensure
 
-TRUSTED = 4  # agreeing tokens in a row that make a place certain
-LONGEST_TAIL = 16  # tokens; a longer match is no better a place
-LONGEST_REPLACED = 8  # tokens; longer replacements are not expected again
-NEAR = 16  # places looked at on either side of the anchor
-SIDE_DEPTH = 4  # tokens of every guess but the first: enough to be trusted, cheap enough to be wrong
-LOST = 32  # tokens of the answer since the last certain place; guesses are then few and short
-_MOST_REPLACED: Final = 64  # stretches that are remembered: each guess looks for all of them
-_LENGTHS: Final = (3, 1)  # of the n-grams by which a place is found, longest first
-_BITS: Final = 21  # of a token id: three of them are one integer
-# What an answer leaves out of its prediction is seldom longer. Without a bound the shortest answer could
-# bring megabytes along, of which it follows some tokens.
+TRUSTED = 4  # consecutive agreeing tokens that make a place certain
+LONGEST_TAIL = 16  # tokens; longer matches do not improve a place
+LONGEST_REPLACED = 8  # tokens; longer replacements are not expected to recur
+NEAR = 16  # candidate places on either side of the anchor
+SIDE_DEPTH = 4  # tokens of every guess but the first: enough to become certain, and cheap if wrong
+LOST = 32  # tokens since the last certain place after which guesses are few and short
+_MAX_REPLACED: Final = 64  # recorded replacements, as each guess searches all of them
+_LENGTHS: Final = (3, 1)  # lengths of the n-grams that locate a place, longest first
+_BITS: Final = 21  # bits of a token id, so that three fit into one integer
+# Limit of the prediction's length beyond the output's: longer deletions are rare, and a request with a short
+# output could otherwise send megabytes.
 LEFT_OUT: Final = 1024  # tokens
-_CHARACTERS: Final = 16  # of a token; more of a text than that for each token is not tokenized
+_CHARACTERS: Final = 16  # maximum characters per token that are tokenized
 
 
 class PredictionIndex:
-    """Where the n-grams of some token ids stand: the positions after each, ascending."""
+    """Index of the n-grams of token ids: the positions after each n-gram, ascending."""
 
     __slots__ = ("__weakref__", "_found")
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        """Index them; each id is below 2**21, as those of a vocabulary are."""
+        """Index token ids, each below 2**21."""
         ids = np.array(token_ids, dtype=np.int64)
         self._found: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         for n in _LENGTHS:
@@ -54,7 +54,7 @@ class PredictionIndex:
             self._found[n] = keys[order], order + n
 
     def near(self, ngram: Sequence[int], place: int, most: int) -> list[int]:
-        """The positions after an n-gram, ascending, at most so many before `place` and so many from it on."""
+        """Return positions after an n-gram, ascending: at most `most` before `place` and `most` after."""
         keys, stops = self._found[len(ngram)]
         key = 0
         for token in ngram:
@@ -66,13 +66,13 @@ class PredictionIndex:
 
 
 class IndexedPrediction(tuple[int, ...]):
-    """The token ids of a prediction, with their index; equal to the plain tuple."""
+    """Token ids of a prediction with their index; equal to the plain tuple."""
 
     ngrams: PredictionIndex
 
 
 class PredictionShelf:
-    """Indexes predictions, one for all requests with equal ones. May be called by several threads at once."""
+    """Indexes predictions once for all requests with equal ones; callable from several threads at once."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakValueDictionary[tuple[int, ...], PredictionIndex] = (
@@ -81,7 +81,7 @@ class PredictionShelf:
         self._making = threading.Lock()
 
     def indexed(self, token_ids: tuple[int, ...]) -> IndexedPrediction:
-        """The same with its index, which is kept as long as one of those that share it."""
+        """Return the token ids with their index, which is shared and lives as long as one of its users."""
         made = IndexedPrediction(token_ids)
         with self._making:
             index = self._known.get(token_ids)
@@ -94,9 +94,9 @@ class PredictionShelf:
 def within_reach(
     prediction: str | Sequence[int], room: int, encode: Callable[[str], Sequence[int]]
 ) -> tuple[int, ...]:
-    """The token ids of a prediction as far as they can matter to an answer of at most `room` tokens.
+    """Return the token ids of a prediction that can matter to an output of at most `room` tokens.
 
-    Of a text no more is encoded than has so many tokens.
+    Only the needed part of a text is encoded.
     """
     most = max(room, 0) + LEFT_OUT
     token_ids = encode(prediction[: most * _CHARACTERS]) if isinstance(prediction, str) else prediction
@@ -104,31 +104,31 @@ def within_reach(
 
 
 class Alignment:
-    """One answer's place in its prediction; `advance` follows the answer, `guesses` says what comes next.
+    """An output's place in its prediction: `advance` follows the output, `guesses` returns continuations.
 
-    A short stretch that was replaced is expected to be replaced again wherever it stands, until the
-    answer keeps it once: names are changed everywhere.
+    A short part that was replaced is expected to be replaced wherever it occurs, such as a renamed variable,
+    until the output keeps it once.
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
         self._prediction = prediction
         known = prediction.ngrams if isinstance(prediction, IndexedPrediction) else None
         self._index = PredictionIndex(prediction) if known is None else known
-        self._at = 0  # the answer is thought to go on here
-        self._run = TRUSTED  # tokens that say so; 0: no place is preferred. An answer begins at 0
+        self._at = 0  # the expected place of the next token
+        self._run = TRUSTED  # agreeing tokens before it; 0: no place is preferred. An output starts at 0
         self._anchor = 0  # the last certain place
-        self._since = 0  # tokens of the answer after the anchor
-        self._tail: list[int] = []  # the answer's last tokens
-        self._replaced: dict[tuple[int, ...], tuple[int, ...]] = {}  # what the prediction said -> the answer
-        self.read = 0  # tokens of the answer seen
+        self._since = 0  # tokens of the output after the anchor
+        self._tail: list[int] = []  # the output's last tokens
+        self._replaced: dict[tuple[int, ...], tuple[int, ...]] = {}  # part of the prediction -> of the output
+        self.read = 0  # tokens of the output read
 
     @property
     def run(self) -> int:
-        """The tokens in a row that say where the answer stands; 0: no place is preferred."""
+        """Consecutive agreeing tokens before the present place; 0: no place is preferred."""
         return self._run
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Follow the answer by these tokens."""
+        """Follow the output by these tokens."""
         for token in tokens:
             self._tail.append(token)
             del self._tail[:-LONGEST_TAIL]
@@ -145,10 +145,10 @@ class Alignment:
         self.read += len(tokens)
 
     def guesses(self, depth: int, branches: int) -> list[list[int]]:
-        """What may come next, likeliest first: at most `branches` guesses.
+        """Return at most `branches` continuations, likeliest first.
 
-        The first has at most `depth` tokens. Each other one has at most SIDE_DEPTH, or as many beyond
-        the tokens it shares with the first. An answer that has long been elsewhere gets one short guess.
+        The first has at most `depth` tokens. Each other one has at most SIDE_DEPTH tokens, or as many after
+        those that it shares with the first. An output without a certain place for long gets one short guess.
         """
         if self._run < TRUSTED and self._since > LOST:
             depth, branches = min(depth, SIDE_DEPTH), 1
@@ -161,7 +161,7 @@ class Alignment:
         return guesses[:branches]
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError when the place does not agree with the answer."""
+        """Raise IntegrityError if the place does not fit the output."""
         size = len(self._prediction)
         ensure(0 <= self._anchor <= size, f"the anchor is at {self._anchor} of {size}")
         ensure(0 <= self._at <= size, f"the answer stands at {self._at} of {size}")
@@ -171,7 +171,7 @@ class Alignment:
         ensure((self._since == 0) == (self._run >= TRUSTED), "the anchor moves with a certain place")
 
     def _places(self, count: int) -> list[int]:
-        """Where the answer may go on, no next token twice; one place when it is certain."""
+        """Return the places of possible continuations with different next tokens; one if it is certain."""
         if self._run >= TRUSTED:
             return [self._at] if self._at < len(self._prediction) else []
         met = [place for place, _ in self._meetings()]
@@ -184,9 +184,9 @@ class Alignment:
         return list(chosen.values())
 
     def _meetings(self) -> list[tuple[int, int]]:
-        """Places after the answer's last tokens, with the tokens that match.
+        """Return the places after the output's last tokens, with the number of matching tokens.
 
-        The longest match comes first, then what lies at or after the anchor, then what lies nearest.
+        They are sorted by the length of the match, then those at or after the anchor, then by distance.
         """
         found: dict[int, int] = {}
         for n in _LENGTHS:
@@ -204,12 +204,12 @@ class Alignment:
         return matched
 
     def _expect_what_was_replaced(self) -> None:
-        """The answer is back: what it said in place of what stretch?"""
+        """After the output has returned to the prediction, record what it replaced."""
         old, new = self._at - self._run - self._anchor, self._since - self._run
         if 0 < old <= LONGEST_REPLACED and 0 < new <= LONGEST_REPLACED and self._since <= len(self._tail):
             was = tuple(self._prediction[self._anchor : self._anchor + old])
             end = len(self._tail)
-            if was not in self._replaced and len(self._replaced) >= _MOST_REPLACED:
+            if was not in self._replaced and len(self._replaced) >= _MAX_REPLACED:
                 del self._replaced[next(iter(self._replaced))]  # the oldest
             self._replaced[was] = tuple(self._tail[end - self._since : end - self._run])
 
@@ -220,7 +220,7 @@ class Alignment:
                 del self._replaced[was]
 
     def _replacing(self, place: int, reach: int) -> tuple[list[int], int]:
-        """What follows at `place` with known replacements made, and the tokens before the first of them."""
+        """Return the continuation at `place` with known replacements, and the tokens before the first one."""
         guess: list[int] = []
         first: int | None = None
         while len(guess) < reach and place < len(self._prediction):

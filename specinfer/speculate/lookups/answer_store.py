@@ -1,4 +1,4 @@
-"""Texts of finished requests, kept apart by cache key, bounded together."""
+"""AnswerStore: texts of finished requests, separate for each cache key, within one memory limit."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from specinfer.errors import ensure
 from specinfer.kernels.library import Library
 from specinfer.speculate.lookups.text_index import LENGTHS, TextIndex
 
-_KEY_BYTES: Final = 256  # of the tables, for each key; a key's own bytes come on top
-_TEXT_BYTES: Final = 16  # of the tables, for each text
-_TOKEN_BYTES: Final = 64  # more than a token takes
-_STRETCHES: Final = 8  # at least, of a full memory: what leaves at once is an eighth of it
+_KEY_BYTES: Final = 256  # tables of each key, in addition to the key's bytes
+_TEXT_BYTES: Final = 16  # tables of each text
+_TOKEN_BYTES: Final = 64  # upper bound per token
+_STRETCHES: Final = 8  # minimum number in a full memory, so at most an eighth is dropped at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,29 +31,29 @@ class _Shelf:
 
 
 class AnswerStore:
-    """One TextIndex per cache key; the oldest texts of all keys leave when `memory` bytes are full.
+    """One TextIndex per cache key; the oldest texts of all keys are dropped to stay within `memory` bytes.
 
-    A key's texts lie in an index of their own, so a search in one key cannot meet a text of another. Room is
-    made before a text is added, so the bound holds at every moment.
+    Each key has its own index, so a search cannot find a text of another key. Memory is freed before a text
+    is added, so the limit always holds.
     """
 
     def __init__(self, memory: int, library: Library, lengths: Sequence[int] = LENGTHS) -> None:
-        """`lengths` are those of the n-grams that can be looked up."""
-        self._memory = memory  # bytes of all keys together
+        """Make an empty store; `lengths` are those of the indexed n-grams."""
+        self._memory = memory  # maximum bytes of all keys together
         self._library = library
         self._lengths = lengths
         self._num_bytes = 0
         self._longest_stretch = memory // (_STRETCHES * _TOKEN_BYTES)
         self._shelves: dict[str | None, _Shelf] = {}
-        self._ages: list[_Shelf] = []  # whose texts came when, oldest first
+        self._ages: list[_Shelf] = []  # the shelf of each text, oldest first
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all that is held."""
+        """Bytes of all texts."""
         return self._num_bytes
 
     def add(self, key: str | None, text: Sequence[int]) -> None:
-        """Keep a text under `key`; of one that does not fit into the memory alone, the end that does."""
+        """Store a text under `key`; of a text larger than the memory, only the end is stored."""
         room = self._memory - _key_bytes(key) - _TEXT_BYTES
         fitting = bisect_right(range(len(text) + 1), room, key=self._new_index().bytes_with) - 1
         if fitting < 1:
@@ -71,12 +71,12 @@ class AnswerStore:
         self._ages.append(shelf)
 
     def of(self, key: str | None) -> TextIndex | None:
-        """The texts kept under `key`; None when there are none."""
+        """Return the texts stored under `key`, or None."""
         shelf = self._shelves.get(key)
         return None if shelf is None else shelf.texts
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError when the sums or an index are wrong, or the memory is overdrawn."""
+        """Raise IntegrityError if sums or an index are wrong, or the memory limit is exceeded."""
         held = sum(shelf.num_bytes for shelf in self._shelves.values())
         ensure(self._num_bytes == held, f"{self._num_bytes} bytes are counted, {held} held")
         ensure(held <= self._memory, f"{held} bytes in a memory of {self._memory}")
@@ -91,7 +91,7 @@ class AnswerStore:
         return TextIndex(self._library, self._lengths, longest_stretch=self._longest_stretch)
 
     def _bytes_with(self, key: str | None, count: int) -> int:
-        """The bytes at most of all keys when a text of `count` tokens is added to this one."""
+        """Return the maximum bytes of all keys after adding a text of `count` tokens to this one."""
         shelf = self._shelves.get(key)
         if shelf is None:
             added = _key_bytes(key) + self._new_index().bytes_with(count)

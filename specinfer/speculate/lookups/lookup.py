@@ -1,8 +1,8 @@
-"""Lookup speculation: what followed these tokens in this text and in earlier answers of the same caller.
+"""LookupSpeculator: guesses from the request's text and from earlier answers with the same cache salt.
 
-Every place where the last tokens stood before votes for what followed there, and longer matches weigh more.
-The votes make a tree: its likeliest nodes are added one by one (SuffixDecoding, arXiv 2411.04975). Within one
-text this is prompt lookup, also known as n-gram speculation.
+Every earlier occurrence of the last tokens votes for the tokens that followed there, and longer matches have
+more weight. The likeliest nodes of the votes form a tree (SuffixDecoding, arXiv 2411.04975). Within one text
+this is prompt lookup, also known as n-gram speculation.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from specinfer.speculation_config import LONGEST_MATCH
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.draw import Run, Runs
 
-SUREST_MATCH: Final = 16  # tokens; more make a guess no surer
-_MOST_NODES: Final = 1 << 16  # of a tree: more make no difference
-_EVIDENCE: Final = 3  # numbers of a draw
+SUREST_MATCH: Final = 16  # tokens; longer matches do not raise the confidence
+_MAX_NODES: Final = 1 << 16  # of a tree
+_EVIDENCE: Final = 3  # numbers of evidence per draw
 
 
 def match_confidence(tokens: int) -> float:
-    """How sure to be of a token that followed before, where the last `tokens` tokens were the same."""
+    """Return the confidence of a token that followed an earlier match of `tokens` tokens."""
     return 1 - 0.5 ** min(tokens, SUREST_MATCH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupOptions:
-    """How guesses are looked up; raises ConfigError on an option outside its range."""
+    """Options of the lookup; raises ConfigError for a value outside its range."""
 
-    min_match: Annotated[int, "Tokens that must match, at least, before what followed them is a guess."] = 1
-    max_depth: Annotated[int, "Tokens of a guess, at most."] = 16
-    max_nodes: Annotated[int, "Nodes of a guessed tree, at most, the root included."] = 32
-    min_probability: Annotated[float, "Of all votes the least share that a node is guessed with."] = 0.05
-    depth_factor: Annotated[float, "A match of n tokens is guessed so many times n tokens deep."] = 4.0
-    memory: Annotated[int, "Bytes for earlier answers, over all cache salts; 0 keeps none."] = 16 << 20
+    min_match: Annotated[int, "Minimum tokens that must match."] = 1
+    max_depth: Annotated[int, "Maximum depth of a guess, in tokens."] = 16
+    max_nodes: Annotated[int, "Maximum nodes of a tree, the root included."] = 32
+    min_probability: Annotated[float, "Minimum part of all votes for a node."] = 0.05
+    depth_factor: Annotated[float, "Depth of guesses per matching token."] = 4.0
+    memory: Annotated[int, "Bytes for earlier answers of all cache salts; 0 keeps none."] = 16 << 20
 
     def __post_init__(self) -> None:
         for option, good, allowed in (
@@ -64,29 +64,29 @@ class LookupOptions:
 
 @dataclass(slots=True)
 class _RequestText:
-    """One request's own text: its prompt and what was committed."""
+    """One request's text: its prompt and its committed tokens."""
 
     key: str | None
-    prompt: int  # tokens of the prompt
+    prompt: int  # number of prompt tokens
     text: TextIndex
-    unread: list[int] = field(default_factory=list)  # committed tokens that the index comes to read
+    unread: list[int] = field(default_factory=list)  # committed tokens that are not indexed yet
 
 
 class LookupSpeculator(Speculator):
     """Guesses from the request's own text, and from answers of finished requests with its cache key.
 
-    `params.cache_salt` is the key; requests without one share the answers of None, and nothing else.
-    A request's own prompt and output are always looked at, which covers a conversation, since its
-    prompt repeats the earlier turns. Its output enters the shared store when it ends, with the last
-    tokens of its prompt before it, so that the beginning of an answer is found as well. A request whose
-    chance is known from its seed looks at its own text alone: an earlier answer may have had the same one.
+    `params.cache_salt` is the key; requests without one share the key None. A request's prompt and output are
+    always searched, which covers a conversation, as its prompt repeats the earlier turns. When a request
+    ends, its output enters the shared store after the last tokens of its prompt, so that the start of an
+    answer can be found, too. A request whose random numbers follow from its seed searches only its own text,
+    as an earlier answer may have used the same numbers (`SamplingParams.knows_chance`).
 
-    A place that matches n tokens votes `depth_factor` * n tokens deep, at most `max_depth`, with weight
-    n squared; of the own text and of earlier answers 16 places each vote, those of longer n-grams first. A
-    node's probability is its share of all weights: the likeliest nodes are proposed, at most `max_nodes` with
-    the root, none below `min_probability`. `memory` bounds the bytes kept of finished requests, over all
-    keys, about 60 for a token; the oldest answers leave whole. A running request's text takes 52 to 100 bytes
-    a token besides. The library looks up the guesses of all requests of a step in one call.
+    An occurrence that matches n tokens votes `depth_factor` * n tokens deep, at most `max_depth`, with weight
+    n squared. In the own text and in earlier answers 16 occurrences each vote, longer n-grams first. A node's
+    probability is its part of all weights: the likeliest nodes are proposed, at most `max_nodes` with the
+    root, none below `min_probability`. `memory` limits the bytes kept of finished requests, over all keys,
+    about 60 per token; whole answers are dropped, oldest first. A running request's text takes 52 to 100
+    bytes per token in addition. One native call looks up the guesses of all requests of a step.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class LookupSpeculator(Speculator):
         verifier: str = "coupled",
         name: str = "lookup",
     ) -> None:
-        """`verifier` is that of requests which do not say; `name` is the one in draws and figures."""
+        """Make a speculator; `verifier` is the default of requests, `name` is used in draws and counters."""
         self.name = name
         self._library = library
         self._options = options
@@ -117,14 +117,14 @@ class LookupSpeculator(Speculator):
         self._make_room(256)
 
     def most_nodes(self, request: Request) -> int:
-        """The most nodes below the root of one of its trees."""
+        """Return the maximum nodes of a tree without its root."""
         return self._options.max_nodes - 1
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
-        """One tree per entry, best first, all point masses; a prompt is read in step with the target.
+        """Return one tree per tree entry, best first, with point masses; indexes prompts with the target.
 
-        A draw's evidence is how many tokens matched before it, how many places vote for it, and their share.
-        Raises ValueError or OverflowError where a text holds what is no token, and then reads nothing.
+        A draw's evidence is the number of matching tokens, the number of votes, and their part of all.
+        Raises ValueError or OverflowError if a text has an invalid token, and then indexes nothing.
         """
         self._look_up(plan.entries)
         trees = self._trees(plan.entries)
@@ -133,11 +133,11 @@ class LookupSpeculator(Speculator):
         return [tree for entry, tree in zip(plan.entries, trees, strict=True) if entry.has_tree]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Add what was committed to the texts; the answers of requests that ended go to the store."""
+        """Add committed tokens to the texts, and move the answers of ended requests to the store."""
         for outcome in outcomes:
             running = self._running.get(outcome.request_id)
             if running is None:
-                continue  # never asked about it, so its text and key are not known
+                continue  # it never guessed for this request, so text and key are unknown
             running.unread += outcome.committed
             if outcome.finished:
                 del self._running[outcome.request_id]
@@ -147,13 +147,13 @@ class LookupSpeculator(Speculator):
                     self._store.add(running.key, text[max(0, running.prompt - LONGEST_MATCH) :])
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError when a text or the store is inconsistent."""
+        """Raise IntegrityError if a text or the store is inconsistent."""
         self._store.check_integrity()
         for running in self._running.values():
             running.text.check_integrity()
 
     def _text_of(self, entry: PlanEntry) -> _RequestText:
-        """The text of an entry's request; its unread tokens are those beyond this step."""
+        """Return the text of an entry's request, without tokens after this step's end."""
         request = entry.request
         running = self._running.get(request.request_id)
         if running is None:
@@ -165,7 +165,7 @@ class LookupSpeculator(Speculator):
         return running
 
     def _look_up(self, entries: Sequence[PlanEntry]) -> None:
-        """Have the texts read up to this step's end, and guesses looked up."""
+        """Index the texts up to this step's end, and look up guesses."""
         options = self._options
         told: list[int] = []
         tokens: list[int] = []
@@ -185,18 +185,18 @@ class LookupSpeculator(Speculator):
             told += (text.address, earlier, max(0, end - known), depth, nodes)
             room += nodes
         if room > self._room:
-            self._make_room(min(room, _MOST_NODES * len(entries)))
+            self._make_room(min(room, _MAX_NODES * len(entries)))
         lying, numbers = array("i", tokens), array("q", told)
         at, behind = numbers.buffer_info()[0], lying.buffer_info()[0]
         if not self._library.lookup_trees(self._rules, at, len(entries), behind, len(lying), self._to):
             for text, _ in grown:
-                text.recount()  # some may have been read before memory was full
+                text.recount()  # some tokens may have been indexed before memory ran out
             refuse(lying)
         for text, end in grown:
             text.num_tokens = end
 
     def _trees(self, entries: Sequence[PlanEntry]) -> list[TokenTree]:
-        """The trees that were found."""
+        """Return the found trees."""
         room, nodes, name, rule = self._room, self._nodes, self.name, DrawRule.POINT_MASS
         trees: list[TokenTree] = []
         first = 0
@@ -216,7 +216,7 @@ class LookupSpeculator(Speculator):
         return trees
 
     def _make_room(self, room: int) -> None:
-        """Memory for so many nodes of trees, and as many trees, which is used again in each step."""
+        """Allocate memory for `room` trees and nodes, reused in each step."""
         self._room = room
         self._nodes = array("i", bytes(4 * 3 * room))  # counts, parents, tokens
         self._chances = array("d", bytes(8 * (1 + _EVIDENCE) * room))  # confidences, evidence

@@ -1,4 +1,4 @@
-"""Prediction speculation: the caller's own guess of the answer, followed wherever the answer agrees."""
+"""PredictionSpeculator: guesses from the caller's predicted output."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from specinfer.tree.token_tree import single_node
 
 
 class PredictionSpeculator(Speculator):
-    """Guesses that the answer is `request.prediction`, and finds the way back after each difference.
+    """Guesses that the output is `request.prediction`, and realigns with it after each difference.
 
-    An answer begins at token 0 of its prediction. While the two agree the tree is one chain of `depth`
-    tokens; after a difference up to `branches` ways to go on are guessed at once, all but the first of
-    them short (alignment.py), so a tree has at most 1 + depth + (branches - 1) * SIDE_DEPTH nodes. A
-    request without a prediction gets the root alone, and keeps no state. Raises ConfigError on an option
-    outside its range.
+    The output starts at token 0 of its prediction. While both agree, the tree is one chain of `depth` tokens.
+    After a difference it has up to `branches` continuations, all but the first of them short (alignment.py),
+    so at most 1 + depth + (branches - 1) * SIDE_DEPTH nodes. A request without a prediction gets only the
+    root, and no state. Raises ConfigError for an option outside its range.
     """
 
     def __init__(self, *, depth: int = 15, branches: int = 4, name: str = "prediction") -> None:
@@ -34,24 +33,24 @@ class PredictionSpeculator(Speculator):
         self._alignments: dict[str, Alignment] = {}
 
     def most_nodes(self, request: Request) -> int:
-        """One chain and its short side ways, where there is a prediction."""
+        """Return the nodes of one chain and its short branches, or 0 without a prediction."""
         return self._depth + (self._branches - 1) * SIDE_DEPTH if request.prediction else 0
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
-        """One tree per entry, the likeliest guess first, all point masses.
+        """Return one tree per tree entry, the likeliest guess first, with point masses.
 
-        A draw's evidence is how many tokens before it agree with its place in the prediction.
+        A draw's evidence is the number of tokens before it that agree with its place in the prediction.
         """
         return [self._tree(entry) for entry in plan.tree_entries]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Forget the place of requests that ended; what was committed is read when the next guess is due."""
+        """Drop the state of ended requests; committed tokens are read by the next `propose`."""
         for outcome in outcomes:
             if outcome.finished:
                 self._alignments.pop(outcome.request_id, None)
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError when a request's place does not agree with its answer."""
+        """Raise IntegrityError if a request's place in its prediction does not fit its output."""
         for alignment in self._alignments.values():
             alignment.check_integrity()
 

@@ -103,7 +103,7 @@ def test_the_text_is_the_same_with_a_pool(folder: Path, temperature: float, rege
 
 def test_a_pool_of_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
     other = write_tiny_llama(tmp_path / "other", tokenizer=True, seed=5)
-    with pytest.raises(ModelError, match="tuned for target, whose weights are others than those of other"):
+    with pytest.raises(ModelError, match="tuned for target, whose weights differ from those of other"):
         LLM(str(other), drafts=[str(folder / "pool")], **OPTIONS)
 
 

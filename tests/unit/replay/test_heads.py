@@ -28,7 +28,7 @@ from specinfer.replay.guess_trie import NO_SITE
 from specinfer.replay.oracle import play_oracle
 from specinfer.replay.replay import POLICIES, Played, play, play_without, speculation_of, whole
 from specinfer.replay.trace import Trace, read_trace, write_trace
-from specinfer.speculate.drafts.one_pass import MOST_NODES
+from specinfer.speculate.drafts.one_pass import MAX_NODES
 from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from tests.engines import CPU, ENGINE, Tiny, write_tiny
 from tests.heads import block_config, write_any
@@ -179,13 +179,13 @@ def test_every_smaller_tree_is_the_beginning_of_a_larger_one(trace: Trace) -> No
         return builder.build()
 
     for root in roots:
-        largest = grown(root, MOST_NODES)
-        assert 0 < largest.num_nodes <= 1 + MOST_NODES
+        largest = grown(root, MAX_NODES)
+        assert 0 < largest.num_nodes <= 1 + MAX_NODES
         likelihoods = largest.likelihoods()
         assert likelihoods == sorted(likelihoods, reverse=True)
         for most in (1, 7, 20):
             nodes = min(1 + most, largest.num_nodes)
-            for smaller in (grown(root, most), grown(root, MOST_NODES, 1 + most)):
+            for smaller in (grown(root, most), grown(root, MAX_NODES, 1 + most)):
                 assert smaller.token_ids == largest.token_ids[:nodes]
                 assert smaller.parents == largest.parents[:nodes]
                 assert told(smaller)[2] == told(largest)[2][: nodes - 1]
