@@ -1,5 +1,5 @@
 #!/bin/sh
-# install.sh WHEELS PREFIX: the server, from a wheel in the folder WHEELS, in a new environment PREFIX.
+# install.sh WHEELS PREFIX: installs the server from the wheel in WHEELS into a new environment PREFIX.
 set -eu
 source=$(cd "$(dirname "$0")/.." && pwd)
 python3 -m venv "$2"

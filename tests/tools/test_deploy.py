@@ -11,18 +11,23 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
+import yaml
 
+from specinfer.cli.serve import serve
 from specinfer.kernels.build import find_compiler
 from specinfer.kernels.machine import LEVELS, architecture
+from specinfer.serve.config import ServeConfig
+from specinfer.serve.observe.metrics import Metrics
 from tests.served import Served
 from tests.tiny_models import write_tiny_llama
 
 REPOSITORY: Final = Path(__file__).parents[2]
 DEPLOY: Final = REPOSITORY / "deploy"
 NEEDS_ROOT: Final = ("apt-get ", "useradd ")
+SHUTDOWN: Final = 27  # seconds after --grace: 2 to close streams, 5 for the engine, 20 for the traffic log
 
 
 def steps(name: str) -> list[tuple[str, str]]:
@@ -101,13 +106,85 @@ def test_its_steps_give_a_server(tmp_path: Path) -> None:
 
 
 def test_the_units_command_is_understood() -> None:
-    import click
-
-    from specinfer.cli.serve import serve
-
     unit = (DEPLOY / "specinfer.service").read_text(encoding="utf-8")
     [command] = re.findall(r"^ExecStart=(.*)$", unit, re.M)
     _, name, *arguments = shlex.split(command)
     assert name == "serve"
-    serve.make_context(name, arguments)
-    assert isinstance(serve, click.Command)
+    assert understood(arguments)["log_format"] == "json"
+
+
+def yaml_documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / name).read_text(encoding="utf-8")))
+
+
+def understood(arguments: list[str]) -> dict[str, Any]:
+    """The options of `specinfer serve` with these arguments, which must be right."""
+    context = serve.make_context("serve", arguments)
+    return {name: value for name, value in context.params.items() if value not in (None, ())}
+
+
+def test_kubernetes_probes_and_waits_for_answers() -> None:
+    deployment, *others = yaml_documents("kubernetes.yaml")
+    assert [one["kind"] for one in (deployment, *others)] == [
+        "Deployment",
+        "PersistentVolumeClaim",
+        "Service",
+    ]
+    template = deployment["spec"]["template"]
+    [container] = template["spec"]["containers"]
+    probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
+    assert {name: probe["path"] for name, probe in probes.items()} == {
+        "startup": "/ready",
+        "readiness": "/ready",
+        "liveness": "/health",
+    }
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert all(probe["port"] in ports for probe in probes.values())
+    options = understood(container["args"])
+    assert options["grace"] == ServeConfig().grace
+    waits = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert template["spec"]["terminationGracePeriodSeconds"] >= waits + options["grace"] + SHUTDOWN
+    annotations = template["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(ports["http"]) == str(ServeConfig().port)
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in template["spec"]["volumes"]}
+    assert template["spec"]["securityContext"]["runAsNonRoot"] is True
+
+
+def test_compose_passes_options_that_exist_and_waits_for_answers() -> None:
+    [compose] = yaml_documents("compose.yaml")
+    service = compose["services"]["specinfer"]
+    understood(service["command"])
+    assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+    assert int(service["stop_grace_period"].removesuffix("s")) >= ServeConfig().grace + SHUTDOWN
+
+
+def test_the_images_options_exist() -> None:
+    words = dict(steps("Dockerfile"))
+    assert understood(json.loads(words["CMD"])) == {"host": "0.0.0.0"}
+    assert words["EXPOSE"] == str(ServeConfig().port)
+
+
+def test_prometheus_scrapes_the_servers_port() -> None:
+    [config] = yaml_documents("prometheus.yaml")
+    [job] = config["scrape_configs"]
+    assert job["metrics_path"] == "/metrics"
+    assert job["static_configs"] == [{"targets": [f"127.0.0.1:{ServeConfig().port}"]}]
+
+
+def test_the_dashboard_draws_metrics_that_exist() -> None:
+    dashboard = json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8"))
+    known = {name for family in Metrics("m").registry.collect() for name in series(family.name, family.type)}
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [one["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
+    assert len(dashboard["panels"]) == len({panel["id"] for panel in dashboard["panels"]}) > 10
+    for query in queries:
+        names = re.findall(r"specinfer:\w+", query)
+        assert names
+        assert set(names) <= known, query
+
+
+def series(name: str, kind: str) -> list[str]:
+    """The names under which Prometheus stores a metric."""
+    endings = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}.get(kind, ("",))
+    return [name + ending for ending in endings]
