@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -104,6 +105,13 @@ def test_the_metadata_is_valid_and_has_the_readme(dist: Path) -> None:
     assert {"serve", "cluster", "otel", "plot", "transformers"} <= set(metadata.provides_extra or ())
     scripts = wheel.read(f"specinfer-{VERSION}.dist-info/entry_points.txt").decode()
     assert "specinfer = specinfer.cli:main" in scripts
+
+
+def test_the_page_of_the_installation_names_every_extra(dist: Path) -> None:
+    page = (REPOSITORY / "docs" / "install.md").read_text(encoding="utf-8")
+    raw = wheel_of(dist).read(f"specinfer-{VERSION}.dist-info/METADATA")
+    extras = Metadata.from_email(raw, validate=True).provides_extra
+    assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.M)) == sorted(extras or ())
 
 
 def test_the_newest_version_of_the_changelog_is_the_packages() -> None:
