@@ -1,7 +1,7 @@
-# Two commands: `make demo` and `make test`. Both make .venv first, once; nothing outside it is touched.
+# Main targets: `make demo` and `make test`. Both create .venv once and install into it alone.
 #
 #   make test PYTHON=python3.12                             another Python (3.11 or newer)
-#   make test VENV_FLAGS=--system-site-packages VENV=/tmp/v  keep the system's PyTorch, for example with CUDA
+#   make test VENV_FLAGS=--system-site-packages VENV=/tmp/v  use the system's PyTorch, for example with CUDA
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +10,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# The system's packages are kept as they are where they are in range; elsewhere versions are exact.
+# A shared environment keeps the system's packages that are in range; otherwise versions are exact.
 SHARED := $(findstring --system-site-packages,$(VENV_FLAGS))
 CONSTRAIN := $(if $(SHARED),,--constraint constraints.txt)
 
@@ -18,12 +18,12 @@ MADE := $(VENV)/.made
 RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 
-# In tests PyTorch's threads sleep while they wait, instead of spinning: several runs may share the cores, and a
-# spinning thread keeps the one it waits for from running (docs/log.md). The native kernels' own always sleep soon.
+# In tests PyTorch's threads sleep while they wait instead of spinning: several runs may share the cores, and a
+# spinning thread can block the thread it waits for (docs/log.md). The native kernels' threads sleep soon anyway.
 test test-fast test-clients: export OMP_WAIT_POLICY ?= PASSIVE
-# Every process that runs tests imports all of them: compiled ones are kept, even where that is unusual.
+# Each test process imports every test, so bytecode is kept even if the environment says otherwise.
 test test-fast: export PYTHONDONTWRITEBYTECODE =
-# A process per core; each begins with a part of its own, so that fixtures are made once, and takes from others' ends.
+# A process per core; each starts with its own part of the tests, so that fixtures are made once.
 SHARED_OUT := --numprocesses logical --dist worksteal
 
 .PHONY: help demo serve test test-fast test-aarch64 test-clients lint format wheel release docs peers-env pin clean
@@ -42,13 +42,13 @@ serve: $(RUN) ## serve that model to OpenAI clients, on http://127.0.0.1:8000
 test: lint ## lint, types and the whole test suite: what CI runs
 	$(BIN)/python -m pytest $(SHARED_OUT) $(ARGS)
 
-test-fast: $(DEV) ## the tests that need no real model and no seconds, a process per core
+test-fast: $(DEV) ## the quick tests without real models, a process per core
 	$(BIN)/python -m pytest -m "not slow and not thorough" $(SHARED_OUT) $(ARGS)
 
-test-aarch64: $(DEV) ## its kernels, with Debian's g++-aarch64-linux-gnu and qemu-user where this machine is none
+test-aarch64: $(DEV) ## kernels for aarch64; on other machines with g++-aarch64-linux-gnu and qemu-user
 	$(BIN)/python -m pytest tests/unit/kernels/test_native_proof.py -m slow -k aarch64 -rs $(ARGS)
 
-test-clients: $(DEV) ## real clients of registries against one server; ARGS="openai dspy" runs some (minutes, gigabytes)
+test-clients: $(DEV) ## published clients against one server; ARGS="openai dspy" selects some (minutes, gigabytes)
 	$(BIN)/python -m tests.clients.run $(ARGS)
 
 lint: $(DEV) ## ruff, mypy --strict and the English of pages and comments
