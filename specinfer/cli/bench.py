@@ -150,7 +150,7 @@ def bench(
     Both run on the same prompts and the same loaded weights, in turns, so that a slower moment of the machine
     slows both. Without --dataset the built-in prompts are used; without --draft prompt lookup is.
 
-    With --url the command times a server, ours or any other with OpenAI's API: figures are those of requests
+    With --url the command times a server, ours or any other with OpenAI's API. Figures are those of requests
     over HTTP, under the names of `vllm bench serve`. --concurrency N has N users wait for their answers,
     --rate R starts conversations at random times; the default is one user. --model is the server's name of
     the model, by default the first that it lists. Options of an engine (--draft, --dtype, ...) are refused.

@@ -118,7 +118,7 @@ class ChatSession:
                 return
         except RequestError as error:
             del self._messages[-1]
-            click.echo(f"{error}; or /reset to start anew", err=True)
+            click.echo(f"{error}; or /reset to start over", err=True)
             return
         click.echo(text if self._listener.show else "")
         self._messages.append({"role": "assistant", "content": text})

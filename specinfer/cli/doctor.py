@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     "--quantization",
     "quantizations",
     multiple=True,
-    help="Of the models: none, int8, int4 or gguf; repeatable.",
+    help="Quantization: none, int8, int4 or gguf; repeatable.",
 )
 @click.option(
     "--offload-folder",

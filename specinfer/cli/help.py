@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import click
 
-_WIDTH: Final = 100  # of lines, in characters, where the terminal has them
+_WIDTH: Final = 100  # line width in characters, if the terminal is that wide
 _COLUMN: Final = 28  # of option names
 _ALL: Final = "specinfer.help_all"
 _OWN: Final = "Options"

@@ -53,7 +53,7 @@ def show(json_output: bool) -> None:
 @policy.command(cls=Command)
 @click.argument("target", required=False, metavar="[TARGET]")
 def reset(target: str | None) -> None:
-    """Remove learned acceptance rates: of all targets, or of those with TARGET in their names.
+    """Remove learned acceptance rates of all targets, or of those with TARGET in their names.
 
     Unreadable files are removed as well. A running process keeps its rates and may write them again.
     """
@@ -148,8 +148,7 @@ def replay(
     Times are computed from the cost curves in the trace, so they are the same at every run and on every
     machine. Policies: off has no speculation; fixed verifies whole configured trees; cost is the engine's own
     policy, with nothing learned at the start; best-fixed is the fastest policy that does the same in every
-    step, found by trying them all; oracle knows the texts. The ratio to off has a 95% interval over texts of
-    the same kind. partly_read counts trees of heads that had missed the beginning of a text; they count
+    step, found by trying them all; oracle knows the texts. The ratio to off has a 95% interval. partly_read counts trees of heads that had missed the beginning of a text; they count
     as if the heads had read it.
     """
     from specinfer.replay.replay import mixed as in_turns

@@ -225,7 +225,7 @@ def read_options(file: Path) -> dict[str, Any]:
 
 
 def speculative_config(value: object) -> dict[str, Any]:
-    """vLLM's speculative_config, JSON text or a mapping, as options; raises ConfigError for what is not."""
+    """vLLM's speculative_config, JSON text or a mapping, as options; raises ConfigError."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -8,8 +8,8 @@
     |   `-- " ran" (draft)
     `-- " dog" (draft)
 
-A star (and colour, on a terminal) marks the accepted path; the arrow is the target's own next token. Of
-the same steps `specinfer generate --explain` shows:
+A star (and colour, on a terminal) marks the accepted path; the arrow is the target's own next token.
+`specinfer generate --explain` prints the same steps as a table:
 
      step  guessed                  did not          expected  came  guesses  expected    took
         7  lookup 3 of 7, draft 2   grammar: no guess    3.21     4    5.1      24.0    23.1
@@ -29,7 +29,7 @@ from specinfer.speculate.decision import GUESSED, REQUEST, Contribution, Decisio
 if TYPE_CHECKING:
     from specinfer.engine.trace import TreeEvent
 
-_WIDTH: Final = 120  # of the table, where its width is nobody's screen
+_WIDTH: Final = 120  # columns of the table when the output is not a terminal
 _STYLES = {"accepted": "32;1", "bonus": "36;1", "rejected": "2"}  # SGR codes: green, cyan, dim
 
 
@@ -84,13 +84,13 @@ def draw_tree(event: TreeEvent, token_text: Callable[[int], str]) -> list[Line]:
 
 
 def _quoted(text: str) -> str:
-    """The text between double quotes, with what would move the cursor escaped."""
+    """The text between double quotes, with control characters escaped."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return '"' + shown.replace('"', '\\"') + '"'
 
 
 def steps_as_json(events: Sequence[TreeEvent], request_id: str) -> list[dict[str, Any]]:
-    """One request's steps as plain JSON values: what was decided, and what came of it."""
+    """One request's steps as plain JSON values, with decisions and results."""
     return [
         {
             "step": event.step,
@@ -143,7 +143,7 @@ def _explained(events: Sequence[TreeEvent], request_id: str) -> list[tuple[TreeE
 
 
 def _total(steps: Sequence[tuple[TreeEvent, Decision]]) -> str:
-    """What all steps come to, in words: expectations beside results, and who never guesses."""
+    """Totals of all steps, expected and measured, and the speculators that never guess."""
     came = sum(len(event.acceptance.path) + 1 for event, _ in steps)
     parts = [f"{len(steps)} steps, {came} tokens"]
     tokens = [decision.expected_tokens for _, decision in steps if decision.expected_tokens is not None]
