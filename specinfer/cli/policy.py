@@ -148,7 +148,8 @@ def replay(
     Times are computed from the cost curves in the trace, so they are the same at every run and on every
     machine. Policies: off has no speculation; fixed verifies whole configured trees; cost is the engine's own
     policy, with nothing learned at the start; best-fixed is the fastest policy that does the same in every
-    step, found by trying them all; oracle knows the texts. The ratio to off has a 95% interval. partly_read counts trees of heads that had missed the beginning of a text; they count
+    step, found by trying them all; oracle knows the texts. The ratio to off has a 95% interval.
+    partly_read counts trees of heads that had missed the beginning of a text; they count
     as if the heads had read it.
     """
     from specinfer.replay.replay import mixed as in_turns

@@ -52,7 +52,7 @@ def test_chat_remembers_and_obeys_its_commands(
     assert "trees are on" in err
     assert "step " in out
     assert "the conversation is forgotten" in err
-    assert "or /reset to start anew" in err  # the question that did not fit
+    assert "or /reset to start over" in err  # the question that did not fit
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_conversation(
