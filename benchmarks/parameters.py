@@ -25,7 +25,7 @@ from study import SPECULATING, Study, ask, digest, in_turn, parser, row, run, wi
 
 from specinfer import LLM, RequestOutput, SamplingParams
 from specinfer.check.difference import find_difference
-from specinfer.check.parameters import LEAST, OFF, Setting, judge, params_of, settings_for
+from specinfer.check.parameters import MIN_TOKENS, OFF, Setting, judge, params_of, settings_for
 from specinfer.processors.pipeline import Processors
 from specinfer.report.dataset import read_dataset
 
@@ -66,8 +66,8 @@ class Stopwatch:
 def main() -> None:
     options = parser(__doc__, **SPECULATING, limit=100)
     args = options.parse_args()
-    if args.max_tokens < LEAST:
-        options.error(f"--max-tokens is {args.max_tokens}; allowed: an integer >= {LEAST}")
+    if args.max_tokens < MIN_TOKENS:
+        options.error(f"--max-tokens is {args.max_tokens}; allowed: an integer >= {MIN_TOKENS}")
 
     mixed = in_turn([read_dataset(path) for path in args.dataset], args.limit)
     questions = [conversation.turns[0] for conversation in mixed]
