@@ -118,6 +118,10 @@ def _target_curves(
         return whole, whole
     with stream.still():
         computing = curve(f"{variant}, layer by layer")
+    if (room := plan.placement.experts) is not None:
+        waits = [room.read_bytes(rows) / plan.disk.bytes_per_second for rows in computing.rows]
+        whole = computing + CostCurve(computing.rows, tuple(waits))
+        return whole, whole
     rate, streamed = plan.disk.bytes_per_second, plan.placement.streamed_bytes
     fewer = streamed if models.lent is None else models.lent.streamed_bytes
     return computing.at_least(streamed / rate), computing.at_least(fewer / rate)
@@ -221,7 +225,8 @@ def build_engine(
             lending = Lending(models.lent, curve, lent)
         config = resolved(config, curve, most_rows(config, models))
         speculation, limits = config.speculation, config.scheduler
-    streamed = models.plan is not None
+    # Of experts the seconds of a pass are no more than expected: nobody knows which a text has.
+    streamed = models.plan is not None and models.plan.placement.experts is None
     shape = Shape.streamed(speculation) if streamed else Shape.of(speculation)
     drafting = {
         name: make_draft(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -25,10 +25,10 @@ from specinfer.kernels.choice import Kernels
 from specinfer.kernels.disk import DiskRate, StreamSource, about, gigabytes, measure
 from specinfer.kernels.layout import int8_bytes
 from specinfer.models.config import ModelConfig
-from specinfer.models.placement import Placement
+from specinfer.models.placement import ExpertSizes, Placement
 from specinfer.models.prepared import PreparedFile, prepared_path
-from specinfer.models.streamed import layer_records
-from specinfer.models.weights import OpenModel, estimate_bytes, layer_bytes, prepare
+from specinfer.models.streamed import expert_records, layer_records
+from specinfer.models.weights import OpenModel, estimate_bytes, expert_sizes, layer_bytes, prepare
 from specinfer.progress import Progress
 from specinfer.runtime.flight import MAX_BYTES
 from specinfer.runtime.kv_cache import KvCache, free_bytes, gib, process_bytes
@@ -85,16 +85,21 @@ class MemoryPlan:
     bandwidth: float  # bytes of memory read per second
     prepared: PreparedFile  # the streamed file
 
-    @property
-    def pass_seconds(self) -> float:
-        """Seconds of a pass of one row; streaming overlaps with computing."""
-        placement = self.placement
-        return max(placement.seconds(self.disk.bytes_per_second), sum(placement.layers) / self.bandwidth)
+    def pass_seconds(self, rows: int = 1) -> float:
+        """Seconds of a pass of `rows` rows; streaming of layers overlaps with computing.
+
+        Experts are read after the router has chosen them, so their layer waits.
+        """
+        placement, rate, room = self.placement, self.disk.bytes_per_second, self.placement.experts
+        if room is None:
+            return max(placement.seconds(rate), sum(placement.layers) / self.bandwidth)
+        computed = sum(placement.layers) + room.touched_bytes(rows)
+        return room.read_bytes(rows) / rate + computed / self.bandwidth
 
     @property
     def plain_speed(self) -> float:
         """Expected tokens per second without guesses."""
-        return 1 / self.pass_seconds
+        return 1 / self.pass_seconds()
 
     @property
     def speed(self) -> float:
@@ -103,7 +108,7 @@ class MemoryPlan:
             return self.plain_speed
         level, rate = self.guessers.reads / self.bandwidth, self.guessers.rate
         tokens = [(1 - rate ** (depth + 1)) / (1 - rate) for depth in range(MAX_DEPTH_STREAMED + 1)]
-        return max(made / (self.pass_seconds + depth * level) for depth, made in enumerate(tokens))
+        return max(made / (self.pass_seconds(depth + 1) + depth * level) for depth, made in enumerate(tokens))
 
     def __str__(self) -> str:
         """Return the decision and its reason, in a line."""
@@ -184,7 +189,23 @@ class Wanted:
             name=self.name,
         )
 
-    def ways(self, memory: int, process: int, layers: Sequence[int], config: EngineConfig) -> list[Way]:
+    def sizes(self, prepared: PreparedFile | None = None) -> Sizes:
+        """Sizes of the target's layers, from its prepared file or estimated before there is one."""
+        if prepared is not None:
+            layers = [prepared.records[name].length for name in layer_records(prepared)]
+            experts = expert_sizes(self.target, self.dtype, self.quantization)
+            if experts is not None:
+                longest = max(prepared.records[name].length for name in expert_records(prepared))
+                experts = replace(experts, record=longest)
+            return Sizes(layers, experts)
+        layers = layer_bytes(self.target, self.dtype, self.quantization)
+        experts = expert_sizes(self.target, self.dtype, self.quantization)
+        if experts is not None:
+            dense, of_experts = experts.experts.dense_layers, experts.experts.count * experts.record
+            layers = [size if n in dense else max(0, size - of_experts) for n, size in enumerate(layers)]
+        return Sizes(layers, experts)
+
+    def ways(self, memory: int, process: int, sizes: Sizes, config: EngineConfig) -> list[Way]:
         """Return all plans that fit into memory for these layer sizes; raises CapacityError if none does."""
         fixed, ways = self.fixed(process), list[Way]()
         refused: list[tuple[int, CapacityError]] = []  # with the bytes needed in any case
@@ -205,8 +226,7 @@ class Wanted:
                     "KV caches": caches,
                 }
                 try:
-                    buffers = room.buffers if guessers.names else _BUFFERS
-                    placement = Placement.within(memory, parts, layers, buffers=buffers)
+                    placement = sizes.placed(memory, parts, room.buffers if guessers.names else _BUFFERS)
                 except CapacityError as error:
                     refused.append((sum(parts.values()), error))
                     continue
@@ -215,6 +235,19 @@ class Wanted:
         if not ways:
             raise min(refused, key=itemgetter(0))[1]
         return ways
+
+
+class Sizes(NamedTuple):
+    """Bytes of a target's layers; those of a mixture are without its experts."""
+
+    layers: Sequence[int]
+    experts: ExpertSizes | None
+
+    def placed(self, memory: int, fixed: Mapping[str, int], buffers: int) -> Placement:
+        """What is in memory beside what is fixed; raises CapacityError where that does not fit."""
+        if self.experts is not None:
+            return Placement.with_experts(memory, fixed, self.layers, self.experts)
+        return Placement.within(memory, fixed, self.layers, buffers=buffers)
 
 
 class Way(NamedTuple):
@@ -253,14 +286,13 @@ def plan_memory(wanted: Wanted, config: EngineConfig, progress: Progress) -> Mem
             f"for native kernels on a CPU, and this is {wanted.device} with PyTorch's: choose a smaller model"
         )
     # No file is written if no plan fits.
-    wanted.ways(memory, process, layer_bytes(wanted.target, wanted.dtype, wanted.quantization), config)
+    wanted.ways(memory, process, wanted.sizes(), config)
     prepared = wanted.prepare(offload_folder(config), progress)
-    layers = [prepared.records[name].length for name in layer_records(prepared)]
     disk = measure(StreamSource(prepared.path))
     bandwidth = Bandwidth(wanted.kernels.library, _SAMPLE).usual()
     plans = [
         MemoryPlan(placement, guessers, room, caches, disk, bandwidth, prepared)
-        for guessers, room, caches, placement in wanted.ways(memory, process, layers, config)
+        for guessers, room, caches, placement in wanted.ways(memory, process, wanted.sizes(prepared), config)
     ]
     return chosen(plans)
 
@@ -289,8 +321,7 @@ def _refusal(wanted: Wanted, config: EngineConfig, memory: int, free: int) -> st
     path = wanted.target.path
     file = next(iter(sorted(path.glob("*.safetensors"))), path) if path.is_dir() else path
     try:
-        layers = layer_bytes(wanted.target, wanted.dtype, wanted.quantization)
-        ways = wanted.ways(memory, memory - free, layers, config)
+        ways = wanted.ways(memory, memory - free, wanted.sizes(), config)
         disk = measure(StreamSource(file))
     except (CapacityError, ModelFileError):
         return text  # streaming would not fit, either

@@ -39,7 +39,8 @@ from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.language_model import LayeredModel
 from specinfer.models.layers import RowNorm
 from specinfer.models.rope import RotaryEmbedding, rotations
-from specinfer.models.weight_memory import EmbeddingTable, Weights
+from specinfer.models.shared_sums import EmbeddingTable
+from specinfer.models.weight_memory import Weights
 from specinfer.runtime.batch import slots_of
 from specinfer.runtime.features import TappedRows, joined
 

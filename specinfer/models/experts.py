@@ -13,7 +13,7 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -33,12 +33,22 @@ PRECISE: Final = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")  # matrice
 class Mixture:
     """The MLPs of a layer, and the router that chooses among them."""
 
-    __slots__ = ("_config", "_each", "_ops", "_router", "_shared")
+    __slots__ = ("_config", "_each", "_ops", "_router", "_shared", "_want")
 
     def __init__(
-        self, config: Experts, router: Product, each: Sequence[MLP], shared: MLP | None, ops: Ops
+        self,
+        config: Experts,
+        router: Product,
+        each: Sequence[MLP],
+        shared: MLP | None,
+        ops: Ops,
+        want: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """`router` returns a logit for each expert, followed by the logit of the shared expert's gate."""
+        """`router` returns a logit for each expert, followed by the logit of the shared expert's gate.
+
+        `want` is called with the chosen experts before the first of them computes; None: all are in memory.
+        """
+        self._want = want
         self._config = config
         self._ops = ops
         self._router = router
@@ -52,7 +62,10 @@ class Mixture:
             logits_TC, config.count, config.per_token, normalized=config.normalized
         )
         total_TD = torch.zeros(x_TD.shape, device=x_TD.device)
-        for number in sorted({*numbers_TK.flatten().tolist()}):
+        chosen = sorted({*numbers_TK.flatten().tolist()})
+        if self._want is not None:
+            self._want(chosen)
+        for number in chosen:
             rows_R, places_R = (numbers_TK == number).nonzero(as_tuple=True)
             made_RD = self._each[number](x_TD[rows_R])
             ops.add_weighted(total_TD, made_RD, rows_R.contiguous(), weights_TK[rows_R, places_R])
@@ -82,9 +95,10 @@ def mixture(config: ModelConfig, experts: Experts, weights: Weights, prefix: str
 
     gates = ["gate", "shared_expert_gate"] if experts.shared_size else ["gate"]
     router = weights.linear(*(f"{prefix}.{name}" for name in gates), bias=experts.bias, precise=True)
-    each = mlps([f"experts.{number}" for number in range(experts.count)], part.experts, bias=experts.bias)
+    # Before the experts: what is not one of them lies in one piece in a prepared file.
     shared = mlps(["shared_expert"], part.shared_expert) if experts.shared_size else [None]
-    return Mixture(experts, router, each, shared[0], ops)
+    each = mlps([f"experts.{number}" for number in range(experts.count)], part.experts, bias=experts.bias)
+    return Mixture(experts, router, each, shared[0], ops, weights.wanting(f"{prefix}.experts.0"))
 
 
 def expert_matrices(experts: Experts, hidden: int) -> list[tuple[str, int, int, bool]]:

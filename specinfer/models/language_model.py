@@ -16,7 +16,8 @@ from specinfer.attention.backend import Attend
 from specinfer.kernels.low_rank import AdaptedRows, Adapter
 from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig, PipelineStage
-from specinfer.models.weight_memory import EmbeddingTable, Weights
+from specinfer.models.shared_sums import EmbeddingTable
+from specinfer.models.weight_memory import Weights
 
 
 @dataclass(frozen=True, slots=True)

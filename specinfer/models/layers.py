@@ -14,7 +14,8 @@ from specinfer.kernels.low_rank import DOWN, OUT, QKV, UP, AdaptedLayer, times
 from specinfer.kernels.ops import NormParts, Ops
 from specinfer.kernels.product import Product
 from specinfer.models.config import Activation, ModelConfig, Norm, QkNorm
-from specinfer.models.weight_memory import EmbeddingTable, Weights
+from specinfer.models.shared_sums import EmbeddingTable
+from specinfer.models.weight_memory import Weights
 
 
 class RowNorm:

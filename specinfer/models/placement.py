@@ -10,8 +10,44 @@ from typing import Final, Self
 
 from specinfer.errors import CapacityError
 from specinfer.kernels.disk import DiskRate, about, gigabytes
+from specinfer.models.config import Experts
 
 _MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """The experts of a mixture, as far as bytes are concerned."""
+
+    experts: Experts
+    layers: int  # that have experts
+    record: int  # bytes of one expert, at the most
+
+    @property
+    def all(self) -> int:
+        """How many experts there are."""
+        return self.layers * self.experts.count
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRoom:
+    """How many experts of a mixture are in memory at once; others are read when they are chosen."""
+
+    sizes: ExpertSizes
+    slots: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slots * self.sizes.record
+
+    def touched_bytes(self, rows: int) -> float:
+        """Bytes of the experts that a pass of so many rows needs, if each row chose by chance."""
+        return self.sizes.layers * self.sizes.experts.touched(rows) * self.sizes.record
+
+    def read_bytes(self, rows: int) -> float:
+        """Those of them that are read: an expert is in memory as often as slots have it."""
+        return self.touched_bytes(rows) * (1 - self.slots / self.sizes.all)
 
 
 @dataclass(frozen=True)
@@ -19,6 +55,7 @@ class Placement:
     """Pinned and streamed layers within a memory limit.
 
     Streamed layers are spread evenly over the model, so that readers work while pinned layers compute.
+    Of a mixture all layers are pinned, without their experts, which have slots.
     """
 
     memory: int  # bytes that the process may use
@@ -26,6 +63,7 @@ class Placement:
     layers: Sequence[int]  # bytes per layer
     buffers: int  # buffers of streamed layers, each of the size of the largest; 0: none is streamed
     streamed: tuple[int, ...]  # layer numbers
+    experts: ExpertRoom | None = None
 
     @classmethod
     def within(
@@ -45,6 +83,21 @@ class Placement:
             raise CapacityError(min(ways, key=lambda way: way.resident_bytes)._refusal())
         return min(fitting, key=lambda way: (way.streamed_bytes, len(way.streamed)))
 
+    @classmethod
+    def with_experts(
+        cls, memory: int, fixed: Mapping[str, int], layers: Sequence[int], sizes: ExpertSizes
+    ) -> Self:
+        """The placement that has as many experts in memory as fit; `layers` are without them.
+
+        Raises CapacityError where `memory` has no room for those of one layer.
+        """
+        slots = (memory - sum(fixed.values()) - sum(layers)) // sizes.record
+        least = sizes.experts.count
+        found = cls(memory, fixed, layers, 0, (), ExpertRoom(sizes, min(max(slots, least), sizes.all)))
+        if slots < least:
+            raise CapacityError(found._refusal())
+        return found
+
     @cached_property
     def pinned(self) -> tuple[int, ...]:
         """Numbers of the layers that stay in memory."""
@@ -52,8 +105,14 @@ class Placement:
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes read in each pass."""
-        return sum(self.layers[number] for number in self.streamed)
+        """Bytes read in each pass; of a mixture the expected bytes of a pass of one row."""
+        experts = 0 if self.experts is None else int(self.experts.read_bytes(1))
+        return experts + sum(self.layers[number] for number in self.streamed)
+
+    @property
+    def computed_bytes(self) -> int:
+        """Bytes of layers that a pass of one row computes with."""
+        return sum(self.layers) + (0 if self.experts is None else int(self.experts.touched_bytes(1)))
 
     @property
     def buffer_bytes(self) -> int:
@@ -62,9 +121,10 @@ class Placement:
 
     @cached_property
     def resident_bytes(self) -> int:
-        """Bytes used by fixed parts, pinned layers and buffers."""
-        pinned = sum(self.layers) - self.streamed_bytes
-        return sum(self.fixed.values()) + pinned + self.buffer_bytes
+        """Bytes used by fixed parts, pinned layers, buffers and slots of experts."""
+        pinned = sum(self.layers[number] for number in self.pinned)
+        experts = 0 if self.experts is None else self.experts.bytes
+        return sum(self.fixed.values()) + pinned + self.buffer_bytes + experts
 
     def seconds(self, bytes_per_second: float) -> float:
         """Disk time of a pass."""
@@ -73,10 +133,16 @@ class Placement:
     def summary(self, disk: DiskRate, folder: Path) -> str:
         """The placement and its cost per pass in one line; `folder` holds the layers."""
         count = len(self.layers)
-        if not self.streamed:
-            return f"all {count} layers kept in memory"
         home = Path.home()
         place = f"~/{folder.relative_to(home)}" if folder.is_relative_to(home) else f"{folder}"
+        if (room := self.experts) is not None:
+            return (
+                f"{room.slots} of {room.sizes.all} experts in memory, others read when chosen: about "
+                f"{gigabytes(self.streamed_bytes)} a token at {gigabytes(disk.bytes_per_second)}/s from "
+                f"{place}, {about(self.seconds(disk.bytes_per_second))} s"
+            )
+        if not self.streamed:
+            return f"all {count} layers kept in memory"
         return (
             f"{len(self.streamed)} of {count} layers streamed, {gigabytes(self.streamed_bytes)} a pass at "
             f"{gigabytes(disk.bytes_per_second)}/s from {place}, about "
@@ -89,6 +155,8 @@ class Placement:
             parts[f"{self.buffers} layer buffers"] = self.buffer_bytes
         if self.pinned:
             parts["layers"] = sum(self.layers[number] for number in self.pinned)
+        if self.experts is not None:
+            parts["experts of a layer"] = self.experts.bytes
         summed = " + ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
         return (
             f"the model needs at least {summed} = {_gib(self.resident_bytes, up=True)}, but may take "

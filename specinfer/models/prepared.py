@@ -9,6 +9,7 @@ all of them.
     model.embed_tokens     a record; its tensors are aligned to 64 bytes
     lm_head
     model.layers.0         tensors named padding.N fill the gaps
+    model.layers.0.mlp.experts.0    one expert of a mixture, which may be read alone
 
 The header identifies the source of the file, and has checksums of itself, of every record and of every
 tensor. So a file of another model, version or length is not opened, and damage is detected when it is read.
@@ -51,7 +52,7 @@ _HEADER: Final = 1 << 20  # minimum bytes before the first record
 _MAX_HEADER: Final = 1 << 28
 _UNKNOWN: Final = b'"header":"00000000"'  # a header before its own checksum is known
 _KNOWN: Final = re.compile(rb'"header":"([0-9a-f]{8})"')
-_LAYER: Final = re.compile(r"(.*?\blayers\.\d+)\.")
+_LAYER: Final = re.compile(r"(.*?\blayers\.\d+(?:\.mlp\.experts\.\d+)?)\.")
 _NAMES: Final = {
     torch.uint8: "U8",
     torch.float16: "F16",
@@ -273,7 +274,7 @@ class NewPreparedFile:
         return text.replace(_UNKNOWN, f'"header":"{zlib.crc32(text):08x}"'.encode(), 1)
 
     def _record_for(self, matrix: str) -> str:
-        """The record of a matrix: its layer's, or a separate one."""
+        """The record of a matrix: its layer's, its expert's, or a separate one."""
         names = matrix.split("+")
         layer, *others = {found[1] if (found := _LAYER.match(name)) else "" for name in names}
         if layer and not others and layer not in self._records:

@@ -22,10 +22,13 @@ import threading
 import time
 import weakref
 import zlib
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from queue import Empty
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Final, Self
 
 from specinfer.errors import DamagedFileError, ensure
@@ -44,58 +47,18 @@ class StoppedError(Exception):
     """A pass was stopped by its caller before its end."""
 
 
-class LayerStream:
-    """The records of a file in a few buffers, each loaded when it is needed.
+class WeightStream(ABC):
+    """Reads weights from a file while passes run, one pass at a time."""
 
-        with stream.passing():
-            for record in range(len(records)):
-                buffer = stream.take(record)  # compute on stream.buffers[buffer] until the next take
-
-    Readers start at once and end with `close`, or when the stream is garbage collected; as a context manager
-    it closes itself. A forked child has no readers, and a take there raises ClosedError.
-    """
-
-    def __init__(
-        self, source: Readable, records: Sequence[StreamRecord], *, buffers: int, disk: DiskRate
-    ) -> None:
-        """Stream `records` in order, with the settings in `disk`, through `buffers` buffers (2, or a spare).
-
-        Each buffer has room for the longest record.
-        """
-        ensure(len(records) > 0 and buffers > 0, "a stream needs records and buffers")
-        pages = all(record.offset % PAGE == record.length % PAGE == 0 < record.length for record in records)
-        ensure(pages, "records are whole pages")
-        longest = max(record.length for record in records)
-        memories = [aligned(longest) for _ in range(buffers)]
-        if hasattr(mmap, "MADV_DONTFORK"):
-            for memory in memories:  # a child would share memory that readers are writing to
-                memory.madvise(mmap.MADV_DONTFORK)
-        self.buffers = [memoryview(memory) for memory in memories]  # their addresses never change
+    def __init__(self, path: Path, disk: DiskRate) -> None:
         self.passes = 0  # number of passes started
-        self.waited = 0.0  # seconds that `take` waited for readers
-        self._records = records
-        self._pinned: frozenset[int] = frozenset()  # records in other memory
-        self._cycle = list(range(len(records)))  # the others
+        self.waited = 0.0  # seconds that passes waited for readers
+        self._path = path  # for messages
         self._disk = disk
-        self._shared = StreamBuffers(source, records, self.buffers, disk.piece)
         self._turn = threading.RLock()  # held by a thread during a pass, or across timed passes
         self._stopped: Callable[[], bool] | None = None  # for the current pass
         self._is_still = False  # no thread waits for records
-        self._taken = -1  # the last place taken
-        self._unchecked = {number for number, record in enumerate(records) if record.crc is not None}
         self._quiet_until = 0.0
-        self._end = weakref.finalize(self, self._shared.close)
-        self._end.atexit = False  # readers are daemons, and must not end during interpreter exit
-        self._threads = [
-            threading.Thread(target=self._shared.read, name=f"specinfer-reader-{number}", daemon=True)
-            for number in range(disk.readers)
-        ]
-        try:
-            for thread in self._threads:
-                thread.start()
-        except RuntimeError:  # the process has too many threads
-            self._end()
-            raise
 
     def __enter__(self) -> Self:
         return self
@@ -104,23 +67,30 @@ class LayerStream:
         self.close()
 
     @property
+    @abstractmethod
     def read_bytes(self) -> int:
         """Total bytes read."""
-        return self._shared.read_bytes
 
+    @abstractmethod
     def rate(self) -> float:
         """Recent bytes per second while reading; the measured rate before the first record."""
-        return self._shared.rate() or self._disk.bytes_per_second
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the readers after their current pieces; waits a few seconds at most."""
+
+    @abstractmethod
+    def check_open(self) -> None:
+        """Raise ClosedError after `close`, and in a child by fork, without a lock."""
 
     @contextmanager
     def passing(self, stopped: Callable[[], bool] | None = None) -> Iterator[Self]:
         """A pass, in which the caller takes records; other threads wait for their turn.
 
-        At its end the last buffer is returned to the readers. A reader error from before the pass, while no
-        thread waited, is retried once. `stopped` is polled before each record and ten times per second; if it
-        returns True, the pass ends with StoppedError.
+        A reader error from before the pass, while no thread waited, is retried once. `stopped` is polled
+        before each record and ten times per second; if it returns True, the pass ends with StoppedError.
         """
-        self._shared.check_open()  # before the lock, which a forked child may have inherited locked
+        self.check_open()  # before the lock, which a forked child may have inherited locked
         if stopped is None:
             turn: AbstractContextManager[object] = self._turn
         else:
@@ -129,11 +99,9 @@ class LayerStream:
             self.passes += 1
             self._stopped = stopped
             try:
-                self._shared.retry()
                 yield self
             finally:
                 self._stopped = None
-                self._shared.keep_from(max(self._shared.first, self._taken + 1))
 
     @contextmanager
     def _turn_unless(self, stopped: Callable[[], bool]) -> Iterator[None]:
@@ -155,6 +123,128 @@ class LayerStream:
                 yield
             finally:
                 self._is_still = False
+
+    def _check_stopped(self) -> None:
+        if self._stopped is not None and self._stopped():
+            raise StoppedError("the pass was stopped")
+
+    def _wait(
+        self,
+        record: StreamRecord,
+        bell: SimpleQueue[None],
+        arrived: Callable[[], int],
+        *,
+        there: Callable[[], bool],
+    ) -> None:
+        """Wait until a record is loaded, without limit; log a warning if it takes long.
+
+        `bell` gets an item when `there` may have become true; `arrived` returns the bytes read so far.
+        """
+        began = time.monotonic()
+        due = max(began + max(_WARN_AFTER, _SLOW * record.length / self.rate()), self._quiet_until)
+        try:
+            while not there():
+                with contextlib.suppress(Empty):
+                    # Not a Condition, which an interrupt can leave inconsistent.
+                    bell.get(timeout=max(0.0, min(_POLL, due - time.monotonic())))
+                self._check_stopped()
+                if (now := time.monotonic()) >= due:
+                    _LOG.warning(
+                        "waiting for the disk: %.0f of %.0f MB of %s of %s after %.1f s",
+                        *(arrived() / 1e6, record.length / 1e6, record.name, self._path, now - began),
+                    )
+                    due = self._quiet_until = now + _WARN_INTERVAL
+        finally:
+            self.waited += time.monotonic() - began
+
+    def _end_threads(self, threads: Sequence[threading.Thread]) -> None:
+        """Wait a few seconds for readers that are ending."""
+        until = time.monotonic() + _CLOSING
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            _LOG.warning("the disk of %s does not respond; its readers are abandoned", self._path)
+
+
+def start_readers(work: Callable[[], None], count: int) -> list[threading.Thread]:
+    """`count` started threads that run `work`; raises RuntimeError if the process has too many threads."""
+    threads = [
+        threading.Thread(target=work, name=f"specinfer-reader-{number}", daemon=True)
+        for number in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def kept_from_children(memory: mmap.mmap) -> mmap.mmap:
+    """The same memory, which a forked child does not inherit, because readers write to it."""
+    if hasattr(mmap, "MADV_DONTFORK"):
+        memory.madvise(mmap.MADV_DONTFORK)
+    return memory
+
+
+class LayerStream(WeightStream):
+    """The records of a file in a few buffers, each loaded when it is needed.
+
+        with stream.passing():
+            for record in range(len(records)):
+                buffer = stream.take(record)  # compute on stream.buffers[buffer] until the next take
+
+    Readers start at once and end with `close`, or when the stream is garbage collected; as a context manager
+    it closes itself. A forked child has no readers, and a take there raises ClosedError.
+    """
+
+    def __init__(
+        self, source: Readable, records: Sequence[StreamRecord], *, buffers: int, disk: DiskRate
+    ) -> None:
+        """Stream `records` in order, with the settings in `disk`, through `buffers` buffers (2, or a spare).
+
+        Each buffer has room for the longest record.
+        """
+        ensure(len(records) > 0 and buffers > 0, "a stream needs records and buffers")
+        pages = all(record.offset % PAGE == record.length % PAGE == 0 < record.length for record in records)
+        ensure(pages, "records are whole pages")
+        super().__init__(source.path, disk)
+        longest = max(record.length for record in records)
+        memories = [kept_from_children(aligned(longest)) for _ in range(buffers)]
+        self.buffers = [memoryview(memory) for memory in memories]  # their addresses never change
+        self._records = records
+        self._pinned: frozenset[int] = frozenset()  # records in other memory
+        self._cycle = list(range(len(records)))  # the others
+        self._shared = StreamBuffers(source, records, self.buffers, disk.piece)
+        self._taken = -1  # the last place taken
+        self._unchecked = {number for number, record in enumerate(records) if record.crc is not None}
+        self._end = weakref.finalize(self, self._shared.close)
+        self._end.atexit = False  # readers are daemons, and must not end during interpreter exit
+        try:
+            self._threads = start_readers(self._shared.read, disk.readers)
+        except RuntimeError:  # the process has too many threads
+            self._end()
+            raise
+
+    @property
+    def read_bytes(self) -> int:
+        """Implements WeightStream."""
+        return self._shared.read_bytes
+
+    def rate(self) -> float:
+        """Implements WeightStream."""
+        return self._shared.rate() or self._disk.bytes_per_second
+
+    def check_open(self) -> None:
+        """Implements WeightStream."""
+        self._shared.check_open()
+
+    @contextmanager
+    def passing(self, stopped: Callable[[], bool] | None = None) -> Iterator[Self]:
+        """Implements WeightStream.passing; at its end the last buffer is returned to the readers."""
+        with super().passing(stopped):
+            try:
+                self._shared.retry()
+                yield self
+            finally:
+                self._shared.keep_from(max(self._shared.first, self._taken + 1))
 
     def pin(self, records: Collection[int], fill: Callable[[], None]) -> None:
         """Keep these records in other memory, filled by `fill`, and stream all others; between passes.
@@ -196,47 +286,16 @@ class LayerStream:
         place = shared.first + (bisect_left(self._cycle, record) - shared.first) % len(self._cycle)
         shared.keep_from(place)
         if not shared.has(place):
-            self._wait(place)
+            there, arrived = partial(shared.has, place, ring=True), partial(shared.arrived, place)
+            self._wait(self._records[record], shared.bell, arrived, there=there)
         self._check(record, place)
         self._taken = place
         return place % len(self.buffers)
 
     def close(self) -> None:
-        """End the readers after their current pieces; waits a few seconds at most."""
+        """Implements WeightStream."""
         self._end()
-        until = time.monotonic() + _CLOSING
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
-            _LOG.warning(
-                "the disk of %s does not respond; its readers are abandoned", self._shared.source.path
-            )
-
-    def _wait(self, place: int) -> None:
-        """Wait until a record is loaded, without limit; log a warning if it takes long."""
-        record = self._records[self._cycle[place % len(self._cycle)]]
-        name, length = record.name, record.length
-        began = time.monotonic()
-        due = max(began + max(_WARN_AFTER, _SLOW * length / self.rate()), self._quiet_until)
-        try:
-            while not self._shared.has(place, ring=True):
-                with contextlib.suppress(Empty):
-                    # Not a Condition, which an interrupt can leave inconsistent.
-                    self._shared.bell.get(timeout=max(0.0, min(_POLL, due - time.monotonic())))
-                self._check_stopped()
-                if (now := time.monotonic()) >= due:
-                    _LOG.warning(
-                        "waiting for the disk: %.0f of %.0f MB of %s of %s after %.1f s",
-                        *(self._shared.arrived(place) / 1e6, length / 1e6, name),
-                        *(self._shared.source.path, now - began),
-                    )
-                    due = self._quiet_until = now + _WARN_INTERVAL
-        finally:
-            self.waited += time.monotonic() - began
-
-    def _check_stopped(self) -> None:
-        if self._stopped is not None and self._stopped():
-            raise StoppedError("the pass was stopped")
+        self._end_threads(self._threads)
 
     def _check(self, record: int, place: int) -> None:
         if record not in self._unchecked:

@@ -1,8 +1,10 @@
-"""Weights of a model larger than memory: some layers stay in memory, the others use a few buffers in turn.
+"""Weights of a model larger than memory: what does not fit is read in every pass.
 
     memory     vectors, the output layer, pinned layers
     buffers    one layer each; a layer's products are created once per buffer that it may occupy
     disk       the prepared file: a record per layer, and the rows of the embedding table
+
+Of a mixture all layers stay in memory, apart from experts, which are read when chosen (expert_stream.py).
 
 Products use addresses (docs/contracts.md), so a layer does not depend on its place in memory. A pass runs
 the layers in order, and waits for those that are being read.
@@ -14,7 +16,8 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, TypeVar, overload
+from functools import partial
+from typing import Final, NamedTuple, TypeVar, overload
 
 import numpy as np
 import torch
@@ -23,26 +26,41 @@ from torch import Tensor
 from specinfer.errors import DamagedFileError, ModelFileError
 from specinfer.kernels.choice import Kernels
 from specinfer.kernels.disk import DiskRate, StreamSource
-from specinfer.kernels.layout import Weight
+from specinfer.kernels.layout import BlocksWeight, FloatWeight, Int4Weight, Int8Weight, Weight
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.product import Product
+from specinfer.models.expert_stream import ExpertStream
 from specinfer.models.lent_memory import LentMemory, tensor_in
 from specinfer.models.placement import Placement
 from specinfer.models.prepared import Place, PreparedFile, Record
+from specinfer.models.shared_sums import EmbeddingTable
 from specinfer.models.stream import LayerStream
 from specinfer.models.stream_buffers import StreamRecord
-from specinfer.models.weight_memory import EmbeddingTable, Weights
+from specinfer.models.weight_memory import Weights, product_over
 from specinfer.models.weight_reader import WeightReader
 from specinfer.progress import Progress
+from specinfer.speculation_config import Quantization
 
 _Part = TypeVar("_Part")
 _LAYER: Final = re.compile(r".*\blayers\.\d+")
+_EXPERT: Final = re.compile(r".*\blayers\.\d+\.mlp\.experts\.\d+")
+_KINDS: Final[Mapping[Quantization, type[Weight]]] = {
+    "none": FloatWeight,
+    "int8": Int8Weight,
+    "int4": Int4Weight,
+    "gguf": BlocksWeight,
+}
 
 
 def layer_records(file: PreparedFile) -> list[str]:
     """The names of a prepared model's layers, in order."""
     names = [name for name in file.records if _LAYER.fullmatch(name)]
     return sorted(names, key=lambda name: int(name.rpartition(".")[2]))
+
+
+def expert_records(file: PreparedFile) -> list[str]:
+    """The names of a prepared mixture's experts, layer by layer."""
+    return [name for name in file.records if _EXPERT.fullmatch(name)]
 
 
 def table_on_disk(file: PreparedFile) -> TableOnDisk:
@@ -56,6 +74,75 @@ def table_on_disk(file: PreparedFile) -> TableOnDisk:
                 file.check(record)
                 return TableOnDisk(file, record.offset + place.offset, place)
     raise DamagedFileError(f"{file.path} has no embeddings; delete it, and it is created again")
+
+
+class ExpertPart(NamedTuple):
+    """One of the two products of an expert: what is made over the memory that its matrix lies in."""
+
+    matrix: str  # as a prepared file calls it
+    kind: type[Weight]
+    inner: int
+    channels: int
+    bias: Tensor | None
+    largest: float | None
+    parts: SumParts | None
+
+    def over(self, kernels: Kernels, record: Record, memory: memoryview) -> Product:
+        """The product over memory with a record."""
+        views = [tensor_in(memory, record.tensors[f"{self.matrix}.{field}"]) for field in self.kind._fields]
+        weight = self.kind(*views)
+        return product_over(kernels, weight, self.bias, self.inner, self.channels, self.largest, self.parts)
+
+
+Pair = tuple[Product, Product]
+
+
+class StreamedExperts:
+    """The experts of all layers, as products that are there once their expert is."""
+
+    def __init__(self, kernels: Kernels, file: PreparedFile, slots: int, disk: DiskRate) -> None:
+        names = expert_records(file)
+        self.numbers = {name: number for number, name in enumerate(names)}
+        self.records = [file.records[name] for name in names]
+        self.parts: dict[int, tuple[ExpertPart, ExpertPart]] = {}
+        parts, kept = self.parts, self.records  # not this object, which leads to the stream
+
+        def make(number: int, memory: memoryview) -> Pair:
+            first, last = (part.over(kernels, kept[number], memory) for part in parts[number])
+            return first, last
+
+        streamed = [
+            StreamRecord(record.offset, record.length, record.crc, name)
+            for name, record in zip(names, kept, strict=True)
+        ]
+        self.stream = ExpertStream(StreamSource(file.path), streamed, make, slots=slots, disk=disk)
+
+    def products(self, name: str, parts: tuple[ExpertPart, ExpertPart]) -> Pair:
+        """The two products of the expert with this record."""
+        number = self.numbers[name]
+        self.parts[number] = parts
+        return partial(_times, self.stream, number, 0), partial(_times, self.stream, number, 1)
+
+    def want(self, first: str, numbers: Sequence[int]) -> None:
+        """Have these experts read, counted from that with this record on."""
+        begin = self.numbers[first]
+        self.stream.want([begin + number for number in numbers])
+
+    def check(self, progress: Progress) -> None:
+        """Read each once; raises DamagedFileError unless it is what was written."""
+        stream, count = self.stream, len(self.records)
+        step = max(1, stream.slots // 2)
+        with stream.passing():
+            for begin in range(0, count, step):
+                some = range(begin, min(begin + step, count))
+                stream.want(some)
+                for number in some:
+                    stream.take(number)
+                    progress.advance(self.records[number].length)
+
+
+def _times(stream: ExpertStream[Pair], expert: int, which: int, x: Tensor) -> Tensor:
+    return stream.take(expert)[which](x)
 
 
 class StreamedWeights(Weights):
@@ -83,6 +170,8 @@ class StreamedWeights(Weights):
         self._layers = layer_records(file)
         self._streamed = {number: place for place, number in enumerate(placement.streamed)}
         self._table_in_memory = table_in_memory
+        self._experts: StreamedExperts | None = None
+        self._layer_stream: LayerStream | None = None
         records = [
             StreamRecord(record.offset, record.length, record.crc, name)
             for name in (self._layers[number] for number in placement.streamed)
@@ -90,9 +179,13 @@ class StreamedWeights(Weights):
         ]
         if records:
             source = StreamSource(file.path)
-            self.stream = LayerStream(source, records, buffers=placement.buffers, disk=disk)
+            self._layer_stream = LayerStream(source, records, buffers=placement.buffers, disk=disk)
             if lent is not None:
-                lent.serve(self.stream, file, [self._layers[number] for number in placement.streamed])
+                streamed = [self._layers[number] for number in placement.streamed]
+                lent.serve(self._layer_stream, file, streamed)
+        if placement.experts is not None:
+            self._experts = StreamedExperts(kernels, file, placement.experts.slots, disk)
+        self.stream = self._layer_stream if self._experts is None else self._experts.stream
         self._buffer: memoryview | None = None  # memory of the layer being built
         self._record: Record | None = None  # record of that layer
         # vectors of that layer, shared by all its copies
@@ -116,25 +209,71 @@ class StreamedWeights(Weights):
     def each(self, make: Callable[[int], _Part], count: int) -> Sequence[_Part]:
         """See Weights; iterating waits for each streamed layer."""
         made = [self._made(make, number) for number in range(count)]
-        return [one for [one] in made] if self.stream is None else _Layers(made, self._streamed, self.stream)
+        stream = self._layer_stream
+        return [one for [one] in made] if stream is None else _Layers(made, self._streamed, stream)
+
+    def gated(
+        self,
+        prefixes: Sequence[str],
+        columns: range | None = None,
+        parts: SumParts | None = None,
+        *,
+        bias: bool = False,
+    ) -> list[Pair]:
+        """As Weights says; experts are there when they are used."""
+        experts = self._experts
+        if experts is None or prefixes[0] not in experts.numbers:
+            return super().gated(prefixes, columns, parts, bias=bias)
+        assert columns is None, "one process has all of a streamed model"
+        return [
+            experts.products(
+                prefix,
+                (
+                    self._expert_part([f"{prefix}.gate_proj", f"{prefix}.up_proj"], bias, None),
+                    self._expert_part([f"{prefix}.down_proj"], bias, parts),
+                ),
+            )
+            for prefix in prefixes
+        ]
+
+    def wanting(self, first: str) -> Callable[[Sequence[int]], None] | None:
+        """As Weights says."""
+        return None if self._experts is None else partial(self._experts.want, first)
+
+    def _expert_part(self, names: Sequence[str], bias: bool, parts: SumParts | None) -> ExpertPart:
+        matrices = [f"{name}.weight" for name in names]
+        channels, inner = self._reader.shape(matrices)
+        self._reader.mark_read(matrices)
+        matrix = "+".join(matrices)
+        return ExpertPart(
+            matrix,
+            _KINDS[self._reader.quantization],
+            inner,
+            channels,
+            self.tensor(*(f"{name}.bias" for name in names)) if bias else None,
+            self._file.largest.get(matrix),
+            parts,
+        )
 
     def check(self, progress: Progress) -> None:
-        """Read every streamed layer; raises DamagedFileError if a checksum does not match."""
-        if self.stream is None:
+        """Read everything that is streamed; raises DamagedFileError if a checksum does not match."""
+        if self._experts is not None:
+            self._experts.check(progress)
+        if self._layer_stream is None:
             return
-        with self.stream.passing():
+        with self._layer_stream.passing():
             for number, place in self._streamed.items():
-                self.stream.take(place)
+                self._layer_stream.take(place)
                 progress.advance(self._file.records[self._layers[number]].length)
 
     def _made(self, make: Callable[[int], _Part], number: int) -> list[_Part]:
         """Copies of a layer, one for each place it may occupy."""
-        if self.stream is None or number not in self._streamed:
+        if self._layer_stream is None or number not in self._streamed:
             return [make(number)]
         self._record, self._vectors = self._file.records[self._layers[number]], {}
         made: list[_Part] = []
         lent = self._lent.get(self._streamed[number])
-        for buffer in [*self.stream.buffers, *([] if lent is None else [lent])]:
+        for buffer in [*self._layer_stream.buffers, *([] if lent is None else [lent])]:
             self._buffer = buffer
             made.append(make(number))
         self._buffer = self._record = None

@@ -32,95 +32,16 @@ from specinfer.kernels.layout import (
 from specinfer.kernels.library import Library
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.parts_product import PartsProduct
-from specinfer.kernels.product import NativeProduct, PartedProduct, Product, SplitProduct
+from specinfer.kernels.product import NativeProduct, Product, SplitProduct
 from specinfer.kernels.quantized import NativeProducts
 from specinfer.kernels.structures import BLOCK, num_blocks
 from specinfer.models.lent_memory import LentMemory
-from specinfer.models.stream import LayerStream
+from specinfer.models.shared_sums import EmbeddingTable, JoinedProduct, SharedOutTable, SummedProduct
+from specinfer.models.stream import WeightStream
 from specinfer.models.weight_reader import READERS, WeightReader, chosen_rows
 from specinfer.parallel.group import Group
 
 _Part = TypeVar("_Part")
-
-
-class EmbeddingTable:
-    """Embeddings of all tokens, [V, D]; `whole` is None if they are not in memory."""
-
-    __slots__ = ("whole",)
-
-    def __init__(self, whole: Tensor | None) -> None:
-        self.whole = whole
-
-    def rows(self, token_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """A table [N, D] with the embeddings of these tokens, and their rows in it, [T]."""
-        assert self.whole is not None, "a table that is elsewhere reads its rows there"
-        return self.whole, token_ids_T
-
-
-class SharedOutTable(EmbeddingTable):
-    """Embeddings divided by token among ranks; `rows` exchanges data between all of them."""
-
-    __slots__ = ("_count", "_first", "_group", "_own_VD")
-
-    def __init__(self, own_VD: Tensor, first: int, count: int, group: Group) -> None:
-        """`own_VD` has the tokens `first`, first + 1, ... of `count` tokens."""
-        super().__init__(None)
-        self._own_VD = own_VD
-        self._first = first
-        self._count = count
-        self._group = group
-
-    def rows(self, token_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Implements EmbeddingTable.rows; a row's bits come from the rank that has it, others add zeros.
-
-        Raises IndexError for a token that is not in the table.
-        """
-        if len(token_ids_T) and not 0 <= int(token_ids_T.min()) <= int(token_ids_T.max()) < self._count:
-            raise IndexError(f"token ids must be 0 .. {self._count - 1}")
-        places_T = token_ids_T - self._first
-        mine_T = (places_T >= 0) & (places_T < len(self._own_VD))
-        rows_TD = self._own_VD.new_zeros(len(token_ids_T), self._own_VD.shape[1])
-        rows_TD[mine_T] = self._own_VD[places_T[mine_T]]
-        whole_TD = self._group.total(rows_TD.view(torch.int32)).view(rows_TD.dtype)
-        return whole_TD, torch.arange(len(token_ids_T))
-
-
-class SummedProduct:
-    """A Product whose matrix is divided by columns among ranks; every rank gets the whole result.
-
-    Ranks agree on the quantization scale of each row, and add integers, so the bits are those of the whole
-    matrix.
-    """
-
-    __slots__ = ("_group", "_own")
-
-    def __init__(self, own: SplitProduct, group: Group) -> None:
-        self._own = own
-        self._group = group
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, columns of this rank] -> [rows, channels] in x's dtype."""
-        maxima = self._group.maximum(self._own.maxima(x))
-        return self._own.finished(self._group.total(self._own.partials(x, maxima)), maxima, x.dtype)
-
-
-class JoinedProduct:
-    """The same for floats: each rank adds fixed branches of the sum, and all of them join these branches."""
-
-    __slots__ = ("_group", "_own", "_parts")
-
-    def __init__(self, own: PartedProduct, parts: SumParts, group: Group) -> None:
-        self._own = own
-        self._parts = parts
-        self._group = group
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, columns of this rank] -> [rows, channels] in x's dtype."""
-        branches = torch.zeros(len(self._parts.all_branches), len(x), self._own.channels)
-        branches[self._parts.place] = self._own.branches(x)
-        # The bits of each branch come from the rank that has it, others add zeros.
-        whole = self._group.total(branches.view(torch.int32)).view(torch.float32)
-        return self._own.joined(whole, x.dtype)
 
 
 class Shared(NamedTuple):
@@ -134,7 +55,7 @@ class Shared(NamedTuple):
 class Weights:
     """Memory for the weights of a model under construction, of its dtype and device."""
 
-    stream: LayerStream | None = None  # layers that are not in memory
+    stream: WeightStream | None = None  # reads weights that are not in memory
 
     def __init__(
         self,
@@ -364,18 +285,14 @@ class Weights:
         parts: SumParts | None = None,
     ) -> Product:
         """The product with a filled weight; `largest` is the largest scale of an int4 weight."""
-        products = self.kernels.products
-        if isinstance(weight, FloatTable):
-            return products.floats(weight.rows, bias, parts)
-        bias = None if bias is None else bias.float()
-        if isinstance(weight, FloatWeight):
-            assert isinstance(products, NativeProducts), "PyTorch multiplies plain matrices"
-            return products.laid_out(weight, bias, inner, channels, parts)
-        if isinstance(weight, Int8Weight):
-            return products.int8(weight, bias, inner, channels)
-        if isinstance(weight, BlocksWeight):
-            return products.blocks(weight, bias, inner, channels, parts)
-        return products.int4(weight, bias, inner, channels, largest, parts)
+        return product_over(self.kernels, weight, bias, inner, channels, largest, parts)
+
+    def wanting(self, first: str) -> Callable[[Sequence[int]], None] | None:
+        """A function that is called with the numbers of the experts a pass needs; None: all are in memory.
+
+        `first` is the prefix of the tensors of the layer's first expert.
+        """
+        return None
 
     def each(self, make: Callable[[int], _Part], count: int) -> Sequence[_Part]:
         """`make(0)`, `make(1)`, ...: layers with separate tensors, in the order in which they run."""
@@ -383,6 +300,30 @@ class Weights:
             return [make(number) for number in range(count)]
         with ThreadPoolExecutor(READERS, thread_name_prefix="layers") as pool:
             return [*pool.map(make, range(count))]
+
+
+def product_over(
+    kernels: Kernels,
+    weight: Weight,
+    bias: Tensor | None,
+    inner: int,
+    channels: int,
+    largest: float | None = None,
+    parts: SumParts | None = None,
+) -> Product:
+    """The product with a weight that lies ready; `largest` is of int4 weights, as Products say."""
+    products = kernels.products
+    if isinstance(weight, FloatTable):
+        return products.floats(weight.rows, bias, parts)
+    bias = None if bias is None else bias.float()
+    if isinstance(weight, FloatWeight):
+        assert isinstance(products, NativeProducts), "PyTorch multiplies plain matrices"
+        return products.laid_out(weight, bias, inner, channels, parts)
+    if isinstance(weight, Int8Weight):
+        return products.int8(weight, bias, inner, channels)
+    if isinstance(weight, BlocksWeight):
+        return products.blocks(weight, bias, inner, channels, parts)
+    return products.int4(weight, bias, inner, channels, largest, parts)
 
 
 class PassingWeights(Weights):

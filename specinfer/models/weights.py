@@ -31,7 +31,7 @@ from specinfer.models.hosted.folder import HostedFolder, hosted
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.models.lent_memory import LentMemory
-from specinfer.models.placement import Placement
+from specinfer.models.placement import ExpertSizes, Placement
 from specinfer.models.prepared import (
     NewPreparedFile,
     PreparedFile,
@@ -227,7 +227,7 @@ def load_parts(
     if isinstance(file, HostedFolder):  # its matrices are not stacked as in Decoder
         kind = f"{kind}-hosted-{file.code}"
     path = prepared_path(file.path, kind, dtype, cache)
-    made_from = identity(file.path, kind, dtype, borrowed)
+    made_from = _identity(file, kind, dtype, borrowed)
     try:
         if (prepared := PreparedFile.open(path, made_from)) is not None:
             return load(prepared)
@@ -264,7 +264,7 @@ def prepare(
     assert kind is not None, "unquantized matrices are prepared for native products alone"
     if isinstance(model, HostedFolder):
         raise ModelError(f"{model.path.name} runs through transformers, and is prepared when it is loaded")
-    path, made_from = prepared_path(model.path, kind, dtype, cache), identity(model.path, kind, dtype)
+    path, made_from = prepared_path(model.path, kind, dtype, cache), _identity(model, kind, dtype)
     if (prepared := PreparedFile.open(path, made_from)) is not None:
         return prepared
     show, tensors = progress or NoProgress(), decoder_shapes(model.config)
@@ -287,7 +287,7 @@ def prepare(
             WeightReader(model, dtype, show, quantization, kept) as reader,
         ):
             Decoder(model.config, PassingWeights(reader, torch.device("cpu"), kernels))
-        if identity(model.path, kind, dtype) != made_from:
+        if _identity(model, kind, dtype) != made_from:
             raise ModelFileError(f"{model.path} was changed while {title} was prepared; start again")
         kept.finish()
     give_back_memory()
@@ -310,6 +310,14 @@ def _kind(kernels: Kernels, quantization: Quantization) -> str | None:
     if quantization == "none":
         return None if kernels.products.library is None else "floats"
     return quantization
+
+
+def _identity(
+    file: TensorFile, kind: str, dtype: torch.dtype, borrowed: Path | None = None
+) -> dict[str, str]:
+    """What a prepared file is made from; files of before experts had records are others."""
+    mixture = isinstance(file, SafetensorsFolder | GGUFFile) and file.config.experts is not None
+    return identity(file.path, f"{kind}, experts apart" if mixture else kind, dtype, borrowed)
 
 
 def _not_kept(error: OSError) -> None:
@@ -371,6 +379,16 @@ def layer_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization
         if len(shape) > 1 and (layer := _LAYER.search(name)) is not None:
             found[int(layer[1])] += _matrix_bytes(model, name, dtype, quantization)
     return found
+
+
+def expert_sizes(model: OpenModel, dtype: torch.dtype, quantization: Quantization) -> ExpertSizes | None:
+    """The experts of a model and their bytes, about; None: it has none."""
+    experts = model.config.experts
+    if experts is None or isinstance(model, HostedFolder):
+        return None
+    layers = model.config.num_layers - len(experts.dense_layers)
+    each = -(-expert_bytes(model, dtype, quantization) // (layers * experts.count))
+    return ExpertSizes(experts, layers, each)
 
 
 def expert_bytes(model: OpenModel, dtype: torch.dtype, quantization: Quantization) -> int:

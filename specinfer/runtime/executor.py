@@ -23,7 +23,7 @@ from specinfer.kernels.low_rank import AdaptedRows, Span
 from specinfer.models.adapters.adapter_shelf import AdapterShelf
 from specinfer.models.config import ModelConfig
 from specinfer.models.language_model import LanguageModel, PassContext, Read
-from specinfer.models.stream import LayerStream, StoppedError
+from specinfer.models.stream import StoppedError, WeightStream
 from specinfer.plan import StepPlan
 from specinfer.progress import Progress
 from specinfer.runtime.batch import Rows, build_batch, chain_rows, likelihoods, slots_of, step_rows
@@ -60,7 +60,7 @@ class Executor(Protocol):
         ...
 
     @property
-    def stream(self) -> LayerStream | None:
+    def stream(self) -> WeightStream | None:
         """The stream of the target's weights, or None if they are in memory."""
         ...
 
@@ -202,7 +202,7 @@ class LocalExecutor:
         self.target.move(moves)
 
     @property
-    def stream(self) -> LayerStream | None:
+    def stream(self) -> WeightStream | None:
         """See Executor."""
         return self.target.model.stream
 

@@ -46,6 +46,7 @@ SCRIPTS = (
         "replicas",
         "serving",
         "soak",
+        "streamed_experts",
         "structured",
         "table2",
         "tree_nodes",
@@ -211,6 +212,6 @@ def test_every_script_says_how_it_is_used(
         script(name).main()
     assert ended.value.code == 0
     said = capsys.readouterr().out
-    asks = {"deciding": "", "experts": ""}.get(name, " --model ")
+    asks = {"deciding": "", "experts": "", "streamed_experts": ""}.get(name, " --model ")
     assert f"python benchmarks/{name}.py{asks}" in said
     assert "--out OUT" in said

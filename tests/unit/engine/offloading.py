@@ -17,7 +17,7 @@ from specinfer.config import EngineConfig
 from specinfer.engine import models as loading
 from specinfer.engine.memory import ROOMS, MemoryPlan, Wanted, offload_folder
 from specinfer.kernels.disk import DiskRate
-from specinfer.models.placement import Placement
+from specinfer.models.placement import ExpertRoom, Placement
 from specinfer.models.streamed import layer_records
 from specinfer.progress import NoProgress, Progress
 from tests.engines import ENGINE, assert_idle
@@ -34,12 +34,15 @@ class Planned:
     layers: tuple[int, ...] | None = None  # None: all
     buffers: int = 2
     twin: bool = False
+    slots: int = 0  # for experts of a mixture, all of whose layers stay
 
     def __call__(self, wanted: Wanted, config: EngineConfig, progress: Progress) -> MemoryPlan:
         prepared = wanted.prepare(offload_folder(config), progress)
         sizes = [prepared.records[name].length for name in layer_records(prepared)]
         layers = self.layers if self.layers is not None else tuple(range(len(sizes)))
         placement = Placement(1 << 40, {}, sizes, self.buffers, layers)
+        if (experts := wanted.sizes(prepared).experts) is not None:
+            placement = Placement(1 << 40, {}, sizes, 0, (), ExpertRoom(experts, self.slots))
         guessers = wanted.guessers[-1 if self.twin else 0]
         return MemoryPlan(placement, guessers, ROOMS[-1], 1 << 22, DISK, 1e10, prepared)
 

@@ -28,9 +28,9 @@ def plan(memory: int, rate: float, guessers: Guessers = NONE, room: Room = ROOMS
 
 def test_the_seconds_of_a_pass_are_the_disks_or_those_of_computing() -> None:
     assert plan(8 * GB, 2e9).placement.streamed_bytes == 5 * GB  # 1 process, 2 buffers, 5 layers
-    assert plan(8 * GB, 2e9).pass_seconds == 2.5
-    assert plan(20 * GB, 2e9).pass_seconds == 0.2  # nothing is streamed: 10 GB at 50 GB/s
-    assert plan(8 * GB, 100e9).pass_seconds == 0.2
+    assert plan(8 * GB, 2e9).pass_seconds() == 2.5
+    assert plan(20 * GB, 2e9).pass_seconds() == 0.2  # nothing is streamed: 10 GB at 50 GB/s
+    assert plan(8 * GB, 100e9).pass_seconds() == 0.2
 
 
 def test_a_draft_is_expected_to_make_a_chain_of_the_best_length() -> None:

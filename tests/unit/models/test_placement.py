@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from specinfer.errors import CapacityError
 from specinfer.kernels.disk import DiskRate
-from specinfer.models.placement import Placement
+from specinfer.models.config import Experts
+from specinfer.models.placement import ExpertRoom, ExpertSizes, Placement
 
 GIB = 1 << 30
 DISK = DiskRate(1, 1 << 24, 1.4e9, direct=True)
@@ -135,3 +136,19 @@ def test_the_line_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert " from /scratch, " in placement.summary(DISK, Path("/scratch"))
     assert Placement.within(4, {}, [1] * 4).summary(DISK, Path("/scratch")) == "all 4 layers kept in memory"
+
+
+def test_experts_have_what_layers_leave() -> None:
+    sizes = ExpertSizes(Experts(8, 2, 64, normalized=True), layers=3, record=100)
+    fixed, layers = {"this process": 50}, [10, 20, 30]
+    with pytest.raises(CapacityError, match=r"experts of a layer"):
+        Placement.with_experts(909, fixed, layers, sizes)
+    for memory, slots in ((910, 8), (1009, 8), (1010, 9), (2509, 23), (2510, 24), (9999, 24)):
+        found = Placement.with_experts(memory, fixed, layers, sizes)
+        assert found.experts is not None
+        assert (found.experts.slots, found.resident_bytes) == (slots, 110 + 100 * slots)
+    half = ExpertRoom(sizes, 12)
+    assert half.touched_bytes(1) == 600  # two experts of each layer
+    assert half.read_bytes(1) == 300
+    assert half.touched_bytes(2) == pytest.approx(300 * (8 - 8 * 0.75**2))
+    assert ExpertRoom(sizes, 24).read_bytes(5) == 0

@@ -18,7 +18,8 @@ from specinfer.kernels.structures import BLOCK, num_blocks, padded_inner
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder, DecoderLayer
 from specinfer.models.language_model import LanguageModel
-from specinfer.models.weight_memory import EmbeddingTable, Weights
+from specinfer.models.shared_sums import EmbeddingTable
+from specinfer.models.weight_memory import Weights
 from specinfer.models.weight_reader import TensorFile, WeightReader
 from specinfer.models.weights import OpenModel, load_model, open_model
 from specinfer.progress import NoProgress
@@ -82,10 +83,18 @@ class LateWeights(Weights):
         return NativeProduct(library, kind, there, channels=channels, inner=inner, bias=b)
 
     def gated(
-        self, prefixes: Sequence[str], columns: range | None = None, parts: SumParts | None = None
+        self,
+        prefixes: Sequence[str],
+        columns: range | None = None,
+        parts: SumParts | None = None,
+        *,
+        bias: bool = False,
     ) -> list[tuple[Product, Product]]:
         return [
-            (self.linear(f"{one}.gate_proj", f"{one}.up_proj"), self.linear(f"{one}.down_proj"))
+            (
+                self.linear(f"{one}.gate_proj", f"{one}.up_proj", bias=bias),
+                self.linear(f"{one}.down_proj", bias=bias),
+            )
             for one in prefixes
         ]
 

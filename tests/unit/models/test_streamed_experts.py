@@ -1,0 +1,154 @@
+"""Experts that are read when they are chosen compute what experts in memory do, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specinfer.errors import DamagedFileError
+from specinfer.kernels.disk import DiskRate
+from specinfer.models.expert_stream import ExpertStream
+from specinfer.models.language_model import LanguageModel
+from specinfer.models.placement import ExpertRoom, ExpertSizes, Placement
+from specinfer.models.prepared import PreparedFile
+from specinfer.models.stream import StoppedError
+from specinfer.models.streamed import expert_records, layer_records
+from specinfer.models.weights import OpenModel, load_model, load_streamed, open_model, prepare
+from specinfer.parallel.share import Share
+from specinfer.runtime.batch import Rows
+from specinfer.runtime.executor import ModelRunner
+from specinfer.speculation_config import Quantization
+from tests.kernels import kernels
+from tests.parity.families import save_random
+from tests.tiny_models import write_tiny_mixture
+
+CPU = torch.device("cpu")
+DISK = DiskRate(readers=2, piece=4096, bytes_per_second=1e9, direct=True)
+ROWS = [Rows((3, 1, 4, 1, 5), 0, [0, 1], 0), Rows((2, 7), 0, [2], 1)]
+
+
+def placed(model: OpenModel, prepared: PreparedFile, slots: int) -> Placement:
+    """All layers in memory, and so many experts."""
+    experts = model.config.experts
+    assert experts is not None
+    names = expert_records(prepared)
+    longest = max(prepared.records[name].length for name in names)
+    sizes = ExpertSizes(experts, len(names) // experts.count, longest)
+    assert sizes.all == len(names)
+    layers = [prepared.records[name].length for name in layer_records(prepared)]
+    return Placement(1 << 30, {}, layers, 0, (), ExpertRoom(sizes, slots))
+
+
+def loaded(folder: Path, slots: int, **options: Any) -> LanguageModel:
+    model = open_model(folder)
+    given = {"dtype": torch.float32, "kernels": kernels("native"), "quantization": "none"} | options
+    prepared = prepare(model, cache=folder / "kept", **{k: given[k] for k in given if k != "part"})
+    return load_streamed(model, prepared, placed(model, prepared, slots), DISK, **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+@pytest.mark.parametrize("family", ["qwen2-moe", "qwen3-moe", "mixtral", "gpt-oss"])
+def test_any_number_of_slots_gives_the_same_bits(
+    family: str, kind: Quantization, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    save_random(family, tmp_path, tied=False)
+    model, native = open_model(tmp_path), kernels("native")
+    part = None if kind == "int8" else Share(0, 1, 3).of(model.config)  # sums of floats have parts
+    options: dict[str, Any] = {"dtype": dtype, "kernels": native, "quantization": kind, "part": part}
+    whole = ModelRunner(
+        load_model(model, device=CPU, cache=tmp_path / "kept", **options), num_blocks=3, block_size=4
+    )
+    want = whole.forward(ROWS)
+    assert model.config.experts is not None
+    least = model.config.experts.count
+    for slots in (least, least + 1, 3 * least):
+        made = loaded(tmp_path, slots, **options)
+        runner = ModelRunner(made, num_blocks=3, block_size=4)
+        for _ in range(3):
+            assert torch.equal(runner.forward(ROWS), want)
+        assert made.stream is not None
+        made.stream.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tiny_mixture(tmp_path, experts=8, per_token=2, expert_size=64, num_layers=3, hidden_size=64)
+
+
+def test_only_chosen_experts_are_read_and_those_in_memory_are_not(folder: Path) -> None:
+    made = loaded(folder, 8)
+    stream = made.stream
+    assert isinstance(stream, ExpertStream)
+    runner, [record] = ModelRunner(made, num_blocks=3, block_size=4), {r.length for r in stream._records}
+    with stream:
+        assert stream.read_bytes == 24 * record  # all of them, to be checked
+        row = [Rows((3,), 0, [0], 0)]
+        for _ in range(2):  # eight slots hold the six experts of a row
+            runner.forward(row)
+        before = stream.read_bytes
+        runner.forward(row)
+        assert stream.read_bytes == before
+        runner.forward([Rows((9,), 0, [0], 0)])
+        assert 0 < stream.read_bytes - before <= 6 * record
+        assert (stream.read_bytes - before) % record == 0
+
+
+def test_the_expert_used_longest_ago_makes_room(folder: Path) -> None:
+    made = loaded(folder, 8)
+    stream = made.stream
+    assert isinstance(stream, ExpertStream)
+    with stream, stream.passing():
+        stream.want(range(8))
+        for number in (0, 1, 2, 3, 4, 5, 6, 7):
+            stream.take(number)
+        stream.want([0, 2])
+        before = stream.read_bytes
+        stream.want([8, 9])  # in place of 1 and 3
+        for number in (0, 2, 4, 5, 6, 7, 8, 9):
+            stream.take(number)
+        read = stream.read_bytes - before
+        assert read == 2 * stream._records[0].length
+        stream.take(1)
+        assert stream.read_bytes - before == 3 * stream._records[0].length
+
+
+def test_a_damaged_expert_is_found_at_the_start(folder: Path) -> None:
+    model = open_model(folder)
+    prepared = prepare(model, dtype=torch.float32, kernels=kernels("native"), cache=folder / "kept")
+    record = prepared.records["model.layers.1.mlp.experts.5"]
+    with prepared.path.open("r+b") as file:
+        file.seek(record.offset + 100)
+        octet = file.read(1)
+        file.seek(record.offset + 100)
+        file.write(bytes([octet[0] ^ 1]))
+    with pytest.raises(DamagedFileError, match=r"model\.layers\.1\.mlp\.experts\.5 has a wrong checksum"):
+        loaded(folder, 8)
+
+
+def test_a_pass_that_is_stopped_leaves_nothing_behind(folder: Path) -> None:
+    made = loaded(folder, 8)
+    assert made.stream is not None
+    with made.stream:
+        runner = ModelRunner(made, num_blocks=3, block_size=4)
+        want = runner.forward(ROWS)
+        for last in range(1, 6):
+            asked = iter(range(1, 100))
+            with pytest.raises(StoppedError):
+                runner.launch(ROWS, stopped=lambda asked=asked, last=last: next(asked) >= last)
+            assert torch.equal(runner.forward(ROWS), want)
+
+
+def test_passes_are_timed_without_reads(folder: Path) -> None:
+    made = loaded(folder, 8)
+    assert made.stream is not None
+    with made.stream:
+        runner = ModelRunner(made, num_blocks=3, block_size=4)
+        want, before = runner.forward(ROWS), made.stream.read_bytes
+        with made.stream.still():
+            runner.forward(ROWS)
+            assert made.stream.read_bytes == before
+        assert torch.equal(runner.forward(ROWS), want)
