@@ -46,8 +46,8 @@ def first_requests(dataset: Dataset, count: int | None) -> Dataset:
         return dataset
     if not 1 <= count <= dataset.num_turns:
         raise ConfigError(
-            f"the number of requests is {count}; {dataset.name} has {dataset.num_turns}, and repeated ones would be "
-            "answered from caches: give fewer, or a larger --dataset"
+            f"the number of requests is {count}; {dataset.name} has {dataset.num_turns}, and repeated ones "
+            "would be answered from caches: give fewer, or a larger --dataset"
         )
     kept: list[Conversation] = []
     for conversation in dataset.conversations:
