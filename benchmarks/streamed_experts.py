@@ -1,4 +1,4 @@
-"""What a mixture of experts reads from the disk a pass, where some of its experts are in memory.
+"""Measures the bytes that a streamed mixture of experts reads from disk per pass, by memory for experts.
 
     python benchmarks/streamed_experts.py --layers 4
 
@@ -76,7 +76,7 @@ class PreparedReader(RandomReader):
 def main() -> None:
     options = parser(__doc__, threads=None)
     options.add_argument("--layers", type=natural, default=8, help="(default 8)")
-    options.add_argument("--folder", type=Path, default=None, help="where the prepared file lies meanwhile")
+    options.add_argument("--folder", type=Path, default=None, help="folder for the temporary prepared file")
     args = options.parse_args()
     config = shape(args.layers)
     named = {"model": f"qwen3-moe-like-{args.layers}-layers", **settings_of(args)}

@@ -106,7 +106,7 @@ class EngineConfig:
     quantization: Quantization = option(
         "none",
         "Quantization of weight matrices, on a CPU.",
-        more="With `int4` the output layer is int8. `gguf`: the blocks of a GGUF file as they are, without "
+        more="With `int4` the output layer is int8. `gguf`: the unchanged blocks of a GGUF file, without "
         "rounding again ([checkpoints.md](checkpoints.md)).",
     )
     kernels: KernelChoice = option(

@@ -120,7 +120,7 @@ class LLM:
     ) -> LLM:
         """Return another LLM over the same weights with other options.
 
-        It has a KV cache of its own, and only those of the caller's speculators that are passed here.
+        It has its own KV cache, and only those of the caller's speculators that are passed here.
 
         Args:
             config: the config to start from; by default this LLM's.
@@ -314,7 +314,7 @@ class LLM:
     ) -> Generator[RequestOutput]:
         """Generate from one prompt and yield the output after every step; `new_text` is the step's text.
 
-        Each of n completions yields outputs of its own, with its number in `index`. Closing or dropping the
+        Each of n completions yields its own outputs, with its number in `index`. Closing or dropping the
         generator cancels the request. RequestError is raised by the call itself, not by the first `next`.
 
         Args:

@@ -202,7 +202,7 @@ class SpeculationConfig:
 
     @property
     def deepest(self) -> int:
-        """Maximum levels of drafts' trees, for requests without an expansion of their own."""
+        """Maximum levels of drafts' trees, for requests without their own expansion."""
         return MAX_DEPTH if self.learns_shape else self.fixed_expansion.depth
 
     @property

@@ -130,7 +130,7 @@ DAMAGES: dict[str, tuple[Callable[[Arrays], object], str]] = {
         with_head(lambda h: h["stages"].update(commit=float("inf"))),
         "invalid number of seconds",
     ),
-    "a token too high": (with_value("tokens", 0, 64), "no token of 64"),
+    "a token too high": (with_value("tokens", 0, 64), r"an id outside \[0, 64\)"),
     "a text too long": (with_value("lengths", 0, 1 << 30), "do not add up"),
     "an empty output": (with_value("lengths", slice(None), 0), "do not add up"),
     "no guesses": (lambda a: a.pop("draft0.tokens"), "lacks 'draft0.tokens'"),
