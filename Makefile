@@ -72,8 +72,8 @@ docs: $(DEV) ## the site, in build/site; a warning fails
 release: ## build, check and try sdist and wheel in dist/, and write the release notes: minutes
 	$(PYTHON) tools/release.py
 
-bench-%: $(DEV) ## benchmarks/%.py with ARGS="...", for example make bench-table2 ARGS=--help
-	$(BIN)/python benchmarks/$*.py $(ARGS)
+bench-%: $(DEV) ## benchmarks/*/%.py with ARGS="...", for example make bench-table2 ARGS=--help
+	$(BIN)/python -m $(subst /,.,$(basename $(wildcard benchmarks/*/$*.py))) $(ARGS)
 
 peers-env: ## the engines that bench-peers compares with, in ~/.cache/specinfer-peers (minutes, gigabytes)
 	PYTHON="$(PYTHON)" sh benchmarks/peers/install.sh $(ARGS)

@@ -152,7 +152,9 @@ def provenance_lines(threads: int | None = None) -> list[str]:
     """Return Markdown lines with the provenance of the figures above; `threads` is the option."""
     facts = provenance(threads)
     versions, machine = facts["versions"], facts["hardware"]
-    command = " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *map(_short, sys.argv[1:])])
+    script = Path(sys.argv[0])
+    module = f"benchmarks.{script.parent.name}.{script.stem}"
+    command = " ".join(["python", "-m", module, *map(_short, sys.argv[1:])])
     return [
         f"- date: {facts['date'][:10]}",
         f"- command: `{command}`",

@@ -1,1 +1,1 @@
-"""Models, memory limits, engines and the page of benchmarks/offload.py."""
+"""Models larger than memory: models, memory limits, engines and pages."""

@@ -1,4 +1,4 @@
-"""A cell of benchmarks/offload.py: a row's answers to its prompts, under a limit.
+"""A cell of benchmarks/offload/offload.py: a row's answers to its prompts, under a limit.
 
 Every engine under a limit is a child in a memory cgroup, and does not run if none can be made. Before it
 runs, the disk's rate is measured, and the pages of its files are dropped from the cache, so that its reads
@@ -17,13 +17,12 @@ from pathlib import Path
 from subprocess import run as call
 from typing import Any
 
-from memory_group import NoGroupError, memory_group
-from peers.process import Worker, WorkerError
-from peers.weights import INSTALL, Home, WeightsError
-from study import digest
-
-from offload.rows import Row
-from offload.slow_disk import Inside, slow_disk
+from benchmarks.machines.memory_group import NoGroupError, memory_group
+from benchmarks.offload.rows import Row
+from benchmarks.offload.slow_disk import Inside, slow_disk
+from benchmarks.peers.process import Worker, WorkerError
+from benchmarks.peers.weights import INSTALL, Home, WeightsError
+from benchmarks.study import digest
 from specinfer.hub import resolve
 from specinfer.models.weights import open_model
 

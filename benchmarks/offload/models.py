@@ -261,7 +261,7 @@ def _ask_room(folder: Path, needed: int) -> None:
 
 
 if __name__ == "__main__":
-    # python benchmarks/offload/models.py SOURCE.gguf FOLDER [LAYERS]
+    # python -m benchmarks.offload.models SOURCE.gguf FOLDER [LAYERS]
     _, model = dithered(Path(sys.argv[1]), Path(sys.argv[2]))
     if len(sys.argv) > 3:
         model = inflated(model, Path(sys.argv[2]), int(sys.argv[3]))

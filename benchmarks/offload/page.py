@@ -1,4 +1,4 @@
-"""The page of benchmarks/offload.py: a table for every limit, comparisons of rows, and others' figures.
+"""The page of offload.py: a table for every limit, comparisons of rows, and others' figures.
 
 A cell's groups are prompts that ran together. Its speed is the tokens after the first of each group, divided
 by their seconds. Ratios compare cells of one question and round; the page gives their median over rounds.
@@ -12,9 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from study import row
-
-from offload.rows import KINDS, OURS, PEERS, PLAIN, ROWS
+from benchmarks.offload.rows import KINDS, OURS, PEERS, PLAIN, ROWS
+from benchmarks.study import row
 from specinfer.report.files import dress, new_figure, save
 
 Cell = Mapping[str, Any]

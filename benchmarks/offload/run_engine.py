@@ -1,4 +1,4 @@
-"""specinfer as a worker of benchmarks/offload.py: peers/worker.py's protocol with several prompts at once.
+"""specinfer as a worker of offload/offload.py: peers/worker.py's protocol with several prompts at once.
 
     <- {"model": ..., "threads": 2, "options": {...}}
     -> {"versions": {...}, "own": bytes, "load_seconds": ...}   own: resident before a model is loaded

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from memory_group import MemoryGroup, NoGroupError, joining
+from benchmarks.machines.memory_group import MemoryGroup, NoGroupError, joining
 
 BLKIO = Path("/sys/fs/cgroup/blkio")
 Inside = Callable[[Sequence[str]], list[str]]  # wraps a command so that it runs under the limits

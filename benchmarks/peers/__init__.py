@@ -1,1 +1,1 @@
-"""Other engines for benchmarks/peers.py, each in its own process and virtual environment."""
+"""Other engines for peers/peers.py, each in its own process and virtual environment."""

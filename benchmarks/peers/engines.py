@@ -1,4 +1,4 @@
-"""The engines of benchmarks/peers.py and their modes: one row of the table each."""
+"""The engines of peers/peers.py and their modes: one row of the table each."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 #     sh benchmarks/peers/install.sh [NAME...]        default: all of transformers llama_cpp vllm openvino airllm
 #
 # Into $SPECINFER_PEERS, else ~/.cache/specinfer-peers. An environment that is whole is left alone; delete its
-# folder to make it anew. One that cannot be made does not stop the others; benchmarks/peers.py says what is missing.
+# folder to make it anew. One that cannot be made does not stop the others; benchmarks/peers/peers.py says what is missing.
 set -u
 
 home=${SPECINFER_PEERS:-${XDG_CACHE_HOME:-$HOME/.cache}/specinfer-peers}

@@ -12,9 +12,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from study import digest, row
-
-from peers.engines import Engine
+from benchmarks.peers.engines import Engine
+from benchmarks.study import digest, row
 
 AGREE = 32  # tokens compared between engines with different rounding
 REFERENCE = "specinfer-bf16"

@@ -1,4 +1,4 @@
-"""AirLLM on the CPU as a worker of benchmarks/offload.py; it reads every layer for every token.
+"""AirLLM on the CPU as a worker of offload/offload.py; it reads every layer for every token.
 
 At the first start it splits the model into a file per layer, in the folder of the option `layers`.
 """

@@ -1,4 +1,4 @@
-"""llama.cpp as a worker of benchmarks/peers.py and offload.py, through the C functions of
+"""llama.cpp as a worker of peers/peers.py and offload.py, through the C functions of
 llama-cpp-python.
 
 Its Python class copies logits and samples in numpy, which costs a quarter of a 135M model's speed; calling

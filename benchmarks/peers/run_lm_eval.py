@@ -1,5 +1,4 @@
-"""Runs lm-evaluation-harness on tasks of a folder; benchmarks/lm_eval_parity.py sends the job as JSON on
-stdin.
+"""Runs lm-evaluation-harness on tasks of a folder; identity/lm_eval_parity.py sends the job as JSON on stdin.
 
 It runs in the environment that `make test-clients ARGS=lm-eval` makes.
 """

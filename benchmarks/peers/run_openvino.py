@@ -1,4 +1,4 @@
-"""OpenVINO GenAI as a worker of benchmarks/peers.py; it reads GGUF files itself."""
+"""OpenVINO GenAI as a worker of benchmarks/peers/peers.py; it reads GGUF files itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""specinfer as a worker of benchmarks/peers.py."""
+"""specinfer as a worker of benchmarks/peers/peers.py."""
 
 from __future__ import annotations
 

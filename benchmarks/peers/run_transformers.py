@@ -1,4 +1,4 @@
-"""transformers as a worker of benchmarks/peers.py and offload.py: generate(), optionally assisted.
+"""transformers as a worker of peers/peers.py and offload.py: generate(), optionally assisted.
 
 The option `memory` is the process's memory in bytes: accelerate keeps layers that do not fit on disk.
 `assistance` has options of the assistant.

@@ -1,4 +1,4 @@
-"""vLLM on the CPU as a worker of benchmarks/peers.py, stepped by hand to see each step's tokens."""
+"""vLLM on the CPU as a worker of peers/peers.py, stepped by hand to see each step's tokens."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.memory_group import MemoryGroup, NoGroupError, Ran, memory_group
+from benchmarks.machines.memory_group import MemoryGroup, NoGroupError, Ran, memory_group
 from tests.kernels import library_or_skip
 
 from .models import smollm2

@@ -21,12 +21,12 @@ Run = Callable[..., list[str]]
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[Callable[[str], ModuleType]]:
-    """Loads a script by its name; it finds its neighbours as it does when it is run."""
+    """Loads a script by its name, anew for each module of tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
 
         def load(name: str) -> ModuleType:
-            spec = importlib.util.spec_from_file_location(f"{name}_benchmark", BENCHMARKS / f"{name}.py")
+            [path] = [one for one in BENCHMARKS.rglob("*.py") if one.stem == name]
+            spec = importlib.util.spec_from_file_location(f"{name}_benchmark", path)
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
@@ -44,7 +44,7 @@ def run(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run
 
     def main(module: ModuleType, *options: str, status: int | None = None) -> list[str]:
         out = tmp_path / "page.md"
-        monkeypatch.setattr(sys, "argv", [f"benchmarks/{module.__name__}.py", *options, "--out", str(out)])
+        monkeypatch.setattr(sys, "argv", [module.__file__, *options, "--out", str(out)])
         if status is None:
             module.main()
         else:

@@ -1,4 +1,4 @@
-"""The forty code edits of benchmarks/prediction.py, and what it says of their results."""
+"""The forty code edits of benchmarks/speculation/prediction.py, and what it says of their results."""
 
 from __future__ import annotations
 

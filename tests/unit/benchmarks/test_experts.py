@@ -1,4 +1,4 @@
-"""benchmarks/experts.py from its shape to its page, with a tiny model."""
+"""benchmarks/machines/experts.py from its shape to its page, with a tiny model."""
 
 from __future__ import annotations
 

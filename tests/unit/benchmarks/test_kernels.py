@@ -1,4 +1,4 @@
-"""benchmarks/kernels.py: which shapes it measures, which trees, and the page it writes."""
+"""benchmarks/machines/kernels.py: which shapes it measures, which trees, and the page it writes."""
 
 from __future__ import annotations
 

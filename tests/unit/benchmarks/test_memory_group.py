@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import memory_group as module
-from benchmarks.memory_group import MemoryGroup, NoGroupError, memory_group
+from benchmarks.machines import memory_group as module
+from benchmarks.machines.memory_group import MemoryGroup, NoGroupError, memory_group
 
 MIB = 1 << 20
 

@@ -1,4 +1,4 @@
-"""benchmarks/neighbour.py: neighbours come and go, and a page says what is left of the speed."""
+"""benchmarks/load/neighbour.py: neighbours come and go, and a page says what is left of the speed."""
 
 from __future__ import annotations
 

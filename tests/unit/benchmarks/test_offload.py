@@ -1,4 +1,4 @@
-"""benchmarks/offload.py: what is run when, under which limit, by whom, and the page it writes."""
+"""benchmarks/offload/offload.py: what is run when, under which limit, by whom, and the page it writes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def bench(script: Script) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def cells(bench: ModuleType) -> ModuleType:
-    return sys.modules["offload.cells"]
+    return sys.modules["benchmarks.offload.cells"]
 
 
 @pytest.fixture(scope="module")
 def pages(bench: ModuleType) -> ModuleType:
-    return sys.modules["offload.page"]
+    return sys.modules["benchmarks.offload.page"]
 
 
 def plan(bench: ModuleType, rows: str, **options: Any) -> list[str]:
@@ -128,7 +128,7 @@ def test_nobody_is_run_where_no_group_can_be_made(
     pair: tuple[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys.modules["memory_group"], "_parents", list)
+    monkeypatch.setattr(sys.modules["benchmarks.machines.memory_group"], "_parents", list)
 
     def refuse(*_: Any) -> None:
         raise AssertionError("somebody is run without a limit")
@@ -151,7 +151,7 @@ def test_the_resident_run_of_a_batch_says_what_a_prompt_alone_says(
         for number, prompt in enumerate(PROMPTS):
             params = SamplingParams(temperature=0.8, seed=number, max_tokens=6, ignore_eos=True)
             [output] = llm.generate([prompt], params)
-            text, head = map(sys.modules["study"].digest, (output.token_ids, output.token_ids[:4]))
+            text, head = map(sys.modules["benchmarks.study"].digest, (output.token_ids, output.token_ids[:4]))
             assert cell["answers"][number] == {"prompt": number, "text": text, "head": head}
     [group] = cell["groups"]
     assert (group["tokens"], group["passes"], group["counted"]["steps"]) == (10, 5, 6)
@@ -168,7 +168,7 @@ def tiny(cells: ModuleType, pair: tuple[str, str]) -> Any:
 
 
 def test_reading_goes_round_in_whole_pieces(bench: ModuleType, tmp_path: Path) -> None:
-    script = str(Path(str(bench.__file__)).parent / "offload" / "read_rate.py")
+    script = str(Path(str(bench.__file__)).parent / "read_rate.py")
     file = tmp_path / "file"
     file.write_bytes(b"x" * (9 << 20))
     done = subprocess.run([sys.executable, script, str(file), "0.05"], capture_output=True, text=True)
@@ -181,8 +181,11 @@ def test_reading_goes_round_in_whole_pieces(bench: ModuleType, tmp_path: Path) -
 
 
 def test_a_slowed_disk_is_as_slow_as_asked(bench: ModuleType, tmp_path: Path) -> None:
-    groups, slow = sys.modules["memory_group"], sys.modules["offload.slow_disk"]
-    reader = Path(str(bench.__file__)).parent / "offload" / "read_rate.py"
+    groups, slow = (
+        sys.modules["benchmarks.machines.memory_group"],
+        sys.modules["benchmarks.offload.slow_disk"],
+    )
+    reader = Path(str(bench.__file__)).parent / "read_rate.py"
     file = tmp_path / "file"
     file.write_bytes(b"x" * (8 << 20))
     try:

@@ -23,7 +23,7 @@ PROMPT = [5, 3, 8, 1]
 
 @pytest.fixture(scope="module")
 def models(script: Callable[[str], ModuleType]) -> ModuleType:
-    return script("offload/models")
+    return script("models")
 
 
 def quantized_gguf(path: Path, *, output: str | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""benchmarks/peers.py: the protocol with a fake engine, what is run when, and the page it writes."""
+"""benchmarks/peers/peers.py: the protocol with a fake engine, what is run when, and the page it writes."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def lines_with(lines: list[str], start: str) -> str:
 
 
 def test_an_engine_that_gives_all_tokens_at_once_has_no_decoding_rate(bench: ModuleType) -> None:
-    from peers import report
+    from benchmarks.peers import report
 
     at_once = cell(([0, 5, 6], 2.0, 2.0, 0))
     at_once["answers"][0]["first_tokens"] = 3
@@ -245,7 +245,7 @@ def test_a_page_keeps_the_engines_of_earlier_runs(bench: ModuleType) -> None:
 def test_weights_are_converted_once_and_only_whole_ones_get_their_name(
     bench: ModuleType, tmp_path: Path
 ) -> None:
-    from peers import weights
+    from benchmarks.peers import weights
 
     model = tmp_path / "m.gguf"
     model.write_bytes(b"12345")
@@ -266,7 +266,7 @@ def test_weights_are_converted_once_and_only_whole_ones_get_their_name(
 
 
 def test_weights_that_cannot_be_made_say_why(bench: ModuleType, tmp_path: Path) -> None:
-    from peers import weights
+    from benchmarks.peers import weights
 
     home = weights.Home(tmp_path / "home")
     assert home.weights(tmp_path, "safetensors") == tmp_path
@@ -279,7 +279,7 @@ def test_weights_that_cannot_be_made_say_why(bench: ModuleType, tmp_path: Path) 
 
 
 def test_a_ratio_ignores_rounds_that_only_one_engine_has(bench: ModuleType) -> None:
-    from peers import report
+    from benchmarks.peers import report
 
     fast, slow = cell(([0, 1, 2], 0.0, 1.0, 2)), cell(([0, 1, 2], 0.0, 4.0, 2))
     assert report.ratio(report.decode_rate, {0: fast, 1: fast}, {0: slow}) == 4.0

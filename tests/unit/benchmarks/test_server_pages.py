@@ -1,4 +1,4 @@
-"""What benchmarks/soak.py and latency.py make of what they measured."""
+"""What benchmarks/load/soak.py and latency.py make of what they measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/serving.py: a sweep over scripted servers, what is run when, and the page it writes."""
+"""benchmarks/load/serving.py: a sweep over scripted servers, what is run when, and the page it writes."""
 
 from __future__ import annotations
 

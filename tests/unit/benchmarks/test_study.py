@@ -114,7 +114,7 @@ def test_a_cell_that_was_measured_of_something_else_is_measured_again(
 def test_the_page_says_where_its_figures_come_from(
     study: ModuleType, tmp_path: Path, commit: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["/far/away/speed.py", "--model=/models/small.gguf", "--limit", "3"])
+    monkeypatch.setattr(sys, "argv", ["/far/load/speed.py", "--model=/models/small.gguf", "--limit", "3"])
     speed = study.Study("speed", tmp_path / "page.md", SETTINGS)
     speed.keep("one", {})
     assert "measured at" not in speed.write(["# Speed"], 3)
@@ -124,7 +124,7 @@ def test_the_page_says_where_its_figures_come_from(
     assert (tmp_path / "page.md").read_text() == page
     lines = page.splitlines()
     assert lines[:4] == ["# Speed", "", "| 1 |", ""]
-    assert lines[5] == "- command: `python benchmarks/speed.py --model=small.gguf --limit 3`"
+    assert lines[5] == "- command: `python -m benchmarks.load.speed --model=small.gguf --limit 3`"
     assert lines[8].endswith(" GiB, 3 threads")
     assert lines[9] == "- cells measured at: aaa, bbb"
 
@@ -198,9 +198,10 @@ def test_data_sets_take_turns(study: ModuleType) -> None:
 
 
 def test_every_script_is_here(study: ModuleType) -> None:
-    found = {path.stem for path in Path(study.__file__).parent.glob("*.py")}
-    parts = {"study", "memory_group", "channels", "two_nodes"}  # of others
-    assert found == {*SCRIPTS, *parts, "ray_serve_stream"}  # which needs Ray
+    found = {path.stem: path for path in Path(study.__file__).parent.glob("*/*.py")}
+    programs = {name for name, path in found.items() if "benchmarks.study import" in path.read_text()}
+    parts = {"serving_report", "report", "page", "cells"}  # of others
+    assert programs == {*SCRIPTS, *parts}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -213,5 +214,6 @@ def test_every_script_says_how_it_is_used(
     assert ended.value.code == 0
     said = capsys.readouterr().out
     asks = {"deciding": "", "experts": "", "streamed_experts": ""}.get(name, " --model ")
-    assert f"python benchmarks/{name}.py{asks}" in said
+    [path] = Path(script("study").__file__).parent.glob(f"*/{name}.py")
+    assert f"python -m benchmarks.{path.parent.name}.{name}{asks}" in said
     assert "--out OUT" in said

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.memory_group import NoGroupError, memory_group
+from benchmarks.machines.memory_group import NoGroupError, memory_group
 from specinfer.errors import ClosedError, IntegrityError, ModelFileError
 from specinfer.kernels.disk import PAGE, StreamSource
 from specinfer.models import stream as module

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.two_nodes import MASTER, Nodes, call, two_nodes
+from benchmarks.machines.two_nodes import MASTER, Nodes, call, two_nodes
 from tests.ranks import INT8, PROMPTS, soon
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,1 @@
+"""Learned drafts: training and passes of heads."""

@@ -1,0 +1,334 @@
+"""Compares pools of boosted drafts by boost, members, size, kind and loss at equal training time.
+
+    python -m benchmarks.drafts.boosting --model TARGET --prompts PROMPTS.jsonl --work DIR --minutes 5
+
+Answers are collected once, into DIR/corpus. Every row trains on them for the same CPU time, which its members
+share. Held-out proposals are counted, so a busy machine changes only the number of training steps, which the
+page reports. After training, passes are timed, which needs a quiet machine, and the best trees of the drafts
+are computed as a tuning selects members. Ctrl-C is safe at any time: training resumes, and finished
+measurements are kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from benchmarks.study import REQUIRED, Study, parser, row, run
+from specinfer.config import EngineConfig
+from specinfer.hub import resolve
+from specinfer.models.weights import open_model
+from specinfer.progress import NoProgress, ProgressBar
+from specinfer.report.files import dress, new_figure, save
+from specinfer.tune.boosting import Boost, BoostConfig
+from specinfer.tune.dataset import Corpus
+from specinfer.tune.draft import Kind, Target
+from specinfer.tune.evaluation import Along, along, held_out_texts, read_draft
+from specinfer.tune.head_kinds import BlockKind, EagleKind
+from specinfer.tune.losses import Loss
+from specinfer.tune.prompts import read_prompts
+from specinfer.tune.selection import MeasuredDraft, Selection, candidates_of, measured_costs
+from specinfer.tune.small_model import SsmKind
+from specinfer.tune.trainer import TrainConfig
+from specinfer.tune.training import read_checkpoint
+from specinfer.tune.tuning import TuneConfig, Tuning, member_name
+
+_VERSION = 4  # version of the cells; others are refused
+_TIMED = "timed"  # suffix of the cells with pass times
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A pool or a single draft."""
+
+    kind: Kind
+    members: int = 1
+    boost: Boost | None = None
+    loss: Loss = "hybrid"
+    warm: bool = False  # members start from the one before them
+
+
+def variants(layers: int, depth: int, members: int) -> dict[str, Variant]:
+    """Return the compared variants; one small model has `layers` layers, one has as many as a whole pool."""
+    ssm, block = SsmKind(layers=layers, depth=depth), BlockKind(depth=depth)
+    forms: tuple[Boost, ...] = ("none", "sequence", "discount")
+    warm: tuple[Boost, ...] = ("none", "discount")
+    large = members * layers
+    return {
+        "1 ssm": Variant(ssm),
+        "1 block": Variant(block),
+        **{f"{members} ssm, {form}": Variant(ssm, members, form) for form in forms},
+        **{f"{members} ssm, {form}, warm": Variant(ssm, members, form, warm=True) for form in warm},
+        f"{members + 2} ssm, sequence": Variant(ssm, members + 2, "sequence"),
+        f"1 ssm of {large} layers": Variant(SsmKind(layers=large, depth=depth)),
+        "1 eagle": Variant(EagleKind(depth=depth)),
+        "1 block, loss kl": Variant(block, loss="kl"),
+        **{f"{members} block, {form}": Variant(block, members, form) for form in forms},
+        **{f"{members} block, {form}, warm": Variant(block, members, form, warm=True) for form in warm},
+    }
+
+
+def main() -> None:
+    known = parser(__doc__, model=REQUIRED)
+    known.add_argument("--prompts", type=Path, action="append", required=True, metavar="FILE.jsonl")
+    known.add_argument("--work", type=Path, required=True, metavar="DIR", help="folder of answers and drafts")
+    known.add_argument("--minutes", type=float, default=5.0, help="CPU minutes for each pool (default 5)")
+    known.add_argument("--collect-minutes", type=float, default=20.0, help="(default 20)")
+    known.add_argument("--members", type=int, default=3, help="members of a pool (default 3)")
+    known.add_argument("--layers", type=int, default=2, help="layers of a small model (default 2)")
+    known.add_argument("--depth", type=int, default=5, help="tokens proposed in a row (default 5)")
+    known.add_argument("--max-answer", type=int, default=192, help="tokens (default 192)")
+    known.add_argument(
+        "--only", action="append", metavar="ROW", help="row of the table; repeatable (default all)"
+    )
+    known.add_argument("--picture", type=Path, metavar="FILE", help="(default: beside the page, .png)")
+    args = known.parse_args()
+
+    engine = EngineConfig.from_options(
+        args.model, {"quantization": "int8", "max_context": 1024, "threads": 1, "lookup": False}
+    )
+    corpus = collected(engine, args)
+    settings = {
+        "model": Path(args.model).name,
+        "version": _VERSION,
+        "minutes": args.minutes,
+        "tokens": corpus.tokens,
+        "texts": [corpus.count(held_out=held_out) for held_out in (False, True)],
+        "members": args.members,
+        "layers": args.layers,
+        "depth": args.depth,
+    }
+    study = Study("boosting", args.out, settings)
+    compared = chosen(variants(args.layers, args.depth, args.members), args.only)
+    folders = {name: args.work / name.replace(", ", "-").replace(" ", "-") for name in compared}
+    for name, variant in compared.items():
+        if name not in study.cells:
+            train(engine, variant, folders[name], corpus, args.minutes)
+            study.keep(name, measured(Members(engine, variant, folders[name], args.depth)))
+            print(f"{name}: {study.cells[name]}", flush=True)
+            study.write(page(study))
+    draw(study.cells, args.picture or study.out.with_suffix(".png"))
+    study.write(page(study))
+    for name, variant in compared.items():
+        if (timed := f"{name}: {_TIMED}") not in study.cells:
+            study.keep(timed, reckoned(engine, Members(engine, variant, folders[name], args.depth)))
+            print(f"{timed}: {study.cells[timed]}", flush=True)
+            study.write(page(study))
+
+
+def chosen(known: dict[str, Variant], only: list[str] | None) -> dict[str, Variant]:
+    """Return only those rows; raises SystemExit for an unknown name."""
+    if unknown := set(only or ()) - known.keys():
+        raise SystemExit(f"got --only {sorted(unknown)[0]!r}; allowed: {', '.join(map(repr, known))}")
+    return {name: variant for name, variant in known.items() if not only or name in only}
+
+
+def collected(engine: EngineConfig, args: Any) -> Corpus:
+    """Return the answers of the work folder, collected if missing, with the hidden states that a head
+    reads.
+    """
+    out = args.work / "corpus"
+    folder = out / "work" / "shards"
+    if not list(folder.glob("*.safetensors")):
+        config = TuneConfig(
+            target=engine,
+            out=out,
+            minutes=3 * args.collect_minutes,
+            collect_minutes=args.collect_minutes,
+            max_tokens=args.max_answer,
+            resume=(out / "work" / "tuning.json").exists(),
+        )
+        Tuning(config, say=print, progress=ProgressBar()).collect(read_prompts(args.prompts))
+    return Corpus(folder)
+
+
+def train(engine: EngineConfig, variant: Variant, out: Path, corpus: Corpus, minutes: float) -> None:
+    """Train a variant for `minutes` of CPU time, summed over all runs."""
+    (out / "work").mkdir(parents=True, exist_ok=True)
+    shards = out / "work" / "shards"
+    if not shards.exists():
+        shards.symlink_to(corpus.folder.resolve())
+    # Collecting uses a part of a tuning's minutes; at least a third remains for training.
+    taken = corpus.seconds / 60
+    config = TuneConfig(
+        target=engine,
+        out=out,
+        minutes=minutes + taken if 2 * minutes >= taken else 3 * minutes,
+        collect_minutes=0.0,
+        kind=variant.kind,
+        members=variant.members,
+        boost=None if variant.boost is None else BoostConfig(form=variant.boost, warm=variant.warm),
+        training=TrainConfig(loss=variant.loss),
+        resume=(out / "work" / "tuning.json").exists(),
+    )
+    Tuning(config, clock=time.process_time, say=lambda line: print(line, flush=True)).train([])
+
+
+class Members:
+    """The drafts of a row, run along held-out answers."""
+
+    def __init__(self, engine: EngineConfig, variant: Variant, out: Path, depth: int) -> None:
+        files = resolve(engine.model)
+        target = Target(files, open_model(files))
+        taps = [*range(len(variant.kind.taps(target.config)))]
+        texts = held_out_texts(Corpus(out / "work" / "shards", taps))
+        names = [member_name(number) for number in range(variant.members)] if variant.members > 1 else [""]
+        self.depth = depth
+        self.checkpoints = [out / "work" / f"{name or 'checkpoint'}.safetensors" for name in names]
+        self.trained = list[MeasuredDraft]()
+        for name in names:
+            draft = read_draft(out / name, target, depth)
+            self.trained.append(MeasuredDraft(out / name, draft, along(draft, texts)))
+
+
+def measured(members: Members) -> dict[str, Any]:
+    """Return counts of correct proposals of a row's drafts, and their sizes."""
+    states = [read_checkpoint(path).state for path in members.checkpoints]
+    alongs = [one.along for one in members.trained]
+    widths = (1,) * members.depth
+    chains = [accepted(alongs[:count], widths) for count in range(1, len(alongs) + 1)]
+    return {
+        "steps": [state.steps for state in states],
+        "minutes": [cast(float, row["seconds"]) / 60 for row in states[0].history],  # of the first member,
+        "learnt": [row["tokens_per_pass"] for row in states[0].history],  # drawn only for single drafts
+        "blocks": [state.blocks for state in states],
+        "places": len(alongs[0].texts_P),
+        "own": [accepted([one], widths) for one in alongs],
+        "pool": chains,
+        "wide": accepted(alongs[:1], (3, *widths[1:])),
+        "second_choice": conditional(alongs[0], alongs[0], 2),
+        "second_member": conditional(alongs[0], alongs[1], 1) if len(alongs) > 1 else None,
+        "weights": sum(
+            parameter.numel()
+            for one in members.trained
+            for parameter in one.draft.module.parameters()
+            if parameter.requires_grad
+        ),
+    }
+
+
+def reckoned(engine: EngineConfig, members: Members) -> dict[str, Any]:
+    """Return the best trees of each number of members at this machine's pass times, in int8."""
+    costs = measured_costs(engine, [one.folder for one in members.trained], NoProgress())
+    selection = Selection(candidates_of(members.trained, costs), costs.target)
+    return {
+        "ratios": [selection.ratio(pool) for pool in selection.pools],
+        "tokens": [pool.tokens_per_step for pool in selection.pools],
+        "milliseconds": [1e3 * pool.step_seconds for pool in selection.pools],
+    }
+
+
+def accepted(alongs: Sequence[Along], widths: Sequence[int]) -> float:
+    """Return tokens per pass of merged trees of these widths: the longest correct chain of any member,
+    plus one.
+    """
+    longest = torch.stack([one.accepted(widths) for one in alongs]).amax(dim=0)
+    return 1.0 + float(longest.double().mean())
+
+
+def conditional(first: Along, other: Along, width: int) -> float:
+    """Return how often the other's `width` likeliest hold the next token where the first's likeliest is
+    wrong.
+    """
+    wrong_P = first.ranks_PL[:, 0] > 0
+    return float((other.ranks_PL[wrong_P, 0] < width).double().mean())
+
+
+def page(study: Study) -> list[str]:
+    settings, cells = study.settings, study.cells
+    learnt, held_out = settings["texts"]
+    rows = {name: cell for name, cell in cells.items() if not name.endswith(_TIMED)}
+    places = max((cell["places"] for cell in rows.values()), default=0)
+    return [
+        f"# Boosted pools of drafts: {settings['model']}",
+        "",
+        *(
+            [f"![What was learnt]({picture.name})", ""]
+            if (picture := study.out.with_suffix(".png")).exists()
+            else []
+        ),
+        f"Each row is trained for {settings['minutes']:g} minutes of one thread's CPU time in all, which its "
+        f"members share, on the same {settings['tokens']} tokens of {learnt} answers; small models have "
+        f"{settings['layers']} layers of the target's size where nothing else is said. Measured at {places} "
+        f"places of {held_out} held-out greedy answers: tokens a pass of the target's, with chains of "
+        f"{settings['depth']} guesses, one for each member. Weights are those that were trained.",
+        "",
+        "| | steps | weights, millions | members alone | pool of 1, 2, ... | first member alone, tree of "
+        f"<3{',1' * (settings['depth'] - 1)}> | where the first choice is wrong: second choice right | "
+        "second member right |",
+        "|" + "---|" * 8,
+        *(row(name, *_counted(cell)) for name, cell in rows.items()),
+        "",
+        "A pool of three chains verifies as many nodes as that tree of the first member's. Where the second "
+        "member is right less often than the first one's second choice, a node of the first is worth more.",
+        *_timed({name: cells[f"{name}: {_TIMED}"] for name in rows if f"{name}: {_TIMED}" in cells}),
+    ]
+
+
+def draw(cells: dict[str, Any], path: Path) -> None:
+    """Draw single drafts during training, and pools by their members, if matplotlib is installed."""
+    if find_spec("matplotlib") is None:
+        return
+    figure = new_figure(11, 4.4)
+    left, right = figure.subplots(1, 2)
+    for name, cell in cells.items():
+        if name.endswith(_TIMED):
+            continue
+        if len(cell["pool"]) > 1:
+            right.plot(range(1, 1 + len(cell["pool"])), cell["pool"], marker="o", label=name)
+        else:
+            left.plot(cell["minutes"], cell["learnt"], marker=".", label=name)
+    dress(left, "One draft", "minutes of training", "tokens a pass, chain")
+    dress(right, "Pools", "members, which share the time", "tokens a pass, a chain each")
+    right.xaxis.get_major_locator().set_params(integer=True)
+    for axes in (left, right):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=8)
+    save(figure, path)
+
+
+def _timed(cells: dict[str, Any]) -> list[str]:
+    if not cells:
+        return []
+    return [
+        "",
+        "## At what passes take here",
+        "",
+        "Target and drafts in int8, one request. Of every row the quickest pools of 1, 2, ... members "
+        "with the trees that make the most of them, as a tuning selects; over no speculation.",
+        "",
+        "| | over none | tokens a step | ms a step |",
+        "|---|---|---|---|",
+        *(
+            row(
+                name,
+                " ".join(f"{value:.3f}" for value in cell["ratios"]),
+                " ".join(f"{value:.2f}" for value in cell["tokens"]),
+                " ".join(f"{value:.1f}" for value in cell["milliseconds"]),
+            )
+            for name, cell in cells.items()
+        ),
+    ]
+
+
+def _counted(cell: dict[str, Any]) -> list[str]:
+    second = cell["second_member"]
+    return [
+        " ".join(str(steps) for steps in cell["steps"]),
+        f"{cell['weights'] / 1e6:.3g}",
+        " ".join(f"{value:.3f}" for value in cell["own"]),
+        " ".join(f"{value:.3f}" for value in cell["pool"]),
+        f"{cell['wide']:.3f}",
+        f"{cell['second_choice']:.3f}",
+        "" if second is None else f"{second:.3f}",
+    ]
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,1 @@
+"""Identity: texts, quality and sampling with and without speculation."""

@@ -1,0 +1,129 @@
+"""Measures the quality of quantized weights: perplexity over given answers, relative to bfloat16.
+
+    python -m benchmarks.identity.perplexity --model MODEL --dataset prompts/dolly.jsonl --out RESULT.md
+
+Every row's prompt goes through the chat template, and its reference follows as the answer. The model computes
+the probability of each answer token, given all tokens before it. The page also has the mean Kullback-Leibler
+divergence from the bfloat16 model's laws, which has much less noise. A JSON file beside the Markdown keeps
+finished rows, so an interrupted run continues.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.study import REQUIRED, Study, in_turn, natural, parser, row, run
+from specinfer import EngineConfig
+from specinfer.check.difference import TargetAlone
+from specinfer.engine.models import Models, load_models
+from specinfer.errors import DatasetError
+from specinfer.models.language_model import LanguageModel
+from specinfer.progress import ProgressBar
+from specinfer.report.dataset import Conversation, read_dataset
+from specinfer.tokenizer import ChatEncoder, Tokenizer
+
+BASE = "none"
+ALLOWED = {"gguf": 0.5, "int8": 1.0, "int4": 6.0}  # allowed increase of perplexity, in percent
+
+
+def main() -> None:
+    options = parser(__doc__, model=REQUIRED, dataset=REQUIRED, limit=200)
+    options.add_argument(
+        "--max-tokens", type=natural, default=1024, help="max tokens of a row; the rest is cut off"
+    )
+    options.add_argument("--quantizations", default="int8,int4", help="compared with bfloat16")
+    args = options.parse_args()
+
+    kinds = [BASE, *args.quantizations.split(",")]
+    settings = {
+        "model": Path(args.model).name,
+        "dataset": ", ".join(path.name for path in args.dataset),
+        "max_tokens": args.max_tokens,
+        "quantizations": kinds,
+    }
+    study = Study("perplexity", args.out, settings)
+    conversations = in_turn([read_dataset(path) for path in args.dataset], args.limit)
+    models: dict[str, Models] = {}
+    for number, conversation in enumerate(conversations):
+        if str(number) in study.cells:
+            continue
+        # All models at once, so that only one row's bfloat16 laws are in memory.
+        models = models or {kind: _load(args.model, kind) for kind in kinds}
+        text = _text(models[BASE].tokenizer, conversation, args.max_tokens)
+        study.keep(str(number), _row({kind: m.target for kind, m in models.items()}, *text))
+        if number % 10 == 9 or number + 1 == args.limit:
+            print(f"{number + 1} rows: {_summary(kinds, list(study.cells.values()))}", flush=True)
+    print(study.write(page(kinds, [study.cells[str(i)] for i in range(len(conversations))], settings)))
+
+
+def _load(model: str, quantization: str) -> Models:
+    options = {"dtype": "bfloat16", "device": "cpu", "quantization": quantization}
+    return load_models(EngineConfig.from_options(model, options), ProgressBar())
+
+
+def _text(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int) -> tuple[list[int], list[int]]:
+    """Return prompt and answer, as token ids."""
+    if conversation.reference is None:
+        raise DatasetError(f'row {conversation.name} has no "reference"; give the answer to its prompt')
+    prompt = list(ChatEncoder(tokenizer).token_ids([{"role": "user", "content": conversation.turns[0]}]))
+    answer = list(tokenizer.encode(conversation.reference))
+    return prompt[: max_tokens - 1], answer[: max_tokens - min(len(prompt), max_tokens - 1)]
+
+
+def _row(models: dict[str, LanguageModel], prompt: list[int], answer: list[int]) -> dict[str, Any]:
+    """Return the answer's tokens and, by model, their cost in nats and the divergence of its laws."""
+    found: dict[str, Any] = {"tokens": len(answer)}
+    base: Tensor | None = None
+    for kind, model in models.items():
+        logits = TargetAlone(model).logits_along([*prompt, *answer[:-1]], len(prompt))
+        law = torch.from_numpy(logits).log_softmax(-1)
+        base = law if base is None else base
+        found[kind] = {
+            "nats": -law.gather(1, torch.tensor(answer, dtype=torch.int64)[:, None]).double().sum().item(),
+            "divergence": (base.exp() * (base - law)).double().sum().item(),
+        }
+    return found
+
+
+def _perplexity(kind: str, rows: Sequence[dict[str, Any]]) -> float:
+    return math.exp(sum(row[kind]["nats"] for row in rows) / sum(row["tokens"] for row in rows))
+
+
+def _cost(kind: str, rows: Sequence[dict[str, Any]]) -> float:
+    """Return by how many percent perplexity is above the first model's."""
+    return 100 * (_perplexity(kind, rows) / _perplexity(BASE, rows) - 1)
+
+
+def _summary(kinds: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
+    quantized = [f"{kind} {_cost(kind, rows):+.2f}%" for kind in kinds[1:]]
+    return ", ".join([f"perplexity {_perplexity(BASE, rows):.3f}", *quantized])
+
+
+def page(kinds: Sequence[str], rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> list[str]:
+    tokens = sum(cell["tokens"] for cell in rows)
+    lines = [
+        f"# Perplexity of quantized weights: {settings['model']}",
+        "",
+        f"{len(rows)} rows of {settings['dataset']}, {tokens} tokens of references after their prompts in "
+        "the chat template. Weights of a quantized file count as bfloat16 once they are dequantized.",
+        "",
+        "| weights | perplexity | against bfloat16 | allowed | divergence, nats a token |",
+        "|---|---|---|---|---|",
+    ]
+    for kind in kinds:
+        divergence = sum(cell[kind]["divergence"] for cell in rows) / tokens
+        cost = "" if kind == BASE else f"{_cost(kind, rows):+.2f}%"
+        allowed = f"+{ALLOWED[kind]:g}%" if kind in ALLOWED else ""
+        name = "bfloat16" if kind == BASE else kind
+        lines.append(row(name, f"{_perplexity(kind, rows):.4f}", cost, allowed, f"{divergence:.5f}"))
+    return lines
+
+
+if __name__ == "__main__":
+    run(main)

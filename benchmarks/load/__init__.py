@@ -1,0 +1,1 @@
+"""Under load: servers with many users, failures and neighbours."""

@@ -1,0 +1,383 @@
+"""Measures replicas of one model behind one server: speed, losses by kills, prefix reuse of second turns.
+
+    python -m benchmarks.load.replicas --model smollm2-135m --dataset alpaca.jsonl
+    python -m benchmarks.load.replicas ... --only kills --kills 200 --users 16
+    python -m benchmarks.load.replicas ... --only plain --pinned
+    python -m benchmarks.load.replicas ... --only channel                         (with specinfer[cluster])
+
+Every user holds conversations of two turns; each is a session, and each answer has its own seed. There are
+four loads: one replica and several, alternating; several replicas with SIGKILL to one again and again;
+and several whose engines are replaced (SIGUSR1) as often. A replica computes with `--threads` cores. After a
+server has ended, the same requests are answered offline, and every text is compared: a lost or repeated token
+gives a different text. A cell has twenty kills, so an interrupted run loses at most these.
+
+`--pinned` gives engines, server and users together as many cores as there are replicas: for a machine without
+spare cores for users. The cost of a message from an engine to the server (channels.py) needs no load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import psutil
+
+from benchmarks.load import channels
+from benchmarks.peers.process import Server, free_port
+from benchmarks.study import REQUIRED, Study, in_turn, natural, parser, row, run, settings_of
+from specinfer import LLM, SamplingParams
+from specinfer.bench.exchange import Exchange
+from specinfer.bench.openai_client import Asking, ask, connect, first_model
+from specinfer.report.dataset import read_dataset
+
+_STARTING = 300.0  # seconds
+_TEMPERATURES = (0.0, 0.8)  # alternating
+_MORE = "Say more about the last part."  # the second turn
+_KILLS = 20  # per cell
+_SUMS = ("requests", "failed", "kills", "seconds", "tokens", "second_turns", "found", "different")
+_KINDS = ("plain", "kills", "replacing", "channel")
+_FOUND = 0.5  # min share of the first turn's prompt in the cache for prefix reuse of a second turn
+
+
+@dataclass
+class Turn:
+    """A question with the conversation before it, and its answer."""
+
+    number: int  # also its seed
+    messages: list[dict[str, str]]
+    exchange: Exchange
+
+    @property
+    def is_second(self) -> bool:
+        """True for the second turn of a conversation."""
+        return len(self.messages) > 1
+
+
+@dataclass
+class Load:
+    """The users' requests to a server, and its answers."""
+
+    questions: Sequence[str]
+    max_tokens: int
+    turns: list[Turn] = field(default_factory=list)
+    kills: int = 0
+    killed: list[tuple[float, int]] = field(default_factory=list)  # time, and number of moved answers
+    seconds: float = 0.0
+
+    def params(self, number: int) -> SamplingParams:
+        """Return the parameters of a request; its seed is its number."""
+        return SamplingParams(temperature=_TEMPERATURES[number % 2], seed=number, max_tokens=self.max_tokens)
+
+
+def main() -> None:
+    options = parser(
+        __doc__,
+        model=REQUIRED,
+        dataset=REQUIRED,
+        limit=100,
+        max_tokens=64,
+        batch_size=16,
+        quantization="int8",
+        rounds=2,
+        threads=1,
+    )
+    options.add_argument("--replicas", type=natural, default=2, help="against one (default 2)")
+    options.add_argument("--users", type=natural, default=16, help="concurrent users (default 16)")
+    options.add_argument(
+        "--minutes", type=float, default=3.0, help="minutes of a load without kills (default 3)"
+    )
+    options.add_argument("--kills", type=natural, default=2 * _KILLS, help=f"(default {2 * _KILLS})")
+    options.add_argument("--pinned", action="store_true", help="a core a replica, for users too")
+    options.add_argument("--only", choices=_KINDS, action="append", help="repeatable (default: all)")
+    options.add_argument("--kill-every", type=float, default=3.0, metavar="SECONDS", help="(default 3)")
+    options.add_argument("--kv-cache-memory", default="512MB", help="of a replica (default 512MB)")
+    args = options.parse_args()
+    study = Study("replicas", args.out, settings_of(args, without=["only"]))
+    questions = [c.turns[0] for c in in_turn([read_dataset(path) for path in args.dataset], args.limit)]
+    for kind, count, number in cells(args):
+        name = f"{kind}, {count}, {number}"
+        if name in study.cells:
+            continue
+        if kind == "channel":
+            study.keep(name, channels.measure("ray" if number else "process"))
+            continue
+        load = Load(questions, args.max_tokens)
+        with cores(count if args.pinned else 0):
+            asyncio.run(drive(load, args, count, kind))
+        study.keep(name, figures(load) | {"different": different(load, args)})
+    print(study.write(page(study.settings, study.cells), args.threads))
+
+
+def cells(args: Any) -> list[tuple[str, int, int]]:
+    """Return the cells: the kind of load, replicas, the round."""
+    found = [("plain", count, number) for number in range(args.rounds) for count in (1, args.replicas)]
+    found += [("kills", args.replicas, number) for number in range(-(-args.kills // _KILLS))]
+    found += [("replacing", args.replicas, 0), ("channel", 1, 0), ("channel", 1, 1)]
+    return [cell for cell in found if cell[0] in (args.only or _KINDS)]
+
+
+@contextmanager
+def cores(count: int) -> Iterator[None]:
+    """Limit this process and those it starts to `count` cores in the block; 0: no limit."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[: count or None])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def start(args: Any, count: int) -> Server:
+    """Return the running server."""
+    port = free_port()
+    flags = ["--replicas", str(count), "--threads", str(args.threads), "--quantization", args.quantization]
+    flags += ["--max-batch-size", str(args.batch_size), "--max-waiting", str(4 * args.users)]
+    flags += ["--kv-cache-memory", args.kv_cache_memory, "--max-context", "2048", "--log-level", "warning"]
+    command = [sys.executable, "-m", "specinfer", "serve", args.model, "--port", str(port), *flags]
+    server = Server(command, {}, port)
+    server.wait_until_ready(_STARTING)
+    return server
+
+
+async def drive(load: Load, args: Any, count: int, kind: str) -> None:
+    """Run the load on a new server, with kills if the kind has them."""
+    with start(args, count) as server:
+        async with connect(server.url, None) as http:
+            model = await first_model(http, 60)
+            await all_serve(http, count)
+        numbers = iter(range(10**6))
+        begun = time.monotonic()
+
+        def goes_on() -> bool:
+            return load.kills < _KILLS if kind == "kills" else time.monotonic() < begun + 60 * args.minutes
+
+        async def user(who: int) -> None:
+            chance = random.Random(who)
+            async with connect(server.url, None) as http:
+                while goes_on():
+                    http.headers["X-Session-Id"] = f"user {who}, talk {time.monotonic()}"
+                    await talk(http, load, model, chance.choice(load.questions), numbers)
+
+        async with trouble(server, load, kind, args.kill_every, count):
+            await asyncio.gather(*(user(who) for who in range(args.users)))
+        load.seconds = time.monotonic() - begun
+
+
+async def talk(http: Any, load: Load, model: str, question: str, numbers: Any) -> None:
+    """Hold a conversation of two turns."""
+    messages = [{"role": "user", "content": question}]
+    for _ in range(2):
+        number = next(numbers)
+        temperature = load.params(number).temperature
+        asking = Asking(params=SamplingParams(temperature=temperature, max_tokens=load.max_tokens))
+        exchange = await ask(http, asking, model, number, messages)
+        load.turns.append(Turn(number, messages, exchange))
+        if exchange.error:
+            return
+        messages = [
+            *messages,
+            {"role": "assistant", "content": exchange.text},
+            {"role": "user", "content": _MORE},
+        ]
+
+
+async def handed_on(http: Any) -> int:
+    """Return the number of answers so far that another engine continued."""
+    lines = (await http.get("/metrics", timeout=60)).text.splitlines()
+    [number] = [line.split()[-1] for line in lines if line.startswith("specinfer:num_handed_on{")]
+    return int(float(number))
+
+
+async def all_serve(http: Any, count: int) -> None:
+    """Wait until this number of replicas accept work."""
+    while (await http.get("/ready", timeout=60)).json().get("serving") != count:
+        await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def trouble(server: Server, load: Load, kind: str, every: float, count: int) -> AsyncIterator[None]:
+    """In the block, kill engines one by one, or send the server the signal to replace them.
+
+    Each event comes `every` seconds after all replicas accept work.
+    """
+
+    async def make() -> None:
+        chance = random.Random(time.monotonic())
+        async with connect(server.url, None) as http:
+            await all_serve(http, count)
+            before = await handed_on(http)
+            while True:
+                await asyncio.sleep(every)
+                at = time.monotonic()
+                if kind == "replacing":
+                    os.kill(server.pid, signal.SIGUSR1)
+                    await asyncio.sleep(1)
+                else:
+                    chance.choice(psutil.Process(server.pid).children()).kill()
+                await all_serve(http, count)
+                now = await handed_on(http)
+                load.killed.append((at, now - before))
+                before = now
+                load.kills += 1
+
+    making = asyncio.ensure_future(asyncio.sleep(0) if kind == "plain" else make())
+    try:
+        yield
+    finally:
+        making.cancel()
+        await asyncio.gather(making, return_exceptions=True)
+
+
+def p95(gaps: Sequence[float]) -> float:
+    """Return the 95th percentile."""
+    return sorted(gaps)[int(0.95 * len(gaps))] if gaps else 0.0
+
+
+def gaps_of(load: Load) -> list[float]:
+    """Return the longest gaps of the streams that another engine continued.
+
+    After a kill, takes the longest gaps of the open streams, as many as the server moved; the other streams
+    had none.
+    """
+    found: list[float] = []
+    for at, moved in load.killed:
+        spans = [pair for turn in load.turns for pair in pairwise(turn.exchange.arrivals)]
+        open_then = sorted(later - earlier for earlier, later in spans if earlier <= at < later)
+        found += open_then[len(open_then) - min(moved, len(open_then)) :]
+    return found
+
+
+def figures(load: Load) -> dict[str, Any]:
+    """Return the figures of a load."""
+    good = [turn for turn in load.turns if not turn.exchange.error]
+    for turn in [turn for turn in load.turns if turn.exchange.error][:5]:
+        print(turn.number, turn.exchange.error, flush=True)
+    gaps = gaps_of(load) if load.killed else [gap for turn in good for gap in turn.exchange.itls]
+    second = [turn for turn in good if turn.is_second]
+    first = {
+        turn.messages[0]["content"]: turn.exchange.prompt_tokens or 0 for turn in good if not turn.is_second
+    }
+    found = [
+        (turn.exchange.cached_tokens or 0) >= _FOUND * first[turn.messages[0]["content"]] for turn in second
+    ]
+    return {
+        "requests": len(load.turns),
+        "failed": len(load.turns) - len(good),
+        "kills": load.kills,
+        "seconds": load.seconds,
+        "tokens": sum(turn.exchange.output_tokens for turn in good),
+        "gap_p95": p95(gaps),
+        "gap_most": max(gaps, default=0.0),
+        "gaps": [round(gap, 3) for gap in gaps] if load.killed else [],
+        "second_turns": len(second),
+        "found": sum(found),
+    }
+
+
+def different(load: Load, args: Any) -> int:
+    """Return the number of texts that differ from those of the same requests offline."""
+    good = [turn for turn in load.turns if not turn.exchange.error]
+    with LLM(
+        args.model,
+        quantization=args.quantization,
+        max_batch_size=32,
+        kv_cache_memory=1 << 30,
+        max_context=2048,
+    ) as llm:
+        outputs = llm.chat([turn.messages for turn in good], [load.params(turn.number) for turn in good])
+    return sum(turn.exchange.text != output.text for turn, output in zip(good, outputs, strict=True))
+
+
+def page(settings: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the page, in Markdown."""
+    lines = [
+        f"# Replicas: {settings['model']}, {settings['quantization']}",
+        "",
+        f"{settings['users']} users hold talks of two turns, for {settings['minutes']:g} minutes where "
+        f"nothing is killed, each with a session of its own; a replica has {settings['threads']} threads and "
+        f"batches of {settings['batch_size']}; answers have {settings['max_tokens']} tokens at most, greedy "
+        f"and T = 0.8 in turn. Trouble is SIGKILL for one engine, or SIGUSR1 for the server, each time "
+        f"{settings['kill_every']:g} s after all replicas took work; gaps are then those of the streams that "
+        "went on with another engine.",
+    ]
+    if settings["pinned"]:
+        lines.append("Everything, users too, has as many cores as there are replicas.")
+    loads: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for name, cell in found.items():
+        kind, replicas, _ = name.split(", ")
+        if kind != "channel":
+            loads.setdefault((kind, replicas), []).append(cell)
+    return [*lines, *load_table(loads), *channel_table(found)]
+
+
+def load_table(loads: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Return the table of loads, with a row per kind."""
+    speeds = {
+        int(replicas): statistics.median(cell["tokens"] / cell["seconds"] for cell in cells)
+        for (kind, replicas), cells in loads.items()
+        if kind == "plain"
+    }
+    lines = [""]
+    if len(speeds) == 2:
+        one, several = sorted(speeds)
+        ratio = speeds[several] / speeds[one]
+        lines += [f"Output tokens/s, {several} replicas over one, medians: {ratio:.2f}.", ""]
+    lines += [
+        row(
+            *("load", "replicas", "requests; failed", "other texts than offline", "troubles", "tokens/s"),
+            *("gap p95, s", "longest", "second turns that found their prefix"),
+        ),
+        row(*["---"] * 9),
+    ]
+    for (kind, replicas), cells in loads.items():
+        all_of = {name: sum(cell[name] for cell in cells) for name in _SUMS}
+        gaps = [gap for cell in cells for gap in cell["gaps"]]
+        lines.append(
+            row(
+                *(kind, replicas, f"{all_of['requests']}; {all_of['failed']}", all_of["different"]),
+                *(all_of["kills"], f"{all_of['tokens'] / all_of['seconds']:.1f}"),
+                f"{p95(gaps) if gaps else max(cell['gap_p95'] for cell in cells):.3f}",
+                f"{max(cell['gap_most'] for cell in cells):.2f}",
+                f"{all_of['found']} of {all_of['second_turns']}",
+            )
+        )
+    return lines if loads else []
+
+
+def channel_table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the table of message costs."""
+    cells = {name.rpartition(", ")[2]: cell for name, cell in found.items() if name.startswith("channel")}
+    if not cells:
+        return []
+    lines = [
+        "",
+        f"A message of the deltas of {channels.WORKS} works, 50 a second, medians in ms; CPU is that of a "
+        "message in the server, in the process beside it and in the engine's.",
+        "",
+        row("channel", "lag", "p99", "question to answer", "CPU: server", "relay or engine", "actor"),
+        row(*["---"] * 7),
+    ]
+    for number, cell in cells.items():
+        ms = {name: f"{1000 * value:.2f}" for name, value in cell.items() if name != "commit"}
+        lines.append(
+            row(
+                "Ray" if number == "1" else "a process",
+                *(ms["lag"], ms["lag_p99"], ms["answer"], ms["server_cpu"], ms["process_cpu"]),
+                ms["talker_cpu"] if number == "1" else "",
+            )
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    run(main)

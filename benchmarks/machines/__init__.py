@@ -1,0 +1,1 @@
+"""Machines: kernels, mixtures of experts, ranks on one host and two."""

@@ -1,0 +1,330 @@
+"""Compares the time of a forward pass with the time to read its bytes, for 1 to 128 nodes.
+
+    python -m benchmarks.machines.kernels --model TARGET --quantization none,int8,int4
+
+The floor is the bytes that must be read, divided by the memory bandwidth. The bandwidth is measured in the
+same run with the same threads, from large pages if the system has them, as for weights. There are three
+tables:
+
+- every matrix product of the model in every weight format, with enough copies that none stays in a cache
+- whole forward passes of a tree after some text through the runner, for every quantization
+- their time by stage
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.study import Study, natural, parser, row, run
+from specinfer.config import EngineConfig, KernelChoice
+from specinfer.engine.models import load_models, use_threads
+from specinfer.hub import resolve
+from specinfer.kernels.bandwidth import STREAMED, Bandwidth, profiled
+from specinfer.kernels.choice import Kernels, choose_kernels
+from specinfer.kernels.layout import Int4Weight, Int8Weight, int4_bytes, int8_bytes
+from specinfer.kernels.machine import thread_count
+from specinfer.kernels.product import Product
+from specinfer.kernels.quantized import quantize_int4, quantize_int8
+from specinfer.models.config import Family, ModelConfig
+from specinfer.models.weights import estimate_bytes, open_model
+from specinfer.progress import NoProgress
+from specinfer.runtime.batch import Rows, chain_rows
+from specinfer.runtime.executor import ModelRunner
+from specinfer.runtime.kv_cache import KvCache
+
+NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+REPEATS = 5
+BLOCK = 16  # cache positions
+PART = 1024  # matrix rows quantized at a time: whole blocks of channels
+SHOWN_SHARE = 0.01  # share of a forward's time; shorter operations are added up
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A matrix in one format: makes copies of its product, with the bytes that one reads."""
+
+    name: str
+    copy: Callable[[], Product]
+    size: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """Milliseconds by number of nodes; with a floor, also its bytes and the multiple of it."""
+
+    name: str
+    milliseconds: Mapping[int, float]
+    floor_bytes: float | None = None
+    times_floor: Mapping[int, float] | None = None
+
+
+def main() -> None:
+    args = arguments()
+    files = resolve(args.model)
+    config = open_model(files.path).config
+    if config.family is Family.OPT:
+        sys.exit(f"error: {files.name} is an OPT model; allowed: models with a gated MLP (Llama, Qwen, ...)")
+    kernels, lacking = choose_kernels(args.kernels, torch.device("cpu"), NoProgress())
+    torch.set_num_threads(use_threads(args.threads, kernels))
+    bandwidth = Bandwidth(kernels.library)
+    products = list(product_rows(config, kernels, args.nodes, bandwidth)) if args.products else []
+    forwards: list[Row] = []
+    shares: dict[str, list[Row]] = {}
+    for quantization in args.quantization.split(","):
+        whole, shares[quantization] = forward_rows(args.model, quantization, args, bandwidth)
+        gc.collect()  # one model at a time
+        forwards.append(whole)
+    study = Study("kernels", args.out, {"model": files.path.name})
+    lines = page(files.path.stem, args, kernels, lacking, products, forwards, shares, bandwidth)
+    print(study.write(lines, args.threads))
+
+
+def arguments() -> argparse.Namespace:
+    options = parser(__doc__, model="smollm2-135m", quantization="none", threads=thread_count())
+    options.add_argument("--kernels", default="auto", choices=get_args(KernelChoice), help="default auto")
+    options.add_argument("--nodes", type=_counts, default=NODES, help="default 1,2,4,8,16,32,64,128")
+    options.add_argument("--context", type=natural, default=200, help="tokens of text before the tree")
+    options.add_argument(
+        "--products", action=argparse.BooleanOptionalAction, default=True, help="or only passes"
+    )
+    return options.parse_args()
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(map(natural, text.split(",")))
+
+
+def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return the shapes of a decoder's products, stacked as in the decoder: [out, in]."""
+    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    return {
+        "qkv": ((config.num_heads + 2 * config.num_kv_heads) * head, hidden),
+        "o": (hidden, config.num_heads * head),
+        "gate and up": (2 * inner, hidden),
+        "down": (hidden, inner),
+        "head": (config.vocab_size, hidden),
+    }
+
+
+def product_rows(
+    config: ModelConfig, kernels: Kernels, nodes: Sequence[int], bandwidth: Bandwidth
+) -> Iterator[Row]:
+    """Yield every matrix in every format, multiplied by 1 to 128 rows."""
+    for matrix, (outputs, inputs) in matrices(config).items():
+        weight = torch.empty(outputs, inputs, dtype=torch.bfloat16).uniform_(-0.05, 0.05)
+        for kept in ways_to_keep(weight, kernels, output_layer=matrix == "head"):
+            copies = [kept.copy() for _ in range(max(2, round(STREAMED / kept.size)))]
+            times: dict[int, float] = {}
+            floors: dict[int, float] = {}
+            for count in nodes:
+                x = torch.empty(count, inputs, dtype=torch.bfloat16).uniform_(-1, 1)
+                together, floors[count] = _products(copies, x, kept.size * len(copies), bandwidth)
+                times[count] = together / len(copies)
+            del copies
+            yield Row(f"{matrix} {outputs} x {inputs}, {kept.name}", times, kept.size, floors)
+
+
+def ways_to_keep(weight: Tensor, kernels: Kernels, *, output_layer: bool) -> Iterator[Kept]:
+    """Yield a bf16 matrix in every format a model can have it in; an output layer is never int4."""
+    yield Kept("bf16 plain", lambda: partial(F.linear, weight=weight.clone()), weight.nbytes)
+    yield Kept("bf16", lambda: kernels.products.floats(weight, None), weight.nbytes)
+    parts, inner = torch.split(weight, PART), weight.shape[1]
+    int8 = Int8Weight(*_stacked(quantize_int8(part.float()) for part in parts))
+
+    def int8_copy() -> Product:
+        return kernels.products.int8(
+            Int8Weight(*(tensor.clone() for tensor in int8)), None, inner, len(weight)
+        )
+
+    yield Kept("int8", int8_copy, int8_bytes(*weight.shape))
+    if output_layer:
+        return
+    int4 = Int4Weight(*_stacked(quantize_int4(part.float()) for part in parts))
+
+    def int4_copy() -> Product:
+        return kernels.products.int4(
+            Int4Weight(*(tensor.clone() for tensor in int4)), None, inner, len(weight)
+        )
+
+    yield Kept("int4", int4_copy, int4_bytes(*weight.shape))
+
+
+def _stacked(parts: Iterable[Sequence[Tensor]]) -> Iterator[Tensor]:
+    """Stack weights that were quantized in parts."""
+    return map(torch.cat, zip(*parts, strict=True))
+
+
+def _products(copies: Sequence[Product], x: Tensor, size: int, bandwidth: Bandwidth) -> tuple[float, float]:
+    """Return milliseconds of one product, in a sequence of them, and the multiple of the floor."""
+
+    def all_copies() -> None:
+        for product in copies:
+            product(x)
+
+    with torch.inference_mode():
+        all_copies()
+        return bandwidth.beside(all_copies, size, REPEATS)
+
+
+def forward_rows(
+    model: str, quantization: str, args: argparse.Namespace, bandwidth: Bandwidth
+) -> tuple[Row, list[Row]]:
+    """Measure whole forward passes of one quantization, and its operations."""
+    options = {
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "kernels": args.kernels,
+        "quantization": quantization,
+        "threads": args.threads,
+    }
+    engine_config = EngineConfig.from_options(model, options)
+    target = load_models(engine_config).target
+    blocks = -(-(args.context + max(args.nodes)) // BLOCK)
+    runner = ModelRunner(target, num_blocks=blocks, block_size=BLOCK)
+    table = list(range(blocks))
+    text = [token % target.config.vocab_size for token in range(args.context)]
+    runner.forward([chain_rows(text, 0, table, logits=True)])
+    config = target.config
+    weights = weight_bytes(resolve(model).path, config, engine_config, target.kernels)
+    size = weights + args.context * KvCache.bytes_per_slot(
+        config.num_layers, config.num_kv_heads, config.head_dim, target.dtype
+    )
+    times: dict[int, float] = {}
+    floors: dict[int, float] = {}
+    operations: dict[int, dict[str, float]] = {}
+    for count in args.nodes:
+        forward = partial(runner.forward, [tree_rows(count, args.context, table)])
+        forward()
+        times[count], floors[count] = bandwidth.beside(forward, size, 2 * REPEATS)
+        operations[count] = operation_milliseconds(forward, target.kernels)
+    return Row(f"quantization {quantization}", times, size, floors), share_rows(operations, times)
+
+
+def weight_bytes(path: Path, config: ModelConfig, engine_config: EngineConfig, kernels: Kernels) -> int:
+    """Return the weight bytes that one forward reads: all but the embeddings, of whose rows it reads few."""
+    embeddings = config.vocab_size * config.embedding_size * torch.bfloat16.itemsize
+    return estimate_bytes(path, torch.bfloat16, kernels, engine_config.quantization) - embeddings
+
+
+def tree_rows(nodes: int, start: int, table: Sequence[int]) -> Rows:
+    """Return a binary tree of nodes after `start` text positions, with logits for all nodes."""
+    parents = [-1, *((node - 1) // 2 for node in range(1, nodes))]
+    return Rows(list(range(1, nodes + 1)), start, table, logits_from=0, parents=parents)
+
+
+def operation_milliseconds(forward: Callable[[], object], kernels: Kernels) -> dict[str, float]:
+    """Return milliseconds of one forward by stage of the native kernels, and outside of them."""
+    began = time.perf_counter()
+    with profiled(kernels) as nanoseconds:
+        for _ in range(REPEATS):
+            forward()
+        taken = 1e3 * (time.perf_counter() - began) / REPEATS
+    stages = {stage: spent / 1e6 / REPEATS for stage, spent in nanoseconds.items()}
+    return {**stages, "outside of native calls": taken - sum(stages.values())}
+
+
+def share_rows(operations: Mapping[int, Mapping[str, float]], times: Mapping[int, float]) -> list[Row]:
+    """Return a row per operation, longest first; operations short at every number of nodes share a row."""
+    names = sorted({name for found in operations.values() for name in found})
+    by_name = {name: {n: operations[n].get(name, 0.0) for n in operations} for name in names}
+    large = [name for name in names if any(by_name[name][n] >= SHOWN_SHARE * times[n] for n in times)]
+    large.sort(key=lambda name: -max(by_name[name].values()))
+    rows = [Row(name, by_name[name]) for name in large]
+    small = [name for name in names if name not in large]
+    others = {n: sum(by_name[name][n] for name in small) for n in times}
+    return [*rows, Row(", ".join(small), others)] if small else rows
+
+
+def page(
+    model: str,
+    args: argparse.Namespace,
+    kernels: Kernels,
+    lacking: str | None,
+    products: Sequence[Row],
+    forwards: Sequence[Row],
+    shares: Mapping[str, Sequence[Row]],
+    bandwidth: Bandwidth,
+) -> list[str]:
+    streams = sorted(rate / 1e9 for rate in bandwidth.found)
+    usual = statistics.median(streams)
+    lines = [
+        f"# A forward pass against the floor of its bytes: {model}",
+        "",
+        f"Memory streams at {usual:.1f} GB/s with {args.threads} threads (the median of measurements through "
+        f"the run, {streams[0]:.1f} to {streams[-1]:.1f}). The floor is the weights' bytes over that, for "
+        "whole forwards with the K and V of the text. Cells: milliseconds, and in brackets times the floor "
+        "at the bandwidth right before and after.",
+        "",
+        kernels_line(kernels, lacking),
+        "",
+        *([] if not products else product_lines(products, args.nodes, usual)),
+        "## Whole forwards",
+        "",
+        f"A binary tree of nodes behind {args.context} tokens of text, through ModelRunner; medians of "
+        f"{2 * REPEATS}.",
+        "",
+        *_table(forwards, args.nodes, usual),
+    ]
+    for quantization, rows in shares.items():
+        lines += [
+            "",
+            f"## Operations, quantization {quantization}",
+            "",
+            "Milliseconds of one forward by the kernels' own profile.",
+            "",
+            *_table(rows, args.nodes, usual),
+        ]
+    return lines
+
+
+def kernels_line(kernels: Kernels, lacking: str | None) -> str:
+    """Return a line that names the kernels."""
+    if kernels.library is None:
+        return f"Native kernels are not used: {lacking or 'PyTorch was asked for'}."
+    return f"Native kernels for {kernels.library.level.words}."
+
+
+def product_lines(products: Sequence[Row], nodes: Sequence[int], bandwidth: float) -> list[str]:
+    """Return the table of products, in Markdown."""
+    return [
+        "## Products",
+        "",
+        f"Medians of {REPEATS} passes over copies of the matrix that are together {STREAMED >> 20} MB.",
+        "",
+        *_table(products, nodes, bandwidth),
+        "",
+    ]
+
+
+def _table(rows: Sequence[Row], nodes: Sequence[int], bandwidth: float) -> list[str]:
+    """Return a Markdown table; `bandwidth` in GB/s belongs to the floor column."""
+    lines = [
+        f"| | floor ms | {' | '.join(f'{n} node' + 's' * (n > 1) for n in nodes)} |",
+        f"|---|---|{'---|' * len(nodes)}",
+    ]
+    for found in rows:
+        floor = "" if found.floor_bytes is None else f"{found.floor_bytes / bandwidth / 1e6:.2f}"
+        cells = [
+            f"{found.milliseconds[n]:.2f}"
+            + ("" if found.times_floor is None else f" ({found.times_floor[n]:.2f})")
+            for n in nodes
+        ]
+        lines.append(row(found.name, floor, *cells))
+    return lines
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,187 @@
+"""Measures the bytes that a streamed mixture of experts reads from disk per pass, by memory for experts.
+
+    python -m benchmarks.offload.streamed_experts --layers 4
+
+The model is that of experts.py: 8 of 64 experts a layer, and random weights, so a token's experts are nearly
+random: the worst case for a cache. Its prepared file is written to --folder and removed.
+
+    memory      share of the experts that have room in memory
+    nodes       of a pass: one, or a tree that is a chain
+    MB          read in a pass, on average of the passes behind those that fill the memory
+    by chance   what the cost curve expects: experts touched by chance, times the share that is not in memory
+    whole       what streaming by whole layers reads in a pass, with as much memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machines.experts import CPU, DTYPE, RandomReader, shape
+from benchmarks.study import Study, natural, parser, row, run, settings_of
+from specinfer.kernels.choice import Kernels, choose_kernels, streaming
+from specinfer.kernels.disk import StreamSource, measure
+from specinfer.kernels.layout import Weight
+from specinfer.models.config import ModelConfig
+from specinfer.models.decoder import Decoder, decoder_shapes
+from specinfer.models.placement import ExpertRoom, ExpertSizes, Placement
+from specinfer.models.prepared import NewPreparedFile, PreparedFile
+from specinfer.models.streamed import StreamedWeights, expert_records, layer_records
+from specinfer.models.weight_memory import PassingWeights
+from specinfer.models.weights import weight_bytes
+from specinfer.runtime.batch import chain_rows
+from specinfer.runtime.executor import ModelRunner
+
+SHARES = (0.25, 0.5, 0.75)
+NODES = (1, 4)
+PASSES = 12  # that count, behind as many that fill the memory
+MADE_FROM = {"made_by": "benchmarks/offload/streamed_experts.py"}
+
+
+class WritingReader(RandomReader):
+    """Makes random matrices and writes them down."""
+
+    def __init__(self, config: ModelConfig, file: NewPreparedFile) -> None:
+        super().__init__(config, "int4")
+        self._file_made = file
+
+    def read(self, names: Sequence[str], into: Weight, rows: Sequence[int] | None = None) -> None:
+        """As WeightReader says, but for the numbers."""
+        super().read(names, into, rows)
+        if len(self.shape(names)) > 1:
+            self._file_made.write("+".join(names), into)
+
+
+class PreparedReader(RandomReader):
+    """Reads matrices from a prepared file; vectors are ones."""
+
+    def __init__(self, config: ModelConfig, prepared: PreparedFile) -> None:
+        super().__init__(config, "int4")
+        self._prepared = prepared
+
+    def read(self, names: Sequence[str], into: Weight, rows: Sequence[int] | None = None) -> None:
+        """As WeightReader says."""
+        if len(self.shape(names)) > 1:
+            self._prepared.read("+".join(names), into)
+        else:
+            super().read(names, into, rows)
+
+
+def main() -> None:
+    options = parser(__doc__, threads=None)
+    options.add_argument("--layers", type=natural, default=8, help="(default 8)")
+    options.add_argument("--folder", type=Path, default=None, help="folder for the temporary prepared file")
+    args = options.parse_args()
+    config = shape(args.layers)
+    named = {"model": f"qwen3-moe-like-{args.layers}-layers", **settings_of(args)}
+    named.pop("folder", None)
+    study = Study("streamed_experts", args.out, named)
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="experts-") as folder:
+        measured(config, Path(folder), study, args)
+    print(study.write(page(config, study.cells), args.threads))
+
+
+def measured(config: ModelConfig, folder: Path, study: Study, args: argparse.Namespace) -> None:
+    """Fill the cells that the study lacks."""
+    missing = [share for share in SHARES if f"{share}" not in study.cells]
+    if not missing:
+        return
+    chosen, why = choose_kernels("native", CPU)
+    assert chosen.library is not None, why
+    if args.threads is not None:
+        chosen.library.set_threads(args.threads)
+    kernels = streaming(chosen, weight_bytes(config, DTYPE, chosen, "int4"))
+    prepared = write(config, folder / "model.safetensors", kernels)
+    for share in missing:
+        study.keep(f"{share}", streamed(config, prepared, kernels, share))
+
+
+def write(config: ModelConfig, path: Path, kernels: Kernels) -> PreparedFile:
+    """The prepared file of a random model."""
+
+    def failed(error: OSError) -> None:
+        raise error
+
+    size = weight_bytes(config, DTYPE, kernels, "int4")
+    with (
+        NewPreparedFile(path, MADE_FROM, list(decoder_shapes(config)), size, failed) as file,
+        WritingReader(config, file) as reader,
+    ):
+        Decoder(config, PassingWeights(reader, CPU, kernels))
+        file.finish()
+    found = PreparedFile.open(path, MADE_FROM)
+    assert found is not None, "a file that was finished is whole"
+    return found
+
+
+def streamed(config: ModelConfig, prepared: PreparedFile, kernels: Kernels, share: float) -> dict[str, Any]:
+    """Bytes and seconds of passes with that share of the experts in memory."""
+    names, experts = expert_records(prepared), config.experts
+    assert experts is not None
+    sizes = ExpertSizes(experts, config.num_layers, max(prepared.records[name].length for name in names))
+    room = ExpertRoom(sizes, int(share * sizes.all))
+    layers = [prepared.records[name].length for name in layer_records(prepared)]
+    placement, disk = Placement(1 << 60, {}, layers, 0, (), room), measure(StreamSource(prepared.path))
+    with PreparedReader(config, prepared) as reader:
+        weights = StreamedWeights(reader, kernels, prepared, placement, disk, table_in_memory=True)
+        model = Decoder(config, weights)
+    stream, nodes_of = model.stream, dict[str, Any]()
+    assert stream is not None
+    random = torch.Generator().manual_seed(2)
+    with stream:
+        runner = ModelRunner(model, num_blocks=8, block_size=256)
+        for nodes in NODES:
+            read = began = 0.0
+            for number in range(2 * PASSES):
+                if number == PASSES:
+                    read, began = stream.read_bytes, time.perf_counter()
+                tokens = torch.randint(0, config.vocab_size, (nodes,), generator=random).tolist()
+                runner.forward([chain_rows(tokens, number * nodes, range(8), logits=True)])
+            nodes_of[str(nodes)] = {
+                "megabytes": (stream.read_bytes - read) / PASSES / 1e6,
+                "milliseconds": (time.perf_counter() - began) / PASSES * 1e3,
+                "by_chance": room.read_bytes(nodes) / 1e6,
+                "whole": (sizes.all - room.slots) * sizes.record / 1e6,
+            }
+    return {"nodes": nodes_of, "disk": disk.bytes_per_second, "expert": sizes.record, "slots": room.slots}
+
+
+def page(config: ModelConfig, cells: dict[str, Any]) -> list[str]:
+    experts = config.experts
+    assert experts is not None
+    lines = [
+        "# Experts from the disk: bytes of a pass",
+        "",
+        f"{config.num_layers} layers of {experts.count} experts of {experts.size}, of which a token has "
+        f"{experts.per_token}; hidden size {config.hidden_size}, int4. Random weights and random tokens: the "
+        "worst case for a cache.",
+        f"Means of {PASSES} passes; the last column is the bytes over the disk's measured rate.",
+        "",
+        "| in memory | nodes | MB read | by chance | whole layers | share of whole | ms | ms of reads |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for share, cell in cells.items():
+        for nodes, found in cell["nodes"].items():
+            lines.append(
+                row(
+                    f"{float(share):.0%}",
+                    nodes,
+                    f"{found['megabytes']:.1f}",
+                    f"{found['by_chance']:.1f}",
+                    f"{found['whole']:.0f}",
+                    f"{found['megabytes'] / found['whole']:.3f}",
+                    f"{found['milliseconds']:.1f}",
+                    f"{found['megabytes'] * 1e9 / cell['disk']:.1f}",
+                )
+            )
+    return lines
+
+
+if __name__ == "__main__":
+    run(main)

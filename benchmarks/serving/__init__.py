@@ -1,1 +1,0 @@
-"""Engines and pages of benchmarks/serving.py."""

@@ -1,0 +1,1 @@
+"""Against no speculation: what each speculator and policy gains."""
