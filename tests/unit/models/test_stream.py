@@ -90,7 +90,8 @@ def test_a_pass_that_was_cut_short_reads_nothing_of_what_it_left_out() -> None:
             assert taken(stream, number, records[number]) == bytes_of(source, records[number])
         places = [offset // (2 * PAGE) for offset in source.offsets]
         assert places[:5] == [0, 1, 2, 0, 1]
-        assert set(places[5:7]) <= {2, 5}, "3 and 4 were never begun"
+        # 2 is read only if the reader begins it before the jump to 5.
+        assert tuple(places[5:7]) in {(2, 5), (5, 0)}, "3 and 4 were never begun"
 
 
 def test_a_record_that_is_held_is_there_at_once() -> None:
