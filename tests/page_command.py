@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
     """Run a command; return its exit status."""
     given = {argument.partition("=")[0] for argument in arguments}
     for option, value in FEWER.get(arguments[0], {}).items():
-        if option not in given:
+        if option not in given and ("--suite" not in given or option == "--prompts"):
             arguments = [*arguments, option, value]
     if arguments[0] != "serve":
         return subprocess.run([*PROGRAM, *arguments], stdin=subprocess.DEVNULL, check=False).returncode
