@@ -3,13 +3,15 @@
     python -m benchmarks.load.replicas --model smollm2-135m --dataset alpaca.jsonl
     python -m benchmarks.load.replicas ... --only kills --kills 200 --users 16
     python -m benchmarks.load.replicas ... --only plain --pinned
+    python -m benchmarks.load.replicas ... --replicas 1 --tensor-parallel 2 --only rank-kills
     python -m benchmarks.load.replicas ... --only channel                         (with specinfer[cluster])
 
 Every user holds conversations of two turns; each is a session, and each answer has its own seed. There are
 four loads: one replica and several, alternating; several replicas with SIGKILL to one again and again;
 and several whose engines are replaced (SIGUSR1) as often. A replica computes with `--threads` cores. After a
 server has ended, the same requests are answered offline, and every text is compared: a lost or repeated token
-gives a different text. A cell has twenty kills, so an interrupted run loses at most these.
+gives a different text. A cell has twenty kills, so an interrupted run loses at most these. With ranks or
+stages, rank-kills and rank-stops send SIGKILL or SIGSTOP to a random process of a model.
 
 `--pinned` gives engines, server and users together as many cores as there are replicas: for a machine without
 spare cores for users. The cost of a message from an engine to the server (channels.py) needs no load.
@@ -46,6 +48,7 @@ _MORE = "Say more about the last part."  # the second turn
 _KILLS = 20  # per cell
 _SUMS = ("requests", "failed", "kills", "seconds", "tokens", "second_turns", "found", "different")
 _KINDS = ("plain", "kills", "replacing", "channel")
+_RANK_SIGNALS = {"rank-kills": signal.SIGKILL, "rank-stops": signal.SIGSTOP}
 _FOUND = 0.5  # min share of the first turn's prompt in the cache for prefix reuse of a second turn
 
 
@@ -98,7 +101,14 @@ def main() -> None:
     )
     options.add_argument("--kills", type=natural, default=2 * _KILLS, help=f"(default {2 * _KILLS})")
     options.add_argument("--pinned", action="store_true", help="a core a replica, for users too")
-    options.add_argument("--only", choices=_KINDS, action="append", help="repeatable (default: all)")
+    options.add_argument("--tensor-parallel", type=natural, default=1, help="ranks per layer (default 1)")
+    options.add_argument("--pipeline-parallel", type=natural, default=1, help="stages (default 1)")
+    options.add_argument(
+        "--only",
+        choices=[*_KINDS, *_RANK_SIGNALS],
+        action="append",
+        help="repeatable (default: all except rank-kills and rank-stops)",
+    )
     options.add_argument("--kill-every", type=float, default=3.0, metavar="SECONDS", help="(default 3)")
     options.add_argument("--kv-cache-memory", default="512MB", help="of a replica (default 512MB)")
     args = options.parse_args()
@@ -121,7 +131,8 @@ def main() -> None:
 def cells(args: Any) -> list[tuple[str, int, int]]:
     """Return the cells: the kind of load, replicas, the round."""
     found = [("plain", count, number) for number in range(args.rounds) for count in (1, args.replicas)]
-    found += [("kills", args.replicas, number) for number in range(-(-args.kills // _KILLS))]
+    for kind in ("kills", *_RANK_SIGNALS):
+        found += [(kind, args.replicas, number) for number in range(-(-args.kills // _KILLS))]
     found += [("replacing", args.replicas, 0), ("channel", 1, 0), ("channel", 1, 1)]
     return [cell for cell in found if cell[0] in (args.only or _KINDS)]
 
@@ -142,6 +153,8 @@ def start(args: Any, count: int) -> Server:
     port = free_port()
     flags = ["--replicas", str(count), "--threads", str(args.threads), "--quantization", args.quantization]
     flags += ["--max-batch-size", str(args.batch_size), "--max-waiting", str(4 * args.users)]
+    flags += ["--tensor-parallel", str(args.tensor_parallel)]
+    flags += ["--pipeline-parallel", str(args.pipeline_parallel)]
     flags += ["--kv-cache-memory", args.kv_cache_memory, "--max-context", "2048", "--log-level", "warning"]
     command = [sys.executable, "-m", "specinfer", "serve", args.model, "--port", str(port), *flags]
     server = Server(command, {}, port)
@@ -159,7 +172,9 @@ async def drive(load: Load, args: Any, count: int, kind: str) -> None:
         begun = time.monotonic()
 
         def goes_on() -> bool:
-            return load.kills < _KILLS if kind == "kills" else time.monotonic() < begun + 60 * args.minutes
+            if kind == "kills" or kind in _RANK_SIGNALS:
+                return load.kills < _KILLS
+            return bool(time.monotonic() < begun + 60 * args.minutes)
 
         async def user(who: int) -> None:
             chance = random.Random(who)
@@ -222,8 +237,13 @@ async def trouble(server: Server, load: Load, kind: str, every: float, count: in
                 if kind == "replacing":
                     os.kill(server.pid, signal.SIGUSR1)
                     await asyncio.sleep(1)
-                else:
+                elif kind == "kills":
                     chance.choice(psutil.Process(server.pid).children()).kill()
+                else:
+                    processes = psutil.Process(server.pid).children(recursive=True)
+                    chance.choice(processes).send_signal(_RANK_SIGNALS[kind])
+                    while (await http.get("/ready", timeout=60)).json().get("serving") == count:
+                        await asyncio.sleep(0.05)
                 await all_serve(http, count)
                 now = await handed_on(http)
                 load.killed.append((at, now - before))

@@ -42,6 +42,7 @@ SCRIPTS = (
         "perplexity",
         "prediction",
         "rank_peers",
+        "rank_texts",
         "ranks",
         "replicas",
         "serving",
