@@ -10,7 +10,7 @@ LONGEST_LINE = 5_000  # characters
 
 
 def test_the_folder_holds_pages_that_can_be_read() -> None:
-    files = list(RESULTS.iterdir())
+    files = [path for path in RESULTS.iterdir() if path.name != "CURRENT.toml"]
     assert {path.suffix for path in files} == {".md"}, "cells stay beside the page of who measures"
     assert sum(path.stat().st_size for path in files) < MAX_BYTES
     texts = {path.name: path.read_text(encoding="utf-8") for path in files}
