@@ -53,6 +53,8 @@ HELD = (
     "specinfer/progress.py",
     "specinfer/replay",
     "specinfer/report",
+    "specinfer/serve/backend",
+    "specinfer/serve/observe",
     "specinfer/speculation_config.py",
     "specinfer/speculators.py",
     "specinfer/structured_output.py",

@@ -1,1 +1,1 @@
-"""Engine processes: starting, routing, restarting and talking to them."""
+"""Engine processes: start, route work, restart, exchange messages."""

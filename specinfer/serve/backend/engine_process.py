@@ -1,21 +1,22 @@
-"""The process that owns the engine: `python -m specinfer.serve.backend.engine_process FD LEVEL FORMAT NAME`.
+"""Process that owns the engine: `python -m specinfer.serve.backend.engine_process FD LEVEL FORMAT NAME`.
 
-HTTP never waits for a step, nor a step for HTTP. Over the socket FD come an EngineConfig and then commands:
+HTTP never waits for a step, and a step never waits for HTTP. The server sends an EngineConfig over the socket
+FD, and then commands:
 
     ("add", works)        checked and tokenized in threads, then submitted to the loop
-    ("abort", ids)        before the next step
-    ("ask", number)       for the state
+    ("abort", ids)        aborted before the next step
+    ("ask", number)       query for the statistics
 
-and go ("ready", facts) or ("failed", message), then
+The process replies ("ready", facts) or ("failed", message), and then sends
 
-    ("busy", ids)             the works of the step that begins, and those that are being checked
-    ("deltas", [...], state)  all that are there, so a busy engine sends one message a step; with the state
-                              where an answer ends and now and then, else None. A work's first delta says
-                              nothing: it is admitted. So does the one with which its first step begins
-    ("answer", number, state)
+    ("busy", ids)             the works of the step that begins, and the works that are being checked
+    ("deltas", [...], state)  all deltas that are ready: a busy engine sends one message per step. `state` has
+                              the statistics when an answer ends and every 0.2 seconds, else None. A work's
+                              first delta is empty: it is admitted. So is the one when its first step begins
+    ("answer", number, state) the reply to "ask"
 
-Whose works it is about is said before it begins: the next step may be the process's last. When the socket
-closes, the process ends.
+"busy" is sent before the step begins, because the process may die in that step. The process ends when the
+socket closes.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ if TYPE_CHECKING:
     from specinfer.llm import LLM
 
 _LOG = logging.getLogger(__name__)
-_INTAKE_THREADS: Final = 2  # a grammar takes a second to compile, and others must not wait for it
-_STATE_SECONDS: Final = 0.2  # of what it counts, so much may go unheard when it dies
-_INTERNAL_ERROR: Final = 70  # the exit status of a process that cannot tell its answers: an internal error
-# Options, and parts of a config, on which no text depends.
+_INTAKE_THREADS: Final = 2  # a grammar takes a second to compile; other works must not wait for it
+_STATE_SECONDS: Final = 0.2  # between reports of the statistics; a crash loses later counts
+_INTERNAL_ERROR: Final = 70  # exit status of a process that cannot send its answers (EX_SOFTWARE)
+# Options, and parts of a config, that change no output text.
 _MEMORY: Final = ("memory", "offload", "offload_folder", "max_loras")
-_FOLDERS: Final = ("lora",)  # texts depend on their files, which the models' origin has
-# But for how many parts sums have.
+_FOLDERS: Final = ("lora",)  # the adapters' files do, but `models.origin` covers them
+# Ranks change a text only by the number of parts of each sum, which `fingerprint` adds.
 _RANKS: Final = ("tensor_parallel", "pipeline_parallel", "master", "key_file", "local_ranks", "sum_parts")
 _WITHOUT_EFFECT: Final = {"speculation", "cache", "scheduler", "threads", *_RANKS, *_MEMORY, *_FOLDERS}
-_PEER_LOST: Final = 75  # that of one that has lost a rank of its model: a temporary failure
+_PEER_LOST: Final = 75  # exit status after the loss of a rank (EX_TEMPFAIL)
 Message = tuple[Any, ...]
 
 
@@ -73,26 +74,26 @@ class _WorkInHand:
         self.work = work
         self.admitted: Admitted | None = None  # None until it is checked
         self.aborted = False
-        self.begun = False  # whether a step has begun that it takes part in
-        self.trees: list[dict[str, Any]] = []  # of the step that runs
+        self.begun = False  # whether its first step has begun
+        self.trees: list[dict[str, Any]] = []  # of the current step
 
 
 class EngineProcess:
-    """Carries out a server's commands on one LLM, whose loop runs in its own thread."""
+    """Executes a server's commands on one LLM, whose loop runs in its own thread."""
 
     def __init__(self, llm: LLM, connection: Connection, *, linger: float = 0.0) -> None:
         self._llm = llm
         self._linger = linger
         self._connection = connection
-        self._answers: dict[str, _WorkInHand] = {}  # by the work's id, which is that of its request, too
-        self._sending = threading.Lock()  # guards the connection, and the two below
-        self._checked: set[str] = set()  # works in the intake's hands
-        self._stepped: list[str] = []  # requests of the last step that began
+        self._answers: dict[str, _WorkInHand] = {}  # by work id, which is also the request id
+        self._sending = threading.Lock()  # guards the connection and the two attributes below
+        self._checked: set[str] = set()  # works that the intake is checking
+        self._stepped: list[str] = []  # requests in the last step that began
         self._outbox: SimpleQueue[Delta | Message] = SimpleQueue()
         self._intake = ThreadPoolExecutor(_INTAKE_THREADS, thread_name_prefix="intake")
 
     def serve(self) -> None:
-        """Carry out commands until the socket closes."""
+        """Execute commands until the socket closes."""
         llm = self._llm
         llm.on_step = self._on_step
         llm.loop.on_lost = self._on_lost
@@ -126,9 +127,9 @@ class EngineProcess:
             self._intake.submit(self._admit, self._answers[work.id])
 
     def _admit(self, answer: _WorkInHand) -> None:
-        """Check a work and hand it to the loop; in a thread of the intake."""
+        """Check a work and submit it to the loop; runs in an intake thread."""
         work = answer.work
-        if answer.aborted:  # before its turn: nobody waits for its grammar
+        if answer.aborted:  # before its turn: no need to compile its grammar
             self._answers.pop(work.id, None)
             return
         try:
@@ -142,14 +143,14 @@ class EngineProcess:
                 )
             answer.admitted = admitted
             if work.traced:
-                self._llm.on_tree = self._on_tree  # for good: another thread may trace the next one by now
+                self._llm.on_tree = self._on_tree  # stays: another thread may start a traced work
             self._llm.loop.submit([admitted], lambda delta: self._receive(answer, delta))
             self._outbox.put(Delta(work.id))
-            if answer.aborted:  # meanwhile
+            if answer.aborted:  # while it was checked
                 self._llm.loop.cancel([admitted])
-        except BaseException as error:  # as libraries in Rust raise, and somebody waits for an answer
+        except BaseException as error:  # Rust libraries raise these, and the client needs a reply
             if not isinstance(error, SpecInferError):
-                _LOG.exception("work %s could not be begun", work.id)
+                _LOG.exception("work %s could not be started", work.id)
             self._answers.pop(work.id, None)
             own = error if isinstance(error, RequestError) else None
             refused = Delta(
@@ -162,7 +163,7 @@ class EngineProcess:
             self._outbox.put(refused)
 
     def _receive(self, answer: _WorkInHand, delta: Delta) -> None:
-        """Called by the loop between two steps."""
+        """Take a delta from the loop, which calls this between two steps."""
         if delta.finished:
             self._answers.pop(delta.id, None)
         if answer.trees:
@@ -172,23 +173,23 @@ class EngineProcess:
 
     @contextlib.contextmanager
     def _checking(self, work: Work) -> Iterator[None]:
-        """While the intake checks a work, the process is busy with it."""
+        """List a work as busy while the intake checks it."""
         with self._sending:
             self._checked.add(work.id)
-            self._tell_busy()
+            self._send_busy()
         try:
             yield
         finally:
             with self._sending:
                 self._checked.discard(work.id)
-                self._tell_busy()
+                self._send_busy()
 
     def _on_step(self, request_ids: Sequence[str]) -> None:
-        """Called when it is known who is in a step, before anything is computed."""
+        """Report a step's requests, before the step computes anything."""
         if request_ids != self._stepped:
             with self._sending:
                 self._stepped = list(request_ids)
-                self._tell_busy()
+                self._send_busy()
             for name in request_ids:
                 answer = self._answers.get(name)
                 if answer is not None and not answer.begun:
@@ -196,26 +197,26 @@ class EngineProcess:
                     self._outbox.put(Delta(name, begun=True))
 
     def _on_lost(self, error: PeerLostError) -> None:
-        """End, before any work hears of it: the next process has all ranks, and goes on with every text."""
+        """Exit before any work fails: the next process has all ranks and continues every text."""
         _LOG.error("the engine process ends: %s", str(error))
         time.sleep(self._linger)
         os._exit(_PEER_LOST)
 
-    def _tell_busy(self) -> None:
-        """Say at once, not by way of the outbox, which works the process is busy with."""
-        # One that ends meanwhile is taken away by the loop's thread, without the lock.
+    def _send_busy(self) -> None:
+        """Send the busy works at once, ahead of the messages in the outbox."""
+        # The loop's thread removes works that end from `_answers` without taking the lock.
         stepped = [name for name in self._stepped if name in self._answers]
         with contextlib.suppress(OSError):  # the server is gone, and the reading thread ends the process
             self._connection.send(("busy", [*self._checked, *stepped]))
 
     def _on_tree(self, event: TreeEvent) -> None:
-        """Called within a step, before the step's outputs are received."""
+        """Keep a step's tree; the loop calls this in the step, before `_receive`."""
         answer = self._answers.get(event.request_id)
         if answer is not None and answer.work.traced:
             try:
                 answer.trees.append(event.to_json(self._llm.tokenizer))
-            except Exception:  # or the loop would take the step for one that failed
-                _LOG.exception("a tree of work %s could not be told", answer.work.id)
+            except Exception:  # the loop would treat the step as failed
+                _LOG.exception("a tree of work %s could not be serialized", answer.work.id)
 
     def _abort(self, ids: Iterable[str]) -> None:
         for name in ids:
@@ -229,26 +230,26 @@ class EngineProcess:
         self._outbox.put(("answer", number, self._llm.statistics()))
 
     def _send(self) -> None:
-        """The thread of the outbox: whoever makes deltas does not wait for the socket to take them."""
+        """Run the outbox thread, so that the threads that make deltas never wait for the socket."""
         try:
             self._send_all()
         except (OSError, ClosedError):  # the server is gone, and the reading thread ends the process
             return
         except BaseException:
-            # Nobody would ever hear of an answer again. A process that ends is started again.
-            _LOG.exception("the engine process ends, as it cannot tell its answers")
+            # Without this thread no answer reaches the server. The server restarts a process that ends.
+            _LOG.exception("the engine process ends, as it cannot send its answers")
             os._exit(_INTERNAL_ERROR)
 
     def _send_all(self) -> None:
-        told = 0.0
+        sent = 0.0  # time of the last statistics
         while True:
             batch = [self._outbox.get()]
             while not self._outbox.empty():
                 batch.append(self._outbox.get())
             deltas = [one for one in batch if isinstance(one, Delta)]
             ending, now, state = any(one.finish_reason for one in deltas), time.monotonic(), None
-            if ending or (deltas and now - told > _STATE_SECONDS):
-                state, told = self._llm.statistics(), now
+            if ending or (deltas and now - sent > _STATE_SECONDS):
+                state, sent = self._llm.statistics(), now
             with self._sending:
                 if deltas:
                     self._connection.send(("deltas", deltas, state))
@@ -258,9 +259,10 @@ class EngineProcess:
 
 
 def fingerprint(llm: LLM) -> str:
-    """A text that engines have in common which make the same text of the same work.
+    """Hash that is equal for engines which produce the same text for the same work.
 
-    It depends on the target's files, on how they are computed and with which code, and on no draft.
+    It covers the target's files, the options that affect its logits, the kernels and the package's code. It
+    does not cover drafts.
     """
     import torch
 
@@ -277,7 +279,7 @@ def fingerprint(llm: LLM) -> str:
         llm.config.parts_of_sums,
         [type(part).__name__ for part in (kernels.ops, kernels.attention, kernels.products)],
         [str(target.device), torch.__version__, VERSION],
-        # PyTorch adds as its threads divide the work.
+        # The order of PyTorch's sums depends on its number of threads.
         torch.get_num_threads() if library is None else library.level.name,
     ]
     found = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
@@ -290,31 +292,31 @@ def fingerprint(llm: LLM) -> str:
 
 
 def end_with(server: int) -> None:
-    """End this process within a second of its server, which it would not notice while it loads."""
+    """End this process within a second of its server, even while it loads and reads no socket."""
     while os.getppid() == server:
         time.sleep(1.0)
     os._exit(0)
 
 
 def load_code() -> None:
-    """Load what every engine needs, which stays: it is not gone through while it grows, nor ever again."""
+    """Import the engine's code, without garbage collection meanwhile or later scans of these objects."""
     gc.disable()
-    import specinfer.llm  # noqa: F401 - `run` takes it from there
+    import specinfer.llm  # noqa: F401 - `run` imports from it
 
     gc.freeze()
     gc.enable()
 
 
 def run(connection: Connection, config: EngineConfig, *, linger: float = 0.0) -> int:
-    """Load an engine with this config, say so, and serve until the other side hangs up.
+    """Load an engine with this config, report it ready, and serve until the other side closes the socket.
 
-    Returns a status for the process: 0, or 2 where the config cannot be served, which was said. Where a rank
-    is lost the process ends, so many seconds behind its last line.
+    Returns the exit status: 0, or 2 after a "failed" message. If a rank is lost, the process exits `linger`
+    seconds after its last log line.
     """
     from specinfer.llm import LLM
 
     try:
-        llm = LLM(config, progress=default_progress(says=False))  # the log says it
+        llm = LLM(config, progress=default_progress(says=False))  # the log shows the progress
     except SpecInferError as error:
         connection.send(("failed", str(error)))
         return 2
@@ -324,10 +326,10 @@ def run(connection: Connection, config: EngineConfig, *, linger: float = 0.0) ->
 
 
 def main() -> None:
-    """Load what the config names, say so, and serve until the server hangs up."""
+    """Load the engine of the config that comes first, and serve until the server closes the socket."""
     threading.Thread(target=end_with, args=(os.getppid(),), name="server-watch", daemon=True).start()
     load_code()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which drains and hangs up
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the server, which drains and closes
     configure(sys.argv[3], sys.argv[2], sys.argv[4])
     connection = Connection(socket.socket(fileno=int(sys.argv[1])).detach())
     try:
@@ -336,7 +338,7 @@ def main() -> None:
         sys.exit(0)
     if status := run(connection, config):
         sys.exit(status)
-    os._exit(0)  # threads of the intake may still compile a grammar for nobody
+    os._exit(0)  # intake threads may still compile a grammar; do not wait for them
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""Processes of a server that talk to Ray, and what runs in its actors: the only module that loads ray.
+"""Ray processes of a server, and the engine actor: the only module that loads ray.
 
-    the server           a relay, a process beside it          an actor, on some node of the cluster
-    a config, commands   ------------------------------->      EngineProcess, as in a process of its own
-                         <-------------------------------      one stream of messages, and its log
+    server               relay, a child process                actor, on some node of the cluster
+    config, commands     ------------------------------->      EngineProcess
+                         <-------------------------------      one stream of messages, and the log
 
-A relay is to the server what the engine's own process is (engine_process.py): the same socket, the same
-messages, the same end. It is a driver of Ray, whose actor and placement group end with it, however it ends:
-Ray may end drivers when it loses its head, and must not end the server. Ray starts no actor again; the
-server does, with a new relay. Ranks of a model are processes that the actor starts, on its node.
+For the server a relay looks like an engine process (engine_process.py): same socket, messages and exit. It is
+a Ray driver, and its actor and placement group end with it. It is a separate process because Ray may end
+drivers when the cluster's head is lost, and must not end the server. The server restarts actors, each
+with a new relay; Ray restarts none. The actor starts the ranks of its model on its own node.
 
-    python -m specinfer.serve.backend.ray_relay FD LEVEL FORMAT NAME ADDRESS CPUS    is a relay
-    python -m specinfer.serve.backend.ray_relay FD ADDRESS                           tells of a cluster
-    python -m specinfer.serve.backend.ray_relay FD =FOLDER                           keeps one until FD closes
+    python -m specinfer.serve.backend.ray_relay FD LEVEL FORMAT NAME ADDRESS CPUS    relay to an actor
+    python -m specinfer.serve.backend.ray_relay FD ADDRESS                           query a cluster
+    python -m specinfer.serve.backend.ray_relay FD =FOLDER                           run one until FD closes
 """
 
 from __future__ import annotations
@@ -42,64 +42,64 @@ from specinfer.serve.config import configure
 from specinfer.version import VERSION
 
 _LOG = logging.getLogger(__name__)
-_PLACING: Final = 30.0  # seconds that CPUs may take to become free, as those of an actor that has just ended
-_STORE: Final = 80 << 20  # bytes for objects: messages are too small to be kept there
-_CANNOT_START: Final = 2  # statuses of a relay: nothing was started,
-_LOST: Final = 75  # and its actor has ended, a temporary failure
-_MOST_SAID: Final = 300  # characters of what Ray says
-_LINGER: Final = 0.2  # seconds for the last lines of a log, which an actor that ends would take along
-_LOG_BYTES: Final = 1 << 16  # that are read of a log at once
+_PLACING: Final = 30.0  # seconds to wait for CPUs that an ended actor returns
+_STORE: Final = 80 << 20  # bytes in Ray's object store; messages are too small to use it
+_CANNOT_START: Final = 2  # exit status of a relay that started nothing
+_LOST: Final = 75  # exit status of a relay whose actor has ended (EX_TEMPFAIL)
+_MAX_REASON: Final = 300  # characters of an error message of Ray
+_LINGER: Final = 0.2  # seconds to send the last log lines before the actor exits
+_LOG_BYTES: Final = 1 << 16  # read from the log at once
 _MESSAGES: Final = {"concurrency_group": "messages"}
 _COMMANDS: Final = {"concurrency_group": "commands"}
-_Said = list[tuple[bool, bytes]]  # messages as they lie on a socket; or, where it is True, text of the log
+_Output = list[tuple[bool, bytes]]  # (False, pickled message) or (True, log text)
 
 
 class EngineActor:
-    """What an actor is: an engine with the commands and the messages of one in a process of its own."""
+    """Ray actor that runs an engine, with the commands and messages of an engine process."""
 
     def __init__(self) -> None:
         self._line, its = socket.socketpair()
         self._ours = Connection(self._line.dup().detach())
-        self.connection = Connection(its.detach())  # the engine's
+        self.connection = Connection(its.detach())  # the engine's end
 
-    def tell(self, command: bytes) -> None:
-        """Hand a command on; an empty one hangs up."""
+    def send(self, command: bytes) -> None:
+        """Forward a command to the engine; an empty one closes its socket."""
         with contextlib.suppress(OSError):  # the engine has ended
             if command:
                 self._ours.send_bytes(command)
             else:
                 self._line.shutdown(socket.SHUT_WR)
 
-    def serve(self, config: bytes, log: tuple[str, str, str], folder: str, version: str) -> Iterator[_Said]:
-        """Start the engine and give what it says, all that is there at a time, until it has ended."""
+    def serve(self, config: bytes, log: tuple[str, str, str], folder: str, version: str) -> Iterator[_Output]:
+        """Start the engine and yield its messages and log lines in batches, until it has ended."""
         if version != VERSION:
             raise RuntimeError(f"specinfer is {VERSION} on this node and {version} on the server's")
         reading, writing = os.pipe()
-        os.dup2(writing, 2)  # of followers and native code, too
+        os.dup2(writing, 2)  # collects the stderr of native code and of the other ranks, too
         os.close(writing)
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-        with contextlib.suppress(OSError):  # the server's folder, where this node has it
+        with contextlib.suppress(OSError):  # the server's folder, if this node has it
             os.chdir(folder)
         configure(*log)
         threading.Thread(target=self.run, args=(config,), name="engine", daemon=True).start()
-        rest = b""  # of the log, whose lines are told whole: others write where they go
+        rest = b""  # start of an unfinished log line: only whole lines are sent
         while True:
-            ready, said, ended = wait([self._ours, reading]), [], False
+            ready, output, ended = wait([self._ours, reading]), [], False
             if reading in ready:
                 lines, end, rest = (rest + os.read(reading, _LOG_BYTES)).rpartition(b"\n")
-                said += [(True, lines + end)] if lines else []
+                output += [(True, lines + end)] if lines else []
             try:
                 while self._ours.poll(0):
-                    said.append((False, self._ours.recv_bytes()))
+                    output.append((False, self._ours.recv_bytes()))
             except (EOFError, OSError):
                 ended = True
-            if said:
-                yield said
+            if output:
+                yield output
             if ended:
                 return
 
     def run(self, config: bytes) -> None:
-        """Be the engine, in a thread of its own."""
+        """Run the engine, in a thread; closes the connection at its end."""
         try:
             engine_process.load_code()
             engine_process.run(self.connection, _fitted(pickle.loads(config)), linger=_LINGER)
@@ -109,7 +109,7 @@ class EngineActor:
 
 
 def _fitted(config: EngineConfig) -> EngineConfig:
-    """The config with threads for the CPUs that this actor has: its share of the cores, a part a rank."""
+    """The config with `threads` set to this actor's share of the node's cores, divided among its ranks."""
     context = ray.get_runtime_context()
     cpus = context.get_assigned_resources()["CPU"]
     _LOG.info("an actor with %g CPUs of node %s", cpus, ray.util.get_node_ip_address())
@@ -121,12 +121,12 @@ def _fitted(config: EngineConfig) -> EngineConfig:
 
 
 def relay(connection: Connection, log: tuple[str, str, str], address: str, cpus: int) -> int:
-    """Have an actor serve the config that comes first, until the server hangs up; returns a status."""
+    """Serve the config that comes first in an actor, until the server hangs up; returns the exit status."""
     try:
         config = connection.recv_bytes()
     except (EOFError, OSError):  # the server ended before it had a config
         return 0
-    heard = False
+    replied = False
     hung_up = threading.Event()
     try:
         connect(address)
@@ -134,18 +134,17 @@ def relay(connection: Connection, log: tuple[str, str, str], address: str, cpus:
         stream = engine.serve.options(num_returns="streaming", **_MESSAGES).remote(
             config, log, os.getcwd(), VERSION
         )
-        telling = threading.Thread(target=_tell, args=(connection, engine, hung_up), daemon=True)
-        telling.start()
+        threading.Thread(target=_forward, args=(connection, engine, hung_up), daemon=True).start()
         for reference in stream:
-            for is_log, said in ray.get(reference):
+            for is_log, output in ray.get(reference):
                 if is_log:
-                    sys.stderr.write(said.decode(errors="replace"))
+                    sys.stderr.write(output.decode(errors="replace"))
                 else:
-                    with contextlib.suppress(OSError):  # the server has hung up, and the engine hears of it
-                        connection.send_bytes(said)
-                    heard = True
-    except Exception as error:  # of Ray's, there are many kinds
-        if not heard:
+                    with contextlib.suppress(OSError):  # the server hung up; `_forward` does so too
+                        connection.send_bytes(output)
+                    replied = True
+    except Exception as error:  # Ray raises many kinds
+        if not replied:
             with contextlib.suppress(OSError):
                 connection.send(("failed", _line(error)))
             return _CANNOT_START
@@ -154,46 +153,47 @@ def relay(connection: Connection, log: tuple[str, str, str], address: str, cpus:
     return 0 if hung_up.is_set() else _LOST
 
 
-def _tell(connection: Connection, engine: Any, hung_up: threading.Event) -> None:
-    """The thread that hands commands on."""
-    tell = engine.tell.options(**_COMMANDS)
+def _forward(connection: Connection, engine: Any, hung_up: threading.Event) -> None:
+    """Forward the server's commands to the actor, in a thread."""
+    send = engine.send.options(**_COMMANDS)
     while True:
         try:
-            tell.remote(connection.recv_bytes())
+            send.remote(connection.recv_bytes())
         except (EOFError, OSError):
             hung_up.set()
-            tell.remote(b"")
+            send.remote(b"")
             return
 
 
 def connect(address: str) -> None:
-    """Become a driver of the cluster at an address."""
+    """Connect this process to the cluster at an address, as a driver."""
     if not address:
-        raise ConnectionError("no Ray cluster is named any more; start one with `ray start --head`")
+        raise ConnectionError("no Ray cluster is given any more; start one with `ray start --head`")
     reach(address)
     ray.init(address=address, **_quiet())
 
 
 def placed(kind: type, cpus: int) -> Any:
-    """An actor with so many CPUs of one node, in a placement group of its own.
+    """Start an actor with `cpus` CPUs of one node, in its own placement group.
 
-    Raises ConnectionError where no node has them; Ray would wait for ever.
+    Raises ConnectionError if no node has them free within 30 seconds; Ray would wait without limit.
     """
     group = placement_group([{"CPU": cpus}])
     if not group.wait(_PLACING):
         raise ConnectionError(
-            f"no node of the Ray cluster has {cpus} free CPUs; that was waited for {_PLACING:g} seconds"
+            f"no node of the Ray cluster had {cpus} free CPUs within {_PLACING:g} seconds; stop other work "
+            "on it, add a node, or give fewer threads or ranks"
         )
     made = ray.remote(
         num_cpus=cpus,
-        max_restarts=0,  # the server starts it again, with its works
-        concurrency_groups={"messages": 1, "commands": 1},  # one thread each, which keeps their order
+        max_restarts=0,  # the server restarts it and sends its works again
+        concurrency_groups={"messages": 1, "commands": 1},  # one thread each, so that their order stays
     )(kind)
     return made.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group)).remote()
 
 
 def keep(connection: Connection, where: str) -> int:
-    """Tell the address of a cluster and the free CPUs of its nodes; keep one's own until the server ends."""
+    """Send a cluster's address and its nodes' free CPUs; run a private one until the server ends."""
     own, folder = where.startswith("="), where[1:]
     try:
         if own:
@@ -202,14 +202,14 @@ def keep(connection: Connection, where: str) -> int:
                 num_cpus=usable_cores(),
                 object_store_memory=_STORE,
                 include_dashboard=False,
-                _node_ip_address="127.0.0.1",  # on which it listens, too
+                _node_ip_address="127.0.0.1",  # also the address that it listens on
                 _temp_dir=folder,
                 **_quiet(),
             )
             where = found.address_info["address"]
         else:
             connect(where)
-        # Ray tells this of single nodes nowhere else.
+        # Ray has no public function that returns free CPUs by node.
         from ray._private.state import available_resources_per_node
 
         free = [float(node.get("CPU", 0)) for node in available_resources_per_node().values()]
@@ -219,10 +219,10 @@ def keep(connection: Connection, where: str) -> int:
     with contextlib.suppress(EOFError, OSError):
         connection.send(("", where, free))
         if own:
-            connection.recv()  # nothing ever comes
+            connection.recv()  # the server sends nothing; this returns when it ends
     ray.shutdown()
     if own:
-        shutil.rmtree(folder, ignore_errors=True)  # the server may have been killed
+        shutil.rmtree(folder, ignore_errors=True)  # a killed server leaves it behind
     return 0
 
 
@@ -231,19 +231,19 @@ def _quiet() -> dict[str, Any]:
 
 
 def _line(error: Exception) -> str:
-    """What Ray says, in a line."""
+    """The cause of an error of Ray, in one line."""
     cause = error.__cause__ if isinstance(error, RayError) and error.__cause__ is not None else error
-    said = " ".join(str(cause).split())
+    reason = " ".join(str(cause).split())
     for behind in ("The actor is dead because ", "Worker exit detail: "):
-        said = said.rpartition(behind)[2]
-    return said.partition(" There are some potential root causes")[0][:_MOST_SAID] or repr(cause)
+        reason = reason.rpartition(behind)[2]
+    return reason.partition(" There are some potential root causes")[0][:_MAX_REASON] or repr(cause)
 
 
 def main() -> None:
-    """Be one of them, at the other end of an inherited socket."""
+    """Run one of the three processes on an inherited socket."""
     number, *rest = sys.argv[1:]
     connection = Connection(socket.socket(fileno=int(number)).detach())
-    # Ray's own processes and libraries write to the descriptor, many lines where they end.
+    # Ray's processes and libraries write many lines to descriptor 2 at their end: keep them out of the log.
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 2)
@@ -253,10 +253,11 @@ def main() -> None:
     level, form, name, address, cpus = rest
     log = (form, level, name)
     configure(*log)
-    os._exit(relay(connection, log, address, int(cpus)))  # the rest of Ray ends with it
+    os._exit(relay(connection, log, address, int(cpus)))  # ends Ray's threads as well
 
 
 if __name__ == "__main__":
-    from specinfer.serve.backend.ray_relay import main as run  # actors are of a class that nodes can import
+    # Nodes have to be able to import the actor's class, so it may not be __main__'s.
+    from specinfer.serve.backend.ray_relay import main as run
 
     run()

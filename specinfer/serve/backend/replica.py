@@ -1,4 +1,4 @@
-"""Replica: one of a server's engines, in a process of its own, started again when it dies."""
+"""Replica: an engine process that is restarted when it dies."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from specinfer.serve.backend.engine_child import EngineChild
 from specinfer.serve.backend.work import EngineInfo, ReplicaHealth, Work
 
 _LOG = logging.getLogger(__name__)
-_MOST_FAILED_STARTS: Final = 3  # in a row; then nobody waits any longer
-_ANSWER_SECONDS: Final = 1.0  # within which an engine that is well says how it is
-_QUESTIONS: Final = 10  # in a row without an answer, after which an engine is taken for hung
+_MAX_FAILED_STARTS: Final = 3  # in a row; after them no work waits for it
+_ANSWER_SECONDS: Final = 1.0  # in which a healthy engine replies with its statistics
+_QUESTIONS: Final = 10  # without a reply, in a row, after which an engine counts as hung
 
 
 class Replica:
     """Number `number` of `count` engines with one config. Its methods belong to one event loop.
 
-    It tells of itself by what is called here: `on_deltas` with what the engine has said, `on_lost` when it
-    died, with the works that it was busy with (None: it had not said), and `on_change` when an engine takes
-    work, or could not be started. An engine that gives no sign of life for `timeout` seconds is killed; 0 is
-    never. The first engine is that of `child`, where one is given. Engines run on `cluster`, or on this host.
+    It calls `on_deltas` with the engine's deltas, `on_lost` when the engine died, and `on_change` when an
+    engine takes work or failed to start. `on_lost` gets the works that the engine was busy with, or None if
+    it had not reported any. An engine without a reply for `timeout` seconds is killed; 0 disables this. The
+    first engine uses the process `child` if given. Engines run on `cluster` if given, else on this host.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Replica:
     ) -> None:
         self.number = number
         self.name = "the engine" if count == 1 else f"replica {number}"
-        self.facts: EngineInfo | None = None  # of the engine that runs, or ran last
-        self.draining = False  # it is to have no more works than it has
+        self.facts: EngineInfo | None = None  # current engine's, or the last one's
+        self.draining = False  # gets no more works
         self.restarts = 0
-        self.trouble = f"{self.name} starts"  # why it takes no work
+        self.trouble = f"{self.name} starts"  # reason that it takes no work; empty if it does
         self._config = config
         self._count = count
         self._log = log
@@ -59,9 +59,9 @@ class Replica:
         self._timeout = timeout
         self._on_deltas, self._on_lost, self._on_change = on_deltas, on_lost, on_change
         self._engine: EngineChild | None = None  # None while one starts
-        self._busy: frozenset[str] | None = None  # works that the engine is busy with; None: it has not said
-        self._state = Statistics()  # the engine's, as it was last told
-        self._counted = Statistics()  # of the engines before it
+        self._busy: frozenset[str] | None = None  # works that the engine is busy with, if reported
+        self._state = Statistics()  # last statistics of this engine
+        self._counted = Statistics()  # sum over earlier engines
         self._questions: dict[int, asyncio.Future[Statistics | None]] = {}
         self._numbers = itertools.count()
         self._failures = 0  # starts that failed in a row
@@ -71,36 +71,36 @@ class Replica:
 
     @property
     def serves(self) -> bool:
-        """Whether an engine runs that may be given works."""
+        """True if an engine runs and may get works."""
         return self._engine is not None and not self.draining
 
     @property
     def runs(self) -> bool:
-        """Whether an engine runs."""
+        """True if an engine runs."""
         return self._engine is not None
 
     @property
     def is_left_out(self) -> bool:
-        """Whether so many starts failed that nobody waits for it; it is tried again now and then."""
-        return self._engine is None and self._failures >= _MOST_FAILED_STARTS
+        """True after 3 failed starts in a row: no work waits for it, but starts are still retried."""
+        return self._engine is None and self._failures >= _MAX_FAILED_STARTS
 
     @property
     def pid(self) -> int | None:
-        """The process id of the engine that runs; None while one starts."""
+        """Process id of the engine that runs; None while one starts."""
         return None if self._engine is None else self._engine.pid
 
     @property
     def fingerprint(self) -> str:
-        """What the texts of the engine that runs, or ran last, belong to."""
+        """Fingerprint of the current engine or of the last one; empty before the first."""
         return "" if self.facts is None else self.facts.fingerprint
 
     @property
     def longest(self) -> int:
-        """The cache positions of that engine."""
+        """Most cache positions of a request on the current engine or the last one."""
         return 0 if self.facts is None else self.facts.longest
 
     async def start(self) -> EngineInfo:
-        """Start an engine; raises UserError with its own words where it cannot, BackendError if it dies."""
+        """Start an engine; raises UserError with its message if it cannot serve, BackendError if it dies."""
         loop = asyncio.get_running_loop()
         if (cluster := self._cluster) is not None and self._child is None:
             await asyncio.to_thread(cluster.revive)
@@ -116,20 +116,20 @@ class Replica:
         return self.facts
 
     def begin(self, *, again: bool = False) -> None:
-        """Start an engine in a task of its own, however often that fails; `again` where another one ended."""
-        self._starting = asyncio.get_running_loop().create_task(self._start_at_last(again))
+        """Start an engine in a task that retries until it succeeds; `again` counts it as a restart."""
+        self._starting = asyncio.get_running_loop().create_task(self._start_with_retries(again))
 
-    async def _start_at_last(self, again: bool) -> None:
+    async def _start_with_retries(self, again: bool) -> None:
         for attempt in itertools.count(1):
             try:
                 await self.start()
                 break
-            except Exception as error:  # whatever it is: others wait for this task
+            except Exception as error:  # no exception may end this task: works wait for it
                 reason = str(error) or repr(error)
-                self.trouble = f"{self.name} cannot be started{' again' * again}: {reason}"
+                self.trouble = f"{self.name} cannot be {'re' * again}started: {reason}"
                 _LOG.error("%s", self.trouble)
                 self._failures = attempt
-                if attempt == _MOST_FAILED_STARTS and self._count > 1:
+                if attempt == _MAX_FAILED_STARTS and self._count > 1:
                     _LOG.error("%s is left out for now", self.name)
                 self._on_change(self)
                 await asyncio.sleep(min(2.0 ** min(attempt, 6), 60.0))
@@ -137,11 +137,11 @@ class Replica:
         self._on_change(self)
 
     async def renew(self) -> None:
-        """End the engine, which should have no works, and begin to start another."""
+        """End the engine, which should have no works, and start another in the background."""
         engine = self._engine
-        await self._ask()  # what it counted
+        await self._ask()  # takes its last statistics
         if engine is None or engine is not self._engine:
-            return  # it died, and the next one is started
+            return  # it died, and `_died` starts the next one
         self._lose(f"{self.name} is replaced")
         await engine.close()
         self.begin(again=True)
@@ -160,11 +160,11 @@ class Replica:
             await engine.close()
 
     def add(self, works: Sequence[Work]) -> None:
-        """Give works to the engine, which has to run."""
+        """Send works to the engine, which has to run."""
         self._send("add", works)
 
     def abort(self, names: Sequence[str]) -> None:
-        """Have the engine, where one runs, end these works before its next step."""
+        """Abort works before the engine's next step; no effect if none runs."""
         self._send("abort", names)
 
     def _send(self, command: str, argument: object) -> None:
@@ -172,19 +172,19 @@ class Replica:
             self._engine.send((command, argument))
 
     async def health(self) -> ReplicaHealth:
-        """How it is now; answers within a second, whatever happened to its engine.
+        """Current health, returned within a second even if the engine hangs.
 
-        Where that does not answer, the state is what it told last.
+        If the engine does not reply, the state is the last one known.
         """
         answer = await self._ask()
         trouble = self.trouble or ("" if answer else f"{self.name} does not answer")
         if self.draining:
-            trouble = trouble or f"{self.name} is about to be replaced"
+            trouble = trouble or f"{self.name} is being replaced"
         state = answer or self._state.after(self._counted)
         return ReplicaHealth(state, self.restarts, trouble, runs=self.runs, answers=answer is not None)
 
     async def _ask(self, timeout: float = _ANSWER_SECONDS) -> Statistics | None:
-        """The engine's state; None where it does not answer in time."""
+        """Query the statistics, summed with earlier engines'; None if no reply comes in `timeout` seconds."""
         if self._engine is None:
             return None
         number = next(self._numbers)
@@ -198,32 +198,32 @@ class Replica:
             del self._questions[number]
 
     def _deliver(self, engine: EngineChild, message: tuple[Any, ...]) -> None:
-        """A message of an engine, on the event loop."""
+        """Handle a message of an engine, on the event loop."""
         if engine is not self._engine:
-            return  # of one that was given up
-        kind, *said = message
+            return  # a late message of a dropped engine
+        kind, *content = message
         if kind == "busy":
-            self._busy = frozenset(said[0])
+            self._busy = frozenset(content[0])
         elif kind == "deltas":
-            deltas, state = said
+            deltas, state = content
             self._state = state or self._state
             self._on_deltas(self, deltas)
         else:
-            number, self._state = said
+            number, self._state = content
             if (waiting := self._questions.get(number)) is not None and not waiting.done():
                 waiting.set_result(self._state.after(self._counted))
 
     def _died(self, engine: EngineChild) -> None:
-        """The engine's process has ended."""
+        """Start the next engine: this one's process has ended."""
         if engine is not self._engine or self._closed:
             return
         busy = self._busy
-        self._lose(f"{self.name} ended with status {engine.status} and is started again")
+        self._lose(f"{self.name} ended with status {engine.status} and is restarted")
         self.begin(again=True)
         self._on_lost(self, busy)
 
     def _lose(self, trouble: str) -> None:
-        """No engine runs now, and what the last one counted is kept."""
+        """Drop the engine, keep its counts, and fail open queries."""
         self._engine, self._busy, self.trouble = None, None, trouble
         self._counted, self._state = self._state.after(self._counted), Statistics()
         for waiting in self._questions.values():
@@ -231,10 +231,10 @@ class Replica:
                 waiting.set_result(None)
 
     async def _watch(self, engine: EngineChild) -> None:
-        """Kill an engine that gives no sign of life; that is a death as any other.
+        """Kill an engine that does not reply; `_died` then handles it like any crash.
 
-        It answers within a step, however long that takes. It is asked several times, each for a part of the
-        time: where this process was stopped itself, only one of the questions is in vain.
+        An engine replies within one step, whatever a step takes. It gets 10 queries, each with a tenth of the
+        timeout: if this process itself was suspended, only one of the queries fails.
         """
         while engine is self._engine:
             for _ in range(_QUESTIONS):
@@ -243,7 +243,7 @@ class Replica:
                     break
             else:
                 seconds = f"{self._timeout:g} seconds"
-                _LOG.error("%s has given no sign of life for %s and is killed", self.name, seconds)
+                _LOG.error("%s has not replied for %s and is killed", self.name, seconds)
                 engine.kill()
                 return
             await asyncio.sleep(self._timeout / _QUESTIONS)

@@ -1,9 +1,9 @@
-"""ReplicaBackend: makes tokens for the server with engines in processes of their own, one or several.
+"""ReplicaBackend: generates tokens for the server with one or several engine processes.
 
-a work comes       -> the replica of its session, or of what its prompt begins like (routing.py)
-its engine dies    -> another replica with the same fingerprint goes on with it at once, else the next
-                      engine that is started (ledger.py)
-an engine is old   -> its works go to other replicas, or end where they are, and another one is started
+a new work            goes to the replica of its session, or of its prompt's prefix (routing.py)
+an engine dies        another replica with the same fingerprint continues its works, or else the next engine
+                      that starts (ledger.py)
+engines are replaced  one after another: works move to other replicas, or finish before their engine ends
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from specinfer.serve.backend.routing import Ring, key_of
 from specinfer.serve.backend.work import BackendError, EngineInfo, Health, UnavailableError, Work
 
 _LOG = logging.getLogger(__name__)
-_LOOK_SECONDS: Final = 0.05  # between two looks at whether a replica has come so far
+_LOOK_SECONDS: Final = 0.05  # between two polls of a replica's state
 
 
 class ReplicaBackend:
-    """Makes tokens with `count` engines of this config, in processes of this host or on `child`'s cluster.
+    """Generates tokens with `count` engines of this config, on this host or on `child`'s cluster.
 
-    All methods belong to one event loop. `start` returns when the first engine takes work, and the others are
-    started one after another; `close` ends all. The first engine is that of `child`, where one is given;
-    `log` is the level and the form of engines' logs. Requests of which nothing has been computed after
-    `max_wait` seconds fail, and an engine that gives no sign of life for `timeout` seconds is killed; 0 is
-    never, of both.
+    All methods belong to one event loop. `start` returns when the first engine takes work; the others start
+    one after another. `close` ends all. The first engine uses the process `child` if given. `log` is the
+    level and the format of the engines' logs. A request whose first step has not begun after `max_wait`
+    seconds fails, and an engine that does not reply for `timeout` seconds is killed; 0 disables either limit.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class ReplicaBackend:
         self._max_wait = max_wait
         self._ledger = Ledger(config.speculation.verifier)
         self._ring = Ring(count)
-        self._tasks: set[asyncio.Task[None]] = set()  # those that have not ended
+        self._tasks: set[asyncio.Task[None]] = set()  # unfinished tasks
         self._rolling: asyncio.Task[None] | None = None
         self._closed = False
         self._replicas = [
@@ -61,7 +60,7 @@ class ReplicaBackend:
                 number,
                 count,
                 log,
-                on_deltas=self._hear,
+                on_deltas=self._receive,
                 on_lost=self._lost,
                 on_change=self._changed,
                 child=None if number else child,
@@ -72,9 +71,9 @@ class ReplicaBackend:
         ]
 
     async def start(self) -> EngineInfo:
-        """Start the first engine, and begin with the others.
+        """Start the first engine and wait for it; the others start in the background.
 
-        Raises UserError with the engine's own words where it cannot start, BackendError where it dies.
+        Raises UserError with the engine's message if it cannot serve the config, BackendError if it dies.
         """
         first, *others = self._replicas
         facts = await first.start()
@@ -88,13 +87,13 @@ class ReplicaBackend:
         return task
 
     async def _start(self, replicas: Sequence[Replica]) -> None:
-        """One after another: what the first prepares and measures is there for the next."""
+        """Start replicas one after another: each reuses the files and measurements of the one before it."""
         for one in replicas:
             one.begin()
             await self._settled(one)
 
     async def close(self) -> None:
-        """End the engine processes; answers in progress fail."""
+        """End the engine processes; open works fail."""
         self._closed = True
         tasks = [*self._tasks]
         for task in tasks:
@@ -104,20 +103,20 @@ class ReplicaBackend:
         await asyncio.gather(*(one.close() for one in self._replicas))
 
     def cut(self, reason: str) -> int:
-        """End all answers with UnavailableError, which says why; returns how many there were."""
+        """Fail all open works with an UnavailableError that has this reason; returns their number."""
         return self._ledger.cut(reason)
 
     @property
     def pids(self) -> list[int | None]:
-        """The process ids of the replicas' engines; None while one starts."""
+        """Process ids of the replicas' engines; None while one starts."""
         return [one.pid for one in self._replicas]
 
     async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
-        """The deltas of these works as they come, each one's last with a finish reason.
+        """Yield the deltas of these works as they arrive; the last of each work has a finish reason.
 
-        Works of one session go to one replica. Some deltas say nothing: the first, when the work is admitted,
-        and one when its first step begins. Of a waiter that is slow, deltas of one work are put together. A
-        generator that is closed aborts what is left. Raises BackendError when an answer cannot go on.
+        Works of one session go to one replica. Two deltas of a work are empty: one when it is admitted, and
+        one when its first step begins. Deltas of one work that a slow consumer has not read are joined.
+        Closing the generator aborts unfinished works. Raises BackendError if a work cannot continue.
         """
         if self._closed:
             raise BackendError("the server is closing")
@@ -125,7 +124,7 @@ class ReplicaBackend:
         left = {work.id for work in works}
         for work in works:
             salt = work.params.cache_salt
-            if work.adapter is not None:  # whose prefixes are its own
+            if work.adapter is not None:  # adapters share no cached prefixes
                 salt = f"{work.adapter} {salt or ''}"
             key = key_of(session, work.prompt_token_ids, salt)
             self._ledger.add(OpenWork(work, waiter, key))
@@ -155,26 +154,26 @@ class ReplicaBackend:
         if not waiter.begun:
             waiter.fail(
                 UnavailableError(
-                    f"the request has waited for {self._max_wait:g} seconds, --max-wait, and others are "
-                    "still before it; come again"
+                    f"the request has waited for {self._max_wait:g} seconds (--max-wait) and has not "
+                    "started; try again later"
                 )
             )
 
     def abort(self, ids: Iterable[str]) -> None:
-        """End these works before the next step; nobody hears of them again."""
+        """Abort works before the next step; their generators get no more deltas."""
         for number, names in self._ledger.end(ids).items():
             if names:
                 self._replicas[number].abort(names)
             self._send_due(self._replicas[number])
 
     async def health(self) -> Health:
-        """How the engines are now; answers within a second, whatever happened to them."""
+        """Current health of all replicas, returned within a second even if engines hang."""
         found = await asyncio.gather(*(one.health() for one in self._replicas))
         state = together([one.state for one in found])
         state = replace(state, waiting=state.waiting + len(self._ledger.of(None)))
-        is_mute = not any(one.answers for one in found) and any(one.runs for one in found)
+        no_reply = not any(one.answers for one in found) and any(one.runs for one in found)
         return Health(
-            None if is_mute else state,
+            None if no_reply else state,
             sum(one.restarts for one in found),
             "" if any(not one.trouble for one in found) else "; ".join(one.trouble for one in found),
             tuple(found),
@@ -182,50 +181,50 @@ class ReplicaBackend:
         )
 
     def begin_roll(self) -> None:
-        """Begin to replace all engines, one after another; nothing more where that is in progress."""
+        """Start `roll` in the background; no effect while one is in progress."""
         if self._rolling is not None and not self._rolling.done():
-            _LOG.warning("engines are being replaced already")
+            _LOG.warning("the engines are already being replaced")
             return
         self._rolling = self._begin(self.roll())
 
     async def roll(self) -> None:
-        """Replace all engines, one after another, while the others go on with its works.
+        """Replace all engines, one after another, while the other engines continue its works.
 
-        Works that no other engine may go on with end where they are before their engine does. New engines are
-        of the code and the model as they lie on the disk now. Where one cannot be started, the rest stay.
+        Works that no other engine may continue finish before their engine ends. New engines load the code and
+        the model that are now on the disk. If one cannot be started, the remaining engines stay.
         """
         for one in self._replicas:
             others = [other for other in self._replicas if other is not one]
             for other in others:
                 await self._settled(other)
             if others and not any(other.serves for other in others):
-                _LOG.error("%s is not replaced: no other replica serves meanwhile", one.name)
+                _LOG.error("%s is not replaced: no other replica can serve meanwhile", one.name)
                 return
             await self._replace(one)
             if not one.runs:
-                _LOG.error("no more engines are replaced: %s", one.trouble)
+                _LOG.error("the remaining engines are not replaced: %s", one.trouble)
                 return
-        _LOG.info("all engines were replaced")
+        _LOG.info("all engines have been replaced")
 
     async def _replace(self, one: Replica) -> None:
-        """Replace the engine of a replica; returns when the next one runs, or could not be started."""
+        """Replace a replica's engine; returns when the next one runs or its starts have failed."""
         if (pid := one.pid) is not None:
             one.draining = True
-            _LOG.info("%s is to be replaced; it has %d answers", one.name, self._ledger.load(one.number))
+            _LOG.info("%s is being replaced; it has %d answers", one.name, self._ledger.load(one.number))
             self._hand_on(one)
             await _until(lambda: not self._ledger.load(one.number) or one.pid != pid)
             if one.pid == pid:
                 await one.renew()
             one.draining = False
-            self._place_waiting()  # where it died meanwhile, the next engine may run by now
+            self._place_waiting()  # if the engine died while it drained, the next one may already run
         await self._settled(one)
 
     async def _settled(self, one: Replica) -> None:
-        """Return when an engine of a replica runs, or it is known that none will soon."""
+        """Wait until a replica's engine runs or 3 starts have failed."""
         await _until(lambda: one.runs or one.is_left_out)
 
     def _hand_on(self, one: Replica) -> None:
-        """Move the works of a replica that drains, as far as others may have them."""
+        """Move a draining replica's works to other replicas if these may continue them."""
         gone: list[str] = []
         for open_work in self._ledger.of(one.number):
             if not self._ledger.may_move(open_work):
@@ -239,15 +238,15 @@ class ReplicaBackend:
             self._send_due(other)
 
     def _choose(self, one: OpenWork) -> Replica | None:
-        """The replica for a work; None where none may have it now."""
+        """Replica for a work; None if the work has to wait."""
         may = [r for r in self._replicas if r.serves and one.maker in (None, r.fingerprint)]
-        # Caches need not be equally large; the largest refuses what is too long for all.
-        most = max((r.longest for r in self._replicas if not r.is_left_out), default=0)
-        may = [r for r in may if r.longest >= min(_length(one.work, r.facts), most)]
+        # Caches may differ in size. A work that is too long for all goes to the largest, which refuses it.
+        longest = max((r.longest for r in self._replicas if not r.is_left_out), default=0)
+        may = [r for r in may if r.longest >= min(_length(one.work, r.facts), longest)]
         loads = {r.number: self._ledger.load(r.number) for r in may}
         suspects = {r.number: self._ledger.suspects(r.number) for r in may}
         if one.is_suspect:
-            # It waits for an engine without others, that they are safe from it, and it from them.
+            # A suspect waits for an engine without other works, so that a crash affects only one.
             alone = {number: load for number, load in loads.items() if load == suspects[number]}
             if not alone and not self._are_settled:
                 return None
@@ -260,11 +259,11 @@ class ReplicaBackend:
 
     @property
     def _are_settled(self) -> bool:
-        """Whether no engine is being started that would be waited for."""
+        """True if each replica's engine runs or has failed to start 3 times."""
         return all(one.runs or one.is_left_out for one in self._replicas)
 
     def _place_waiting(self) -> None:
-        """Give works that wait to replicas."""
+        """Assign waiting works to replicas, suspects first."""
         for one in sorted(self._ledger.of(None), key=lambda one: not one.is_suspect):
             replica = self._choose(one)
             if replica is not None:
@@ -276,13 +275,13 @@ class ReplicaBackend:
         if replica.runs and (works := self._ledger.due(replica.number)):
             replica.add(works)
 
-    def _hear(self, replica: Replica, deltas: Sequence[Delta]) -> None:
-        """An engine has said something."""
-        self._ledger.hear(replica.number, replica.fingerprint, deltas)
+    def _receive(self, replica: Replica, deltas: Sequence[Delta]) -> None:
+        """Record deltas of an engine, and send works that have become due."""
+        self._ledger.receive(replica.number, replica.fingerprint, deltas)
         self._send_due(replica)
 
     def _lost(self, replica: Replica, busy: frozenset[str] | None) -> None:
-        """An engine died."""
+        """Move the works of an engine that died."""
         had = self._ledger.load(replica.number)
         self._ledger.lost(replica.number, busy)
         self._place_waiting()
@@ -293,7 +292,7 @@ class ReplicaBackend:
             _LOG.error("%s; it had %d answers, and %d wait for an engine", replica.trouble, had, waiting)
 
     def _changed(self, replica: Replica) -> None:
-        """An engine takes work, or could not be started."""
+        """Place waiting works after an engine has started, or has failed to start."""
         if replica.runs:
             waiting = len(self._ledger.of(None))
             _LOG.info("%s takes work; %d answers wait for an engine", replica.name, waiting)
@@ -302,11 +301,11 @@ class ReplicaBackend:
             self._give_up_waiting()
 
     def _give_up_waiting(self) -> None:
-        """End what no engine that runs may have; none will come soon."""
+        """Fail works that no running engine may have, once no engine is starting."""
         if any(one.runs for one in self._replicas):
             reason = (
-                "the engine died, and those that run now have another model, kernels or code, or less "
-                "memory: a text that has begun cannot go on as it was"
+                "the engine died, and the engines that run now have another model, kernels or code, or less "
+                "memory: they cannot continue a text that has started"
             )
         else:
             reason = "; ".join(one.trouble for one in self._replicas)
@@ -315,13 +314,13 @@ class ReplicaBackend:
 
 
 def _length(work: Work, facts: EngineInfo | None) -> int:
-    """The cache positions that a work may need."""
-    most = len(work.prompt_token_ids) + work.params.max_tokens
-    return most if facts is None else min(most, facts.max_context)
+    """Upper bound of the cache positions that a work needs."""
+    longest = len(work.prompt_token_ids) + work.params.max_tokens
+    return longest if facts is None else min(longest, facts.max_context)
 
 
 def _share_of(config: EngineConfig, number: int, count: int) -> EngineConfig:
-    """The config of one of several engines: its threads are its share of the cores, a part for each rank."""
+    """Config of engine `number` of `count`, with its share of the cores, divided among its ranks."""
     if count == 1 or config.threads is not None:
         return config
     cores = usable_cores()
@@ -330,6 +329,6 @@ def _share_of(config: EngineConfig, number: int, count: int) -> EngineConfig:
 
 
 async def _until(holds: Callable[[], bool]) -> None:
-    """Return when it holds; it is looked at again and again."""
+    """Poll `holds` until it returns true."""
     while not holds():
         await asyncio.sleep(_LOOK_SECONDS)

@@ -1,8 +1,8 @@
-"""Routing: which replica a session belongs to, or a prompt that begins like others; no torch, no process.
+"""Consistent hashing of sessions and prompt prefixes to replicas, with bounded loads.
 
-Replicas stand on a ring of hashes, each at many places, and so do sessions. A session belongs to the first
-replica behind its place, where its earlier turns are in the cache. While a replica is away its sessions
-belong to those behind it, and all others stay where they are; when it is back, they are back, too.
+Each replica has 64 positions on a ring of hashes, and each session has one. A session belongs to the first
+replica after its position, whose cache then holds its earlier turns. While a replica is down, its sessions
+belong to the next replicas on the ring and all others stay; when it is up again, its sessions return.
 """
 
 from __future__ import annotations
@@ -13,40 +13,41 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-_PLACES: Final = 64  # of each replica on the ring
-_BEGINNING: Final = 64  # tokens of a prompt, four usual blocks: a later turn of a talk begins with the same
-_MOST_LOAD: Final = 1.5  # times the mean
+_POSITIONS: Final = 64  # per replica on the ring
+_PREFIX: Final = 64  # prompt tokens in the key, four KV blocks; later chat turns share them
+_MAX_LOAD: Final = 1.5  # times the mean load
 
 
 def key_of(session: str, prompt: Sequence[int], salt: str | None) -> int:
-    """The place on the ring of a session, or where there is none of a prompt's beginning under its salt."""
+    """Position on the ring, from the session's name if given, else from the prompt's prefix and salt."""
     if session:
         return _hash(b"session " + session.encode("utf-8", "surrogatepass"))
-    beginning = " ".join(map(str, prompt[:_BEGINNING]))  # numbers of any size: they may be no tokens
-    return _hash(f"prompt {salt or ''} {beginning}".encode("utf-8", "surrogatepass"))
+    prefix = " ".join(map(str, prompt[:_PREFIX]))  # as text: unchecked token ids may have any size
+    return _hash(f"prompt {salt or ''} {prefix}".encode("utf-8", "surrogatepass"))
 
 
 class Ring:
-    """The places of so many replicas, numbered from 0."""
+    """Hash ring of replicas, numbered from 0."""
 
     def __init__(self, replicas: int) -> None:
-        places = [(_hash(f"{one} at {n}".encode()), one) for one in range(replicas) for n in range(_PLACES)]
-        self._places = sorted(places)
+        self._positions = sorted(
+            (_hash(f"{one} at {n}".encode()), one) for one in range(replicas) for n in range(_POSITIONS)
+        )
 
     def order(self, key: int) -> Iterator[int]:
-        """All replicas, in the order in which they stand behind a place."""
-        first = bisect_left(self._places, (key, -1))
-        behind = [one for _, one in self._places[first:] + self._places[:first]]
-        return iter(dict.fromkeys(behind))
+        """All replicas, in ring order after the position `key`."""
+        first = bisect_left(self._positions, (key, -1))
+        after = [one for _, one in self._positions[first:] + self._positions[:first]]
+        return iter(dict.fromkeys(after))
 
     def choose(self, key: int, loads: Mapping[int, int]) -> int:
-        """The replica of a work with this key: of those in `loads` the first behind it with room.
+        """First replica after `key` that has room for one more work.
 
-        `loads` has the works of each replica that may be chosen, of one at least. With one work more none may
-        have above 1.5 times their mean.
+        `loads` maps each candidate to its number of works; it may not be empty. With the new work included,
+        no replica may have more than 1.5 times the candidates' mean load, rounded up.
         """
-        most = math.ceil(_MOST_LOAD * (sum(loads.values()) + 1) / len(loads))
-        return next(one for one in self.order(key) if one in loads and loads[one] < most)
+        max_load = math.ceil(_MAX_LOAD * (sum(loads.values()) + 1) / len(loads))
+        return next(one for one in self.order(key) if one in loads and loads[one] < max_load)
 
 
 def _hash(text: bytes) -> int:

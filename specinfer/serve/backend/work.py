@@ -1,6 +1,6 @@
-"""Work: what an engine process is given to do, what it says of itself, and who observes its answers.
+"""Data that server and engine processes exchange, and observers of completions.
 
-No torch here: the server's own process never loads it.
+Never imports torch, which the server process does not load.
 """
 
 from __future__ import annotations
@@ -16,74 +16,74 @@ from specinfer.speculation_config import SpeculationConfig
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One completion of a prompt, as an engine needs it to begin, or to go on where another one stopped."""
+    """One completion of a prompt, which an engine starts, or continues after another engine's tokens."""
 
-    id: str  # of the server's making; no other work has it
+    id: str  # unique; the server assigns it
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams  # with a seed
-    index: int = 0  # which of the prompt's completions
-    said: tuple[int, ...] = ()  # output tokens that it has already
-    traced: bool = False  # whether each step's tree is wanted
-    adapter: str | None = None  # the name of a low-rank adapter that the model has for it
+    index: int = 0  # among the prompt's completions
+    said: tuple[int, ...] = ()  # output tokens of an earlier engine
+    traced: bool = False  # whether deltas include each step's tree
+    adapter: str | None = None  # name of its low-rank adapter
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine process says of itself when it is ready."""
+    """Limits and identity that an engine process sends when it is ready."""
 
-    max_context: int  # prompt and output tokens of a request
-    longest: int  # the same, with the KV cache counted
-    speculators: tuple[str, ...] = ()  # whom a request may name
+    max_context: int  # maximum of prompt and output tokens of a request
+    longest: int  # the same maximum, limited by the KV cache too
+    speculators: tuple[str, ...] = ()  # that a request may select
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    fingerprint: str = ""  # of all that texts depend on but requests: equal ones make the same texts
+    fingerprint: str = ""  # engines with equal ones produce the same text for a request
 
 
 class BackendError(Exception):
-    """The engine is gone, and an answer cannot go on; the message says why."""
+    """The engine died and no other can continue an answer; the message has the reason."""
 
 
 class UnavailableError(BackendError):
-    """An answer is not made now, through no fault of its request: the client may ask again."""
+    """The server cannot serve a valid request now; the client may retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaHealth:
-    """How one replica is."""
+    """Health of one replica."""
 
-    state: Statistics  # of its engines all in all; where none answers, as it was told last
+    state: Statistics  # summed over its engines; the last known one if none answers
     restarts: int = 0
-    trouble: str = ""  # why it does not take work now
-    runs: bool = True  # an engine runs
-    answers: bool = True  # and says how it is
+    trouble: str = ""  # reason that it takes no work now
+    runs: bool = True  # whether an engine runs
+    answers: bool = True  # whether it replied with its statistics
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """How all replicas are together."""
+    """Health of all replicas together."""
 
-    state: Statistics | None  # None where engines run and none answers
+    state: Statistics | None  # None if engines run but none answers
     restarts: int = 0
-    trouble: str = ""  # why no work is taken now
+    trouble: str = ""  # reason that no replica takes work now
     replicas: tuple[ReplicaHealth, ...] = ()
-    handed_on: int = 0  # how often a work that an engine had went to another engine
+    handed_on: int = 0  # times that a work moved from one engine to another
 
 
 class CompletionObserver:
-    """Hears of one completion while it is made; times are of the monotonic clock.
+    """Receives the deltas of one completion; times are seconds of the monotonic clock.
 
-    Both methods are called on the server's event loop, so neither waits for anything.
+    The server's event loop calls both methods, so neither may block.
     """
 
     def __init__(self, work: Work, begun: float) -> None:
         self.work = work
         self.begun = begun
-        self.first: float | None = None  # when its first token came
+        self.first: float | None = None  # time of its first token
         self.tokens = 0
         self.cached_tokens = 0  # of the prompt
-        self.finish_reason = FinishReason.ABORT  # until another one is told
+        self.finish_reason = FinishReason.ABORT  # until a delta has one
 
     def delta(self, delta: Delta, now: float) -> None:
-        """Take in a delta that arrived now."""
+        """Record a delta that arrived at `now`."""
         if delta.token_ids and self.first is None:
             self.first = now
         self.tokens += len(delta.token_ids)
@@ -91,8 +91,8 @@ class CompletionObserver:
         self.finish_reason = delta.finish_reason or self.finish_reason
 
     def end(self, now: float) -> None:
-        """Take note that nothing follows: the last delta had a finish reason, or nobody reads on."""
+        """Record the end: the last delta had a finish reason, or the client stopped reading."""
 
 
-# The observer of a completion that begins at a time; `CALLER` is who asks for it.
+# Returns the observer of a completion that begins at the given time; `CALLER` holds its client.
 Observe = Callable[[Work, float], CompletionObserver]

@@ -1,4 +1,4 @@
-"""Metrics: what the server counts, under the names that vLLM's dashboards know, for Prometheus."""
+"""Prometheus metrics of the server, under vLLM's names where vLLM has the metric."""
 
 from __future__ import annotations
 
@@ -13,46 +13,50 @@ from specinfer.serve.backend.work import CompletionObserver, Health, ReplicaHeal
 from specinfer.speculation_config import OLD_NAMES
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
-# A doubling each: whatever the machine, the error of a quantile read from them is the same.
+# Each bound doubles, so the relative error of a quantile is the same on every machine.
 _SHORT: Final = tuple(0.001 * 2.0**i for i in range(14))  # 1 ms to 8 s
 _LONG: Final = tuple(0.01 * 2.0**i for i in range(16))  # 10 ms to 5 minutes
 _TOKENS: Final = tuple(2.0**i for i in range(18))
 
-# Of each replica: the metric's name, what it is, and where it stands.
+# Metrics of each replica: name, help text, value.
 _OF_REPLICA: Final[Sequence[tuple[str, str, Callable[[ReplicaHealth], float]]]] = (
-    ("up", "Whether a replica takes work, 1 or 0.", lambda one: not one.trouble),
-    ("requests_running", "Requests in its batch.", lambda one: one.state.running),
-    ("requests_waiting", "Requests it has no room for yet.", lambda one: one.state.waiting),
+    ("up", "1 if the replica takes work, else 0.", lambda one: not one.trouble),
+    ("requests_running", "Requests in the replica's batch.", lambda one: one.state.running),
+    (
+        "requests_waiting",
+        "Requests that wait for the replica's batch or cache.",
+        lambda one: one.state.waiting,
+    ),
     (
         "kv_cache_usage_perc",
-        "Of its cache's blocks the part in use, 0 to 1.",
+        "Fraction of the replica's KV blocks in use, 0 to 1.",
         lambda one: one.state.kv_cache_usage,
     ),
     (
         "prefix_queries",
-        "Prompt tokens that were looked up in its cache.",
+        "Prompt tokens looked up in the replica's prefix cache.",
         lambda one: one.state.prefix_queries,
     ),
-    ("prefix_hits", "Of these tokens those found.", lambda one: one.state.prefix_hits),
-    ("engine_steps", "Steps of its engines.", lambda one: one.state.steps),
-    ("restarts", "How often its engine was started again.", lambda one: one.restarts),
+    ("prefix_hits", "Prompt tokens found in the replica's prefix cache.", lambda one: one.state.prefix_hits),
+    ("engine_steps", "Steps of the replica's engines.", lambda one: one.state.steps),
+    ("restarts", "Restarts of the replica's engine.", lambda one: one.restarts),
 )
 
 
 class Metrics:
-    """Counters of one server, in a registry of its own."""
+    """Metrics of one server, in a private registry."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
-        self.model = model  # its name
-        self._told = Statistics()  # of the engines, when they were asked last
-        self._told_of: dict[int, Statistics] = {}  # the same of each replica
+        self.model = model  # value of the label model_name
+        self._last = Statistics()  # engines' statistics at the last scrape
+        self._last_by_replica: dict[int, Statistics] = {}
 
         def made(kind: type[_Kind], name: str, purpose: str, *labels: str, **more: Any) -> _Kind:
             names = ["model_name", *labels]
             return kind(f"specinfer:{name}", purpose, names, registry=self.registry, **more)
 
-        # Of those without another label there is one series each, which is looked up once.
+        # A metric without another label has one series; `labels` is called once here, not per update.
         def counter(name: str, purpose: str) -> Counter:
             return made(Counter, name, purpose).labels(model)
 
@@ -62,69 +66,83 @@ class Metrics:
         def histogram(name: str, purpose: str, buckets: tuple[float, ...]) -> Histogram:
             return made(Histogram, name, purpose, buckets=buckets).labels(model)
 
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began.")
-        self.generation_tokens = counter("generation_tokens", "Tokens of answers.")
-        self.success = made(Counter, "request_success", "Requests that ended.", "finished_reason")
-        self.drafts = counter("spec_decode_num_drafts", "Trees that were verified.")
-        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Guessed tokens that were verified.")
-        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Guessed tokens that became text.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that started.")
+        self.generation_tokens = counter("generation_tokens", "Output tokens of answers.")
+        self.success = made(
+            Counter, "request_success", "Requests that ended, by finish reason.", "finished_reason"
+        )
+        self.drafts = counter("spec_decode_num_drafts", "Draft trees that were verified.")
+        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens that were verified.")
+        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
         per_depth = "spec_decode_num_accepted_tokens_per_pos"
-        self.accepted_at = made(Counter, per_depth, "The same by depth in the tree, from 0.", "position")
-        self.accepted_by = made(Counter, "accepted_tokens", "The same by speculator.", "speculator")
-        self.verified_by = made(Counter, "verified_tokens", "Verified tokens by speculator.", "speculator")
-        self.traffic_log_lost = counter("traffic_log_lost", "Completions that log_traffic has not got.")
-        self.preemptions = gauge("num_preemptions", "How often a request gave up its KV blocks.")
-        self.steps = gauge("engine_steps", "Steps of the engine, restarts or not.")
-        self.stages = made(Gauge, "engine_stage_seconds", "Where their time went, by stage.", "stage")
-        self.off_steps = gauge("speculation_off_steps", "Of these steps those in which nobody could guess.")
-        self.on = gauge("speculation_on", "Whether speculators may guess now, 1, or the guard forbids it, 0.")
-        guessed = "Tokens that were guessed in these steps, verified or not, by speculator."
-        self.guessed_by = made(Gauge, "guessed_tokens", guessed, "speculator")
-        factor = "What a model's passes take now, of what its cost curve says."
+        self.accepted_at = made(
+            Counter, per_depth, "Accepted draft tokens by depth in the tree, from 0.", "position"
+        )
+        self.accepted_by = made(
+            Counter, "accepted_tokens", "Accepted draft tokens by speculator.", "speculator"
+        )
+        self.verified_by = made(
+            Counter, "verified_tokens", "Verified draft tokens by speculator.", "speculator"
+        )
+        self.traffic_log_lost = counter("traffic_log_lost", "Completions missing from the log_traffic file.")
+        self.preemptions = gauge("num_preemptions", "Preemptions: times that a request lost its KV blocks.")
+        self.steps = gauge("engine_steps", "Steps of the engine, summed over restarts.")
+        self.stages = made(Gauge, "engine_stage_seconds", "Seconds of engine steps by stage.", "stage")
+        self.off_steps = gauge("speculation_off_steps", "Engine steps in which no speculator could propose.")
+        self.on = gauge("speculation_on", "1 if speculation is on, 0 if the guard has turned it off.")
+        proposed = "Proposed draft tokens, verified or not, by speculator."
+        self.guessed_by = made(Gauge, "guessed_tokens", proposed, "speculator")
+        factor = "Time of a model's passes divided by the time on its cost curve."
         self.factors = made(Gauge, "pass_cost_factor", factor, "model")
-        self.streamed_bytes = counter("streamed_bytes", "Of weights that were read from the disk for passes.")
-        self.stream_waits = counter("stream_wait_seconds", "That passes waited for these bytes.")
-        ranks = "Where the time of ranks went: computing, exchanging or waiting for others."
+        self.streamed_bytes = counter("streamed_bytes", "Bytes of weights read from the disk for passes.")
+        self.stream_waits = counter("stream_wait_seconds", "Seconds that passes waited for these bytes.")
+        ranks = "Seconds of ranks that computed, exchanged or waited for others."
         self.ranks = made(Counter, "rank_seconds", ranks, "replica", "rank", "doing")
-        self.restarts = gauge("engine_restarts", "How often engine processes were started again.")
-        self.handed_on = gauge("num_handed_on", "How often an answer went on with another engine.")
+        self.restarts = gauge("engine_restarts", "Restarts of engine processes.")
+        self.handed_on = gauge("num_handed_on", "Answers moved from one engine to another.")
         self._of_replicas = [
             (made(Gauge, f"replica_{name}", purpose, "replica"), value)
             for name, purpose, value in _OF_REPLICA
         ]
         self.running = gauge("num_requests_running", "Requests in the engine's batch.")
-        self.waiting = gauge("num_requests_waiting", "Requests the engine has no room for yet.")
-        self.cache = gauge("kv_cache_usage_perc", "Of the KV cache's blocks the part in use, 0 to 1.")
-        self.hit_rate = gauge("prefix_cache_hit_rate", "Of looked up prompt tokens the part found, 0 to 1.")
-        self.queue_time = histogram("request_queue_time_seconds", "From arrival to the first step.", _LONG)
-        self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", _LONG)
-        self.between = histogram("inter_token_latency_seconds", "Between two deltas, by token.", _SHORT)
-        self.per_token = histogram(
-            "time_per_output_token_seconds", "Of an answer, after its first token.", _SHORT
+        self.waiting = gauge("num_requests_waiting", "Requests that wait for the engine's batch or cache.")
+        self.cache = gauge("kv_cache_usage_perc", "Fraction of the KV blocks in use, 0 to 1.")
+        self.hit_rate = gauge("prefix_cache_hit_rate", "Fraction of looked-up prompt tokens found, 0 to 1.")
+        self.queue_time = histogram(
+            "request_queue_time_seconds", "Seconds from arrival to the first step.", _LONG
         )
-        self.whole = histogram("e2e_request_latency_seconds", "From arrival to the end.", _LONG)
-        self.prompt_length = histogram("request_prompt_tokens", "Of each request.", _TOKENS)
-        self.answer_length = histogram("request_generation_tokens", "Of each answer.", _TOKENS)
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "Seconds from arrival to the first token.", _LONG
+        )
+        self.between = histogram(
+            "inter_token_latency_seconds", "Seconds between two deltas, divided by their tokens.", _SHORT
+        )
+        self.per_token = histogram(
+            "time_per_output_token_seconds", "Seconds per output token of an answer, after the first.", _SHORT
+        )
+        self.whole = histogram("e2e_request_latency_seconds", "Seconds from arrival to the end.", _LONG)
+        self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of each request.", _TOKENS)
+        self.answer_length = histogram("request_generation_tokens", "Output tokens of each answer.", _TOKENS)
 
     def observe(self, work: Work, now: float) -> Observed:
-        """Count a completion that begins."""
+        """Count a new completion; returns its observer."""
         prompt_tokens = len(work.prompt_token_ids)
         self.prompt_tokens.inc(prompt_tokens)
         self.prompt_length.observe(prompt_tokens)
         return Observed(work, now, self)
 
     def text(self, health: Health) -> bytes:
-        """All of it as Prometheus reads it, with the engine's state as it is."""
+        """The metrics in Prometheus' text format, updated from the engines' health."""
         state = health.state
         self.restarts.set(health.restarts)
         self.handed_on.set(health.handed_on)
         for number, replica in enumerate(health.replicas):
             for one, value in self._of_replicas:
                 one.labels(self.model, str(number)).set(value(replica))
-            done = replica.state.since(self._told_of.get(number, Statistics()))
+            done = replica.state.since(self._last_by_replica.get(number, Statistics()))
             for name, seconds in done.rank_seconds.items():
                 self.ranks.labels(self.model, str(number), *name.split()).inc(seconds)
-            self._told_of[number] = replica.state
+            self._last_by_replica[number] = replica.state
         if state is not None:
             self.running.set(state.running)
             self.waiting.set(state.waiting)
@@ -142,17 +160,17 @@ class Metrics:
                 self.factors.labels(self.model, model).set(factor)
             if state.prefix_queries:
                 self.hit_rate.set(state.prefix_hits / state.prefix_queries)
-            self._passed(state.since(self._told))
-            self._told = state
+            self._add_streaming(state.since(self._last))
+            self._last = state
         return generate_latest(self.registry)
 
-    def _passed(self, done: Statistics) -> None:
-        """Count what passes have read and exchanged since the engine was asked last."""
+    def _add_streaming(self, done: Statistics) -> None:
+        """Count the weights that passes read from the disk since the last scrape."""
         self.streamed_bytes.inc(done.streamed_bytes)
         self.stream_waits.inc(done.stream_wait_seconds)
 
     def speculation(self, figures: SpeculationFigures) -> None:
-        """Count what speculation did for an answer."""
+        """Count the draft and accepted tokens of an answer."""
         self.drafts.inc(figures.steps if figures.drafted_tokens else 0)
         self.draft_tokens.inc(figures.drafted_tokens)
         self.accepted_tokens.inc(figures.accepted_tokens)
@@ -168,21 +186,21 @@ class Metrics:
 
 
 def _names_of(speculator: str) -> list[str]:
-    """A speculator's name, and its old ones: dashboards may know it by these."""
+    """A speculator's name and its old names, which dashboards may still use."""
     return [speculator, *(old for old, new in OLD_NAMES.items() if new == speculator)]
 
 
 class Observed(CompletionObserver):
-    """One completion, as metrics see it."""
+    """Observer that counts one completion."""
 
     def __init__(self, work: Work, begun: float, metrics: Metrics) -> None:
         super().__init__(work, begun)
         self._metrics = metrics
-        self._waits = True  # for its first step
+        self._waits = True  # until its first step
         self._last = begun
 
     def delta(self, delta: Delta, now: float) -> None:
-        """As CompletionObserver says."""
+        """See CompletionObserver."""
         metrics, count = self._metrics, len(delta.token_ids)
         if self._waits and (delta.begun or count):
             self._waits = False
@@ -201,7 +219,7 @@ class Observed(CompletionObserver):
             metrics.speculation(delta.figures)
 
     def end(self, now: float) -> None:
-        """Count the completion as ended, in whichever way."""
+        """Count the end of the completion, whatever its finish reason."""
         metrics = self._metrics
         metrics.success.labels(metrics.model, self.finish_reason).inc()
         metrics.whole.observe(now - self.begun)

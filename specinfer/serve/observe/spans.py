@@ -1,6 +1,6 @@
-"""Spans: one OpenTelemetry span for each completion, in the words of its conventions for generative AI.
+"""OpenTelemetry spans: one for each completion, with the attributes of the generative AI conventions.
 
-What prompts and answers say is in none of them.
+Spans never contain the text of a prompt or an answer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from specinfer.serve.backend.work import CompletionObserver, Work
 from specinfer.serve.http.api_error import CALLER
 from specinfer.version import VERSION
 
-_USUAL_PATH: Final = "/v1/traces"
-# Parameters that the conventions have a name for, which is gen_ai.request.* and theirs.
+_DEFAULT_PATH: Final = "/v1/traces"
+# Parameters that the conventions name gen_ai.request.NAME.
 _PARAMETERS: Final = (
     "temperature",
     "top_p",
@@ -34,27 +34,27 @@ _PARAMETERS: Final = (
 
 
 def open_spans(endpoint: str, model: str) -> Spans:
-    """Spans that go over OTLP's HTTP to a collector.
+    """Open spans that are exported to a collector over OTLP/HTTP.
 
-    `endpoint` is its URL; one without a path gets /v1/traces. Raises ConfigError for what is no URL, and
-    ImportError where the exporter is not installed.
+    `endpoint` is the collector's URL; a URL without a path gets /v1/traces. Raises ConfigError if the
+    URL is not HTTP or HTTPS, and ImportError if the exporter is not installed.
     """
     url = urlsplit(endpoint)
     if url.scheme not in ("http", "https") or not url.netloc:
         raise ConfigError(f"otlp_endpoint is {endpoint!r}; allowed: a URL like http://localhost:4318")
     if url.path in ("", "/"):
-        url = url._replace(path=_USUAL_PATH)
+        url = url._replace(path=_DEFAULT_PATH)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     own = Resource({"service.name": "specinfer", "service.version": VERSION})
-    told = own.merge(OTELResourceDetector().detect())  # OTEL_SERVICE_NAME and the like
-    provider = TracerProvider(resource=Resource.create(told.attributes), shutdown_on_exit=False)
+    resource = own.merge(OTELResourceDetector().detect())  # OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES
+    provider = TracerProvider(resource=Resource.create(resource.attributes), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url.geturl())))
     return Spans(provider, model)
 
 
 class Spans:
-    """Hands a span of each completion to `provider`, under the caller's span where it names one."""
+    """Records a span of each completion, with the span in the caller's traceparent header as parent."""
 
     def __init__(self, provider: TracerProvider, model: str) -> None:
         self._provider = provider
@@ -63,7 +63,7 @@ class Spans:
         self._model = model
 
     def observe(self, work: Work, now: float) -> CompletionSpan:
-        """The observer of a completion that begins now."""
+        """Return the observer of a completion that begins now, with an open span."""
         caller, params = CALLER.get(), work.params
         model = work.adapter or self._model
         operation = "text_completion" if caller.path.endswith("/v1/completions") else "chat"
@@ -90,19 +90,19 @@ class Spans:
         return CompletionSpan(work, now, span)
 
     def close(self) -> None:
-        """Send what has not been sent; waits for the collector some seconds at most."""
+        """Export the remaining spans; waits for the collector for a limited time."""
         self._provider.shutdown()
 
 
 class CompletionSpan(CompletionObserver):
-    """One completion's span, as it grows."""
+    """Observer that fills in one completion's span."""
 
     def __init__(self, work: Work, begun: float, span: Span) -> None:
         super().__init__(work, begun)
         self._span = span
 
     def delta(self, delta: Delta, now: float) -> None:
-        """As CompletionObserver says."""
+        """See CompletionObserver."""
         span = self._span
         if delta.token_ids and self.first is None:
             span.set_attribute("gen_ai.response.time_to_first_chunk", now - self.begun)
@@ -123,7 +123,7 @@ class CompletionSpan(CompletionObserver):
                 span.set_attribute(f"specinfer.speculation.accepted_by.{name}", count)
 
     def end(self, now: float) -> None:
-        """As CompletionObserver says."""
+        """See CompletionObserver."""
         self._span.set_attributes(
             {
                 "gen_ai.usage.output_tokens": self.tokens,

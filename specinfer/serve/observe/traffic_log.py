@@ -1,4 +1,4 @@
-"""TrafficLog: prompts and answers in a file, one JSON object a line, to tune drafts on."""
+"""Traffic log: file of prompts and answers, one JSON object per line, to tune drafts on."""
 
 from __future__ import annotations
 
@@ -25,43 +25,44 @@ from specinfer.serve.http.api_error import CALLER
 from specinfer.tokenizer import Tokenizer
 
 _PRIVATE: Final = 0o600
-_HOW: Final = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_OPEN_FLAGS: Final = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 _LOG = logging.getLogger(__name__)
-_MOST_WAITING: Final = 1024  # completions that are not in the file yet; more are left out
-_RETRY_SECONDS: Final = 5.0  # after which a file that could not be written is tried again
-_CLOSE_SECONDS: Final = 10.0  # that the end of the server waits for a disk
+_MAX_WAITING: Final = 1024  # completions queued for the file; more are dropped
+_RETRY_SECONDS: Final = 5.0  # between attempts to write after a failure
+_CLOSE_SECONDS: Final = 10.0  # that a closing server waits for the disk
 _FINISHED: Final = (FinishReason.STOP, FinishReason.LENGTH)
-# Parameters that say nothing about the text, and one that keeps callers apart.
-_UNTOLD: Final = frozenset(
+# Parameters left out: they do not affect the text, or (cache_salt) are private to a caller.
+_OMITTED: Final = frozenset(
     {"n", "best_of", "structured_output", "logprobs", "prompt_logprobs", "logprobs_mode", "cache_salt"}
 )
-_ALWAYS_TOLD: Final = frozenset({"temperature", "seed", "max_tokens"})
+_ALWAYS_LOGGED: Final = frozenset({"temperature", "seed", "max_tokens"})
 
 
 class PrivateLines:
-    """Appends lines to the file `path`; before it grows beyond `most` bytes it becomes PATH.1.
+    """Appends lines to the file `path`, which is renamed to PATH.1 before it exceeds `max_bytes` bytes.
 
-    What a killed process left of a line stays, and the next line begins behind it on its own. Where the file
-    is moved or removed meanwhile, the next line begins a new one. Nobody else may append to it. A symbolic
-    link is refused, as its target may be somebody else's file. All of this raises OSError.
+    A torn line of a killed process stays, and the next line starts on a new one. If the file is moved or
+    removed, the next line creates a new file. The file is locked against other servers if its
+    file system has locks. A symbolic link is refused, since its target may belong to another user.
+    All methods raise OSError on failure.
     """
 
-    def __init__(self, path: str, most: int) -> None:
-        """Open the file, made where it is missing."""
+    def __init__(self, path: str, max_bytes: int) -> None:
+        """Open the file; create it if it is missing."""
         self._path = path
-        self._most = most
-        self._whole = True  # whether it ends with a whole line
-        self._number: int | None = None  # of its descriptor; None: it is opened with the next line
+        self._max_bytes = max_bytes
+        self._whole = True  # whether the file ends with a whole line
+        self._number: int | None = None  # file descriptor; None: the next line opens the file
         self._open()
 
     def append(self, line: bytes) -> None:
-        """Write a line; one that does not fit on the disk leaves nothing behind."""
+        """Write a line; if the disk is full, remove its written part and raise."""
         number = self._open()
         data = line + b"\n"
         size = os.fstat(number).st_size
-        if size and size + len(data) > self._most:
+        if size and size + len(data) > self._max_bytes:
             self.close()
             os.replace(self._path, f"{self._path}.1")
             number, size = self._open(), 0
@@ -70,14 +71,14 @@ class PrivateLines:
             while left:
                 left = left[os.write(number, left) :]
         except OSError:
-            with suppress(OSError):  # then it is looked at when it is opened again
+            with suppress(OSError):  # `_open` then checks for a torn line
                 os.ftruncate(number, size)
             self.close()
             raise
         self._whole = True
 
     def close(self) -> None:
-        """Close the file; the next line would open it again."""
+        """Close the file; the next line reopens it."""
         if self._number is not None:
             number, self._number = self._number, None
             os.close(number)
@@ -88,7 +89,7 @@ class PrivateLines:
                 return self._number
             self.close()
         try:
-            number = os.open(self._path, _HOW, _PRIVATE)
+            number = os.open(self._path, _OPEN_FLAGS, _PRIVATE)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise OSError(errno.ELOOP, "it is a symbolic link") from None
@@ -96,7 +97,7 @@ class PrivateLines:
         try:
             found = os.fstat(number)
             if not stat.S_ISREG(found.st_mode):
-                raise OSError(errno.EINVAL, "it is no regular file")
+                raise OSError(errno.EINVAL, "it is not a regular file")
             if stat.S_IMODE(found.st_mode) != _PRIVATE:
                 os.fchmod(number, _PRIVATE)
             _lock(number)
@@ -108,7 +109,7 @@ class PrivateLines:
         return number
 
     def _is_there(self, number: int) -> bool:
-        """Whether the open file is still the one of that path."""
+        """True if the path still names the open file."""
         try:
             return os.path.samestat(os.fstat(number), os.lstat(self._path))
         except FileNotFoundError:
@@ -116,29 +117,29 @@ class PrivateLines:
 
 
 def _lock(number: int) -> None:
-    """Keep others from writing to the same file, which would rotate lines of ours away."""
+    """Lock the file against other servers, which would rotate it; raises OSError if it is locked."""
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise OSError(errno.EBUSY, "another server writes it") from None
+        raise OSError(errno.EBUSY, "another server writes to it") from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
 
 
 class TrafficLog:
-    """Writes each completion that came to its end into the file `path`, in a thread of its own.
+    """Writes each finished completion to the file `path`, in a background thread.
 
-    Only the file's owner may read it. Before it grows beyond `most` bytes it becomes PATH.1, in place of an
-    earlier one. Serving never waits: where the disk is full or slow, lines are left out, `lost` is called for
-    each, and the server's log says when it begins and how many there were. Raises ConfigError where the file
-    cannot be written at the start.
+    Only the file's owner may read it. Before it exceeds `max_bytes` bytes it is renamed to PATH.1, which
+    replaces an earlier one. Serving never waits: if the disk is full or slow, lines are dropped, and `lost`
+    is called for each. The server's log reports the first one and, later, their number. Raises ConfigError if
+    the file cannot be opened.
     """
 
     def __init__(
         self,
         path: str,
-        most: int,
+        max_bytes: int,
         *,
         model: str,
         tokenizer: Tokenizer,
@@ -146,27 +147,29 @@ class TrafficLog:
         retry: float = _RETRY_SECONDS,
     ) -> None:
         try:
-            self._lines = PrivateLines(path, most)
+            self._lines = PrivateLines(path, max_bytes)
         except OSError as error:
-            raise ConfigError(f"cannot write log_traffic {path}: {error.strerror}; name another") from None
+            raise ConfigError(
+                f"cannot write log_traffic {path}: {error.strerror}; give another file"
+            ) from None
         self._path = path
         self._model = model
         self._tokenizer = tokenizer
-        self._tell_lost = lost
+        self._on_lost = lost
         self._retry = retry
-        self._next_try = 0.0  # on the monotonic clock; nothing is written before
-        self._lost = 0  # since the last line that was written
+        self._next_try = 0.0  # seconds of the monotonic clock; no line is written before
+        self._lost = 0  # completions dropped since the last written line
         self._counting = threading.Lock()
-        self._waiting: queue.Queue[LoggedCompletion | None] = queue.Queue(_MOST_WAITING)
+        self._waiting: queue.Queue[LoggedCompletion | None] = queue.Queue(_MAX_WAITING)
         self._writer = threading.Thread(target=self._write_all, name="traffic-log", daemon=True)
         self._writer.start()
 
     def observe(self, work: Work, now: float) -> LoggedCompletion:
-        """The observer of a completion that begins now."""
+        """Return the observer of a completion that begins now."""
         return LoggedCompletion(work, now, self._put)
 
     def close(self) -> None:
-        """Write what waits, and close the file."""
+        """Write the queued lines and close the file; waits at most 20 seconds."""
         try:
             self._waiting.put(None, timeout=_CLOSE_SECONDS)
         except queue.Full:
@@ -174,47 +177,49 @@ class TrafficLog:
         else:
             self._writer.join(_CLOSE_SECONDS)
         if self._writer.is_alive():
-            _LOG.warning("%s: the disk does not answer; the last completions are not in it", self._path)
+            _LOG.warning("%s: the disk does not respond; the last completions are missing", self._path)
             return
         self._lines.close()
         if self._lost:
-            _LOG.warning("%s ends without the last %d completions", self._path, self._lost)
+            _LOG.warning("%s is closed; the last %d completions are missing", self._path, self._lost)
 
     def _put(self, traffic: LoggedCompletion) -> None:
         try:
             self._waiting.put_nowait(traffic)
         except queue.Full:
-            self._lose("more completions end than can be written")
+            self._lose("completions finish faster than the disk writes them")
 
     def _lose(self, reason: str) -> None:
         with self._counting:
             self._lost += 1
             first = self._lost == 1
         if first:
-            _LOG.warning("cannot write %s: %s; completions are left out of it meanwhile", self._path, reason)
-        self._tell_lost()
+            _LOG.warning("cannot write %s: %s; completions are dropped meanwhile", self._path, reason)
+        self._on_lost()
 
     def _write_all(self) -> None:
         while (traffic := self._waiting.get()) is not None:
             if time.monotonic() < self._next_try:
-                self._lose("it is tried again soon")
+                self._lose("waiting to retry")
                 continue
             try:
                 self._lines.append(self._line(traffic))
             except OSError as error:
                 self._next_try = time.monotonic() + self._retry
                 self._lose(error.strerror or type(error).__name__)
-            except Exception as error:  # a bug of ours; its own words may be those of a prompt
+            except (
+                Exception
+            ) as error:  # a bug; its message may contain text of a prompt, so only its type is logged
                 self._lose(type(error).__name__)
             else:
                 with self._counting:
                     lost, self._lost = self._lost, 0
                 if lost:
-                    _LOG.warning("%s is written again; %d completions were left out", self._path, lost)
+                    _LOG.warning("%s is written again; %d completions were dropped", self._path, lost)
 
     def _line(self, traffic: LoggedCompletion) -> bytes:
         work = traffic.work
-        # As the model read it: special tokens stand in it by their names.
+        # The model's exact input, with special tokens rendered as text.
         prompt = b"".join(map(self._tokenizer.bytes_of, work.prompt_token_ids))
         ended = datetime.fromtimestamp(traffic.ended_at, UTC).isoformat(timespec="milliseconds")
         line = {
@@ -224,7 +229,7 @@ class TrafficLog:
             "model": work.adapter or self._model,
             "prompt": prompt.decode("utf-8", "replace"),
             "prompt_token_ids": work.prompt_token_ids,
-            "params": _told(work.params),
+            "params": _logged(work.params),
             "text": "".join(traffic.texts),
             "token_ids": traffic.token_ids,
             "finish_reason": traffic.finish_reason,
@@ -238,7 +243,7 @@ class TrafficLog:
 
 
 class LoggedCompletion(CompletionObserver):
-    """One completion, as the log is going to have it; what does not come to its end is left out of it."""
+    """Observer that logs one completion, unless it is aborted or fails."""
 
     def __init__(self, work: Work, begun: float, put: Callable[[LoggedCompletion], None]) -> None:
         super().__init__(work, begun)
@@ -247,44 +252,44 @@ class LoggedCompletion(CompletionObserver):
         self.token_ids: list[int] = []
         self.figures: SpeculationFigures | None = None
         self.seconds = 0.0
-        self.ended_at = 0.0  # since 1970
+        self.ended_at = 0.0  # seconds since 1970
         self._put = put
 
     @property
     def first_token_seconds(self) -> float | None:
-        """How long its first token took, from arrival; None where it has none."""
+        """Seconds from arrival to the first token; None without one."""
         return None if self.first is None else round(self.first - self.begun, 4)
 
     def delta(self, delta: Delta, now: float) -> None:
-        """As CompletionObserver says."""
+        """See CompletionObserver."""
         super().delta(delta, now)
         self.texts.append(delta.text)
         self.token_ids.extend(delta.token_ids)
         self.figures = delta.figures or self.figures
 
     def end(self, now: float) -> None:
-        """As CompletionObserver says."""
+        """See CompletionObserver."""
         if self.finish_reason in _FINISHED:
             self.seconds = round(now - self.begun, 4)
             self.ended_at = time.time()
             self._put(self)
 
 
-def _told(params: SamplingParams) -> dict[str, Any]:
-    """What was asked for beyond the usual."""
-    told = {}
+def _logged(params: SamplingParams) -> dict[str, Any]:
+    """Parameters that differ from their defaults, and those that are always logged."""
+    logged = {}
     for one in fields(params):
-        usual = one.default if one.default_factory is MISSING else one.default_factory()
+        default = one.default if one.default_factory is MISSING else one.default_factory()
         value = getattr(params, one.name)
-        if one.name in _ALWAYS_TOLD or (value != usual and one.name not in _UNTOLD):
-            told[one.name] = value
-    return told
+        if one.name in _ALWAYS_LOGGED or (value != default and one.name not in _OMITTED):
+            logged[one.name] = value
+    return logged
 
 
 def _plain(value: object) -> object:
-    """What JSON has no word for, as an object."""
+    """Dataclass or mapping as a JSON object; raises TypeError for other types."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} cannot be written")
+    raise TypeError(f"cannot write a {type(value).__name__} as JSON")

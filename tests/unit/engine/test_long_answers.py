@@ -142,7 +142,7 @@ def test_the_last_steps_of_a_long_answer_cost_what_its_first_do(tmp_path: Path) 
             def told(delta: Delta) -> None:
                 """What becomes of a delta on its way to a stream, here or in a server."""
                 admitted.transcript.output(delta.text)
-                ledger.hear(0, "", [pickle.loads(pickle.dumps(delta))])
+                ledger.receive(0, "", [pickle.loads(pickle.dumps(delta))])
                 pending, waiter.pending = waiter.pending, {}
                 heard.append(Delta.joined(pending["a"]).text)
 

@@ -182,7 +182,7 @@ def test_a_hung_engine_is_started_again_and_answers_go_on(folder: Path) -> None:
         os.kill(engine, signal.SIGSTOP)
         assert served.post("/v1/completions", body).json()["choices"][0]["text"] == expected
         assert served.metric("engine_restarts") == 1
-        assert any("no sign of life for 2 seconds" in line for line in served.log)
+        assert any("has not replied for 2 seconds" in line for line in served.log)
 
 
 @pytest.mark.thorough

@@ -56,10 +56,16 @@ def test_replicas_share_the_cpus_of_a_cluster(
 @pytest.mark.parametrize(
     ("free", "count", "ranks", "wanted", "said"),
     [
-        ([2], 3, 1, None, r"--replicas 3 of at least 1 CPUs each do not fit .* have 2 free, room for 2"),
-        ([1, 3, 1], 2, 2, None, r"of at least 2 CPUs each .* have 1, 3, 1 free, room for 1"),
-        ([8, 4], 3, 2, 6, r"of at least 6 CPUs each .* have 8, 4 free, room for 1"),
-        ([], 1, 1, None, r"have none free, room for 0"),
+        (
+            [2],
+            3,
+            1,
+            None,
+            r"--replicas 3 with at least 1 CPUs each do not fit .* have 2 free CPUs, room for 2",
+        ),
+        ([1, 3, 1], 2, 2, None, r"with at least 2 CPUs each .* have 1, 3, 1 free CPUs, room for 1"),
+        ([8, 4], 3, 2, 6, r"with at least 6 CPUs each .* have 8, 4 free CPUs, room for 1"),
+        ([], 1, 1, None, r"have 0 free CPUs, room for 0"),
     ],
 )
 def test_replicas_that_do_not_fit_are_refused_with_what_there_is(
@@ -120,7 +126,7 @@ def test_a_cluster_that_does_not_answer_is_named_at_once(installed: pytest.Monke
 @pytest.mark.parametrize(
     ("says", "said"),
     [
-        ("dead", "the Ray cluster of this server's own does not answer"),
+        ("dead", "the private Ray cluster of this server does not answer"),
         ("it has no disk", "^it has no disk$"),
     ],
 )
@@ -167,7 +173,7 @@ def test_a_cluster_of_ones_own_ends_with_the_block_and_is_started_again_where_it
 def test_what_does_not_fit_leaves_no_cluster(installed: pytest.MonkeyPatch, tmp_path: Path) -> None:
     installed.setattr("tempfile.tempdir", str(tmp_path))
     wide: dict[str, Any] = {"threads": 5}
-    with pytest.raises(ConfigError, match="--replicas 1 of at least 5 CPUs each do not fit"):
+    with pytest.raises(ConfigError, match="--replicas 1 with at least 5 CPUs each do not fit"):
         Cluster(ENGINE.with_options(wide), 1)
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""When the engine's process dies: it is started again, and the works that kill it are blamed."""
+"""When the engine's process dies: it is restarted, and the works that kill it are blamed."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_nobody_waits_for_an_engine_that_cannot_be_started(
         await backend.start()
         handles[0].dies()
         for _ in range(2):  # who was there before it was given up, and who came when it was
-            with pytest.raises(BackendError, match="cannot be started again: the model is gone"):
+            with pytest.raises(BackendError, match="cannot be restarted: the model is gone"):
                 await asyncio.wait_for(ask(backend), 300)
             await asyncio.sleep(1000)
         await asyncio.sleep(2000 * 60)  # it is tried again, however often

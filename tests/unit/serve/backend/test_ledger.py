@@ -38,7 +38,7 @@ class Books:
 
     def says(self, replica: int, name: str, *tokens: int, maker: str = "f", last: bool = False) -> None:
         reason = FinishReason.LENGTH if last else None
-        self.ledger.hear(replica, maker, [Delta(name, "", tokens, finish_reason=reason)])
+        self.ledger.receive(replica, maker, [Delta(name, "", tokens, finish_reason=reason)])
 
     def dies(self, replica: int, busy: str | None) -> None:
         self.ledger.lost(replica, None if busy is None else frozenset(busy))

@@ -102,7 +102,7 @@ def test_texts_go_on_while_engines_are_replaced(two: Served, expected: list[str]
     two.process.send_signal(signal.SIGUSR1)
     while two.metric("engine_restarts") < restarts + 2 or ready(two) < 2:
         assert Listeners(two).end() == expected
-    assert any("all engines were replaced" in line for line in two.log)
+    assert any("all engines have been replaced" in line for line in two.log)
 
 
 def test_a_cluster_of_the_servers_own_that_ends_is_started_again(two: Served, expected: list[str]) -> None:
@@ -234,4 +234,4 @@ def test_more_replicas_than_the_cluster_has_room_for_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert "--replicas 900 of at least 1 CPUs each do not fit" in refused(folder, "--replicas", "900")
+    assert "--replicas 900 with at least 1 CPUs each do not fit" in refused(folder, "--replicas", "900")

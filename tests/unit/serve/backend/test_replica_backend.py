@@ -152,7 +152,7 @@ def test_while_no_engine_runs_all_requests_wait(
         assert (health.trouble, health.state) == ("", running)
         handles[0].dies()
         health = await backend.health()
-        assert "is started again" in health.trouble
+        assert "is restarted" in health.trouble
         assert health.state == Statistics(waiting=3, steps=7)
         for task in heard:
             task.cancel()
@@ -169,7 +169,7 @@ class Late(Handle):
         return await super().start(*given)
 
 
-REFUSED = "the request has waited for 5 seconds, --max-wait, and others are still before it; come again"
+REFUSED = "the request has waited for 5 seconds (--max-wait) and has not started; try again later"
 
 
 def test_a_request_waits_no_longer_than_it_may_unless_its_first_step_has_begun(handles: list[Handle]) -> None:

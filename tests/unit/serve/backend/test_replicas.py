@@ -32,7 +32,7 @@ def test_texts_are_those_of_their_seeds_whichever_replica_is_killed(two: Served,
     until(lambda: ready(two) == 1)  # and never 0
     assert listeners.end() == expected
     assert two.metric("num_handed_on") >= 1
-    assert any("ended with status -9 and is started again; it had" in line for line in two.log)
+    assert any("ended with status -9 and is restarted; it had" in line for line in two.log)
 
 
 def test_texts_are_those_of_their_seeds_while_engines_are_replaced(two: Served, expected: list[str]) -> None:
@@ -45,7 +45,7 @@ def test_texts_are_those_of_their_seeds_while_engines_are_replaced(two: Served, 
         rounds += 1
     assert rounds
     assert not before & set(engines(two.process.pid))
-    assert any("all engines were replaced" in line for line in two.log)
+    assert any("all engines have been replaced" in line for line in two.log)
 
 
 def test_a_second_turn_finds_the_first_where_its_session_is(two: Served) -> None:

@@ -32,7 +32,7 @@ def test_engines_are_replaced_one_after_another_and_their_works_go_on(handles: l
             await asyncio.sleep(0)
             assert "new" in given(handles[1])
             health = await backend.health()
-            assert (health.trouble, health.replicas[0].trouble) == ("", "replica 0 is about to be replaced")
+            assert (health.trouble, health.replicas[0].trouble) == ("", "replica 0 is being replaced")
             handles[0].writes("bound", 2, last=True)
             assert await bound.task == [1, 2]
             await asyncio.sleep(5)
@@ -60,7 +60,7 @@ def test_of_one_replica_texts_end_before_it_is_replaced_and_others_wait(handles:
             await asyncio.sleep(1)
             new = Asked(backend, "new")
             await asyncio.sleep(1)
-            assert (await backend.health()).trouble == "the engine is about to be replaced"
+            assert (await backend.health()).trouble == "the engine is being replaced"
             assert list(given(handles[0])) == ["old"]
             handles[0].writes("old", 2, last=True)
             await asyncio.sleep(1)
@@ -104,7 +104,9 @@ def test_replacing_ends_where_an_engine_cannot_be_started(
 
     with caplog.at_level("ERROR"):
         run_virtual(run())
-    assert "no more engines are replaced: replica 0 cannot be started again: no memory" in caplog.messages
+    assert (
+        "the remaining engines are not replaced: replica 0 cannot be restarted: no memory" in caplog.messages
+    )
 
 
 def test_the_only_replica_that_serves_is_not_replaced_where_there_should_be_others(
@@ -119,4 +121,4 @@ def test_the_only_replica_that_serves_is_not_replaced_where_there_should_be_othe
 
     with caplog.at_level("ERROR"):
         run_virtual(run())
-    assert "replica 0 is not replaced: no other replica serves meanwhile" in caplog.messages
+    assert "replica 0 is not replaced: no other replica can serve meanwhile" in caplog.messages

@@ -146,7 +146,11 @@ def test_a_torn_line_that_cannot_be_taken_back_is_ended(
 
 def test_what_cannot_be_such_a_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for name, reason in (("pipe", "no regular file"), ("none/log", "No such file"), (".", "Is a directory")):
+    for name, reason in (
+        ("pipe", "not a regular file"),
+        ("none/log", "No such file"),
+        (".", "Is a directory"),
+    ):
         with pytest.raises(OSError, match=reason):
             PrivateLines(str(tmp_path / name), PLENTY)
     file = PrivateLines(str(tmp_path / "log"), PLENTY)

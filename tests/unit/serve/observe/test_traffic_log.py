@@ -213,8 +213,8 @@ def test_a_full_disk_costs_its_lines_alone(
     assert logged.texts() == ["d", "e"]
     assert not logged.lost_more
     assert warnings(caplog) == [
-        f"cannot write {logged.path}: No space left on device; completions are left out of it meanwhile",
-        f"{logged.path} is written again; 3 completions were left out",
+        f"cannot write {logged.path}: No space left on device; completions are dropped meanwhile",
+        f"{logged.path} is written again; 3 completions were dropped",
     ]
 
 
@@ -226,7 +226,7 @@ def test_a_disk_that_fails_is_left_alone_for_a_while(
     assert logged.lost(3)
     assert disk.tries == 1
     assert logged.texts() == []
-    assert warnings(caplog)[1:] == [f"{logged.path} ends without the last 3 completions"]
+    assert warnings(caplog)[1:] == [f"{logged.path} is closed; the last 3 completions are missing"]
 
 
 def test_serving_does_not_wait_for_a_slow_disk(
@@ -236,7 +236,7 @@ def test_serving_does_not_wait_for_a_slow_disk(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(traffic_log, "_MOST_WAITING", 2)
+    monkeypatch.setattr(traffic_log, "_MAX_WAITING", 2)
     logged = Logged(tmp_path, tokenizer)
     disk.full = False
     disk.answers.clear()
@@ -246,7 +246,7 @@ def test_serving_does_not_wait_for_a_slow_disk(
     texts = logged.texts()
     assert len(texts) + 5 + logged.lost_more == 8
     assert texts[:2] == ["a", "b"]
-    assert "more completions end than can be written" in warnings(caplog)[0]
+    assert "completions finish faster than the disk writes them" in warnings(caplog)[0]
 
 
 def test_a_disk_that_never_answers_does_not_keep_the_server(
@@ -256,7 +256,7 @@ def test_a_disk_that_never_answers_does_not_keep_the_server(
     disk.answers.clear()
     logged.complete("a")
     logged.log.close()
-    assert "does not answer" in warnings(caplog)[0]
+    assert "does not respond" in warnings(caplog)[0]
     disk.answers.set()
 
 
