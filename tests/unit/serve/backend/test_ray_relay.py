@@ -59,7 +59,7 @@ def test_what_an_engine_says_behind_its_servers_end_is_no_loss(
         assert told.get(timeout=10) == b""
         yield [(False, b"one more"), (True, b"the last line\n")]
 
-    actor = SimpleNamespace(serve=method(lambda *_: engine()), tell=method(told.put))
+    actor = SimpleNamespace(serve=method(lambda *_: engine()), send=method(told.put))
     monkeypatch.setattr(ray_relay, "connect", lambda _: None)
     monkeypatch.setattr(ray_relay, "placed", lambda *_: actor)
     monkeypatch.setattr(ray_relay.ray, "get", lambda said: said)
