@@ -1,4 +1,4 @@
-"""From a model's name to its files on disk."""
+"""Find, download and check the files of a model."""
 
 from specinfer.hub.catalogue import CATALOGUE, CatalogueEntry
 from specinfer.hub.model_files import ModelFiles

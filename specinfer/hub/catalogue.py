@@ -1,6 +1,6 @@
-"""The models that have a short name here, each one file with a checksum, and heads that are shipped.
+"""Catalogue of models with short names, each one file with a checksum, and heads in the package.
 
-A downloaded file gets its final name only whole, and only with the right checksum.
+A downloaded file gets its final name only after its size and checksum were verified.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from specinfer.errors import ChecksumError, DownloadError
 from specinfer.files import NewFile
 from specinfer.progress import Progress, format_bytes
 
-# The head's short name -> that of the model whose hidden states it reads.
+# Short name of a head -> short name of its target model.
 SHIPPED_HEADS: Final = {"smollm2-135m-head": "smollm2-135m"}
-BLOCK = 1 << 22  # bytes read at once
+BLOCK = 1 << 22  # bytes per read
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,8 @@ class WheelSource:
 class CatalogueEntry:
     """A model with a short name.
 
-    The checksum is the model's identity: whatever source it comes from, it is the same bytes, so the
-    default model gives the same numbers everywhere. Sources are tried in order; a later one is for
-    machines that cannot reach an earlier one.
+    The checksum makes the bytes independent of the source, so the default model gives the same numbers
+    everywhere. Sources are tried in order; later ones are for machines that cannot reach earlier ones.
     """
 
     name: str
@@ -84,20 +83,20 @@ CATALOGUE: dict[str, CatalogueEntry] = {
 
 
 def shipped_head(name: str) -> Path:
-    """The folder of the head of that name, which is one of SHIPPED_HEADS."""
+    """Return the folder of a head in SHIPPED_HEADS."""
     return Path(str(files("specinfer"))) / "data" / "heads" / name
 
 
 def heads_of(model: str) -> tuple[str, ...]:
-    """The names of the heads that read this model of the catalogue; () for any other model."""
+    """Return the names of the shipped heads for a model of the catalogue; () for other models."""
     return tuple(head for head, target in SHIPPED_HEADS.items() if target == model)
 
 
 def install_stream(source: IO[bytes], entry: CatalogueEntry, target: Path, progress: Progress) -> None:
-    """Write `source` to `target`, hashing on the way.
+    """Write `source` to `target` and check its hash.
 
-    No more is written than the entry's size, however much would come. Raises ChecksumError or, on a full
-    disk, DownloadError; nothing is left then.
+    Stops after the entry's size. Raises ChecksumError or, on a full disk, DownloadError; removes the
+    partial file then.
     """
     digest, left = hashlib.sha256(), entry.size
     with disk_errors(target.parent), NewFile(target, 0o644) as new:
@@ -105,8 +104,8 @@ def install_stream(source: IO[bytes], entry: CatalogueEntry, target: Path, progr
             left -= len(block)
             if left < 0:
                 raise ChecksumError(
-                    f"{entry.file} is longer than the {entry.size} bytes the catalogue names; "
-                    "nothing was kept: pull again, or report it if it stays so"
+                    f"{entry.file} is longer than {entry.size} bytes, its size in the catalogue; "
+                    "nothing was kept: pull again, or report the problem if it persists"
                 )
             new.write(block)
             digest.update(block)
@@ -116,9 +115,9 @@ def install_stream(source: IO[bytes], entry: CatalogueEntry, target: Path, progr
 
 
 def install_file(source: Path, entry: CatalogueEntry, target: Path) -> None:
-    """Move a finished download, on the same disk, to `target` after checking it.
+    """Check a finished download and move it to `target`, on the same disk.
 
-    Raises ChecksumError; the download is removed then.
+    Raises ChecksumError and removes the download if the hash differs.
     """
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -132,12 +131,12 @@ def install_file(source: Path, entry: CatalogueEntry, target: Path) -> None:
 
 
 def require_space(folder: Path, needed: int, what: str) -> None:
-    """Raise DownloadError when the disk that holds `folder` has fewer than `needed` bytes free."""
+    """Raise DownloadError if the disk of `folder` has fewer than `needed` bytes free."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise DownloadError(
-            f"{what} needs {format_bytes(needed)} in {folder}, where {format_bytes(free)} are free; "
+            f"{what} needs {format_bytes(needed)} in {folder}, but {format_bytes(free)} are free; "
             "make room, or move the cache with SPECINFER_CACHE (HF_HOME for hub names)"
         )
 
@@ -155,8 +154,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise DownloadError(
-                f"cannot write to {folder} ({error.strerror}); "
-                "set SPECINFER_CACHE to a folder that can be written"
+                f"cannot write to {folder} ({error.strerror}); set SPECINFER_CACHE to a writable folder"
             ) from error
         raise
 
@@ -164,6 +162,6 @@ def disk_errors(folder: Path) -> Iterator[None]:
 def _check(sha256: str, entry: CatalogueEntry) -> None:
     if sha256 != entry.sha256:
         raise ChecksumError(
-            f"{entry.file} has sha256 {sha256}, the catalogue names {entry.sha256}; "
-            "nothing was kept: pull again, or report it if it stays so"
+            f"{entry.file} has sha256 {sha256}, expected {entry.sha256} as in the catalogue; "
+            "nothing was kept: pull again, or report the problem if it persists"
         )

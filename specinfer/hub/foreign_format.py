@@ -1,6 +1,7 @@
-"""Model formats that are not read: which one a folder, a config.json or a tensor is of, and what to do then.
+"""Detection of unsupported model formats.
 
-Nothing here opens a file. What a folder or a file is told to be ends a sentence that begins with its name.
+The functions read names and metadata, and open no file. They return the predicate of an error message, with
+advice: "an ONNX model, which is not supported; give ...".
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatch
 from typing import Final
 
-INSTEAD: Final = "give the model it was made from (config.json with *.safetensors), or a GGUF file of it"
+INSTEAD: Final = "give the original model (config.json with *.safetensors), or a GGUF file of it"
 
-# Weights of models in formats of other programs: names of files, and what they are.
+# File name patterns of other programs' models -> description.
 _OTHER_PROGRAMS: Final = {
     "openvino*.xml": "an OpenVINO model",
     "*.engine": "a TensorRT engine",
@@ -28,10 +29,10 @@ _OTHER_PROGRAMS: Final = {
     "tf_model*.h5": "a TensorFlow model",
     "flax_model*.msgpack": "a Flax model",
     "qmodel.pt": "a model quantized by HQQ",
-    "consolidated*.pth": "a model as its author trained it",
-    "consolidated*.safetensors": "a model as its author trained it",
+    "consolidated*.pth": "a model in its author's own format",
+    "consolidated*.safetensors": "a model in its author's own format",
 }
-_MODELOPT: Final = "hf_quant_config.json"  # says so beside config.json
+_MODELOPT: Final = "hf_quant_config.json"  # ModelOpt writes it beside config.json
 _METHODS: Final = {
     "aqlm": "AQLM",
     "auto-round": "AutoRound",
@@ -53,7 +54,7 @@ _METHODS: Final = {
     "torchao": "torchao",
     "vptq": "VPTQ",
 }
-# Ends of the names of tensors that only quantized layers have, and who writes them.
+# Quantization tool -> last parts of tensor names that occur in quantized layers only.
 _QUANTIZED_TENSORS: Final = {
     "AWQ and GPTQ": "qweight qzeros g_idx scales",
     "MLX": "biases",
@@ -73,75 +74,78 @@ _QUANT_STATE: Final = re.compile(r"\.quant_state\.")
 
 
 def foreign_files(names: Iterable[str]) -> str | None:
-    """What a folder of these files is, if no language model: its files' names are paths below it."""
+    """Return a description of a folder that holds no readable language model, or None.
+
+    `names` are the paths of its files, relative to the folder.
+    """
     names = {*names}
     own = {name for name in names if "/" not in name}
     whole = any(fnmatch(name, "model*.safetensors*") for name in own)
     if "adapter_config.json" in own:
         return (
-            "a model with an adapter beside it, which changes its text: merge the adapter into it, or remove "
-            "adapter_config.json if that was done"
+            "a model with a separate adapter: merge the adapter into the model, or remove "
+            "adapter_config.json if it is merged already"
             if whole
-            else "an adapter (LoRA), which is no model: merge it into the model it was trained on (in peft "
-            "merge_and_unload, then save_pretrained) and give the folder this makes"
+            else "an adapter (LoRA), not a model: merge it into the model it was trained on (in peft "
+            "merge_and_unload, then save_pretrained) and give the merged folder"
         )
     if "modules.json" in own or "config_sentence_transformers.json" in own:
-        return "a sentence-transformers model, which makes embeddings, and no text; give a language model"
+        return "a sentence-transformers model, which makes embeddings, not text; give a language model"
     if "model_index.json" in own and not whole:
-        return "a diffusers pipeline, which makes pictures, and no text; give a language model"
+        return "a diffusers pipeline, which makes pictures, not text; give a language model"
     if _MODELOPT in own:
-        return f"quantized by NVIDIA's ModelOpt ({_MODELOPT} says so), which is not read; {INSTEAD}"
+        return f"quantized by NVIDIA's ModelOpt (it has {_MODELOPT}), which is not supported; {INSTEAD}"
     if whole or any(fnmatch(name, "pytorch_model*.bin") for name in own):
         return None
     for pattern, what in _OTHER_PROGRAMS.items():
         if any(fnmatch(name.rpartition("/")[2], pattern) for name in names):
-            return f"{what}, which is not read; {INSTEAD}"
+            return f"{what}, which is not supported; {INSTEAD}"
     return None
 
 
 def quantized_config(config: Mapping[str, object]) -> str | None:
-    """How a model of this config.json is quantized, if it says so."""
+    """Return the name of the quantization method in a config.json, or None if it names no quantization."""
     for key in ("quantization_config", "compression_config", "quantization"):
-        said = config.get(key)
-        if not said:
+        found = config.get(key)
+        if not found:
             continue
-        if not isinstance(said, dict):
-            return f"{str(said)[:40]!r}"
-        bits = said.get("bits", said.get("w_bit"))
+        if not isinstance(found, dict):
+            return f"{str(found)[:40]!r}"
+        bits = found.get("bits", found.get("w_bit"))
         shown = f" ({bits} bits)" if isinstance(bits, int) else ""
-        method = said.get("quant_method", said.get("quantization_method"))
+        method = found.get("quant_method", found.get("quantization_method"))
         if isinstance(method, str):
             return _METHODS.get(method.lower().rpartition("/")[2], repr(method[:40])) + shown
-        if "group_size" in said and "bits" in said:
+        if "group_size" in found and "bits" in found:
             return "MLX" + shown
-        if said.get("load_in_4bit") or said.get("load_in_8bit"):
+        if found.get("load_in_4bit") or found.get("load_in_8bit"):
             return "bitsandbytes"
-        return "a method it does not name"
+        return "an unnamed method"
     return None
 
 
 def quantized_tensor(name: str) -> str | None:
-    """Whose quantized layers have a tensor of such a name; None: it may be anybody's."""
+    """Return the quantization tool that writes tensors of this name, or None for ordinary names."""
     if _QUANT_STATE.search(name):
         return "bitsandbytes"
     return _BY_END.get(name.rpartition(".")[2]) if "." in name else None
 
 
 def foreign_gguf(metadata: Mapping[str, object]) -> str | None:
-    """What a GGUF file of these metadata is, if it is no language model."""
+    """Return a description of a GGUF file that holds no language model, or None."""
     kind, architecture = metadata.get("general.type"), metadata.get("general.architecture")
     if kind == "adapter" or "adapter.type" in metadata:
-        return "an adapter (LoRA), which is no model: merge it into its model with llama.cpp's export-lora"
+        return "an adapter (LoRA), not a model: merge it into its model with llama.cpp's export-lora"
     if kind == "mmproj" or architecture == "clip":
-        return "the part of a model that sees images (mmproj); give the GGUF file of its language model"
+        return "the image encoder of a model (mmproj); give the GGUF file of its language model"
     if architecture == "controlvector":
-        return "a control vector, which is no model; give the GGUF file of a language model"
+        return "a control vector, not a model; give the GGUF file of a language model"
     if kind == "imatrix" or architecture == "imatrix":
-        return "an importance matrix, which helps to quantize a model; give the GGUF file of the model"
+        return "an importance matrix for quantization; give the GGUF file of the model"
     return None
 
 
 def pickled_weights(names: Collection[str], suffixes: tuple[str, ...]) -> list[str]:
-    """Those of these files that hold pickled weights: not what training leaves beside them."""
+    """Return the files with pickled weights, sorted; leaves out the training state beside them."""
     beside = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "random_states")
     return sorted(name for name in names if name.endswith(suffixes) and not name.startswith(beside))

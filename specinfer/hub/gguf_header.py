@@ -1,12 +1,11 @@
-"""The head of a GGUF file: its metadata and the table of its tensors, without the tensor data.
+"""GGUF header: the metadata and the tensor table, without the tensor data.
 
-Written for speed on big vocabularies (a quarter of a million strings in a fraction of a second), which
-is why it does not go through the `gguf` package's reader. Lists of strings are most of a header, and who
-asks for the model's shape needs none of them: they are decoded when they are first read. Format: the GGUF
-specification, versions 2, 3.
+The `gguf` package's reader is too slow for large vocabularies. This one reads a quarter of a million
+strings in a fraction of a second: lists of strings, most of a header, are decoded at first use. Format:
+the GGUF specification, versions 2 and 3.
 
-llama.cpp's gguf-split writes a model as parts, NAME-00001-of-00003.gguf and so on. The first has the
-metadata, each some of the tensors.
+llama.cpp's gguf-split writes a model as parts, NAME-00001-of-00003.gguf and so on. The first part has the
+metadata; each part has some of the tensors.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 class TensorKind(NamedTuple):
-    """How the elements of a tensor are written: in blocks of so many, each of so many bytes."""
+    """Storage format of a tensor's elements."""
 
     name: str
-    block: int
+    block: int  # elements per block
     block_bytes: int
 
 
-# By ggml's number, the usual ones. The `gguf` package knows all, and takes 0.1 s to load.
+# Common types by ggml's number. The `gguf` package has all of them, but takes 0.1 s to import.
 TENSOR_KINDS: Final = {
     0: TensorKind("F32", 1, 4),
     1: TensorKind("F16", 1, 2),
@@ -59,12 +58,12 @@ TENSOR_KINDS: Final = {
 
 
 class Strings(Sequence[str]):
-    """A list of strings as it lies in a file: decoded when it is first read, compared to its like without."""
+    """A list of strings, decoded at first use; equal raw bytes compare equal without decoding."""
 
     __slots__ = ("_count", "_decoded", "_raw")
 
     def __init__(self, raw: bytes, count: int) -> None:
-        """`raw` holds `count` strings, each behind its length, and nothing else."""
+        """`raw` holds exactly `count` strings, each after its length (8 bytes)."""
         self._raw = raw
         self._count = count
         self._decoded: list[str] | None = None
@@ -103,7 +102,7 @@ class TensorInfo:
     """One row of the tensor table."""
 
     name: str
-    shape: tuple[int, ...]  # as in the file: the fastest-varying dimension first
+    shape: tuple[int, ...]  # in the file's order: the fastest-varying dimension first
     ggml_type: int
     offset: int  # bytes from the start of the tensor data
 
@@ -117,13 +116,13 @@ class GgufHeader:
     metadata: dict[str, Any]  # numbers, booleans, strings, lists of numbers and booleans, Strings
     tensors: tuple[TensorInfo, ...]
     data_offset: int  # bytes from the start of the file to the tensor data
-    parts: tuple[GgufHeader, ...] = ()  # of the files that the model goes on in
+    parts: tuple[GgufHeader, ...] = ()  # headers of a split model's other files
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the head of a GGUF file; the tensor data is not touched.
+    """Read the header of a GGUF file, without its tensor data.
 
-    Raises ModelFileError when the file is not GGUF, of another version, or ends too early.
+    Raises ModelFileError if the file is not GGUF, has another version, or ends too early.
     """
     try:
         size = path.stat().st_size
@@ -139,7 +138,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def check_complete(header: GgufHeader) -> None:
-    """Raise ModelFileError when the file, or one of its parts, ends before the last of its tensors does."""
+    """Raise ModelFileError if the file, or one of its parts, ends before its last tensor ends."""
     for part in (header, *header.parts):
         end = 0
         for tensor in part.tensors:
@@ -157,7 +156,7 @@ def check_complete(header: GgufHeader) -> None:
 
 
 def tensor_kind(path: Path, tensor: TensorInfo) -> TensorKind:
-    """How a tensor's elements are written; raises ModelFileError for a kind that is not known at all."""
+    """Return the storage format of a tensor; raises ModelFileError if the format is unknown."""
     if (usual := TENSOR_KINDS.get(tensor.ggml_type)) is not None:
         return usual
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -172,7 +171,7 @@ def tensor_kind(path: Path, tensor: TensorInfo) -> TensorKind:
 
 
 def _cut_short(path: Path, size: int) -> str:
-    return f"{path} is cut short or damaged: its {format_bytes(size)} end inside the header; fetch it again"
+    return f"{path} is cut short or damaged: its header is longer than {format_bytes(size)}; fetch it again"
 
 
 def _parse(path: Path, buffer: mmap.mmap) -> GgufHeader:
@@ -181,8 +180,8 @@ def _parse(path: Path, buffer: mmap.mmap) -> GgufHeader:
         version = cursor.scalar("I")
         if version not in VERSIONS:
             raise ModelFileError(
-                f"{path} is GGUF version {version}; versions {VERSIONS} in little-endian order can be read: "
-                "convert it again with a current converter"
+                f"{path} is GGUF version {version}; allowed: versions {VERSIONS} in little-endian order. "
+                "Convert it again with a current converter"
             )
         num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
         metadata: dict[str, Any] = {}
@@ -199,7 +198,10 @@ def _parse(path: Path, buffer: mmap.mmap) -> GgufHeader:
 
 
 class _Cursor:
-    """A place in the header; reading moves it, reading past the end raises IndexError or struct.error."""
+    """A position in the header.
+
+    Reads advance it; a read past the end raises IndexError or struct.error.
+    """
 
     def __init__(self, buffer: mmap.mmap, position: int) -> None:
         self.buffer = buffer
@@ -252,9 +254,9 @@ class _Cursor:
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of a model, one of whose files has this name; itself alone if that is no part's.
+    """Return the names of all parts of the split model that `name` is a part of.
 
-    A name may have folders before it.
+    Returns [name] if the name is not a part's. Folders in front of the name are kept.
     """
     match = _PART.fullmatch(name)
     if match is None or not 1 <= int(match[2]) <= int(match[3]):
@@ -263,19 +265,20 @@ def part_names(name: str) -> list[str]:
 
 
 def first_parts(names: Iterable[str]) -> list[str]:
-    """Of these files one for each model: of a split one the first part."""
+    """Return one file per model, sorted: the first part of each split model, and all other files."""
     return sorted({part_names(name)[0] for name in names})
 
 
 def part_files(path: Path) -> list[Path]:
-    """The files of the model that this file is a part of, itself among them; those that are there."""
+    """Return the existing files of the model that this file is a part of, itself included."""
     return [file for name in part_names(path.name) if (file := path.with_name(name)).is_file()]
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """The head of a GGUF model, any part of which is named: the first part's, with those of the others.
+    """Read the header of a GGUF model from the path of any of its parts.
 
-    Raises ModelFileError as `read_header`, and where a part is missing or is of another model.
+    Returns the first part's header, with the others in its `parts`. Raises ModelFileError like
+    `read_header`, and if a part is missing or belongs to another model.
     """
     named = read_header(path)
     count = named.metadata.get("split.count", 1)
@@ -284,27 +287,31 @@ def read_gguf(path: Path) -> GgufHeader:
     names = part_names(path.name)
     if len(names) != count:
         raise ModelFileError(
-            f"{path} is one of {count} parts of a model, and its name does not say so: call the parts "
+            f"{path} is one of {count} parts of a model, but its name has another form: name the parts "
             "NAME-00001-of-00002.gguf and so on, or merge them (llama-gguf-split --merge)"
         )
     missing = [name for name in names if not path.with_name(name).is_file()]
     if missing:
         raise ModelFileError(
-            f"{path} is one of {count} parts of a model, of which {missing[0]} is not beside it"
-            + (f", nor are {len(missing) - 1} more" if len(missing) > 1 else "")
-            + "; fetch it, too"
+            f"{path} is one of {count} parts of a model, but {missing[0]} "
+            + (
+                f"and {len(missing) - 1} more are missing; fetch them"
+                if len(missing) > 1
+                else "is missing; fetch it"
+            )
         )
     parts = [named if path.name == name else read_header(path.with_name(name)) for name in names]
     for number, part in enumerate(parts):
-        said = part.metadata.get("split.no"), part.metadata.get("split.count")
-        if said != (number, count):
+        found = part.metadata.get("split.no"), part.metadata.get("split.count")
+        if found != (number, count):
             raise ModelFileError(
-                f"{part.path} says that it is part {said[0]} (from 0 on) of {said[1]}; fetch the model again"
+                f"{part.path} has split.no {found[0]} and split.count {found[1]}, expected {number} and "
+                f"{count}; fetch the model again"
             )
-    tensors, wanted = sum(len(part.tensors) for part in parts), named.metadata.get("split.tensors.count")
-    if wanted not in (None, tensors):
+    tensors, expected = sum(len(part.tensors) for part in parts), named.metadata.get("split.tensors.count")
+    if expected not in (None, tensors):
         raise ModelFileError(
-            f"the parts of {parts[0].path} have {tensors} tensors of {wanted}; they are of different models, "
-            "fetch all of them again"
+            f"the parts of {parts[0].path} have {tensors} tensors, expected {expected}; the parts belong to "
+            "different models: fetch all of them again"
         )
     return replace(parts[0], parts=tuple(parts[1:]))

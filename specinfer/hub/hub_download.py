@@ -1,7 +1,7 @@
-"""Files from the Hugging Face hub, into the hub's own cache (HF_HOME), with its client.
+"""Downloads from the Hugging Face hub into the hub's cache (HF_HOME), with its client.
 
-The client keeps every file it finished, so an interrupted pull goes on at the first file it lacks; the
-file it was in the middle of begins anew (huggingface_hub gives each attempt a file name of its own).
+The client keeps finished files, so a repeated pull fetches missing files only. An unfinished file is
+downloaded from its start: huggingface_hub gives each attempt its own file name.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ WANTED_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt")
 
 
 def offline() -> bool:
-    """Whether HF_HUB_OFFLINE forbids downloads; we extend that to the package registry."""
+    """Return True if HF_HUB_OFFLINE forbids downloads, those from the package registry included."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
 
 
 def fetch_file(repository: str, revision: str | None, file: str, progress: Progress) -> Path:
-    """One file of a repository, from the cache or the hub; of a split GGUF model all parts, the first's path.
+    """Return the path of a repository's file, from the cache or the hub.
 
-    Without a network a copy in the cache is used.
+    Fetches all parts of a split GGUF model, and returns the first one's path. Without a network, uses the
+    cached copy.
     """
     cached = {name: _cached_file(repository, revision, name) for name in part_names(file)}
     parts, lacking = [*cached], [name for name, path in cached.items() if path is None]
@@ -65,15 +66,15 @@ def fetch_file(repository: str, revision: str | None, file: str, progress: Progr
         )
     if missing := [name for name in parts if name not in files]:
         raise ModelNotFoundError(
-            f"{repository} has {file}, and lacks {missing[0]}, another part of that model"
+            f"{repository} has {file}, but lacks {missing[0]}, another part of that model"
         )
     return _fetch(repository, revision, {name: files[name] for name in parts}, progress)[parts[0]]
 
 
 def fetch_folder(repository: str, revision: str | None, progress: Progress, *, code: bool = False) -> Path:
-    """The folder of a repository's config, tokenizer and safetensors, from the cache or the hub.
+    """Return the folder of a repository's config, tokenizer and safetensors, from the cache or the hub.
 
-    With `code` its Python files come, too. Without a network a whole copy in the cache is used.
+    With `code`, fetches its Python files, too. Without a network, uses a complete cached copy.
     """
     if offline():
         folder = _cached_folder(repository, revision)
@@ -95,42 +96,43 @@ def fetch_folder(repository: str, revision: str | None, progress: Progress, *, c
         ggufs = first_parts(name for name in files if name.endswith(".gguf"))
         if ggufs:
             raise ModelError(
-                f"{repository} has no safetensors but GGUF files; "
+                f"{repository} has GGUF files, and no safetensors; "
                 f"choose one: {', '.join(f'{repository}:{name}' for name in ggufs[:12])}"
             )
         own = [name for name in files if "/" not in name]
         if "config.json" in wanted and any(name.endswith(PICKLES) for name in own):
             raise ModelError(
-                f"{repository} has no *.safetensors; {instead(own)}; do so in a folder with its config.json, "
-                "and give that folder"
+                f"{repository} has no *.safetensors; {instead(own)}; then give a folder with "
+                "the result and its config.json"
             )
         raise ModelError(
-            f"{repository} has no config.json with *.safetensors, and no GGUF file: it cannot be read"
+            f"{repository} has neither config.json with *.safetensors nor a GGUF file; "
+            "give another repository"
         )
-    # A consolidated copy of the same weights, in another naming, is left where it is.
+    # Skip a consolidated copy of the same weights under other names.
     if "model.safetensors.index.json" in wanted or "model.safetensors" in wanted:
         wanted = {name: size for name, size in wanted.items() if not name.startswith("consolidated")}
     return _fetch(repository, revision, wanted, progress)["config.json"].parent
 
 
 def fetch_catalogue_file(source: HubSource, entry: CatalogueEntry, target: Path, progress: Progress) -> None:
-    """Put a catalogue entry's file at `target`, checked; the caller holds the lock of `target`.
+    """Download a catalogue entry's file to `target` and check it; the caller holds the lock of `target`.
 
-    Raises SourceUnavailableError, ChecksumError, DownloadError (disk).
+    Raises SourceUnavailableError, ChecksumError, or DownloadError (full disk).
     """
     scratch = target.parent / "hub"
     require_space(target.parent, entry.size, entry.name)
     try:
-        # This request fails at once without a network; the download would try for half a minute.
+        # Without a network this request fails at once; the download would retry for 30 seconds.
         files = _list_files(source.repository, source.revision)
         if source.file not in files:
-            raise SourceUnavailableError(f"{source.repository} has no file {source.file} any more")
+            raise SourceUnavailableError(f"{source.repository} no longer has the file {source.file}")
         progress.start(entry.size, f"downloading {entry.name}")
         with _hub_errors(source.repository, source.revision):
             path = _download(source.repository, source.revision, source.file, progress, local_dir=scratch)
         with disk_errors(target.parent):
             install_file(path, entry, target)
-    except (ModelNotFoundError, GatedModelError) as error:  # gone or closed since the entry was written
+    except (ModelNotFoundError, GatedModelError) as error:  # removed or gated since the entry was written
         raise SourceUnavailableError(str(error)) from error
     finally:
         progress.finish()
@@ -173,10 +175,10 @@ def _download(
 
 
 def _bar_class(progress: Progress) -> type[tqdm]:
-    """A tqdm class, for the hub's client, that draws nothing and tells `progress`."""
+    """Return a tqdm class for the hub's client that draws nothing and advances `progress`."""
     from huggingface_hub.utils.tqdm import tqdm
 
-    furthest = 0  # some transports open two bars for one file: bytes received, bytes written
+    furthest = 0  # some transports open two bars per file: bytes received and bytes written
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -205,13 +207,13 @@ def _cached_folder(repository: str, revision: str | None) -> Path | None:
     config = _cached_file(repository, revision, "config.json")
     if config is None:
         return None
-    weight_files(config.parent)  # all are there, or it says what is not
+    weight_files(config.parent)  # raises if a file is missing
     return config.parent
 
 
 @contextmanager
 def _hub_errors(repository: str, revision: str | None) -> Iterator[None]:
-    """Turn the client's errors inside the block into ours, told apart."""
+    """Convert the client's errors inside the block to this package's errors."""
     from huggingface_hub import constants, errors
 
     try:
@@ -224,25 +226,25 @@ def _hub_errors(repository: str, revision: str | None) -> Iterator[None]:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelNotFoundError(
-            f"the hub has no model {repository}, or it is private, and there is no folder of that name here; "
+            f"the hub has no public model {repository}, and no local folder has that name; "
             "check the spelling, or log in (hf auth login)"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ModelNotFoundError(
-            f"{repository} has no revision {revision}; check the name or commit"
+            f"{repository} has no revision {revision}; check the branch, tag or commit"
         ) from error
-    except errors.LocalEntryNotFoundError as error:  # what the client makes of a lost connection
+    except errors.LocalEntryNotFoundError as error:  # raised for a lost connection, too
         raise SourceUnavailableError(
             f"the hub cannot be reached for {repository} ({_line(error.__cause__ or error)}); "
             "check the network"
         ) from error
     except errors.EntryNotFoundError as error:
         raise SourceUnavailableError(
-            f"{repository} lost a file while it was pulled: {_line(error)}"
+            f"a file of {repository} was removed during the pull: {_line(error)}; pull again"
         ) from error
     except errors.HFValidationError as error:
         raise ModelNotFoundError(f"{repository!r} is not a hub name: {_line(error)}") from error
-    # The client hands through the errors of the HTTP library it was built with; this is their root.
+    # The client passes on errors of its HTTP library; this is their base class.
     except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
         raise SourceUnavailableError(
             f"the hub cannot be reached for {repository} ({_line(error)}); check the network"
@@ -251,7 +253,7 @@ def _hub_errors(repository: str, revision: str | None) -> Iterator[None]:
 
 def _not_cached(what: str) -> DownloadError:
     return DownloadError(
-        f"{what} is not in the hub's cache and HF_HUB_OFFLINE is set; unset it, "
+        f"{what} is not in the hub's cache, and HF_HUB_OFFLINE is set; unset it, "
         "or pull on a machine with a network"
     )
 

@@ -1,4 +1,4 @@
-"""ModelFiles: where a model lies on disk, the checks that it is one, and the sampling that it recommends."""
+"""Model files on disk: their paths, checks, and recommended sampling parameters."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from specinfer.hub.gguf_header import (
     read_gguf,
 )
 
-_MAX_JSON = 32 << 20  # bytes; the index of a hundred thousand tensors has a third of that
-_SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")  # the latter of Medusa's heads
-PICKLES = (".bin", ".pt", ".pth")  # what weights are in elsewhere
-_PIECES, _PIECE = 256, 4096  # of a file that go into a hash, and their bytes
+_MAX_JSON = 32 << 20  # bytes; an index of 100,000 tensors takes a third of that
+_SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")  # the second is for Medusa heads
+PICKLES = (".bin", ".pt", ".pth")  # suffixes of pickled weights, which are refused
+_PIECES, _PIECE = 256, 4096  # hashed pieces per file, and bytes per piece
 _FILE: Final = "generation_config.json"
-# Under the names of SamplingParams: the key of a GGUF file, what is allowed, and how that is said.
+# Field of SamplingParams -> key in GGUF files, check, and allowed values for error messages.
 _KNOWN: Final[Mapping[str, tuple[str, Callable[[float], bool], str]]] = {
     "temperature": ("temp", lambda t: t >= 0, "a number >= 0"),
     "top_k": ("top_k", lambda k: k == int(k) and k >= -1, "an integer >= 0"),
@@ -39,22 +39,22 @@ _KNOWN: Final[Mapping[str, tuple[str, Callable[[float], bool], str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on disk: a folder with config.json and safetensors, or a GGUF model, whose head is read."""
+    """A model on disk: a folder with config.json and safetensors, or a GGUF model and its header."""
 
     name: str  # as the user gave it
-    path: Path  # of a GGUF model in several files the first
-    weights: tuple[Path, ...]  # the files that hold its tensors
-    header: GgufHeader | None = field(default=None, compare=False, repr=False)  # of a GGUF file
+    path: Path  # folder, or (first) GGUF file
+    weights: tuple[Path, ...]  # files with its tensors
+    header: GgufHeader | None = field(default=None, compare=False, repr=False)  # None for a folder
 
 
 def local_model(name: str, path: Path) -> ModelFiles:
-    """The model in a local folder or GGUF file, or in several, any of which is named.
+    """Return the model at a local path: a folder, a GGUF file, or any part of a split GGUF model.
 
-    Raises ModelFileError when the folder lacks a file, or the file is not a whole GGUF.
+    Raises ModelFileError if the folder lacks a file, or the file is not a complete GGUF file.
     """
     if path.is_dir():
         if (path / "pool.json").is_file() and not (path / "config.json").is_file():
-            raise ModelFileError(f"{name} is a pool of drafts, which makes no text: name it in drafts")
+            raise ModelFileError(f"{name} is a pool of drafts, not a model: give it in drafts")
         if (what := foreign_files(_names(path))) is not None:
             raise ModelFileError(f"{name} is {what}")
         if (part := _split_model(path)) is None:
@@ -65,7 +65,7 @@ def local_model(name: str, path: Path) -> ModelFiles:
     with path.open("rb") as file:
         start = file.read(4)
     if start != b"GGUF":
-        hint = " (give the folder it lies in)" if path.suffix in (".safetensors", ".json", *PICKLES) else ""
+        hint = " (give its folder)" if path.suffix in (".safetensors", ".json", *PICKLES) else ""
         raise ModelFileError(f"{path} is not a GGUF file; allowed: a .gguf file, or a model's folder{hint}")
     header = read_gguf(path)
     if (what := foreign_gguf(header.metadata)) is not None:
@@ -75,15 +75,15 @@ def local_model(name: str, path: Path) -> ModelFiles:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model's folder: those its index names, or else the single one.
+    """Return the safetensors files of a model's folder: those in its index, or else the single file.
 
-    Raises ModelFileError where config.json or one of these files is not there.
+    Raises ModelFileError if config.json or one of these files is missing.
     """
     if not (folder / "config.json").is_file():
         ggufs = first_parts(file.name for file in folder.glob("*.gguf"))
         if ggufs:
             raise ModelFileError(
-                f"{folder} has no config.json but GGUF files; give one of them: "
+                f"{folder} has GGUF files, and no config.json; give one of them: "
                 + ", ".join(str(folder / name) for name in ggufs[:8])
             )
         raise ModelFileError(
@@ -107,16 +107,17 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def files_of(model: Path) -> list[Path]:
-    """The files of a model in a folder, or of a GGUF model, any part of which is named; only those there."""
+    """Return the existing files of a model, from its folder or any part of its GGUF model."""
     if model.is_dir():
         return [model / "config.json", *sorted(model.glob("*.safetensors"))]
     return part_files(model)
 
 
 def hash_of(model: Path) -> str:
-    """A hash of the sizes of a model's files, and of pieces of these all over them; wherever they lie.
+    """Return a hash of a model's file sizes and of evenly spaced pieces; independent of the paths.
 
-    It tells one model, or one quantization of it, from another in some 10 ms, and finds no single wrong byte.
+    It distinguishes models, and quantizations of one model, in about 10 ms. It does not detect a single
+    wrong byte.
     """
     found = hashlib.sha256()
     for path in files_of(model):
@@ -130,7 +131,7 @@ def hash_of(model: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model; raises ModelFileError where it holds none."""
+    """Return the object in a JSON file of a model; raises ModelFileError if it holds something else."""
     try:
         size = path.stat().st_size
         value = json.loads(path.read_text(encoding="utf-8")) if size <= _MAX_JSON else None
@@ -146,11 +147,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def instead(files: Iterable[str]) -> str:
-    """What to do about a folder of these files, whose weights have other names, or are not there."""
+    """Return advice for a folder with these files and without weights under the expected names."""
     files = sorted(name for name in files if "/" not in name)
     whole = [name for name in files if name.endswith(".safetensors")]
     if whole:
-        return f"if {whole[0]} is the whole model, call it model.safetensors"
+        return f"if {whole[0]} is the whole model, rename it to model.safetensors"
     pickles = pickled_weights(files, PICKLES)
     if not pickles:
         return "fetch the model again"
@@ -166,7 +167,7 @@ def instead(files: Iterable[str]) -> str:
 
 
 def _split_model(folder: Path) -> Path | None:
-    """A part of the one GGUF model whose parts are all that a folder has; None where it is no such folder."""
+    """Return the first part of the split GGUF model in a folder, or None for any other folder."""
     if (folder / "config.json").is_file():
         return None
     ggufs = sorted(file.name for file in folder.glob("*.gguf"))
@@ -175,7 +176,7 @@ def _split_model(folder: Path) -> Path | None:
 
 
 def _names(folder: Path) -> list[str]:
-    """The files of a folder and of the folders in it, as paths below it."""
+    """Return the files of a folder and of its direct subfolders, as relative paths."""
     return [
         *(file.name for file in folder.iterdir()),
         *(f"{file.parent.name}/{file.name}" for file in folder.glob("*/*")),
@@ -183,7 +184,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _indexed(index: Path) -> list[str]:
-    """The names of the files that an index names, each once."""
+    """Return the distinct file names in an index, sorted."""
     try:
         weight_map = read_json(index)["weight_map"]
         names = sorted(set(weight_map.values()))
@@ -194,7 +195,8 @@ def _indexed(index: Path) -> list[str]:
         ) from error
     if outside:
         raise ModelFileError(
-            f"{index} names {outside[0]!r}; allowed: files of its own folder. Get the model elsewhere"
+            f"{index} names {outside[0]!r}; allowed: files in the same folder. "
+            "Get the model from another source"
         )
     if not names:
         raise ModelFileError(f"{index} names no file; fetch the model again")
@@ -202,10 +204,10 @@ def _indexed(index: Path) -> list[str]:
 
 
 def sampling_defaults(files: ModelFiles) -> dict[str, float]:
-    """Values of SamplingParams by name, as a folder's generation_config.json or a GGUF file has them.
+    """Return the model's recommended SamplingParams values by field name.
 
-    Empty where the model says nothing. `do_sample: false` is temperature 0. Raises ModelFileError on a value
-    that no sampler takes.
+    They come from generation_config.json or GGUF metadata; {} if there are none. `do_sample: false` means
+    temperature 0. Raises ModelFileError for a value out of range.
     """
     if files.header is not None:
         source, greedy = f"{files.path}: general.sampling, ", False
@@ -218,7 +220,7 @@ def sampling_defaults(files: ModelFiles) -> dict[str, float]:
         given = {name: found.get(name) for name in _KNOWN}
     else:
         return {}
-    if greedy:  # whatever else it says of chances
+    if greedy:  # ignore top_k, top_p and min_p
         given = {"temperature": 0.0, "repetition_penalty": given["repetition_penalty"]}
     return {name: _checked(source, name, value) for name, value in given.items() if value is not None}
 
@@ -228,7 +230,7 @@ def _checked(source: str, name: str, value: Any) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1 << 53
     if not number or not math.isfinite(value) or not ok(value):
         raise ModelFileError(
-            f"{source}{name} is {repr(value)[:80]}; allowed: {allowed}. Mend it, or leave it aside with "
+            f"{source}{name} is {repr(value)[:80]}; allowed: {allowed}. Correct the file, or ignore it with "
             "generation_config none"
         )
     return max(0, int(value)) if name == "top_k" else float(value)

@@ -1,11 +1,11 @@
-"""A pool: a folder of drafts that were tuned for one target together, named in its pool.json.
+"""Pool: a folder of drafts tuned together for one target, listed in its pool.json.
 
     pool.json   {"format": "specinfer pool", "version": 1, "target": "NAME", "fingerprint": "HEX",
                  "members": [{"folder": "member1", "kind": "ssm", "figures": {"tokens_per_pass": 1.8}}, ...],
                  "figures": {"tokens_per_step": 2.1, ...}}
 
-Members are folders beside the file, heads or small models, in the order they were chosen. Nothing of the file
-is trusted: it names no path, holds no pool, and no more members than an engine would run.
+Members are folders beside the file, with heads or small models, in the order of their selection. The file
+is untrusted: folder names must be plain names, members must not be pools, and their number is limited.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VERSION: Final = 1
 _MOST_BYTES: Final = 1 << 20
 _MOST_FIGURES: Final = 64
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-# Of models/fingerprint.py, in both versions.
+# Both versions of the fingerprint in models/fingerprint.py.
 FINGERPRINT: Final = re.compile(r"[0-9a-f]{64}|2:[0-9a-f]{32}(:\w{1,16}:[0-9a-f]{32})?")
 
 
@@ -44,21 +44,21 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What a pool.json says."""
+    """Contents of a pool.json."""
 
-    target: str  # its name, for people
-    fingerprint: str  # of its weights (models/fingerprint.py)
+    target: str  # name for display
+    fingerprint: str  # hash of the target's weights (models/fingerprint.py)
     members: tuple[Member, ...]
-    figures: Mapping[str, float] = field(default_factory=dict)  # of all of them together
+    figures: Mapping[str, float] = field(default_factory=dict)  # measured with all members together
 
 
 def is_pool(folder: Path) -> bool:
-    """Whether a folder holds a pool."""
+    """Return True if a folder holds a pool."""
     return (folder / POOL_FILE).is_file()
 
 
 def read_pool(folder: Path) -> Pool:
-    """The pool of a folder; raises ModelFileError where its file is damaged, or is more than it may be."""
+    """Read the pool of a folder; raises ModelFileError if its file is damaged or over a limit."""
     path = folder / POOL_FILE
     size = path.stat().st_size
     if size > _MOST_BYTES:
@@ -77,7 +77,7 @@ def read_pool(folder: Path) -> Pool:
     members = tuple(_member(path, one) for one in listed)
     names = [member.folder for member in members]
     if len({*names}) < len(names):
-        raise ModelFileError(f"{path} names a folder twice; allowed: each once")
+        raise ModelFileError(f"{path} lists a folder twice; list each folder once")
     fingerprint = _text(path, found, "fingerprint")
     if not FINGERPRINT.fullmatch(fingerprint):
         raise ModelFileError(
@@ -87,7 +87,7 @@ def read_pool(folder: Path) -> Pool:
 
 
 def write_pool(folder: Path, pool: Pool) -> None:
-    """Write pool.json, whole or not at all; raises OSError."""
+    """Write pool.json atomically; raises OSError."""
     described = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -102,7 +102,7 @@ def write_pool(folder: Path, pool: Pool) -> None:
 
 
 def member_folders(folder: Path, pool: Pool) -> list[Path]:
-    """Where the members lie; raises ModelFileError where one is not there, lies elsewhere, or is a pool."""
+    """Return the members' folders; raises ModelFileError if one is missing, outside the pool, or a pool."""
     inside = folder.resolve()
     found: list[Path] = []
     for member in pool.members:
@@ -110,7 +110,9 @@ def member_folders(folder: Path, pool: Pool) -> list[Path]:
         if not path.is_dir():
             raise ModelFileError(f"{folder} has no folder {member.folder}, which its {POOL_FILE} names")
         if path.resolve().parent != inside:
-            raise ModelFileError(f"{path} lies elsewhere; allowed: members in the pool's own folder")
+            raise ModelFileError(
+                f"{path} is a link to another place; allowed: members in the pool's own folder"
+            )
         if is_pool(path):
             raise ModelFileError(f"{path} is a pool; allowed: members that are heads or small models")
         found.append(path)
@@ -140,7 +142,7 @@ def _figures(path: Path, found: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(value, dict) or len(value) > _MOST_FIGURES:
         raise ModelFileError(f"{path} has figures {_shown(value)}; expected an object of a few numbers")
     for name, number in value.items():
-        if type(number) not in (int, float) or not abs(number) <= sys.float_info.max:  # nan is not either
+        if type(number) not in (int, float) or not abs(number) <= sys.float_info.max:  # NaN fails both
             raise ModelFileError(f"{path} has {name[:40]!r} {_shown(number)}; expected a finite number")
     return {name: float(number) for name, number in value.items()}
 

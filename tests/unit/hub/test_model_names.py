@@ -43,7 +43,7 @@ def test_what_a_folder_lacks_is_named(tmp_path):
     for name, message in (
         ("config.json", r"neither model\.safetensors nor model\.safetensors\.index\.json; fetch the model"),
         ("pytorch_model.bin", r"convert pytorch_model\.bin to safetensors"),
-        ("other.safetensors", r"if other\.safetensors is the whole model, call it model\.safetensors"),
+        ("other.safetensors", r"if other\.safetensors is the whole model, rename it to model\.safetensors"),
     ):
         (weightless / name).touch()
         with pytest.raises(ModelFileError, match=message):
@@ -59,7 +59,7 @@ def test_what_a_folder_lacks_is_named(tmp_path):
     [
         (
             {"w": "../stranger.safetensors"},
-            r"names '\.\./stranger\.safetensors'; allowed: files of its own folder",
+            r"names '\.\./stranger\.safetensors'; allowed: files in the same folder",
         ),
         ({"w": "/etc/passwd"}, r"names '/etc/passwd'; allowed"),
         ({"w": ".."}, r"names '\.\.'; allowed"),
@@ -103,7 +103,7 @@ def test_a_wrong_or_tiny_file_is_refused(tmp_path, content, message):
 def test_a_safetensors_file_points_to_its_folder(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(16))
-    with pytest.raises(ModelFileError, match="give the folder it lies in"):
+    with pytest.raises(ModelFileError, match="give its folder"):
         resolve(str(file))
 
 

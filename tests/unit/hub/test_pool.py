@@ -51,7 +51,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ({"members": ["member1"]}, "has a member 'member1'; expected an object"),
         ({"members": [{"folder": 3, "kind": "ssm"}]}, "has folder 3; expected a short text"),
         ({"members": [{"folder": "a"}]}, "has kind None; expected a short text"),
-        ({"members": 2 * [{"folder": "a", "kind": "ssm"}]}, "names a folder twice"),
+        ({"members": 2 * [{"folder": "a", "kind": "ssm"}]}, "lists a folder twice"),
         ({"fingerprint": "xyz"}, "has fingerprint 'xyz'; expected 64"),
         ({"fingerprint": 5}, "has fingerprint 5; expected a short text"),
         ({"target": "x" * 300}, "has target 'xxx"),
@@ -93,11 +93,11 @@ def test_folders_that_are_no_members_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"has no folder member1, which its pool\.json names"):
         member_folders(pool, one)
     (pool / "member1").symlink_to(elsewhere)
-    with pytest.raises(ModelFileError, match="lies elsewhere"):
+    with pytest.raises(ModelFileError, match="is a link to another place"):
         member_folders(pool, one)
     (pool / "member1").unlink()
     (pool / "member1").symlink_to(pool)  # a circle
-    with pytest.raises(ModelFileError, match="lies elsewhere"):
+    with pytest.raises(ModelFileError, match="is a link to another place"):
         member_folders(pool, one)
     (pool / "member1").unlink()
     (pool / "member1").mkdir()
@@ -108,7 +108,7 @@ def test_folders_that_are_no_members_are_refused(tmp_path: Path) -> None:
 
 def test_a_pool_is_no_model(tmp_path: Path) -> None:
     write_pool(tmp_path, POOL)
-    with pytest.raises(ModelFileError, match="is a pool of drafts, which makes no text"):
+    with pytest.raises(ModelFileError, match="is a pool of drafts, not a model"):
         local_model("pool", tmp_path)
 
 
