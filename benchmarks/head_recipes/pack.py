@@ -23,18 +23,18 @@ from specinfer.models.fingerprint import fingerprint
 from specinfer.models.weights import open_model
 
 MOST = 12 << 20  # bytes
-LEARNT = re.compile(r"\| learnt from \| (.*) \|")
+TRAINING_DATA = re.compile(r"\| training data \| (.*) \|")
 NOTE = """
-Its recipe is `benchmarks/head_recipes/smollm2.sh`, seed {seed}{init};
-matrices are int8 with a factor for each row, which specinfer alone reads.
-Named `smollm2-135m-head` in `--draft`. It changes no text.
+Its recipe is `benchmarks/head_recipes/smollm2.sh`, seed {seed}{init}.
+Matrices are int8 with a scale per row, a format of specinfer.
+Use it as `--draft smollm2-135m-head`. It changes no text.
 
 ## Licence
 
-The head is made of SmolLM2-135M-Instruct (Apache-2.0): its last layer is what the head began as, and all it
-learnt from are answers of that model. Questions were those of databricks-dolly-15k (CC BY-SA 3.0) and of the
-training part of GSM8K (MIT). No answer of these data sets was used, and no question is in the head's files.
-The head is given under Apache-2.0.
+The head derives from SmolLM2-135M-Instruct (Apache-2.0): that model's last layer initialized it, and it was
+trained on that model's answers only. The questions came from databricks-dolly-15k (CC BY-SA 3.0) and the
+training split of GSM8K (MIT). No answer of these data sets was used, and no question is in the head's files.
+The head is licensed under Apache-2.0.
 """
 
 
@@ -76,19 +76,19 @@ def card_of(tuned: Path, seed: int, init: Path | None) -> str:
     # The recipe has the licences, and the quality figures are of other matrices.
     card = (tuned / "README.md").read_text(encoding="utf-8").partition("\n## Licence\n")[0]
     card = re.sub(r"--model \S+ --draft THIS_FOLDER", "--model smollm2-135m --draft smollm2-135m-head", card)
-    went_on = ""
+    continued = ""
     if init is not None:
-        row = LEARNT.search((init / "README.md").read_text(encoding="utf-8"))
+        row = TRAINING_DATA.search((init / "README.md").read_text(encoding="utf-8"))
         if row is None:
             raise SystemExit(
-                f"the card of {init} does not say what it learnt from; name a head that tune made"
+                f"the card of {init} has no row 'training data'; give a head made by specinfer tune"
             )
         before = sum(map(int, re.findall(r"(\d+) (?:tokens|others|other tokens)", row[1])))
-        card = LEARNT.sub(
-            lambda row: f"| learnt from | {row[1]}; before that from {before} other tokens |", card
+        card = TRAINING_DATA.sub(
+            lambda row: f"| training data | {row[1]}; earlier: {before} other tokens |", card
         )
-        went_on = f", which went on from `{init.name}` as it was then"
-    return card + NOTE.format(seed=seed, init=went_on)
+        continued = f", which continued the previous `{init.name}`"
+    return card + NOTE.format(seed=seed, init=continued)
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ It {draft.does}. It changes no text.
 | target | {material.target} |
 | kind | {draft.kind} |
 | reads | {draft.reads} |
-| can name | {len(trainer.draft.ids)} of {trainer.draft.vocab} tokens |
-| learnt from | {learnt_from(material)} |
+| vocabulary | {len(trainer.draft.ids)} of {trainer.draft.vocab} tokens |
+| training data | {learnt_from(material)} |
 | collecting | {material.collecting_seconds / 60:.0f} minutes |
 | training | {state.seconds / 60:.0f} minutes, {state.steps} steps, {state.blocks} blocks, loss {loss} |
 | made | {datetime.now(UTC):%Y-%m-%d} by specinfer {VERSION} |
@@ -93,7 +93,7 @@ On {figures.places} places of {material.held_out} held-out greedy answers:
 def learnt_from(material: Material) -> str:
     """Describe the training texts in one line."""
     names = ", ".join(material.sources)
-    return f"{material.texts} answers of the target, {material.tokens} tokens; to {names}"
+    return f"{material.texts} answers of the target, {material.tokens} tokens; prompts: {names}"
 
 
 def licence_section(material: Material, of_target: str) -> str:

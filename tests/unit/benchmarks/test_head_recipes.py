@@ -83,27 +83,27 @@ def test_of_other_files_short_prompts_are_taken(module: ModuleType, tmp_path: Pa
     assert list(module.short([str(file)])) == [{"prompt": text} for text in texts[:2]]
 
 
-def test_a_card_says_what_the_head_had_learnt_from_before(tmp_path: Path) -> None:
+def test_a_card_adds_the_training_data_of_the_initial_head(tmp_path: Path) -> None:
     def card(folder: str, learnt: str) -> Path:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "README.md").write_text(
-            f"--draft x\n| learnt from | {learnt} |\n| made | now |\n"
+            f"--draft x\n| training data | {learnt} |\n| made | now |\n"
         )
         return tmp_path / folder
 
     pack = loaded("pack")
-    tuned = card("tuned", "20 answers of the target, 500 tokens; to prompts.jsonl")
-    assert "| 20 answers of the target, 500 tokens; to prompts.jsonl |\n| made" in pack.card_of(
+    tuned = card("tuned", "20 answers of the target, 500 tokens; prompts: prompts.jsonl")
+    assert "| 20 answers of the target, 500 tokens; prompts: prompts.jsonl |\n| made" in pack.card_of(
         tuned, 3, None
     )
     for folder, learnt in (
-        ("first", "7 answers of the target, 120 tokens; to prompts.jsonl"),
-        ("second", "2 answers of the target, 20 tokens; to a.jsonl; before that from 100 other tokens"),
+        ("first", "7 answers of the target, 120 tokens; prompts: prompts.jsonl"),
+        ("second", "2 answers of the target, 20 tokens; prompts: a.jsonl; earlier: 100 other tokens"),
     ):
         found = pack.card_of(tuned, 3, card(folder, learnt))
-        assert "500 tokens; to prompts.jsonl; before that from 120 other tokens |" in found
-        assert f"smollm2.sh`, seed 3, which went on from `{folder}` as it was then;" in found
+        assert "500 tokens; prompts: prompts.jsonl; earlier: 120 other tokens |" in found
+        assert f"smollm2.sh`, seed 3, which continued the previous `{folder}`." in found
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "README.md").write_text("a head")
-    with pytest.raises(SystemExit, match="does not say what it learnt from"):
+    with pytest.raises(SystemExit, match="has no row 'training data'"):
         pack.card_of(tuned, 3, tmp_path / "none")

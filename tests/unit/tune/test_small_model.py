@@ -65,7 +65,7 @@ def test_it_learns_and_is_measured_as_it_was_written(tuned: Path, chatting: Path
     assert found.tokens_per_pass > 1.1
     card = (tuned / "README.md").read_text()
     assert "A small speculative model for target" in card
-    assert "can name | 64 of 64 tokens" in card
+    assert "vocabulary | 64 of 64 tokens" in card
     assert "license: apache-2.0\n---" in card
     assert "target is licensed under apache-2.0, according to its model card." in card
     assert "its weights embeddings and output layer" in card.replace("\n", " ")

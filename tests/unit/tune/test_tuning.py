@@ -176,7 +176,7 @@ def test_a_model_card_says_where_a_head_is_from(tuned: Path) -> None:
         "prompts.jsonl",
         "answers of the target",
         "loss hybrid",
-        "can name | 48 of 64",
+        "vocabulary | 48 of 64",
         "license: unknown\n---",
         "The licence of target is unknown",
         "The prompts (prompts.jsonl) may have their own terms",
