@@ -1,8 +1,8 @@
 """AttentionBackend: the inputs of attention and the protocols of its implementations.
 
 Shapes: T rows of the step (all requests' tokens and nodes, one after another), R requests, B blocks of their
-tables, N query heads, K key-value heads, H head size, C = (N + 2 K) H, the width of the product that makes q,
-k and v, P cache slots.
+tables, N query heads, K key-value heads, H head size, P cache slots. C = (N + 2 K) H is the width of the
+product that makes q, k and v.
 
 Attention starts after that product: it includes head norms and rotation, writing K and V to the cache, and
 the attended values. So a model calls every backend in the same way, whatever the backend fuses.
@@ -35,7 +35,7 @@ class Paths:
     makes no view, as the last pass has evicted NumPy's code from the CPU caches.
     """
 
-    numbers: array[int]  # of int32: requests, shared, tail ends, tails, tables
+    numbers: array[int]  # int32: requests, shared, tail ends, tails, tables
     num_requests: int
     num_rows: int
     num_tails: int

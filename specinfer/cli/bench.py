@@ -150,10 +150,11 @@ def bench(
     Both run on the same prompts and the same loaded weights, in turns, so that a slower moment of the machine
     slows both. Without --dataset the built-in prompts are used; without --draft prompt lookup is.
 
-    With --url the command times a server, ours or any other with OpenAI's API. Figures are those of requests
-    over HTTP, under the names of `vllm bench serve`. --concurrency N has N users wait for their answers,
-    --rate R starts conversations at random times; the default is one user. --model is the server's name of
-    the model, by default the first that it lists. Options of an engine (--draft, --dtype, ...) are refused.
+    With --url the command times a specinfer server, or any other with OpenAI's API. The figures are for
+    requests over HTTP, with the names of `vllm bench serve`. --concurrency N simulates N users who wait for
+    their answers. --rate R starts conversations at random times. The default is one user.
+    --model is the server's name of the model, by default the first that it lists. Options of an engine
+    (--draft, --dtype, ...) are refused.
     """
     of_server = take_load_options(context, options)
     from specinfer.report.dataset import built_in, read_dataset

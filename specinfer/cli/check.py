@@ -53,7 +53,7 @@ def check(
 ) -> None:
     """Test on your own models that speculation does not change the output.
 
-    The suite `promise` compares texts with and without speculation, alone and in a batch, asked twice, greedy
+    The suite `promise` compares texts with and without speculation, alone and in a batch, repeated, greedy
     and seeded: on a CPU they must be identical, elsewhere equal up to rounding. Then it counts the tokens of
     many sampled texts against the target's own law, with both verifiers, and checks the engine's bookkeeping.
     It takes a few minutes with a small model. The suite `parameters` compares seeded texts under penalties,

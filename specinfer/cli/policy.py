@@ -146,11 +146,11 @@ def replay(
     """Replay the texts of each TRACE under policies, without a model.
 
     Times are computed from the cost curves in the trace, so they are the same at every run and on every
-    machine. Policies: off has no speculation; fixed verifies whole configured trees; cost is the engine's own
-    policy, with nothing learned at the start; best-fixed is the fastest policy that does the same in every
-    step, found by trying them all; oracle knows the texts. The ratio to off has a 95% interval.
-    partly_read counts trees of heads that had missed the beginning of a text; they count
-    as if the heads had read it.
+    machine. The policy `off` has no speculation. `fixed` verifies whole configured trees. `cost` is the
+    engine's policy, with nothing learned at the start. `best-fixed` is the fastest policy that does the same
+    in every step, found by trying all. `oracle` has the texts. The ratio to off has a 95% interval.
+    `partly_read` is the number of trees from heads that had missed the beginning of a text. The replay treats
+    them as if the heads had read it.
     """
     from specinfer.replay.replay import mixed as in_turns
     from specinfer.replay.replay import speedup, whole, with_nodes

@@ -68,7 +68,7 @@ def record(
 ) -> None:
     """Answer prompts and record each draft's proposals at every position of the answers.
 
-    The first turn of each conversation is asked. Under the coupled rule the answers do not depend on the
+    Only the first turn of each conversation is used. Under the coupled rule the answers do not depend on the
     proposals, so `specinfer policy replay TRACE` computes without a model how fast a policy would have been.
     The file holds the token ids of prompts and answers. Without --prompts the built-in prompts are used.
     """

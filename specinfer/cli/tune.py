@@ -64,7 +64,7 @@ _SHORT: Final = (
     "--replace",
     type=FILE,
     metavar="DIR",
-    help="Head or pool to replace if the new one is better beyond doubt.",
+    help="Head or pool to replace if the new one is significantly better.",
 )
 @click.option("--resume", is_flag=True, help="Continue the tuning in DIR.")
 @click.option("--loss", type=click.Choice(_LOSSES), default="hybrid", show_default=True, help="Loss.")
@@ -112,7 +112,7 @@ _SHORT: Final = (
     "--boost",
     type=click.Choice(_FORMS),
     show_default="discount",
-    help="How later members are weighted to what the pool does not guess yet.",
+    help="Weighting of later members toward tokens that the pool does not guess.",
 )
 @click.option(
     "--warm/--cold",

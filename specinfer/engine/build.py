@@ -225,7 +225,7 @@ def build_engine(
             lending = Lending(models.lent, curve, lent)
         config = resolved(config, curve, most_rows(config, models))
         speculation, limits = config.speculation, config.scheduler
-    # Of experts the seconds of a pass are no more than expected: nobody knows which a text has.
+    # With streamed experts the time of a pass is an estimate, as it depends on the experts that texts need.
     streamed = models.plan is not None and models.plan.placement.experts is None
     shape = Shape.streamed(speculation) if streamed else Shape.of(speculation)
     drafting = {

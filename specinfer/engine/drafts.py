@@ -146,7 +146,7 @@ def find_drafts(
 
 
 def models_among(drafts: Mapping[str, Found | FoundHead]) -> dict[str, Found]:
-    """Return the drafts that are models, which have a tokenizer of their own."""
+    """Return the drafts that are models, which have their own tokenizers."""
     return {name: draft for name, draft in drafts.items() if isinstance(draft, Found)}
 
 
@@ -242,7 +242,7 @@ def vocabularies(
     """Return the vocabulary of each draft model whose logits are for other ids than the target's, by name.
 
     `kept` is the reduced vocabulary of drafts with the target's tokens. A draft may have fewer logits than
-    the target. Heads have vocabularies of their own.
+    the target. Heads have their own vocabularies.
     """
     size, found = target.config.vocab_size, dict[str, DraftVocabulary | None]()
     for name, draft in models_among(drafts).items():

@@ -28,12 +28,11 @@ class BlockPool:
         kept        no owner, published          allocated oldest first
         owned       by one request, or by several if it is published
 
-    Memory that was touched stays in use. So untouched blocks are allocated only while keeping blocks is
-    worth it: up to MAX_KEPT_PER_OWNED times the peak number of owned blocks, and one more for each block that
-    was evicted for this limit and then missed. Requests that follow one another without reuse take
-    (1 + MAX_KEPT_PER_OWNED) times the memory of one of them, however large the cache; conversations that
-    alternate get the blocks that they need after they have missed them once. Without untouched blocks, kept
-    ones are evicted.
+    Memory that was touched stays in use. So untouched blocks are allocated only up to a limit of kept blocks:
+    MAX_KEPT_PER_OWNED times the peak number of owned blocks. The limit grows by one for each block that was
+    evicted for it and then missed. Successive requests without reuse take (1 + MAX_KEPT_PER_OWNED) times the
+    memory of one of them, with a cache of any size. Alternating conversations get the blocks that they need
+    after they have missed them once. Without untouched blocks, kept ones are evicted.
 
     A published block is never written: an owner writes after the prefix that it found, and publishes a block
     only when its text has continued past it.
@@ -221,7 +220,7 @@ class SequenceState:
         return min(self.request.params.max_tokens - self.num_output, max_context - len(self.token_ids))
 
     def hash_blocks(self, block_size: int) -> list[bytes]:
-        """Return the hash of every full block: of the salt, the adapter and all tokens up to its end."""
+        """Return each full block's hash, which covers the salt, the adapter and all tokens up to its end."""
         for block in range(len(self.block_hashes), len(self.token_ids) // block_size):
             before = self.block_hashes[-1] if self.block_hashes else _root(self.request)
             tokens = array("q", self.token_ids[block * block_size : (block + 1) * block_size])

@@ -61,7 +61,7 @@ class Loader:
     def lent_memory(self, found: Found, twin: Quantization, *, output: bool) -> LentMemory | None:
         """Return the memory of a `self` draft that layers of a streamed target may use, or None.
 
-        `output` is True if the draft has an output layer of its own.
+        `output` is True if the draft has its own output layer.
         """
         if self.plan is None or not self.plan.placement.streamed:
             return None
@@ -185,8 +185,8 @@ class Loader:
     ) -> LanguageModel:
         """Load the `self` draft: the target in fewer bits.
 
-        It shares the target's embeddings, and has an output layer if the memory plan says so. It uses memory
-        that is `lent` as far as that suffices.
+        It shares the target's embeddings, and has an output layer if the memory plan gives it one. It uses
+        `lent` memory before other memory.
         """
         kernels = guessing(self._fitting(found, quantization))
         shares_head = False

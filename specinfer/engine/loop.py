@@ -201,7 +201,7 @@ class EngineLoop:
             try:
                 self._here.check_integrity()
                 if not self._live and self._here.has_work:
-                    raise IntegrityError("the engine has work, and no request is left that wants it")
+                    raise IntegrityError("the engine has work, but the loop has no live request")
                 asked.append(None)
             except Exception as error:
                 asked.append(error)
@@ -233,7 +233,7 @@ class EngineLoop:
                         if left is not None and left <= 0:
                             return False
                         if self._turn is None and not (self._live or self._commands or self._made):
-                            raise IntegrityError("the loop has no request left, and somebody waits for one")
+                            raise IntegrityError("a thread waits for the loop, which has no request left")
                         if self._turn is None and self._thread is None:
                             self._turn = turn
                             break

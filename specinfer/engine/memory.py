@@ -152,7 +152,7 @@ class Wanted:
         return int8_bytes(config.vocab_size, config.embedding_size)
 
     def twins(self) -> list[Guessers]:
-        """Return the `self` drafts in int4: with an output layer of its own, and with the target's."""
+        """Return the `self` drafts in int4: with its own output layer, and with the target's."""
         own = guessing_bytes(self.target, self.dtype, self.kernels, "int4")
         config = self.target.config
         layers = own - int8_bytes(config.vocab_size, config.embedding_size)
@@ -244,7 +244,7 @@ class Sizes(NamedTuple):
     experts: ExpertSizes | None
 
     def placed(self, memory: int, fixed: Mapping[str, int], buffers: int) -> Placement:
-        """What is in memory beside what is fixed; raises CapacityError where that does not fit."""
+        """Return the layers or experts that fit beside the fixed memory; raises CapacityError if none do."""
         if self.experts is not None:
             return Placement.with_experts(memory, fixed, self.layers, self.experts)
         return Placement.within(memory, fixed, self.layers, buffers=buffers)

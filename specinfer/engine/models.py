@@ -377,13 +377,13 @@ def models_for(wanted: EngineConfig, config: EngineConfig, models: Models) -> Mo
         if asked != loaded:
             raise ConfigError(
                 f"{name} is {asked!r}, and a variant shares weights that were loaded with {loaded!r}; "
-                "leave it out, or make an LLM of its own"
+                "leave it out, or make a separate LLM"
             )
     lengths = [one.scheduler.max_context or 0 for one in (wanted, config)]
     if len({models.target.config.extends(length) for length in lengths}) > 1:
         raise ConfigError(
             f"max_context is {lengths[0]}, and a variant shares a model whose positions are turned for "
-            f"texts of {lengths[1]} tokens (LongRoPE); leave it out, or make an LLM of its own"
+            f"texts of {lengths[1]} tokens (LongRoPE); leave it out, or make a separate LLM"
         )
     left = list(zip(config.speculation.drafts, models.drafts.items(), strict=True))
     drafts = {}

@@ -30,7 +30,7 @@ from specinfer.speculation_config import Quantization
 
 
 class Ranks:
-    """The ranks of one target, of which this process is rank 0."""
+    """The ranks of one target; this process is rank 0."""
 
     group: Group  # set by `start`
     hosts: list[Host]  # set by `join`, with the memory that is free after loading
@@ -47,7 +47,7 @@ class Ranks:
         """Divide the target, and the `drafts` that allow it, among ranks; drafts use the first stage's.
 
         With `whole_table` each rank of the first stage has all embeddings, which a head reads. Raises
-        ConfigError if the model cannot be divided among so many ranks, or the key is invalid.
+        ConfigError if the model cannot be divided among `layout.size` ranks, or the key is invalid.
         """
         self.found = found
         self.layout = layout

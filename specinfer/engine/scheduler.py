@@ -50,7 +50,7 @@ class Scheduler:
         prefix_reuse: bool = True,
         max_adapters: int | None = None,
     ) -> None:
-        """Make a scheduler; `adapters` is the maximum number of different adapters in a step (None: any)."""
+        """Make a scheduler; `adapters` is the maximum number of adapters in a step (None: any)."""
         self._config = config
         self._pool = pool
         self._tree_nodes = tree_nodes  # maximum nodes of a tree; 1: no speculation
@@ -332,12 +332,12 @@ def prompt_rows(rows: int, missing: Sequence[int], most: Sequence[int], costs: S
 
 
 def share(rows: int, wanted: Sequence[int]) -> list[int]:
-    """Divide `rows` evenly, with no request getting more than it wants; the first get the remainder."""
+    """Divide `rows` evenly, at most `wanted` for each request; the first requests get the remainder."""
     given = [0] * len(wanted)
     asking = sorted((i for i, most in enumerate(wanted) if most > 0), key=lambda i: wanted[i])
     while asking:
         fair, odd = divmod(rows, len(asking))
-        if wanted[asking[0]] > fair:  # all others want at least the fair part
+        if wanted[asking[0]] > fair:  # all others need at least the fair part
             for turn, i in enumerate(sorted(asking)):
                 given[i] = fair + (turn < odd)
             break

@@ -133,7 +133,7 @@ class _Walk:
     node: int = 0
 
     def ask(self) -> Ask:
-        """Return the ASK entry of the present node."""
+        """Return the sampling request of the present node."""
         request = self.laws.request
         return ask(request.params, request.seed, self.laws.position(self.node))
 

@@ -115,7 +115,7 @@ def _way_up(name: str, mounts: list[_Mount]) -> list[Path]:
 def _mounts() -> list[_Mount]:
     mounts: list[_Mount] = []
     for line in (_read(_ROOT / "proc/self/mountinfo") or "").splitlines():
-        # 32 31 0:29 /docker/4f1a /sys/fs/cgroup/cpu rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct
+        # `32 31 0:29 /docker/4f1a /sys/fs/cgroup/cpu rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct`
         mount, _, kind = (part.split() for part in line.partition(" - "))
         if len(mount) < 5 or len(kind) < 3 or kind[0] not in ("cgroup", "cgroup2"):
             continue

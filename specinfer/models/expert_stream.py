@@ -37,7 +37,7 @@ class _Piece(NamedTuple):
 
 
 class ExpertReaders:
-    """What readers share with the thread that computes; it may outlive the stream."""
+    """State shared by reader threads and the thread that computes; it may outlive the stream."""
 
     def __init__(self, source: Readable, piece: int, readers: int) -> None:
         self.bell: SimpleQueue[None] = SimpleQueue()  # rings when a slot is full, or has failed
@@ -70,7 +70,7 @@ class ExpertReaders:
             self._pieces.put(_Piece(slot, memory[begin : begin + piece], offset + begin))
 
     def there(self, slot: int) -> bool:
-        """Whether all of a slot was read; raises what a reader met, once nobody writes to it any more."""
+        """Return True if a slot was read; raises a reader's error after all its reads have ended."""
         with self._lock:
             if self._closed:
                 self.check_open()
@@ -108,7 +108,7 @@ class ExpertReaders:
                 except BaseException as met:  # raised where it matters, by the thread that computes
                     error = met
             self._arrived(piece, error)
-            del piece, error  # the memory lives as long as somebody needs it
+            del piece, error  # so that this thread does not keep the memory alive
 
     def _arrived(self, piece: _Piece, error: BaseException | None) -> None:
         with self._lock:
@@ -122,7 +122,7 @@ class ExpertReaders:
 
 
 class ExpertStream(WeightStream, Generic[_Made]):
-    """Records of experts, as many of which are in memory as there are slots.
+    """Records of experts, read into a fixed number of slots in memory.
 
         with stream.passing():
             stream.want(records)
@@ -149,9 +149,11 @@ class ExpertStream(WeightStream, Generic[_Made]):
         self._memories = [memory[slot * longest : (slot + 1) * longest] for slot in range(slots)]
         self._records = records
         self._make = make
-        self._slots: OrderedDict[int, int] = OrderedDict()  # of records; the one used longest ago comes first
+        self._slots: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # slots by record; the least recently used record is first
         self._free = list(range(slots))
-        self._made: dict[int, _Made] = {}  # of records that are there
+        self._made: dict[int, _Made] = {}  # products of records in memory
         self._still: dict[int, _Made] = {}  # while passes are timed
         self._unchecked = {number for number, record in enumerate(records) if record.crc is not None}
         self._readers = ExpertReaders(source, disk.piece, disk.readers)
@@ -217,10 +219,10 @@ class ExpertStream(WeightStream, Generic[_Made]):
                 self._slots[record] = slot
 
     def take(self, record: int) -> _Made:
-        """What `make` has made of a record, once it is there.
+        """Wait for a record and return the result of `make` for it.
 
-        Raises whatever a reader met, DamagedFileError for a record that is damaged when it is read for the
-        first time, and as `want`.
+        Raises a reader's error, DamagedFileError if the first read of a record finds it damaged, and the
+        errors of `want`.
         """
         if self._is_still:
             if record not in self._still:
@@ -239,7 +241,7 @@ class ExpertStream(WeightStream, Generic[_Made]):
             if record in self._unchecked and zlib.crc32(memory) != one.crc:
                 raise DamagedFileError(f"{self._path}: {one.name} has a wrong checksum; load the model again")
         except BaseException:
-            if not self._readers.left(slot):  # nobody writes to it any more
+            if not self._readers.left(slot):  # no reader writes to it
                 del self._slots[record]
                 self._free.append(slot)
             raise
@@ -248,7 +250,7 @@ class ExpertStream(WeightStream, Generic[_Made]):
         return made
 
     def _given_up(self) -> int:
-        """The slot of the record that was used longest ago, once nobody writes to it."""
+        """Return the slot of the least recently used record, after its reads have ended."""
         record, slot = next(iter(self._slots.items()))
         while self._readers.left(slot):  # of a pass that was stopped
             self._wait(*self._awaited(record), there=lambda: not self._readers.left(slot))

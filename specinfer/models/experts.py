@@ -95,7 +95,7 @@ def mixture(config: ModelConfig, experts: Experts, weights: Weights, prefix: str
 
     gates = ["gate", "shared_expert_gate"] if experts.shared_size else ["gate"]
     router = weights.linear(*(f"{prefix}.{name}" for name in gates), bias=experts.bias, precise=True)
-    # Before the experts: what is not one of them lies in one piece in a prepared file.
+    # Before the experts, as a prepared file has all other matrices of a layer in one piece.
     shared = mlps(["shared_expert"], part.shared_expert) if experts.shared_size else [None]
     each = mlps([f"experts.{number}" for number in range(experts.count)], part.experts, bias=experts.bias)
     return Mixture(experts, router, each, shared[0], ops, weights.wanting(f"{prefix}.experts.0"))

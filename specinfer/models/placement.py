@@ -42,11 +42,11 @@ class ExpertRoom:
         return self.slots * self.sizes.record
 
     def touched_bytes(self, rows: int) -> float:
-        """Bytes of the experts that a pass of so many rows needs, if each row chose by chance."""
+        """Return the expected bytes of the experts in a pass of `rows`, if each row chose at random."""
         return self.sizes.layers * self.sizes.experts.touched(rows) * self.sizes.record
 
     def read_bytes(self, rows: int) -> float:
-        """Those of them that are read: an expert is in memory as often as slots have it."""
+        """Return the expected bytes read in a pass, if each expert is in memory with equal probability."""
         return self.touched_bytes(rows) * (1 - self.slots / self.sizes.all)
 
 
@@ -55,7 +55,7 @@ class Placement:
     """Pinned and streamed layers within a memory limit.
 
     Streamed layers are spread evenly over the model, so that readers work while pinned layers compute.
-    Of a mixture all layers are pinned, without their experts, which have slots.
+    All layers of a mixture are pinned, but not their experts, which have slots.
     """
 
     memory: int  # bytes that the process may use

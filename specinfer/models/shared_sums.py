@@ -1,4 +1,4 @@
-"""Embedding tables and products of which each of several ranks has a part."""
+"""Embedding tables and products divided among ranks."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Weights of a model larger than memory: what does not fit is read in every pass.
+"""Weights of a model larger than memory: layers that do not fit are read in every pass.
 
     memory     vectors, the output layer, pinned layers
     buffers    one layer each; a layer's products are created once per buffer that it may occupy
     disk       the prepared file: a record per layer, and the rows of the embedding table
 
-Of a mixture all layers stay in memory, apart from experts, which are read when chosen (expert_stream.py).
+All layers of a mixture stay in memory, but not their experts, which are read when chosen
+(expert_stream.py).
 
 Products use addresses (docs/contracts.md), so a layer does not depend on its place in memory. A pass runs
 the layers in order, and waits for those that are being read.
@@ -77,9 +78,9 @@ def table_on_disk(file: PreparedFile) -> TableOnDisk:
 
 
 class ExpertPart(NamedTuple):
-    """One of the two products of an expert: what is made over the memory that its matrix lies in."""
+    """One of the two products of an expert, created over the memory of its matrix."""
 
-    matrix: str  # as a prepared file calls it
+    matrix: str  # name in a prepared file
     kind: type[Weight]
     inner: int
     channels: int

@@ -315,7 +315,7 @@ def _kind(kernels: Kernels, quantization: Quantization) -> str | None:
 def _identity(
     file: TensorFile, kind: str, dtype: torch.dtype, borrowed: Path | None = None
 ) -> dict[str, str]:
-    """What a prepared file is made from; files of before experts had records are others."""
+    """Return the identity of a prepared file's source; mixtures have another kind, with experts apart."""
     mixture = isinstance(file, SafetensorsFolder | GGUFFile) and file.config.experts is not None
     return identity(file.path, f"{kind}, experts apart" if mixture else kind, dtype, borrowed)
 

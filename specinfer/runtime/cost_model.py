@@ -5,8 +5,8 @@ the memory bandwidth, and Python adds time to each pass. So the model has the cu
 
     seconds of a pass = m x curve(rows) + a x rows x context + b + c x rows
 
-where m, a, b and c follow the measurements by recursive least squares with forgetting. Of every five passes
-of about one size only the median is used, as an interrupted pass says nothing about others.
+Recursive least squares with forgetting fits m, a, b and c to the measurements. Only the median of every five
+passes of similar size is used, as an interrupted pass is no sample of the others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SETTLED: Final = 0.1  # relative error
 _STUBBORN: Final = 4  # consecutive medians beyond the bounds before a warning about the curve
 _FARTHEST: Final = 8.0  # largest accepted ratio of measured and expected time
 _CONTEXT: Final = 1000.0  # tokens, the unit of a context
-_FINE: Final = 0.002  # of one row's pass; smaller changes by the context are ignored
+_FINE: Final = 0.002  # relative to a one-row pass; smaller changes by the context are ignored
 # m, a, b and c; the last three in units of one row's pass, and a per 1000 tokens of context:
 _FIRST: Final = (1.0, 0.0, 0.0, 0.0)  # initial values
 _DOUBT: Final = (0.5, 0.05, 0.1, 0.02)  # initial standard deviations
@@ -205,8 +205,9 @@ class CostModel:
         if not self._warned and self._beyond == _STUBBORN:
             self._warned = True
             _LOG.warning(
-                "passes of %s take more than %.1f or less than %.1f times what their cost curve says; trees "
-                "are sized by what can be corrected (a curve of another machine? remove the cache's curves)",
+                "passes of %s take more than %.1f or less than %.1f times as long as in their cost curve. "
+                "Trees are sized with the largest correction. If the curve is another machine's, remove the "
+                "cache's curves",
                 self._name,
                 _MAX[0],
                 _MIN[0],

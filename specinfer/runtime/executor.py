@@ -1,8 +1,8 @@
 """Executor: runs the target's passes for an engine.
 
-The engine depends only on the protocol. It does not depend on devices, on the number of processes that share
-a model, or on whether a pass has finished when `launch` returns: reading a flight waits for the pass if
-needed. docs/contracts.md has the requirements of an implementation.
+The engine depends only on the protocol. It does not depend on devices, or on the number of processes that
+share a model. A pass may be unfinished when `launch` returns: reading a flight waits for the pass.
+docs/contracts.md has the requirements of an implementation.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class LocalExecutor:
     ) -> None:
         """Make the target's cache; every draft's has as many blocks. `adapters` are the target's.
 
-        Passes with streamed weights run in a thread of their own, so that an interrupt does not wait for the
+        Passes with streamed weights run in a separate thread, so that an interrupt does not wait for the
         disk.
         """
         streams = target.stream is not None
@@ -127,7 +127,7 @@ class LocalExecutor:
         """Return an executor whose caches, of the target and of these drafts, fit into memory.
 
         See `kv_cache.num_blocks`. Other ranks have caches of as many blocks. The first of `hosts` is this
-        one. Each host has a part of `limit` or memory of its own; the caches of other hosts reduce their free
+        one. Each host has a part of `limit`, or its own memory; the caches of other hosts reduce their free
         memory until the executor is released. Raises CapacityError if not even `needed_positions` fit.
         """
         models = [(model.config, model.dtype) for model in (target, *drafts)]

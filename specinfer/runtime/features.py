@@ -1,8 +1,8 @@
 """Hidden-state cache for draft heads.
 
-A head reads texts as they grow. Of a step's rows, those of prefill chunks, of roots and of accepted paths are
-kept until the head reads them; those of rejected nodes are not. Unread states are dropped from the oldest on:
-a head may miss the start of a text, but no part in the middle of what it has read.
+A head reads texts as they grow. The rows of prefill chunks, roots and accepted paths are kept until the head
+reads them; rows of rejected nodes are not. The oldest unread states are dropped first: a head may miss the
+start of a text, but reads a contiguous part.
 
 A head that runs in every step reads states in the memory of the pass. For a head that does not run only their
 addresses are stored; they are copied if few rows would keep a whole pass in memory.
@@ -143,7 +143,7 @@ class UnreadFeatures:
             self._parts = [together(self._parts)]
 
     def take(self, count: int) -> list[TappedRows]:
-        """Remove and return the first `count` states; there must be so many."""
+        """Remove and return the first `count` states; needs at least `count`."""
         taken: list[TappedRows] = []
         left = count
         while left:

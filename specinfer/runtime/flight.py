@@ -33,7 +33,7 @@ from specinfer.verify.logprobs import Scores, score
 from specinfer.verify.scan import ASK, Ask, Likeliest, LogitBlock, LogitType, Scan, no_likeliest
 
 _FEWEST_BESIDE: Final = 16  # rows that must fit beside the block of the likeliest, which is else dropped
-MAX_BYTES: Final = 32 << 20  # logits held by a flight; more only if a single row is larger
+MAX_BYTES: Final = 32 << 20  # logits held by a flight, except that a single row may be larger
 _TYPES: Final[dict[torch.dtype, LogitType]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _FEW_ROWS: Final = 16  # rows read together, as another call costs as much as ten rows
 BLOCK_ROWS: Final = 64  # rows made together if not all are needed, so that weights are read once for them

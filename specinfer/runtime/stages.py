@@ -47,9 +47,9 @@ class StagedPasses:
         self.model = model
         stage = model.config.stage
         self.stages = 1 if stage.begins and stage.ends else group.stages  # stages of the model
-        self._reads: list[Read] = []  # of the parts of an unfinished pass
-        self._chosen = 0  # rows read after the last layer, of all parts
-        self._seconds = 0.0  # of its parts on this rank
+        self._reads: list[Read] = []  # reads of an unfinished pass's parts
+        self._chosen = 0  # rows read after the last layer, in all parts
+        self._seconds = 0.0  # time of the pass's parts on this rank
         self.patience = 0.0  # at rank 0, seconds by which other stages may lag behind with the last pass
         self._pace = Pace()
 
@@ -110,8 +110,11 @@ class StagedPasses:
 class Pace:
     """Measured time of a stage: a constant, and a time per row.
 
-    With the constant `a` and the time per row `b`, n rows take about (parts + stages - 1) (a + b n / parts)
-    through all stages, which has its minimum at parts^2 = (stages - 1) b n / a.
+    With a constant `a` and a time per row `b`, n rows take about
+
+        (parts + stages - 1) (a + b n / parts)
+
+    seconds through all stages. The minimum is at parts^2 = (stages - 1) b n / a.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""Who guesses what comes next: speculators, the policy that asks them, one merged tree of all they say."""
+"""Speculators, the speculation policy, and the merged tree of all proposals."""

@@ -31,7 +31,7 @@ class Appraisal:
     probabilities: Sequence[Sequence[float]]  # acceptance probabilities of each tree's nodes; the root's is 1
     guess_seconds: float  # seconds for all guesses: drafts' passes, and additional rows of the target's pass
     seconds: float  # seconds of the step
-    held: str | None = None  # why no speculator runs, except for requests with a size of their own
+    held: str | None = None  # why no speculator runs, except for requests with their own size
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Contribution:
 
     speculator: str
     reason: str
-    drawn: int = 0  # nodes it guessed
-    verified: int = 0  # of these, nodes that the target verifies
+    drawn: int = 0  # nodes that it drew
+    verified: int = 0  # drawn nodes that the target verifies
     levels: int = 0  # levels of its guesses below the root
 
 

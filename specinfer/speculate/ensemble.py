@@ -60,7 +60,7 @@ class Ensemble:
             )
         names = [s.name for s in speculators]
         if len(set(names)) != len(names):
-            raise ConfigError(f"speculators are named {names}; each needs a name of its own")
+            raise ConfigError(f"speculators are named {names}; each needs a distinct name")
         self._keep(speculators)
         self._held = 0  # consecutive steps without guesses, up to this one
         self._names = tuple(names)  # of all speculators, including failed ones

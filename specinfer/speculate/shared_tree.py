@@ -12,7 +12,7 @@ from specinfer.tree.token_tree import single_node
 
 
 class SharedTree:
-    """The merged guesses for one request so far in a step.
+    """The merged guesses for one request, built in the course of a step.
 
     Guesses that may be dropped do not count against the node budget: the tree may exceed it until all
     speculators have guessed, and then the best nodes are kept. Sampled draws are never dropped, so they

@@ -130,8 +130,8 @@ def _cut(rendered: Rendered, mark: str, continued: str) -> Rendered:
     """The text in front of the mark, which the answer continues."""
     if rendered.text.count(mark) != 1:
         raise RequestError(
-            "continue_final_message is true, and the model's chat template does not show the last message as "
-            "it is; drop it, or ask /v1/completions",
+            "continue_final_message is true, but the model's chat template changes the last message; leave "
+            "it out, or use /v1/completions",
             "continue_final_message",
         )
     return replace(rendered.cut(rendered.text.index(mark)), continued=continued)

@@ -28,7 +28,7 @@ class Distribution:
         return place if self.ids is None else int(self.ids[place])
 
     def over(self, ids: NDArray[np.int64] | None) -> NDArray[np.float64]:
-        """Return the probabilities of ascending `ids` (None: of every token), in their order."""
+        """Return the probabilities of ascending `ids` (None: all tokens), in their order."""
         if self.ids is None:
             return self.probabilities if ids is None else self.probabilities[ids]
         if ids is None:

@@ -125,7 +125,7 @@ class Run(NamedTuple):
     parents: Sequence[int]
     nodes: Sequence[int]
     confidences: Sequence[float]
-    evidence: Sequence[float]  # of all draws, `pieces` numbers for each
+    evidence: Sequence[float]  # `pieces` numbers for each draw
     pieces: int
     laws: Sequence[Distribution | NDArray[np.float64] | None] | None = None  # None: no draw has one
 
@@ -207,7 +207,7 @@ class Runs(Sequence[Draw]):
 
     @property
     def runs(self) -> Sequence[Run]:
-        """The runs, none of which is empty."""
+        """Return the non-empty runs."""
         made = self._runs
         if made is None:
             if self._numbers is not None:

@@ -98,8 +98,8 @@ def sampled(draw: Draw) -> bool:
 def firm_nodes(tree: TokenTree) -> set[int]:
     """Return the nodes that may not be removed under any verifier; others may be, for any reason.
 
-    These are the nodes of sampled draws, the nodes of draws that come before a sampled one below the same
-    parent (the later draw does not depend on what becomes of them), and the ancestors of all of these.
+    These are the nodes of sampled draws, the nodes of draws before a sampled one below the same parent, and
+    the ancestors of all of these. A sampled draw may not depend on the fate of earlier draws.
     """
     firm: set[int] = set()
     if not any_sampled(tree.draws):

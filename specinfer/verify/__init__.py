@@ -7,6 +7,6 @@ It has no model, no cache and no global random state. docs/losslessness.md has t
     coupled     argmax(log p + keyed noise), then a look-up     any: it does not read them
     mss         accept or reject each draw with min(1, p / q)   i.i.d., without replacement, point masses
 
-Terms: a *law* is a distribution of the next token; a *draw* is one proposal of one token by one speculator;
-the *path* is the accepted nodes from below the root down; the *bonus token* is the target's token after it.
+A *law* is a distribution of the next token. A *draw* is one proposal of one token by one speculator. The
+*path* is the accepted nodes, without the root. The *bonus token* is the target's token after the path.
 """

@@ -19,7 +19,7 @@ FIGURE_BYTES: Final = 16  # bytes for one token at one position: id, rank and lo
 
 
 class Scores(NamedTuple):
-    """Log-probabilities at each of R rows: of the row's token, then of the likeliest tokens.
+    """Log-probabilities of R rows' tokens and of the likeliest tokens.
 
     They are those of the model's distribution, as from `raw_logprobs`.
     """

@@ -36,7 +36,7 @@ _SUM_TOLERANCE: Final = 1e-5  # a float32 softmax passes, a distribution that is
 class Coin:
     """The verifier's random numbers, each (depth, turn) used at most once."""
 
-    uniform: Callable[[int, int], float]  # of (depth, turn), in [0, 1), 0 possible
+    uniform: Callable[[int, int], float]  # (depth, turn) -> a number in [0, 1), 0 included
 
     def accept(self, depth: int, turn: int, p: float, q: float) -> bool:
         """Return True with probability min(1, p / q), and never if p is 0.

@@ -7,8 +7,8 @@ a few token ids only. A request's seed and the absolute position of a token give
     uniform(seed, position, index)          acceptance and the bonus token (verify/multistep.py)
     uniform(..., stream=draft_stream(...))  the draws of a sampling speculator
 
-The exponential of a token is E = -log(1 - v), with v = (h + 1/2) / 2**64 for a 64-bit hash h of the token
-id, so 2**-65 <= E < 46, and v <= E. The upper half of h needs 32-bit operations only, which are fast over a
+The exponential of a token is E = -log(1 - v). Here v = (h + 1/2) / 2**64, and h is a 64-bit hash of the token
+id. So 2**-65 <= E < 46, and v <= E. The upper half of h needs 32-bit operations only, which are fast over a
 whole vocabulary; the lower half is computed only for ids that can still win.
 """
 

@@ -35,7 +35,7 @@ ASK: Final = np.dtype(
         ("position", np.int64),  # absolute position of the token to choose
     ]
 )
-Ask = tuple[float, int, float, float, int, int]  # an entry of an ASK array
+Ask = tuple[float, int, float, float, int, int]  # the fields of an entry with dtype ASK
 NO_TOKEN: Final = -1
 _MAX_TOP_K: Final = 2**62  # keeps every token
 
@@ -183,13 +183,13 @@ NUMPY: Final = Scan()
 
 
 def ask(params: SamplingParams, seed: int, position: int) -> Ask:
-    """Return the ASK entry of sampling parameters for the token at an absolute position."""
+    """Return the sampling request for the token at an absolute position."""
     top_k = min(params.top_k, _MAX_TOP_K)
     return params.temperature, top_k, params.top_p, params.min_p, seed, position
 
 
 def choice(logits_V: NDArray[np.float32], one: np.void, scan: RowScan) -> int:
-    """Return the target's choice in one row, for one entry of an ASK array; NO_TOKEN if it has none."""
+    """Return the target's choice in one row, for one sampling request; NO_TOKEN if there is none."""
     temperature, top_k, top_p, min_p, seed, position = one.item()
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     try:

@@ -29,8 +29,9 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.verify import noise
 from specinfer.verify.law import Law, most_likely
 
-# Relative error of a float32 mass: 3 roundings of an exponent of magnitude at most 30 (smaller weights sum to
-# less than 1e-8 of the mass), an exp with an error of 3e-7, and sums with an error of about as much.
+# Relative error of a float32 mass. It consists of 3 roundings of an exponent of magnitude at most 30, an exp
+# with an error of 3e-7, and sums with about the same error. Smaller weights sum to less than 1e-8 of
+# the mass.
 MASS_ERROR: Final = 2.0**-17
 # Highest temperature for float32: it can represent the inverse, and where it cannot represent the difference
 # of two logits, the weight of the lesser one is 0.
@@ -65,7 +66,7 @@ class RowScan:
     def racers(self, law: Law, key: int) -> NDArray[np.int64]:
         """Return entries of the law's support, ascending, that include the winner of the race under `key`.
 
-        Takes logarithms only of ids that can still win: v <= E, so E / w < best implies v < w * best, and the
+        Takes logarithms only of ids that can still win. As v <= E, E / w < best implies v < w * best. The
         upper half of the hash decides this for nearly every id.
         """
         size = law.logits.shape[0]

@@ -137,7 +137,7 @@ class Draft(LevelSpeculator):
         self._shape = shape
         self._max_rows = max_rows
         self._texts = CachedTexts(block_size=block_size, most_unread=max_rows)
-        self._growths: list[Growth] = []  # of the present step, one per entry of its plan
+        self._growths: list[Growth] = []  # one per entry of the step's plan
         self._seen: list[CachedText] = []  # likewise
 
     def most_nodes(self, request: Request) -> int:

@@ -1,6 +1,6 @@
 """ForeignDraft: a draft model with another tokenizer, which reads the target's text in its own tokens.
 
-It grows trees as DraftModel does. Its text differs in length from the target's, so it has blocks of its own.
+It grows trees as DraftModel does. Its text differs in length from the target's, so it has its own blocks.
 More text may change the tokenization of the last tokens, so its cache keeps the common prefix of the old and
 new tokens.
 

@@ -28,7 +28,7 @@ class Shape(NamedTuple):
     """Default form of a draft's trees, and its draw rule.
 
     In a tree with a learned shape each node that is run gets a few likely children, and the policy selects
-    the nodes to run: the tree is wide where the draft is unsure, and deep where it is sure. The number of
+    the nodes to run. The tree is wide at uncertain tokens, and deep at likely ones. The number of
     samples below a node may not depend on their values, so sampled trees have the shape `expansion`.
     """
 
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def streamed(cls, speculation: SpeculationConfig) -> Shape:
-        """Return the shape for a target with streamed layers, beside which rows and levels are cheap.
+        """Return the shape for a target with streamed layers, whose reads cost more than rows and levels.
 
         Drafts underestimate long paths, and the policy corrects this, so paths may have lower probabilities.
         The minimum for children is unchanged, as a tree full of them is not deep.

@@ -2,14 +2,14 @@
 
 A level's guesses depend on the previous token only by the Markov term, if there is one. So with native
 kernels trees of point masses and coupled draws are grown best first. Other trees are drawn level by level, as
-a draft model's: without native kernels, for samples, for requests with a shape of their own, and for those
+a draft model's: without native kernels, for samples, for requests with their own shapes, and for those
 whose processors or filters need whole rows.
 
 Best first: all guesses are known before a tree grows, so a heap yields the likeliest path that is not in the
 tree, and the tree's n nodes are the n likeliest of all. One native call grows the trees of all requests
 (cpu/best_first.cpp; tests/oracles/best_first.py is its oracle). The candidates of a level are the likeliest
-tokens after the mean of the possible previous tokens; each previous token then gives them logits of their
-own.
+tokens after the mean of the possible previous tokens; each previous token then gives them different
+logits.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from specinfer.speculate.drafts.growth import Growth, GuessedTree, Shape, trees_
 from specinfer.tree import DrawRule, TokenTree
 from specinfer.tree.draw import Run, Runs, as_runs
 
-MAX_NODES: Final = 32  # of a tree without its root; more are hardly ever worth their rows
+MAX_NODES: Final = 32  # maximum nodes of a tree, without its root; more are rarely worth their rows
 WIDTH: Final = 8  # maximum children of a node
 MIN_PATH: Final = 0.002  # minimum probability of a path
 _MIN_NODES: Final = 8  # smallest limit of a tree's nodes
 
 
-# Grows trees of at most so many nodes, MAX_NODES and the budget, from the contiguous logits of guessing rows.
+# Grows trees from the contiguous logits of guessing rows, up to MAX_NODES, each tree's budget and the number.
 GrowTrees = Callable[[Sequence[GuessedTree], Tensor, int], None]
 # Adds the children of every site i, from row rows[i] of all logits, after the token before[i].
 DrawLevel = Callable[[Sequence[Site], Sequence[int], Sequence[int], Tensor], None]

@@ -1,1 +1,1 @@
-"""Who guesses in a step, how deep, and what of it is verified."""
+"""Policies that select a step's speculators, their depths, and the nodes to verify."""

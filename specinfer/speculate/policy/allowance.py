@@ -67,7 +67,7 @@ class Allowance:
         self._pause = tolerance.pause  # length of the next pause, in steps
         self._left = 0  # remaining steps of this pause
         self._trial = False
-        self._size = 0  # of the batch, in powers of two
+        self._size = 0  # batch size, rounded to a power of two
         self._plain = 0.0  # seconds of a plain step
         self._reading = 0.0  # seconds of reading texts that are not charged yet
         self._window: list[float] = []  # gain beyond the tolerated loss of each step with guesses

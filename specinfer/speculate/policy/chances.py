@@ -75,7 +75,7 @@ class LevelCounts:
 
     def learn(self, level: int, choice: int | None) -> None:
         """Count which guess at `level` was right, or None; level 0 has the root's children."""
-        if level == 0:  # also fades levels that are no longer tried
+        if level == 0:  # also fades levels that are not tried now
             self.fade(_LEVEL_MEMORY)
         if level < self.depth:
             self.firsts[level] += choice == 0
@@ -268,7 +268,7 @@ class Chances:
         return self.curves[name]
 
     def _of(self, name: str) -> list[float]:
-        """Return a speculator's rates by confidence: of other choices, then of first choices."""
+        """Return a speculator's rates by confidence, for other choices and then for first choices."""
         table = self._tables.get(name)
         if table is None:
             less = -math.log(LOOKUP_ODDS) if self._beside_drafts(name) else 0.0

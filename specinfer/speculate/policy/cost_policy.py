@@ -171,8 +171,8 @@ class CostPolicy(SpeculationPolicy):
     ) -> list[bool]:
         """Return True for requests whose first level is worth its cost, and for those with their own size.
 
-        A prompt is read if the draft is expected to save the time over the whole answer. A text of which the
-        draft has not read much is read if the guard's allowance covers it. A draft whose passes have no known
+        A prompt is read if the draft is expected to save the time over the whole answer. A text with a long
+        unread part is read if the guard's allowance covers it. A draft whose passes have no known
         cost always starts.
         """
         if speculator not in self._drafts:
@@ -223,7 +223,7 @@ class CostPolicy(SpeculationPolicy):
         trees: Sequence[TokenTree],
         ends: Sequence[Sequence[int]],
     ) -> list[Sequence[int]]:
-        """Return the ends that are likely enough, and all ends of requests with a size of their own.
+        """Return the ends that are likely enough, and all ends of requests with their own size.
 
         Each end is a row of the draft's pass. It is expected to add one verified node, or all of its children
         if these are samples. A draft whose passes have no known cost draws below all ends.

@@ -31,7 +31,7 @@ _LEFT: Final = {False: 1.0, True: 0.3}
 _MADE: Final = {False: 1.0, True: 8.0}  # prior of a step's tokens with other speculators' guesses, likewise
 _REFUSED: Final = 16  # consecutive steps in which a draft did not start; then its counts and costs decay
 _REFUSED_MEMORY: Final = 0.8  # factor of this decay, as a draft that does not run yields no new outcomes
-_MAX_RATE: Final = 0.99  # of a level; with 1, any number of levels would be worth it
+_MAX_RATE: Final = 0.99  # maximum rate of a level; with 1, any number of levels would be worth it
 USUAL_UNREAD: Final = 2  # tokens that a draft reads in every step: the root, and a last guess it has not run
 
 
@@ -254,9 +254,9 @@ class DraftStarts:
     def _reads(self, entry: PlanEntry, read: float, requests: int, pace: float, row: float) -> bool:
         """Return whether a prompt is worth reading, with the usual guesses of other speculators after it.
 
-        Reading takes `read` seconds; without it the engine yields `pace` tokens per second. It is useless for
-        a text that the draft has already read, for which no row is left, and if at most two tokens can
-        follow: the first has no guesses, and the last needs none.
+        Reading takes `read` seconds; without it the engine yields `pace` tokens per second. It is useless if
+        the draft has read the text, if no row is left, or if at most two tokens can follow: the first has no
+        guesses, and the last needs none.
         """
         if entry.end - entry.start < 2 or entry.room < 3:
             return False

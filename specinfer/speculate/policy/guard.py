@@ -6,7 +6,7 @@ its time is the cost model's time of its pass, times a multiple that is measured
 step longer than 33 plain ones is taken for a pause of the machine.
 
 If a pass takes seconds because it waits for its weights, plain steps are too expensive to run for
-measurement, and the cost model knows their time (`known`): the larger one of loading weights and computing,
+measurement. The cost model gives their time (`known`): the maximum of loading weights and computing,
 corrected by every pass. The time of a plain step is then that of its pass and of the other stages of recent
 steps. Guesses are charged their own time and the cost model's time of their rows, so that a disturbance of
 the disk is not charged to them.
@@ -37,8 +37,8 @@ from specinfer.speculate.speculator import Outcome
 _SLOWEST: Final = 8.0  # largest slowdown that is attributed to other load on the machine
 
 PLAIN_FIRST: Final = 5  # plain steps of a batch size before speculation is on there
-_PLAIN_EVERY: Final = 200  # steps; later, one of so many is plain
-_PLAIN_SOON: Final = 8  # steps; one of so many is plain while the time of passes seems changed
+_PLAIN_EVERY: Final = 200  # later, one step in this number is plain
+_PLAIN_SOON: Final = 8  # likewise, while the time of passes seems changed
 _CHANGED: Final = 0.1  # relative change of the time of passes
 _FRESH: Final = 3  # plain steps needed after such a change
 KEPT: Final = 5  # recent multiples whose median is used
@@ -80,9 +80,9 @@ class PlainSteps:
     def look_up(self, slowness: float) -> PlainSteps:
         """Update `enough` and `multiple` for this slowness and return self; needs at least one plain step.
 
-        If passes seem slower or faster than at the last plain steps, either the machine has changed, and the
-        multiple is the same, or only passes with guesses have, and the model is wrong about plain ones. Until
-        a few plain steps decide this, the smallest possible multiple is used.
+        Passes may seem slower or faster than at the last plain steps. Then either the machine has changed,
+        and the multiple is the same, or only passes with guesses have, and the model is wrong about plain
+        ones. Until a few plain steps decide this, the smallest possible multiple is used.
         """
         if self.asked_at != slowness:  # a cache, as the slowness stays the same for many steps
             last = takewhile(lambda seen: abs(slowness / seen[0] - 1) <= _CHANGED, reversed(self.seen))
@@ -137,11 +137,11 @@ class Guard:
         self._requests = 0  # requests with a tree
         self._rows = 0  # rows of the target without guesses
         self._nodes = 0  # verified guesses
-        self._wishes = False  # True if a request has a size of its own
+        self._wishes = False  # True if a request has its own size
         self._held: str | None = None  # why speculation is off
         self.lacks_draft = False  # True if the draft could not get its memory back
         self._pass = 0.0  # seconds of a pass without guesses and prompts
-        self._slowness = 1.0  # of such a pass, relative to the curve
+        self._slowness = 1.0  # time of such a pass, relative to the curve
         self._plain = 0.0  # seconds of a plain step without prompts
         self._rent = 0.0  # additional seconds of the pass because the draft holds memory of layers
         self._fetched = False  # True if the draft got its memory back for this step
@@ -301,7 +301,7 @@ class Guard:
 
         That is the slowdown, relative to the expected time, on which the target's pass and a draft's pass
         agree; 1 if they do not agree or there is only one. One of the drafts' passes is used in turn, as all
-        would take too long; with `known` all are. None is used if a request has a size of its own, as heads
+        would take too long; with `known` all are. None is used if a request has its own size, as heads
         may draw such trees level by level.
         """
         seconds = sum([stages.get(stage, 0.0) for stage in TARGET_STAGES])

@@ -25,13 +25,13 @@ from specinfer.speculate.policy.guard import KEPT, PLAIN_FIRST, Guard, PlainStep
 
 _LOG = logging.getLogger(__name__)
 
-VERSION: Final = 6  # of the file; incremented when its numbers change their meaning
-MAX_BYTES: Final = 1 << 20  # of a file
+VERSION: Final = 6  # version of the file; incremented when its numbers change their meaning
+MAX_BYTES: Final = 1 << 20  # maximum size of a file
 EVERY: Final = 2000  # steps between writes
 MIN_OUTCOMES: Final = 500  # new outcomes needed for a write
 _MAX_NAMES: Final = 256
 _MAX_OUTCOMES: Final = 1 << 53
-_MAX_TRIES: Final = 1e4  # of a level; full batches stay below
+_MAX_TRIES: Final = 1e4  # maximum tries of a level; full batches stay below
 _ROUNDING: Final = 1e-12  # relative to the tries
 _SLOWEST: Final = 1e6  # largest multiple of a plain step
 
@@ -70,14 +70,14 @@ class PolicyMemory:
             pass
         except (OSError, ValueError, KeyError) as error:
             _LOG.warning(
-                "the knowledge of earlier runs is not used, speculation begins anew: %s: %s; "
+                "the file of learned costs and rates is not used, speculation starts without it: %s: %s; "
                 "`specinfer policy reset` removes it",
                 self._file,
                 _reason(error),
             )
 
     def stepped(self) -> None:
-        """Count a step; writes the file after every EVERY steps."""
+        """Count a step; writes the file once in EVERY steps."""
         self._steps += 1
         if self._steps % EVERY == 0:
             self.keep()
@@ -93,7 +93,7 @@ class PolicyMemory:
             self._failed = True
             _LOG.warning(
                 "the knowledge of speculation cannot be written to %s, and ends with this process; "
-                "set SPECINFER_CACHE to a folder that can be written",
+                "set SPECINFER_CACHE to a writable folder",
                 self._file,
             )
 
@@ -167,10 +167,10 @@ def read_policy(file: Path) -> StoredPolicy:
     try:
         parsed = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ValueError("it is no whole JSON file") from error
+        raise ValueError("it is not a complete JSON file") from error
     found = _mapping(parsed, 100)
     if found.get("version") != VERSION:
-        raise ValueError(f"it is of version {found.get('version')!r:.20}, not {VERSION}")
+        raise ValueError(f"it has version {found.get('version')!r:.20}, expected {VERSION}")
     content = {name: found.get(name) for name in ("version", "key", "learned")}
     if found.get("checksum") != _digest(content):
         raise ValueError("its checksum is wrong")

@@ -50,7 +50,7 @@ class SpeculationPolicy:
     """
 
     def __init__(self, learned: Expansion | None = None) -> None:
-        """Give a shape for drafts' trees that have none of their own.
+        """Set the shape of drafts' trees that have no shape.
 
         At each level of such a tree, the likeliest nodes are extended, as many as `learned` has there.
         """

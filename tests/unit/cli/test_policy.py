@@ -149,13 +149,13 @@ def test_what_was_learnt_is_shown(kept: Path) -> None:
     assert "draft at temperatures over 1: accepted at level 1, 2, ... 0.68 0.68\n" in shown
     assert "to 0.5" not in shown, "of which there was none"
     assert re.search(r"draft: first choices, reported->accepted: .* 0\.73->0\.\d\d ", shown)
-    assert f"{kept / 'x.json'}\n  cannot be used: it is no whole JSON file" in shown
+    assert f"{kept / 'x.json'}\n  cannot be used: it is not a complete JSON file" in shown
 
 
 def test_what_was_learnt_is_shown_as_json(kept: Path) -> None:
     shown = json.loads(run("policy", "show", "--json").output)
     assert shown["folder"] == str(kept)
-    assert [one.get("error", "") for one in shown["policies"]] == ["", "", "it is no whole JSON file"]
+    assert [one.get("error", "") for one in shown["policies"]] == ["", "", "it is not a complete JSON file"]
     assert shown["policies"][0]["learned"]["outcomes"] == 60
 
 

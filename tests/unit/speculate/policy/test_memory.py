@@ -213,13 +213,13 @@ def test_a_number_that_cannot_be_costs_what_was_learnt_and_one_line(
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda file: file.write_bytes(file.read_bytes()[:-20]), "no whole JSON"),
-        (lambda file: file.write_bytes(b""), "no whole JSON"),
-        (lambda file: file.write_bytes(b"\xff\xfe"), "no whole JSON"),
-        (lambda file: file.write_text("[" * 100_000), "no whole JSON"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-20]), "not a complete JSON"),
+        (lambda file: file.write_bytes(b""), "not a complete JSON"),
+        (lambda file: file.write_bytes(b"\xff\xfe"), "not a complete JSON"),
+        (lambda file: file.write_text("[" * 100_000), "not a complete JSON"),
         (lambda file: file.write_text("[1]"), "an object"),
         (lambda file: file.write_text(" " * (MAX_BYTES + 1)), "more than"),
-        (lambda file: changed(file, lambda j: j.update(version=1), signed=False), "version 1, not 6"),
+        (lambda file: changed(file, lambda j: j.update(version=1), signed=False), "version 1, expected 6"),
         (lambda file: changed(file, put("drafts", value={}), signed=False), "checksum"),
         (lambda file: changed(file, lambda j: j["key"].update(target="else")), "of other models"),
         (lambda file: (file.unlink(), file.mkdir()), "directory"),
@@ -310,7 +310,7 @@ def test_of_trees_of_another_depth_the_levels_that_both_have_are_taken(
 def test_stored_policies_are_found_and_those_that_cannot_be_used(folder: Path, kept: Learned) -> None:
     (folder / "a.json").write_text("{")
     (first, broken, why), (_, whole, _) = sorted(stored_policies(folder), key=lambda one: one[1] is not None)
-    assert (first.name, broken, why) == ("a.json", None, "it is no whole JSON file")
+    assert (first.name, broken, why) == ("a.json", None, "it is not a complete JSON file")
     assert whole is not None
     assert whole.key == KEY
     assert stored_policies(folder / "nowhere") == []
