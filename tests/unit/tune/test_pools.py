@@ -63,7 +63,7 @@ def test_a_pool_guesses_more_than_its_members(
         assert ("Left out" in card) is (len(alone) == 1)
     assert "A pool of drafts for target" in card
     assert "license: unknown\n---" in card
-    assert re.search(r"They were trained on \d+ answers of the target, \d+ tokens; prompts: prompts.jsonl\.", card)
+    assert re.search(r"trained on \d+ answers of the target, \d+ tokens; prompts: prompts.jsonl\.", card)
     assert ("weights: embeddings and output layer" in card) is (kind is SSM)
     counts = [re.findall(r"learns from (\d+) of (\d+) texts", line) for line in lines]
     first, second = ((int(some), int(every)) for found in counts for some, every in found)
