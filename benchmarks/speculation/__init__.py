@@ -1,1 +1,1 @@
-"""Against no speculation: what each speculator and policy gains."""
+"""Speculation: its speed and costs against runs without it."""
