@@ -22,7 +22,7 @@ from specinfer.models.families.registry import HF_FAMILIES
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- models: tools/models_page.py -->\n", "<!-- end -->"
 HEAD = "| model_type | native | through transformers | logits differ by | |\n|---|---|---|---|---|\n"
-COUNTS = re.compile(r"Of the \d+ .*?: \d+ run natively, \d+ through transformers, \d+ are refused\.")
+COUNTS = re.compile(r"In total, \d+ .*?: \d+ run natively, \d+ through transformers, \d+ are refused\.")
 TOLERANCE = 1e-4
 
 
@@ -56,7 +56,7 @@ def with_rows(page: str, rows: Sequence[Tried]) -> str:
     runs = sum(row.runs for row in rows)
     refused = sum(not row.runs and row.kind not in HF_FAMILIES for row in rows)
     counts = (
-        f"Of the {len(rows)} decoders in the table: {ours} run natively, {runs} through transformers, "
+        f"In total, {len(rows)} decoders are in the table: {ours} run natively, {runs} through transformers, "
         f"{refused} are refused."
     )
     before, _, after = page.partition(BEGIN)

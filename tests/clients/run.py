@@ -1,4 +1,4 @@
-"""Real clients do their everyday work against one server; each runs in an environment of its own.
+"""Run common tasks of published clients against one server, each client in its own environment.
 
     python -m tests.clients.run [NAME...] [--page docs/clients.md]
 
@@ -85,16 +85,16 @@ def page(clients: Sequence[Client], visits: Mapping[str, Visit], model: str, cal
     lines = [
         "# Clients",
         "",
-        "Real clients, as their registries have them, do their everyday work against one `specinfer serve`.",
-        "Each has a script in `tests/clients/scripts/`, and every line below is a check of it. The server's",
-        "log is read too: a client fails if a request is refused that its script does not mean to be.",
+        "Each client, as published in its registry, runs common tasks against one `specinfer serve`.",
+        "Its script is in `tests/clients/scripts/`, and every line below is a check in it. The run also reads",
+        "the server's log: a client fails if a request is refused that its script does not expect to be refused.",
         "",
         f'- command: `make test-clients ARGS="--page docs/clients.md"`, model `{model}`',
         f"- server: `specinfer serve {model} --call-format {call_format}`, everything else at its default",
         f"- date and commit: {where['date'][:10]}, {where['commit']}",
         f"- hardware: {machine['cpu']}, {machine['cores']} cores",
         "",
-        "| client | versions | checks passed | requests | of them refused on purpose |",
+        "| client | versions | checks passed | requests | expected refusals |",
         "|---|---|---|---|---|",
     ]
     for client in clients:

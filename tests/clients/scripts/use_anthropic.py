@@ -27,7 +27,7 @@ def an_answer_is_that_of_chat_completions() -> None:
 
 
 @check
-def a_stream_says_what_the_whole_answer_says() -> None:
+def a_stream_has_the_text_of_the_whole_answer() -> None:
     whole = client.messages.create(**ASKED)
     with client.messages.stream(**ASKED) as stream:
         text = "".join(stream.text_stream)

@@ -79,6 +79,6 @@ def a_tool_is_called_by_a_native_call() -> None:
 
 
 @check
-def errors_are_told() -> None:
+def errors_are_raised() -> None:
     with refused(Exception, "gpt-4o", MODEL):
         dspy.LM("openai/gpt-4o", max_tokens=32, **AT)(RIVERS)

@@ -37,7 +37,7 @@ tool = create_tool_from_function(weather)
 
 
 @check
-def a_stream_says_what_the_whole_answer_says() -> None:
+def a_stream_has_the_text_of_the_whole_answer() -> None:
     [whole] = OpenAIChatGenerator(**AT, generation_kwargs=SHORT).run(QUESTION)["replies"]
     assert whole.text == says(RIVERS, max_tokens=32, temperature=0)
     pieces = []

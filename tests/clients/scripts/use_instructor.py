@@ -84,7 +84,7 @@ def lists_of_classes_are_read() -> None:
 
 
 @check
-def errors_are_told() -> None:
+def errors_are_raised() -> None:
     with refused(InstructorRetryException, "top_p"):
         client(instructor.Mode.TOOLS).chat.completions.create(
             response_model=Weather, top_p=3, **question(LISBON), **ASKED

@@ -37,7 +37,7 @@ ANSWERS = [weather.invoke({"city": city, "unit": unit}) for city in get_args(Cit
 
 
 @check
-def a_stream_says_what_the_whole_answer_says() -> None:
+def a_stream_has_the_text_of_the_whole_answer() -> None:
     whole = chat.invoke(RIVERS)
     assert whole.content == says(RIVERS, max_tokens=32, temperature=0)
     chunks = list(chat.stream(RIVERS))

@@ -20,7 +20,7 @@ class Weather(BaseModel):
 
 
 @check
-def a_stream_says_what_the_whole_answer_says() -> None:
+def a_stream_has_the_text_of_the_whole_answer() -> None:
     whole = litellm.completion(**ASKED)
     assert whole.choices[0].message.content == says(RIVERS, max_tokens=32, temperature=0)
     chunks = list(litellm.completion(**ASKED, stream=True, stream_options={"include_usage": True}))

@@ -37,7 +37,7 @@ TOOL = FunctionTool.from_defaults(weather)
 
 
 @check
-def a_stream_says_what_the_whole_answer_says() -> None:
+def a_stream_has_the_text_of_the_whole_answer() -> None:
     whole = chat.chat(QUESTION).message.content
     assert whole == says(RIVERS, max_tokens=32, temperature=0)
     assert "".join(piece.delta for piece in chat.stream_chat(QUESTION)) == whole

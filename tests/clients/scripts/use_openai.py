@@ -35,7 +35,7 @@ def the_model_is_listed() -> None:
 
 
 @check
-def a_stream_says_what_the_whole_answer_says() -> None:
+def a_stream_has_the_text_of_the_whole_answer() -> None:
     whole = client.chat.completions.create(**ASKED)
     assert whole.choices[0].message.content == says(RIVERS, max_tokens=32, temperature=0.8, seed=7)
     text, usage = "", None

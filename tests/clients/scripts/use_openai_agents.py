@@ -37,7 +37,7 @@ def weather(city: City, unit: Unit) -> str:
 
 
 @check
-async def a_stream_says_what_the_whole_answer_says() -> None:
+async def a_stream_has_the_text_of_the_whole_answer() -> None:
     for model in MODELS:
         agent = Agent(name="guide", model=model, model_settings=SHORT)
         whole = await Runner.run(agent, FRANCE)

@@ -12,7 +12,7 @@ const format = {
   json_schema: { name: "weather", strict: true, schema: WEATHER },
 };
 
-await check("a stream says what the whole answer says", async () => {
+await check("a stream has the text of the whole answer", async () => {
   const whole = await client.chat.completions.create(asked);
   assert.equal(whole.choices[0].message.content, await says(RIVERS, { max_tokens: 32, seed: 7 }));
   let text = "";

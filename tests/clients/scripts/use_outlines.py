@@ -26,7 +26,7 @@ class Weather(BaseModel):
 
 
 @check
-def a_stream_says_what_the_whole_answer_says() -> None:
+def a_stream_has_the_text_of_the_whole_answer() -> None:
     for model in (as_openai, as_vllm):
         whole = model(RIVERS, **ASKED)
         assert whole == says(RIVERS, **ASKED)
@@ -63,6 +63,6 @@ def a_grammar_is_kept() -> None:
 
 
 @check
-def errors_are_told() -> None:
+def errors_are_raised() -> None:
     with refused(Exception, "grammar"):
         as_vllm("Write a sum.", CFG("start: ("), **ASKED)

@@ -51,7 +51,7 @@ await check("a form and a call are checked against their schemas", async () => {
   assert.ok(CITIES.includes(JSON.parse(result.response.output[0].function.arguments).city));
 });
 
-await check("an error is told", async () => {
+await check("an error is reported", async () => {
   const [result] = evaluate({ prompts: [LISBON], providers: [provider({ response_format: { type: "xml" } })], tests: [{ vars: {} }] });
   expectRefusal();
   assert.equal(result.success, false);

@@ -42,7 +42,7 @@ def an_answer_is_the_models() -> None:
 
 
 @check
-async def a_stream_says_what_the_whole_answer_says() -> None:
+async def a_stream_has_the_text_of_the_whole_answer() -> None:
     for model in (chat, responses):
         async with Agent(model, model_settings=SHORT).run_stream(RIVERS) as stream:
             text = "".join([piece async for piece in stream.stream_text(delta=True)])

@@ -29,7 +29,7 @@ const weather = tool({
 // The tool first, then an answer: a small model left to choose may call for ever.
 const prepareStep = ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" });
 
-await check("a stream says what the whole answer says", async () => {
+await check("a stream has the text of the whole answer", async () => {
   const plain = await says(RIVERS, { max_tokens: 32, temperature: 0 });
   for (const model of models) {
     const whole = await generateText({ ...asked, model });
