@@ -1,4 +1,4 @@
-"""The application: which path is answered by whom."""
+"""The HTTP application: paths and their handlers."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from specinfer.serve.http.hosts import Hosts
 from specinfer.serve.http.page_server import PAGE_HEADERS, page_files
 from specinfer.version import VERSION
 
-_MOST_ITEMS: Final = 100  # of one list, as in OpenAI's API
+_MAX_ITEMS: Final = 100  # items of one page of a list, as in OpenAI's API
 
 
 def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> FastAPI:
-    """The server's application; `hosts` are whom it may be asked for by, None for any name."""
+    """Build the server's application; `hosts` are the accepted Host headers, None for any."""
     config = service.config
     app = FastAPI(
         title="specinfer",
         version=VERSION,
-        docs_url=None,  # its page would come from somewhere else
+        docs_url=None,  # its page would load scripts from another host
         redoc_url=None,
-        redirect_slashes=False,  # the place it would name is not the one by which a proxy is asked
+        redirect_slashes=False,  # behind a proxy the redirect would name the wrong host
     )
     app.add_exception_handler(ApiError, tell_api_error)
     app.add_exception_handler(HTTPException, tell_http_error)
@@ -54,7 +54,7 @@ def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> FastA
     _add_server_paths(app, service)
     if config.page:
         _add_page(app)
-    # The last one added is the first one asked.
+    # The middleware added last runs first.
     app.add_middleware(
         Access,
         keys=keys,
@@ -69,21 +69,21 @@ def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> FastA
             CORSMiddleware,
             allow_origins=list(config.cors_origin),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],  # clients have headers of their own
+            allow_headers=["*"],  # client libraries add their own headers
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     return app
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
-    """The paths that answer what a body asks for, in one piece or, where it says so, as a stream."""
+    """Add the POST paths; an answer is one JSON object, or a stream if the body sets `stream`."""
     bodies = _Bodies(app, service)
     bodies.answer("/v1/completions", CompletionFields, Completions)
     bodies.answer("/v1/chat/completions", ChatFields, Chat)
     store = ResponseStore(service.config.stored_responses)
-    # Streams of others end with an event that says so, and with no other sign.
+    # Streams of the other APIs end with an event of their last type, without a `[DONE]` line.
     bodies.answer("/v1/responses", ResponseFields, partial(Responses, store=store), done="")
-    _add_kept_responses(app, store)
+    _add_stored_responses(app, store)
     bodies.answer("/v1/messages", MessageFields, Messages, done="")
     bodies.answer("/infill", InfillFields, Infill, done="")
     bodies.tell("/tokenize", TokenizeFields, tokenize)
@@ -93,9 +93,9 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
 
 class _Bodies:
-    """POST paths whose bodies are described in the OpenAPI document and read by us.
+    """POST paths with our own body parser, described in the OpenAPI document.
 
-    The framework would read them with Python's JSON, which takes NaN and fails on what is nested deep.
+    The framework would parse bodies with Python's `json`, which accepts NaN and fails on deep nesting.
     """
 
     def __init__(self, app: FastAPI, service: Service) -> None:
@@ -111,7 +111,7 @@ class _Bodies:
         *,
         done: str = "data: [DONE]\n\n",
     ) -> None:
-        """A path whose answer grows; a stream of it ends with `done`."""
+        """Add a path with generated answers; a stream ends with `done`."""
         service = self._service
 
         async def endpoint(request: Request, fields: BaseModel) -> Response:
@@ -124,7 +124,7 @@ class _Bodies:
         self._add(path, kind, endpoint)
 
     def tell(self, path: str, kind: type[BaseModel], make: Callable[[Service, Any], Awaitable[Any]]) -> None:
-        """A path whose answer is there at once."""
+        """Add a path with an answer that is not generated."""
 
         async def endpoint(request: Request, fields: BaseModel) -> Response:
             return JSONResponse(await make(self._service, fields))
@@ -132,7 +132,7 @@ class _Bodies:
         self._add(path, kind, endpoint)
 
     def describe(self) -> None:
-        """Add what all these bodies look like to the OpenAPI document."""
+        """Add the schemas of all these bodies to the OpenAPI document."""
         usual = self._app.openapi
 
         def document() -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "root": service.models[0],
             **parent,
             "max_model_len": service.facts.max_context,
-            "sampling_defaults": service.sampling,  # of requests that do not say; what is not here is usual
+            "sampling_defaults": service.sampling,  # defaults of sampling fields
             "speculation": _speculation(service.facts),
         }
 
@@ -197,71 +197,71 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.post("/v1/embeddings")
     async def embeddings() -> None:
         raise ApiError(
-            "embeddings are not offered: this server makes text alone; ask a server with an embedding model",
+            "embeddings are not supported; use a server with an embedding model",
             status=404,
             code="not_offered",
         )
 
 
-def _add_kept_responses(app: FastAPI, store: ResponseStore) -> None:
+def _add_stored_responses(app: FastAPI, store: ResponseStore) -> None:
     @app.get("/v1/responses/{name}")
     async def response(name: str, request: Request) -> Response:
-        """A response that was kept, in one piece."""
+        """Return a stored response as one object."""
         _parameters(request)
         return Response(store.kept(name).body, media_type="application/json")
 
     @app.delete("/v1/responses/{name}")
     async def forget(name: str) -> dict[str, Any]:
-        """Forget a response; those that went on from it stay."""
+        """Delete a response; later responses that continue it stay."""
         store.forget(name)
         return {"id": name, "object": "response", "deleted": True}
 
     @app.get("/v1/responses/{name}/input_items")
     async def input_items(name: str, request: Request) -> dict[str, Any]:
-        """The items of a kept response's input; those of responses before it are listed with these."""
+        """List the input items of a stored response, without those of earlier responses."""
         given = _parameters(request, "after", "limit", "order")
         limit, order = given.get("limit", "20"), given.get("order", "desc")
-        if not limit.isdecimal() or not 1 <= int(limit[:4]) <= _MOST_ITEMS:
-            raise ApiError(f"limit is {limit[:20]!r}; allowed: 1 to {_MOST_ITEMS}", param="limit")
+        if not limit.isdecimal() or not 1 <= int(limit[:4]) <= _MAX_ITEMS:
+            raise ApiError(f"limit is {limit[:20]!r}; allowed: 1 to {_MAX_ITEMS}", param="limit")
         if order not in ("asc", "desc"):
             raise ApiError(f"order is {order[:20]!r}; allowed: asc, desc", param="order")
         return store.page(name, after=given.get("after"), limit=int(limit), order=order)
 
     @app.post("/v1/responses/{name}/cancel")
     async def cancel(name: str) -> None:
-        """Nothing to cancel: a response is kept when it has ended."""
+        """Refuse to cancel: only finished responses are stored."""
         store.kept(name)
         raise ApiError(
-            "only responses that are made in the background can be cancelled, and none are here; "
-            "close the connection to end one"
+            "only background responses can be cancelled, and this server has none; "
+            "close the connection to end a response"
         )
 
 
 def _parameters(request: Request, *allowed: str) -> dict[str, str]:
-    """The parameters of a request's query; raises ApiError for one that is not among these."""
+    """Return the query parameters of a request; raises ApiError for one that is not allowed."""
     for param in request.query_params:
         if param not in allowed:
-            known = f"allowed: {', '.join(allowed)}" if allowed else "drop it"
-            raise ApiError(f"{param[:100]} is no parameter here; {known}", param=param[:100])
+            known = f"allowed: {', '.join(allowed)}" if allowed else "remove it"
+            raise ApiError(f"{param[:100]} is not a query parameter of this path; {known}", param=param[:100])
     return dict(request.query_params)
 
 
 def _add_server_paths(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> Response:
-        """Whether this process answers; what a restart would mend."""
+        """Liveness: 200 while this process answers; restart it if it does not."""
         return JSONResponse({"status": "ok"})
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Whether it takes work: 503 while no engine does, or while the server drains."""
+        """Readiness: 503 while no engine accepts requests, or while the server drains."""
         health = await service.backend.health()
         trouble = "the server is shutting down" if service.draining else health.trouble
         if trouble:
             return ApiError(trouble, status=503, headers={"Retry-After": "5"}).response()
         serving = sum(not one.trouble for one in health.replicas)
-        told = {"replicas": len(health.replicas), "serving": serving, "restarts": health.restarts}
-        return JSONResponse({"status": "ready", **told})
+        counts = {"replicas": len(health.replicas), "serving": serving, "restarts": health.restarts}
+        return JSONResponse({"status": "ready", **counts})
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -287,11 +287,11 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _speculation(facts: EngineInfo) -> dict[str, Any]:
-    """What requests may ask of speculation here, and what they get without asking."""
+    """Speculation settings that a request may change, and their defaults."""
     usual = facts.speculation
     return {
         "speculators": list(facts.speculators),
         "max_nodes": usual.most_nodes,
-        "expansion": usual.shape if usual.drafts else None,  # the shape of a draft model's trees
+        "expansion": usual.shape if usual.drafts else None,  # shape of a draft model's trees
         "verifier": usual.verifier,
     }

@@ -1,4 +1,4 @@
-"""Answers a file of requests with the server's endpoints, in OpenAI's batch format, without a socket.
+"""Batch runs: answer a file of requests in OpenAI's batch format, without a socket.
 
 Each input line is an object with custom_id, method, url and body; each answer is an output line.
 """
@@ -37,7 +37,7 @@ from specinfer.serve.startup import open_service
 _BEGINNING: Final = b'{"id": "batch_req_'  # of every line
 _FAILED: Final = 500  # HTTP status of server errors; their requests are sent again
 
-_AHEAD: Final = 2  # requests beyond a full batch: one is ready when another ends
+_AHEAD: Final = 2  # requests beyond a full batch, so that one is ready when another ends
 
 
 class BatchAnswers:
@@ -80,12 +80,11 @@ class BatchAnswers:
         error: Mapping[str, Any] | None = None,
     ) -> None:
         """Append the answer to the request `name`, which is in line `line` of the input."""
-        told = None if error is None else {**error, "line": line}
         record = {
             "id": f"batch_req_{uuid.uuid4().hex}",
             "custom_id": name,
             "response": response,
-            "error": told,
+            "error": None if error is None else {**error, "line": line},
         }
         left = memoryview(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         while left:
@@ -96,12 +95,16 @@ class BatchAnswers:
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         if not stat.S_ISREG(os.fstat(file).st_mode):
             os.close(file)
-            raise UserError(f"{self._path} is no plain file; a run needs one to go on from")
+            raise UserError(
+                f"{self._path} is not a regular file, which a run needs to resume; give another file"
+            )
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(file)
-            raise UserError(f"another run has {self._path} open; wait for it, or give another file") from None
+            raise UserError(
+                f"another run has {self._path} open; wait until it ends, or give another file"
+            ) from None
         except OSError:
             pass  # a disk without locks
         return file
@@ -114,7 +117,7 @@ class BatchAnswers:
             if record is None:
                 if raw.endswith(b"\n") or not (raw.startswith(_BEGINNING) or _BEGINNING.startswith(raw)):
                     raise UserError(
-                        f"{self._path} has no answer of a batch in line {number}; give another file"
+                        f"line {number} of {self._path} is not the answer of a batch; give another file"
                     )
                 os.ftruncate(self._file, whole)  # a torn line
                 break
@@ -176,9 +179,9 @@ class BatchLine(Fields):
     body: dict[str, Any]
 
     def check(self) -> None:
-        """Raise ApiError for what a batch cannot do."""
+        """Raise ApiError if the request cannot be part of a batch."""
         if self.body.get("stream"):
-            raise ApiError("body.stream is true, and a batch has whole answers; drop it", param="body.stream")
+            raise ApiError("body.stream is true, but a batch has no streams; remove it", param="body.stream")
 
 
 class _Named(Fields):
@@ -190,53 +193,53 @@ class _Named(Fields):
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
+class _OpenLine:
     """An input line without an answer."""
 
     number: int
     name: str | None  # custom_id, if the line has one
     request: BatchLine | None  # None if the line is not a valid request
-    fault: str = ""  # why it is not
+    fault: str = ""  # error message of a line that is not valid
 
 
 class BatchInput:
-    """The input file, read line by line; raises UserError if there is no such file, and OSError."""
+    """The input file, read line by line; raises UserError if the file does not exist, and OSError."""
 
-    def __init__(self, path: Path, most_bytes: int) -> None:
+    def __init__(self, path: Path, max_bytes: int) -> None:
         if not path.is_file():
-            raise UserError(f"{path} is no file; give one with a request in each line")
+            raise UserError(f"{path} is not a file; give one with a request in each line")
         self._path = path
-        self._most_bytes = most_bytes  # of one request
+        self._max_bytes = max_bytes  # maximum of one request
         with path.open("rb") as file:
             self.count = sum(1 for raw in file if raw.strip())
 
-    def left(self, answers: BatchAnswers) -> Iterator[_Ask]:
+    def left(self, answers: BatchAnswers) -> Iterator[_OpenLine]:
         """The lines without an answer, in order."""
         seen: dict[str, int] = {}
         with self._path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 if not raw.strip() or number in answers.lines:
                     continue
-                ask = self._read(number, raw)
-                if ask.name is None:
-                    yield ask
-                elif (first := seen.setdefault(ask.name, number)) != number:
-                    fault = f"custom_id is {ask.name[:100]!r}, like that of line {first}; rename it"
-                    yield _Ask(number, None, None, fault)
-                elif ask.name not in answers.names:
-                    yield ask
+                line = self._read(number, raw)
+                if line.name is None:
+                    yield line
+                elif (first := seen.setdefault(line.name, number)) != number:
+                    fault = f"custom_id is {line.name[:100]!r}, like that of line {first}; rename it"
+                    yield _OpenLine(number, None, None, fault)
+                elif line.name not in answers.names:
+                    yield line
 
-    def _read(self, number: int, raw: bytes) -> _Ask:
+    def _read(self, number: int, raw: bytes) -> _OpenLine:
         try:
-            request = parse(BatchLine, raw, self._most_bytes)
+            request = parse(BatchLine, raw, self._max_bytes)
             request.check()
         except ApiError as error:
             try:
-                name = parse(_Named, raw, self._most_bytes).custom_id
+                name = parse(_Named, raw, self._max_bytes).custom_id
             except ApiError:
                 name = None
-            return _Ask(number, name, None, error.body["error"]["message"])
-        return _Ask(number, request.custom_id, request)
+            return _OpenLine(number, name, None, error.body["error"]["message"])
+        return _OpenLine(number, request.custom_id, request)
 
 
 def run_batch(
@@ -254,7 +257,7 @@ def run_batch(
     """
     files = resolve(engine.model, progress=progress)
     at_once = engine.scheduler.max_batch_size * config.replicas + _AHEAD
-    # Each request may have max_n prompts of max_n completions, and none is to be refused for the others.
+    # Each request may have max_n prompts of max_n completions; the queue must hold all of them.
     config = replace(config, max_waiting=at_once * config.max_n**2, max_wait=0.0, page=False)
 
     async def run() -> None:
@@ -270,13 +273,13 @@ def run_batch(
 
 
 async def answer_all(
-    app: ASGIApp, asks: Iterator[_Ask], answers: BatchAnswers, at_once: int, progress: Progress
+    app: ASGIApp, lines: Iterator[_OpenLine], answers: BatchAnswers, at_once: int, progress: Progress
 ) -> None:
-    """Send all of `asks` to the application, `at_once` at a time."""
+    """Send all of `lines` to the application, `at_once` at a time."""
 
     async def work(client: httpx.AsyncClient) -> None:
-        for ask in asks:  # one iterator, shared by all workers
-            await _answer(client, ask, answers)
+        for line in lines:  # one iterator, shared by all workers
+            await _answer(client, line, answers)
             progress.advance(1)
 
     transport = httpx.ASGITransport(app)
@@ -290,11 +293,11 @@ async def answer_all(
             await asyncio.gather(*workers, return_exceptions=True)
 
 
-async def _answer(client: httpx.AsyncClient, ask: _Ask, answers: BatchAnswers) -> None:
-    if ask.request is None:
-        answers.add(ask.name, line=ask.number, error={"code": "invalid_line", "message": ask.fault})
+async def _answer(client: httpx.AsyncClient, line: _OpenLine, answers: BatchAnswers) -> None:
+    if line.request is None:
+        answers.add(line.name, line=line.number, error={"code": "invalid_line", "message": line.fault})
         return
-    answer = await client.post(ask.request.url, content=to_json(ask.request.body))
+    answer = await client.post(line.request.url, content=to_json(line.request.body))
     response = {
         "status_code": answer.status_code,
         "request_id": answer.headers["x-request-id"],
@@ -302,6 +305,6 @@ async def _answer(client: httpx.AsyncClient, ask: _Ask, answers: BatchAnswers) -
     }
     error = None
     if answer.is_error:
-        told = response["body"]["error"]
-        error = {"code": told.get("code") or told["type"], "message": told["message"]}
-    answers.add(ask.name, line=ask.number, response=response, error=error)
+        body = response["body"]["error"]
+        error = {"code": body.get("code") or body["type"], "message": body["message"]}
+    answers.add(line.name, line=line.number, response=response, error=error)

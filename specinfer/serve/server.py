@@ -1,4 +1,4 @@
-"""The server as a process: it starts the engine, listens, drains when it is told to end."""
+"""The server process: starts the engine, listens, and drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_ROLLING: Final = signal.SIGUSR1  # has engines replaced
-_AT_ONCE: Final = 32  # connections that are accepted before the first of them is looked at
-_BACKLOG: Final = 2048  # connections that wait to be accepted
-# Beside connections: those that are accepted and not looked at yet, the engine's sockets, logs, files.
+_ROLLING: Final = signal.SIGUSR1  # replaces the engines
+_AT_ONCE: Final = 32  # connections accepted in one pass of the event loop
+_BACKLOG: Final = 2048  # connections waiting to be accepted
+# File descriptors for other uses: accepted connections not yet counted, the engine's sockets, logs, files.
 _OWN_DESCRIPTORS: Final = SPARE + 4 * _AT_ONCE + 64
-_REPEAT_SECONDS: Final = 60.0  # between two log lines that say the same
-_M_MMAP_THRESHOLD: Final = -3  # of glibc's mallopt
-_LARGE: Final = 512 << 10  # bytes: above what is read of a connection at once
-_FAREWELL_SECONDS: Final = 0.2  # for a load balancer to see that the server is not ready
-_CUT: Final = "the server ended before the answer did; ask again"
-_CUT_SECONDS: Final = 2.0  # for clients to take in that their answers were cut
+_REPEAT_SECONDS: Final = 60.0  # between two equal log lines
+_M_MMAP_THRESHOLD: Final = -3  # M_MMAP_THRESHOLD of glibc's mallopt
+_LARGE: Final = 512 << 10  # bytes; more than one read of a connection
+_UNREADY_SECONDS: Final = 0.2  # so that a load balancer sees that the server is not ready
+_CUT: Final = "the server shut down before the answer was complete; send the request again"
+_CUT_SECONDS: Final = 2.0  # for the error events of cut answers to be sent
 
 
 def serve(
@@ -55,20 +55,20 @@ def serve(
     progress: Progress,
     ready: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT, with the first engine in `child`; `ready` gets the URL when it listens.
+    """Serve until SIGTERM or SIGINT, with the first engine in `child`; calls `ready` with the URL.
 
-    Raises UserError, before the port opens, for a port that is taken, a model that is missing, and whatever
-    else the engine cannot be started with.
+    Raises UserError, before the port opens, if the port is taken, the model is missing, or the engine cannot
+    start.
     """
     configure(config.log_format, config.log_level, "server")
-    signal.signal(_ROLLING, signal.SIG_IGN)  # until there are engines to replace
+    signal.signal(_ROLLING, signal.SIG_IGN)  # until the engines run
     _give_large_blocks_back()
     config = fit_descriptors(config)
     keys = Keys(read_keys(config))
     with listen(config) as listener:
         if not keys and not is_loopback(listener.getsockname()[0]):
             _LOG.warning(
-                "%s can be reached from other machines, and anybody may use this server: give --api-key",
+                "%s can be reached from other machines, and requests need no key: give --api-key",
                 config.host,
             )
         files = resolve(engine.model, progress=progress)
@@ -76,7 +76,7 @@ def serve(
         async def run() -> None:
             asyncio.get_running_loop().set_exception_handler(_AcceptErrors())
             async with open_service(config, engine, child, files) as service:
-                from specinfer.serve.app import build_app  # which was loaded while the engine was
+                from specinfer.serve.app import build_app  # loaded while the engine started
 
                 host, port = listener.getsockname()[:2]
                 hosts = Hosts.of(config.host, config.allowed_host, keyed=bool(keys), address=host)
@@ -88,7 +88,7 @@ def serve(
 
 
 def read_keys(config: ServeConfig) -> list[str]:
-    """The keys of the options and of their file; raises ConfigError where it cannot be read.
+    """Return the keys of the options and of their file; raises ConfigError if it cannot be read.
 
     Lines of the file that begin with # are comments.
     """
@@ -97,58 +97,58 @@ def read_keys(config: ServeConfig) -> list[str]:
         try:
             lines = Path(config.api_key_file).read_text(encoding="ascii").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
+            reason = error.strerror if isinstance(error, OSError) else "not ASCII text"
             raise ConfigError(f"cannot read api_key_file {config.api_key_file}: {reason}") from None
         found = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
         if not found:
-            raise ConfigError(f"api_key_file {config.api_key_file} has no key; write one to a line")
+            raise ConfigError(f"api_key_file {config.api_key_file} has no key; write one key a line")
         keys += found
     return keys
 
 
 def fit_descriptors(config: ServeConfig) -> ServeConfig:
-    """Raise this process's limit of file descriptors, and fit `max_connections` to it.
+    """Raise the limit of file descriptors of this process, and lower `max_connections` to fit.
 
-    Raises ConfigError where the hard limit leaves no room for connections.
+    Raises ConfigError if the hard limit leaves no descriptors for connections.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard == resource.RLIM_INFINITY or config.max_connections + _OWN_DESCRIPTORS <= hard:
         return config
-    most = hard - _OWN_DESCRIPTORS
-    if most < 1:
+    max_connections = hard - _OWN_DESCRIPTORS
+    if max_connections < 1:
         raise ConfigError(
             f"this process may open {hard} files, and the server needs more than {_OWN_DESCRIPTORS}; "
             "raise ulimit -n"
         )
     _LOG.warning(
         "max_connections is %d, not %d: this process may open %d files (ulimit -n, LimitNOFILE)",
-        most,
+        max_connections,
         config.max_connections,
         hard,
     )
-    return replace(config, max_connections=most)
+    return replace(config, max_connections=max_connections)
 
 
 def _give_large_blocks_back() -> None:
-    """Have glibc give bodies' memory back to the system when they are freed.
+    """Make glibc return the memory of request bodies to the system when it is freed.
 
-    It raises its threshold with the blocks it sees, and keeps those below in a heap with holes. Elsewhere
-    nothing is done.
+    glibc otherwise raises its mmap threshold with each freed block, and keeps smaller blocks in a fragmented
+    heap. No effect with other C libraries.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """A socket bound to the port, on which nobody is listened to yet; raises ConfigError."""
+    """Return a socket that is bound to the port and does not listen yet; raises ConfigError."""
     try:
         [(family, _, _, _, address), *_] = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         bound = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"host {config.host!r} is no address: {error.strerror or error}") from None
+        raise ConfigError(f"host {config.host!r} is not an address: {error.strerror or error}") from None
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(address)
@@ -164,7 +164,7 @@ def listen(config: ServeConfig) -> socket.socket:
 def _uvicorn_config(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=partial(  # type: ignore[arg-type]  # whatever makes a protocol will do
+        http=partial(  # type: ignore[arg-type]  # any callable that returns a protocol works
             Connection,
             idle=config.idle_timeout,
             connections=Connections(config.max_connections, config.max_bodies_memory or 2 * config.max_body),
@@ -183,24 +183,23 @@ def _uvicorn_config(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which stops taking work first when it is told to end."""
+    """uvicorn's server; at shutdown it first refuses new requests."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
         self.on_ready: Callable[[], None] = lambda: None
-        self._rolls = False  # it was told to replace engines, and has not begun to
+        self._roll_requested = False  # SIGUSR1 was received and the engines are not replaced yet
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The signals that end it drain, and the process ends with 0; uvicorn's own would raise them again.
+        """Drain on SIGTERM, SIGINT and SIGHUP, and exit with status 0; uvicorn's version raises them again.
 
-        The event loop does not watch for them: it loses a signal while the pipe that wakes it is full, as it
-        is where an engine has told of hundreds of steps since the loop last looked. A SIGHUP that is ignored,
-        as nohup has it, stays so.
+        The handlers are not the event loop's, which loses a signal while its wake-up pipe is full: an engine
+        that reports hundreds of steps between two passes fills it. A SIGHUP ignored by nohup stays ignored.
         """
-        heard = [one for one in _ENDING if signal.getsignal(one) is not signal.SIG_IGN]
-        earlier = {number: signal.signal(number, self.handle_exit) for number in heard}
+        caught = [one for one in _ENDING if signal.getsignal(one) is not signal.SIG_IGN]
+        earlier = {number: signal.signal(number, self.handle_exit) for number in caught}
         earlier[_ROLLING] = signal.signal(_ROLLING, self._handle_roll)
         try:
             yield
@@ -209,41 +208,42 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def _handle_roll(self, *_: object) -> None:
-        self._rolls = True
+        self._roll_requested = True
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn's, ten times a second: whether to end."""
-        if self._rolls:
-            self._rolls = False
+        """Return True if the server is to exit; uvicorn calls this ten times a second."""
+        if self._roll_requested:
+            self._roll_requested = False
             self._service.backend.begin_roll()
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for one in sockets or ():
-            one.listen(_BACKLOG)  # uvicorn's number is also how many are accepted at once
+            one.listen(_BACKLOG)  # uvicorn's backlog is also the number of accepts a pass
         if self.started:
             self.on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.draining = True
-        await asyncio.sleep(_FAREWELL_SECONDS)
+        await asyncio.sleep(_UNREADY_SECONDS)
         ending = asyncio.ensure_future(super().shutdown(sockets))
         done, _ = await asyncio.wait({ending}, timeout=self._service.config.grace)
         if not done:
             cut = self._service.backend.cut(_CUT)
             await asyncio.wait({ending}, timeout=_CUT_SECONDS)
-            # What is open still neither sends the rest of its request nor reads its answer.
+            # The clients of the open connections neither send their request nor read their answer.
             for connection in [*self.server_state.connections]:
                 connection.transport.abort()
-            _LOG.warning("%d answers were cut at the end of --grace", cut)
+            _LOG.warning("%d answers were cut off at the end of --grace", cut)
         await ending
 
 
 class _AcceptErrors:
-    """An event loop's exception handler that logs one line where no connection can be accepted.
+    """Exception handler of the event loop; logs one line if no connection can be accepted.
 
-    The event loop pauses for a second then, and calls its handler many times, which would log tracebacks.
+    The event loop then pauses for a second and calls its handler many times; the default handler would log
+    a traceback each time.
     """
 
     def __init__(self) -> None:
@@ -255,6 +255,6 @@ class _AcceptErrors:
         elif (now := time.monotonic()) - self._logged >= _REPEAT_SECONDS:
             self._logged = now
             _LOG.warning(
-                "no connection can be accepted (%s); others go on, and it is tried again every second",
+                "no connection can be accepted (%s); open ones continue, and the server retries every second",
                 context.get("exception"),
             )

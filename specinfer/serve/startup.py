@@ -1,4 +1,4 @@
-"""Startup of a server: engines, tokenizer and observers, loaded at the same time, make a Service."""
+"""Startup of a server: load engines, tokenizer and observers in parallel into a Service."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ from specinfer.tokenizer import Tokenizer
 async def open_service(
     config: ServeConfig, engine: EngineConfig, child: EngineChild, files: ModelFiles
 ) -> AsyncIterator[Service]:
-    """A Service whose engines run until the block ends, the first one in `child`.
+    """Open a Service whose engines run until the block ends, the first one in `child`.
 
-    `files` are those of the engines' model.
-
-    Raises UserError if the first engine cannot start.
+    `files` are the files of the engines' model. Raises UserError if the first engine cannot start.
     """
-    names = list(dict.fromkeys(config.served_model_name or [engine.model]))  # the usual one first
+    names = list(dict.fromkeys(config.served_model_name or [engine.model]))  # the default first
     if both := engine.adapters.keys() & set(names):
-        raise ConfigError(f"{min(both)!r} is a name of the model and of an adapter; give the adapter another")
+        raise ConfigError(f"{min(both)!r} names both the model and an adapter; rename the adapter")
     metrics = Metrics(names[0])
     backend = ReplicaBackend(
         engine,
@@ -43,7 +41,7 @@ async def open_service(
     )
     starting = asyncio.ensure_future(backend.start())
     try:
-        await asyncio.sleep(0)  # it takes seconds, and these are loaded meanwhile
+        await asyncio.sleep(0)  # starting the engines takes seconds; the rest loads meanwhile
         import specinfer.serve.app  # noqa: F401 - callers build the application next
 
         tokenizer = Tokenizer.load(files, engine.chat_template)
@@ -74,7 +72,7 @@ async def open_service(
 def observers(
     config: ServeConfig, model: str, metrics: Metrics, tokenizer: Tokenizer
 ) -> Iterator[Sequence[Observe]]:
-    """The observers that the options ask for, until the block ends; raises ConfigError."""
+    """Open the observers that the options select, until the block ends; raises ConfigError."""
     found: list[Observe] = []
     with ExitStack() as opened:
         if config.log_traffic is not None:

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: conversations that are answered."""
+"""POST /v1/chat/completions: answers to conversations."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from specinfer.serve.http.api_error import ApiError
 
 
 class RefusalPart(Fields):
-    """What the assistant said where it did not want to answer."""
+    """A refusal of the assistant in an earlier turn."""
 
     type: Literal["refusal"]
     refusal: str
 
     @property
     def text(self) -> str:
-        """What it said."""
+        """The text of the refusal."""
         return self.refusal
 
 
@@ -42,14 +42,14 @@ _Part = Annotated[Annotated[TextPart, Tag("Text")] | Annotated[RefusalPart, Tag(
 
 
 class FunctionCall(Fields):
-    """Which function, with arguments as JSON text."""
+    """The function of a call, with its arguments as JSON text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Fields):
-    """A call that the assistant made."""
+    """A tool call of the assistant."""
 
     id: str
     type: Literal["function"] = "function"
@@ -72,7 +72,7 @@ class ChatMessage(Fields):
     function_call: None = None
 
     def rendered(self) -> dict[str, Any]:
-        """The message as `messages_for_template` takes it, which makes it ready for chat templates."""
+        """Convert to the input of `messages_for_template`."""
         message = {name: getattr(self, name) for name in _RENDERED if getattr(self, name) is not None}
         if isinstance(self.content, list):
             message["content"] = [{"type": "text", "text": part.text} for part in self.content]
@@ -85,7 +85,7 @@ _RENDERED: Final = ("role", "content", "name", "tool_call_id", "reasoning_conten
 
 
 class ChatTool(Fields):
-    """A tool; functions are the only kind."""
+    """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: Function
@@ -98,14 +98,14 @@ class FunctionName(Fields):
 
 
 class NamedTool(Fields):
-    """The tool that is to be called."""
+    """The tool that the answer must call."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class ChatFields(ConversationFields):
-    """A conversation that wants an answer."""
+    """The request body: a conversation to answer."""
 
     messages: Items[ChatMessage]
     max_tokens: int | None = None
@@ -115,17 +115,17 @@ class ChatFields(ConversationFields):
     prediction: Prediction | None = None
     tools: Items[ChatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    reasoning_effort: str | None = Field(None, description="Handed to the model's chat template.")
+    reasoning_effort: str | None = Field(None, description="Passed to the model's chat template.")
 
     def check(self) -> None:
-        """Refuse what contradicts itself."""
+        """Raise ApiError for missing or contradicting fields."""
         super().check()
         if not self.messages:
             raise ApiError("messages is empty; give at least one message", param="messages")
         for i, message in enumerate(self.messages):
-            if message.content is None and message.role != "assistant":  # who may have called tools instead
+            if message.content is None and message.role != "assistant":  # may have tool calls instead
                 raise ApiError(
-                    f"content is required of a message of role {message.role!r}; give a text",
+                    f"a message of role {message.role!r} needs content; give a text",
                     param=f"messages[{i}].content",
                 )
         if self.top_logprobs and not self.logprobs:
@@ -141,22 +141,22 @@ class ChatFields(ConversationFields):
 
     @property
     def functions(self) -> Sequence[Function]:
-        """Those of the tools."""
+        """The functions in `tools`."""
         return [tool.function for tool in self.tools or ()]
 
     @property
     def chosen(self) -> ToolChoice:
-        """What `tool_choice` says; without tools it says nothing."""
+        """The value of `tool_choice`; default: auto."""
         choice = self.tool_choice
         if isinstance(choice, NamedTool):
             return ToolChoice("required", choice.function.name)
         return ToolChoice(choice or "auto")
 
     def sampling_params(self, room: int, **held: Any) -> SamplingParams:
-        """As ConversationFields says."""
-        wanted = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        """Convert to SamplingParams; see ConversationFields."""
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return self.params(
-            max_tokens=room if wanted is None else wanted,
+            max_tokens=room if max_tokens is None else max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prediction=None if self.prediction is None else self.prediction.text or None,
             **held,
@@ -164,7 +164,7 @@ class ChatFields(ConversationFields):
 
 
 class Chat(ChoicesAnswer[ChatFields]):
-    """One conversation's answers, as they are made."""
+    """The n answers to one conversation while they are generated."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -174,7 +174,7 @@ class Chat(ChoicesAnswer[ChatFields]):
         super().__init__(service, fields)
 
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the whole answer as one object."""
         answers = [_Message() for _ in range(self._n)]
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
@@ -198,12 +198,14 @@ class Chat(ChoicesAnswer[ChatFields]):
                         self._tally.add(delta, number)
                         piece = self._piece(delta, readers[number])
                         if delta.prompt_logprobs is not None and fields.prompt_logprobs is not None:
-                            # Once for the prompt, and in a thread: it is as long as its prompt.
+                            # Once for the prompt, and in a thread, because it is as long as the prompt.
                             reports = delta.prompt_logprobs if number == 0 else ()
-                            told = await asyncio.to_thread(reported_prompt, reports, fields.prompt_logprobs)
-                            piece["prompt_logprobs"] = told or None
+                            prompt_logprobs = await asyncio.to_thread(
+                                reported_prompt, reports, fields.prompt_logprobs
+                            )
+                            piece["prompt_logprobs"] = prompt_logprobs or None
                         if any(piece.values()) or fields.trace or "prompt_logprobs" in piece:
-                            for one in self._apart(piece, delta):
+                            for one in self._split_end(piece, delta):
                                 yield {"index": number} | one
         finally:
             self._tally.reasoning_tokens = sum(reader.reasoning_tokens for reader in readers)
@@ -219,25 +221,25 @@ class Chat(ChoicesAnswer[ChatFields]):
             "logprobs": None,
         }
         if fields.logprobs:
-            told = chat_logprobs(delta.logprobs, fields.top_logprobs or 0, self._service.tokenizer)
-            piece["logprobs"] = {"content": told, "refusal": None}
+            logprobs = chat_logprobs(delta.logprobs, fields.top_logprobs or 0, self._service.tokenizer)
+            piece["logprobs"] = {"content": logprobs, "refusal": None}
         if fields.trace:
             piece["trees"] = list(delta.trees)
         return piece
 
-    def _apart(self, piece: dict[str, Any], delta: Delta) -> list[dict[str, Any]]:
-        """The piece, or two where it ends with a token that has no text, and log-probabilities are told.
+    def _split_end(self, piece: dict[str, Any], delta: Delta) -> list[dict[str, Any]]:
+        """Split off a last token without text if the piece has log-probabilities; returns 1 or 2 pieces.
 
-        Some clients take the tokens of a piece for its text, which would have the end token's name in it.
+        Some clients join the tokens of a piece to get its text, which would contain the end token's name.
         """
-        told: list[dict[str, Any]] = [] if piece["logprobs"] is None else piece["logprobs"]["content"]
+        logprobs: list[dict[str, Any]] = [] if piece["logprobs"] is None else piece["logprobs"]["content"]
         if (
-            len(told) < 2
+            len(logprobs) < 2
             or not delta.finish_reason
             or not self._service.tokenizer.is_special(delta.token_ids[-1])
         ):
             return [piece]
-        before, last = told[:-1], told[-1]
+        before, last = logprobs[:-1], logprobs[-1]
         end = {"delta": {}, "finish_reason": piece["finish_reason"]}
         return [
             piece | {"finish_reason": None, "logprobs": {"content": before, "refusal": None}},
@@ -246,14 +248,14 @@ class Chat(ChoicesAnswer[ChatFields]):
 
 
 class _Message:
-    """An answer that is put together of its pieces."""
+    """Joins the pieces of one answer."""
 
     def __init__(self) -> None:
         self._message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
         self._rest: dict[str, Any] = {"logprobs": None, "finish_reason": None}
 
     def add(self, piece: dict[str, Any]) -> None:
-        """Take in the next piece."""
+        """Append the next piece; `piece` is consumed."""
         delta = piece.pop("delta")
         for call in delta.pop("tool_calls", ()):
             calls = self._message.setdefault("tool_calls", [])
@@ -263,22 +265,22 @@ class _Message:
                 calls[-1]["function"]["arguments"] += call["function"]["arguments"]
         for name, text in delta.items():
             self._message[name] = (self._message.get(name) or "") + text
-        told = piece.pop("logprobs")
-        if told is not None:
+        logprobs = piece.pop("logprobs")
+        if logprobs is not None:
             if self._rest["logprobs"] is None:
                 self._rest["logprobs"] = {"content": [], "refusal": None}
-            self._rest["logprobs"]["content"].extend(told["content"])
+            self._rest["logprobs"]["content"].extend(logprobs["content"])
         if "trees" in piece:
             self._rest.setdefault("trees", []).extend(piece.pop("trees"))
         self._rest.update(piece)
 
     def choice(self, index: int) -> dict[str, Any]:
-        """All of it."""
+        """Return the answer as a choice."""
         return {"index": index, "message": self._message} | self._rest
 
 
 def _delta(found: list[Event]) -> dict[str, Any]:
-    """What is found as OpenAI's streams have it; of one call there is one entry."""
+    """Convert parsed events to a delta of OpenAI's streams, with one entry for each tool call."""
     delta: dict[str, Any] = {}
     calls: dict[int, dict[str, Any]] = {}
     for one in found:

@@ -1,4 +1,4 @@
-"""ChatPrompt: what a model reads of a conversation, and how its answer is held and read."""
+"""ChatPrompt: token ids of a conversation, and the grammar and reader of its answer."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ class ChatPrompt:
     """A conversation, ready for the model."""
 
     token_ids: tuple[int, ...]
-    held: Mapping[str, Any]  # fields of SamplingParams that hold the answer to what can be read of it
+    held: Mapping[str, Any]  # fields of SamplingParams that keep the answer parseable
     dialect: Dialect
-    tools: Sequence[Tool]  # that may be called
-    starts_inside: bool  # the template opens the reasoning, and the answer may close it
+    tools: Sequence[Tool]  # callable tools
+    starts_inside: bool  # the prompt ends inside reasoning
 
     @classmethod
     async def of(cls, service: Service, fields: ConversationFields, messages: Messages) -> ChatPrompt:
-        """The prompt of a request whose messages are these; raises ApiError.
+        """Build the prompt of a request with these messages; raises ApiError.
 
-        All of it is made in a thread, however short it is: schemas are compiled, and what a template does
-        with a conversation is the model author's program.
+        This runs in a thread even for short conversations, because it compiles schemas and runs the chat
+        template, a program of the model's author.
         """
         return await service.in_thread("messages", lambda: _prepare(service, fields, messages))
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """ApiErrors that are raised meanwhile name the field at fault: the grammar of calls is the tools'."""
+        """Name `tools` in ApiErrors about the grammar of tool calls, raised inside the block."""
         try:
             yield
         except ApiError as error:
-            told = error.body["error"]
-            if self.tools and told["param"] == "grammar":
-                told["param"] = "tools"
+            body = error.body["error"]
+            if self.tools and body["param"] == "grammar":
+                body["param"] = "tools"
             raise
 
     def reader(self) -> AnswerReader:
-        """A reader of one answer."""
+        """Create the reader of one answer."""
         calls, reasoning = self.dialect.calls, self.dialect.reasoning
         splitter = None if reasoning is None else ReasoningSplitter(self.starts_inside)
         parser = None
@@ -68,10 +68,10 @@ class ChatPrompt:
 async def chat_token_ids(
     service: Service, messages: Messages, *, prompted: bool, continued: bool, add_special: bool
 ) -> tuple[int, ...]:
-    """The token ids of a conversation without tools; raises ApiError.
+    """Tokenize a conversation without tools; raises ApiError.
 
-    It ends with the beginning of the assistant's turn if it is `prompted`, and if it is `continued` where the
-    content of its last message does.
+    With `prompted` it ends with the start of the assistant's turn, with `continued` at the end of the last
+    message's content.
     """
 
     def make() -> tuple[int, ...]:
@@ -103,7 +103,7 @@ def _prepare(service: Service, fields: ConversationFields, messages: Messages) -
         add_generation_prompt=fields.add_generation_prompt is not False,
         continue_final_message=fields.continue_final_message is True,
     )
-    starts_inside, closed, preamble = _thoughts(dialect.reasoning, rendered, fields)
+    starts_inside, closed, preamble = _reasoning_state(dialect.reasoning, rendered, fields)
     visible = () if dialect.reasoning is None else tuple(dialect.reasoning.special.values())
     held: dict[str, Any] = {"preamble": preamble}
     if tools and dialect.calls is not None:
@@ -125,12 +125,12 @@ def _prepare(service: Service, fields: ConversationFields, messages: Messages) -
 
 
 def _size(parts: Iterable[object]) -> int:
-    """How many characters parts of a conversation have, about."""
+    """Return the approximate number of characters of parts of a conversation."""
     return sum(len(str(one)) for one in parts)
 
 
 def _render(service: Service, messages: Messages, tools: Sequence[Tool] = (), **more: Any) -> Rendered:
-    """A conversation as the model reads it; raises ApiError where it is too long to be tokenized."""
+    """Render a conversation with the chat template; raises ApiError if it is too long to tokenize."""
     calls = service.dialect.calls
     rendered = service.chat.render(
         messages,
@@ -143,51 +143,51 @@ def _render(service: Service, messages: Messages, tools: Sequence[Tool] = (), **
 
 
 def _form(fields: ConversationFields, reasoning: Reasoning | None) -> StructuredOutput | None:
-    """The form of an answer without calls; raises ApiError where it cannot be followed beside them."""
+    """Return the form of an answer without calls; raises ApiError if tools exclude it."""
     form = fields.form
-    if form is not None and reasoning is not None and _thinks_itself(fields):
+    if form is not None and reasoning is not None and _covers_reasoning(fields):
         raise ApiError(
-            f"{form.parameter} has {CLOSE} in it beside tools; the model may think before calls and the "
-            "form: write the form of what comes after",
+            f"{form.parameter} contains {CLOSE}, but with tools the server adds the reasoning; "
+            "write only the form after the reasoning",
             param=form.parameter,
         )
     if form is not None:
         name = form.parameter
         with naming(name):
-            said = fault_of(lark_of(form))
-        if said:
-            said = without_places(in_one_line(said))
-            raise ApiError(f"{name} cannot be used: {said}; change it", param=name)
+            fault = fault_of(lark_of(form))
+        if fault:
+            fault = without_places(in_one_line(fault))
+            raise ApiError(f"{name} cannot be used: {fault}; change it", param=name)
     return form
 
 
-def _thoughts(
+def _reasoning_state(
     reasoning: Reasoning | None, prompt: Rendered, fields: ConversationFields
 ) -> tuple[bool, bool, str | None]:
-    """Whether an answer begins inside of reasoning, whether there is no more, and what may be before a form.
+    """Return (starts inside reasoning, has no more reasoning, rules before a form).
 
-    A rule that has the mark in it covers the reasoning, too.
+    There are no such rules if the form itself contains the closing delimiter.
     """
     if reasoning is None:
         return False, False, None
-    begun = prompt.continued
-    opened = reasoning.opened_by(prompt.text) or begun.rfind(OPEN) > begun.rfind(CLOSE)
-    closed = reasoning.closed_by(prompt.text) or (bool(begun.strip()) and not opened)
-    if not fields.forms or _thinks_itself(fields) or closed:
+    start = prompt.continued
+    opened = reasoning.opened_by(prompt.text) or start.rfind(OPEN) > start.rfind(CLOSE)
+    closed = reasoning.closed_by(prompt.text) or (bool(start.strip()) and not opened)
+    if not fields.forms or _covers_reasoning(fields) or closed:
         return opened, closed, None
     rules = [f"{name}: {body}" for name, body in reasoning.preamble(opened).items()]
     return opened, closed, "\n".join(rules)
 
 
-def _thinks_itself(fields: ConversationFields) -> bool:
+def _covers_reasoning(fields: ConversationFields) -> bool:
     return any(CLOSE in rule for rule in (fields.regex, fields.grammar) if rule is not None)
 
 
 def _variables(service: Service, fields: ConversationFields) -> dict[str, Any]:
-    """Variables of the chat template; raises ApiError for one that it never looks at.
+    """Return the variables of the chat template; raises ApiError for a variable that it does not read.
 
-    A template that knows no amounts of reasoning may know a switch, `enable_thinking` or `thinking`; one that
-    knows neither is asked for nothing where its model does anyway what is wanted.
+    Without `reasoning_effort` a template may have a switch, `enable_thinking` or `thinking`. If it has
+    neither, an effort is dropped when it matches the model's fixed behaviour.
     """
     given = {name: one for name, one in (fields.chat_template_kwargs or {}).items() if one is not None}
     names = dict.fromkeys(given, "chat_template_kwargs")
@@ -202,19 +202,19 @@ def _variables(service: Service, fields: ConversationFields) -> dict[str, Any]:
     elif effort is not None and "enable_thinking" not in given and (reasons or effort != "medium"):
         given["enable_thinking"] = effort != "none"
         names["enable_thinking"] = param
-    if (thinks := given.get("enable_thinking")) is not None and "enable_thinking" not in known:
+    if (enabled := given.get("enable_thinking")) is not None and "enable_thinking" not in known:
         if "thinking" in known:
             names.setdefault("thinking", names["enable_thinking"])
             given.setdefault("thinking", given.pop("enable_thinking"))
-        elif thinks is reasons:  # by itself
+        elif enabled is reasons:  # the model's fixed behaviour
             del given["enable_thinking"]
         elif names["enable_thinking"] == param:
             raise ApiError(
-                f"{param} is {cut(repr(effort))}, and the model's chat template knows no reasoning; drop it",
+                f"{param} is {cut(repr(effort))}, and the model's template has no reasoning; remove it",
                 param=param,
             )
     for name in given:
         if name not in known:
             allowed = f"; allowed: {', '.join(sorted(known))}" if known else ""
-            raise ApiError(f"the model's chat template knows no {cut(name)}{allowed}", param=names[name])
+            raise ApiError(f"the model's chat template does not read {cut(name)}{allowed}", param=names[name])
     return given

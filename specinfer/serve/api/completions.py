@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts that are gone on with."""
+"""POST /v1/completions: continuations of prompts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from specinfer.serve.http.event_stream import event
 from specinfer.version import VERSION
 
 _Fields = TypeVar("_Fields", bound=SamplingFields)
-_USUAL_TOKENS: Final = 16  # of an answer, as in OpenAI's API
+_DEFAULT_TOKENS: Final = 16  # default max_tokens, as in OpenAI's API
 _FINGERPRINT: Final = f"specinfer-{VERSION}"
 
 
 class CompletionFields(SamplingFields):
-    """A prompt or several, as text or token ids, to be gone on with."""
+    """The request body: one prompt or several, as text or token ids."""
 
     prompt: str | Ids | Items[str] | Items[Ids]
     max_tokens: int | None = None
@@ -36,12 +36,12 @@ class CompletionFields(SamplingFields):
     echo: bool | None = None
     prediction: str | Prediction | None = None
     add_special_tokens: bool | None = Field(
-        None, description="Whether a text gets the begin-of-text token that its model wants."
+        None, description="Whether to add the model's begin-of-text token to a text."
     )
-    suffix: str | None = Field(None, description="Text after the answer: code models fill in the middle.")
+    suffix: str | None = Field(None, description="Text after the answer, for models that fill in the middle.")
 
     def prompts(self) -> list[str | Ids]:
-        """The prompts, one or several; raises ApiError where there is none."""
+        """Return the prompts as a list; raises ApiError if it is empty."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
@@ -51,23 +51,23 @@ class CompletionFields(SamplingFields):
         return [ids] if ids else [one for one in self.prompt if not isinstance(one, int)]
 
     def check(self) -> None:
-        """Refuse what cannot be honoured."""
+        """Raise ApiError for unsupported combinations of fields."""
         super().check()
         if self.suffix:
             if self.echo:
                 raise ApiError(
-                    "echo and suffix are given; put prompt and suffix around the answer", param="echo"
+                    "echo and suffix are given; remove echo, and add prompt and suffix yourself", param="echo"
                 )
             if not all(isinstance(one, str) for one in self.prompts()):
-                raise ApiError("suffix needs a prompt of text; give that, not token ids", param="prompt")
+                raise ApiError("suffix needs a text prompt; give text in place of token ids", param="prompt")
 
 
 class ChoicesAnswer(ABC, Generic[_Fields]):
-    """One request's answers as OpenAI's older endpoints have them: choices, which streams tell in pieces."""
+    """The answers to one request as a list of choices, which streams send in pieces."""
 
-    prefix: ClassVar[str]  # of ids
+    prefix: ClassVar[str]  # prefix of ids
     kind: ClassVar[str]
-    chunk_kind: ClassVar[str]  # of objects within streams
+    chunk_kind: ClassVar[str]  # type of stream objects
 
     def __init__(self, service: Service, fields: _Fields) -> None:
         self._service = service
@@ -80,30 +80,30 @@ class ChoicesAnswer(ABC, Generic[_Fields]):
 
     @abstractmethod
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the whole answer as one object."""
 
     async def events(self) -> AsyncGenerator[str]:
-        """The answer as the events of a stream."""
-        wished, begun = self._fields.stream_options, set[int]()
-        usage_at_end = wished is not None and bool(wished.include_usage)
-        usage_in_chunks = wished is not None and bool(wished.continuous_usage_stats)
+        """Yield the answer as stream events."""
+        options, started = self._fields.stream_options, set[int]()
+        usage_at_end = options is not None and bool(options.include_usage)
+        usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
-                if piece["index"] not in begun:
-                    begun.add(piece["index"])
+                if piece["index"] not in started:
+                    started.add(piece["index"])
                     self._first(piece)
                 so_far = self._tally.usage() if usage_in_chunks else None
-                told = self._object([piece], self.chunk_kind)
-                yield event(told | ({"usage": so_far} if usage_at_end else {}))
+                chunk = self._object([piece], self.chunk_kind)
+                yield event(chunk | ({"usage": so_far} if usage_at_end else {}))
         if usage_at_end:
             yield event(self._object([], self.chunk_kind) | self._report())
 
     @abstractmethod
     def _pieces(self) -> AsyncGenerator[dict[str, Any]]:
-        """What each delta adds, as choices have it in streams."""
+        """Yield the choices of stream chunks, one for each delta."""
 
     def _first(self, piece: dict[str, Any]) -> None:
-        """Add to the first piece of a choice what streams begin with."""
+        """Add the fields of the first chunk of a choice, in place."""
 
     def _report(self) -> dict[str, Any]:
         return self._tally.report(steps=bool(self._fields.trace))
@@ -120,7 +120,7 @@ class ChoicesAnswer(ABC, Generic[_Fields]):
 
 
 class Completions(ChoicesAnswer[CompletionFields]):
-    """One request's answers, as they are made."""
+    """The answers to one request while they are generated."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
@@ -133,7 +133,7 @@ class Completions(ChoicesAnswer[CompletionFields]):
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the whole answer as one object."""
         choices: dict[int, dict[str, Any]] = {}
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
@@ -148,16 +148,16 @@ class Completions(ChoicesAnswer[CompletionFields]):
         self._tally.prompt_tokens = sum(map(len, self._prompts))
         params = [self._params(prompt) for prompt in self._prompts]
         answers = service.answer(self._prompts, params, model=self._model, traced=bool(fields.trace))
-        begun: set[int] = set()
+        started: set[int] = set()
         async with aclosing(answers):
             async for number, delta in answers:
                 self._tally.add(delta, number)
-                first = number not in begun
+                first = number not in started
                 if delta.prompt_logprobs is None:
                     yield self._choice(number, delta, first=first)
-                else:  # in a thread: it is as long as its prompt
+                else:  # in a thread, because it is as long as the prompt
                     yield await asyncio.to_thread(self._choice, number, delta, first=first)
-                begun.add(number)
+                started.add(number)
 
     async def _encode(self, given: str | Sequence[int]) -> tuple[int, ...]:
         if not isinstance(given, str):
@@ -169,18 +169,18 @@ class Completions(ChoicesAnswer[CompletionFields]):
 
     @property
     def _scored(self) -> int | None:
-        """How many of the likeliest tokens are wanted of each of the prompts' tokens; None for no figures."""
+        """Number of top tokens to report at each prompt token; None for no log-probabilities."""
         fields = self._fields
-        asked = [fields.prompt_logprobs, fields.logprobs if fields.echo else None]
-        return max((most for most in asked if most is not None), default=None)
+        tops = [fields.prompt_logprobs, fields.logprobs if fields.echo else None]
+        return max((top for top in tops if top is not None), default=None)
 
     def _params(self, prompt: tuple[int, ...]) -> SamplingParams:
         fields = self._fields
         room = self._service.room(prompt, "prompt")
         guess = fields.prediction
-        wanted = min(_USUAL_TOKENS, room) if fields.max_tokens is None else fields.max_tokens
+        max_tokens = min(_DEFAULT_TOKENS, room) if fields.max_tokens is None else fields.max_tokens
         return fields.params(
-            max_tokens=room if wanted == -1 else wanted,
+            max_tokens=room if max_tokens == -1 else max_tokens,
             logprobs=fields.logprobs,
             prompt_logprobs=self._scored,
             prediction=guess.text if isinstance(guess, Prediction) else guess,
@@ -190,27 +190,30 @@ class Completions(ChoicesAnswer[CompletionFields]):
     def _choice(self, number: int, delta: Delta, *, first: bool) -> dict[str, Any]:
         fields = self._fields
         choice: dict[str, Any] = {"index": number, "text": delta.text, "logprobs": None}
-        told = delta.token_ids
+        tokens = delta.token_ids
         logprobs: Sequence[Logprobs | None] = delta.logprobs
         if fields.echo and first:
             prompt = self._prompts[number // self._n]
             choice["text"] = self._service.tokenizer.decode(prompt) + delta.text
-            told, logprobs = (*prompt, *told), (*(delta.prompt_logprobs or [None] * len(prompt)), *logprobs)
+            tokens, logprobs = (
+                (*prompt, *tokens),
+                (*(delta.prompt_logprobs or [None] * len(prompt)), *logprobs),
+            )
         if fields.logprobs is not None:
             shape = self._logprobs.get(number)
             if shape is None:
-                shape = self._logprobs[number] = self._shape(fields.logprobs, told)
-            choice["logprobs"] = shape.add(told, logprobs)
+                shape = self._logprobs[number] = self._shape(fields.logprobs, tokens)
+            choice["logprobs"] = shape.add(tokens, logprobs)
         choice["finish_reason"] = None if delta.finish_reason is None else delta.finish_reason.value
         if fields.trace:
             choice["trees"] = list(delta.trees)
         if delta.prompt_logprobs is not None and fields.prompt_logprobs is not None:
-            reports = delta.prompt_logprobs if number % self._n == 0 else ()  # once for a prompt
+            reports = delta.prompt_logprobs if number % self._n == 0 else ()  # once a prompt
             choice["prompt_logprobs"] = reported_prompt(reports, fields.prompt_logprobs) or None
         return choice
 
     def _shape(self, top: int, tokens: Sequence[int]) -> CompletionLogprobs:
-        """The shape of a choice's log-probabilities, which begin with those of `tokens`."""
+        """Create the log-probabilities of a choice, which start with those of `tokens`."""
         tokenizer = self._service.tokenizer
         text = b"".join(tokenizer.token_bytes[token] for token in tokens) if self._fields.echo else b""
         cut = text.startswith(b" ") and tokenizer.token_bytes.strips_first_space
@@ -218,7 +221,7 @@ class Completions(ChoicesAnswer[CompletionFields]):
 
 
 def _append(choice: dict[str, Any], piece: dict[str, Any]) -> None:
-    """Add a later piece of a choice to it, in place."""
+    """Append a later piece to a choice, in place."""
     choice["text"] += piece["text"]
     choice["finish_reason"] = piece["finish_reason"]
     if choice["logprobs"] is not None:

@@ -1,4 +1,4 @@
-"""GrowingAnswer: the answer to one conversation, told as parts that open, grow and end."""
+"""GrowingAnswer: the answer to one conversation, sent as parts that open, grow and end."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ _Fields = TypeVar("_Fields", bound=ConversationFields)
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """Thoughts, a text or a call; the text of a call is its arguments."""
+    """One part: reasoning, text or a tool call; the text of a call is its arguments."""
 
     kind: _Kind
-    index: int  # its place among the parts
+    index: int  # index among the parts
     call_id: str = ""
-    name: str = ""  # of the function that is called
+    name: str = ""  # name of the called function
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     pieces: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """All of it so far."""
+        """The text so far."""
         return "".join(self.pieces)
 
 
 class Parts(ABC):
-    """The parts of one answer, in order; each has ended when the next one begins."""
+    """The parts of one answer, in order; each ends before the next one starts."""
 
     def __init__(self) -> None:
-        self._over: list[dict[str, Any]] = []
+        self._finished: list[dict[str, Any]] = []
         self._open: Part | None = None
 
     def values(self) -> list[dict[str, Any]]:
-        """All parts so far, as JSON; one that may still grow is incomplete."""
-        return [*self._over, *([] if self._open is None else [self._value(self._open, complete=False)])]
+        """Return all parts so far as JSON; the open part is incomplete."""
+        return [*self._finished, *([] if self._open is None else [self._value(self._open, complete=False)])]
 
     def grow(self, found: Sequence[Found]) -> list[Event]:
-        """Take in what more of the answer has in it; returns the events that tell it."""
+        """Add parsed events; returns the stream events for them."""
         events: list[Event] = []
         for one in found:
             match one:
@@ -63,7 +63,7 @@ class Parts(ABC):
                 case Content(text):
                     events += [*self._within("text"), *self._add(text)]
                 case CallStarted(_, call_id, name):
-                    events += self._begin("call", call_id, name)
+                    events += self._start("call", call_id, name)
                 case ArgumentsPiece(_, text):
                     events += self._add(text)
                 case CallEnded(_, complete):
@@ -71,20 +71,20 @@ class Parts(ABC):
         return events
 
     def end(self, *, complete: bool = True) -> list[Event]:
-        """End the part that is open, if there is one; returns the events of that."""
+        """End the open part, if there is one; returns its stream events."""
         if self._open is None:
             return []
         part, self._open = self._open, None
-        self._over.append(self._value(part, complete))
+        self._finished.append(self._value(part, complete))
         return self._ended(part, complete)
 
     def _within(self, kind: _Kind) -> list[Event]:
-        """Have a part of that kind open; returns the events of what that ends and begins."""
-        return [] if self._open is not None and self._open.kind == kind else self._begin(kind)
+        """Make sure that a part of that kind is open; returns the stream events."""
+        return [] if self._open is not None and self._open.kind == kind else self._start(kind)
 
-    def _begin(self, kind: _Kind, call_id: str = "", name: str = "") -> list[Event]:
+    def _start(self, kind: _Kind, call_id: str = "", name: str = "") -> list[Event]:
         ended = self.end()
-        self._open = Part(kind, len(self._over), call_id, name)
+        self._open = Part(kind, len(self._finished), call_id, name)
         return ended + self._begun(self._open)
 
     def _add(self, text: str) -> list[Event]:
@@ -94,26 +94,26 @@ class Parts(ABC):
 
     @abstractmethod
     def _value(self, part: Part, complete: bool) -> dict[str, Any]:
-        """The part as the whole answer has it."""
+        """Return the part as JSON for the whole answer."""
 
     @abstractmethod
     def _begun(self, part: Part) -> list[Event]:
-        """The events before its first text."""
+        """Return the events that open a part."""
 
     @abstractmethod
     def _grown(self, part: Part, text: str) -> list[Event]:
-        """The events of more text."""
+        """Return the events for more text."""
 
     @abstractmethod
     def _ended(self, part: Part, complete: bool) -> list[Event]:
-        """The events behind its last text."""
+        """Return the events that close a part."""
 
 
 class GrowingAnswer(ABC, Generic[_Fields]):
-    """One request's answer, as it is made; raises ApiErrors in the endpoint's own names of fields."""
+    """The answer to one request while it is generated; ApiErrors have the endpoint's field names."""
 
     names: ClassVar[OwnNames]
-    announced: ClassVar[bool] = False  # whether a stream begins before anything is said
+    announced: ClassVar[bool] = False  # whether a stream starts before the first text
 
     def __init__(self, service: Service, fields: _Fields, messages: Sequence[Mapping[str, Any]]) -> None:
         self._service = service
@@ -123,10 +123,10 @@ class GrowingAnswer(ABC, Generic[_Fields]):
         self._tally = Tally(0)
         self._params = SamplingParams()  # until the prompt's length is known
         self._trees: list[Any] = []
-        self._untold_trees: list[Any] = []  # that go with the next event
+        self._unsent_trees: list[Any] = []  # sent with the next event
 
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the whole answer as one object."""
         async with aclosing(self._growth()) as growth:
             async for _ in growth:
                 pass
@@ -134,10 +134,10 @@ class GrowingAnswer(ABC, Generic[_Fields]):
 
     @abstractmethod
     def events(self) -> AsyncGenerator[str]:
-        """The answer as the events of a stream."""
+        """Yield the answer as stream events."""
 
     async def _growth(self) -> AsyncGenerator[list[Event]]:
-        """The events of each delta of the engine's, of some of them none."""
+        """Yield the stream events of each engine delta; some deltas have none."""
         fields, service = self._fields, self._service
         with self.names.told():
             prompt = await ChatPrompt.of(service, fields, self._messages)
@@ -164,15 +164,15 @@ class GrowingAnswer(ABC, Generic[_Fields]):
         events = self._grow(delta, found, reader)
         if self._fields.trace:
             self._trees.extend(delta.trees)
-            self._untold_trees.extend(delta.trees)
+            self._unsent_trees.extend(delta.trees)
             if events:
-                events[-1]["trees"], self._untold_trees = self._untold_trees, []
+                events[-1]["trees"], self._unsent_trees = self._unsent_trees, []
         return events
 
     @abstractmethod
     def _grow(self, delta: Delta, found: Sequence[Found], reader: AnswerReader) -> list[Event]:
-        """Take in a delta and what was found in it; returns the events that tell it."""
+        """Add a delta and its parsed events; returns the stream events."""
 
     @abstractmethod
     def _finish(self) -> dict[str, Any]:
-        """The whole answer, when it has ended."""
+        """Return the whole answer after its last delta."""

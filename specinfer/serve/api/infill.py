@@ -1,4 +1,4 @@
-"""POST /infill: fills in text at a cursor, in the shape of llama.cpp's server for editors."""
+"""POST /infill: text at a cursor, as in llama.cpp's server, for editors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from specinfer.serve.fields.sampling import SamplingFields
 from specinfer.serve.http.api_error import ApiError
 from specinfer.serve.http.event_stream import event
 
-# llama.cpp's defaults, which editors rely on.
-_USUAL: Final = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+# Defaults of llama.cpp, which editors expect.
+_DEFAULTS: Final = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 _DIFFER: Final = "n_predict and max_tokens are given, and differ; give one of them"
 
 _INDENT: Final = re.compile(r"\n([ \t]*)(?=[^ \t\n])")  # the indentation of a line that is not blank
@@ -37,23 +37,23 @@ class ExtraFile(Fields):
 class InfillFields(SamplingFields):
     """The text around a cursor, and how to fill it in."""
 
-    takes_defaults = False  # llama.cpp's hold
+    takes_defaults = False  # llama.cpp's defaults apply
     refused = {
         "n": "an answer is one text; send the request again with another seed",
-        "n_probs": "the answer has no place for them; use /v1/completions with suffix and logprobs",
-        "prompt_logprobs": "the answer has no place for them; use /v1/completions with suffix",
-        "stream_options": "streams end with their counts; drop it",
+        "n_probs": "the answer has no field for them; use /v1/completions with suffix and logprobs",
+        "prompt_logprobs": "the answer has no field for them; use /v1/completions with suffix",
+        "stream_options": "the last event of a stream has the counts; remove it",
     }
 
     input_prefix: str
     input_suffix: str
     input_extra: Items[ExtraFile] | None = Field(
-        None, description="The first files are left out if room is short."
+        None, description="The first files are omitted if the prompt is too long."
     )
     prompt: str | None = Field(
         None, description="Text after input_prefix: the current line up to the cursor."
     )
-    n_predict: int | None = Field(None, ge=-1, description="Maximum of tokens; -1 for no limit.")
+    n_predict: int | None = Field(None, ge=-1, description="Maximum of tokens; -1: no limit.")
     max_tokens: int | None = Field(None, ge=-1)
     n_indent: int | None = Field(None, ge=0, description="Stop before a line with less indentation.")
     t_max_predict_ms: int | None = Field(None, description="Stop after this time, once a line is complete.")
@@ -68,29 +68,29 @@ class InfillFields(SamplingFields):
     t_max_prompt_ms: int | None = None  # sent by editors; it changes nothing
 
     def check(self) -> None:
-        """Raise ApiError for what cannot be honoured."""
+        """Raise ApiError for unsupported combinations of fields."""
         super().check()
         if None not in (self.n_predict, self.max_tokens) and self.n_predict != self.max_tokens:
             raise ApiError(_DIFFER, param="n_predict")
 
     @property
-    def wanted(self) -> int | None:
-        """The wanted maximum of tokens; None for no limit."""
-        wanted = self.max_tokens if self.n_predict is None else self.n_predict
-        return None if wanted == -1 else wanted
+    def limit(self) -> int | None:
+        """Maximum of tokens; None for no limit."""
+        limit = self.max_tokens if self.n_predict is None else self.n_predict
+        return None if limit == -1 else limit
 
     def sampling_params(self, room: int, **more: Any) -> SamplingParams:
         """The SamplingParams of this request, with at most `room` tokens; raises ApiError.
 
         `n_predict` 0 generates one token, which is not reported: editors use it to put a prompt in the cache.
         """
-        listed = _USUAL if self.samplers is None else set(self.samplers) & set(_USUAL)
+        listed = _DEFAULTS if self.samplers is None else set(self.samplers) & set(_DEFAULTS)
         chosen = {
             name: (usual if (value := getattr(self, name)) is None else value) if name in listed else None
-            for name, usual in _USUAL.items()
+            for name, usual in _DEFAULTS.items()
         }
-        wanted = room if self.wanted is None else min(max(self.wanted, 1), room)
-        return self.model_copy(update=chosen).params(max_tokens=wanted, **more)
+        limit = room if self.limit is None else min(max(self.limit, 1), room)
+        return self.model_copy(update=chosen).params(max_tokens=limit, **more)
 
 
 class Infill:
@@ -109,7 +109,7 @@ class Infill:
         self._tokens: list[int] = []
         self._trees: list[Any] = []
         self._ended = {"stop_type": "none", "stopping_word": ""}
-        self._begun = clock()
+        self._started = clock()
         self._first: float | None = None  # time of the first token
 
     async def whole(self) -> dict[str, Any]:
@@ -118,14 +118,14 @@ class Infill:
             async for _ in pieces:
                 pass
         tokens = self._tokens if self._fields.return_tokens else []
-        return self._only_wanted(self._last({"content": self._text, "tokens": tokens}))
+        return self._selected(self._last({"content": self._text, "tokens": tokens}))
 
     async def events(self) -> AsyncGenerator[str]:
         """The answer as stream events."""
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
                 yield event(piece)
-        yield event(self._only_wanted(self._last({"content": "", "tokens": []})))
+        yield event(self._selected(self._last({"content": "", "tokens": []})))
 
     async def _pieces(self) -> AsyncGenerator[dict[str, Any]]:
         """One chunk per engine delta."""
@@ -135,7 +135,7 @@ class Infill:
             fields.input_suffix,
             "input_suffix",
             files=[(extra.filename or "", extra.text) for extra in fields.input_extra or ()],
-            answer=fields.wanted or 0,
+            answer=fields.limit or 0,
         )
         self._tally.prompt_tokens = len(prompt)
         params = fields.sampling_params(
@@ -145,7 +145,7 @@ class Infill:
         async with aclosing(answers):
             async for _, delta in answers:
                 self._tally.add(delta)
-                if fields.wanted == 0:
+                if fields.limit == 0:
                     self._tally.completion_tokens, self._ended["stop_type"] = 0, "limit"
                     return
                 yield self._piece(delta)
@@ -163,7 +163,7 @@ class Infill:
                 self._ended = {"stop_type": "eos" if word is None else "word", "stopping_word": word or ""}
             case FinishReason.LENGTH | FinishReason.ABORT:
                 self._ended["stop_type"] = "limit"
-        if self._is_over(before):
+        if self._is_finished(before):
             self._ended = {"stop_type": "limit", "stopping_word": ""}
         piece = {"content": self._text[before:], "tokens": list(delta.token_ids), "stop": False}
         if self._fields.trace:
@@ -171,7 +171,7 @@ class Infill:
             piece["trees"] = list(delta.trees)
         return {"index": 0} | piece | self._counts()
 
-    def _is_over(self, before: int) -> bool:
+    def _is_finished(self, before: int) -> bool:
         """Whether `n_indent` or `t_max_predict_ms` ends the answer; cuts unwanted text after `before`."""
         fields = self._fields
         if fields.n_indent:
@@ -182,12 +182,12 @@ class Infill:
         limit = fields.t_max_predict_ms or 0
         return limit > 0 and "\n" in self._text and 1000 * (self._clock() - (self._first or 0.0)) > limit
 
-    def _last(self, said: dict[str, Any]) -> dict[str, Any]:
+    def _last(self, text: dict[str, Any]) -> dict[str, Any]:
         """The last event of a stream, or the whole answer."""
         more = {"trees": self._trees} if self._fields.trace else {}
         return (
             {"index": 0}
-            | said
+            | text
             | {"stop": True, "model": self._model}
             | self._counts()
             | {
@@ -210,7 +210,7 @@ class Infill:
         first = now if self._first is None else self._first
         figures: dict[str, float] = {"cache_n": tally.cached_tokens}
         for name, count, seconds in (
-            ("prompt", tally.prompt_tokens - tally.cached_tokens, first - self._begun),
+            ("prompt", tally.prompt_tokens - tally.cached_tokens, first - self._started),
             ("predicted", tally.completion_tokens, now - first),
         ):
             figures |= {
@@ -219,10 +219,10 @@ class Infill:
                 f"{name}_per_token_ms": 1000 * seconds / count if count else 0.0,
                 f"{name}_per_second": count / seconds if seconds else 0.0,
             }
-        guessed = {"draft_n": tally.figures.drafted_tokens, "draft_n_accepted": tally.figures.accepted_tokens}
-        return figures | guessed
+        drafted = {"draft_n": tally.figures.drafted_tokens, "draft_n_accepted": tally.figures.accepted_tokens}
+        return figures | drafted
 
-    def _only_wanted(self, answer: dict[str, Any]) -> dict[str, Any]:
+    def _selected(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Keep only `response_fields`; "timings/prompt_n" names a nested field."""
         if not self._fields.response_fields:
             return answer

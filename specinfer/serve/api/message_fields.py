@@ -24,7 +24,7 @@ from specinfer.serve.fields.sampling import MOST_STOPS, Prediction, check_string
 from specinfer.serve.http.api_error import ApiError
 
 _SWITCHES: Final = ("enable_thinking", "thinking")  # template variables that switch thinking on and off
-_USUAL_EFFORT: Final = "high"  # the default of Anthropic's API
+_DEFAULT_EFFORT: Final = "high"  # the default of Anthropic's API
 
 
 class CustomTool(Cached):
@@ -38,13 +38,13 @@ class CustomTool(Cached):
         None, description="The model reads them in the schema."
     )
     strict: bool | None = None
-    eager_input_streaming: bool | None = None  # arguments are streamed as they are written in any case
+    eager_input_streaming: bool | None = None  # arguments are always streamed
     defer_loading: Literal[False] | None = None
     allowed_callers: Items[Literal["direct"]] | None = None
 
     @property
     def function(self) -> Function:
-        """The function as chat completions have it."""
+        """The function in the form of chat completions."""
         schema = self.input_schema
         if self.input_examples:
             schema = schema | {"examples": self.input_examples}
@@ -59,7 +59,7 @@ _Tool = Annotated[
 
 
 class Choice(Fields):
-    """Whether the model must call a tool, and which one."""
+    """The `tool_choice` field: whether the model must call a tool, and which one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -67,14 +67,14 @@ class Choice(Fields):
 
 
 class Thinking(Fields):
-    """Whether the model thinks before it answers."""
+    """The `thinking` field: whether the model reasons before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(
-        None, ge=1, description="Not held: max_tokens bounds thoughts and text."
+        None, ge=1, description="Not enforced: max_tokens limits reasoning and text together."
     )
     display: Literal["summarized", "omitted"] | None = (
-        None  # thoughts are never summarized: both show or hide the full text
+        None  # summarized shows the full reasoning, omitted hides it
     )
 
 
@@ -88,7 +88,7 @@ class OutputFormat(Fields):
 class OutputConfig(Fields):
     """How much effort to spend, and the format of the answer."""
 
-    effort: str | None = Field(None, description="Handed to the model's chat template.")
+    effort: str | None = Field(None, description="Passed to the model's chat template.")
     format: OutputFormat | None = None
 
 
@@ -99,11 +99,11 @@ class MessageFields(ConversationFields):
     effort_field = "output_config.effort"
     refused = {
         "n": "an answer is one message; send the request again with another seed",
-        "prompt_logprobs": "a message has no place for them; ask /v1/completions",
+        "prompt_logprobs": "a message has no field for them; use /v1/completions",
         "response_format": "at this endpoint it is output_config.format; move it there",
         "parallel_tool_calls": "at this endpoint it is tool_choice.disable_parallel_tool_use; move it there",
-        "mcp_servers": "nothing is called from here; call the servers yourself, and send their tools",
-        "container": "nothing is run here; drop it",
+        "mcp_servers": "this server does not call MCP servers; call them yourself, and send their tools",
+        "container": "containers are not supported; remove it",
     }
 
     messages: Items[Turn]
@@ -117,7 +117,7 @@ class MessageFields(ConversationFields):
     stop_sequences: Items[str] | None = None
     prediction: Prediction | None = None
 
-    # Fields of Anthropic's API that change nothing at these values, and are refused at others.
+    # Fields of Anthropic's API without effect at these values; other values are refused.
     cache_control: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     speed: Literal["standard"] | None = None
@@ -127,10 +127,10 @@ class MessageFields(ConversationFields):
     container: Any = None
 
     def check(self) -> None:
-        """Raise ApiError for what cannot be honoured."""
+        """Raise ApiError for unsupported combinations of fields."""
         super().check()
         if self.stop and self.stop_sequences:
-            raise ApiError("stop and stop_sequences are given; give stop_sequences alone", param="stop")
+            raise ApiError("stop and stop_sequences are given; remove stop", param="stop")
         if not self.messages:
             raise ApiError("messages is empty; give at least one turn", param="messages")
         check_turns(self.messages)
@@ -138,29 +138,29 @@ class MessageFields(ConversationFields):
         for edit in (self.context_management or {}).get("edits") or ():
             if not isinstance(edit, Mapping) or edit.get("keep") != "all":
                 raise ApiError(
-                    "context_management removes nothing here; drop it, and shorten messages",
+                    "context_management is not supported; remove it, and shorten messages",
                     param="context_management",
                 )
         check_strings("stop_sequences", self.stop_sequences or [], MOST_STOPS)
         if self.prefill and (self.continue_final_message is False or self.add_generation_prompt):
             raise ApiError(
-                "the last turn of messages is the assistant's, which the answer continues; drop "
+                "the last turn of messages is the assistant's, which the answer continues; remove "
                 "continue_final_message and add_generation_prompt, or end with a turn of the user",
                 param="messages",
             )
         if self.prefill and self.forms:
             raise ApiError(
                 f"{self.forms[0]} applies to a whole answer, and the last turn of messages already "
-                "begins it; drop one of them",
+                "starts it; remove one of them",
                 param="messages",
             )
 
     def _check_tools(self) -> None:
-        for place, tool in enumerate(self.tools or ()):
+        for index, tool in enumerate(self.tools or ()):
             if isinstance(tool, OtherKind):
-                where = f"tools[{place}]"
+                where = f"tools[{index}]"
                 raise ApiError(
-                    f"{where} is of type {tool.type[:100]!r}, which only Anthropic's servers define; drop "
+                    f"{where} is of type {tool.type[:100]!r}, which only Anthropic's servers define; remove "
                     "it, or describe it with name and input_schema and run it yourself",
                     param=where,
                 )
@@ -169,7 +169,7 @@ class MessageFields(ConversationFields):
             return
         if (choice.name is None) == (choice.type == "tool"):
             raise ApiError(
-                'tool_choice.name belongs to the type "tool", which needs it; add the name, or drop it',
+                'tool_choice.name belongs to the type "tool", which needs it; add the name, or remove it',
                 param="tool_choice",
             )
         if not self.tools and choice.type in ("any", "tool"):
@@ -179,23 +179,23 @@ class MessageFields(ConversationFields):
     def conversation(self) -> list[dict[str, Any]]:
         """The messages for the chat template."""
         system = text_of(self.system or "")
-        told = [{"role": "system", "content": system}] if system else []
-        return told + messages_of(self.messages)
+        messages = [{"role": "system", "content": system}] if system else []
+        return messages + messages_of(self.messages)
 
     @property
     def prefill(self) -> str:
-        """The text that the answer continues: the last turn's, if that is the assistant's."""
+        """The text that the answer continues: the last turn, if it is the assistant's; else empty."""
         last = self.messages[-1]
         return last.text if last.role == "assistant" else ""
 
     @property
     def functions(self) -> Sequence[Function]:
-        """Those of the tools."""
+        """The functions in `tools`."""
         return [tool.function for tool in self.tools or () if isinstance(tool, CustomTool)]
 
     @property
     def chosen(self) -> ToolChoice:
-        """What `tool_choice` says; without tools it says nothing."""
+        """The value of `tool_choice`; default: auto."""
         choice = self.tool_choice
         if choice is None or choice.type == "auto":
             return ToolChoice("auto")
@@ -217,29 +217,29 @@ class MessageFields(ConversationFields):
         return {"type": "json_schema", "json_schema": schema}
 
     def for_template(self, known: frozenset[str], *, reasons: bool) -> MessageFields:
-        """These fields with `thinking` and `effort` fitted to a chat template that has the variables `known`.
+        """Fit `thinking` and `effort` to a chat template with the variables `known`; returns a copy.
 
-        `reasons` says whether the model can think. `thinking` sets the template's switch if it has one.
-        Without a switch `enabled` changes nothing, and `disabled` raises ApiError if the model can think.
+        `thinking` sets the template's switch. Without a switch, `enabled` has no effect, and `disabled`
+        raises ApiError if `reasons`: the model can reason.
         """
         update: dict[str, Any] = {"continue_final_message": True} if self.prefill else {}
-        wanted = None if self.thinking is None else self.thinking.type
+        mode = None if self.thinking is None else self.thinking.type
         switch = next((name for name in _SWITCHES if name in known), None)
-        if wanted in ("enabled", "disabled") and switch is not None:
+        if mode in ("enabled", "disabled") and switch is not None:
             given = self.chat_template_kwargs or {}
-            update["chat_template_kwargs"] = {switch: wanted == "enabled"} | given
-        elif wanted == "disabled" and reasons:
+            update["chat_template_kwargs"] = {switch: mode == "enabled"} | given
+        elif mode == "disabled" and reasons:
             raise ApiError(
-                "thinking is disabled, and the model's chat template has no switch for that; drop it",
+                "thinking is disabled, but the model's chat template has no switch for it; remove it",
                 param="thinking",
             )
         config = self.output_config
-        if config is not None and config.effort == _USUAL_EFFORT and "reasoning_effort" not in known:
+        if config is not None and config.effort == _DEFAULT_EFFORT and "reasoning_effort" not in known:
             update["output_config"] = config.model_copy(update={"effort": None})
         return self.model_copy(update=update)
 
     def sampling_params(self, room: int, **held: Any) -> SamplingParams:
-        """As ConversationFields says."""
+        """Convert to SamplingParams; see ConversationFields."""
         return self.params(
             max_tokens=min(self.max_tokens or room, room),
             stop=self.stop_sequences or self.stop,

@@ -17,21 +17,21 @@ _BLOCKS: Final = ("text", "thinking", "redacted_thinking", "tool_use", "tool_res
 
 
 class Cached(Fields):
-    """An object that may carry `cache_control`, which changes nothing: all prefixes are cached."""
+    """An object with `cache_control`, which has no effect: all prefixes are cached."""
 
     cache_control: dict[str, Any] | None = None
 
 
 class TextBlock(Cached):
-    """A text."""
+    """A text block."""
 
     type: Literal["text"]
     text: str
-    citations: list[Any] | None = None  # sent back with an earlier answer
+    citations: list[Any] | None = None  # part of an earlier answer
 
 
 class ThinkingBlock(Fields):
-    """The thoughts of an earlier answer."""
+    """Reasoning of an earlier answer."""
 
     type: Literal["thinking"]
     thinking: str
@@ -39,7 +39,7 @@ class ThinkingBlock(Fields):
 
 
 class RedactedBlock(Fields):
-    """Encrypted thoughts of another server; they cannot be read here and are left out."""
+    """Encrypted reasoning of another server; it cannot be decrypted and is dropped."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -68,7 +68,7 @@ class ToolResultBlock(Cached):
     type: Literal["tool_result"]
     tool_use_id: str
     content: TextOrItems[_ResultPart] | None = None
-    is_error: bool | None = Field(None, description="The model is told so: the text then begins with Error.")
+    is_error: bool | None = Field(None, description="If true, the model reads Error: before the text.")
     toolset_name: None = None
 
 
@@ -130,12 +130,12 @@ def check_turns(turns: Sequence[Turn]) -> None:
                 called.add(block.id)
             elif isinstance(block, ToolResultBlock):
                 _check_result(block, where, called)
-    # Turns of one role behind one another are one to the model.
+    # Consecutive turns of one role are one message for the model.
     last = itertools.takewhile(lambda turn: turn.role == "assistant", reversed(turns))
     if kinds := {block.type for turn in last for block in turn.blocks} - {"text"}:
         raise ApiError(
             f"messages ends with a {min(kinds)} block of the assistant, and only text can be continued; add "
-            "the user's turn, or drop the block",
+            "a turn of the user, or remove the block",
             param="messages",
         )
 

@@ -1,4 +1,4 @@
-"""POST /v1/messages: answers conversations in the shape of Anthropic's API."""
+"""POST /v1/messages: answers to conversations, as in Anthropic's API."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Blocks(Parts):
         self._thoughts = thoughts
 
     def _value(self, part: Part, complete: bool) -> dict[str, Any]:
-        """The block with its text. Of arguments that were cut off, the complete ones are kept."""
+        """Return the block with its text; incomplete arguments of a call are dropped."""
         match part.kind:
             case "thoughts":
                 text = part.text if self._thoughts else ""
@@ -98,23 +98,23 @@ class Messages(GrowingAnswer[MessageFields]):
         super().__init__(service, fields, fields.conversation)
         if fields.max_tokens is None:
             raise ApiError(
-                "max_tokens is required; say how many tokens the answer may have", param="max_tokens"
+                "max_tokens is required; give the maximum of tokens of the answer", param="max_tokens"
             )
         self._id = f"msg_{uuid.uuid4().hex}"
         shown = fields.thinking is None or fields.thinking.display != "omitted"
         self._blocks = Blocks(thoughts=shown)
-        self._reasons: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}  # why it has ended
+        self._reasons: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}  # why the answer ended
 
     async def events(self) -> AsyncGenerator[str]:
-        """The message as the events of a stream.
+        """Yield the message as stream events.
 
-        The stream begins with the engine's first delta: a request that the engine refuses gets an HTTP error.
+        The stream starts with the engine's first delta: a request that the engine refuses gets an HTTP error.
         """
-        begun = False
+        started = False
         async with aclosing(self._growth()) as growth:
             async for grown in growth:
-                if not begun:
-                    begun = True
+                if not started:
+                    started = True
                     yield typed_events(
                         [{"type": "message_start", "message": self._message([])}, {"type": "ping"}]
                     )
@@ -132,9 +132,9 @@ class Messages(GrowingAnswer[MessageFields]):
         return message | ({"trees": self._trees} if self._fields.trace else {})
 
     def _ending(self, delta: Delta, reader: AnswerReader) -> list[Event]:
-        wanted = self._fields.max_tokens or 0
+        limit = self._fields.max_tokens or 0
         if delta.finish_reason is FinishReason.LENGTH:
-            full = self._tally.completion_tokens < wanted
+            full = self._tally.completion_tokens < limit
             reason = "model_context_window_exceeded" if full else "max_tokens"
         elif delta.stopped_by is not None:
             reason = "stop_sequence"

@@ -1,4 +1,4 @@
-"""What answers report of their tokens: usage, what speculation did, and log-probabilities."""
+"""Token statistics of answers: usage, speculation and log-probabilities."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NEVER: Final = -9999.0  # JSON has no -inf
 class Tally:
     """Counts the completions of one request, delta by delta."""
 
-    prompt_tokens: int  # of all prompts, each counted once
+    prompt_tokens: int  # sum over the prompts
     completion_tokens: int = 0
     n: int = 1  # completions of each prompt
     reasoning_tokens: int = 0
@@ -27,11 +27,11 @@ class Tally:
 
     @property
     def cached_tokens(self) -> int:
-        """Of all prompts, each counted once."""
+        """Cached prompt tokens, summed over the prompts."""
         return sum(self._cached.values())
 
     def add(self, delta: Delta, number: int = 0) -> None:
-        """Take in a delta of the completion with that number."""
+        """Add a delta of completion `number`."""
         self.completion_tokens += len(delta.token_ids)
         prompt, completion = divmod(number, self.n)
         if completion == 0:
@@ -41,7 +41,7 @@ class Tally:
         self.steps.extend(delta.steps)
 
     def report(self, *, steps: bool) -> dict[str, Any]:
-        """What an answer says of itself; `steps`: of each step, too, which may be thousands."""
+        """Return usage and metrics; `steps` adds counts for each step, which may be thousands."""
         metrics = self.metrics()
         if steps:
             drafted, accepted = zip(*self.steps, strict=True) if self.steps else ((), ())
@@ -50,7 +50,7 @@ class Tally:
         return {"usage": self.usage(), "metrics": metrics}
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
+        """Return OpenAI's usage object."""
         credited, tried = self.figures.accepted_by, self.figures.proposed_by
         accepted = credited.get("prediction", 0)
         return {
@@ -66,7 +66,7 @@ class Tally:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """vLLM's extension, and which speculator the accepted tokens came from."""
+        """Return vLLM's metrics, with counts of accepted and proposed tokens by speculator."""
         figures = self.figures
         at_least = [figures.steps, *figures.accepted_per_depth, 0]
         return {
@@ -88,7 +88,7 @@ def _rate(part: int, whole: int) -> float | None:
 
 
 def chat_logprobs(logprobs: Iterable[Logprobs], top: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Of each token: its own figures, and those of the `top` likeliest."""
+    """Return the log-probabilities of each token and of its `top` likeliest alternatives."""
 
     def entry(token: int, one: Logprob) -> dict[str, Any]:
         return {
@@ -105,23 +105,22 @@ def chat_logprobs(logprobs: Iterable[Logprobs], top: int, tokenizer: Tokenizer) 
 
 
 def reported_prompt(logprobs: Iterable[Logprobs | None], top: int) -> list[dict[str, Any] | None]:
-    """A prompt's log-probabilities as vLLM has them: token id -> its figures, None for the first token."""
+    """Return a prompt's log-probabilities in vLLM's shape: token id -> values, None for the first token."""
 
-    def told(of_token: Logprobs) -> dict[str, Any]:
+    def values(of_token: Logprobs) -> dict[str, Any]:
         [chosen, *_] = of_token.items()
         return {
             str(token): {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": one.text}
             for token, one in dict([chosen, *_likeliest(of_token, top)]).items()
         }
 
-    return [None if of_token is None else told(of_token) for of_token in logprobs]
+    return [None if of_token is None else values(of_token) for of_token in logprobs]
 
 
 class CompletionLogprobs:
-    """The older shape: parallel lists, with where each token begins in the text.
+    """The log-probabilities of /v1/completions: parallel lists, with the text offset of each token.
 
-    `behind` is how many characters of the tokens' text are before the choice's: those that decoding takes
-    away in front of a prompt.
+    `behind` is the number of leading characters that decoding strips from the tokens' text.
     """
 
     def __init__(self, top: int, tokenizer: Tokenizer, behind: int = 0) -> None:
@@ -130,11 +129,11 @@ class CompletionLogprobs:
         self._offset = -behind
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> dict[str, Any]:
-        """The lists for the next tokens; None for the prompt's first, of which nothing is known."""
+        """Return the lists for the next tokens; None for the first prompt token, which has no probability."""
         tokenizer, offsets = self._tokenizer, []
         for token in token_ids:
             offsets.append(max(self._offset, 0))
-            # The characters of UTF-8 that begin in it: one that began before it is not counted.
+            # Count the UTF-8 characters that start in this token.
             self._offset += sum(byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes[token])
         return {
             "tokens": [tokenizer.text_of(token) for token in token_ids],
@@ -146,11 +145,11 @@ class CompletionLogprobs:
         }
 
     def _likeliest(self, of_token: Logprobs) -> dict[str, float]:
-        """The likeliest tokens by their text; of those that are written alike, the likelier."""
-        told: dict[str, float] = {}
+        """Return the likeliest tokens by text; of tokens with equal text, the likelier one."""
+        found: dict[str, float] = {}
         for _, one in _likeliest(of_token, self._top):
-            told.setdefault(one.text, finite(one.logprob))
-        return told
+            found.setdefault(one.text, finite(one.logprob))
+        return found
 
 
 def _likeliest(of_token: Logprobs, top: int) -> list[tuple[int, Logprob]]:
@@ -158,30 +157,30 @@ def _likeliest(of_token: Logprobs, top: int) -> list[tuple[int, Logprob]]:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability as JSON can write it."""
+    """Return a finite log-probability, for JSON."""
     return max(logprob, _NEVER)
 
 
 class SharedPrompts:
-    """Hands the log-probabilities of prompts, which completion 0 has, to the other completions.
+    """Copies the prompt log-probabilities of completion 0 to the first deltas of the other completions.
 
-    Each has them with its first delta; what comes of others before they are known is held back.
+    Earlier deltas of the other completions are held until completion 0 has reported.
     """
 
     def __init__(self, n: int, prompts: Iterable[int]) -> None:
-        """For n completions of each of these prompts, by number, whose log-probabilities are asked for."""
+        """Create for n completions of each prompt; `prompts` are the indices with log-probabilities."""
         self._n = n
         self._held: dict[int, list[tuple[int, Delta]]] = {prompt: [] for prompt in prompts}
         self._known: dict[int, Sequence[Logprobs | None] | None] = {}
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
 
     def awaits(self, number: int) -> bool:
-        """Whether others wait for what this completion has still to tell."""
+        """True if other completions wait for the prompt log-probabilities of this one."""
         prompt, completion = divmod(number, self._n)
         return completion == 0 and prompt in self._held and prompt not in self._known and self._n > 1
 
     def ready(self, number: int, delta: Delta) -> Iterator[tuple[int, Delta]]:
-        """What can be told now that a delta of the completion with this number has come: none or several."""
+        """Take a delta of completion `number`; yields the deltas that can be sent now, zero or more."""
         prompt, completion = divmod(number, self._n)
         if prompt not in self._held or completion == 0:
             yield number, delta
@@ -195,7 +194,7 @@ class SharedPrompts:
                 yield other, self._with_reports(other, held)
 
     def _with_reports(self, number: int, delta: Delta) -> Delta:
-        if number in self._begun:
+        if number in self._started:
             return delta
-        self._begun.add(number)
+        self._started.add(number)
         return replace(delta, prompt_logprobs=self._known[number // self._n])

@@ -1,4 +1,4 @@
-"""What POST /v1/responses takes: the items of its input as messages, and the other fields."""
+"""The request body of POST /v1/responses, and the conversion of its input items to messages."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _KINDS: Final = {
 _PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 _Status = Literal["in_progress", "completed", "incomplete"]
 
-LOGPROBS: Final = "message.output_text.logprobs"  # what `include` may ask for
+LOGPROBS: Final = "message.output_text.logprobs"  # a value of `include`
 _FORMATS: Final = ("text", "json_object", "json_schema")
 
 
 def _item_kind(value: object) -> str:
     kind = value.get("type") if isinstance(value, Mapping) else "message"
     if kind is None and isinstance(value, Mapping):
-        # A message may come without a type, and so may an item reference, which is an id alone.
+        # The type of a message is optional, and so is that of an item reference, which has only an id.
         kind = "message" if "role" in value or "id" not in value else "item_reference"
     return _KINDS.get(kind, "Other") if isinstance(kind, str) else "Other"
 
 
 class ResponseText(Fields):
-    """A piece of a message; those of earlier answers come back with what was said about them."""
+    """A text part of a message; parts of earlier answers have annotations and log-probabilities."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -51,7 +51,7 @@ _Part = Annotated[Annotated[ResponseText, Tag("Text")] | Annotated[RefusalPart, 
 
 
 class MessageItem(Fields):
-    """One message: the caller's, or an earlier answer as it was given."""
+    """A message of the caller, or an earlier answer."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
@@ -62,25 +62,25 @@ class MessageItem(Fields):
 
 
 class ThoughtPart(Fields):
-    """A piece of what the model thought."""
+    """A part of the reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
 class ReasoningItem(Fields):
-    """What the model thought before an earlier answer."""
+    """The reasoning before an earlier answer."""
 
     type: Literal["reasoning"]
     content: Items[ThoughtPart] | None = None
-    summary: Annotated[Items[Any], Field(max_length=0)] | None = None  # nothing here sums thoughts up
+    summary: Annotated[Items[Any], Field(max_length=0)] | None = None  # the server makes no summaries
     encrypted_content: None = None
     id: str | None = None
     status: _Status | None = None
 
 
 class CallItem(Fields):
-    """A call of a function that an earlier answer made."""
+    """A function call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
@@ -88,7 +88,7 @@ class CallItem(Fields):
     arguments: str
     id: str | None = None
     status: _Status | None = None
-    # Of the client's own class, under its name and the API's.
+    # Fields of OpenAI's client classes; async has two names there.
     caller: None = None
     namespace: None = None
     async_: None = None
@@ -96,7 +96,7 @@ class CallItem(Fields):
 
 
 class CallOutputItem(Fields):
-    """What a function returned."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -108,14 +108,14 @@ class CallOutputItem(Fields):
 class OtherItem(Fields):
     """An item of another kind."""
 
-    model_config = ConfigDict(extra="ignore")  # it is refused for what it is
+    model_config = ConfigDict(extra="ignore")  # the error names the type only
 
     type: str | None = None
 
     def refusal(self, where: str) -> ApiError:
-        """Why it is not taken."""
+        """Return the error for this item."""
         if self.type in (None, "item_reference"):
-            reason = "items are not kept by their id; send the item itself, or previous_response_id"
+            reason = "items cannot be referenced by id; send the item itself, or previous_response_id"
         else:
             reason = f"allowed: {', '.join(_KINDS)}; send it as a message"
         return ApiError(f"{where} is of type {self.type or 'item_reference'}: {reason}", param=where)
@@ -133,10 +133,10 @@ _ITEMS: Final[TypeAdapter[list[Item]]] = TypeAdapter(list[Item])
 
 
 def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Items as the messages that chat templates know.
+    """Convert items to messages for chat templates.
 
-    Thoughts, what was said then and the calls behind it are one message of the assistant's. A call that broke
-    off was never made.
+    Reasoning, the text after it and the calls after that become one message of the assistant. Incomplete
+    calls are dropped.
     """
     messages: list[dict[str, Any]] = []
     for item in items:
@@ -160,7 +160,7 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def kept_items(given: str | Iterable[Item]) -> list[dict[str, Any]]:
-    """An input's items as they are listed later: each with an id and a status, texts as lists of parts."""
+    """Convert input items for storage: each gets an id and a status, and texts become lists of parts."""
     items = [MessageItem(role="user", content=given)] if isinstance(given, str) else given
     return [_kept(item) for item in items]
 
@@ -178,12 +178,12 @@ def _kept(item: Item) -> dict[str, Any]:
 
 
 def output_messages(output: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The items of an output as messages, as if they were sent back."""
+    """Convert the items of an output to messages, as if a client sent them back."""
     return messages_of(_ITEMS.validate_python(list(output)))
 
 
 def _turn(messages: list[dict[str, Any]], *before: str) -> dict[str, Any]:
-    """The assistant's message that is being made, or a new one where the last has one of these fields."""
+    """Return the last message if it is the assistant's and lacks the fields `before`, else a new one."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(name in last for name in before):
         messages.append({"role": "assistant"})
@@ -195,16 +195,16 @@ def _text(content: str | Iterable[ResponseText | RefusalPart | ThoughtPart]) -> 
 
 
 class TextOptions(Fields):
-    """What form the text has."""
+    """The `text` field: the format of the text."""
 
     format: dict[str, Any] | None = Field(None, description="text, json_object, or json_schema with a schema")
-    verbosity: Literal["medium"] | None = None  # the usual one; a model here knows no other
+    verbosity: Literal["medium"] | None = None  # the only supported value
 
 
 class ReasoningOptions(Fields):
-    """How the model thinks before it answers."""
+    """The `reasoning` field."""
 
-    effort: str | None = Field(None, description="Handed to the model's chat template.")
+    effort: str | None = Field(None, description="Passed to the model's chat template.")
     summary: Any = None
 
 
@@ -221,62 +221,64 @@ _Tool = Annotated[
 
 
 class NamedFunction(Fields):
-    """The function that is to be called."""
+    """The function that the answer must call."""
 
     type: Literal["function"]
     name: str
 
 
 class ResponseFields(ConversationFields):
-    """Input that wants an answer."""
+    """The request body: input to answer."""
 
     format_field = "text.format"
     effort_field = "reasoning.effort"
     refused = {
-        "prompt": "prompt templates are not kept; send their text as instructions and input",
-        "n": "a response is one answer; ask again, with another seed",
-        "prompt_logprobs": "a response has no place for them; ask /v1/completions",
+        "prompt": "prompt templates are not stored; send the text as instructions and input",
+        "n": "a response has one answer; send the request again with another seed",
+        "prompt_logprobs": "a response has no field for them; use /v1/completions",
         "response_format": "at this endpoint it is text.format; move it there",
     }
 
     input: TextOrItems[Item]
     instructions: str | None = None
     previous_response_id: str | None = None
-    store: bool | None = Field(None, description="Whether previous_response_id may name the answer: true.")
+    store: bool | None = Field(
+        None, description="Whether to store the response for previous_response_id; default: true."
+    )
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions | None = None
-    # Reasoning is told as it is, so there is no encrypted copy to include.
+    # Reasoning is sent in plain text, so encrypted_content has no effect.
     include: Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     reasoning: ReasoningOptions | None = None
     tools: Items[_Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
 
-    # They change nothing, and are given back.
-    prompt_cache_key: str | None = None  # prefixes are found by their text; cache_salt keeps users apart
+    # No effect; returned in the response.
+    prompt_cache_key: str | None = None  # all prefixes are cached; cache_salt separates users
     safety_identifier: str | None = None
 
     prompt: Any = None
 
     def check(self) -> None:
-        """Refuse what cannot be honoured."""
+        """Raise ApiError for unsupported values and combinations of fields."""
         super().check()
         if self.reasoning is not None and self.reasoning.summary is not None:
             raise ApiError(
-                "reasoning.summary is not offered here: thoughts come as they are; drop it",
+                "reasoning.summary is not supported: answers contain the full reasoning; remove it",
                 param="reasoning.summary",
             )
-        for place, tool in enumerate(self.tools or ()):
+        for index, tool in enumerate(self.tools or ()):
             if isinstance(tool, OtherKind):
-                where = f"tools[{place}]"
+                where = f"tools[{index}]"
                 raise ApiError(
-                    f"{where} is of type {tool.type}: functions are the only tools here; drop it", param=where
+                    f"{where} is of type {tool.type}: only functions are supported; remove it", param=where
                 )
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise ApiError("tool_choice needs tools; add them", param="tool_choice")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(
-                f'top_logprobs needs include: ["{LOGPROBS}"]; add it, or drop top_logprobs',
+                f'top_logprobs needs include: ["{LOGPROBS}"]; add it, or remove top_logprobs',
                 param="top_logprobs",
             )
         if (kind := self.text_format.get("type")) not in _FORMATS:
@@ -285,18 +287,18 @@ class ResponseFields(ConversationFields):
             )
         if not self.input:
             raise ApiError("input is empty; give a text, or at least one message", param="input")
-        for place, item in enumerate(self.input):
+        for index, item in enumerate(self.input):
             if isinstance(item, OtherItem):
-                raise item.refusal(f"input[{place}]")
+                raise item.refusal(f"input[{index}]")
 
     def check_results(self, earlier: Iterable[Mapping[str, Any]]) -> None:
-        """Raise ApiError for the result of a call that is neither in the input before it nor in `earlier`."""
+        """Raise ApiError for a result without its call earlier in the input or in `earlier`."""
         called = {call["id"] for message in earlier for call in message.get("tool_calls", ())}
-        for place, item in enumerate(self.input):
+        for index, item in enumerate(self.input):
             if isinstance(item, CallItem):
                 called.add(item.call_id)
             elif isinstance(item, CallOutputItem) and item.call_id not in called:
-                where = f"input[{place}].call_id"
+                where = f"input[{index}].call_id"
                 raise ApiError(
                     f"{where} is {item.call_id!r}, and no call before it has that id; send the function_call "
                     "item as well, or previous_response_id",
@@ -305,24 +307,24 @@ class ResponseFields(ConversationFields):
 
     @property
     def logprobs(self) -> bool:
-        """Whether the answer's log-probabilities are wanted."""
+        """True if the answer must contain log-probabilities."""
         return LOGPROBS in (self.include or ())
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The input as chat templates know it, without instructions."""
+        """The input as messages for chat templates, without instructions."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         return messages_of(self.input)
 
     @property
     def functions(self) -> Sequence[Function]:
-        """Those of the tools."""
+        """The functions in `tools`."""
         return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
     @property
     def chosen(self) -> ToolChoice:
-        """What `tool_choice` says; without tools it says nothing."""
+        """The value of `tool_choice`; default: auto."""
         choice = self.tool_choice
         if isinstance(choice, NamedFunction):
             return ToolChoice("required", choice.name)
@@ -338,12 +340,12 @@ class ResponseFields(ConversationFields):
 
     @property
     def text_format(self) -> dict[str, Any]:
-        """The form of the text, in this endpoint's shape."""
+        """The value of `text.format`; default: plain text."""
         given = None if self.text is None else self.text.format
         return {"type": "text"} if given is None else given
 
     def sampling_params(self, room: int, **held: Any) -> SamplingParams:
-        """As ConversationFields says."""
+        """Convert to SamplingParams; see ConversationFields."""
         return self.params(
             max_tokens=room if self.max_output_tokens is None else self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,

@@ -1,4 +1,4 @@
-"""POST /v1/responses: input that is answered, and may be gone on from by the answer's id."""
+"""POST /v1/responses: answers that a later request can continue by id."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from specinfer.serve.dialect.reader import Event as Found
 from specinfer.serve.http.api_error import CALLER, ApiError, OwnNames, cut
 from specinfer.serve.http.event_stream import typed_events
 
-_MOST_BYTES: Final = 256 << 20  # of all responses together, about
+_MAX_BYTES: Final = 256 << 20  # approximate total of all responses
 
-_PREFIXES: Final = {"thoughts": "rs", "text": "msg", "call": "fc"}  # of items' ids
+_PREFIXES: Final = {"thoughts": "rs", "text": "msg", "call": "fc"}  # prefixes of item ids
 _GROWTH: Final = {"thoughts": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 _Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -35,7 +35,7 @@ _OWN_NAMES: Final = OwnNames(
         "response_format": "text.format",
         "max_tokens": "max_output_tokens",
         "logprobs": "top_logprobs",
-        ".function": "",  # whose fields stand within a tool in chat completions
+        ".function": "",  # chat completions nest these fields in the tool
     },
     conversation="input",
 )
@@ -43,25 +43,25 @@ _OWN_NAMES: Final = OwnNames(
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A response that has ended, and what it was made of."""
+    """A finished response with its conversation."""
 
     body: bytes  # the response, as JSON
     messages: tuple[Mapping[str, Any], ...]  # the conversation with its answer, without instructions
-    items: tuple[Mapping[str, Any], ...]  # of its own input
+    items: tuple[Mapping[str, Any], ...]  # its own input items
     size: int
 
 
 class ResponseStore:
-    """Keeps up to `most` responses, in memory; the oldest leave first. Belongs to one event loop.
+    """Stores up to `max_count` responses in memory and drops the oldest first. Belongs to one event loop.
 
-    They leave as well when all of them have more than `most_bytes`, but for the newest. A response belongs
-    to the API key that it was asked with: for callers with another key there is none of that id.
+    It also drops the oldest if all together exceed `max_bytes`, but keeps the newest. A response can be read
+    with the API key of its request only.
     """
 
-    def __init__(self, most: int, most_bytes: int = _MOST_BYTES) -> None:
-        self.most = most
-        self._most_bytes = most_bytes
-        self._kept: dict[tuple[int, str], KeptResponse] = {}  # by the key's number and id; the oldest first
+    def __init__(self, max_count: int, max_bytes: int = _MAX_BYTES) -> None:
+        self.max_count = max_count
+        self._max_bytes = max_bytes
+        self._kept: dict[tuple[int, str], KeptResponse] = {}  # by number of the API key and id; oldest first
         self._size = 0
 
     def keep(
@@ -71,21 +71,21 @@ class ResponseStore:
         messages: Sequence[Mapping[str, Any]],
         items: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Keep a response that has ended, with the conversation it belongs to and the items of its input."""
+        """Store a finished response with its conversation and its input items."""
         body = json.dumps(response, ensure_ascii=False).encode()
-        # Messages are shared with the responses before: they are counted once too often, not too rarely.
+        # Messages shared with earlier responses are counted again, so the size is an upper bound.
         size = len(body) + sum(len(str(one)) for one in (*messages, *items))
         self._kept[CALLER.get().key, name] = KeptResponse(body, tuple(messages), tuple(items), size)
         self._size += size
-        while len(self._kept) > self.most or (self._size > self._most_bytes and len(self._kept) > 1):
+        while len(self._kept) > self.max_count or (self._size > self._max_bytes and len(self._kept) > 1):
             self._drop(next(iter(self._kept)))
 
     def conversation(self, name: str) -> tuple[Mapping[str, Any], ...]:
-        """The messages that a response with this `previous_response_id` goes on from."""
+        """Return the messages that a request with this `previous_response_id` continues; raises ApiError."""
         kept = self._kept.get((CALLER.get().key, name))
         if kept is None:
             raise ApiError(
-                f"there is no response {cut(name)!r}: it was not stored, or has left; send the whole "
+                f"there is no response {cut(name)!r}: it was not stored, or was dropped; send the whole "
                 "conversation as input",
                 param="previous_response_id",
                 code="previous_response_not_found",
@@ -93,9 +93,9 @@ class ResponseStore:
         return kept.messages
 
     def page(self, name: str, *, after: str | None, limit: int, order: str) -> dict[str, Any]:
-        """Some items of a response's input, in OpenAI's shape of a list: those behind the one called `after`.
+        """Return a page of a response's input items as OpenAI's list object: those behind the item `after`.
 
-        Raises ApiError where there is no such response, or no such item in it.
+        Raises ApiError if there is no such response, or no such item in it.
         """
         items = list(self.kept(name).items)
         if order == "desc":
@@ -104,7 +104,8 @@ class ResponseStore:
             ids = [item["id"] for item in items]
             if after not in ids:
                 raise ApiError(
-                    f"after is {cut(after)!r}, which is no item of this response's input", param="after"
+                    f"after is {cut(after)!r}; allowed: the id of an input item of this response",
+                    param="after",
                 )
             items = items[ids.index(after) + 1 :]
         shown = items[:limit]
@@ -117,16 +118,16 @@ class ResponseStore:
         }
 
     def forget(self, name: str) -> None:
-        """Let a response go; raises ApiError where there is none of that id."""
+        """Delete a response; raises ApiError if the id is unknown."""
         self.kept(name)
         self._drop((CALLER.get().key, name))
 
     def kept(self, name: str) -> KeptResponse:
-        """The response of that id; raises ApiError where there is none."""
+        """Return the response with that id; raises ApiError if it is unknown."""
         kept = self._kept.get((CALLER.get().key, name))
         if kept is None:
             raise ApiError(
-                f"there is no response {cut(name)!r}: it was not stored, or has left",
+                f"there is no response {cut(name)!r}: it was not stored, or was dropped",
                 status=404,
                 code="response_not_found",
             )
@@ -137,30 +138,30 @@ class ResponseStore:
 
 
 class Output(Parts):
-    """All items of one response.
+    """The output items of one response.
 
-    Log-probabilities are told with the text that comes with them or next, and left out where thoughts or
-    calls come. With no items at the end there is a message that says nothing.
+    Log-probabilities are sent with the text of their tokens or the next text, and dropped for reasoning and
+    calls. An output without items gets an empty message at the end.
     """
 
     def __init__(self, *, logprobs: bool) -> None:
         super().__init__()
-        self._wants_logprobs = logprobs
-        self._untold: list[dict[str, Any]] = []  # log-probabilities
-        self._told: list[dict[str, Any]] = []  # those of the message that is open, or was last
+        self._logprobs = logprobs
+        self._unsent: list[dict[str, Any]] = []  # log-probabilities not sent yet
+        self._sent: list[dict[str, Any]] = []  # log-probabilities of the open or last message
 
     def take(self, found: Sequence[Found], logprobs: list[dict[str, Any]]) -> list[Event]:
-        """Take in what more of the answer says; returns the events that tell it."""
-        self._untold += logprobs
+        """Add parsed events and log-probabilities; returns the stream events."""
+        self._unsent += logprobs
         events = self.grow(found)
         if found or (self._open is not None and self._open.kind == "thoughts"):
-            self._untold = []  # what brings nothing among thoughts belongs to a mark
+            self._unsent = []  # a token without text in reasoning is a delimiter
         return events
 
     def close(self, *, complete: bool) -> list[Event]:
-        """The events of the end."""
-        events = [] if self._open is not None or self._over else self._within("text")
-        if self._open is not None and self._open.kind == "text" and self._untold:
+        """Close the output; returns the last stream events."""
+        events = [] if self._open is not None or self._finished else self._within("text")
+        if self._open is not None and self._open.kind == "text" and self._unsent:
             events += self._add("")
         return events + self.end(complete=complete)
 
@@ -168,30 +169,30 @@ class Output(Parts):
         return self._item(part, "completed" if complete else "incomplete")
 
     def _item(self, part: Part, status: _Status) -> dict[str, Any]:
-        """The item as it stands in `output`; nothing sums thoughts up."""
+        """Return the item as in `output`; the summary of reasoning is always empty."""
         item: dict[str, Any] = {"id": _id(part), "status": status}
-        begins = status == "in_progress"
+        starts = status == "in_progress"
         match part.kind:
             case "thoughts":
-                content = [] if begins else [{"type": "reasoning_text", "text": part.text}]
+                content = [] if starts else [{"type": "reasoning_text", "text": part.text}]
                 return item | {"type": "reasoning", "summary": [], "content": content}
             case "text":
-                content = [] if begins else [self._content(part)]
+                content = [] if starts else [self._content(part)]
                 return item | {"type": "message", "role": "assistant", "content": content}
             case "call":
                 call = {"call_id": part.call_id, "name": part.name, "arguments": part.text}
                 return item | {"type": "function_call"} | call
 
     def _content(self, part: Part) -> dict[str, Any]:
-        """What a message says."""
-        told = list(self._told) if self._wants_logprobs else None
-        return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": told}
+        """Return the content part of a message."""
+        logprobs = list(self._sent) if self._logprobs else None
+        return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": logprobs}
 
     def _begun(self, part: Part) -> list[Event]:
         item = {"output_index": part.index, "item": self._item(part, "in_progress")}
         events: list[Event] = [{"type": "response.output_item.added"} | item]
         if part.kind == "text":
-            self._told = []
+            self._sent = []
             content = {"part": self._content(part)}
             events.append({"type": "response.content_part.added"} | _place(part) | content)
         return events
@@ -199,8 +200,8 @@ class Output(Parts):
     def _grown(self, part: Part, text: str) -> list[Event]:
         event = {"type": f"response.{_GROWTH[part.kind]}.delta"} | _place(part) | {"delta": text}
         if part.kind == "text":
-            event["logprobs"], self._untold = self._untold, []
-            self._told += event["logprobs"]
+            event["logprobs"], self._unsent = self._unsent, []
+            self._sent += event["logprobs"]
         return [event]
 
     def _ended(self, part: Part, complete: bool) -> list[Event]:
@@ -211,10 +212,10 @@ class Output(Parts):
             done["text"] = part.text
         events = [done]
         if part.kind == "text":
-            done["logprobs"] = list(self._told) if self._wants_logprobs else []
+            done["logprobs"] = list(self._sent) if self._logprobs else []
             content = {"part": self._content(part)}
             events.append({"type": "response.content_part.done"} | _place(part) | content)
-        item = {"output_index": part.index, "item": self._over[-1]}
+        item = {"output_index": part.index, "item": self._finished[-1]}
         return [*events, {"type": "response.output_item.done"} | item]
 
 
@@ -223,13 +224,13 @@ def _id(part: Part) -> str:
 
 
 def _place(part: Part) -> dict[str, Any]:
-    """Where an event's text belongs."""
+    """Return the index fields of an event."""
     place = {"item_id": _id(part), "output_index": part.index}
     return place if part.kind == "call" else place | {"content_index": 0}
 
 
 class Responses(GrowingAnswer[ResponseFields]):
-    """One response, as it is made."""
+    """One response while it is generated."""
 
     names = _OWN_NAMES
     announced = True
@@ -237,9 +238,9 @@ class Responses(GrowingAnswer[ResponseFields]):
     def __init__(self, service: Service, fields: ResponseFields, store: ResponseStore) -> None:
         fields.check()
         self._store = store
-        if fields.store and not store.most:
-            raise ApiError("store is true, and this server keeps no responses; drop it", param="store")
-        self._stored = fields.store is not False and bool(store.most)
+        if fields.store and not store.max_count:
+            raise ApiError("store is true, but this server stores no responses; remove it", param="store")
+        self._stored = fields.store is not False and bool(store.max_count)
         earlier = fields.previous_response_id
         before = () if earlier is None else store.conversation(earlier)
         fields.check_results(before)
@@ -252,31 +253,31 @@ class Responses(GrowingAnswer[ResponseFields]):
         self._complete = True
 
     async def events(self) -> AsyncGenerator[str]:
-        """The response as the events of a stream.
+        """Yield the response as stream events.
 
-        They begin when the engine has taken the work: what it refuses is an error of its own, not an event.
+        The stream starts when the engine has accepted the request; a refused request gets an HTTP error.
         """
         numbers = itertools.count()
 
-        def told(events: Iterable[Event]) -> str:
+        def numbered(events: Iterable[Event]) -> str:
             return typed_events(one | {"sequence_number": next(numbers)} for one in events)
 
-        begun = False
+        started = False
         try:
             async with aclosing(self._growth()) as growth:
                 async for grown in growth:
-                    if not begun:
-                        begun = True
-                        yield told(self._opening())
+                    if not started:
+                        started = True
+                        yield numbered(self._opening())
                     if grown:
-                        yield told(grown)
-            yield told(self._output.close(complete=self._complete))
+                        yield numbered(grown)
+            yield numbered(self._output.close(complete=self._complete))
         except ApiError as error:
-            if not begun:
+            if not started:
                 raise
-            yield told([{"type": "response.failed", "response": self._failed(error)}])
+            yield numbered([{"type": "response.failed", "response": self._failed(error)}])
             return
-        yield told([{"type": f"response.{self._status}", "response": self._finish()}])
+        yield numbered([{"type": f"response.{self._status}", "response": self._finish()}])
 
     def _opening(self) -> list[Event]:
         response = self._object("in_progress", [])
@@ -287,8 +288,8 @@ class Responses(GrowingAnswer[ResponseFields]):
 
     def _grow(self, delta: Delta, found: Sequence[Found], reader: AnswerReader) -> list[Event]:
         self._complete = delta.finish_reason is not FinishReason.LENGTH
-        told = delta.logprobs if self._fields.logprobs else ()
-        logprobs = chat_logprobs(told, self._fields.top_logprobs or 0, self._service.tokenizer)
+        given = delta.logprobs if self._fields.logprobs else ()
+        logprobs = chat_logprobs(given, self._fields.top_logprobs or 0, self._service.tokenizer)
         return self._output.take(found, logprobs)
 
     @property
@@ -296,8 +297,8 @@ class Responses(GrowingAnswer[ResponseFields]):
         return "completed" if self._complete else "incomplete"
 
     def _finish(self) -> dict[str, Any]:
-        """The response with its answer; kept, where it is to be."""
-        self._output.close(complete=self._complete)  # unless a stream has told of it
+        """Return the finished response, and store it unless `store` is false."""
+        self._output.close(complete=self._complete)  # no effect after a stream
         response = self._object(self._status, self._output.values())
         if self._complete:
             response["completed_at"] = int(time.time())
@@ -310,10 +311,10 @@ class Responses(GrowingAnswer[ResponseFields]):
         return response
 
     def _failed(self, error: ApiError) -> dict[str, Any]:
-        told = error.body["error"]
+        message = error.body["error"]["message"]
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         response = self._object("failed", self._output.values())
-        return response | {"error": {"code": code, "message": told["message"]}, "store": False}
+        return response | {"error": {"code": code, "message": message}, "store": False}
 
     def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         fields, params = self._fields, self._params
@@ -361,7 +362,7 @@ class Responses(GrowingAnswer[ResponseFields]):
             "input_tokens": tally.prompt_tokens,
             "input_tokens_details": {
                 "cached_tokens": tally.cached_tokens,
-                "cache_write_tokens": 0,  # counted where a caller pays to write; here nobody does
+                "cache_write_tokens": 0,  # for servers that bill cache writes
             },
             "output_tokens": tally.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": tally.reasoning_tokens},
@@ -370,5 +371,5 @@ class Responses(GrowingAnswer[ResponseFields]):
 
 
 def _dumped(field: Any) -> Any:
-    """A field as it was given."""
+    """Return a field as JSON."""
     return field.model_dump() if isinstance(field, BaseModel) else field

@@ -1,7 +1,7 @@
-"""Service: from what an endpoint asks to the deltas of its answers, over an engine process of its own.
+"""Service: turns the prompts of an endpoint into works for the engines, and returns the deltas.
 
-What all endpoints share is here: whether there is room, how long an answer may be, seeds, ids of works, the
-figures of metrics. Endpoints know the fields of their requests and the shape of their answers.
+It holds the code that all endpoints share: limits of the queue and of lengths, seeds, ids of works, and
+metrics. Endpoints read the fields of requests and write the shape of answers.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from specinfer.serve.observe.metrics import Metrics
 from specinfer.speculate.lookups.alignment import within_reach
 from specinfer.tokenizer import ChatEncoder, Tokenizer
 
-_AT_ONCE: Final = 20_000  # characters; longer texts are tokenized in a thread, and others answered meanwhile
-_MOST_CHARACTERS: Final = 64  # of a token, on average: a longer prompt cannot fit, and is not tokenized
-MOST_FIGURES: Final = 1 << 18  # of prompts' log-probabilities: each is an object here, and 70 bytes of JSON
+_AT_ONCE: Final = 20_000  # characters; longer texts are tokenized in a thread
+_MAX_CHARACTERS: Final = 64  # a token, on average; a longer prompt cannot fit and is not tokenized
+MAX_FIGURES: Final = 1 << 18  # log-probabilities of prompts; each is an object here and 70 bytes of JSON
 _Made = TypeVar("_Made")
 _Fields = TypeVar("_Fields", bound=BaseModel)
 
 
 class Service:
-    """Makes works of prompts and hands on what the backend answers. Belongs to one event loop."""
+    """Submits prompts to the backend and returns its deltas. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -64,21 +64,18 @@ class Service:
         self.chat = ChatEncoder(tokenizer)
         self.facts = facts
         self.dialect = dialect
-        self.models = tuple(models)  # the names requests may use, the own one first
-        self.adapters = tuple(adapters)  # the names of adapters, which requests name in place of the model
+        self.models = tuple(models)  # names of the model, the default first
+        self.adapters = tuple(adapters)  # names of adapters, for the `model` field
         self.metrics = metrics
         self.field_policy = FieldPolicy(config.unknown_fields, sampling)
-        self.sampling = dict(sampling or {})  # of requests that do not say, by name
+        self.sampling = dict(sampling or {})  # defaults of sampling fields, by name
         self._observers = (metrics.observe, *observers)
-        self._most = batch + config.max_waiting  # completions at once
+        self._max_completions = batch + config.max_waiting  # maximum of completions at a time
         self._busy = 0
         self.draining = False
 
     def check_model(self, name: str | None) -> str:
-        """The model's name as the answer says it: as it was asked for, or the usual one where it was not.
-
-        Raises ApiError for another model.
-        """
+        """Return the requested model name, or the default name; raises ApiError for an unknown name."""
         if name and name not in self.models and name not in self.adapters:
             known = ", ".join((*self.models, *self.adapters))
             raise ApiError(
@@ -90,7 +87,7 @@ class Service:
         return name or self.models[0]
 
     def with_defaults(self, fields: _Fields) -> _Fields:
-        """A request's fields, with the model's own sampling parameters where they say nothing."""
+        """Fill absent sampling fields with the model's own sampling parameters; returns a copy."""
         if not getattr(fields, "takes_defaults", True):
             return fields
         missing = {
@@ -99,28 +96,26 @@ class Service:
         return fields.model_copy(update=missing) if missing else fields
 
     def check_count(self, n: int | None, prompts: int = 1) -> None:
-        """Raise ApiError where more completions are asked for than one request may ever have.
-
-        Before anything is made of each of them: a number costs its sender nothing.
-        """
+        """Raise ApiError for more completions than one request may have, before any of them takes memory."""
         count, most = max(n or 1, 1), self.config.max_n
         for param, given in (("n", count), ("prompt", prompts)):
             if given > most:
                 what = "n is" if param == "n" else "the prompts are"
                 raise ApiError(
-                    f"{what} {given}; allowed: at most {most} here; ask again for the rest", param=param
+                    f"{what} {given}; allowed: at most {most} here; send the rest in another request",
+                    param=param,
                 )
-        if count * prompts > self._most:
+        if count * prompts > self._max_completions:
             raise ApiError(
                 f"{prompts} prompts with n {count} are {count * prompts} completions; allowed: at most "
-                f"{self._most} here; ask again for the rest",
+                f"{self._max_completions} here; send the rest in another request",
                 param="n",
             )
 
     async def in_thread(self, param: str, make: Callable[[], _Made]) -> _Made:
-        """What `make` makes in a thread, while others are answered; its RequestErrors become ApiErrors.
+        """Run `make` in a thread and return its result; its RequestErrors become ApiErrors.
 
-        `param` is the field at fault where an error names none.
+        `param` is the field for errors that name none.
         """
         try:
             with naming(param):
@@ -129,7 +124,7 @@ class Service:
             raise ApiError.of(error) from None
 
     async def encode(self, text: str, param: str, *, add_special: bool = True) -> tuple[int, ...]:
-        """A prompt's token ids."""
+        """Return the token ids of a prompt; raises ApiError."""
         if not text:
             raise ApiError(f"{param} is empty; give at least one token of text", param=param)
         self.check_sizes({param: len(text)})
@@ -148,14 +143,14 @@ class Service:
     async def encode_fill_in(
         self, prefix: str, suffix: str, param: str, *, files: Sequence[tuple[str, str]] = (), answer: int = 0
     ) -> tuple[int, ...]:
-        """The token ids of a fill-in-the-middle prompt.
+        """Return the token ids of a fill-in-the-middle prompt; raises ApiError.
 
-        `files` are names and texts of other files; the first ones are left out if an answer of `answer`
-        tokens needs their room.
+        `files` are names and texts of other files; the first ones are dropped if the prompt leaves fewer than
+        `answer` tokens for the answer.
         """
         self.check_sizes({param: len(prefix) + len(suffix)})
         most = self._longest_prompt - answer
-        fitting, characters = 0, most * _MOST_CHARACTERS  # more cannot fit, and is not tokenized
+        fitting, characters = 0, most * _MAX_CHARACTERS  # more cannot fit, and is not tokenized
         for _, text in reversed(files):
             characters -= len(text)
             if characters < 0:
@@ -167,17 +162,17 @@ class Service:
         )
 
     def fill_in_ends(self, others: Sequence[int] | None) -> list[int]:
-        """`stop_token_ids` of a fill-in-the-middle request: the vocabulary's, and the request's own."""
+        """Return `stop_token_ids` of a fill-in-the-middle request: the request's and the vocabulary's."""
         tokens = self.tokenizer.fill_in
         return [*(others or ()), *(() if tokens is None else tokens.ends)]
 
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Raise ApiError where a prompt made of parts of so many characters, by their fields, cannot fit."""
+        """Raise ApiError if a prompt cannot fit; `sizes` holds the characters of each field."""
         largest = max(sizes, key=lambda field: sizes[field])
-        self._check_length(sum(sizes.values()) // _MOST_CHARACTERS, largest)
+        self._check_length(sum(sizes.values()) // _MAX_CHARACTERS, largest)
 
     def room(self, prompt: Sequence[int], param: str) -> int:
-        """How many tokens an answer to this prompt may have; raises ApiError where there is no room."""
+        """Return the maximum of tokens of an answer to this prompt; raises ApiError if it is 0."""
         self._check_length(len(prompt), param)
         return self.facts.longest - len(prompt)
 
@@ -190,17 +185,16 @@ class Service:
         traced: bool = False,
         announced: bool = False,
     ) -> AsyncGenerator[tuple[int, Delta]]:
-        """The deltas of n completions of each prompt, each with its number: prompt * n + completion.
+        """Yield the deltas of n completions of each prompt, each with its number: prompt * n + completion.
 
-        `model` is the name of the model, or of an adapter that it has for them.
+        `model` is the name of the model or of an adapter. Sets ADMITTED when the engine has accepted all
+        works; with `max_wait`, when one has started. With `announced` an empty delta is yielded at that time.
+        If one of several completions fails in the engine, it ends with finish reason "error", and the others
+        continue.
 
-        Sets ADMITTED when the engine has taken all of them; with `max_wait`, when one has begun. Where that
-        is to be `announced`, a delta that is empty comes then. One of several that fails in the engine ends
-        with finish reason "error", and the others go on.
-
-        Raises ApiError: 429 where too many wait, 400 where the engine refuses one, its parameters leave
-        nothing to say or log-probabilities of prompts would be too long, 500 where the engine fails or is
-        gone, 503 where it cannot be had now.
+        Raises ApiError. Status 429: the queue is full. 400: the engine refuses a work, the parameters allow
+        no token, or there are too many prompt log-probabilities. 500: the engine failed or ended. 503: no
+        engine is available now.
         """
         _check_reports(prompts, params)
         scored = [i for i, own in enumerate(params) if own.prompt_logprobs is not None]
@@ -217,10 +211,10 @@ class Service:
                 works[work.id] = len(all_works)
                 all_works.append(work)
         with self._room_for(len(all_works)):
-            begun = time.monotonic()
-            observed = [[observe(work, begun) for observe in self._observers] for work in all_works]
+            started = time.monotonic()
+            observed = [[observe(work, started) for observe in self._observers] for work in all_works]
             unadmitted, failed = set(works), 0
-            may_begin = not self.config.max_wait  # a stream that has begun can be refused no more
+            may_start = not self.config.max_wait  # a started stream can no longer be refused
             try:
                 async with aclosing(self.backend.generate(all_works, CALLER.get().session)) as deltas:
                     async for delta in deltas:
@@ -233,11 +227,13 @@ class Service:
                             if not delta.internal_error or failed == len(all_works) or shared.awaits(number):
                                 status = 500 if delta.internal_error else 400
                                 raise ApiError(
-                                    delta.error or "it failed", param=delta.parameter, status=status
+                                    delta.error or "the completion failed in the engine",
+                                    param=delta.parameter,
+                                    status=status,
                                 )
                         unadmitted.discard(delta.id)
-                        may_begin = may_begin or delta.begun or not delta.is_empty
-                        if may_begin and not unadmitted and delta.finish_reason is None:
+                        may_start = may_start or delta.begun or not delta.is_empty
+                        if may_start and not unadmitted and delta.finish_reason is None:
                             if (admitted := ADMITTED.get()) is not None:
                                 admitted.set()
                             if announced and delta.is_empty:
@@ -256,7 +252,7 @@ class Service:
                     one.end(now)
 
     async def _predicted(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
-        """The parameters with their prediction as token ids, made once for all n, as far as it can matter."""
+        """Tokenize the prediction, once for all n, up to the length that can be used; returns a copy."""
         text = params.prediction
         if not isinstance(text, str):
             return params
@@ -269,10 +265,10 @@ class Service:
     def _room_for(self, count: int) -> Iterator[None]:
         if self.draining:
             raise ApiError("the server is shutting down", status=503, headers={"Retry-After": "5"})
-        if self._busy + count > self._most:
-            waiting = f"{self._busy} answers are in progress or wait, and {count} more are asked for"
+        if self._busy + count > self._max_completions:
+            waiting = f"{self._busy} answers are in progress or waiting, and this request has {count}"
             raise ApiError(
-                f"{waiting}; allowed: {self._most} in all; try again soon",
+                f"{waiting}; allowed: {self._max_completions} in all; try again soon",
                 status=429,
                 headers={"Retry-After": "1"},
             )
@@ -284,7 +280,7 @@ class Service:
 
     @property
     def busy(self) -> int:
-        """Completions in progress or waiting."""
+        """Number of completions in progress or waiting."""
         return self._busy
 
     @property
@@ -302,14 +298,14 @@ class Service:
 
 
 def _check_reports(prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams]) -> None:
-    """Raise ApiError where log-probabilities of these prompts would be too long to send."""
-    asked = [own.prompt_logprobs for own in params]
+    """Raise ApiError if these prompts have too many log-probabilities to send."""
+    tops = [own.prompt_logprobs for own in params]
     figures = sum(
-        len(prompt) * (1 + top) for prompt, top in zip(prompts, asked, strict=True) if top is not None
+        len(prompt) * (1 + top) for prompt, top in zip(prompts, tops, strict=True) if top is not None
     )
-    if figures > MOST_FIGURES:
+    if figures > MAX_FIGURES:
         raise ApiError(
-            f"the log-probabilities of the prompts are {figures} figures; allowed: at most {MOST_FIGURES}; "
-            "shorten the prompts, or ask for fewer tokens at each place",
+            f"the prompts have {figures} log-probabilities; allowed: at most {MAX_FIGURES}; "
+            "shorten the prompts, or lower prompt_logprobs",
             param="prompt_logprobs",
         )

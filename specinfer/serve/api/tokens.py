@@ -1,4 +1,4 @@
-"""What POST /tokenize and POST /detokenize take and give, as vLLM has them."""
+"""POST /tokenize and POST /detokenize, as in vLLM."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from specinfer.serve.fields.body import Fields, Ids, Items
 from specinfer.serve.http.api_error import ApiError
 from specinfer.tokenizer import Tokenizer
 
-_AT_ONCE: Final = 10_000  # tokens; more are looked at in a thread, and others answered meanwhile
+_AT_ONCE: Final = 10_000  # tokens; longer lists are decoded in a thread
 
 
 class TokenizeFields(Fields):
-    """A text, or a conversation."""
+    """A text or a conversation to tokenize."""
 
     model: str | None = None
     prompt: str | None = None
@@ -28,21 +28,21 @@ class TokenizeFields(Fields):
 
 
 class DetokenizeFields(Fields):
-    """Token ids."""
+    """Token ids to decode."""
 
     model: str | None = None
     tokens: Ids
 
 
 async def tokenize(service: Service, fields: TokenizeFields) -> dict[str, Any]:
-    """The token ids of a text or a conversation."""
+    """Return the token ids of a text or a conversation; raises ApiError."""
     service.check_model(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
-        raise ApiError("give prompt or messages, one of them", param="prompt")
+        raise ApiError("give either prompt or messages", param="prompt")
     if fields.messages is None:
         for name in ("add_generation_prompt", "continue_final_message"):
             if getattr(fields, name) is not None:
-                raise ApiError(f"{name} is for messages; drop it", param=name)
+                raise ApiError(f"{name} needs messages; remove it", param=name)
         special = fields.add_special_tokens is not False
         tokens = await service.encode(fields.prompt or "", "prompt", add_special=special)
     else:
@@ -66,7 +66,7 @@ async def tokenize(service: Service, fields: TokenizeFields) -> dict[str, Any]:
 
 
 async def detokenize(service: Service, fields: DetokenizeFields) -> dict[str, Any]:
-    """The text of token ids; special tokens are left out."""
+    """Return the text of token ids, without special tokens; raises ApiError."""
     service.check_model(fields.model)
     if len(fields.tokens) < _AT_ONCE:
         return {"prompt": _text(service.tokenizer, fields.tokens)}
@@ -75,9 +75,9 @@ async def detokenize(service: Service, fields: DetokenizeFields) -> dict[str, An
 
 def _text(tokenizer: Tokenizer, tokens: Ids) -> str:
     size = tokenizer.vocab_size
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if not 0 <= token < size:
             raise ApiError(
-                f"tokens[{place}] is {token}; allowed: ids of the vocabulary, 0 to {size - 1}", param="tokens"
+                f"tokens[{index}] is {token}; allowed: ids of the vocabulary, 0 to {size - 1}", param="tokens"
             )
     return tokenizer.decode(tokens)

@@ -1,1 +1,1 @@
-"""Fields of request bodies: parsing, the names of other servers, sampling parameters."""
+"""Fields of request bodies: parsing, field names of other servers, sampling parameters."""

@@ -1,4 +1,4 @@
-"""Request bodies: JSON of bounded size, read into models of exactly the fields that an endpoint takes."""
+"""Request bodies: JSON of bounded size, validated against the fields of an endpoint."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pydantic_core import from_json
 from specinfer.serve.fields.policy import FieldPolicy
 from specinfer.serve.http.api_error import MOST_FAULTS, ApiError
 
-# A token of JSON is up to 200 bytes when it is read, and the worst of faults: so a body's values take a few
-# times its bytes at most. Requests that mean something have longer ones.
+# Minimum of bytes a JSON token. A parsed token takes up to 200 bytes of memory, so the values of a body take
+# a few times the limit of its bytes at most. Ordinary requests have longer tokens.
 _BYTES_OF_TOKEN: Final = 32
-_ALWAYS_TOKENS: Final = 100_000  # whatever the limit of a body's bytes
-_EARLY_TOKENS: Final = 4000  # in which the first fault is looked for where there are too many to tell apart
-# A string, ended or not, or a mark between values; numbers and names have none beside the marks around them.
+_ALWAYS_TOKENS: Final = 100_000  # allowed with any limit of bytes
+_EARLY_TOKENS: Final = 4000  # searched for the first fault if a body has too many tokens or faults
+# A string, ended or not, or a punctuation character; numbers and names are not counted themselves.
 _TOKEN: Final = re.compile(rb'"[^"]*"?|[\[\]{},:]')
 _ENDS: Final = {b"[": b"]", b"{": b"}"}
 
@@ -27,9 +27,9 @@ _Item = TypeVar("_Item")
 
 
 class _FirstFault(FailFast):
-    """A list is given up at its first bad item: of millions, each would have a complaint in memory."""
+    """Stops validating a list at its first bad item; millions of errors would take too much memory."""
 
-    def __hash__(self) -> int:  # which unions ask for, and FailFast has none
+    def __hash__(self) -> int:  # unions need it, and FailFast has none
         return hash(_FirstFault)
 
 
@@ -39,20 +39,20 @@ def _is_text(value: object) -> str:
 
 Items = Annotated[list[_Item], _FirstFault()]
 Ids = Items[int]
-# Which of the two is meant is plain, so a fault is told of that one alone.
+# The type of the value selects one of the two, so an error concerns that one only.
 TextOrItems = Annotated[
     Annotated[str, Tag("str")] | Annotated[Items[_Item], Tag("list")], Discriminator(_is_text)
 ]
 
 
 class Fields(BaseModel):
-    """A JSON object of a request: exactly these fields, each of its own type."""
+    """A JSON object of a request; other fields and other types are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class OtherKind(Fields):
-    """An object of a type that is not supported; it is refused for what it is, whatever else it has."""
+    """An object of an unsupported type; the error names the type, and other fields are not checked."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -60,7 +60,7 @@ class OtherKind(Fields):
 
 
 def by_type(tags: Mapping[str | None, str], other: str) -> Discriminator:
-    """The tag of the model that an object is of, by its `type`; `other` where that is not among `tags`."""
+    """Select the model of an object by its `type`; `other` if the type is not in `tags`."""
 
     def tag(value: object) -> str:
         kind = value.get("type") if isinstance(value, Mapping) else None
@@ -70,18 +70,18 @@ def by_type(tags: Mapping[str | None, str], other: str) -> Discriminator:
 
 
 def parse(
-    kind: type[_Body], body: bytes, most_bytes: int = 16 << 20, policy: FieldPolicy | None = None
+    kind: type[_Body], body: bytes, max_bytes: int = 16 << 20, policy: FieldPolicy | None = None
 ) -> _Body:
-    """A request's body, of which there may be `most_bytes`, under the policy of fields; raises ApiError.
+    """Read a request's body of at most `max_bytes` bytes under the field policy.
 
-    That is where it is not JSON, or not what the endpoint takes, or has so many values that much more memory
-    than `most_bytes` would be needed for them.
+    Raises ApiError if it is not JSON, if the endpoint does not accept it, or if its values would take much
+    more memory than `max_bytes`.
     """
     policy = policy or FieldPolicy()
-    most = max(_ALWAYS_TOKENS, most_bytes // _BYTES_OF_TOKEN)
-    if has_more_tokens(body, most):
+    max_tokens = max(_ALWAYS_TOKENS, max_bytes // _BYTES_OF_TOKEN)
+    if has_more_tokens(body, max_tokens):
         raise _early_fault(kind, body, policy) or ApiError(
-            f"the body has more than {most} strings, commas, colons and brackets; send fewer values",
+            f"the body has more than {max_tokens} strings, commas, colons and brackets; send fewer values",
             status=413,
         )
     given = _json(body)
@@ -91,7 +91,7 @@ def parse(
     except ValidationError as error:
         early = _early_fault(kind, body, policy) if error.error_count() > MOST_FAULTS else None
         fault = early or ApiError.of_validation(error)
-    raise fault  # here, where it does not keep all of the faults as its context
+    raise fault  # outside the except block, so that it does not hold all errors as its context
 
 
 def _json(body: bytes) -> Any:
@@ -102,7 +102,7 @@ def _json(body: bytes) -> Any:
 
 
 def _early_fault(kind: type[_Body], body: bytes, policy: FieldPolicy) -> ApiError | None:
-    """What is wrong at a body's beginning, found without the rest; None where nothing is."""
+    """Return the first error in the beginning of a body; None if there is none."""
     part = beginning(body, _EARLY_TOKENS)
     if not part:
         return None
@@ -114,26 +114,26 @@ def _early_fault(kind: type[_Body], body: bytes, policy: FieldPolicy) -> ApiErro
         return error
     except ValidationError as error:
         for fault in error.errors(include_url=False):
-            if fault["type"] != "missing":  # in the beginning alone, perhaps
+            if fault["type"] != "missing":  # the field may follow in the rest
                 return ApiError.of_fault(fault)
     return None
 
 
-def has_more_tokens(text: bytes, most: int) -> bool:
-    """Whether a JSON text has more strings and marks than `most`; it may be no JSON at all."""
-    if len(text) <= most:
+def has_more_tokens(text: bytes, max_tokens: int) -> bool:
+    """True if a text, valid JSON or not, has more than `max_tokens` strings and punctuation characters."""
+    if len(text) <= max_tokens:
         return False
-    return next(islice(_TOKEN.finditer(_without_escapes(text)), most, None), None) is not None
+    return next(islice(_TOKEN.finditer(_without_escapes(text)), max_tokens, None), None) is not None
 
 
-def beginning(text: bytes, most: int) -> bytes:
-    """A JSON text up to the last comma of its first `most` tokens, and an end for all that is open there.
+def beginning(text: bytes, max_tokens: int) -> bytes:
+    """Cut a JSON text at the last comma of its first `max_tokens` tokens, and close what is open.
 
-    It is JSON where the text is, and b"" where there is no such comma.
+    The result is valid JSON if the text is, and b"" if there is no such comma.
     """
-    ends: list[bytes] = []  # of what is open, the innermost last
+    ends: list[bytes] = []  # closing brackets of the open lists and objects, the innermost last
     cut, missing = 0, b""
-    for token in islice(_TOKEN.finditer(_without_escapes(text)), most):
+    for token in islice(_TOKEN.finditer(_without_escapes(text)), max_tokens):
         mark = token[0]
         if mark in _ENDS:
             ends.append(_ENDS[mark])
@@ -147,5 +147,5 @@ def beginning(text: bytes, most: int) -> bytes:
 
 
 def _without_escapes(text: bytes) -> bytes:
-    """The text with each quote that ends no string, and each backslash, replaced by as many other bytes."""
+    """Replace escaped quotes and backslashes by as many other bytes."""
     return text.replace(b"\\\\", b"__").replace(b'\\"', b"__")

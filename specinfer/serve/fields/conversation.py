@@ -1,4 +1,4 @@
-"""ConversationFields: the fields that endpoints of conversations share beside their messages."""
+"""ConversationFields: the fields that all endpoints with messages share."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from specinfer.serve.fields.sampling import SamplingFields
 from specinfer.serve.http.api_error import ApiError
 from specinfer.structured_output import StructuredOutput, structured_output
 
-_FORMS: Final = ("regex", "choice", "grammar")  # beside JSON
+_FORMS: Final = ("regex", "choice", "grammar")  # fields for forms other than JSON
 
 
 class ConversationFields(SamplingFields):
-    """What a conversation may ask beside its messages."""
+    """Fields of a conversation, except its messages."""
 
-    format_field: ClassVar[str] = "response_format"  # which says what JSON the answer is to be
-    effort_field: ClassVar[str] = "reasoning_effort"  # which says how much the model is to think
+    format_field: ClassVar[str] = "response_format"  # field for the JSON schema of the answer
+    effort_field: ClassVar[str] = "reasoning_effort"  # field for the reasoning effort
 
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = Field(
-        None, description="Whether the template opens the assistant's turn: true."
+        None, description="Whether the template opens the assistant's turn; default: true."
     )
     continue_final_message: bool | None = Field(
-        None, description="Whether the last message is gone on with, where it ends, instead."
+        None, description="Whether the answer continues the last message instead."
     )
     add_special_tokens: bool | None = Field(
-        None, description="Whether the begin-of-text token stands before what the template writes: false."
+        None, description="Whether a begin-of-text token precedes the rendered template; default: false."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the model's chat template."
@@ -47,7 +47,7 @@ class ConversationFields(SamplingFields):
     @property
     @abstractmethod
     def chosen(self) -> ToolChoice:
-        """What `tool_choice` says, or what holds where it says nothing."""
+        """The value of `tool_choice`, or its default."""
 
     @property
     def parallel(self) -> bool:
@@ -56,7 +56,7 @@ class ConversationFields(SamplingFields):
 
     @property
     def effort(self) -> str | None:
-        """How much the model is to think, as `effort_field` says."""
+        """Reasoning effort: the value of the field that `effort_field` names."""
         value: Any = self
         for name in self.effort_field.split("."):
             value = None if value is None else getattr(value, name)
@@ -64,17 +64,17 @@ class ConversationFields(SamplingFields):
 
     @property
     def answer_format(self) -> dict[str, Any] | None:
-        """The JSON that the answer is to be, in the shape of `response_format`; None for any text."""
+        """The JSON format of the answer, in the shape of `response_format`; None for any text."""
         return None if self.response_format == {"type": "text"} else self.response_format
 
     @property
     def forms(self) -> list[str]:
-        """The names of the fields that ask for a form of the text."""
+        """Names of the given fields that constrain the form of the text."""
         given = [*((name, getattr(self, name)) for name in _FORMS), (self.format_field, self.answer_format)]
         return [name for name, value in given if value is not None]
 
     def check(self) -> None:
-        """Refuse what contradicts itself; raises ApiError."""
+        """Raise ApiError for fields that contradict each other."""
         super().check()
         if self.add_generation_prompt and self.continue_final_message:
             raise ApiError(
@@ -84,7 +84,7 @@ class ConversationFields(SamplingFields):
 
     @property
     def form(self) -> StructuredOutput | None:
-        """The form that an answer without calls has to have; raises ApiError."""
+        """The required form of an answer without tool calls; raises ApiError."""
         given = {name: getattr(self, name) for name in _FORMS}
         try:
             return structured_output(
@@ -95,10 +95,10 @@ class ConversationFields(SamplingFields):
 
     @abstractmethod
     def sampling_params(self, room: int, **held: Any) -> SamplingParams:
-        """What these fields mean where an answer may have `room` tokens and is held so; raises ApiError."""
+        """SamplingParams for at most `room` tokens; `held` adds constraints. Raises ApiError."""
 
     def params(self, **more: Any) -> SamplingParams:
-        """What these fields mean; a `grammar` among the others holds calls, and the form if there is one."""
+        """SamplingParams of these fields; a `grammar` in `more` already includes the form of the answer."""
         if more.get("grammar") is None:
             return super().params(**{"response_format": self.answer_format} | more)
         bare = self.model_copy(update=dict.fromkeys((*_FORMS, "response_format")))

@@ -1,6 +1,6 @@
-"""Fields of other servers' requests, and of OpenAI's that ask for nothing here: what each of them means.
+"""Tables of foreign fields: fields of other servers, and fields of OpenAI's API without effect here.
 
-Fields that an endpoint has itself are not looked up here, whatever stands in these tables.
+An endpoint's own fields take precedence over these tables.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pydantic_core import from_json
 from specinfer.serve.http.api_error import ApiError, shown
 
 Own = Set[str]  # the names of an endpoint's own fields
-# By name: the values that ask for nothing, and what to do instead of others.
+# Field name -> (values without effect, advice for other values).
 _Usual = Mapping[str, tuple[Sequence[Any], str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is known of the foreign fields of one kind of object."""
+    """Foreign fields of one kind of object."""
 
     notes: Set[str] = frozenset()
     usual: _Usual = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
 
 
-# Taken with any value: how something is kept, paid, scheduled or told apart, and what matters only beside a
-# field that is refused.
+# Accepted with any value: caching, billing, scheduling and identification, and fields that only matter with a
+# refused field.
 NOTES: Final = frozenset(
     [
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"),
@@ -40,17 +40,19 @@ NOTES: Final = frozenset(
         *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
     ]
 )
-_SAMPLER: Final = "this sampler is not offered; use temperature, top_k, top_p or min_p, or drop it"
-_PENALTY: Final = "this penalty is not offered; use frequency_penalty, presence_penalty or repetition_penalty"
-_BEAMS: Final = "there is no beam search; set n and logprobs, and choose the answer you like best"
-_REPORT: Final = "answers do not report that; drop it, and see logprobs, usage and metrics"
-_TEXT_ALONE: Final = "only text is read and written here; drop it"
+_SAMPLER: Final = "this sampler is not supported; use temperature, top_k, top_p or min_p, or remove it"
+_PENALTY: Final = (
+    "this penalty is not supported; use frequency_penalty, presence_penalty or repetition_penalty"
+)
+_BEAMS: Final = "beam search is not supported; set n and logprobs, and choose the best answer"
+_REPORT: Final = "answers do not contain that; remove it, and see logprobs, usage and metrics"
+_TEXT_ALONE: Final = "this server supports only text; remove it"
 _OWN_PROCESSORS: Final = "use logit_bias, bad_words or allowed_token_ids"
-_NO_ADAPTER: Final = "an adapter is asked for by its name as model; drop it"
-_NO_BUDGET: Final = "reasoning has no limit of its own; use max_tokens"
-_NO_PARTS: Final = "this server's requests have no such part; drop it"
-_KEPT: Final = "conversations are not kept; send previous_response_id, or the messages"
-# Taken with these values, which ask for what happens anyway; with others refused, with this advice.
+_NO_ADAPTER: Final = "to select an adapter, give its name as model; remove it"
+_NO_BUDGET: Final = "there is no separate limit for reasoning; use max_tokens"
+_NO_PARTS: Final = "this server does not have that feature; remove it"
+_KEPT: Final = "conversations are not stored; send previous_response_id, or the messages"
+# Accepted with these values, which are the behaviour here; other values are refused with this advice.
 USUAL: Final[_Usual] = {
     **dict.fromkeys(("typical_p", "typ_p", "tfs_z"), ((1,), _SAMPLER)),
     **dict.fromkeys(("top_a", "mirostat", "mirostat_mode", "xtc_probability"), ((0,), _SAMPLER)),
@@ -62,30 +64,30 @@ USUAL: Final[_Usual] = {
     "dry_multiplier": ((0,), _PENALTY),
     "no_repeat_ngram_size": ((0,), _PENALTY),
     "encoder_repetition_penalty": ((1,), _PENALTY),
-    "penalize_nl": ((True,), "penalties are taken of all tokens, line breaks too; drop it"),
+    "penalize_nl": ((True,), "penalties apply to all tokens, line breaks too; remove it"),
     "use_beam_search": ((False,), _BEAMS),
     "early_stopping": ((False,), _BEAMS),
     "num_beams": ((1,), _BEAMS),
     "length_penalty": ((1,), _BEAMS),
-    "n_indent": ((0,), "lines are not held to an indentation; use regex or grammar"),
-    "t_max_predict_ms": ((0, -1), "answers have no limit of time; use max_tokens"),
-    "t_max_prompt_ms": ((0, -1), "prompts have no limit of time; drop it"),
-    "repetition_detection": ((), "use frequency_penalty or repetition_penalty, or drop it"),
-    "watermarking": ((False,), "texts are not marked; drop it"),
-    "detokenize": ((True,), "answers are text; drop it"),
-    "skip_special_tokens": ((True,), "special tokens are left out of texts; see logprobs for their names"),
-    "truncate_prompt_tokens": ((), "prompts are not cut; shorten it yourself"),
-    "truncation": (("disabled",), "nothing is left out of a context; shorten the input"),
-    "context_management": (([],), "nothing is left out of a context; shorten the input"),
-    "transforms": (([],), "prompts are not changed; drop it"),
-    "chat_template": ((), "the model's own template is used; drop it, or ask /v1/completions"),
+    "n_indent": ((0,), "this endpoint does not check indentation; use regex or grammar"),
+    "t_max_predict_ms": ((0, -1), "answers have no time limit; use max_tokens"),
+    "t_max_prompt_ms": ((0, -1), "prompts have no time limit; remove it"),
+    "repetition_detection": ((), "use frequency_penalty or repetition_penalty, or remove it"),
+    "watermarking": ((False,), "watermarks are not supported; remove it"),
+    "detokenize": ((True,), "answers are always text; remove it"),
+    "skip_special_tokens": ((True,), "texts omit special tokens; see logprobs for their names"),
+    "truncate_prompt_tokens": ((), "prompts are not truncated; shorten the prompt"),
+    "truncation": (("disabled",), "contexts are not truncated; shorten the input"),
+    "context_management": (([],), "contexts are not truncated; shorten the input"),
+    "transforms": (([],), "prompts are not changed; remove it"),
+    "chat_template": ((), "the server uses the model's own template; remove it, or use /v1/completions"),
     "chat_template_kwargs": (
         ({},),
-        "this endpoint takes no variables of a template; ask /v1/chat/completions",
+        "this endpoint has no chat template; use /v1/chat/completions",
     ),
-    "documents": (([],), "put them into a message"),
-    "safe_prompt": ((False,), "prompts are not changed; put it into a message"),
-    "prompt_mode": ((), "prompts are not changed; put it into a message"),
+    "documents": (([],), "write them in a message"),
+    "safe_prompt": ((False,), "prompts are not changed; write it in a message"),
+    "prompt_mode": ((), "prompts are not changed; write it in a message"),
     "prompt_embeds": ((), _TEXT_ALONE),
     "mm_processor_kwargs": (({},), _TEXT_ALONE),
     "media_io_kwargs": (({},), _TEXT_ALONE),
@@ -102,8 +104,8 @@ USUAL: Final[_Usual] = {
     "lora": (([],), _NO_ADAPTER),
     "lora_path": ((), _NO_ADAPTER),
     "stop_regex": ((), "use stop, or regex for the whole answer"),
-    "priority": ((0,), "requests are served in the order they come; drop it"),
-    "service_tier": (("auto", "default"), "all requests are served alike; drop it"),
+    "priority": ((0,), "requests are served in order of arrival; remove it"),
+    "service_tier": (("auto", "default"), "there is one service tier; remove it"),
     "logprob_token_ids": (([],), "use logprobs or top_logprobs"),
     "n_probs": ((0,), "use logprobs or top_logprobs"),
     "post_sampling_probs": ((False,), "use logprobs_mode: processed"),
@@ -114,42 +116,45 @@ USUAL: Final[_Usual] = {
     **dict.fromkeys(("return_tokens", "return_progress", "timings_per_token"), ((False,), _REPORT)),
     "return_hidden_states": ((False,), _REPORT),
     "debug": (({},), _REPORT),
-    "include_reasoning": ((True,), "what the model thinks is reported; leave it out of what you show"),
-    "separate_reasoning": ((True,), "reasoning comes as reasoning_content; drop it"),
-    "stream_reasoning": ((True,), "reasoning is streamed as it comes; drop it"),
-    "reasoning_format": (("auto", "deepseek"), "reasoning comes as reasoning_content; drop it"),
-    "reasoning_in_content": ((False,), "reasoning comes as reasoning_content; drop it"),
-    "reasoning_control": ((False,), "reasoning cannot be ended from outside; drop it"),
+    "include_reasoning": ((True,), "answers always contain the reasoning; hide it in the client"),
+    "separate_reasoning": ((True,), "the reasoning is in reasoning_content; remove it"),
+    "stream_reasoning": ((True,), "reasoning is always streamed; remove it"),
+    "reasoning_format": (("auto", "deepseek"), "the reasoning is in reasoning_content; remove it"),
+    "reasoning_in_content": ((False,), "the reasoning is in reasoning_content; remove it"),
+    "reasoning_control": ((False,), "a request cannot end the reasoning; remove it"),
     **dict.fromkeys(
         ("reasoning_budget", "reasoning_budget_tokens", "thinking_token_budget"), ((-1,), _NO_BUDGET)
     ),
-    "verbosity": (("medium",), "no model here knows of it; say in a message how long the answer is to be"),
+    "verbosity": (
+        ("medium",),
+        "models here have no verbosity setting; give the length of the answer in a message",
+    ),
     "functions": (([],), "send them as tools"),
     "function_call": (("none", "auto"), "send tools and tool_choice"),
-    "tools": (([],), "this endpoint calls no tools; ask /v1/chat/completions"),
-    "tool_choice": (("none", "auto"), "this endpoint calls no tools; ask /v1/chat/completions"),
-    "parallel_tool_calls": ((True, False), "drop it"),
-    "parse_tool_calls": ((True,), "calls are told from text; drop tools where you want them as text"),
-    "max_tool_calls": ((), "it counts calls of built-in tools, and there are none; drop it"),
-    "plugins": (([],), "there are no plugins; drop it"),
-    "web_search_options": ((), "nothing is looked up; drop it"),
-    "moderation": ((), "nothing is moderated; drop it"),
-    "models": (([],), "one model is served, and no other takes its place; send model"),
-    "access_programs": (({},), "there are no such programs; drop it"),
-    "store": ((False,), "only /v1/responses keeps answers; drop it"),
-    "background": ((False,), "answers are made while the client waits; drop it, or ask for a stream"),
-    "background_options": (({},), "answers are made while the client waits; drop it"),
+    "tools": (([],), "this endpoint has no tool calls; use /v1/chat/completions"),
+    "tool_choice": (("none", "auto"), "this endpoint has no tool calls; use /v1/chat/completions"),
+    "parallel_tool_calls": ((True, False), "remove it"),
+    "parse_tool_calls": ((True,), "tool calls are always parsed; remove tools to get them as text"),
+    "max_tool_calls": ((), "it counts calls of built-in tools, and there are none; remove it"),
+    "plugins": (([],), "plugins are not supported; remove it"),
+    "web_search_options": ((), "web search is not supported; remove it"),
+    "moderation": ((), "moderation is not supported; remove it"),
+    "models": (([],), "there are no fallback models; send model"),
+    "access_programs": (({},), "access programs are not supported; remove it"),
+    "store": ((False,), "only /v1/responses stores answers; remove it"),
+    "background": ((False,), "background answers are not supported; remove it, or set stream"),
+    "background_options": (({},), "background answers are not supported; remove it"),
     **dict.fromkeys(("conversation", "previous_response", "previous_input_messages"), ((), _KEPT)),
     "enable_response_messages": ((False,), _REPORT),
-    "grammar_lazy": ((False,), "a grammar holds the whole answer; use tools, or write the rest into it"),
-    "grammar_triggers": (([],), "a grammar holds the whole answer; use tools, or write the rest into it"),
-    "preserved_tokens": (([],), "special tokens are left out of texts; see logprobs for their names"),
-    "echo": ((False,), "an answer does not repeat its conversation; ask /v1/completions"),
-    "suffix": (("",), "no model here fills in the middle; give the text before it alone"),
-    "continue_final_message": ((False,), "this endpoint has no messages; ask /v1/chat/completions"),
-    "add_generation_prompt": ((True, False), "drop it"),
+    "grammar_lazy": ((False,), "a grammar covers the whole answer; use tools, or extend the grammar"),
+    "grammar_triggers": (([],), "a grammar covers the whole answer; use tools, or extend the grammar"),
+    "preserved_tokens": (([],), "texts omit special tokens; see logprobs for their names"),
+    "echo": ((False,), "a conversation is not echoed; use /v1/completions"),
+    "suffix": (("",), "this endpoint does not fill in the middle; use /v1/completions"),
+    "continue_final_message": ((False,), "this endpoint has no messages; use /v1/chat/completions"),
+    "add_generation_prompt": ((True, False), "remove it"),
 }
-# The first of these names that the endpoint has is what is meant.
+# Foreign name -> own names; the first one that the endpoint has is used.
 RENAMED: Final[Mapping[str, Sequence[str]]] = {
     "repeat_penalty": ("repetition_penalty",),
     **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), ("max_tokens", "max_output_tokens")),
@@ -171,8 +176,8 @@ _OF_PARTS: Final = Rules(
         ]
     )
 )
-_WHOLE_MESSAGE: Final = "messages are whole; send continue_final_message for the last one to be gone on with"
-# Of objects inside of these fields.
+_WHOLE_MESSAGE: Final = "messages are complete; send continue_final_message to continue the last one"
+# Rules for the objects inside these fields.
 INSIDE: Final[Mapping[str, Rules]] = {
     "messages": Rules(
         notes=frozenset(
@@ -190,56 +195,59 @@ INSIDE: Final[Mapping[str, Rules]] = {
     "tools": Rules(
         notes=frozenset(("cache_control", "output_schema")),
         usual={
-            "defer_loading": ((False,), "tools are told of at once; drop it"),
-            "allowed_callers": ((["direct"],), "the model alone calls; drop it"),
+            "defer_loading": ((False,), "all tools are in the prompt; remove it"),
+            "allowed_callers": ((["direct"],), "only the model calls tools; remove it"),
         },
     ),
     "function": Rules(
         notes=frozenset(("cache_control",)),
-        usual={"defer_loading": ((False,), "tools are told of at once; drop it")},
+        usual={"defer_loading": ((False,), "all tools are in the prompt; remove it")},
     ),
     "tool_calls": Rules(notes=frozenset(("cache_control", "provider_specific_fields", "extra_content"))),
     "reasoning": Rules(
         usual={
-            "context": (("auto",), "templates decide what of earlier reasoning is read again; drop it"),
-            "mode": (("standard",), "there is one way to reason; drop it"),
-            "generate_summary": ((), "thoughts come as they are; drop it"),
+            "context": (("auto",), "the chat template selects the earlier reasoning; remove it"),
+            "mode": (("standard",), "there is one mode of reasoning; remove it"),
+            "generate_summary": ((), "the reasoning is not summarized; remove it"),
         }
     ),
 }
 
 
 def put(body: dict[str, Any], name: str, value: Any, by: str) -> None:
-    """Set the endpoint's own field as the field `by` means it; raises ApiError where both disagree."""
+    """Set the endpoint's own field from the field `by`; raises ApiError if both are given and differ."""
     if body.setdefault(name, value) != value:
         raise ApiError(f"{by} and {name} are given, and differ; give one of them", param=by)
 
 
 def _put_inside(field: str, body: dict[str, Any], name: str, value: Any, by: str) -> None:
-    """The same of an object that is one of the endpoint's fields."""
+    """Set a field inside the object `field` of the body, as `put` does."""
     inside = body.setdefault(field, {})
-    if isinstance(inside, dict):  # anything else is refused when it is read
+    if isinstance(inside, dict):  # validation refuses other types
         put(inside, name, value, by)
 
 
 def _put_form(form: Mapping[str, Any], body: dict[str, Any], own: Own, by: str) -> None:
-    """Ask for a form of the text in the endpoint's own field; raises ApiError where that has no such form."""
+    """Set the endpoint's own field for the form of the text; raises ApiError if it has no such form."""
     if "output_config" in own:
         if form["type"] != "json_schema":
-            raise ApiError(f"{by} asks for any JSON object; give a schema in output_config.format", param=by)
-        wanted = {"type": "json_schema", "schema": form["json_schema"]["schema"]}
-        _put_inside("output_config", body, "format", wanted, by)
+            raise ApiError(
+                f"{by} requires a JSON object without a schema; give a schema in output_config.format",
+                param=by,
+            )
+        schema = {"type": "json_schema", "schema": form["json_schema"]["schema"]}
+        _put_inside("output_config", body, "format", schema, by)
         return
     where, name = (body, "response_format") if "text" not in own else (body.setdefault("text", {}), "format")
     if not isinstance(where, dict):
-        return  # it is refused when it is read
+        return  # validation refuses it
     if where.get(name) == {"type": "text"}:
         del where[name]
     put(where, name, form if where is body else {"type": form["type"], **form.get("json_schema", {})}, by)
 
 
 def _schema(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
-    """A schema of the answer, as an object or as JSON text."""
+    """Translate a schema of the answer, given as an object or as JSON text."""
     schema = value
     if isinstance(value, str):
         try:
@@ -256,7 +264,7 @@ _SWITCHES: Final = ("disable_any_whitespace", "disable_additional_properties")  
 
 
 def _structured_outputs(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
-    """vLLM's object of one form; for OpenRouter a flag that says nothing."""
+    """Translate vLLM's object with one form; a bool is OpenRouter's flag, which has no effect."""
     if isinstance(value, bool):
         return
     if not isinstance(value, dict):
@@ -283,7 +291,7 @@ def _structured_outputs(name: str, value: Any, body: dict[str, Any], own: Own) -
 
 
 def _think(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
-    """Whether the model is to reason before it answers, or how much."""
+    """Translate a reasoning switch, or an effort."""
     if isinstance(value, bool):
         _set_thinking(value, body, own, name)
     elif isinstance(value, str) and name == "think":  # Ollama's
@@ -295,17 +303,17 @@ def _think(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
         raise ApiError(f"{name} is {shown(value)}; allowed: {allowed}; use max_tokens", param=name)
 
 
-def _set_thinking(thinks: bool, body: dict[str, Any], own: Own, by: str) -> None:
+def _set_thinking(enabled: bool, body: dict[str, Any], own: Own, by: str) -> None:
     if "chat_template_kwargs" in own:
-        _put_inside("chat_template_kwargs", body, "enable_thinking", thinks, by)
-    elif thinks:
+        _put_inside("chat_template_kwargs", body, "enable_thinking", enabled, by)
+    elif enabled:
         raise ApiError(
-            f"{by} is true, and this endpoint has no chat template; ask /v1/chat/completions", param=by
+            f"{by} is true, and this endpoint has no chat template; use /v1/chat/completions", param=by
         )
 
 
 def _reasoning(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
-    """OpenRouter's object: whether, how much, and whether it is shown."""
+    """Translate OpenRouter's object: `enabled`, `effort` and `exclude`."""
     left = dict(value) if isinstance(value, dict) else {"": value}
     if (effort := left.pop("effort", None)) is not None:
         put(body, "reasoning_effort", effort, name)
@@ -319,14 +327,14 @@ def _reasoning(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
 
 
 def _reasoning_effort(name: str, value: Any, body: dict[str, Any], own: Own) -> None:
-    """How much is thought: at /v1/responses a part of `reasoning`, at /v1/messages of `output_config`."""
+    """Translate the effort: at /v1/responses into `reasoning`, at /v1/messages into `output_config`."""
     if "output_config" in own:
         _put_inside("output_config", body, "effort", value, name)
     elif "reasoning" in own:
         _put_inside("reasoning", body, "effort", value, name)
     elif value != "none":
         raise ApiError(
-            f"{name} is {shown(value)}, and this endpoint has no chat template; ask /v1/chat/completions",
+            f"{name} is {shown(value)}, and this endpoint has no chat template; use /v1/chat/completions",
             param=name,
         )
 
@@ -334,17 +342,17 @@ def _reasoning_effort(name: str, value: Any, body: dict[str, Any], own: Own) -> 
 def _best_of(name: str, value: Any, body: Mapping[str, Any]) -> None:
     if isinstance(value, bool) or value != body.get("n", 1):
         raise ApiError(
-            f"best_of is {shown(value)}; it is not offered beyond n: set n and logprobs, and choose the "
-            "answer you like best",
+            f"best_of is {shown(value)}; values above n are not supported; set n and logprobs, and choose "
+            "the best answer",
             param=name,
         )
 
 
 def _repeat_last_n(name: str, value: Any, body: Mapping[str, Any]) -> None:
-    """How far back penalties look: here at the whole text."""
+    """Check the window of penalties, which is the whole text here."""
     if value != -1 and _penalized(body):
         raise ApiError(
-            f"repeat_last_n is {shown(value)}; penalties look at the whole text here: send -1, or drop it",
+            f"repeat_last_n is {shown(value)}; penalties apply to the whole text; send -1, or remove it",
             param=name,
         )
 
@@ -355,14 +363,14 @@ def _penalized(body: Mapping[str, Any]) -> bool:
 
 
 def _samplers(name: str, value: Any, body: Mapping[str, Any]) -> None:
-    """The order of samplers: taken where it makes no difference from the one here."""
+    """Check the order of samplers: accepted if it gives the same distribution as the order here."""
     filters = [
         one
         for one, usual in (("top_k", (0, -1)), ("top_p", (1,)), ("min_p", (0,)))
         if body.get(one, usual[0]) not in usual
     ]
     active = ["penalties"] if _penalized(body) else []
-    # Which tokens are the k likeliest does not depend on the temperature; the other filters do.
+    # The temperature does not change the k likeliest tokens; it changes the other filters.
     if body.get("temperature", 1) not in (0, 1):
         active += ["temperature", *filters] if filters != ["top_k"] else []
     active = active if "temperature" in active else active + filters
@@ -370,8 +378,8 @@ def _samplers(name: str, value: Any, body: Mapping[str, Any]) -> None:
     found = [one for one in given if one in active]
     if not isinstance(value, list) or found != active or "infill" in given:
         raise ApiError(
-            f"samplers is {shown(value)}; this request needs them in the order "
-            "penalties, temperature, top_k, top_p, min_p; send that, or drop it",
+            f"samplers is {shown(value)}; this request requires the order "
+            "penalties, temperature, top_k, top_p, min_p; send that, or remove it",
             param=name,
         )
 
@@ -387,7 +395,7 @@ TRANSLATED: Final[Mapping[str, _Translation]] = {
     "reasoning": _reasoning,
     "reasoning_effort": _reasoning_effort,
 }
-# Of what these ask for other fields decide whether it happens anyway; so they are looked at last.
+# These depend on the values of other fields, so they are checked last.
 CHECKED: Final[Mapping[str, Callable[[str, Any, Mapping[str, Any]], None]]] = {
     "best_of": _best_of,
     "repeat_last_n": _repeat_last_n,

@@ -1,4 +1,4 @@
-"""Function: a function that a request describes, and the Tools made of functions."""
+"""Function: a function described by a request, and its conversion to a Tool."""
 
 from __future__ import annotations
 
@@ -14,30 +14,28 @@ from specinfer.serve.fields.body import Fields
 from specinfer.structured_output import schema_source
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-_MOST_TOOLS = 128  # as in OpenAI's API; each schema takes some milliseconds
+_MAX_TOOLS = 128  # as in OpenAI's API; compiling a schema takes some milliseconds
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class Function(Fields):
-    """A function, as a request describes it."""
+    """A function as described by a request."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
-    strict: bool | None = None  # arguments are held to the schema in any case
+    strict: bool | None = None  # arguments always follow the schema
 
 
 @naming("tools")
 def read_tools(functions: Sequence[Function]) -> tuple[Tool, ...]:
-    """The tools that these functions are.
+    """Convert functions to tools.
 
-    Raises RequestError, naming the place, on two of one name, and on a schema that is malformed or that no
-    arguments can meet.
+    Raises RequestError, which names the index, if two functions have one name, and if a schema is malformed
+    or has no valid arguments.
     """
-    if len(functions) > _MOST_TOOLS:
-        raise RequestError(
-            f"tools has {len(functions)} tools; allowed: at most {_MOST_TOOLS}; leave some out"
-        )
+    if len(functions) > _MAX_TOOLS:
+        raise RequestError(f"tools has {len(functions)} tools; allowed: at most {_MAX_TOOLS}; remove some")
     tools: dict[str, Tool] = {}
     for index, function in enumerate(functions):
         where, name = f"tools[{index}].function", function.name
@@ -55,20 +53,20 @@ def read_tools(functions: Sequence[Function]) -> tuple[Tool, ...]:
 
 
 def _parameters(where: str, given: Mapping[str, Any] | None, strict: bool) -> Mapping[str, Any]:
-    """A schema of an object that can be followed."""
+    """Return the schema with type object; raises RequestError if it cannot be compiled."""
     if given is None:
         return _NO_PARAMETERS
     schema_source(where, given)
     kind = given.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise RequestError(
-            f"{where} has the type {shown(kind, 80)}; allowed: object, since arguments have names"
+            f"{where} has the type {shown(kind, 80)}; allowed: object, because arguments have names"
         )
     schema = {**given, "type": "object"}
     try:
-        said = without_places(in_one_line(fault_of(f"start: {json_rule(schema, strict=strict)}")))
+        fault = without_places(in_one_line(fault_of(f"start: {json_rule(schema, strict=strict)}")))
     except RequestError as error:
         raise RequestError(f"{where} cannot be used: {error}") from None
-    if said:
-        raise RequestError(f"{where} cannot be used: {said}; change or drop that part of the schema")
+    if fault:
+        raise RequestError(f"{where} cannot be used: {fault}; change or remove that part of the schema")
     return schema

@@ -1,12 +1,12 @@
-"""FieldPolicy: what of a request's JSON reaches an endpoint's own fields, whoever it was written for.
+"""FieldPolicy: translates and checks the fields of a request for the endpoint.
 
-The policy, applied to every body before anything else looks at it (docs/http.md has it as a table):
+The policy applies to every body before validation (table in docs/http.md):
 
-1. `null` is absent, everywhere, and a whole number is an integer, however it is written.
-2. A field that asks for what happens anyway is taken, whoever invented it.
-3. What other servers call by another name is translated (foreign.py).
-4. A field that would change the answer and cannot be honoured is refused, with what to use instead.
-5. A field that nobody knows is refused, or ignored with one line in the log for each name.
+1. `null` means absent everywhere, and 2.0 is the integer 2.
+2. A field of any server is accepted if its value is the behaviour here.
+3. Names of other servers are translated (foreign.py).
+4. A field that would change the answer and is not supported is refused, with an alternative.
+5. An unknown field is refused, or ignored and logged once for each name.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from specinfer.serve.http.api_error import ApiError, cut, shown
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _LOG = logging.getLogger(__name__)
-_MOST_NAMES: Final = 1000  # of unknown fields that are told of, once each: anybody can send millions
-_EXACT: Final = 2**53  # up to which each whole number is a float of its own
-# Values that are the caller's own, and are handed on as they are: schemas, and variables of a template.
+_MAX_NAMES: Final = 1000  # unknown field names that are logged, once each; a client can send millions
+_EXACT: Final = 2**53  # maximum integer up to which all integers are exact floats
+# Fields with values that are passed on unchanged: schemas, and variables of a template.
 _OPAQUE: Final = frozenset(
     [
-        "body",  # of a line of a batch, to which its endpoint applies the policy
+        "body",  # a line of a batch: the endpoint applies the policy to it
         *("schema", "parameters", "input_schema", "input_examples", "output_schema"),
         *("guided_json", "structured_outputs", "chat_template_kwargs"),
     ]
 )
-_SPECULATIVE: Final = "speculative."  # how llama.cpp's options of speculation begin
+_SPECULATIVE: Final = "speculative."  # prefix of llama.cpp's speculation options
 
 
 class FieldPolicy:
-    """Applies the policy; remembers which unknown fields the log has told of. Belongs to one event loop."""
+    """Applies the policy; keeps the unknown names already logged. Belongs to one event loop."""
 
     def __init__(self, unknown: UnknownFields = "error", sampling: Mapping[str, Any] | None = None) -> None:
-        """`sampling` is what holds where a request does not say how to sample, by name."""
+        """`sampling` holds the defaults of sampling fields, by name."""
         self._unknown = unknown
         self._sampling = dict(sampling or {})
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def apply(self, kind: type[BaseModel], body: Any) -> None:
-        """Rewrite a body, in place, to what `kind` takes; raises ApiError for what cannot be honoured."""
+        """Rewrite a body in place to the fields of `kind`; raises ApiError for an unsupported field."""
         if not isinstance(body, dict):
             return
-        _go_on(body)
+        _read_prefix(body)
         _tidy(body, "", "")
         own, seen = own_names(kind), set[str]()
         while foreign := [name for name in body if name not in own and name not in seen]:
-            seen.update(foreign)  # one may be translated to another
+            seen.update(foreign)  # a translation may add another foreign name
             for name in foreign:
                 if name in body:
                     _foreign(name, body, own)
@@ -63,23 +63,26 @@ class FieldPolicy:
             CHECKED[name](name, body.pop(name), {**self._sampling, **body})
 
     def read(self, kind: type[_Body], body: Any) -> _Body:
-        """The body as `kind` has it, once the policy was applied; raises pydantic's ValidationError."""
+        """Validate a body after `apply`; raises pydantic's ValidationError."""
         if self._unknown == "error":
             return kind.model_validate(body)
         read = kind.model_validate(body, extra="allow")
         if not (unknown := [*_unknown(read)]):
             return read
         for name in unknown:
-            self._tell(name)
+            self._log(name)
         return kind.model_validate(body, extra="ignore")
 
-    def _tell(self, name: str) -> None:
+    def _log(self, name: str) -> None:
         name = cut(name)
-        if name in self._told or len(self._told) >= _MOST_NAMES:
+        if name in self._logged or len(self._logged) >= _MAX_NAMES:
             return
-        self._told.add(name)
-        if len(self._told) == _MOST_NAMES:
-            _LOG.warning("more than %d unknown fields were sent; the rest is ignored unsaid", _MOST_NAMES - 1)
+        self._logged.add(name)
+        if len(self._logged) == _MAX_NAMES:
+            _LOG.warning(
+                "requests had more than %d unknown fields; more names are ignored without a log line",
+                _MAX_NAMES - 1,
+            )
         else:
             _LOG.warning("the unknown field %r is ignored", name)
 
@@ -90,8 +93,8 @@ def own_names(kind: type[BaseModel]) -> Own:
     return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 
-def _go_on(body: dict[str, Any]) -> None:
-    """Say of a last message that it is to be gone on with as vLLM does, where the message says so itself."""
+def _read_prefix(body: dict[str, Any]) -> None:
+    """Set `continue_final_message` if the last message has `prefix` or `partial`."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or not isinstance(messages[-1], dict):
         return
@@ -102,44 +105,44 @@ def _go_on(body: dict[str, Any]) -> None:
 
 
 def _tidy(given: dict[str, Any], where: str, within: str) -> None:
-    """Take nulls out of an object that lies in the field `within`, and all that changes nothing there."""
+    """Remove nulls and fields without effect from an object in the field `within`."""
     rules = INSIDE.get(within)
     for name, value in list(given.items()):
         if value is None:
             del given[name]
             continue
-        place = f"{where}.{name}" if where else name
+        path = f"{where}.{name}" if where else name
         if rules is not None and name in rules.notes:
             del given[name]
         elif rules is not None and name in rules.usual:
-            _check_usual(place, value, *rules.usual[name])
+            _check_usual(path, value, *rules.usual[name])
             del given[name]
         elif rules is not None and name in rules.renamed:
             del given[name]
             given.setdefault(rules.renamed[name], value)
         else:
-            given[name] = _tidied(value, place, name)
+            given[name] = _tidied(value, path, name)
 
 
 def _tidied(value: Any, where: str, name: str) -> Any:
-    """A value of the field `name` with all that is inside of it tidied."""
+    """Tidy the objects inside a value of the field `name`; returns the value."""
     if type(value) is float:
         return int(value) if value.is_integer() and abs(value) <= _EXACT else value
     if name in _OPAQUE or where == "json_schema" or (name == "input" and type(value) is dict):
-        return value  # the input that is an object is that of an earlier call
+        return value  # an input that is an object holds the arguments of an earlier call
     if type(value) is dict:
         _tidy(value, where, name)
     elif type(value) is list:
-        for place, one in enumerate(value):
+        for index, one in enumerate(value):
             if type(one) is dict:
-                _tidy(one, f"{where}[{place}]", name)
+                _tidy(one, f"{where}[{index}]", name)
             elif type(one) is float or type(one) is list:
-                value[place] = _tidied(one, f"{where}[{place}]", name)
+                value[index] = _tidied(one, f"{where}[{index}]", name)
     return value
 
 
 def _foreign(name: str, body: dict[str, Any], own: Own) -> None:
-    """Take a field out of the body that is not one of the endpoint's own, or leave one that nobody knows."""
+    """Translate or remove a foreign field of the body; an unknown one is left."""
     value = body[name]
     if name in NOTES or name.startswith(_SPECULATIVE):
         del body[name]
@@ -155,9 +158,10 @@ def _foreign(name: str, body: dict[str, Any], own: Own) -> None:
 
 
 def _settle(body: dict[str, Any], own: Own) -> None:
-    """Rewrite values of the endpoint's own fields that other servers take; raises ApiError."""
+    """Rewrite values of other servers in the endpoint's own fields; raises ApiError."""
     for name in ("top_k", "seed", "max_tokens", "max_completion_tokens", "max_output_tokens"):
-        # -1 is no limit, or chance. Where some length is usual, or must be given, it says more than nothing.
+        # -1 means no limit, or a random seed. If max_tokens has a default or is required, -1 is not the same
+        # as an absent field.
         whole = "messages" in own and "output_config" not in own
         if name in own and body.get(name) == -1 and (name != "max_tokens" or whole):
             del body[name]
@@ -177,7 +181,7 @@ def _settle(body: dict[str, Any], own: Own) -> None:
         body["logit_bias"] = _biases(body["logit_bias"])
     form = body.get("response_format")
     if isinstance(form, dict) and form.get("type") in ("json_object", "json_schema"):
-        if isinstance(form.get("schema"), dict):  # llama.cpp's shape of it
+        if isinstance(form.get("schema"), dict):  # llama.cpp's shape
             body["response_format"] = {
                 "type": "json_schema",
                 "json_schema": {"name": "answer", "schema": form["schema"]},
@@ -187,22 +191,22 @@ def _settle(body: dict[str, Any], own: Own) -> None:
 
 
 def _biases(given: Sequence[Any]) -> dict[str, Any]:
-    """llama.cpp's list of pairs as a mapping; false forbids a token."""
+    """Convert llama.cpp's list of pairs to a mapping; false forbids a token."""
     biases: dict[str, Any] = {}
-    for place, pair in enumerate(given):
+    for index, pair in enumerate(given):
         match pair:
             case [int(token), int() | float() as bias] if not isinstance(token, bool):
                 biases[str(token)] = -100 if bias is False else bias
             case _:
                 raise ApiError(
-                    f"logit_bias[{place}] is {shown(pair)}; allowed: a token id with a number, or false",
+                    f"logit_bias[{index}] is {shown(pair)}; allowed: a token id with a number, or false",
                     param="logit_bias",
                 )
     return biases
 
 
 def _check_usual(name: str, value: Any, usual: Sequence[Any], advice: str) -> None:
-    """Raise ApiError for a value that asks for more than what happens anyway."""
+    """Raise ApiError for a value other than `usual`, the behaviour here."""
     if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in usual):
         return
     allowed = f"; allowed: {' or '.join(map(_written, usual))}" if usual else ""
@@ -210,12 +214,12 @@ def _check_usual(name: str, value: Any, usual: Sequence[Any], advice: str) -> No
 
 
 def _written(value: Any) -> str:
-    """A value as JSON writes it."""
+    """Format a value as JSON."""
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
 
 
 def _unknown(value: Any) -> Iterator[str]:
-    """The names of fields that nobody knows, of an object and of those inside of it."""
+    """Return the names of unknown fields of an object and the objects inside it."""
     if isinstance(value, BaseModel):
         yield from value.model_extra or ()
         for name in type(value).model_fields:

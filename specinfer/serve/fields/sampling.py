@@ -1,4 +1,4 @@
-"""SamplingFields: the fields of a request that decide a text, and the SamplingParams they mean."""
+"""SamplingFields: sampling fields of a request, and their conversion to SamplingParams."""
 
 from __future__ import annotations
 
@@ -12,46 +12,48 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.serve.fields.body import Fields, Ids, Items, TextOrItems
 from specinfer.serve.http.api_error import ApiError
 
-# Of one request: each stop string is looked for in every step, and each bad word in every law.
+# Limits of one request: each step searches all stop strings and masks all bad words.
 MOST_STOPS: Final = 64
 MOST_BAD_WORDS: Final = 1024
-_LONGEST_STOP: Final = 1024  # characters, of a bad word too
-MOST_LOGPROBS: Final = 20  # of a token, as OpenAI and vLLM have it: each is an object in two processes
+_LONGEST_STOP: Final = 1024  # characters; bad words too
+MOST_LOGPROBS: Final = 20  # a token, as in OpenAI's API and vLLM; each is an object in two processes
 
 
 class TextPart(Fields):
-    """A piece of a message; of text, as nothing else is read."""
+    """A text part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class Prediction(Fields):
-    """The caller's guess of the answer."""
+    """The predicted answer that the request gives."""
 
     type: Literal["content"]
     content: TextOrItems[TextPart]
 
     @property
     def text(self) -> str:
-        """The guess."""
+        """The predicted text."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
 
 
 class StreamOptions(Fields):
-    """How a stream ends."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = Field(None, description="Whether each chunk has the usage so far.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="Whether each chunk contains the usage so far."
+    )
     include_obfuscation: Literal[False] | None = Field(
-        None, description="Padding against listeners is not offered."
+        None, description="Padding against traffic analysis is not supported."
     )
 
 
 def check_strings(name: str, given: Sequence[str], most: int) -> None:
-    """Raise ApiError where a list that the engine looks at for every token is too long."""
+    """Raise ApiError for a list of stop strings or bad words that is too long."""
     longest = max(map(len, given), default=0)
     if len(given) > most or longest > _LONGEST_STOP:
         raise ApiError(
@@ -62,18 +64,18 @@ def check_strings(name: str, given: Sequence[str], most: int) -> None:
 
 
 class SamplingFields(Fields):
-    """What decides a text, under the names of OpenAI's API, of vLLM's, and of SamplingParams."""
+    """Sampling fields, with the names of OpenAI's API, vLLM's API and SamplingParams."""
 
-    # Whether the model's own sampling parameters hold where a request says nothing.
+    # Whether the model's own sampling parameters are the defaults.
     takes_defaults: ClassVar[bool] = True
-    # Fields that the endpoint cannot honour, and what to do instead.
+    # Fields that the endpoint does not support, and what to do instead.
     refused: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None  # who asks; it changes nothing here
-    metadata: dict[str, str] | None = None  # the caller's notes; they are returned where the API says so
+    user: str | None = None  # id of the end user; no effect
+    metadata: dict[str, str] | None = None  # the caller's notes, returned by /v1/responses
 
     temperature: float | None = None
     top_p: float | None = None
@@ -101,26 +103,27 @@ class SamplingFields(Fields):
     choice: Items[str] | None = None
     grammar: str | None = None
     json_whitespace: Literal["bounded", "any", "none"] | None = Field(
-        None, description="Between the parts of JSON: what a pretty printer writes (bounded), any, or none."
+        None,
+        description="White space in JSON: bounded (as a pretty printer writes it), any, or none.",
     )
 
     speculation: bool | dict[str, Any] | None = None
     cache_salt: str | None = None
-    trace: bool | None = Field(None, description="Whether chunks carry the token tree of each step.")
+    trace: bool | None = Field(None, description="Whether chunks contain the token tree of each step.")
 
     def check(self) -> None:
-        """Refuse what contradicts itself or is too much; raises ApiError."""
+        """Raise ApiError for unsupported fields and lists that are too long."""
         for name, advice in self.refused.items():
             value = getattr(self, name)
             if value not in (None, []) and (name, value) not in (("n", 1), ("n_probs", 0)):
-                raise ApiError(f"{name} is not offered here: {advice}", param=name)
+                raise ApiError(f"{name} is not supported here: {advice}", param=name)
         check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [], MOST_STOPS)
         check_strings("bad_words", self.bad_words or [], MOST_BAD_WORDS)
 
     def params(self, **more: Any) -> SamplingParams:
-        """What these fields mean, with others of SamplingParams; a field that is None is left at its default.
+        """Convert to SamplingParams, with `more` of its fields; None means the default.
 
-        Raises ApiError, naming the field at fault.
+        Raises ApiError, which names the field.
         """
         given = {
             name: value

@@ -106,7 +106,7 @@ def test_ctrl_c_ends_a_run_in_a_line(model: Path, tmp_path: Path) -> None:
     [
         (["a", "--model", "b", "-i", "in", "-o", "out"], "MODEL is 'a' and --model 'b'"),
         (["-i", "in", "-o", "./in"], "the requests and the answers are both in"),
-        (["-i", "nothing", "-o", "out"], "nothing is no file"),
+        (["-i", "nothing", "-o", "out"], "nothing is not a file"),
         (["-i", "in", "-o", "out", "--expansion", "0"], "expansion is '0'"),
     ],
 )

@@ -211,5 +211,5 @@ def test_an_answer_that_cannot_be_written_ends_the_run(
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no file"):
+    with pytest.raises(UserError, match="is not a file"):
         BatchInput(tmp_path / "nothing.jsonl", 1 << 20)

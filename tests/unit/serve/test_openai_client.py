@@ -164,7 +164,7 @@ def test_models_tokens_and_what_is_not_offered(client: openai.OpenAI, served: Se
     assert served.post("/tokenize", {"messages": HI}).json()["count"] > 10
     assert served.post("/detokenize", {"tokens": [97, 98]}).json() == {"prompt": "ab"}
     assert "ids of the vocabulary" in served.post("/detokenize", {"tokens": [300]}).json()["error"]["message"]
-    with pytest.raises(openai.NotFoundError, match="embeddings are not offered"):
+    with pytest.raises(openai.NotFoundError, match="embeddings are not supported"):
         client.embeddings.create(model="tiny", input="x")
     with pytest.raises(openai.NotFoundError, match="'gpt-5' is not served here; allowed: tiny") as error:
         client.chat.completions.create(model="gpt-5", messages=HI)

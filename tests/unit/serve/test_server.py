@@ -111,12 +111,12 @@ def test_answers_that_outlast_the_grace_end_with_an_error_that_can_be_read(folde
             one.join(60)
         assert served.process.wait(60) == 0
     assert [status for status, _ in (found[number] for number in range(4))] == [200, 503, 200, 503]
-    message = "the server ended before the answer did; ask again"
+    message = "the server shut down before the answer was complete; send the request again"
     for number, (_, text) in found.items():
         error = json.loads(text if number % 2 else text.strip().splitlines()[-1].removeprefix("data: "))
         assert error["error"]["message"] == message
     log = "".join(served.log)
-    assert re.search(r"WARNING .*1[0-6] answers were cut at the end of --grace", log)
+    assert re.search(r"WARNING .*1[0-6] answers were cut off at the end of --grace", log)
     assert "Traceback" not in log
 
 

@@ -9,7 +9,7 @@ from specinfer.serve.http.api_error import ApiError
 
 
 def test_the_oldest_leave_where_all_are_too_large() -> None:
-    store = ResponseStore(10, most_bytes=250)
+    store = ResponseStore(10, max_bytes=250)
     for name, size in (("a", 30), ("b", 30), ("c", 30), ("d", 300)):
         store.keep(name, {}, [{"role": "user", "content": "x" * size}])
         if name == "c":

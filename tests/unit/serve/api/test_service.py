@@ -16,7 +16,7 @@ from specinfer import SamplingParams
 from specinfer.request import Delta, FinishReason, Logprob
 from specinfer.serve.api.chat import Chat, ChatFields
 from specinfer.serve.api.completions import CompletionFields, Completions
-from specinfer.serve.api.service import MOST_FIGURES, Service
+from specinfer.serve.api.service import MAX_FIGURES, Service
 from specinfer.serve.backend.work import BackendError, EngineInfo, Health, UnavailableError, Work
 from specinfer.serve.config import ServeConfig
 from specinfer.serve.dialect.dialect import Dialect
@@ -77,7 +77,9 @@ def test_more_than_may_wait_are_told_to_come_again(tokenizer: Tokenizer) -> None
         first = service.answer([(1,), (2,)], [GREEDY, GREEDY])
         assert (await anext(first))[1].text == "a"
         assert service.busy == 2
-        with pytest.raises(ApiError, match="2 answers are in progress or wait, and 2 more") as error:
+        with pytest.raises(
+            ApiError, match="2 answers are in progress or waiting, and this request has 2"
+        ) as error:
             await anext(service.answer([(3,)], [SamplingParams(n=2)]))
         assert error.value.status == 429
         assert error.value.headers == {"Retry-After": "1"}
@@ -367,9 +369,11 @@ def test_more_figures_of_prompts_than_an_answer_may_have_are_refused(tokenizer: 
         async with aclosing(answers):
             await anext(answers)
 
-    assert MOST_FIGURES // 21 == 12483
+    assert MAX_FIGURES // 21 == 12483
     asyncio.run(run(12000, 483))
-    with pytest.raises(ApiError, match="prompts are 262164 figures; allowed: at most 262144; ") as error:
+    with pytest.raises(
+        ApiError, match="prompts have 262164 log-probabilities; allowed: at most 262144; "
+    ) as error:
         asyncio.run(run(12000, 484))
     assert (error.value.status, error.value.body["error"]["param"]) == (400, "prompt_logprobs")
 

@@ -269,7 +269,7 @@ def test_responses_have_calls_and_reasoning_as_items(client: openai.OpenAI) -> N
         (
             {"tools": [WEATHER], "extra_body": {"regex": "hm</think>Yes"}},
             "regex",
-            "write the form of what comes after",
+            "write only the form after the reasoning",
         ),
         ({"tools": [WEATHER], "extra_body": {"regex": "(a"}}, "regex", "unclosed group"),
         (

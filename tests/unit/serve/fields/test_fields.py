@@ -45,8 +45,8 @@ def error_of(kind: Any, body: Any) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": "Hi", "x": 1}]}, "messages[0].x", "no field"),
         ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role", "'system'"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "valid array"),
-        ({"messages": [*HI, {"role": "user"}]}, "messages[1].content", "required"),
-        ({"messages": [{"role": "system", "content": None}]}, "messages[0].content", "required"),
+        ({"messages": [*HI, {"role": "user"}]}, "messages[1].content", "needs content"),
+        ({"messages": [{"role": "system", "content": None}]}, "messages[0].content", "needs content"),
         *(
             ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]}, param, said)
             for part, param, said in (

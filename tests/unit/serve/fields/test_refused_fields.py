@@ -20,30 +20,34 @@ from tests.unit.serve.fields.request_schemas import TOOL
 from tests.unit.serve.fields.test_field_policy import HI, MADE, PLAIN, read, refusal
 
 OTHERS: list[tuple[dict[str, Any], str, str]] = [
-    ({"typical_p": 0.9}, "typical_p", "allowed: 1; this sampler is not offered; use"),
-    ({"mirostat": 2}, "mirostat", "not offered"),
+    ({"typical_p": 0.9}, "typical_p", "allowed: 1; this sampler is not supported; use"),
+    ({"mirostat": 2}, "mirostat", "not supported"),
     ({"mirostat": True}, "mirostat", "is true; allowed: 0"),
-    ({"xtc_probability": 0.5}, "xtc_probability", "not offered"),
+    ({"xtc_probability": 0.5}, "xtc_probability", "not supported"),
     ({"dry_multiplier": 0.8}, "dry_multiplier", "use frequency_penalty"),
-    ({"tfs_z": 0.5}, "tfs_z", "not offered"),
+    ({"tfs_z": 0.5}, "tfs_z", "not supported"),
     ({"use_beam_search": True}, "use_beam_search", "set n and logprobs"),
     ({"best_of": 3}, "best_of", "set n and logprobs"),
-    ({"best_of": 1, "n": 2}, "best_of", "beyond n"),
-    ({"length_penalty": 2}, "length_penalty", "no beam search"),
+    ({"best_of": 1, "n": 2}, "best_of", "values above n"),
+    ({"length_penalty": 2}, "length_penalty", "beam search is not supported"),
     ({"skip_special_tokens": False}, "skip_special_tokens", "allowed: true"),
-    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "shorten it"),
+    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "shorten the prompt"),
     ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n", "send -1"),
     ({"frequency_penalty": 1, "repeat_last_n": 0}, "repeat_last_n", "send -1"),
-    ({"samplers": ["top_p", "temperature"], "top_p": 0.5, "temperature": 0.5}, "samplers", "in the order"),
-    ({"samplers": ["temperature"], "top_p": 0.5}, "samplers", "in the order"),
-    ({"samplers": "kpt"}, "samplers", "in the order"),
+    (
+        {"samplers": ["top_p", "temperature"], "top_p": 0.5, "temperature": 0.5},
+        "samplers",
+        "requires the order",
+    ),
+    ({"samplers": ["temperature"], "top_p": 0.5}, "samplers", "requires the order"),
+    ({"samplers": "kpt"}, "samplers", "requires the order"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "model's own template"),
-    ({"documents": [{"text": "a"}]}, "documents", "into a message"),
+    ({"documents": [{"text": "a"}]}, "documents", "in a message"),
     ({"functions": [{"name": "f"}]}, "functions", "send them as tools"),
-    ({"verbosity": "low"}, "verbosity", "say in a message"),
-    ({"web_search_options": {}}, "web_search_options", "nothing is looked up"),
+    ({"verbosity": "low"}, "verbosity", "in a message"),
+    ({"web_search_options": {}}, "web_search_options", "web search is not supported"),
     ({"modalities": ["text", "audio"]}, "modalities", "only text"),
-    ({"priority": 1}, "priority", "in the order they come"),
+    ({"priority": 1}, "priority", "in order of arrival"),
     ({"guided_json": "{"}, "guided_json", "a JSON schema"),
     ({"guided_json": 5}, "guided_json", "a JSON schema"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "allowed: json"),
@@ -53,7 +57,7 @@ OTHERS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": [5]}, "logit_bias", "a token id"),
     ({"logit_bias": [[5, "x"]]}, "logit_bias", "a token id"),
     ({"n_probs": 3}, "n_probs", "use logprobs"),
-    ({"return_token_ids": True}, "return_token_ids", "do not report"),
+    ({"return_token_ids": True}, "return_token_ids", "do not contain"),
     ({"thinking": {"type": "enabled", "budget_tokens": 99}}, "thinking", "without a budget"),
     ({"think": 5}, "think", "true or false"),
     ({"enable_thinking": "yes"}, "enable_thinking", "true or false"),
@@ -137,9 +141,9 @@ def test_names_that_are_remembered_are_bounded(caplog: pytest.LogCaptureFixture)
             names = {f"k{number}-{'x' * 200}": 1 for number in range(batch * 2000, (batch + 1) * 2000)}
             assert read(CompletionFields, names, policy).prompt == "a"
     assert len(caplog.records) == 1000
-    assert "the rest is ignored" in caplog.records[-1].getMessage()
+    assert "more names are ignored" in caplog.records[-1].getMessage()
     assert max(len(record.getMessage()) for record in caplog.records) < 200
-    assert len(policy._told) == 1000
+    assert len(policy._logged) == 1000
 
 
 def test_unknown_fields_are_refused_at_every_depth() -> None:
