@@ -117,7 +117,7 @@ class Intake:
         """Return the request of the prompt's completion number `index`, for any `params.n`.
 
         Args:
-            token_ids: the prompt.
+            prompt: a text or token ids.
             params: the sampling parameters.
             index: the completion; only number 0 reports `prompt_logprobs`, as the others would be equal.
             adapter: the name of an adapter.

@@ -50,7 +50,7 @@ class Scheduler:
         prefix_reuse: bool = True,
         max_adapters: int | None = None,
     ) -> None:
-        """Make a scheduler; `adapters` is the maximum number of adapters in a step (None: any)."""
+        """Make a scheduler; `max_adapters` is the maximum number of adapters in a step (None: any)."""
         self._config = config
         self._pool = pool
         self._tree_nodes = tree_nodes  # maximum nodes of a tree; 1: no speculation

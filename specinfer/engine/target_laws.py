@@ -1,7 +1,7 @@
 """Target distributions at visited nodes, and verification of trees.
 
 Processors that depend on the path (penalties, bans, a grammar) are applied at a node with its own path, and
-only at visited nodes: rule 6 of docs/losslessness.md. Without such processors, small trees are verified with
+only at visited nodes (docs/losslessness.md, sampling parameters). Without such processors, small trees are verified with
 one scan over all of their nodes.
 """
 

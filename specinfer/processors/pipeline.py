@@ -5,8 +5,8 @@
     repetition_penalty, frequency_penalty, presence_penalty         change the logits of tokens in the text
 
 Each may depend on the text, so a tree node is processed with its own path. Only nodes whose logits are read
-are processed: those the target visits during verification and those a draft model draws from (rule 6 of
-docs/losslessness.md). Order and meaning are those of vLLM.
+are processed: those the target visits during verification and those a draft model draws from
+(docs/losslessness.md). Order and meaning are those of vLLM.
 """
 
 from __future__ import annotations
