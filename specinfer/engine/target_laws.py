@@ -1,8 +1,8 @@
 """Target distributions at visited nodes, and verification of trees.
 
 Processors that depend on the path (penalties, bans, a grammar) are applied at a node with its own path, and
-only at visited nodes (docs/losslessness.md, sampling parameters). Without such processors, small trees are verified with
-one scan over all of their nodes.
+only at visited nodes (docs/losslessness.md, sampling parameters). Without such processors, small trees are
+verified with one scan over all of their nodes.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ Other load on the machine only adds time. So the fastest of several passes count
 between its neighbours was disturbed: the curve is the lower hull of the measurements.
 
 In a mixture of experts 16 rows read the weights of several times as many experts as one row, and the next 16
-rows add fewer: seconds rise steeply at first. There the interpolation is linear in the expected number of experts
-read.
+rows add fewer: seconds rise steeply at first. There the interpolation is linear in the expected number of
+experts read.
 """
 
 from __future__ import annotations
