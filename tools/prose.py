@@ -45,6 +45,7 @@ HELD = (
     "docs/map.md",
     "docs/models.md",
     "docs/offloading.md",
+    "docs/options.md",
     "examples",
     "specinfer/__init__.py",
     "specinfer/__main__.py",
