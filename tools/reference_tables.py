@@ -1,6 +1,8 @@
-"""Tables of the reference that the site's build makes from the code (tools/site_hooks.py).
+"""Write the tables of the reference that are made from the code: metrics, errors, kernel levels.
 
-A page has `<!-- table: NAME -->` where the table goes. `python tools/reference_tables.py` prints all of them.
+    python tools/reference_tables.py
+
+A page has `<!-- table: NAME -->` before a table; tests/unit/test_site.py holds the pages to this tool.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from specinfer import errors
 from specinfer.kernels.machine import LEVELS
 from specinfer.serve.observe.metrics import Metrics
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 def metrics_table() -> str:
@@ -60,10 +64,13 @@ TABLES = {"metrics": metrics_table, "errors": errors_table, "kernels": levels_ta
 
 
 def with_tables(markdown: str) -> str:
-    """The text of a page with its tables; raises KeyError for a table that does not exist."""
-    return re.sub(r"<!-- table: (\w+) -->", lambda place: TABLES[place[1]](), markdown)
+    """The text of a page with current tables; raises KeyError for a table that does not exist."""
+    marked = r"(<!-- table: (\w+) -->\n)(?:\n\|(?:.*\|\n)+)?"
+    return re.sub(marked, lambda place: f"{place[1]}\n{TABLES[place[2]]()}\n", markdown)
 
 
 if __name__ == "__main__":
-    for name, table in TABLES.items():
-        print(f"{name}\n\n{table()}\n")
+    for page in sorted(DOCS.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if (current := with_tables(text)) != text:
+            page.write_text(current, encoding="utf-8")

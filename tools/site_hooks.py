@@ -1,8 +1,7 @@
 """Hooks of MkDocs (mkdocs.yml): files outside docs/ that pages link to become pages of the site.
 
 Pages are also read in the repository, so they link to results, examples and deployment files where these are.
-Results are pages under results/; any other file is shown as source under source/. Tables of the reference are
-made from the code (reference_tables.py).
+Results are pages under results/; any other file is shown as source under source/.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,12 +41,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Add the generated tables, and let links that leave docs/ lead to these pages."""
-    if "<!-- table: " in markdown:
-        sys.path.insert(0, str(ROOT / "tools"))
-        from reference_tables import with_tables
-
-        markdown = with_tables(markdown)
+    """Let links that leave docs/ lead to the site's copies of these pages."""
     uri = page.file.src_uri
     here = _origin(uri)
 
