@@ -64,7 +64,7 @@ PROMPTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class DemoComparison:
     """Answers to one prompt: pairs of the same round, without speculation and with it."""
 
     pairs: Sequence[tuple[RequestOutput, RequestOutput]]
@@ -118,7 +118,7 @@ def demo() -> None:
             answer(speculative, prompt, Wrapped(_INDENT))
             # The answer above has warmed both up; they take turns, so that a slow moment affects both.
             pairs = [(answer(plain, prompt), answer(speculative, prompt)) for _ in range(ROUNDS)]
-            comparisons.append(Comparison(pairs))
+            comparisons.append(DemoComparison(pairs))
             show_comparison(prompt, comparisons[-1])
     show_end(comparisons)
     if not all(one.identical for one in comparisons):
@@ -192,7 +192,7 @@ def show_text(text: str, mark: str) -> None:
     wrapped.close()
 
 
-def show_comparison(prompt: Prompt, comparison: Comparison) -> None:
+def show_comparison(prompt: Prompt, comparison: DemoComparison) -> None:
     """Print the figures of a prompt, and why it gained or not."""
     without, trees = comparison.rates
     rows = [
@@ -207,7 +207,7 @@ def show_comparison(prompt: Prompt, comparison: Comparison) -> None:
     click.echo()
 
 
-def reason(prompt: Prompt, comparison: Comparison) -> str:
+def reason(prompt: Prompt, comparison: DemoComparison) -> str:
     """A sentence on why speculation gained on a prompt, or did not."""
     without, trees = comparison.rates
     speedup, per_step = trees / without, comparison.tokens_per_step
@@ -225,7 +225,7 @@ def reason(prompt: Prompt, comparison: Comparison) -> str:
     )
 
 
-def show_end(comparisons: Sequence[Comparison]) -> None:
+def show_end(comparisons: Sequence[DemoComparison]) -> None:
     """Print how to see the trees, and whether all texts are identical."""
     click.echo("""See the trees: specinfer generate --show-trees 'Write the word "river" ten times.'""")
     click.echo("Chat with the model in a browser: specinfer serve")

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <string>
 #include <vector>
@@ -61,7 +63,15 @@ inline double act(Activation by, double x) {
   if (by == Activation::kSilu) return x / (1 + std::exp(-x));
   if (by == Activation::kRelu) return x > 0 ? x : 0;
   if (by == Activation::kGelu) return 0.5 * x * std::erfc(-x / std::sqrt(2.0));
+  if (by == Activation::kClampedSwish) {
+    const double clamped = std::min(x, 7.0);
+    return clamped / (1 + std::exp(-1.702 * clamped));
+  }
   return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+}
+
+inline double beside(Activation by, double up) {
+  return by == Activation::kClampedSwish ? std::clamp(up, -7.0, 7.0) + 1 : up;
 }
 
 template <typename T>
@@ -81,7 +91,9 @@ void prove_activations(const Library& library, Chance& chance) {
       std::vector<double> want;
       for (int64_t r = 0; r < rows; ++r) {
         const T* const from = given.data() + r * width;
-        for (int64_t i = 0; i < size; ++i) want.push_back(act(by, widen(from[i])) * (gated ? widen(from[size + i]) : 1));
+        for (int64_t i = 0; i < size; ++i) {
+          want.push_back(act(by, widen(from[i])) * (gated ? beside(by, widen(from[size + i])) : 1));
+        }
         compute(kType<T>, number / 2, from, alone.data(), 1, size);
         check(same(alone.data(), whole.data() + r * size, size), name + ": a row is not what it is among all");
       }

@@ -20,8 +20,8 @@ def output(seconds: float, tokens: tuple[int, ...] = (1, 2, 3, 4, 5), steps: int
     return RequestOutput("0", (9,), Answer(["text"], tokens), FinishReason.STOP, 0, figures, timing)
 
 
-def compared(*pairs: tuple[RequestOutput, RequestOutput]) -> demo.Comparison:
-    return demo.Comparison(pairs)
+def compared(*pairs: tuple[RequestOutput, RequestOutput]) -> demo.DemoComparison:
+    return demo.DemoComparison(pairs)
 
 
 def test_the_head_is_the_default_models() -> None:

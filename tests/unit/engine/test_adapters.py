@@ -192,7 +192,7 @@ def test_a_damaged_adapter_is_refused_at_the_start(folder: Path, tmp_path: Path)
     [
         ({"lora": ["one"]}, "lora is 'one'; allowed: NAME=FOLDER"),
         ({"lora": ["=x"]}, "lora is '=x'; allowed: NAME=FOLDER"),
-        ({"lora": ["a=x", "a=y"]}, "lora names 'a' twice"),
+        ({"lora": ["a=x", "a=y"]}, "lora has the name 'a' twice"),
         (
             {"lora": ["a=x"], "tensor_parallel": 2},
             "lora has adapters with tensor_parallel 2; allowed there: no adapters",

@@ -115,8 +115,8 @@ def test_an_adapter_that_does_not_fit_its_draft_is_refused(folder: Path, tmp_pat
     write_tiny_llama(tmp_path / "wide", tokenizer=True, hidden_size=64)
     write_adapter(tmp_path / "other", tmp_path / "wide")
     for lora, kind, told in (
-        (tmp_path / "other", ModelFileError, "adapter 'draft' .* it is an adapter of another model"),
-        (tmp_path / "nowhere", ModelFileError, "adapter 'draft': .*nowhere is no folder"),
+        (tmp_path / "other", ModelFileError, "adapter 'draft' .* it is an adapter for another model"),
+        (tmp_path / "nowhere", ModelFileError, "adapter 'draft': .*nowhere is not a folder"),
         (
             write_adapter(tmp_path / "dora", folder / "base", use_dora=True),
             ModelError,

@@ -62,7 +62,7 @@ def test_a_request_of_somebody_else_in_the_engine_harms_nobody(
     engine.add(make("foreign", 2))
     assert said(loop.stream([make("a")])) == counted("a")
     engine.add(make("foreign", 9))
-    with pytest.raises(IntegrityError, match="the engine has work, and no request is left"):
+    with pytest.raises(IntegrityError, match="the engine has work, but the loop has no live request"):
         loop.check_integrity()
     engine.abort("foreign")
 

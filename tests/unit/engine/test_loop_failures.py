@@ -81,7 +81,7 @@ def test_a_request_the_engine_loses_is_an_error_and_no_endless_wait(
 
 
 def test_to_wait_for_what_cannot_come_is_an_error_and_no_endless_wait(loop: EngineLoop) -> None:
-    with pytest.raises(IntegrityError, match="the loop has no request left"):
+    with pytest.raises(IntegrityError, match="the loop, which has no request left"):
         loop.wait_until(lambda: False)
 
 

@@ -113,7 +113,7 @@ def test_a_flipped_byte_is_found_at_the_start_and_made_anew(
     with streamed(model, monkeypatch, plan) as llm:
         assert texts(llm) == want
     [line] = caplog.messages
-    assert line.startswith(f"a damaged prepared model is made again: {path}")
+    assert line.startswith(f"a prepared model is made again: {path}")
 
 
 def test_a_flipped_byte_of_a_drafts_embeddings(

@@ -130,7 +130,7 @@ def test_prompts_are_shown_and_only_trees_are_asked_for() -> None:
 
 
 def test_two_speculators_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="a name of its own"):
+    with pytest.raises(ConfigError, match="each needs a distinct name"):
         Ensemble([Fan("a", [1]), Fan("a", [2])], vocab=99, policy=SpeculationPolicy())
 
 

@@ -59,7 +59,7 @@ def test_traffic_is_read_once_each_and_of_this_target(tmp_path: Path) -> None:
     log.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "text alone"}]))
     found = read_traffic(log, vocab=64)
     assert {one.content for one in found.asked} == {(1, 2), (3,)}
-    assert ["line 4" in found.faults[0], "outside the target's 64" in found.faults[0]] == [True, True]
+    assert ["line 4" in found.faults[0], "below the target's 64" in found.faults[0]] == [True, True]
     assert len(found.faults) == 3
 
 
