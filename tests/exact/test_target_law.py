@@ -95,6 +95,21 @@ def test_mixtures_of_experts(tmp_path: Path, quantization: str) -> None:
     assert differing(of_runner(ModelRunner(model, num_blocks=4, block_size=4))) == []
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_gpt_oss(tmp_path: Path, quantization: str) -> None:
+    """Sinks, windows, and experts with biases and clamped gates."""
+    save_tiny("gpt_oss", tmp_path)
+    model = load_model(
+        tmp_path,
+        dtype=torch.float32,
+        device=CPU,
+        kernels=kernels("native"),
+        quantization=quantization,
+        cache=tmp_path / "kept",
+    )
+    assert differing(of_runner(ModelRunner(model, num_blocks=4, block_size=4))) == []
+
+
 def test_blocks_of_a_gguf_file(tmp_path: Path) -> None:
     # Random blocks make large weights, so many texts end in one of few states.
     path = write_blocks(tmp_path / "m.gguf", {"blk.0.ffn_down.weight": "Q6_K"}, "Q4_K")
