@@ -49,8 +49,11 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarr
     return octets.reshape(rows, -1)
 
 
-def write_blocks(path: Path, kinds: dict[str, str], usual: str) -> Path:
-    """Write a one-layer llama with the given kinds by matrix name, and the `usual` kind elsewhere."""
+def write_blocks(path: Path, kinds: dict[str, str], usual: str, experts: int = 0) -> Path:
+    """Write a one-layer llama with the given kinds by matrix name, and the `usual` kind elsewhere.
+
+    With `experts` it is a Mixtral, two of whose experts serve a token.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(HIDDEN)
@@ -59,9 +62,17 @@ def write_blocks(path: Path, kinds: dict[str, str], usual: str) -> Path:
     writer.add_head_count(HIDDEN // HEAD)
     writer.add_head_count_kv(HIDDEN // HEAD // 2)
     writer.add_layer_norm_rms_eps(1e-5)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(2)
+        gates = np.random.default_rng(9).standard_normal((experts, HIDDEN)).astype(np.float32)
+        writer.add_tensor("blk.0.ffn_gate_inp.weight", gates)
     for number, (name, (rows, columns)) in enumerate(MATRICES.items()):
         kind = kinds.get(name, usual)
-        if kind == "F32":
+        if experts and ".ffn_" in name:
+            stack = random_blocks(kind, experts * rows, columns, number).reshape(experts, rows, -1)
+            writer.add_tensor(name.replace(".weight", "_exps.weight"), stack, raw_dtype=Kind[kind])
+        elif kind == "F32":
             values = np.random.default_rng(number).standard_normal((rows, columns)).astype(np.float32)
             writer.add_tensor(name, values)
         else:

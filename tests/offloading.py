@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specinfer.engine import memory
 from specinfer.kernels.disk import DiskRate
+from specinfer.models.language_model import LanguageModel
+from specinfer.models.placement import ExpertRoom, ExpertSizes, Placement
+from specinfer.models.streamed import expert_records, layer_records
+from specinfer.models.weights import load_streamed, open_model, prepare
 from specinfer.runtime import kv_cache
-from tests.kernels import library_or_skip
+from tests.kernels import kernels, library_or_skip
 from tests.tiny_models import write_tiny_llama
 
 LAYERS = 8
@@ -48,3 +53,21 @@ def write_large(folder: Path) -> Path:
         spread=0.1,
         tokenizer=True,
     )
+
+
+def load_experts(model: Path, slots: int, *, cache: Path | None = None, **options: Any) -> LanguageModel:
+    """Load a mixture whose experts are read into this number of slots; all else is in memory.
+
+    It is float32, unquantized and native unless `options` say otherwise. Its prepared file is in `cache`, by
+    default in the model's folder.
+    """
+    opened, cache = open_model(model), cache or model / "kept"
+    given = {"dtype": torch.float32, "kernels": kernels("native"), "quantization": "none"} | options
+    prepared = prepare(opened, cache=cache, **{name: given[name] for name in given if name != "part"})
+    names, experts = expert_records(prepared), opened.config.experts
+    assert experts is not None
+    longest = max(prepared.records[name].length for name in names)
+    room = ExpertRoom(ExpertSizes(experts, len(names) // experts.count, longest), slots)
+    layers = [prepared.records[name].length for name in layer_records(prepared)]
+    disk = DiskRate(readers=2, piece=4096, bytes_per_second=1e9, direct=True)
+    return load_streamed(opened, prepared, Placement(1 << 30, {}, layers, 0, (), room), disk, **given)

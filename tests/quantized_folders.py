@@ -311,3 +311,25 @@ def write_quantized(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": form.said}))
     return floats
+
+
+def pack_mxfp4(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """Replace the experts of a gpt-oss folder by random MXFP4 stacks.
+
+    Returns, by the name of a replaced tensor, blocks uint8 [experts, rows, groups, 16] and scales uint8
+    [experts, rows, groups].
+    """
+    path, packed = folder / "model.safetensors", dict[str, tuple[Tensor, Tensor]]()
+    tensors, generator = load_file(path), torch.Generator().manual_seed(3)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inner, rows = tensors.pop(name).shape
+        shape = (experts, rows, inner // 32, 16)
+        blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        scales = torch.randint(122, 126, shape[:3], dtype=torch.uint8, generator=generator)
+        packed[name] = blocks, scales
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return packed

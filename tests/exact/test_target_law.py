@@ -25,6 +25,7 @@ from tests.engines import ENGINE, runner_of
 from tests.gguf_blocks import write_blocks
 from tests.hosted import load_hosted, save_tiny
 from tests.kernels import kernels
+from tests.offloading import load_experts
 from tests.switched import SWITCHED, build
 from tests.tiny_models import write_pair, write_tiny_mixture
 
@@ -93,6 +94,16 @@ def test_mixtures_of_experts(tmp_path: Path, quantization: str) -> None:
         cache=tmp_path / "kept",
     )
     assert differing(of_runner(ModelRunner(model, num_blocks=4, block_size=4))) == []
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_experts_from_the_disk(tmp_path: Path, quantization: str) -> None:
+    """Layers share the slots, so each layer's experts replace those of another."""
+    folder = write_tiny_mixture(tmp_path, experts=8, per_token=2, num_layers=3)
+    model = load_experts(folder, 8, quantization=quantization)
+    assert model.stream is not None
+    with model.stream:
+        assert differing(of_runner(ModelRunner(model, num_blocks=4, block_size=4))) == []
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])

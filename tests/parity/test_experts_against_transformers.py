@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from specinfer.models.weights import load_model, open_model
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import ModelRunner
 from tests.kernels import NAMES, kernels
+from tests.quantized_folders import pack_mxfp4
 
 from .families import save_random
 from .gguf_files import write_gguf
@@ -102,22 +102,11 @@ def test_gates_and_ups_of_gpt_oss_are_clamped(run, tmp_path):
 def test_gpt_oss_as_it_is_published(run, tmp_path):
     """Its experts in MXFP4: a folder, and the GGUF file that llama.cpp's converter makes of it."""
     theirs = gpt_oss(tmp_path)
-    tensors, packed = load_file(tmp_path / "model.safetensors"), {}
-    generator = torch.Generator().manual_seed(3)
+    packed = pack_mxfp4(tmp_path)
     with torch.no_grad():
-        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-            experts, inner, rows = tensors.pop(name).shape
-            shape = (experts, rows, inner // 32, 16)
-            blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-            scales = torch.randint(122, 126, shape[:3], dtype=torch.uint8, generator=generator)
-            packed[name] = blocks, scales
-            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        for name, (blocks, scales) in packed.items():
             floats = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
             theirs.get_parameter(name).copy_(floats)
-    save_file(tensors, tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
     want = logits_of(theirs, PROMPT)
     torch.testing.assert_close(ours(open_model(tmp_path), run), want, atol=TOLERANCE, rtol=0)
     file = tmp_path / "model.gguf"

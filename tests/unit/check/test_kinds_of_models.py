@@ -26,7 +26,7 @@ from tests.engines import ENGINE
 from tests.gguf_blocks import write_blocks
 from tests.hosted import save_tiny
 from tests.kernels import kernels
-from tests.quantized_folders import FORMATS, write_quantized
+from tests.quantized_folders import FORMATS, pack_mxfp4, write_quantized
 from tests.tiny_models import write_byte_tokenizer, write_pair, write_tiny_mixture
 
 pytestmark = pytest.mark.usefixtures("own_cache")  # of quantized weights
@@ -85,6 +85,13 @@ def test_quantized_folders(form: str, quantization: Quantization, tmp_path: Path
 def test_mixtures(write: Callable[[Path], object], tmp_path: Path) -> None:
     write(tmp_path / "model")
     passes(tmp_path / "model", "int8")
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_stacks_of_experts_in_mxfp4(quantization: Quantization, tmp_path: Path) -> None:
+    save_tiny("gpt_oss", tmp_path / "model", vocab_size=64)
+    pack_mxfp4(tmp_path / "model")
+    passes(tmp_path / "model", quantization)
 
 
 def test_blocks_of_a_gguf_file(tmp_path: Path) -> None:

@@ -11,42 +11,21 @@ import torch
 from specinfer.errors import DamagedFileError
 from specinfer.kernels.disk import DiskRate
 from specinfer.models.expert_stream import ExpertStream
-from specinfer.models.language_model import LanguageModel
-from specinfer.models.placement import ExpertRoom, ExpertSizes, Placement
-from specinfer.models.prepared import PreparedFile
 from specinfer.models.stream import StoppedError
-from specinfer.models.streamed import expert_records, layer_records
-from specinfer.models.weights import OpenModel, load_model, load_streamed, open_model, prepare
+from specinfer.models.weights import load_model, open_model, prepare
 from specinfer.parallel.share import Share
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import ModelRunner
 from specinfer.speculation_config import Quantization
+from tests.gguf_blocks import write_blocks
 from tests.kernels import kernels
+from tests.offloading import load_experts
 from tests.parity.families import save_random
 from tests.tiny_models import write_tiny_mixture
 
 CPU = torch.device("cpu")
 DISK = DiskRate(readers=2, piece=4096, bytes_per_second=1e9, direct=True)
 ROWS = [Rows((3, 1, 4, 1, 5), 0, [0, 1], 0), Rows((2, 7), 0, [2], 1)]
-
-
-def placed(model: OpenModel, prepared: PreparedFile, slots: int) -> Placement:
-    """All layers in memory, and so many experts."""
-    experts = model.config.experts
-    assert experts is not None
-    names = expert_records(prepared)
-    longest = max(prepared.records[name].length for name in names)
-    sizes = ExpertSizes(experts, len(names) // experts.count, longest)
-    assert sizes.all == len(names)
-    layers = [prepared.records[name].length for name in layer_records(prepared)]
-    return Placement(1 << 30, {}, layers, 0, (), ExpertRoom(sizes, slots))
-
-
-def loaded(folder: Path, slots: int, **options: Any) -> LanguageModel:
-    model = open_model(folder)
-    given = {"dtype": torch.float32, "kernels": kernels("native"), "quantization": "none"} | options
-    prepared = prepare(model, cache=folder / "kept", **{k: given[k] for k in given if k != "part"})
-    return load_streamed(model, prepared, placed(model, prepared, slots), DISK, **given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -66,12 +45,29 @@ def test_any_number_of_slots_gives_the_same_bits(
     assert model.config.experts is not None
     least = model.config.experts.count
     for slots in (least, least + 1, 3 * least):
-        made = loaded(tmp_path, slots, **options)
+        made = load_experts(tmp_path, slots, **options)
         runner = ModelRunner(made, num_blocks=3, block_size=4)
         for _ in range(3):
             assert torch.equal(runner.forward(ROWS), want)
         assert made.stream is not None
         made.stream.close()
+
+
+@pytest.mark.parametrize("slots", [4, 5])
+def test_blocks_of_a_gguf_file(slots: int, tmp_path: Path) -> None:
+    path = write_blocks(tmp_path / "m.gguf", {"blk.0.ffn_down.weight": "Q6_K"}, "Q4_K", experts=4)
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "kernels": kernels("native"),
+        "quantization": "gguf",
+        "cache": tmp_path / "kept",
+    }
+    whole = load_model(path, device=CPU, **options)
+    made = load_experts(path, slots, **options)
+    assert made.stream is not None
+    with made.stream:
+        want, got = (ModelRunner(one, num_blocks=3, block_size=4).forward(ROWS) for one in (whole, made))
+    assert torch.equal(got, want)
 
 
 @pytest.fixture
@@ -80,7 +76,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_only_chosen_experts_are_read_and_those_in_memory_are_not(folder: Path) -> None:
-    made = loaded(folder, 8)
+    made = load_experts(folder, 8)
     stream = made.stream
     assert isinstance(stream, ExpertStream)
     runner, [record] = ModelRunner(made, num_blocks=3, block_size=4), {r.length for r in stream._records}
@@ -98,7 +94,7 @@ def test_only_chosen_experts_are_read_and_those_in_memory_are_not(folder: Path) 
 
 
 def test_the_expert_used_longest_ago_makes_room(folder: Path) -> None:
-    made = loaded(folder, 8)
+    made = load_experts(folder, 8)
     stream = made.stream
     assert isinstance(stream, ExpertStream)
     with stream, stream.passing():
@@ -126,11 +122,11 @@ def test_a_damaged_expert_is_found_at_the_start(folder: Path) -> None:
         file.seek(record.offset + 100)
         file.write(bytes([octet[0] ^ 1]))
     with pytest.raises(DamagedFileError, match=r"model\.layers\.1\.mlp\.experts\.5 has a wrong checksum"):
-        loaded(folder, 8)
+        load_experts(folder, 8)
 
 
 def test_a_pass_that_is_stopped_leaves_nothing_behind(folder: Path) -> None:
-    made = loaded(folder, 8)
+    made = load_experts(folder, 8)
     assert made.stream is not None
     with made.stream:
         runner = ModelRunner(made, num_blocks=3, block_size=4)
@@ -143,7 +139,7 @@ def test_a_pass_that_is_stopped_leaves_nothing_behind(folder: Path) -> None:
 
 
 def test_passes_are_timed_without_reads(folder: Path) -> None:
-    made = loaded(folder, 8)
+    made = load_experts(folder, 8)
     assert made.stream is not None
     with made.stream:
         runner = ModelRunner(made, num_blocks=3, block_size=4)
