@@ -6,11 +6,18 @@ Every row's prompt goes through the chat template, and its reference follows as 
 the probability of each answer token, given all tokens before it. The page also has the mean Kullback-Leibler
 divergence from the bfloat16 model's laws, which has much less noise. A JSON file beside the Markdown keeps
 finished rows, so an interrupted run continues.
+
+    ... --model MODEL.gguf --quantizations gguf,gguf@float32 --llama-cpp
+
+compares with llama.cpp over the same file and token ids (`make peers-env` installs it). A kind with @float32
+has activations in float32, as llama.cpp has.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,17 +25,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.peers.weights import Home, default_home
 from benchmarks.study import REQUIRED, Study, in_turn, natural, parser, row, run
 from specinfer import EngineConfig
 from specinfer.check.difference import TargetAlone
 from specinfer.engine.models import Models, load_models
 from specinfer.errors import DatasetError
+from specinfer.hub import resolve
 from specinfer.models.language_model import LanguageModel
 from specinfer.progress import ProgressBar
 from specinfer.report.dataset import Conversation, read_dataset
 from specinfer.tokenizer import ChatEncoder, Tokenizer
 
 BASE = "none"
+LLAMA_CPP = "llama.cpp"  # key of its cell
+_SCRIPT = Path(__file__).parents[1] / "peers" / "run_llama_cpp_nats.py"
 ALLOWED = {"gguf": 0.5, "int8": 1.0, "int4": 6.0}  # allowed increase of perplexity, in percent
 
 
@@ -38,6 +49,7 @@ def main() -> None:
         "--max-tokens", type=natural, default=1024, help="max tokens of a row; the rest is cut off"
     )
     options.add_argument("--quantizations", default="int8,int4", help="compared with bfloat16")
+    options.add_argument("--llama-cpp", action="store_true", help="compare with llama.cpp over a GGUF file")
     args = options.parse_args()
 
     kinds = [BASE, *args.quantizations.split(",")]
@@ -58,13 +70,41 @@ def main() -> None:
         text = _text(models[BASE].tokenizer, conversation, args.max_tokens)
         study.keep(str(number), _row({kind: m.target for kind, m in models.items()}, *text))
         if number % 10 == 9 or number + 1 == args.limit:
-            print(f"{number + 1} rows: {_summary(kinds, list(study.cells.values()))}", flush=True)
-    print(study.write(page(kinds, [study.cells[str(i)] for i in range(len(conversations))], settings)))
+            done = [study.cells[str(i)] for i in range(number + 1)]
+            print(f"{number + 1} rows: {_summary(kinds, done)}", flush=True)
+    rows = [study.cells[str(i)] for i in range(len(conversations))]
+    lines = page(kinds, rows, settings)
+    if args.llama_cpp:
+        if len(study.cells.get(LLAMA_CPP, {}).get("nats", ())) != len(rows):
+            file = resolve(args.model)
+            tokenizer = Tokenizer.load(file)
+            texts = [_text(tokenizer, conversation, args.max_tokens) for conversation in conversations]
+            study.keep(LLAMA_CPP, llama_cpp(Home(default_home()), file.path, texts))
+        lines += beside(kinds, rows, study.cells[LLAMA_CPP])
+    print(study.write(lines))
 
 
-def _load(model: str, quantization: str) -> Models:
-    options = {"dtype": "bfloat16", "device": "cpu", "quantization": quantization}
+def _load(model: str, kind: str) -> Models:
+    quantization, _, dtype = kind.partition("@")
+    options = {"dtype": dtype or "bfloat16", "device": "cpu", "quantization": quantization}
     return load_models(EngineConfig.from_options(model, options), ProgressBar())
+
+
+def llama_cpp(home: Home, model: Path, texts: Sequence[tuple[list[int], list[int]]]) -> dict[str, Any]:
+    """Return llama.cpp's version and its cost of each answer in nats, with two threads.
+
+    Raises DatasetError if it cannot be run.
+    """
+    command = [str(home.python("llama_cpp")), str(_SCRIPT), str(model), "2"]
+    try:
+        done = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, check=True)
+    except OSError:
+        raise DatasetError("--llama-cpp needs llama.cpp; run: make peers-env ARGS=llama_cpp") from None
+    except subprocess.CalledProcessError as error:
+        words = error.stderr.strip().splitlines()
+        raise DatasetError(f"llama.cpp failed: {words[-1] if words else error}") from None
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def _text(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int) -> tuple[list[int], list[int]]:
@@ -122,6 +162,31 @@ def page(kinds: Sequence[str], rows: Sequence[dict[str, Any]], settings: dict[st
         allowed = f"+{ALLOWED[kind]:g}%" if kind in ALLOWED else ""
         name = "bfloat16" if kind == BASE else kind
         lines.append(row(name, f"{_perplexity(kind, rows):.4f}", cost, allowed, f"{divergence:.5f}"))
+    return lines
+
+
+def beside(kinds: Sequence[str], rows: Sequence[dict[str, Any]], theirs: dict[str, Any]) -> list[str]:
+    """Return the table of differences from llama.cpp, with a standard error over rows."""
+    tokens = sum(cell["tokens"] for cell in rows)
+    lines = [
+        "",
+        "## Beside llama.cpp",
+        "",
+        f"llama.cpp ({theirs['version']}) runs the same file over the same token ids, each row in one batch "
+        "and its KV cache in float32. A difference of perplexity has one standard error over rows.",
+        "",
+        "| weights | perplexity | against llama.cpp |",
+        "|---|---|---|",
+        row("llama.cpp", f"{math.exp(sum(theirs['nats']) / tokens):.4f}", ""),
+    ]
+    for kind in kinds:
+        costs = [cell[kind]["nats"] - nats for cell, nats in zip(rows, theirs["nats"], strict=True)]
+        mean = sum(costs) / tokens
+        spread = math.hypot(*(cost - mean * cell["tokens"] for cost, cell in zip(costs, rows, strict=True)))
+        name = "bfloat16" if kind == BASE else kind
+        lines.append(
+            row(name, f"{_perplexity(kind, rows):.4f}", f"{100 * mean:+.2f}% +- {100 * spread / tokens:.2f}")
+        )
     return lines
 
 

@@ -11,7 +11,8 @@ four loads: one replica and several, alternating; several replicas with SIGKILL 
 and several whose engines are replaced (SIGUSR1) as often. A replica computes with `--threads` cores. After a
 server has ended, the same requests are answered offline, and every text is compared: a lost or repeated token
 gives a different text. A cell has twenty kills, so an interrupted run loses at most these. With ranks or
-stages, rank-kills and rank-stops send SIGKILL or SIGSTOP to a random process of a model.
+stages, rank-kills and rank-stops send SIGKILL or SIGSTOP to a random process of a model. rank-cuts has one of
+two ranks or stages in another network namespace, and takes the link between them down (needs root).
 
 `--pinned` gives engines, server and users together as many cores as there are replicas: for a machine without
 spare cores for users. The cost of a message from an engine to the server (channels.py) needs no load.
@@ -27,7 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -35,6 +36,7 @@ from typing import Any
 import psutil
 
 from benchmarks.load import channels
+from benchmarks.machines.two_nodes import MASTER, Nodes, call, enter, follower, two_nodes
 from benchmarks.peers.process import Server, free_port
 from benchmarks.study import REQUIRED, Study, in_turn, natural, parser, row, run, settings_of
 from specinfer import LLM, SamplingParams
@@ -49,6 +51,8 @@ _KILLS = 20  # per cell
 _SUMS = ("requests", "failed", "kills", "seconds", "tokens", "second_turns", "found", "different")
 _KINDS = ("plain", "kills", "replacing", "channel")
 _RANK_SIGNALS = {"rank-kills": signal.SIGKILL, "rank-stops": signal.SIGSTOP}
+_CUTS = "rank-cuts"
+_RANK_KINDS = (*_RANK_SIGNALS, _CUTS)
 _FOUND = 0.5  # min share of the first turn's prompt in the cache for prefix reuse of a second turn
 
 
@@ -105,9 +109,9 @@ def main() -> None:
     options.add_argument("--pipeline-parallel", type=natural, default=1, help="stages (default 1)")
     options.add_argument(
         "--only",
-        choices=[*_KINDS, *_RANK_SIGNALS],
+        choices=[*_KINDS, *_RANK_KINDS],
         action="append",
-        help="repeatable (default: all except rank-kills and rank-stops)",
+        help="repeatable (default: all except rank-kills, rank-stops and rank-cuts)",
     )
     options.add_argument("--kill-every", type=float, default=3.0, metavar="SECONDS", help="(default 3)")
     options.add_argument("--kv-cache-memory", default="512MB", help="of a replica (default 512MB)")
@@ -131,7 +135,7 @@ def main() -> None:
 def cells(args: Any) -> list[tuple[str, int, int]]:
     """Return the cells: the kind of load, replicas, the round."""
     found = [("plain", count, number) for number in range(args.rounds) for count in (1, args.replicas)]
-    for kind in ("kills", *_RANK_SIGNALS):
+    for kind in ("kills", *_RANK_KINDS):
         found += [(kind, args.replicas, number) for number in range(-(-args.kills // _KILLS))]
     found += [("replacing", args.replicas, 0), ("channel", 1, 0), ("channel", 1, 1)]
     return [cell for cell in found if cell[0] in (args.only or _KINDS)]
@@ -148,14 +152,16 @@ def cores(count: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def start(args: Any, count: int) -> Server:
-    """Return the running server."""
+def start(args: Any, count: int, nodes: Nodes | None) -> Server:
+    """Return the running server, on the first of the nodes if its ranks are on two."""
     port = free_port()
     flags = ["--replicas", str(count), "--threads", str(args.threads), "--quantization", args.quantization]
     flags += ["--max-batch-size", str(args.batch_size), "--max-waiting", str(4 * args.users)]
     flags += ["--tensor-parallel", str(args.tensor_parallel)]
     flags += ["--pipeline-parallel", str(args.pipeline_parallel)]
     flags += ["--kv-cache-memory", args.kv_cache_memory, "--max-context", "2048", "--log-level", "warning"]
+    if nodes is not None:
+        flags += ["--master", MASTER, "--key-file", nodes.key_file]
     command = [sys.executable, "-m", "specinfer", "serve", args.model, "--port", str(port), *flags]
     server = Server(command, {}, port)
     server.wait_until_ready(_STARTING)
@@ -164,7 +170,13 @@ def start(args: Any, count: int) -> Server:
 
 async def drive(load: Load, args: Any, count: int, kind: str) -> None:
     """Run the load on a new server, with kills if the kind has them."""
-    with start(args, count) as server:
+    with ExitStack() as stack:
+        nodes: Nodes | None = None
+        if kind == _CUTS:
+            nodes = stack.enter_context(two_nodes())
+            stack.enter_context(follower(nodes, args.model, max(os.sched_getaffinity(0))))
+            enter(nodes.here)
+        server = stack.enter_context(start(args, count, nodes))
         async with connect(server.url, None) as http:
             model = await first_model(http, 60)
             await all_serve(http, count)
@@ -172,7 +184,7 @@ async def drive(load: Load, args: Any, count: int, kind: str) -> None:
         begun = time.monotonic()
 
         def goes_on() -> bool:
-            if kind == "kills" or kind in _RANK_SIGNALS:
+            if kind == "kills" or kind in _RANK_KINDS:
                 return load.kills < _KILLS
             return bool(time.monotonic() < begun + 60 * args.minutes)
 
@@ -183,7 +195,7 @@ async def drive(load: Load, args: Any, count: int, kind: str) -> None:
                     http.headers["X-Session-Id"] = f"user {who}, talk {time.monotonic()}"
                     await talk(http, load, model, chance.choice(load.questions), numbers)
 
-        async with trouble(server, load, kind, args.kill_every, count):
+        async with trouble(server, load, kind, args.kill_every, count, nodes):
             await asyncio.gather(*(user(who) for who in range(args.users)))
         load.seconds = time.monotonic() - begun
 
@@ -213,6 +225,12 @@ async def handed_on(http: Any) -> int:
     return int(float(number))
 
 
+async def one_is_lost(http: Any, count: int) -> None:
+    """Wait until fewer than this number of replicas accept work."""
+    while (await http.get("/ready", timeout=60)).json().get("serving") == count:
+        await asyncio.sleep(0.05)
+
+
 async def all_serve(http: Any, count: int) -> None:
     """Wait until this number of replicas accept work."""
     while (await http.get("/ready", timeout=60)).json().get("serving") != count:
@@ -220,8 +238,10 @@ async def all_serve(http: Any, count: int) -> None:
 
 
 @asynccontextmanager
-async def trouble(server: Server, load: Load, kind: str, every: float, count: int) -> AsyncIterator[None]:
-    """In the block, kill engines one by one, or send the server the signal to replace them.
+async def trouble(
+    server: Server, load: Load, kind: str, every: float, count: int, nodes: Nodes | None
+) -> AsyncIterator[None]:
+    """In the block, kill engines or ranks one by one, cut the nodes' link, or have engines replaced.
 
     Each event comes `every` seconds after all replicas accept work.
     """
@@ -239,11 +259,14 @@ async def trouble(server: Server, load: Load, kind: str, every: float, count: in
                     await asyncio.sleep(1)
                 elif kind == "kills":
                     chance.choice(psutil.Process(server.pid).children()).kill()
+                elif nodes is not None:
+                    call("ip", "-n", nodes.there, "link", "set", "end1", "down")
+                    await one_is_lost(http, count)
+                    call("ip", "-n", nodes.there, "link", "set", "end1", "up")
                 else:
                     processes = psutil.Process(server.pid).children(recursive=True)
                     chance.choice(processes).send_signal(_RANK_SIGNALS[kind])
-                    while (await http.get("/ready", timeout=60)).json().get("serving") == count:
-                        await asyncio.sleep(0.05)
+                    await one_is_lost(http, count)
                 await all_serve(http, count)
                 now = await handed_on(http)
                 load.killed.append((at, now - before))
@@ -326,7 +349,8 @@ def page(settings: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) ->
         f"{settings['users']} users hold talks of two turns, for {settings['minutes']:g} minutes where "
         f"nothing is killed, each with a session of its own; a replica has {settings['threads']} threads and "
         f"batches of {settings['batch_size']}; answers have {settings['max_tokens']} tokens at most, greedy "
-        f"and T = 0.8 in turn. Trouble is SIGKILL for one engine, or SIGUSR1 for the server, each time "
+        "and T = 0.8 in turn. Trouble is SIGKILL for one engine, SIGUSR1 for the server, a signal for a "
+        "rank, or the loss of the link between two ranks, each time "
         f"{settings['kill_every']:g} s after all replicas took work; gaps are then those of the streams that "
         "went on with another engine.",
     ]
