@@ -45,6 +45,7 @@ from specinfer.bench.openai_client import Asking, ask, connect, first_model
 from specinfer.report.dataset import read_dataset
 
 _STARTING = 300.0  # seconds
+_SILENT = 10  # seconds after which the server restarts an engine that does not respond: a stopped rank 0
 _TEMPERATURES = (0.0, 0.8)  # alternating
 _MORE = "Say more about the last part."  # the second turn
 _KILLS = 20  # per cell
@@ -160,6 +161,7 @@ def start(args: Any, count: int, nodes: Nodes | None) -> Server:
     flags += ["--tensor-parallel", str(args.tensor_parallel)]
     flags += ["--pipeline-parallel", str(args.pipeline_parallel)]
     flags += ["--kv-cache-memory", args.kv_cache_memory, "--max-context", "2048", "--log-level", "warning"]
+    flags += ["--engine-timeout", str(_SILENT)]
     if nodes is not None:
         flags += ["--master", MASTER, "--key-file", nodes.key_file]
     command = [sys.executable, "-m", "specinfer", "serve", args.model, "--port", str(port), *flags]
