@@ -16,6 +16,7 @@ import logging
 import os
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
@@ -236,22 +237,23 @@ def _words(named: str) -> list[str]:
 def _run(command: Sequence[str]) -> str:
     """The command's output; raises KernelBuildError with its last lines if it fails."""
     try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_TIMEOUT,
-            check=False,
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
         )
     except OSError as error:
         raise KernelBuildError(f"{command[0]} cannot be run: {error}") from error
-    except subprocess.TimeoutExpired as error:
-        raise KernelBuildError(f"{command[0]} was stopped after {_TIMEOUT} s on {command[-3]}") from error
-    if done.returncode != 0:
-        message = "\n".join(done.stdout.strip().splitlines()[-_SHOWN_LINES:])
-        raise KernelBuildError(f"{command[0]} failed ({done.returncode}):\n{message}")
-    return done.stdout
+    with process:
+        try:
+            output, _ = process.communicate(timeout=_TIMEOUT)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)  # g++ runs other programs, which would go on
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise KernelBuildError(f"{command[0]} was stopped after {_TIMEOUT} s on {command[-3]}") from error
+    if process.returncode != 0:
+        message = "\n".join(output.strip().splitlines()[-_SHOWN_LINES:])
+        raise KernelBuildError(f"{command[0]} failed ({process.returncode}):\n{message}")
+    return output
 
 
 @functools.cache

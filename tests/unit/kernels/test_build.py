@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+import psutil
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from specinfer.kernels import build, native
 from specinfer.kernels.build import build_library, find_compiler, find_library
 from specinfer.kernels.choice import TORCH, choose_kernels
 from specinfer.kernels.machine import LEVELS
+from tests.ranks import soon
 from tests.shown import Shown
 
 AVX2, AMX = (next(level for level in LEVELS if level.name == name) for name in ("avx2", "amx"))
@@ -31,6 +33,12 @@ case "$*" in *--version*) echo compiler; exit;; esac
 for i in $(seq 100); do echo "line $i"; done
 echo "kernel.cpp:7: error: no such register" >&2
 exit 3
+"""
+# Its child holds its output open, as that of g++ does.
+ENDLESS = """#!/bin/sh
+case "$*" in *--version*) echo compiler; exit;; esac
+sleep 60 & echo $! >> "$CHILDREN"
+wait
 """
 NO_PROGRAM = "\x7fELF of another machine"
 WRAPPER = '#!/bin/sh\nexec "$@"\n'  # as ccache is one
@@ -204,6 +212,27 @@ def test_a_library_that_cannot_be_loaded_says_what_to_do(
         match=r"specinfer-\S+\.so cannot be loaded \(.*\); delete it, or set SPECINFER_CACHE",
     ):
         choose_kernels("native", torch.device("cpu"))
+
+
+def test_a_compiler_without_an_end_is_stopped_with_its_children(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch, tmp_path, ENDLESS)
+    monkeypatch.setattr(build, "_TIMEOUT", 1)
+    children = tmp_path / "children"
+    monkeypatch.setenv("CHILDREN", str(children))
+    with pytest.raises(KernelBuildError, match=r"c\+\+ was stopped after 1 s on .*\.cpp"):
+        build_library(AVX2)
+    numbers = children.read_text().split()
+    assert numbers
+    assert soon(lambda: not any(map(is_running, numbers)))
+
+
+def is_running(number: str) -> bool:
+    try:
+        return psutil.Process(int(number)).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
