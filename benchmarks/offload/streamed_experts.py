@@ -1,4 +1,4 @@
-"""Measures the bytes that a streamed mixture of experts reads from disk per pass, by memory for experts.
+"""Measures a streamed mixture of experts by its memory: bytes of a pass, and speculation's gain.
 
     python -m benchmarks.offload.streamed_experts --layers 4
 
@@ -10,11 +10,13 @@ random: the worst case for a cache. Its prepared file is written to --folder and
     MB          read in a pass, on average of the passes behind those that fill the memory
     by chance   what the cost curve expects: experts touched by chance, times the share that is not in memory
     whole       what streaming by whole layers reads in a pass, with as much memory
+    gain        output tokens/s of an engine with prompt lookup over those without speculation, in turns
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,6 +27,9 @@ import torch
 
 from benchmarks.machines.experts import CPU, DTYPE, RandomReader, shape
 from benchmarks.study import Study, natural, parser, row, run, settings_of
+from specinfer import LLM, EngineConfig, SamplingParams
+from specinfer.engine.models import Models
+from specinfer.hub import resolve
 from specinfer.kernels.choice import Kernels, choose_kernels, streaming
 from specinfer.kernels.disk import StreamSource, measure
 from specinfer.kernels.layout import Weight
@@ -37,10 +42,15 @@ from specinfer.models.weight_memory import PassingWeights
 from specinfer.models.weights import weight_bytes
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.executor import ModelRunner
+from specinfer.tokenizer import Tokenizer
 
 SHARES = (0.25, 0.5, 0.75)
 NODES = (1, 4)
 PASSES = 12  # that count, behind as many that fill the memory
+TEXT = 32  # tokens of an answer
+ROUNDS = 3
+PLAIN: dict[str, Any] = {"lookup": False, "drafts": (), "max_nodes": 1}
+TEMPERATURES = (0.0, 1.5)  # texts that repeat themselves, and texts that nothing can guess
 MADE_FROM = {"made_by": "benchmarks/offload/streamed_experts.py"}
 
 
@@ -76,6 +86,7 @@ class PreparedReader(RandomReader):
 def main() -> None:
     options = parser(__doc__, threads=None)
     options.add_argument("--layers", type=natural, default=8, help="(default 8)")
+    options.add_argument("--tokenizer", default="smollm2-135m", help="model whose tokenizer is used")
     options.add_argument("--folder", type=Path, default=None, help="folder for the temporary prepared file")
     args = options.parse_args()
     config = shape(args.layers)
@@ -99,7 +110,7 @@ def measured(config: ModelConfig, folder: Path, study: Study, args: argparse.Nam
     kernels = streaming(chosen, weight_bytes(config, DTYPE, chosen, "int4"))
     prepared = write(config, folder / "model.safetensors", kernels)
     for share in missing:
-        study.keep(f"{share}", streamed(config, prepared, kernels, share))
+        study.keep(f"{share}", streamed(config, prepared, kernels, share, args.tokenizer))
 
 
 def write(config: ModelConfig, path: Path, kernels: Kernels) -> PreparedFile:
@@ -120,8 +131,10 @@ def write(config: ModelConfig, path: Path, kernels: Kernels) -> PreparedFile:
     return found
 
 
-def streamed(config: ModelConfig, prepared: PreparedFile, kernels: Kernels, share: float) -> dict[str, Any]:
-    """Bytes and seconds of passes with that share of the experts in memory."""
+def streamed(
+    config: ModelConfig, prepared: PreparedFile, kernels: Kernels, share: float, tokenizer: str
+) -> dict[str, Any]:
+    """Bytes and seconds of passes, and gains, with that share of the experts in memory."""
     names, experts = expert_records(prepared), config.experts
     assert experts is not None
     sizes = ExpertSizes(experts, config.num_layers, max(prepared.records[name].length for name in names))
@@ -149,14 +162,49 @@ def streamed(config: ModelConfig, prepared: PreparedFile, kernels: Kernels, shar
                 "by_chance": room.read_bytes(nodes) / 1e6,
                 "whole": (sizes.all - room.slots) * sizes.record / 1e6,
             }
-    return {"nodes": nodes_of, "disk": disk.bytes_per_second, "expert": sizes.record, "slots": room.slots}
+        gains = gains_of(model, Tokenizer.load(resolve(tokenizer)), random)
+    return {
+        "nodes": nodes_of,
+        "gains": gains,
+        "disk": disk.bytes_per_second,
+        "expert": sizes.record,
+        "slots": room.slots,
+    }
+
+
+def gains_of(model: Decoder, tokenizer: Tokenizer, random: torch.Generator) -> dict[str, Any]:
+    """Speeds with and without speculation by temperature, medians of rounds in turns."""
+    options = {"lookup": True, "max_batch_size": 1, "max_context": 512, "kv_cache_memory": 1 << 26}
+    config = EngineConfig.from_options("mixture", {"device": "cpu", "dtype": "bfloat16", **options})
+    prompt = torch.randint(0, model.config.vocab_size, (16,), generator=random).tolist()
+    found = dict[str, Any]()
+    with LLM.from_models(config, Models(model, tokenizer, {})) as llm, llm.variant(**PLAIN) as plain:
+        for temperature in TEMPERATURES:
+            speeds = dict[str, list[float]](plain=[], lookup=[])
+            for number in range(ROUNDS + 1):
+                params = SamplingParams(
+                    temperature=temperature, max_tokens=TEXT, seed=number, ignore_eos=True
+                )
+                texts = []
+                for name, engine in (("plain", plain), ("lookup", llm)):
+                    began = time.perf_counter()
+                    [output] = engine.generate([prompt], params)
+                    speeds[name].append(len(output.token_ids) / (time.perf_counter() - began))
+                    texts.append(output.token_ids)
+                assert texts[0] == texts[1], "speculation changes no text"
+            pairs = zip(speeds["lookup"][1:], speeds["plain"][1:], strict=True)  # the first one warms up
+            found[f"{temperature:g}"] = {
+                "plain": statistics.median(speeds["plain"][1:]),
+                "gain": statistics.median(fast / slow for fast, slow in pairs),
+            }
+    return found
 
 
 def page(config: ModelConfig, cells: dict[str, Any]) -> list[str]:
     experts = config.experts
     assert experts is not None
     lines = [
-        "# Experts from the disk: bytes of a pass",
+        "# Experts from the disk",
         "",
         f"{config.num_layers} layers of {experts.count} experts of {experts.size}, of which a token has "
         f"{experts.per_token}; hidden size {config.hidden_size}, int4. Random weights and random tokens: the "
@@ -179,6 +227,18 @@ def page(config: ModelConfig, cells: dict[str, Any]) -> list[str]:
                     f"{found['milliseconds']:.1f}",
                     f"{found['megabytes'] * 1e9 / cell['disk']:.1f}",
                 )
+            )
+    lines += [
+        "",
+        f"Answers of {TEXT} tokens, one at a time, in turns with and without lookup: medians of {ROUNDS}.",
+        "",
+        "| in memory | temperature | tokens/s without speculation | gain |",
+        "|---:|---:|---:|---:|",
+    ]
+    for share, cell in cells.items():
+        for temperature, speeds in cell["gains"].items():
+            lines.append(
+                row(f"{float(share):.0%}", temperature, f"{speeds['plain']:.2f}", f"{speeds['gain']:.2f}")
             )
     return lines
 
