@@ -11,7 +11,7 @@ the attended values. So a model calls every backend in the same way, whatever th
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -153,12 +153,9 @@ class AttentionSpec:
         return (self.softcap, self.alibi, self.sinks_N) == (None, None, None)
 
 
-class Attend(Protocol):
-    """Attention bound to one pass and one cache, as a model calls it."""
-
-    def __call__(self, heads: AttentionSpec, qkv_TC: Tensor, rotation: Rotation | None) -> Tensor:
-        """Return the attended values, [T, N H]; writes K and V of every row to the layer's cache."""
-        ...
+# Attention of one pass over one cache. Maps the layer's spec, q, k and v [T, C] and the rotation to the
+# attended values, [T, N H]; writes K and V of every row to the layer's cache.
+Attend = Callable[[AttentionSpec, Tensor, Rotation | None], Tensor]
 
 
 class CacheAttention(Protocol):

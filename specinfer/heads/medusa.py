@@ -31,7 +31,7 @@ from specinfer.heads.speculators import flag
 from specinfer.heads.vocabulary import ChosenRows, Entries, id_maps, whole_numbers
 from specinfer.models.fields import count, integer
 from specinfer.models.language_model import LayeredModel, Residual
-from specinfer.models.safetensors import TensorEntry
+from specinfer.models.quantized.pieces import TensorEntry
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.features import TappedRows, joined
 

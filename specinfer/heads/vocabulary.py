@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from specinfer.errors import ModelError, ModelFileError
 from specinfer.heads.config import BlockConfig, EagleConfig, HeadConfig
-from specinfer.models.safetensors import TensorEntry
+from specinfer.models.quantized.pieces import TensorEntry
 
 
 @dataclass(frozen=True, slots=True, eq=False)

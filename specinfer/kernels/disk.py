@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from specinfer.errors import ModelFileError, ensure
 
@@ -39,33 +39,6 @@ _MIN_SPEEDUP: Final = 1.05  # minimum speedup for preferring a later setting
 _ROUNDS: Final = 2  # rounds over all settings, so that a disturbance affects several
 _TRIAL_BYTES: Final = 64 * _MIB  # buffer of the trials, larger than the caches, as layers are
 _LOG = logging.getLogger(__name__)
-
-
-class Readable(Protocol):
-    """A source of records; any thread may read."""
-
-    @property
-    def path(self) -> Path:
-        """The file, for messages."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Size of the file in bytes."""
-        ...
-
-    @property
-    def direct(self) -> bool:
-        """True if reads bypass the page cache."""
-        ...
-
-    def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill `view` with the bytes from `offset` on."""
-        ...
-
-    def check(self) -> None:
-        """Raise ModelFileError unless the file is the one that was opened."""
-        ...
 
 
 class StreamSource:
@@ -202,11 +175,11 @@ def about(figure: float) -> str:
 
 
 # (source, memory, readers, piece, start in the file from 0 to 1, seconds) -> bytes read, seconds taken
-Trial = Callable[[Readable, memoryview, int, int, float, float], tuple[int, float]]
+Trial = Callable[[StreamSource, memoryview, int, int, float, float], tuple[int, float]]
 
 
 def timed_reads(
-    source: Readable, memory: memoryview, readers: int, piece: int, place: float, seconds: float
+    source: StreamSource, memory: memoryview, readers: int, piece: int, place: float, seconds: float
 ) -> tuple[int, float]:
     """Read consecutive pieces for `seconds`; returns the bytes read and the seconds taken.
 
@@ -233,7 +206,7 @@ def timed_reads(
 
 
 def measure(
-    source: Readable,
+    source: StreamSource,
     *,
     seconds: float = 0.5,
     clock: Callable[[], float] = time.perf_counter,

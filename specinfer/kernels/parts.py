@@ -15,20 +15,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from specinfer.config import MAX_PARTS
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _GROUP: Final = 32  # inner elements; parts are cut at multiples of it
-
-
-class Addable(Protocol):
-    """A type with addition."""
-
-    def __add__(self, other: Self, /) -> Self: ...
-
-
-_T = TypeVar("_T", bound=Addable)
+_T = TypeVar("_T", int, "Tensor")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ PartSum = Callable[[Tensor], Tensor]  # x [rows, elements of a part] -> float32 
 
 
 class PartsProduct:
-    """The twin of a native product with float or int4 weights: a Product and a PartedProduct."""
+    """The twin of a native product with float or int4 weights."""
 
     __slots__ = ("_bias", "_sums", "channels", "inner", "parts")
 
@@ -35,11 +35,11 @@ class PartsProduct:
         return self._out(self._branches(x), x.dtype)
 
     def branches(self, x: Tensor) -> Tensor:
-        """See PartedProduct."""
+        """See NativeProduct."""
         return torch.stack(self._branches(x).sums)
 
     def joined(self, branches: Tensor, dtype: torch.dtype) -> Tensor:
-        """See PartedProduct."""
+        """See NativeProduct."""
         check_branches(branches, self.parts, self.channels)
         tree = Branches[Tensor]()
         for one, parts in zip(branches, self.parts.all_branches, strict=True):

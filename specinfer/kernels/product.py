@@ -1,11 +1,11 @@
-"""NativeProduct: a product with a weight laid out for the native library, and protocols of split products."""
+"""NativeProduct: a product with a weight laid out for the native library."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
 from ctypes import c_int64
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,49 +29,6 @@ from specinfer.kernels.structures import (
 )
 
 Product = Callable[[Tensor], Tensor]  # x [rows, inner] -> [rows, channels] in x's dtype
-
-
-@runtime_checkable
-class SplitProduct(Protocol):
-    """A Product over a part of the inner elements; the parts of several processes add up to the whole.
-
-    Each part has a range of the inner elements that starts at a multiple of 32 (`GROUP`), the scales of whole
-    channels, and the bias. From the largest `maxima` and the sum of the `partials` of all parts, `finished`
-    computes the bits of the whole product, however the elements are divided.
-    """
-
-    channels: int
-    inner: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """As a Product: x [rows, inner] -> [rows, channels], without other parts."""
-
-    def maxima(self, x: Tensor) -> Tensor:
-        """The largest absolute values of rotated rows, float32 [rows].
-
-        Their bits, as int32, have the same order as their values, with NaN above all.
-        """
-
-    def partials(self, x: Tensor, maxima: Tensor) -> Tensor:
-        """Exact sums over these inner elements, int32 [rows, channels]; `maxima` are those of whole rows."""
-
-    def finished(self, sums: Tensor, maxima: Tensor, dtype: torch.dtype) -> Tensor:
-        """Results [rows, channels] in `dtype` from the sums of whole rows."""
-
-
-class PartedProduct(Protocol):
-    """A Product whose sums consist of fixed parts of the inner elements, added in the order of parts.py.
-
-    `joined` gives the same bits, however the ranks divide the parts.
-    """
-
-    channels: int
-
-    def branches(self, x: Tensor) -> Tensor:
-        """Sums over complete branches of this rank's parts, float32 [its branches, rows, channels]."""
-
-    def joined(self, branches: Tensor, dtype: torch.dtype) -> Tensor:
-        """Results [rows, channels] in `dtype` from the branches of all ranks, in order."""
 
 
 FLOATS: Final[dict[torch.dtype, FloatType]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -265,7 +222,10 @@ class NativeProduct:
         self.args.exchange = exchange.address
 
     def branches(self, x: Tensor) -> Tensor:
-        """See PartedProduct; raises ValueError unless the product has parts."""
+        """Sums over complete branches of this rank's parts, float32 [its branches, rows, channels].
+
+        Raises ValueError unless the product has parts.
+        """
         parts = self._check_parts()
         code, found = self._check_rows(x), torch.empty(len(parts.branches(parts.rank)), len(x), self.channels)
         self._library.add_branches(
@@ -274,7 +234,11 @@ class NativeProduct:
         return found
 
     def joined(self, branches: Tensor, dtype: torch.dtype) -> Tensor:
-        """See PartedProduct; raises ValueError unless the product has parts with these branches."""
+        """Results [rows, channels] in `dtype` from the branches of all ranks, in order.
+
+        The bits are the same however the ranks divide the parts. Raises ValueError unless the product has
+        parts with these branches.
+        """
         check_branches(branches, self._check_parts(), self.channels)
         out = torch.empty(branches.shape[1], self.channels, dtype=dtype)
         self._library.finish_branches(
@@ -283,14 +247,21 @@ class NativeProduct:
         return out
 
     def maxima(self, x: Tensor) -> Tensor:
-        """See SplitProduct; raises TypeError unless the weight is int8."""
+        """The largest absolute values of rotated rows, float32 [rows].
+
+        Their bits, as int32, have the same order as their values, with NaN above all. Raises TypeError unless
+        the weight is int8.
+        """
         self._check_exact()
         code, maxima = check_rows(x, self.inner), torch.empty(len(x))
         self._library.find_maxima(ctypes.byref(self.args), code, x.data_ptr(), len(x), maxima.data_ptr())
         return maxima
 
     def partials(self, x: Tensor, maxima: Tensor) -> Tensor:
-        """See SplitProduct; raises TypeError unless the weight is int8."""
+        """Exact sums over these inner elements, int32 [rows, channels]; `maxima` are those of whole rows.
+
+        Raises TypeError unless the weight is int8.
+        """
         self._check_exact()
         code, sums = check_rows(x, self.inner), torch.empty(len(x), self.channels, dtype=torch.int32)
         check_maxima(maxima, len(x))
@@ -301,7 +272,12 @@ class NativeProduct:
         return sums
 
     def finished(self, sums: Tensor, maxima: Tensor, dtype: torch.dtype) -> Tensor:
-        """See SplitProduct; raises TypeError unless the weight is int8."""
+        """Results [rows, channels] in `dtype` from the sums of whole rows.
+
+        From the largest `maxima` and the sum of the `partials` of all ranks it computes the bits of the whole
+        product. A rank's inner elements start at a multiple of 32 (`GROUP`). Raises TypeError unless the
+        weight is int8.
+        """
         self._check_exact()
         check_sums(sums, self.channels)
         check_maxima(maxima, len(sums))

@@ -50,7 +50,6 @@ from specinfer.kernels.product import (
     USUAL,
     NativeProduct,
     Product,
-    SplitProduct,
     Use,
     check_maxima,
     check_sums,
@@ -98,7 +97,9 @@ class Products:
 
         return product
 
-    def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int, channels: int) -> SplitProduct:
+    def int8(
+        self, weight: Int8Weight, bias: Tensor | None, inner: int, channels: int
+    ) -> NativeProduct | Int8Product:
         """The product of rows of `inner` elements with the first `channels` of an int8 weight.
 
         `bias` is float32 [channels].
@@ -177,7 +178,7 @@ class NativeProducts(Products):
             parts=parts,
         )
 
-    def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int, channels: int) -> SplitProduct:
+    def int8(self, weight: Int8Weight, bias: Tensor | None, inner: int, channels: int) -> NativeProduct:
         """See Products."""
         return NativeProduct(
             *(self.library, "int8", weight.values),
@@ -251,7 +252,7 @@ def rotate(groups: Tensor) -> Tensor:
 
 
 class Int8Product:
-    """The twin of a native product with int8 weights: a Product and a SplitProduct."""
+    """The twin of a native product with int8 weights."""
 
     __slots__ = ("_bias", "_matrix", "_scales", "channels", "inner")
 
@@ -267,16 +268,16 @@ class Int8Product:
         return self.finished(self._sums(rotated, maxima), maxima, x.dtype)
 
     def maxima(self, x: Tensor) -> Tensor:
-        """See SplitProduct."""
+        """See NativeProduct."""
         return self._rotated(x).abs().amax(1)
 
     def partials(self, x: Tensor, maxima: Tensor) -> Tensor:
-        """See SplitProduct."""
+        """See NativeProduct."""
         check_maxima(maxima, len(x))
         return self._sums(self._rotated(x), maxima)
 
     def finished(self, sums: Tensor, maxima: Tensor, dtype: torch.dtype) -> Tensor:
-        """See SplitProduct."""
+        """See NativeProduct."""
         check_sums(sums, self.channels)
         check_maxima(maxima, len(sums))
         out = sums.float() * self._scales * (maxima / 127.0)[:, None]

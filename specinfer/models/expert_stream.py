@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Final, Generic, NamedTuple, Self, TypeVar
 
 from specinfer.errors import ClosedError, DamagedFileError, ensure
-from specinfer.kernels.disk import PAGE, DiskRate, Readable, aligned
+from specinfer.kernels.disk import PAGE, DiskRate, StreamSource, aligned
 from specinfer.models.stream import WeightStream, kept_from_children, start_readers
 from specinfer.models.stream_buffers import StreamRecord
 
@@ -39,7 +39,7 @@ class _Piece(NamedTuple):
 class ExpertReaders:
     """State shared by reader threads and the thread that computes; it may outlive the stream."""
 
-    def __init__(self, source: Readable, piece: int, readers: int) -> None:
+    def __init__(self, source: StreamSource, piece: int, readers: int) -> None:
         self.bell: SimpleQueue[None] = SimpleQueue()  # rings when a slot is full, or has failed
         self.read_bytes = 0
         self._source = source
@@ -134,7 +134,7 @@ class ExpertStream(WeightStream, Generic[_Made]):
 
     def __init__(
         self,
-        source: Readable,
+        source: StreamSource,
         records: Sequence[StreamRecord],
         make: Callable[[int, memoryview], _Made],
         *,

@@ -95,7 +95,7 @@ class GGUFFile:
         return rows if scale is None else rows.float() * scale
 
     def block_form(self, name: str) -> BlockForm:
-        """See BlocksFile."""
+        """The layout of a matrix's blocks; raises ModelError if they cannot run unconverted."""
         source = self._sources[name]
         kind = self._tensors[source.name].kind.name
         if kind not in FILE_BLOCKS or source.name in self._scales or source.transposed:
@@ -106,7 +106,7 @@ class GGUFFile:
         return FILE_BLOCKS[kind].form
 
     def block_reader(self, name: str) -> Callable[[int, int], Tensor]:
-        """See BlocksFile."""
+        """A reader of rows of such a matrix for `block_rows`."""
         return partial(self._sources.read, name, self._read_blocks)
 
     def _read_blocks(self, there: str, start: int, stop: int) -> Tensor:

@@ -10,17 +10,16 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from specinfer.errors import ModelError, ModelFileError
-from specinfer.files import NewFile, read_exactly, write_text
+from specinfer.files import NewFile, write_text
 from specinfer.hub.foreign_format import INSTEAD, quantized_tensor
 from specinfer.hub.model_files import ModelFiles, read_json
 from specinfer.models.config import ModelConfig
@@ -28,7 +27,7 @@ from specinfer.models.families.registry import config_from_hf, hf_family
 from specinfer.models.hf_config import HfFamily, config_to_hf
 from specinfer.models.quantized.checkpoint import STORED, dequantized, quantization_of
 from specinfer.models.quantized.integers import IntegerMatrix
-from specinfer.models.quantized.pieces import LastFew, StoredTensor
+from specinfer.models.quantized.pieces import LastFew, StoredTensor, TensorEntry
 from specinfer.models.sources import Names, Sources
 from specinfer.tokenizer.gguf_vocabulary import write_tokenizer
 
@@ -79,34 +78,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], *, mode: int = 
         for piece in pieces:
             new.write(piece)
         new.keep()
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """The place of a tensor in a file."""
-
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int  # bytes from the start of the file
-    row_bytes: int
-
-    def stacked(self) -> TensorEntry:
-        """The tensor with matrices of several experts concatenated by rows."""
-        return self.joined() if len(self.shape) > 2 else self
-
-    def joined(self) -> TensorEntry:
-        """The tensor with its first two dimensions merged."""
-        experts, rows, *rest = self.shape
-        return replace(self, shape=(experts * rows, *rest), row_bytes=math.prod(rest) * self.dtype.itemsize)
-
-    def read_rows(self, start: int, stop: int) -> Tensor:
-        """Rows start..stop, on the CPU, in the file's dtype; raises ModelFileError if the file ends."""
-        if not (stop - start) * self.row_bytes:  # empty tensors cannot be viewed as another dtype
-            return torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
-        data = np.empty((stop - start) * self.row_bytes, dtype=np.uint8)
-        read_exactly(self.path, self.offset + start * self.row_bytes, data.data)
-        return torch.from_numpy(data).view(self.dtype).view(stop - start, *self.shape[1:])
 
 
 class SafetensorsFolder:
@@ -162,7 +133,7 @@ class SafetensorsFolder:
         return self._entries[there].read_rows(start, stop)
 
     def int4_reader(self, name: str) -> Callable[[int, int], Tensor] | None:
-        """Implements PackedFile.int4_reader."""
+        """A reader of rows of a matrix for `int4_rows` without rounding; None for other matrices."""
         source = self._sources[name]
         matrix = self._entries[source.name]
         if not isinstance(matrix, IntegerMatrix) or source.transposed:

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.parts import SumParts
-from specinfer.kernels.product import PartedProduct, SplitProduct
+from specinfer.kernels.parts_product import PartsProduct
+from specinfer.kernels.product import NativeProduct
+from specinfer.kernels.quantized import Int8Product
 from specinfer.parallel.group import Group
 
 
@@ -61,7 +63,7 @@ class SummedProduct:
 
     __slots__ = ("_group", "_own")
 
-    def __init__(self, own: SplitProduct, group: Group) -> None:
+    def __init__(self, own: NativeProduct | Int8Product, group: Group) -> None:
         self._own = own
         self._group = group
 
@@ -76,7 +78,7 @@ class JoinedProduct:
 
     __slots__ = ("_group", "_own", "_parts")
 
-    def __init__(self, own: PartedProduct, parts: SumParts, group: Group) -> None:
+    def __init__(self, own: NativeProduct | PartsProduct, parts: SumParts, group: Group) -> None:
         self._own = own
         self._parts = parts
         self._group = group

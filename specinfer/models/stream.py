@@ -32,7 +32,7 @@ from queue import Empty, SimpleQueue
 from typing import Final, Self
 
 from specinfer.errors import DamagedFileError, ensure
-from specinfer.kernels.disk import PAGE, DiskRate, Readable, aligned
+from specinfer.kernels.disk import PAGE, DiskRate, StreamSource, aligned
 from specinfer.models.stream_buffers import StreamBuffers, StreamRecord
 
 _WARN_AFTER: Final = 3.0  # minimum seconds of waiting for a record before a warning
@@ -196,7 +196,7 @@ class LayerStream(WeightStream):
     """
 
     def __init__(
-        self, source: Readable, records: Sequence[StreamRecord], *, buffers: int, disk: DiskRate
+        self, source: StreamSource, records: Sequence[StreamRecord], *, buffers: int, disk: DiskRate
     ) -> None:
         """Stream `records` in order, with the settings in `disk`, through `buffers` buffers (2, or a spare).
 

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import Final, NamedTuple
 
 from specinfer.errors import ClosedError
-from specinfer.kernels.disk import Readable
+from specinfer.kernels.disk import StreamSource
 
 # Seconds between checks of an idle reader, since garbage collection may close the stream at any time.
 _IDLE: Final = 10.0
@@ -57,7 +57,11 @@ class StreamBuffers:
     """
 
     def __init__(
-        self, source: Readable, records: Sequence[StreamRecord], memories: Sequence[memoryview], piece: int
+        self,
+        source: StreamSource,
+        records: Sequence[StreamRecord],
+        memories: Sequence[memoryview],
+        piece: int,
     ) -> None:
         self.source = source
         self.first = 0  # place in the cycle that computes or is waited for; earlier ones are dropped

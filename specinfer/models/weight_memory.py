@@ -32,8 +32,8 @@ from specinfer.kernels.layout import (
 from specinfer.kernels.library import Library
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.parts_product import PartsProduct
-from specinfer.kernels.product import NativeProduct, Product, SplitProduct
-from specinfer.kernels.quantized import NativeProducts
+from specinfer.kernels.product import NativeProduct, Product
+from specinfer.kernels.quantized import Int8Product, NativeProducts
 from specinfer.kernels.structures import BLOCK, num_blocks
 from specinfer.models.lent_memory import LentMemory
 from specinfer.models.shared_sums import EmbeddingTable, JoinedProduct, SharedOutTable, SummedProduct
@@ -221,7 +221,7 @@ class Weights:
         if parts is not None:
             assert isinstance(product, NativeProduct | PartsProduct)
             return JoinedProduct(product, parts, self.group)
-        assert isinstance(product, SplitProduct), "sums of floats have parts"
+        assert isinstance(product, NativeProduct | Int8Product), "sums of floats have parts"
         return SummedProduct(product, self.group)
 
     @property

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import Final, Protocol, Self, runtime_checkable
+from typing import Final, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -38,7 +38,9 @@ from specinfer.kernels.layout import (
 )
 from specinfer.kernels.quantized import quantize_int4, quantize_int8
 from specinfer.kernels.structures import BLOCK
+from specinfer.models.gguf import GGUFFile
 from specinfer.models.prepared import NewPreparedFile, PreparedFile
+from specinfer.models.safetensors import SafetensorsFolder
 from specinfer.progress import Progress
 from specinfer.speculation_config import Quantization
 
@@ -66,31 +68,9 @@ class TensorFile(Protocol):
         ...
 
 
-@runtime_checkable
-class PackedFile(Protocol):
-    """A TensorFile that may have matrices in int4 precision."""
-
-    def int4_reader(self, name: str) -> Callable[[int, int], Tensor] | None:
-        """A reader of rows of a matrix for `int4_rows` without rounding; None for other matrices."""
-        ...
-
-
-@runtime_checkable
-class BlocksFile(Protocol):
-    """A TensorFile with matrices of GGUF blocks that run unconverted."""
-
-    def block_form(self, name: str) -> BlockForm:
-        """The layout of a matrix's blocks; raises ModelError if they cannot run unconverted."""
-        ...
-
-    def block_reader(self, name: str) -> Callable[[int, int], Tensor]:
-        """A reader of rows of such a matrix for `block_rows`."""
-        ...
-
-
-def blocks_file(file: TensorFile) -> BlocksFile:
-    """The file as a BlocksFile; raises ModelError if its matrices are not GGUF blocks."""
-    if not isinstance(file, BlocksFile):
+def blocks_file(file: TensorFile) -> GGUFFile:
+    """Return the file if it is a GGUFFile; raises ModelError if it has another format."""
+    if not isinstance(file, GGUFFile):
         raise ModelError(
             f"quantization 'gguf' requires a GGUF file, and {file.path.name} is not one; "
             "use quantization none, int8 or int4"
@@ -225,7 +205,7 @@ class WeightReader:
 
     def _packed(self, names: Sequence[str]) -> list[_Reader] | None:
         """Readers of these matrices as int4 weights; None unless all are int4."""
-        if not isinstance(self._file, PackedFile):
+        if not isinstance(self._file, SafetensorsFolder):
             return None
         readers = [reader for name in names if (reader := self._file.int4_reader(name)) is not None]
         return readers if len(readers) == len(names) else None

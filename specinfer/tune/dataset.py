@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import ModelFileError
-from specinfer.models.safetensors import FLOATS, TensorEntry, read_entries, write_safetensors
+from specinfer.models.quantized.pieces import TensorEntry
+from specinfer.models.safetensors import FLOATS, read_entries, write_safetensors
 
 LABELS: Final = 64  # tokens per position whose log-probabilities are kept
 _DTYPES: Final = {**FLOATS, "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}

@@ -23,7 +23,8 @@ from specinfer.kernels.low_rank import DOWN, OUT, PER_LAYER, QKV, UP, Adapter, L
 from specinfer.models.adapters.adapter_config import AdapterConfig, adapter_config
 from specinfer.models.config import ModelConfig
 from specinfer.models.families.registry import HF_FAMILIES
-from specinfer.models.safetensors import TensorEntry, read_entries
+from specinfer.models.quantized.pieces import TensorEntry
+from specinfer.models.safetensors import read_entries
 from specinfer.models.sources import Names, Rows
 
 _CONFIG: Final = "adapter_config.json"

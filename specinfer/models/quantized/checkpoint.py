@@ -15,7 +15,7 @@ from specinfer.models.quantized.bitsandbytes import bitsandbytes
 from specinfer.models.quantized.compressed_tensors import compressed_tensors
 from specinfer.models.quantized.gptq import awq, gptq
 from specinfer.models.quantized.mxfp4 import mxfp4
-from specinfer.models.quantized.pieces import FLOATS, FileTensor, Pieces, StoredTensor
+from specinfer.models.quantized.pieces import FLOATS, Pieces, StoredTensor, TensorEntry
 from specinfer.models.quantized.scaled import fp8
 
 # Types of tensors in such files besides floats, by safetensors' names.
@@ -56,7 +56,9 @@ def quantization_of(config: Fields) -> Fields | None:
     return None
 
 
-def dequantized(folder: Path, settings: Fields, tensors: Mapping[str, FileTensor]) -> dict[str, StoredTensor]:
+def dequantized(
+    folder: Path, settings: Fields, tensors: Mapping[str, TensorEntry]
+) -> dict[str, StoredTensor]:
     """The tensors of a folder with these settings, under their names before quantization.
 
     Reads no weights. Raises ModelError, naming the key of an unsupported setting, and ModelFileError, naming

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Final, Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specinfer.errors import ModelFileError
+from specinfer.files import read_exactly
 
 _T = TypeVar("_T")
 FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -45,18 +49,38 @@ class StoredTensor(Protocol):
         ...
 
 
-class FileTensor(StoredTensor, Protocol):
-    """A tensor in the layout of its file."""
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """The place of a tensor in a file."""
 
-    def stacked(self) -> StoredTensor:
-        """The tensor with its first two dimensions merged if it has more than two."""
-        ...
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+    row_bytes: int
+
+    def stacked(self) -> TensorEntry:
+        """The tensor with matrices of several experts concatenated by rows."""
+        return self.joined() if len(self.shape) > 2 else self
+
+    def joined(self) -> TensorEntry:
+        """The tensor with its first two dimensions merged."""
+        experts, rows, *rest = self.shape
+        return replace(self, shape=(experts * rows, *rest), row_bytes=math.prod(rest) * self.dtype.itemsize)
+
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        """Rows start..stop, on the CPU, in the file's dtype; raises ModelFileError if the file ends."""
+        if not (stop - start) * self.row_bytes:  # empty tensors cannot be viewed as another dtype
+            return torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
+        data = np.empty((stop - start) * self.row_bytes, dtype=np.uint8)
+        read_exactly(self.path, self.offset + start * self.row_bytes, data.data)
+        return torch.from_numpy(data).view(self.dtype).view(stop - start, *self.shape[1:])
 
 
 class Pieces:
     """The stored tensors that are not part of a matrix yet."""
 
-    def __init__(self, folder: Path, tensors: Mapping[str, FileTensor]) -> None:
+    def __init__(self, folder: Path, tensors: Mapping[str, TensorEntry]) -> None:
         self._folder = folder
         self.rest = {name: one for name, one in tensors.items() if not name.endswith(_UNUSED)}
 
@@ -66,7 +90,7 @@ class Pieces:
 
     def take(
         self, name: str, dtypes: Collection[torch.dtype], shape: Sequence[int | None] | None = None
-    ) -> FileTensor:
+    ) -> TensorEntry:
         """Remove and return a tensor of one of these dtypes and of this shape, where None is any size.
 
         Raises ModelFileError, with the tensor's name, if it is missing or different.
@@ -80,7 +104,7 @@ class Pieces:
 
     def optional(
         self, name: str, dtypes: Collection[torch.dtype], shape: Sequence[int | None] | None = None
-    ) -> FileTensor | None:
+    ) -> TensorEntry | None:
         """Like `take`, but returns None if the tensor is missing."""
         found = self.rest.pop(name, None)
         if found is None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from specinfer.errors import PeerLostError
 from specinfer.kernels.exchange import SharedExchange, shared_file
 from specinfer.kernels.layout import GROUP, int8_matrix, lay_out_int8, padded
-from specinfer.kernels.product import NativeProduct, SplitProduct
-from specinfer.kernels.quantized import Products, quantize_int4, quantize_int8
+from specinfer.kernels.product import NativeProduct
+from specinfer.kernels.quantized import Int8Product, Products, quantize_int4, quantize_int8
 from tests.kernels import NAMES, kernels, library_or_skip
 from tests.unit.kernels.ranks import run_ranks
 
@@ -52,12 +52,12 @@ class Parts:
         self.whole = products.int8(self._weight, self._bias, inner, channels)
         values, scales = int8_matrix(self._weight, channels, padded(inner))
         self._ranges = list(pairwise([*(GROUP * start for start in starts), inner]))
-        self.products: list[SplitProduct] = []
+        self.products: list[NativeProduct | Int8Product] = []
         for begin, end in self._ranges:
             part = lay_out_int8(values[:, begin : max(end, padded(end))], scales)
             self.products.append(products.int8(part, self._bias, end - begin, channels))
 
-    def of(self, x: Tensor) -> list[tuple[SplitProduct, Tensor]]:
+    def of(self, x: Tensor) -> list[tuple[NativeProduct | Int8Product, Tensor]]:
         """Each product, and the elements of rows that it multiplies."""
         parts = [x[:, begin:end].contiguous() for begin, end in self._ranges]
         return list(zip(self.products, parts, strict=True))
@@ -145,7 +145,7 @@ def test_other_kinds_have_no_exact_sums() -> None:
     int4 = products.int4(quantize_int4(weight), None, 64, 16)
     floats = products.floats(weight, None)
     for kind, product in (("int4", int4), ("float32", floats)):
-        assert isinstance(product, SplitProduct)
+        assert isinstance(product, NativeProduct)
         with pytest.raises(TypeError, match=rf"^a product with {kind} weights has no exact sums"):
             product.maxima(x)
         with pytest.raises(TypeError, match=rf"^a product with {kind} weights has no exact sums"):
