@@ -28,7 +28,7 @@ from typing import Any
 
 from specinfer import LLM, RequestOutput, SamplingParams, SpecInferError, SpeculationFigures
 from specinfer.files import write_whole
-from specinfer.report.dataset import Conversation, Dataset
+from specinfer.report.dataset import Conversation, Dataset, read_dataset
 from specinfer.report.provenance import commit, hardware, provenance
 from specinfer.speculation_config import DEFAULT_EXPANSION, NO_SPECULATION
 
@@ -179,6 +179,11 @@ def in_turn(datasets: Sequence[Dataset], limit: int) -> list[Conversation]:
     columns = [dataset.conversations for dataset in datasets]
     mixed = chain.from_iterable(zip_longest(*columns))
     return [conversation for conversation in mixed if conversation is not None][:limit]
+
+
+def questions_of(files: Sequence[Path], limit: int) -> list[str]:
+    """Return the first turns of these data sets' conversations in turn, `limit` in all."""
+    return [conversation.turns[0] for conversation in in_turn([read_dataset(file) for file in files], limit)]
 
 
 def without_speculation(llm: LLM) -> LLM:

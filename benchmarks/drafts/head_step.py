@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.study import REQUIRED, Study, ask, in_turn, parser, row, run, settings_of, total_figures
+from benchmarks.study import REQUIRED, Study, ask, parser, questions_of, row, run, settings_of, total_figures
 from specinfer import LLM, SamplingParams
 from specinfer.heads.block import BlockModel
 from specinfer.heads.kinds import head_shapes
@@ -27,7 +27,6 @@ from specinfer.heads.runner import HeadRunner
 from specinfer.kernels.bandwidth import Bandwidth
 from specinfer.kernels.layout import int8_bytes
 from specinfer.kernels.native import load_library
-from specinfer.report.dataset import read_dataset
 from specinfer.runtime.executor import ModelRunner
 from specinfer.speculate.drafts.head_drafts import BlockDraft
 from specinfer.speculate.ensemble import Ensemble
@@ -49,7 +48,7 @@ def main() -> None:
         max_tokens=64,
     )
     args = options.parse_args()
-    questions = [c.turns[0] for c in in_turn([read_dataset(path) for path in args.dataset], args.limit)]
+    questions = questions_of(args.dataset, args.limit)
     study = Study("head-step", args.out, settings_of(args))
     for kind in KINDS:
         for size in SIZES:

@@ -21,12 +21,21 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study import SPECULATING, Study, ask, digest, in_turn, parser, row, run, without_speculation
+from benchmarks.study import (
+    SPECULATING,
+    Study,
+    ask,
+    digest,
+    parser,
+    questions_of,
+    row,
+    run,
+    without_speculation,
+)
 from specinfer import LLM, RequestOutput, SamplingParams
 from specinfer.check.difference import find_difference
 from specinfer.check.parameters import MIN_TOKENS, OFF, Setting, judge, params_of, settings_for
 from specinfer.processors.pipeline import Processors
-from specinfer.report.dataset import read_dataset
 
 GOAL = 0.05  # share of a step's time for processors; grammars have a goal per node, in speculation/grammar.py
 
@@ -68,8 +77,7 @@ def main() -> None:
     if args.max_tokens < MIN_TOKENS:
         options.error(f"--max-tokens is {args.max_tokens}; allowed: an integer >= {MIN_TOKENS}")
 
-    mixed = in_turn([read_dataset(path) for path in args.dataset], args.limit)
-    questions = [conversation.turns[0] for conversation in mixed]
+    questions = questions_of(args.dataset, args.limit)
     speculative = LLM(
         args.model,
         dtype=args.dtype,

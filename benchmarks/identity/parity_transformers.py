@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.study import REQUIRED, Study, ask, in_turn, parser, run, settings_of
+from benchmarks.study import REQUIRED, Study, ask, parser, questions_of, run, settings_of
 from specinfer import LLM, SamplingParams
 from specinfer.kernels.machine import thread_count
-from specinfer.report.dataset import read_dataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,8 +32,7 @@ def main() -> None:
     args = options.parse_args()
 
     study = Study("parity", args.out, settings_of(args))
-    chosen = in_turn([read_dataset(path) for path in args.dataset], args.limit)
-    texts = _our_texts(args.model, [conversation.turns[0] for conversation in chosen], args.max_tokens)
+    texts = _our_texts(args.model, questions_of(args.dataset, args.limit), args.max_tokens)
     gc.collect()  # both models in float32 at once would not fit on a small machine
     torch.set_num_threads(thread_count())  # our engine left PyTorch one thread
     model = _theirs(Path(args.model))

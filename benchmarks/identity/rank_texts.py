@@ -19,9 +19,8 @@ from multiprocessing import get_context
 from typing import Any, Final
 
 from benchmarks.machines.ranks import ONE, Layout
-from benchmarks.study import REQUIRED, Study, digest, in_turn, parser, row, settings_of
+from benchmarks.study import REQUIRED, Study, digest, parser, questions_of, row, settings_of
 from specinfer import LLM, SamplingParams
-from specinfer.report.dataset import read_dataset
 from specinfer.speculation_config import NO_SPECULATION
 from specinfer.tokenizer.chat_encoder import ChatEncoder
 
@@ -50,7 +49,7 @@ def main() -> None:
     options.add_argument("--draft-quantization", default="int4", help="of the draft (default int4)")
     args = options.parse_args()
     study = Study("rank-texts", args.out, settings_of(args, without=("layouts",)))
-    questions = [c.turns[0] for c in in_turn([read_dataset(path) for path in args.dataset], args.limit)]
+    questions = questions_of(args.dataset, args.limit)
     layouts = [ONE, *map(Layout.of, args.layouts)]
     for layout in layouts:
         if str(layout) not in study.cells:

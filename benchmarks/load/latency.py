@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.process import Server, free_port
-from benchmarks.study import REQUIRED, Study, in_turn, natural, parser, row, run, settings_of
+from benchmarks.study import REQUIRED, Study, natural, parser, questions_of, row, run, settings_of
 from specinfer import LLM, SamplingParams
 from specinfer.bench.openai_client import Asking, ask, connect, first_model
-from specinfer.report.dataset import read_dataset
 
 _STARTING = 600.0  # seconds
 _CONTEXT = 24_576
@@ -34,7 +33,7 @@ def main() -> None:
     options.add_argument("--max-step-tokens", type=natural, default=512, help="as the server's (default 512)")
     args = options.parse_args()
     study = Study("latency", args.out, settings_of(args))
-    questions = [c.turns[0] for c in in_turn([read_dataset(path) for path in args.dataset], args.limit)]
+    questions = questions_of(args.dataset, args.limit)
     if "latency" not in study.cells:
         with start(args) as server:
             seconds = asyncio.run(drive(server, questions, args))

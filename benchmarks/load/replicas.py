@@ -38,11 +38,10 @@ import psutil
 from benchmarks.load import channels
 from benchmarks.machines.two_nodes import MASTER, Nodes, call, enter, follower, two_nodes
 from benchmarks.peers.process import Server, free_port
-from benchmarks.study import REQUIRED, Study, in_turn, natural, parser, row, run, settings_of
+from benchmarks.study import REQUIRED, Study, natural, parser, questions_of, row, run, settings_of
 from specinfer import LLM, SamplingParams
 from specinfer.bench.exchange import Exchange
 from specinfer.bench.openai_client import Asking, ask, connect, first_model
-from specinfer.report.dataset import read_dataset
 
 _STARTING = 300.0  # seconds
 _SILENT = 10  # seconds after which the server restarts an engine that does not respond: a stopped rank 0
@@ -118,7 +117,7 @@ def main() -> None:
     options.add_argument("--kv-cache-memory", default="512MB", help="of a replica (default 512MB)")
     args = options.parse_args()
     study = Study("replicas", args.out, settings_of(args, without=["only"]))
-    questions = [c.turns[0] for c in in_turn([read_dataset(path) for path in args.dataset], args.limit)]
+    questions = questions_of(args.dataset, args.limit)
     for kind, count, number in cells(args):
         name = f"{kind}, {count}, {number}"
         if name in study.cells:

@@ -24,12 +24,11 @@ from typing import Any
 import psutil
 
 from benchmarks.peers.process import Server, free_port
-from benchmarks.study import REQUIRED, Study, ask, in_turn, natural, parser, row, run, settings_of
+from benchmarks.study import REQUIRED, Study, ask, natural, parser, questions_of, row, run, settings_of
 from specinfer import LLM, SamplingParams
 from specinfer.bench.exchange import Exchange
 from specinfer.bench.openai_client import Asking, connect, first_model
 from specinfer.bench.openai_client import ask as ask_server
-from specinfer.report.dataset import read_dataset
 
 _STARTING = 300.0  # seconds
 _LAWS: Sequence[Mapping[str, Any]] = (
@@ -76,7 +75,7 @@ def main() -> None:
     options.add_argument("--kv-cache-memory", default="1GB", help="(default 1GB)")
     args = options.parse_args()
     study = Study("soak", args.out, settings_of(args))
-    questions = [c.turns[0] for c in in_turn([read_dataset(path) for path in args.dataset], args.limit)]
+    questions = questions_of(args.dataset, args.limit)
     if "soak" not in study.cells:
         load = Load(questions, args.max_tokens)
         with start(args) as server:

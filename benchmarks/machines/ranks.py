@@ -30,10 +30,9 @@ from typing import Any, Final
 import psutil
 
 from benchmarks.machines.two_nodes import MASTER, enter, follower, two_nodes
-from benchmarks.study import REQUIRED, Study, digest, in_turn, natural, parser, row, run, settings_of
+from benchmarks.study import REQUIRED, Study, digest, natural, parser, questions_of, row, run, settings_of
 from specinfer import LLM, RequestOutput, SamplingParams
 from specinfer.progress import NoProgress
-from specinfer.report.dataset import read_dataset
 from specinfer.report.files import dress, new_figure, save
 from specinfer.runtime.sharded import MessageReader, Open
 from specinfer.speculation_config import NO_SPECULATION
@@ -108,7 +107,7 @@ def main() -> None:
     )
     args = options.parse_args()
     study = Study("ranks", args.out, settings_of(args, without=("rounds", "layouts")))
-    questions = [c.turns[0] for c in in_turn([read_dataset(path) for path in args.dataset], args.limit)]
+    questions = questions_of(args.dataset, args.limit)
     layouts = [ONE, *map(Layout.of, args.layouts)]
     for number in range(args.rounds):
         for layout in layouts if number % 2 == 0 else reversed(layouts):

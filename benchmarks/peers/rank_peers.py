@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.machines.two_nodes import two_nodes
-from benchmarks.study import REQUIRED, Study, in_turn, natural, parser, row, run, settings_of
-from specinfer.report.dataset import read_dataset
+from benchmarks.study import REQUIRED, Study, natural, parser, questions_of, row, run, settings_of
 
 # Program for vLLM's interpreter: prompts one by one, then several together; prints tokens per second and
 # texts as JSON.
@@ -60,7 +59,7 @@ def main() -> None:
     options.add_argument("--mbit", type=natural, default=1000, help="of the network (default 1000)")
     args = options.parse_args()
     study = Study("rank-peers", args.out, settings_of(args, without=("vllm", "llama")))
-    prompts = [c.turns[0] for c in in_turn([read_dataset(path) for path in args.dataset], args.limit)]
+    prompts = questions_of(args.dataset, args.limit)
     for ranks in (1, 2) if args.vllm else ():
         if (name := f"vLLM TP {ranks}") not in study.cells:
             study.keep(name, vllm(args, ranks, prompts))

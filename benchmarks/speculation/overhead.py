@@ -16,8 +16,8 @@ from benchmarks.study import (
     REQUIRED,
     Study,
     ask,
-    in_turn,
     parser,
+    questions_of,
     row,
     run,
     settings_of,
@@ -26,7 +26,6 @@ from benchmarks.study import (
 )
 from specinfer import LLM, SamplingParams
 from specinfer.engine.steps import Stage
-from specinfer.report.dataset import read_dataset
 
 GREEDY: Mapping[str, Any] = {"temperature": 0.0}
 SAMPLED: Mapping[str, Any] = {
@@ -50,7 +49,7 @@ def main() -> None:
         batch_size=8,
     )
     args = options.parse_args()
-    questions = [c.turns[0] for c in in_turn([read_dataset(path) for path in args.dataset], args.limit)]
+    questions = questions_of(args.dataset, args.limit)
     study = Study("overhead", args.out, settings_of(args))
     for batch, kind, asked in ((1, "greedy", GREEDY), (args.batch_size, "sampling, penalties", SAMPLED)):
         name = f"batch {batch}, {kind}"

@@ -21,10 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.study import REQUIRED, Study, ask, in_turn, parser, row, run, settings_of, total_figures
+from benchmarks.study import REQUIRED, Study, ask, parser, questions_of, row, run, settings_of, total_figures
 from specinfer import LLM, SamplingParams, SpeculationParams
 from specinfer.heads.medusa import MedusaModel
-from specinfer.report.dataset import read_dataset
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.tree.expansion import Expansion
 
@@ -49,7 +48,7 @@ def main() -> None:
         batch_size=1,
     )
     args = options.parse_args()
-    questions = [c.turns[0] for c in in_turn([read_dataset(path) for path in args.dataset], args.limit)]
+    questions = questions_of(args.dataset, args.limit)
     study = Study("tree-nodes", args.out, settings_of(args))
     for number, draft in enumerate(("", *args.draft)):
         kinds: dict[str, Expansion | None] = {NONE: None}
