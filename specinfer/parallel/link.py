@@ -23,8 +23,8 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -222,6 +222,19 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
+@contextmanager
+def closed_on_error(connection: socket.socket | Link, ended: str) -> Iterator[None]:
+    """Close `connection` if the block raises; its EOFError becomes a ConnectionResetError with `ended`."""
+    try:
+        yield
+    except EOFError:
+        connection.close()
+        raise ConnectionResetError(ended) from None
+    except BaseException:
+        connection.close()
+        raise
+
+
 def dial(host: str, port: int, key: bytes, purpose: str, *, limit: float = GREET) -> Link:
     """Connect to a listener with the same key and purpose.
 
@@ -233,7 +246,7 @@ def dial(host: str, port: int, key: bytes, purpose: str, *, limit: float = GREET
     if connection.getsockname() == connection.getpeername():
         connection.close()
         raise ConnectionRefusedError("no process listens there")
-    try:
+    with closed_on_error(connection, "the listener closed the connection"):
         link = _over(connection)
         theirs, own = link.receive(_NONCE), secrets.token_bytes(_NONCE)
         if len(theirs) != _NONCE:
@@ -244,12 +257,6 @@ def dial(host: str, port: int, key: bytes, purpose: str, *, limit: float = GREET
             raise KeyRefusedError(f"{host}:{port} has another key")
         if not hmac.compare_digest(answer, _proof(key, "listens", purpose, theirs, own)):
             raise KeyRefusedError(f"{host}:{port} has not proved the key")
-    except EOFError:
-        connection.close()
-        raise ConnectionResetError("the listener closed the connection") from None
-    except BaseException:
-        connection.close()
-        raise
     link.within(None)
     return link
 
@@ -260,7 +267,7 @@ def greet(connection: socket.socket, key: bytes, purpose: str, *, limit: float =
     Otherwise `connection` is closed. Raises KeyRefusedError, OSError and ValueError as `dial`.
     """
     connection.settimeout(limit)
-    try:
+    with closed_on_error(connection, "it closed the connection before proving the key"):
         link = _over(connection)
         own = secrets.token_bytes(_NONCE)
         link.send(own)
@@ -270,12 +277,6 @@ def greet(connection: socket.socket, key: bytes, purpose: str, *, limit: float =
             link.send(_OTHER_KEY)
             raise KeyRefusedError("it has not proved the key")
         link.send(_proof(key, "listens", purpose, own, theirs))
-    except EOFError:
-        connection.close()
-        raise ConnectionResetError("it closed the connection before proving the key") from None
-    except BaseException:
-        connection.close()
-        raise
     link.within(None)
     return link
 

@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 
 from specinfer.errors import ConfigError, PeerLostError
 from specinfer.option import name_of_address
-from specinfer.parallel.link import GREET, Greeter, Link, dial, listen
+from specinfer.parallel.link import GREET, Greeter, Link, closed_on_error, dial, listen
 
 _LOG = logging.getLogger(__name__)
 _PURPOSE: Final = "a rank of a group"
@@ -172,19 +172,13 @@ def join_group(address: tuple[str, int], key: bytes, rank: int, host: str) -> Li
     ConfigError if the group has no such rank.
     """
     link = dial(*address, key, _PURPOSE)
-    try:
+    with closed_on_error(link, "rank 0 closed the connection"):
         link.within(GREET)
         link.send(json.dumps({"rank": rank, "host": host}).encode())
         answer = link.receive(_HELLO)
         if answer != _WELCOME:
             message: Any = json.loads(answer)
             raise (ConfigError if message["ends"] else ConnectionRefusedError)(message["refused"])
-    except EOFError:
-        link.close()
-        raise ConnectionResetError("rank 0 closed the connection") from None
-    except BaseException:
-        link.close()
-        raise
     link.within(None)
     return link
 
