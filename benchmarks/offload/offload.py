@@ -145,7 +145,7 @@ def cells_of(bench: Bench, rows: Sequence[Row]) -> Iterator[tuple[str, Callable[
                 turns = [(known, resident), *((limit, row) for row in rows if asked(row, limit, question))]
                 if question == questions[0]:
                     turns += [
-                        (other, row) for other in beside(limit, args) for row in rows if row.name == PLAIN
+                        (other, row) for other in beside(limit) for row in rows if row.name == PLAIN
                     ]
                 for at, row in turns if round_ % 2 == 0 else reversed(turns):
                     name = f"{at}|{question}|{row.name}|{round_}"
@@ -153,7 +153,7 @@ def cells_of(bench: Bench, rows: Sequence[Row]) -> Iterator[tuple[str, Callable[
                         yield name, partial(run_cell, bench, at, question, row, round_)
 
 
-def beside(limit: Limit, args: argparse.Namespace) -> list[Limit]:
+def beside(limit: Limit) -> list[Limit]:
     """Return the limits of other quantizations in bfloat16's memory, if they do not fit into it."""
     if limit.kind != "none" or limit.model != "dithered":
         return []

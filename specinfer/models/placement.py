@@ -110,11 +110,6 @@ class Placement:
         return experts + sum(self.layers[number] for number in self.streamed)
 
     @property
-    def computed_bytes(self) -> int:
-        """Bytes of layers that a pass of one row computes with."""
-        return sum(self.layers) + (0 if self.experts is None else int(self.experts.touched_bytes(1)))
-
-    @property
     def buffer_bytes(self) -> int:
         """Bytes of all buffers."""
         return self.buffers * max((self.layers[number] for number in self.streamed), default=0)

@@ -26,7 +26,6 @@ from specinfer.models.hosted.library import (
     EXPERTS,
     IMPLEMENTATION,
     TRYING,
-    transformers,
 )
 from specinfer.models.hosted.modules import ProductExperts, ProductLinear, Stack
 
@@ -351,8 +350,3 @@ def _own_errors(what: str) -> Iterator[None]:
             raise UnhostedError(NO_INTERFACE) from None
         line = (str(error).strip() or type(error).__name__).splitlines()[0][:_MAX_ERROR]
         raise UnhostedError(f"{what} ({type(error).__name__}: {line})") from error
-
-
-def ensure_library() -> None:
-    """Raise ModelError if transformers is not installed."""
-    transformers()

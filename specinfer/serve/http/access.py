@@ -101,7 +101,7 @@ class Access:
             else:
                 # To HEAD the server sends what it sends to GET, and no body.
                 method = "GET" if scope["method"] == "HEAD" else scope["method"]
-                await self._app({**scope, "method": method}, self._bounded(scope, receive), tell)
+                await self._app({**scope, "method": method}, self._bounded(receive), tell)
         except TimeoutError:
             _LOG.info("%s reads nothing; its connection is closed", name)
         except ClientDisconnect:
@@ -187,7 +187,7 @@ class Access:
             return False
         return origin not in self._origins
 
-    def _bounded(self, scope: Scope, receive: Receive) -> Receive:
+    def _bounded(self, receive: Receive) -> Receive:
         """`receive`, which raises ApiError where the body is too long, or too long in coming."""
         left, whole = self._max_body, False
         begun = self._clock()
