@@ -144,9 +144,7 @@ def cells_of(bench: Bench, rows: Sequence[Row]) -> Iterator[tuple[str, Callable[
                 known = Limit("dithered", limit.kind, 1)
                 turns = [(known, resident), *((limit, row) for row in rows if asked(row, limit, question))]
                 if question == questions[0]:
-                    turns += [
-                        (other, row) for other in beside(limit) for row in rows if row.name == PLAIN
-                    ]
+                    turns += [(other, row) for other in beside(limit) for row in rows if row.name == PLAIN]
                 for at, row in turns if round_ % 2 == 0 else reversed(turns):
                     name = f"{at}|{question}|{row.name}|{round_}"
                     if args.only in name:

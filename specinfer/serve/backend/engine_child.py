@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from specinfer.errors import UserError
@@ -63,9 +62,7 @@ class EngineChild:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._reap(0.0)
 
     @property
