@@ -9,7 +9,7 @@ import re
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from specinfer.errors import ConfigError
 
@@ -90,11 +90,11 @@ class Option:
             wrong, allowed = not isinstance(value, bool), "True or False"
         elif kind is int:
             minimum = 0 if about.minimum is None else int(about.minimum)
-            wrong, allowed = not _is_number(value, int) or value < minimum, f"an integer >= {minimum}"  # type: ignore[operator]
+            wrong, allowed = not _is_number(value, int) or value < minimum, f"an integer >= {minimum}"
             if self.words:
                 wrong, allowed = wrong and value not in self.words, ", or ".join((allowed, *self.words))
         elif kind is float:
-            fits = _is_number(value, int, float) and 0 <= value < _MAX_SECONDS  # type: ignore[operator]
+            fits = _is_number(value, int, float) and 0 <= value < _MAX_SECONDS
             wrong = not fits or (value == 0 and not about.zero)
             allowed = "seconds from 0 on" if about.zero else "seconds above 0"
         elif kind is str:
@@ -177,5 +177,5 @@ def check_options(config: object) -> None:
         one.check(getattr(config, one.attribute))
 
 
-def _is_number(value: object, *kinds: type) -> bool:
+def _is_number(value: object, *kinds: type) -> TypeGuard[float]:
     return isinstance(value, kinds) and not isinstance(value, bool)

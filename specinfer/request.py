@@ -231,8 +231,6 @@ class Answer:
             return NotImplemented
         return (self.text, self.token_ids, self.logprobs) == (other.text, other.token_ids, other.logprobs)
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return f"Answer({self.text!r}, {self.token_ids})"
 

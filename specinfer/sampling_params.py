@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from specinfer.errors import ConfigError, RequestError, naming
 from specinfer.structured_output import JsonWhitespace, StructuredOutput, structured_output
@@ -70,7 +70,7 @@ class SpeculationParams:
         for key in value:
             if key not in known:
                 raise RequestError(f"speculation has no option {key!r}; allowed: {', '.join(known)}")
-        return cls(**cast(Mapping[str, Any], value))
+        return cls(**value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

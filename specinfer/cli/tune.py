@@ -14,6 +14,8 @@ from specinfer.hub.pool import MOST_MEMBERS
 
 if TYPE_CHECKING:
     from specinfer.tune.draft import Kind
+    from specinfer.tune.head_kinds import Layout
+    from specinfer.tune.losses import Loss
     from specinfer.tune.prompts import Prompts
 
 _LOSSES: Final = ("hybrid", "kl")
@@ -134,9 +136,9 @@ def tune(
     out: Path,
     files: tuple[Path, ...],
     traffic: Path | None,
-    loss: str,
+    loss: Loss,
     kind: str,
-    layout: str | None,
+    layout: Layout | None,
     layers: int | None,
     depth: int,
     vocabulary: int | None,
@@ -157,11 +159,8 @@ def tune(
     config = engine_config({**options, "lookup": False})
     if traffic is not None and files:
         raise TuneError("--prompts and --traffic are both given; give one of them")
-    from typing import cast
-
     from specinfer.progress import ProgressBar
     from specinfer.tune.boosting import BoostConfig
-    from specinfer.tune.losses import Loss
     from specinfer.tune.trainer import TrainConfig
     from specinfer.tune.tuning import TuneConfig, Tuning
 
@@ -173,7 +172,7 @@ def tune(
             out=out,
             kind=_kind(kind, layout, layers, depth, vocabulary),
             boost=BoostConfig(**boosting) if boosting else None,
-            training=TrainConfig(loss=cast(Loss, loss), seed=seed),
+            training=TrainConfig(loss=loss, seed=seed),
             **fields,
         ),
         progress=ProgressBar(),
@@ -195,15 +194,13 @@ def tune(
 
 def _kind(
     kind: str,
-    layout: str | None,
+    layout: Layout | None,
     layers: int | None,
     depth: int,
     vocabulary: int | None,
 ) -> Kind:
     """The kind of draft; raises TuneError for an option that does not apply to it."""
-    from typing import cast
-
-    from specinfer.tune.head_kinds import BlockKind, EagleKind, Layout
+    from specinfer.tune.head_kinds import BlockKind, EagleKind
     from specinfer.tune.small_model import SsmKind
 
     if kind != "block" and layout is not None:
@@ -218,8 +215,7 @@ def _kind(
         return SsmKind(layers=layers or 2, depth=depth)
     if kind == "eagle":
         return EagleKind(layers=layers or 1, depth=depth, vocabulary=vocabulary)
-    usual = cast(Layout, layout or "specinfer")
-    return BlockKind(layout=usual, layers=layers or 1, depth=depth, vocabulary=vocabulary)
+    return BlockKind(layout=layout or "specinfer", layers=layers or 1, depth=depth, vocabulary=vocabulary)
 
 
 def _prompts(files: tuple[Path, ...], traffic: Path | None, vocab: int) -> tuple[Prompts, list[str]]:

@@ -157,8 +157,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif name == "join" and args:
             self.budget.check_size(self.budget.weigh(args[0]) + len(text) * len(args[0]))
         elif name in ("split", "rsplit", "splitlines"):
-            separator = next((one for one in args if isinstance(one, (str, bytes)) and one), None)
-            places: int = len(text) // 8 if separator is None else text.count(separator)  # type: ignore[arg-type]
+            separator: Any = next((one for one in args if isinstance(one, (str, bytes)) and one), None)
+            places = len(text) // 8 if separator is None else text.count(separator)
             self.budget.check_size(NODE_WEIGHT * places)
         elif name in ("encode", "decode") and not _CODECS.issuperset(args):
             raise BoundsError(f"it encodes texts in ways other than {', '.join(sorted(_CODECS))}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +57,7 @@ class AttentionTrial:
         key: Tensor,
         value: Tensor,
         mask: object,
-        named: Mapping[str, object],
+        named: Mapping[str, Any],
     ) -> Tensor:
         """Called by transformers; raises UnhostedError for unsupported attention."""
         if key.shape[2] != query.shape[2] or key.shape[:3] != value.shape[:3]:
@@ -78,9 +78,9 @@ class AttentionTrial:
                 kv_heads,
                 key_size=query.shape[3],
                 value_size=value.shape[3],
-                scale=query.shape[3] ** -0.5 if scaling is None else float(scaling),  # type: ignore[arg-type]
+                scale=query.shape[3] ** -0.5 if scaling is None else float(scaling),
                 window=_window(module, mask),
-                softcap=float(softcap) if softcap else None,  # type: ignore[arg-type]
+                softcap=float(softcap) if softcap else None,
                 sinks=_sinks(module, named.get("s_aux"), heads),
             )
         )

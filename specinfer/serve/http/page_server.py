@@ -8,7 +8,7 @@ from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
 from specinfer.errors import ConfigError
@@ -84,10 +84,10 @@ class TraceServer(ThreadingHTTPServer):
         """The page's address, which says that there is a trace, and its name."""
         return f"http://{self.authority}/?trace={quote(self._name)}"
 
-    def handle_error(self, request: object, client_address: object) -> None:
+    def handle_error(self, request: Any, client_address: object) -> None:
         """Say nothing of browsers that went away."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
-            super().handle_error(request, client_address)  # type: ignore[arg-type]
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
