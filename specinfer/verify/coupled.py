@@ -1,6 +1,7 @@
 """Coupled verification, the default, and the Acceptance that every verifier returns.
 
-The target chooses a token first; the verifier then looks it up in the tree.
+The target chooses a token first; the verifier (engine/target_laws.py) then looks it up in the tree. The first
+choice that is not in the tree is the bonus token.
 
 The choice after a text is argmax(log p + Gumbel noise), where the noise is a pure function of (request seed,
 position, token id). So the seed and the target alone determine the text, and the tree determines only how
@@ -11,7 +12,6 @@ P(token i wins) = p_i.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,27 +36,6 @@ class Acceptance:
     def tokens(self, tree: TokenTree) -> tuple[int, ...]:
         """Return the token ids to commit: the path's, then the bonus token."""
         return (*(tree.token_ids[node] for node in self.path), self.next_token)
-
-
-def verify_coupled(tree: TokenTree, choose: Callable[[int], int]) -> Acceptance:
-    """Follow the target's choices down the tree; the first one that is not in the tree is the bonus token.
-
-    Lossless for any tree and any draws. With the target's argmax as `choose` it is greedy verification.
-
-    Args:
-        tree: the candidates.
-        choose: returns the target's choice after a node; called once per visited node, root first.
-    """
-    children = tree.children()
-    path: list[int] = []
-    node = 0
-    while True:
-        token = choose(node)
-        child = children[node].get(token)
-        if child is None:
-            return Acceptance(tuple(path), token)
-        path.append(child)
-        node = child
 
 
 def coupled_choice(law: Law, seed: int, position: int, scan: RowScan = NUMPY_ROW) -> int:

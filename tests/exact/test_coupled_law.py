@@ -9,37 +9,53 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 
+from specinfer.engine.target_laws import TargetLaws, verify_trees
+from specinfer.runtime.flight import HostFlight
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draws import coupled_children
 from specinfer.tree.draw import DrawRule
 from specinfer.tree.token_tree import TreeBuilder
 from specinfer.verify import noise
-from specinfer.verify.coupled import coupled_choice, verify_coupled
+from specinfer.verify.coupled import coupled_choice
+from specinfer.verify.scan import NUMPY
 from specinfer.verify.target_law import target_law
+from tests import plans
 from tests.goodness import chi_square
 from tests.oracles import verification
 
 from .enumeration import World, all_trees
 
 
+class NotedFlight(HostFlight):
+    """Notes the rows whose choice is read; `at_once` decides whether all are read in one call."""
+
+    at_once = 0
+
+    def __init__(self, choices, at_once):
+        logits = torch.eye(2)[list(choices)]
+        super().__init__(logits, lambda rows: rows, 2, NUMPY)
+        self.at_once, self.read = at_once, []
+
+    def choices(self, rows, asks, changes=None):
+        self.read += rows
+        return super().choices(rows, asks, changes)
+
+
 def test_any_tree_and_any_choices_give_the_targets_own_text():
-    checked = 0
+    entry, checked = plans.entry([0], params=SamplingParams(temperature=0)), 0
     for tree in all_trees(vocab=2, max_nodes=5):
         for choices in product(range(2), repeat=tree.num_nodes):
-            asked = []
-
-            def choose(node, choices=choices, asked=asked):
-                asked.append(node)
-                return choices[node]
-
-            acceptance = verify_coupled(tree, choose)
+            by_level, whole = NotedFlight(choices, 0), NotedFlight(choices, 16)
+            [acceptance] = verify_trees([TargetLaws(entry, tree, by_level, 0)], "coupled", by_level)
             visited = [0, *acceptance.path]
             tokens = [*(tree.token_ids[n] for n in acceptance.path), acceptance.next_token]
-            assert asked == visited, "the target is asked about visited nodes only, once each"
+            assert by_level.read == visited, "choices after visited nodes only, once each"
             assert tokens == [choices[node] for node in visited], "every token is the target's own choice"
             assert tokens[-1] not in tree.children()[visited[-1]], "it goes as deep as the tree agrees"
             assert acceptance == verification.coupled(tree, choices)
+            assert verify_trees([TargetLaws(entry, tree, whole, 0)], "coupled", whole) == [acceptance]
             checked += 1
     assert checked > 3000
 
@@ -75,7 +91,8 @@ def test_the_text_is_the_same_with_any_speculation(params):
                     if child is not None and len(path) - len(text) < 3:
                         frontier.append((child, (*path, token)))
             tree = builder.build()
-            acceptance = verify_coupled(tree, lambda n, t=tree, x=text: choice(x + t.path_tokens(n)))
+            choices = [choice(text + tree.path_tokens(node)) for node in range(tree.num_nodes)]
+            acceptance = verification.coupled(tree, choices)
             text += (*(tree.token_ids[n] for n in acceptance.path), acceptance.next_token)
             steps += 1
         return text[:40], steps

@@ -1,30 +1,14 @@
-"""The coupled choice equals its dense oracle; the walk is a look-up; speculators share the noise."""
+"""The coupled choice equals its dense oracle; speculators share the noise."""
 
 import numpy as np
 import pytest
 
 from specinfer.sampling_params import SamplingParams
-from specinfer.tree.token_tree import TokenTree
 from specinfer.verify import noise
-from specinfer.verify.coupled import Acceptance, coupled_choice, coupled_top_k, verify_coupled
+from specinfer.verify.coupled import coupled_choice, coupled_top_k
 from specinfer.verify.law import Law
 from specinfer.verify.target_law import target_law
 from tests.oracles import verification
-
-
-def test_greedy_follows_the_target_down_the_second_branch():
-    #      4
-    #     / \
-    #    5   7
-    #    |  / \
-    #    6 8   9
-    tree = TokenTree(token_ids=(4, 5, 7, 6, 8, 9), parents=(-1, 0, 0, 1, 2, 2))
-    target_argmax = [7, 6, 9, 1, 1, 3]  # what the target says after each node
-    assert verify_coupled(tree, target_argmax.__getitem__) == Acceptance(path=(2, 5), next_token=3)
-
-
-def test_one_node_is_ordinary_decoding():
-    assert verify_coupled(TokenTree((4,), (-1,)), [9].__getitem__) == Acceptance(path=(), next_token=9)
 
 
 def dense_choice(law, seed, position):
