@@ -17,6 +17,16 @@ from tests.scripted_server import Script, ScriptedBackend, http_client, scripted
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
+def named_events(text: str) -> list[dict[str, Any]]:
+    """The events of a stream's text, each of which has the type that its line says."""
+    found = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        named, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert named == f"event: {found[-1]['type']}"
+    return found
+
+
 class Asking:
     """A server, OpenAI's client and a plain one, and what the engine was asked."""
 
@@ -33,16 +43,19 @@ class Asking:
     def prompts(self) -> list[str]:
         return [bytes(work.prompt_token_ids).decode() for work in self.backend.works]
 
+    async def stream(self, **body: Any) -> tuple[list[dict[str, Any]], list[str]]:
+        """The events of a stream, which the client knows and which are numbered from 0; and their types."""
+        events = await self.events(**body)
+        for one in events:
+            EVENT.validate_python(one)
+        assert [one["sequence_number"] for one in events] == list(range(len(events)))
+        return events, [one["type"].removeprefix("response.") for one in events]
+
     async def events(self, **body: Any) -> list[dict[str, Any]]:
         """The events of a stream as they stand on the wire; each has the name that its line says."""
         answer = await self.http.post("/responses", json=body | {"stream": True})
         assert answer.status_code == 200, answer.text
-        found = []
-        for block in answer.text.removesuffix("\n\n").split("\n\n"):
-            named, data = block.split("\n")
-            found.append(json.loads(data.removeprefix("data: ")))
-            assert named == f"event: {found[-1]['type']}"
-        return found
+        return named_events(answer.text)
 
     async def refusal(self, **body: Any) -> tuple[int, str | None, str]:
         answer = await self.http.post("/responses", json=body)

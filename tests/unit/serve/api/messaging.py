@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import httpx
 
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import MODEL, Script, ScriptedBackend, http_client, scripted_app
+from tests.unit.serve.api.asking import named_events
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -42,12 +42,7 @@ class Messaging:
         answer = await self.post(**body, stream=True)
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"].startswith("text/event-stream")
-        found = []
-        for block in answer.text.removesuffix("\n\n").split("\n\n"):
-            named, data = block.split("\n")
-            found.append(json.loads(data.removeprefix("data: ")))
-            assert named == f"event: {found[-1]['type']}"
-        return found
+        return named_events(answer.text)
 
     async def refusal(self, **body: Any) -> tuple[int, str, str]:
         """Status, type and message of an error in Anthropic's shape."""

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +25,25 @@ from tests.kernels import kernels
 from tests.tiny_models import write_tiny_llama
 
 LONG = SamplingParams(seed=1, max_tokens=200, ignore_eos=True)
+ENGINE: dict[str, Any] = {
+    "lookup": False,
+    "dtype": "float32",
+    "kv_cache_memory": 1 << 24,
+    "tree_size": "fixed",
+}
+
+
+@contextmanager
+def serving(llm: LLM) -> Iterator[Connection]:
+    """The server's end of an engine process that runs in a thread."""
+    server, engine = Pipe()
+    thread = threading.Thread(target=EngineProcess(llm, engine).serve)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.close()
+        thread.join(60)
 
 
 def hear(server: Connection, until: Any) -> list[tuple[Any, ...]]:
@@ -43,25 +63,16 @@ def ends(name: str) -> Any:
 
 
 def test_whom_it_is_busy_with_is_said_before_anything_is_computed(folder: Path) -> None:
-    server, engine = Pipe()
-    with LLM(
-        folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", max_batch_size=1
-    ) as llm:
-        serving = threading.Thread(target=EngineProcess(llm, engine).serve)
-        serving.start()
-        try:
-            assert server.recv()[0] == "ready"
-            server.send(("add", [Work("a", (65, 66), LONG)]))
-            hear(server, lambda message: message[0] == "deltas" and any(one.token_ids for one in message[1]))
-            server.send(("add", [Work("b", (67, 68), LONG)]))  # for which there is no room
-            checked = hear(server, lambda message: message[0] == "busy" and "b" in message[1])
-            assert checked[-1] == ("busy", ["b", "a"])
-            of_a = hear(server, ends("a"))
-            of_b = hear(server, ends("b"))
-            done = llm.statistics().steps
-        finally:
-            server.close()
-            serving.join(60)
+    with LLM(folder, **ENGINE, max_batch_size=1) as llm, serving(llm) as server:
+        assert server.recv()[0] == "ready"
+        server.send(("add", [Work("a", (65, 66), LONG)]))
+        hear(server, lambda message: message[0] == "deltas" and any(one.token_ids for one in message[1]))
+        server.send(("add", [Work("b", (67, 68), LONG)]))  # for which there is no room
+        checked = hear(server, lambda message: message[0] == "busy" and "b" in message[1])
+        assert checked[-1] == ("busy", ["b", "a"])
+        of_a = hear(server, ends("a"))
+        of_b = hear(server, ends("b"))
+        done = llm.statistics().steps
     busy = [set(message[1]) for message in (*of_a, *of_b) if message[0] == "busy"]
     assert busy[:2] == [{"a"}, {"b"}]  # it was checked, it waited, and ran when there was room
     steps = [message[2].steps for message in (*of_a, *of_b) if message[0] == "deltas" and message[2]]
@@ -74,17 +85,10 @@ def test_a_tree_that_cannot_be_told_ends_no_answer(folder: Path, monkeypatch: py
         raise ValueError("a bug in telling trees")
 
     monkeypatch.setattr(TreeEvent, "to_json", broken)
-    server, engine = Pipe()
-    with LLM(folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed") as llm:
-        serving = threading.Thread(target=EngineProcess(llm, engine).serve)
-        serving.start()
-        try:
-            params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
-            server.send(("add", [Work("a", (65, 66), params, traced=True), Work("b", (67, 68), params)]))
-            heard = hear(server, ends("a"))
-        finally:
-            server.close()
-            serving.join(60)
+    with LLM(folder, **ENGINE) as llm, serving(llm) as server:
+        params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
+        server.send(("add", [Work("a", (65, 66), params, traced=True), Work("b", (67, 68), params)]))
+        heard = hear(server, ends("a"))
     deltas = [delta for message in heard if message[0] == "deltas" for delta in message[1] if delta.id == "a"]
     assert [delta.finish_reason for delta in deltas][-1] == "length"
     assert sum(len(delta.token_ids) for delta in deltas) == 20
@@ -92,9 +96,7 @@ def test_a_tree_that_cannot_be_told_ends_no_answer(folder: Path, monkeypatch: py
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(
-        folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", max_batch_size=1
-    ) as made:
+    with LLM(folder, **ENGINE, max_batch_size=1) as made:
         yield made
 
 
@@ -163,19 +165,10 @@ def test_engines_have_one_fingerprint_where_their_texts_are_the_same(tmp_path: P
 
 
 def test_an_answer_says_first_that_it_is_admitted_and_when_its_first_step_begins(folder: Path) -> None:
-    server, engine = Pipe()
-    with LLM(
-        folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24, tree_size="fixed", max_batch_size=1
-    ) as llm:
-        serving = threading.Thread(target=EngineProcess(llm, engine).serve)
-        serving.start()
-        try:
-            assert server.recv()[0] == "ready"
-            server.send(("add", [Work("a", (65, 66), LONG), Work("b", (67, 68), LONG)]))
-            heard = [*hear(server, ends("a")), *hear(server, ends("b"))]
-        finally:
-            server.close()
-            serving.join(60)
+    with LLM(folder, **ENGINE, max_batch_size=1) as llm, serving(llm) as server:
+        assert server.recv()[0] == "ready"
+        server.send(("add", [Work("a", (65, 66), LONG), Work("b", (67, 68), LONG)]))
+        heard = [*hear(server, ends("a")), *hear(server, ends("b"))]
     deltas = [delta for message in heard if message[0] == "deltas" for delta in message[1]]
     order = [
         (delta.id, "begins" if delta.begun else "ends" if delta.finish_reason else "is taken")
@@ -189,26 +182,19 @@ def test_an_answer_says_first_that_it_is_admitted_and_when_its_first_step_begins
 
 def test_a_work_has_the_adapter_that_it_names(folder: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "sql", folder)
-    options = {"lookup": False, "dtype": "float32", "kv_cache_memory": 1 << 24, "tree_size": "fixed"}
     params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
-    server, engine = Pipe()
-    with LLM(folder, lora={"sql": adapter}, **options) as llm:
+    with LLM(folder, lora={"sql": adapter}, **ENGINE) as llm:
         given = [None, LoRARequest("sql", 1)]
         want = [out.token_ids for out in llm.generate([[65, 66]] * 2, params, lora_request=given)]
-        serving = threading.Thread(target=EngineProcess(llm, engine).serve)
-        serving.start()
-        try:
-            names = {"a": None, "b": "sql", "c": "poems"}
+        names = {"a": None, "b": "sql", "c": "poems"}
+        deltas, ended = list[Delta](), set[str]()
+        with serving(llm) as server:
             server.send(("add", [Work(n, (65, 66), params, adapter=name) for n, name in names.items()]))
-            deltas, ended = list[Delta](), set[str]()
             while ended != set(names):
                 assert server.poll(60)
                 message = server.recv()
                 deltas += message[1] if message[0] == "deltas" else []
                 ended = {delta.id for delta in deltas if delta.finish_reason is not None}
-        finally:
-            server.close()
-            serving.join(60)
     said = {n: tuple(token for one in deltas if one.id == n for token in one.token_ids) for n in names}
     assert [said["a"], said["b"]] == want
     assert want[0] != want[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,10 @@ from specinfer import SamplingParams
 from specinfer.kernels.disk import StreamSource
 from specinfer.models import streamed as streaming
 from specinfer.request import FinishReason
-from specinfer.serve.backend.engine_process import EngineProcess
 from specinfer.serve.backend.work import Work
 from tests.kernels import kernels
 from tests.unit.engine.offloading import Planned, resident, streamed
-from tests.unit.serve.backend.test_engine_process import ends, hear
+from tests.unit.serve.backend.test_engine_process import ends, hear, serving
 
 LONG = SamplingParams(seed=1, max_tokens=100, ignore_eos=True)
 
@@ -37,11 +35,8 @@ def test_an_engine_process_answers_stops_and_ends_in_mid_pass(
             super().read_into(view, offset)
 
     monkeypatch.setattr(streaming, "StreamSource", Source)
-    server, engine = Pipe()
     with streamed(folder, monkeypatch, Planned(twin=True)) as llm:
-        serving = threading.Thread(target=EngineProcess(llm, engine).serve)
-        serving.start()
-        try:
+        with serving(llm) as server:
             assert server.recv()[0] == "ready"
             server.send(("add", [Work("a", (65, 66), LONG)]))
             heard = hear(server, ends("a"))
@@ -61,9 +56,6 @@ def test_an_engine_process_answers_stops_and_ends_in_mid_pass(
             server.send(("add", [Work("d", (69, 70), LONG)]))
             hear(server, lambda message: message[0] == "deltas" and any(one.token_ids for one in message[1]))
             readable.clear()  # the pass that runs waits for its weights from here on
-        finally:
-            server.close()
-            serving.join(60)
         began = time.monotonic()
         llm.close()
         assert time.monotonic() - began < 5
