@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gguf
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
+
+from tests.tiny_gguf import begin, finish, matrices
 
 # Offsets of a block's float16 numbers.
 HALVES = {
@@ -21,15 +22,8 @@ SIZES = {
 }
 VOCAB, HIDDEN, INNER, HEAD = 40, 256, 512, 32
 MATRICES = {
-    "token_embd.weight": (VOCAB, HIDDEN),
-    "output.weight": (VOCAB, HIDDEN),
-    "blk.0.attn_q.weight": (HIDDEN, HIDDEN),
-    "blk.0.attn_k.weight": (HIDDEN // 2, HIDDEN),
-    "blk.0.attn_v.weight": (HIDDEN // 2, HIDDEN),
-    "blk.0.attn_output.weight": (HIDDEN, HIDDEN),
-    "blk.0.ffn_gate.weight": (INNER, HIDDEN),
-    "blk.0.ffn_up.weight": (INNER, HIDDEN),
-    "blk.0.ffn_down.weight": (HIDDEN, INNER),
+    **{"token_embd.weight": (VOCAB, HIDDEN), "output.weight": (VOCAB, HIDDEN)},
+    **matrices(VOCAB, HIDDEN, INNER, HIDDEN // 2),
 }
 
 
@@ -54,14 +48,8 @@ def write_blocks(path: Path, kinds: dict[str, str], usual: str, experts: int = 0
 
     With `experts` it is a Mixtral, two of whose experts serve a token.
     """
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HIDDEN // HEAD)
-    writer.add_head_count_kv(HIDDEN // HEAD // 2)
-    writer.add_layer_norm_rms_eps(1e-5)
+    heads = HIDDEN // HEAD
+    writer = begin(path, hidden=HIDDEN, inner=INNER, heads=heads, kv_heads=heads // 2)
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(2)
@@ -79,8 +67,5 @@ def write_blocks(path: Path, kinds: dict[str, str], usual: str, experts: int = 0
             writer.add_tensor(name, random_blocks(kind, rows, columns, number), raw_dtype=Kind[kind])
     for name in ("output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"):
         writer.add_tensor(name, np.ones(HIDDEN, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path

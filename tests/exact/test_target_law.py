@@ -71,6 +71,19 @@ def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
     return tuple(path)
 
 
+def loaded(path: Path, cache: Path, quantization: str) -> Forward:
+    """A model of a file or folder, computed by native kernels."""
+    model = load_model(
+        path,
+        dtype=torch.float32,
+        device=CPU,
+        kernels=kernels("native"),
+        quantization=quantization,
+        cache=cache,
+    )
+    return of_runner(ModelRunner(model, num_blocks=4, block_size=4))
+
+
 def of_runner(runner: ModelRunner) -> Forward:
     return lambda rows: runner.forward([rows])
 
@@ -85,15 +98,7 @@ def test_decoders_with_every_switch(name: str, quantization: str) -> None:
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_mixtures_of_experts(tmp_path: Path, quantization: str) -> None:
     folder = write_tiny_mixture(tmp_path, shared_size=24)
-    model = load_model(
-        folder,
-        dtype=torch.float32,
-        device=CPU,
-        kernels=kernels("native"),
-        quantization=quantization,
-        cache=tmp_path / "kept",
-    )
-    assert differing(of_runner(ModelRunner(model, num_blocks=4, block_size=4))) == []
+    assert differing(loaded(folder, tmp_path / "kept", quantization)) == []
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
@@ -110,29 +115,13 @@ def test_experts_from_the_disk(tmp_path: Path, quantization: str) -> None:
 def test_gpt_oss(tmp_path: Path, quantization: str) -> None:
     """Sinks, windows, and experts with biases and clamped gates."""
     save_tiny("gpt_oss", tmp_path)
-    model = load_model(
-        tmp_path,
-        dtype=torch.float32,
-        device=CPU,
-        kernels=kernels("native"),
-        quantization=quantization,
-        cache=tmp_path / "kept",
-    )
-    assert differing(of_runner(ModelRunner(model, num_blocks=4, block_size=4))) == []
+    assert differing(loaded(tmp_path, tmp_path / "kept", quantization)) == []
 
 
 def test_blocks_of_a_gguf_file(tmp_path: Path) -> None:
     # Random blocks make large weights, so many texts end in one of few states.
     path = write_blocks(tmp_path / "m.gguf", {"blk.0.ffn_down.weight": "Q6_K"}, "Q4_K")
-    model = load_model(
-        path,
-        dtype=torch.float32,
-        device=CPU,
-        kernels=kernels("native"),
-        quantization="gguf",
-        cache=tmp_path / "kept",
-    )
-    assert differing(of_runner(ModelRunner(model, num_blocks=4, block_size=4)), distinct=7) == []
+    assert differing(loaded(path, tmp_path / "kept", "gguf"), distinct=7) == []
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "cohere2", "deepseek_v3"])

@@ -14,18 +14,10 @@ from specinfer.hub.gguf_header import read_header
 from specinfer.models import gguf as kinds_of_gguf
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.weights import estimate_bytes, load_model, open_model
+from tests.tiny_gguf import begin, finish, matrices
 
 VOCAB, HIDDEN, INNER, HEAD = 24, 256, 512, 32
-MATRICES = {
-    "token_embd.weight": (VOCAB, HIDDEN),
-    "blk.0.attn_q.weight": (HIDDEN, HIDDEN),
-    "blk.0.attn_k.weight": (HIDDEN // 2, HIDDEN),
-    "blk.0.attn_v.weight": (HIDDEN // 2, HIDDEN),
-    "blk.0.attn_output.weight": (HIDDEN, HIDDEN),
-    "blk.0.ffn_gate.weight": (INNER, HIDDEN),
-    "blk.0.ffn_up.weight": (INNER, HIDDEN),
-    "blk.0.ffn_down.weight": (HIDDEN, INNER),
-}
+MATRICES = matrices(VOCAB, HIDDEN, INNER, HIDDEN // 2)
 VECTORS = ("output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight")
 
 
@@ -50,14 +42,8 @@ def test_the_kinds_people_have_are_among_them():
 
 def write(path, kind=Kind.F32, *, arch="llama", leave_out=(), scales=None, **extra):
     """A one-layer model of random bytes; returns the bytes of each matrix."""
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(64)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HIDDEN // HEAD)
-    writer.add_head_count_kv(HIDDEN // HEAD // 2)
-    writer.add_layer_norm_rms_eps(1e-5)
+    heads = HIDDEN // HEAD
+    writer = begin(path, arch, hidden=HIDDEN, inner=INNER, heads=heads, kv_heads=heads // 2)
     for key, value in extra.items():
         writer.add_uint32(key.replace("__", "."), value)
     written = {}
@@ -73,10 +59,7 @@ def write(path, kind=Kind.F32, *, arch="llama", leave_out=(), scales=None, **ext
         writer.add_tensor(name, random.standard_normal(HIDDEN).astype(np.float32))
     for name, values in (scales or {}).items():
         writer.add_tensor(name, np.array(values, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return written
 
 

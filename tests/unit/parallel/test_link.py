@@ -19,6 +19,7 @@ from specinfer.parallel import link as link_module
 from specinfer.parallel import meeting
 from specinfer.parallel.link import LOST, Link, dial, greet, listen, read_key
 from specinfer.parallel.meeting import hand_on, introduce, introduced
+from tests.unit.parallel.test_messages import EACH_MALFORMED
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 
@@ -139,15 +140,7 @@ def test_what_listens_and_is_none_of_ours_is_left(pool: ThreadPoolExecutor, answ
         dial("127.0.0.1", listening.getsockname()[1], KEY, "tests")
 
 
-@pytest.mark.parametrize(
-    ("sent", "line"),
-    [
-        (struct.pack("<II", 0x53504330, 4) + b"abcd", "another version"),
-        (struct.pack("<II", 0x53504331, 1 << 30), "allowed"),
-        (struct.pack("<II", 0x53504331, 9) + b"abcd", "is incomplete"),
-        (b"\1\2\3", "is incomplete"),
-    ],
-)
+@EACH_MALFORMED
 def test_a_stream_of_anything_else_ends_over_tcp_too(
     pool: ThreadPoolExecutor, sent: bytes, line: str
 ) -> None:

@@ -117,12 +117,7 @@ def test_a_changed_message_is_refused_or_fits(data: st.DataObject) -> None:
         assert all(0 <= slot < 32 for slot in (*found.sources, *found.targets))
 
 
-def linked() -> tuple[socket.socket, Link]:
-    ours, its = socket.socketpair()
-    return ours, Link(its)
-
-
-@pytest.mark.parametrize(
+EACH_MALFORMED = pytest.mark.parametrize(
     ("sent", "line"),
     [
         (struct.pack("<II", 0x53504330, 4) + b"abcd", "another version"),
@@ -131,6 +126,14 @@ def linked() -> tuple[socket.socket, Link]:
         (b"\1\2\3", "is incomplete"),
     ],
 )
+
+
+def linked() -> tuple[socket.socket, Link]:
+    ours, its = socket.socketpair()
+    return ours, Link(its)
+
+
+@EACH_MALFORMED
 def test_a_stream_of_anything_else_is_refused(sent: bytes, line: str) -> None:
     ours, link = linked()
     with ours:

@@ -32,6 +32,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     )
 
 
+@pytest.fixture(scope="module")
+def made() -> list[Trace]:
+    """A module's trace, once it is recorded."""
+    return []
+
+
 @pytest.fixture(autouse=True)
 def _costs(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes cost what these curves say, in engines and in traces."""

@@ -21,11 +21,6 @@ from tests.engines import Tiny
 from tests.unit.replay.conftest import recorded
 
 
-@pytest.fixture(scope="module")
-def made() -> list[Trace]:
-    return []
-
-
 @pytest.fixture
 def trace(tiny: Tiny, made: list[Trace]) -> Trace:
     if not made:

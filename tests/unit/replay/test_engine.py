@@ -33,11 +33,6 @@ from tests.engines import Tiny
 from tests.unit.replay.conftest import DRAFT, PROMPTS, TARGET, recorded, requests
 
 
-@pytest.fixture(scope="module")
-def made() -> list[Trace]:
-    return []
-
-
 @pytest.fixture
 def trace(tiny: Tiny, made: list[Trace]) -> Trace:
     """A draft's trace, on whose clock nothing but passes takes time."""

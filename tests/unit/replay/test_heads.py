@@ -146,11 +146,6 @@ def test_trees_of_a_head_that_has_missed_some_of_a_text_are_counted(
         assert told_of.splitlines()[-1].split()[7:] == notes
 
 
-@pytest.fixture(scope="module")
-def made() -> list[Trace]:
-    return []
-
-
 @pytest.fixture
 def trace(tiny: Tiny, heads: dict[str, AnyHeadModel], made: list[Trace]) -> Trace:
     """The trace of a head whose trees are whole in every step, and of n-grams."""

@@ -25,11 +25,6 @@ from tests.unit.replay.conftest import recorded
 Arrays = dict[str, NDArray[Any]]
 
 
-@pytest.fixture(scope="module")
-def made() -> list[Trace]:
-    return []
-
-
 @pytest.fixture
 def trace(tiny: Tiny, made: list[Trace]) -> Trace:
     if not made:

@@ -8,15 +8,7 @@ from .made_up import UNUSED, byte_level_header, header, sentencepiece_header
 
 
 def load(made_up_header):
-    vocabulary = read_vocabulary(made_up_header)
-    return Tokenizer(
-        vocabulary.backend,
-        eos_token_ids=vocabulary.eos_token_ids,
-        bos_token_id=vocabulary.bos_token_id,
-        special_tokens=vocabulary.special_tokens,
-        chat_template=vocabulary.chat_template,
-        tool_template=vocabulary.tool_template,
-    )
+    return Tokenizer._from_gguf(made_up_header)
 
 
 def pieces(tokenizer, text):
