@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.process import Server, WorkerError, free_port
+from benchmarks.peers.process import WorkerError, specinfer_server
 from benchmarks.study import REQUIRED, Study, parser, row, run, settings_of
 from specinfer.errors import DatasetError
 from specinfer.hub import resolve
@@ -113,12 +113,7 @@ def measured(side: str, args: argparse.Namespace, tasks: Sequence[str], folder: 
         return evaluate(
             args, tasks, folder, "hf", {**place, **tokenizer, "dtype": "float32", "batch_size": 4}
         )
-    port = free_port()
-    flags = ("--dtype", "float32", "--served-model-name", "model", "--log-level", "warning")
-    server = Server(
-        [sys.executable, "-m", "specinfer", "serve", args.model, "--port", str(port), *flags], {}, port
-    )
-    with server:
+    with specinfer_server(args.model, "--dtype", "float32", "--served-model-name", "model") as server:
         try:
             server.wait_until_ready(STARTING)
         except WorkerError as error:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.process import Server, free_port
+from benchmarks.peers.process import Server, specinfer_server
 from benchmarks.study import REQUIRED, Study, natural, parser, questions_of, row, run, settings_of
 from specinfer import LLM, SamplingParams
 from specinfer.bench.openai_client import Asking, ask, connect, first_model
@@ -43,11 +43,9 @@ def main() -> None:
 
 def start(args: Any) -> Server:
     """Return the running server."""
-    port = free_port()
     flags = ["--quantization", args.quantization, "--no-lookup", "--max-context", str(_CONTEXT)]
     flags += ["--max-step-tokens", str(args.max_step_tokens), "--kv-cache-memory", "2GB"]
-    command = [sys.executable, "-m", "specinfer", "serve", args.model, "--port", str(port), *flags]
-    server = Server([*command, "--log-level", "warning"], {}, port)
+    server = specinfer_server(args.model, *flags)
     server.wait_until_ready(_STARTING)
     return server
 

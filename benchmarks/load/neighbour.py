@@ -27,7 +27,7 @@ from typing import Any, Final
 import httpx
 import psutil
 
-from benchmarks.peers.process import Server, free_port
+from benchmarks.peers.process import Server, specinfer_server
 from benchmarks.study import Study, natural, parser, row, run, settings_of
 from specinfer import LLM, SamplingParams
 
@@ -125,10 +125,7 @@ def beside_requests(args: argparse.Namespace) -> None:
     study = Study("neighbour-requests", args.out, settings)
     left = [name for name in LARGE if name not in study.cells]
     if left:
-        port = free_port()
-        flags = ["--quantization", args.quantization, "--port", str(port), "--log-level", "warning"]
-        command = [sys.executable, "-m", "specinfer", "serve", args.model, *flags]
-        server = Server(command, {}, port)
+        server = specinfer_server(args.model, "--quantization", args.quantization)
         try:
             server.wait_until_ready(STARTING)
             for name in left:

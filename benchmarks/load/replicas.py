@@ -25,7 +25,6 @@ import os
 import random
 import signal
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -37,7 +36,7 @@ import psutil
 
 from benchmarks.load import channels
 from benchmarks.machines.two_nodes import MASTER, Nodes, call, enter, follower, two_nodes
-from benchmarks.peers.process import Server, free_port
+from benchmarks.peers.process import Server, specinfer_server
 from benchmarks.study import REQUIRED, Study, natural, parser, questions_of, row, run, settings_of
 from specinfer import LLM, SamplingParams
 from specinfer.bench.exchange import Exchange
@@ -154,17 +153,15 @@ def cores(count: int) -> Iterator[None]:
 
 def start(args: Any, count: int, nodes: Nodes | None) -> Server:
     """Return the running server, on the first of the nodes if its ranks are on two."""
-    port = free_port()
     flags = ["--replicas", str(count), "--threads", str(args.threads), "--quantization", args.quantization]
     flags += ["--max-batch-size", str(args.batch_size), "--max-waiting", str(4 * args.users)]
     flags += ["--tensor-parallel", str(args.tensor_parallel)]
     flags += ["--pipeline-parallel", str(args.pipeline_parallel)]
-    flags += ["--kv-cache-memory", args.kv_cache_memory, "--max-context", "2048", "--log-level", "warning"]
+    flags += ["--kv-cache-memory", args.kv_cache_memory, "--max-context", "2048"]
     flags += ["--engine-timeout", str(_SILENT)]
     if nodes is not None:
         flags += ["--master", MASTER, "--key-file", nodes.key_file]
-    command = [sys.executable, "-m", "specinfer", "serve", args.model, "--port", str(port), *flags]
-    server = Server(command, {}, port)
+    server = specinfer_server(args.model, *flags)
     server.wait_until_ready(_STARTING)
     return server
 

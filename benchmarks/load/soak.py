@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.peers.process import Server, free_port
+from benchmarks.peers.process import Server, specinfer_server
 from benchmarks.study import REQUIRED, Study, ask, natural, parser, questions_of, row, run, settings_of
 from specinfer import LLM, SamplingParams
 from specinfer.bench.exchange import Exchange
@@ -86,14 +85,12 @@ def main() -> None:
 
 def start(args: Any) -> Server:
     """Return the running server."""
-    port = free_port()
     flags = ["--lookup" if args.lookup else "--no-lookup", "--quantization", args.quantization]
     if args.draft:
         flags += ["--draft", args.draft, "--draft-quantization", args.quantization]
     flags += ["--max-batch-size", str(args.batch_size), "--max-waiting", str(4 * args.clients)]
-    flags += ["--kv-cache-memory", args.kv_cache_memory, "--max-context", "2048", "--log-level", "warning"]
-    command = [sys.executable, "-m", "specinfer", "serve", args.model, "--port", str(port), *flags]
-    server = Server(command, {}, port)
+    flags += ["--kv-cache-memory", args.kv_cache_memory, "--max-context", "2048"]
+    server = specinfer_server(args.model, *flags)
     server.wait_until_ready(_STARTING)
     return server
 

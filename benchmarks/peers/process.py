@@ -8,6 +8,7 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -186,6 +187,13 @@ class Server(Child):
                 return bool(answer.status == 200)
         except (URLError, OSError, ValueError):
             return False
+
+
+def specinfer_server(model: str, *flags: str) -> Server:
+    """Start specinfer's server of `model` with these flags; see Server."""
+    port = free_port()
+    command = [sys.executable, "-m", "specinfer", "serve", model, "--port", str(port), *flags]
+    return Server([*command, "--log-level", "warning"], {}, port)
 
 
 def free_port() -> int:
