@@ -193,3 +193,16 @@ def test_tables_that_disagree_with_the_pool_are_noticed(tables: list[list[int]])
     pool.check_integrity([table])
     with pytest.raises(IntegrityError, match="4 blocks, but 2 are free, 0 kept"):
         pool.check_integrity(tables)
+
+
+def test_the_lowest_blocks_are_handed_out_first_so_that_they_lie_in_a_row() -> None:
+    pool = BlockPool(6, block_size=4)
+    first: list[int] = []
+    second: list[int] = []
+    assert pool.extend(first, 5)
+    assert pool.extend(second, 4)
+    pool.release(first)
+    assert pool.extend(second, 12)
+    assert (second, pool.num_free) == ([2, 0, 1], 3)
+    assert not pool.extend(second, 40)
+    assert second == [2, 0, 1]

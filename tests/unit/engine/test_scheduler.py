@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import pytest
 
@@ -11,43 +10,8 @@ from specinfer.config import SchedulerConfig
 from specinfer.engine.kv_blocks import BlockPool, SequenceState
 from specinfer.engine.scheduler import Scheduler, prompt_rows, share
 from specinfer.errors import IntegrityError
-from specinfer.plan import StepPlan
-from specinfer.request import Request
 from specinfer.sampling_params import SamplingParams
-
-
-def scheduler(
-    *, rows: int = 32, batch: int = 4, blocks: int = 100, tree: int = 5, context: int = 1000
-) -> Scheduler:
-    config = SchedulerConfig(max_step_tokens=rows, max_batch_size=batch)
-    return Scheduler(config, BlockPool(blocks, block_size=4), tree_nodes=tree, max_context=context)
-
-
-def sequence(name: str, prompt: int, max_tokens: int = 100) -> SequenceState:
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    first = 1000 * ord(name)  # no two begin alike; test_prefix_reuse.py has those that do
-    return of(Request(name, tuple(range(first, first + prompt)), params, seed=0))
-
-
-def of(request: Request) -> SequenceState:
-    return SequenceState(request, list(request.prompt_token_ids))
-
-
-def shares(plan: StepPlan) -> list[tuple[str, int, int, int]]:
-    """(request, first token, one past the last, tree nodes) of each entry."""
-    return [(e.request.request_id, e.start, e.end, e.max_nodes) for e in plan.entries]
-
-
-def commit(plan: StepPlan, sequences: list[SequenceState], accepted: int = 0) -> None:
-    """What the engine does after a step in which every tree had `accepted` tokens accepted."""
-    by_id = {s.request.request_id: s for s in sequences}
-    for entry in plan.entries:
-        state = by_id[entry.request.request_id]
-        state.computed = entry.end
-        if entry.has_tree:
-            accepts = min(accepted, entry.max_nodes - 1)
-            cast(list[int], state.token_ids).extend([0] * (accepts + 1))
-            state.computed += accepts
+from tests.unit.engine.scheduling import commit, of, scheduler, sequence, shares
 
 
 def test_a_prompt_is_computed_in_chunks_then_ends_in_one_node_then_grows_trees() -> None:
@@ -260,123 +224,6 @@ def test_the_newest_gives_way_and_comes_back_first() -> None:
     assert shares(s.schedule())[0] == ("b", 4, 8, 1)
 
 
-def alike(name: str, prompt: int, **params: int) -> SequenceState:
-    """A request whose prompt begins 0 1 2 ..., like every other of these."""
-    return of(Request(name, tuple(range(prompt)), SamplingParams(temperature=0, **params), seed=0))
-
-
-def test_who_begins_like_a_running_prompt_waits_for_it_and_lets_others_pass() -> None:
-    s = scheduler(rows=6)
-    a, b, c = alike("a", 11), alike("b", 10), sequence("c", 2)
-    for state in (a, b, c):
-        s.add(state)
-    seen = []
-    for _ in range(4):
-        plan = s.schedule()
-        s.check_integrity()
-        seen.append(shares(plan))
-        commit(plan, [a, b, c])
-    assert seen == [
-        [("a", 0, 1, 0), ("c", 0, 2, 1)],  # b waits for block 0; c, whose prompt one step can end, does not
-        [("a", 1, 6, 0), ("c", 2, 3, 1)],
-        [("a", 6, 11, 1), ("c", 3, 4, 1)],  # b found block 0 and waits for block 1
-        [("a", 11, 12, 2), ("c", 4, 5, 2), ("b", 8, 10, 1)],
-    ]
-    assert b.block_table[:2] == a.block_table[:2]
-    assert (b.cached_tokens, s.prefix_hits, s.prefix_queries) == (8, 8, 23)
-
-
-def test_of_many_that_wait_for_a_block_one_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    s = scheduler(rows=8, tree=1)
-    a, others, last = alike("a", 23), [alike(f"{i}", 20 + i % 3) for i in range(30)], sequence("z", 2)
-    for state in (a, *others, last):
-        s.add(state)
-    looked_up: list[int] = []
-    find = s._pool.find
-    monkeypatch.setattr(s._pool, "find", lambda hashes: (looked_up.append(len(hashes)), find(hashes))[1])
-    assert shares(s.schedule()) == [("a", 0, 1, 0), ("z", 0, 2, 1)]
-    assert looked_up == [5, 4, 0]  # of a, of the first of the others, and of the one that passes them
-
-
-def test_a_step_with_scored_prompts_has_fewer_rows() -> None:
-    s = scheduler(rows=44, batch=5, blocks=300, tree=1)
-    scored = [
-        of(Request(name, tuple(range(i, i + 200)), SamplingParams(temperature=0, prompt_logprobs=1), seed=0))
-        for i, name in enumerate("pqr")
-    ]
-    plain, short = sequence("o", 200), sequence("x", 3)
-    for state in (*scored, plain, short):
-        s.add(state)
-    plan = s.schedule()
-    assert shares(plan)[-1] == ("x", 0, 3, 1)  # the first token of the short one comes with the first step
-    seen = []
-    for _ in range(2):
-        commit(plan, [*scored, plain, short])
-        plan = s.schedule()
-        seen.append([entry.end - entry.start for entry in plan.entries])
-    # Beside a row for each of the five 39 are left; a scored one counts as two of them.
-    assert seen == [[20, 1, 1, 2, 1], [20, 1, 1, 2, 1]]
-
-
-def test_a_scored_prompt_alone_has_half_of_the_rows_until_it_ends() -> None:
-    s, a = scheduler(rows=32, tree=5), alike("a", 50, prompt_logprobs=3)
-    s.add(a)
-    seen = []
-    for _ in range(6):
-        plan = s.schedule()
-        seen += shares(plan)
-        commit(plan, [a])
-    assert seen == [
-        *[("a", 0, 16, 0), ("a", 16, 32, 0), ("a", 32, 48, 0)],
-        *[("a", 48, 50, 1), ("a", 50, 51, 5), ("a", 51, 52, 5)],
-    ]
-
-
-def test_nobody_waits_for_a_copy_that_cannot_be_found() -> None:
-    s = scheduler(rows=64, blocks=12, tree=1)
-    a, scored, other, late = alike("a", 9), alike("s", 9, prompt_logprobs=0), sequence("o", 35), alike("l", 9)
-    s.add(a)
-    commit(s.schedule(), [a])
-    s.remove(a)  # its blocks are kept
-    s.add(scored)
-    commit(s.schedule(), [scored])  # computed again; of equal blocks the first is found
-    s.add(other)
-    commit(s.schedule(), [scored, other])  # takes the kept blocks
-    s.remove(other)
-    s.add(late)
-    assert shares(s.schedule())[-1] == ("l", 0, 9, 1)
-
-
-def test_a_request_that_gave_way_comes_back_behind_what_others_still_share_with_it() -> None:
-    s = scheduler(blocks=5, tree=1)
-    a, b = alike("a", 12), alike("b", 10)
-    s.add(a)
-    commit(s.schedule(), [a])
-    s.add(b)
-    plan = s.schedule()
-    assert shares(plan) == [("a", 12, 13, 1), ("b", 8, 10, 1)]  # 4 blocks and 1 of its own
-    for _ in range(4):
-        commit(plan, [a, b])
-        plan = s.schedule()
-        s.check_integrity()
-    # a's 17th position takes b's own block; the two that a has, too, are there when b comes again.
-    assert (shares(plan), s.preemptions, b.incarnation, b.computed) == ([("a", 16, 17, 1)], 1, 1, 0)
-    s.remove(a)
-    assert shares(s.schedule()) == [("b", 8, 13, 1)]
-    assert b.cached_tokens == 8  # what was there when it first came
-
-
-def test_a_block_that_is_to_be_written_and_can_be_found_is_noticed() -> None:
-    s, a = scheduler(), alike("a", 9)
-    s.add(a)
-    commit(s.schedule(), [a])
-    s.schedule()
-    s.check_integrity()
-    a.computed, a.published = 4, 1
-    with pytest.raises(IntegrityError, match="a block that is to be written can be found"):
-        s.check_integrity()
-
-
 def test_blocks_that_go_astray_are_noticed() -> None:
     s, a = scheduler(), sequence("a", 9)
     s.add(a)
@@ -385,19 +232,6 @@ def test_blocks_that_go_astray_are_noticed() -> None:
     a.block_table.pop()
     with pytest.raises(IntegrityError, match="100 blocks, but 97 are free, 0 kept and 2 in tables"):
         s.check_integrity()
-
-
-def test_the_lowest_blocks_are_handed_out_first_so_that_they_lie_in_a_row() -> None:
-    pool = BlockPool(6, block_size=4)
-    first: list[int] = []
-    second: list[int] = []
-    assert pool.extend(first, 5)
-    assert pool.extend(second, 4)
-    pool.release(first)
-    assert pool.extend(second, 12)
-    assert (second, pool.num_free) == ([2, 0, 1], 3)
-    assert not pool.extend(second, 40)
-    assert second == [2, 0, 1]
 
 
 def adapted(name: str, adapter: str | None, prompt: int = 4) -> SequenceState:

@@ -1,0 +1,128 @@
+"""The scheduler and prompts with a common beginning: who waits for whose blocks, and scored prompts."""
+
+from __future__ import annotations
+
+import pytest
+
+from specinfer.engine.kv_blocks import SequenceState
+from specinfer.errors import IntegrityError
+from specinfer.request import Request
+from specinfer.sampling_params import SamplingParams
+from tests.unit.engine.scheduling import commit, of, scheduler, sequence, shares
+
+
+def alike(name: str, prompt: int, **params: int) -> SequenceState:
+    """A request whose prompt begins 0 1 2 ..., like every other of these."""
+    return of(Request(name, tuple(range(prompt)), SamplingParams(temperature=0, **params), seed=0))
+
+
+def test_who_begins_like_a_running_prompt_waits_for_it_and_lets_others_pass() -> None:
+    s = scheduler(rows=6)
+    a, b, c = alike("a", 11), alike("b", 10), sequence("c", 2)
+    for state in (a, b, c):
+        s.add(state)
+    seen = []
+    for _ in range(4):
+        plan = s.schedule()
+        s.check_integrity()
+        seen.append(shares(plan))
+        commit(plan, [a, b, c])
+    assert seen == [
+        [("a", 0, 1, 0), ("c", 0, 2, 1)],  # b waits for block 0; c, whose prompt one step can end, does not
+        [("a", 1, 6, 0), ("c", 2, 3, 1)],
+        [("a", 6, 11, 1), ("c", 3, 4, 1)],  # b found block 0 and waits for block 1
+        [("a", 11, 12, 2), ("c", 4, 5, 2), ("b", 8, 10, 1)],
+    ]
+    assert b.block_table[:2] == a.block_table[:2]
+    assert (b.cached_tokens, s.prefix_hits, s.prefix_queries) == (8, 8, 23)
+
+
+def test_of_many_that_wait_for_a_block_one_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = scheduler(rows=8, tree=1)
+    a, others, last = alike("a", 23), [alike(f"{i}", 20 + i % 3) for i in range(30)], sequence("z", 2)
+    for state in (a, *others, last):
+        s.add(state)
+    looked_up: list[int] = []
+    find = s._pool.find
+    monkeypatch.setattr(s._pool, "find", lambda hashes: (looked_up.append(len(hashes)), find(hashes))[1])
+    assert shares(s.schedule()) == [("a", 0, 1, 0), ("z", 0, 2, 1)]
+    assert looked_up == [5, 4, 0]  # of a, of the first of the others, and of the one that passes them
+
+
+def test_a_step_with_scored_prompts_has_fewer_rows() -> None:
+    s = scheduler(rows=44, batch=5, blocks=300, tree=1)
+    scored = [
+        of(Request(name, tuple(range(i, i + 200)), SamplingParams(temperature=0, prompt_logprobs=1), seed=0))
+        for i, name in enumerate("pqr")
+    ]
+    plain, short = sequence("o", 200), sequence("x", 3)
+    for state in (*scored, plain, short):
+        s.add(state)
+    plan = s.schedule()
+    assert shares(plan)[-1] == ("x", 0, 3, 1)  # the first token of the short one comes with the first step
+    seen = []
+    for _ in range(2):
+        commit(plan, [*scored, plain, short])
+        plan = s.schedule()
+        seen.append([entry.end - entry.start for entry in plan.entries])
+    # Beside a row for each of the five 39 are left; a scored one counts as two of them.
+    assert seen == [[20, 1, 1, 2, 1], [20, 1, 1, 2, 1]]
+
+
+def test_a_scored_prompt_alone_has_half_of_the_rows_until_it_ends() -> None:
+    s, a = scheduler(rows=32, tree=5), alike("a", 50, prompt_logprobs=3)
+    s.add(a)
+    seen = []
+    for _ in range(6):
+        plan = s.schedule()
+        seen += shares(plan)
+        commit(plan, [a])
+    assert seen == [
+        *[("a", 0, 16, 0), ("a", 16, 32, 0), ("a", 32, 48, 0)],
+        *[("a", 48, 50, 1), ("a", 50, 51, 5), ("a", 51, 52, 5)],
+    ]
+
+
+def test_nobody_waits_for_a_copy_that_cannot_be_found() -> None:
+    s = scheduler(rows=64, blocks=12, tree=1)
+    a, scored, other, late = alike("a", 9), alike("s", 9, prompt_logprobs=0), sequence("o", 35), alike("l", 9)
+    s.add(a)
+    commit(s.schedule(), [a])
+    s.remove(a)  # its blocks are kept
+    s.add(scored)
+    commit(s.schedule(), [scored])  # computed again; of equal blocks the first is found
+    s.add(other)
+    commit(s.schedule(), [scored, other])  # takes the kept blocks
+    s.remove(other)
+    s.add(late)
+    assert shares(s.schedule())[-1] == ("l", 0, 9, 1)
+
+
+def test_a_request_that_gave_way_comes_back_behind_what_others_still_share_with_it() -> None:
+    s = scheduler(blocks=5, tree=1)
+    a, b = alike("a", 12), alike("b", 10)
+    s.add(a)
+    commit(s.schedule(), [a])
+    s.add(b)
+    plan = s.schedule()
+    assert shares(plan) == [("a", 12, 13, 1), ("b", 8, 10, 1)]  # 4 blocks and 1 of its own
+    for _ in range(4):
+        commit(plan, [a, b])
+        plan = s.schedule()
+        s.check_integrity()
+    # a's 17th position takes b's own block; the two that a has, too, are there when b comes again.
+    assert (shares(plan), s.preemptions, b.incarnation, b.computed) == ([("a", 16, 17, 1)], 1, 1, 0)
+    s.remove(a)
+    assert shares(s.schedule()) == [("b", 8, 13, 1)]
+    assert b.cached_tokens == 8  # what was there when it first came
+
+
+def test_a_block_that_is_to_be_written_and_can_be_found_is_noticed() -> None:
+    s, a = scheduler(), alike("a", 9)
+    s.add(a)
+    commit(s.schedule(), [a])
+    s.schedule()
+    s.check_integrity()
+    a.computed, a.published = 4, 1
+    with pytest.raises(IntegrityError, match="a block that is to be written can be found"):
+        s.check_integrity()

@@ -1,0 +1,83 @@
+"""Faults of a library: each wrong result is named."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from itertools import cycle
+from typing import Any
+
+import pytest
+
+from specinfer.kernels.faults import faults, other_faults
+from specinfer.kernels.library import Library
+from specinfer.kernels.structures import KINDS
+
+
+def disturbed(library: Library, rows: int | None = None) -> Library:
+    """The library, but with another bit in the first result: of so many rows, or whenever it multiplies."""
+    other = copy.copy(library)
+
+    def multiply(args: object, kind: int, x: int, count: int, out: int) -> None:
+        library.multiply(args, kind, x, count, out)
+        if rows in (None, count):
+            ctypes.c_uint8.from_address(out).value ^= 1
+
+    other.multiply = multiply
+    return other
+
+
+def test_the_real_library_has_no_fault(real: Library) -> None:
+    assert list(faults(real)) == []
+    assert list(other_faults(real)) == []
+
+
+def test_what_is_not_a_product_is_tried_as_well(real: Library) -> None:
+    other = copy.copy(real)
+    other.tree_attention = lambda *args: ctypes.memset(args[-1], 0xFF, 4)
+    other.most_likely = lambda *args: 0
+    other.mass = lambda *args: 0.0
+    other.grow_trees = lambda *args: 1  # and nothing has grown
+    found = list(other_faults(other))
+    assert found[:4] == [
+        f"attention{what} of {dtype} is off by nan"
+        for dtype in ("float32", "bfloat16")
+        for what in ("", " with a cap, biases and sinks")
+    ]
+    assert found[4].endswith(", not []")
+    assert any(fault.startswith("the mass of a row is not 0") for fault in found)
+    assert found[-1].startswith("a chain of guesses is [], not [")
+
+
+def test_a_row_that_depends_on_the_others_is_named(real: Library) -> None:
+    assert list(faults(disturbed(real, rows=17))) == [
+        f"{kind} {shape}: 17 rows differ from the same rows among 80"
+        for shape in ("33 x 96", "80 x 800")
+        for kind in KINDS
+    ]
+
+
+@pytest.mark.parametrize("name", ["find_maxima", "add_up", "finish"])
+def test_parts_that_do_not_add_up_are_named(real: Library, name: str) -> None:
+    other, honest, bits = copy.copy(real), getattr(real, name), cycle((1, 2))  # which do not cancel out
+
+    def wrong(*args: Any) -> None:
+        honest(*args)
+        ctypes.c_uint8.from_address(args[-1]).value ^= next(bits)
+
+    setattr(other, name, wrong)
+    assert list(faults(other)) == [
+        f"int8 {shape}: two parts do not add up to the whole" for shape in ("33 x 96", "80 x 800")
+    ]
+
+
+def test_a_single_wrong_bit_of_exact_products_is_named(real: Library) -> None:
+    """Products of floats may round as they like, as may int4 where it is one of them, but always alike."""
+    exact = ["results of bfloat16 rows differ", "1 of {} results differ"]
+    of_int4 = exact if real.int4_is_exact() else [exact[0], "8 loose rows differ"]
+    assert list(faults(disturbed(real))) == [
+        f"{kind} {shape}: {fault.format(results)}"
+        for shape, results in (("33 x 96", 2640), ("80 x 800", 6400))
+        for kind, known in (("int8", exact), ("int4", of_int4), ("blocks4", exact), ("blocks8", exact))
+        for fault in known
+    ]
