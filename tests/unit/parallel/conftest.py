@@ -11,6 +11,7 @@ import pytest
 from specinfer import LLM
 from tests.ranks import INT8, told
 from tests.tiny_models import write_similar_llama, write_tiny_llama
+from tests.unit.parallel.hosts import Hosts
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +43,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def plain(folder: Path, cache: None) -> list[list[int]]:
     with LLM(folder / "target", **INT8) as llm:
         return told(llm)
+
+
+@pytest.fixture
+def hosts(folder: Path, cache: None, tmp_path: Path) -> Iterator[Hosts]:
+    hosts = Hosts(folder, tmp_path)
+    yield hosts
+    print(hosts.says())
+    hosts.close()

@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,83 +22,17 @@ from safetensors.torch import load_file, save_file
 from specinfer import LLM, SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.engine import memory
-from specinfer.errors import CapacityError, ConfigError, KeyRefusedError, ModelError, PeerLostError
+from specinfer.errors import CapacityError, ConfigError, ModelError, PeerLostError
 from specinfer.kernels.choice import TORCH
 from specinfer.models.weights import estimate_bytes, open_model
 from specinfer.parallel import launch, listener
 from specinfer.parallel.group import Group
-from specinfer.parallel.link import LOST, Link
-from specinfer.parallel.listener import RankListener, join_group
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.sharded import MessageWriter
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import Work
 from tests.ranks import GREEDY, INT8, PROMPTS, followers, hurry, soon, told
-
-
-class Hosts:
-    """Followers, each as if on a host of its own, and the options of their engine."""
-
-    def __init__(self, folder: Path, tmp_path: Path) -> None:
-        # A port that no other program is given meanwhile, as nobody listens there.
-        self._kept = socket.socket()
-        self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._kept.bind(("127.0.0.1", 0))
-        self.port = self._kept.getsockname()[1]
-        self.master = f"127.0.0.1:{self.port}"
-        self.key = tmp_path / "key"
-        self.key.touch(0o600)
-        self.key.write_text("a key that is long enough\n")
-        self.options: dict[str, Any] = {
-            **INT8,
-            "tensor_parallel": 2,
-            "master": self.master,
-            "key_file": str(self.key),
-        }
-        # The same files elsewhere, and newer.
-        self.model = Path(
-            shutil.copytree(folder / "target", tmp_path / "there", copy_function=shutil.copyfile)
-        )
-        self._log = tmp_path / "log"
-        self.begun: list[subprocess.Popen[bytes]] = []
-
-    def follow(self, rank: int = 1, count: int = 1, **more: Any) -> subprocess.Popen[bytes]:
-        """Begin a follower, or several that share memory."""
-        given = {"model": self.model, "key": self.key, **more}
-        command = [sys.executable, "-m", "specinfer", "follow", str(given["model"]), "--rank", str(rank)]
-        command += ["--master", self.master, "--key-file", str(given["key"]), "--local-ranks", str(count)]
-        with self._log.open("ab") as log:
-            self.begun.append(subprocess.Popen(command, stdout=log, stderr=log))
-        return self.begun[-1]
-
-    def says(self) -> str:
-        """What all of them have said so far."""
-        return self._log.read_text() if self._log.exists() else ""
-
-    def workers(self) -> list[psutil.Process]:
-        """The processes that compute, in the order in which their followers were begun."""
-        found: list[psutil.Process] = []
-        for one in self.begun:
-            with suppress(psutil.NoSuchProcess):
-                found += psutil.Process(one.pid).children()
-        return [one for one in found if one.status() != psutil.STATUS_ZOMBIE]
-
-    def close(self) -> None:
-        """End them, and see that nothing is left."""
-        for one in self.begun:
-            one.terminate()
-        for one in self.begun:
-            one.wait(5)
-        with socket.create_server(("127.0.0.1", self.port)):
-            self._kept.close()
-
-
-@pytest.fixture
-def hosts(folder: Path, cache: None, tmp_path: Path) -> Iterator[Hosts]:
-    hosts = Hosts(folder, tmp_path)
-    yield hosts
-    print(hosts.says())
-    hosts.close()
+from tests.unit.parallel.hosts import Hosts
 
 
 def test_texts_are_the_same_and_the_follower_serves_the_next_engine(
@@ -325,95 +255,6 @@ def test_a_message_that_does_not_fit_ends_the_follower_and_nothing_is_run(
         assert soon(lambda: "its process has ended with status 70" in hosts.says())
     assert "ValueError" in hosts.says()
     assert "in _run" not in hosts.says()
-
-
-def test_a_rank_may_join_again_after_its_link_ended() -> None:
-    key = b"k" * 16
-    gate = RankListener(("127.0.0.1", 0), key, range(1, 3))
-    address = gate._listening.getsockname()
-    first, other = join_group(address, key, 1, "there"), join_group(address, key, 2, "there")
-    assert gate.wait(30.0).keys() == {1, 2}
-    with pytest.raises(ConnectionRefusedError, match="rank 1 is connected already"):
-        join_group(address, key, 1, "there")
-    with pytest.raises(ConfigError, match="rank 3 is not a follower on another host: 1, 2"):
-        join_group(address, key, 3, "there")
-    with pytest.raises(KeyRefusedError):
-        join_group(address, b"x" * 16, 1, "there")
-    first.close()
-    with pytest.raises(PeerLostError, match="rank 1 did not connect"):
-        gate.wait(0.0)
-    again = join_group(address, key, 1, "there")
-    links = gate.wait(30.0)
-    links[1].link.send(b"settings")
-    assert again.receive() == b"settings"
-    again.within(30.0)
-    threading.Timer(1.0, links[1].link.close).start()
-    with pytest.raises(EOFError):
-        again.receive()
-    gate.close()
-    other.close()
-    with pytest.raises(ConnectionRefusedError):
-        join_group(address, key, 1, "there")
-
-
-def test_a_link_without_a_sign_of_life_is_given_up() -> None:
-    gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 2))
-    address = gate._listening.getsockname()
-    link = join_group(address, b"k" * 16, 1, "there")
-    link.within(0.8)
-    closing = threading.Timer(1.5, gate.close)
-    closing.start()
-    began = time.monotonic()
-    with pytest.raises(TimeoutError):
-        link.receive()
-    assert time.monotonic() - began > 1.5
-    link.close()
-
-
-def test_refused_connections_do_not_block_the_listener() -> None:
-    gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 2))
-    address = gate._listening.getsockname()
-    strangers = [socket.create_connection(address) for _ in range(40)]
-    link = join_group(address, b"k" * 16, 1, "there")
-    assert gate.wait(30.0).keys() == {1}
-    gate.close()
-    for one in (*strangers, link):
-        one.close()
-
-
-def test_an_end_on_purpose_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 3))
-    address = gate._listening.getsockname()
-    links = [join_group(address, b"k" * 16, rank, "there") for rank in (1, 2)]
-    begun, heard = launch.Followers(2, tmp_path, {}, gate), list[object]()
-    assert begun.addresses == ["", "", ""], "they are of this host"
-    begun.on_end = lambda: heard.append("a loss")
-    close = Link.close
-
-    def slowly(self: Link) -> None:
-        close(self)
-        time.sleep(0.8)  # longer than it takes to look again
-
-    monkeypatch.setattr(Link, "close", slowly)
-    begun.close()
-    begun.wait()
-    assert heard == []
-    monkeypatch.undo()
-    for link in links:
-        link.close()
-
-
-def test_a_rank_that_has_lost_another_is_not_the_one_that_is_lost(tmp_path: Path) -> None:
-    gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 3))
-    address = gate._listening.getsockname()
-    links = [join_group(address, b"k" * 16, rank, "there") for rank in (1, 2)]
-    begun = launch.Followers(2, tmp_path, {}, gate)
-    links[0].send(LOST)
-    assert begun.lost() == (2, "rank 2 (on 127.0.0.1) does not answer")
-    links[1].close()
-    assert begun.lost() == (2, "rank 2 (on 127.0.0.1) has closed its link, or its host is unreachable")
-    begun.close()
-    links[0].close()
 
 
 def test_what_was_begun_ends_where_the_settings_cannot_be_told(

@@ -168,6 +168,10 @@ def test_whose_fault_an_error_is_shows_in_its_status(
     assert (error.value.status, error.value.body["error"]["param"]) == (status, parameter)
 
 
+FAILED = Delta("", finish_reason=FinishReason.ERROR, error="3 steps failed", internal_error=True)
+WHOLE = Delta("", "a", (97,), finish_reason=FinishReason.LENGTH)
+
+
 class Told(Slow):
     """A backend that says what a test says, of works by their number."""
 
@@ -183,31 +187,24 @@ class Told(Slow):
 
 
 def test_one_of_several_that_fails_leaves_the_others_their_answers(tokenizer: Tokenizer) -> None:
-    failed = Delta("", finish_reason=FinishReason.ERROR, error="3 steps failed", internal_error=True)
-    whole = Delta("", "a", (97,), finish_reason=FinishReason.LENGTH)
-
     async def run(*said: tuple[int, Delta]) -> list[tuple[int, str | None]]:
         service = service_of(Told(*said), tokenizer)
         answers = service.answer([(1,)], [SamplingParams(n=2)])
         return [(number, delta.finish_reason) async for number, delta in answers]
 
-    length, error = FinishReason.LENGTH, FinishReason.ERROR
-    assert asyncio.run(run((0, failed), (1, whole))) == [(0, error), (1, length)]
-    assert asyncio.run(run((0, whole), (1, failed))) == [(0, length), (1, error)]
+    assert asyncio.run(run((0, FAILED), (1, WHOLE))) == [(0, "error"), (1, "length")]
+    assert asyncio.run(run((0, WHOLE), (1, FAILED))) == [(0, "length"), (1, "error")]
     with pytest.raises(ApiError, match="3 steps failed"):
-        asyncio.run(run((0, failed), (1, failed)))
-    refused = replace(failed, internal_error=False, parameter="regex")
+        asyncio.run(run((0, FAILED), (1, FAILED)))
+    refused = replace(FAILED, internal_error=False, parameter="regex")
     with pytest.raises(ApiError, match="3 steps failed") as told:  # which holds for all of them
-        asyncio.run(run((0, refused), (1, whole)))
+        asyncio.run(run((0, refused), (1, WHOLE)))
     assert told.value.status == 400
 
 
 def test_others_do_not_go_on_without_the_figures_of_their_prompt(tokenizer: Tokenizer) -> None:
-    failed = Delta("", finish_reason=FinishReason.ERROR, error="3 steps failed", internal_error=True)
-    whole = Delta("", "a", (97,), finish_reason=FinishReason.LENGTH)
-
     async def run() -> None:
-        service = service_of(Told((0, failed), (1, whole)), tokenizer)
+        service = service_of(Told((0, FAILED), (1, WHOLE)), tokenizer)
         async for _ in service.answer([(1,)], [SamplingParams(n=2, prompt_logprobs=1)]):
             pass
 
@@ -220,7 +217,6 @@ def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_more(
     tokenizer: Tokenizer, max_wait: int
 ) -> None:
     signs, announced = ((0, Delta("")), (1, Delta("")), (1, Delta("", begun=True))), False
-    ended = Delta("", "a", (97,), finish_reason=FinishReason.LENGTH)
     seen = []
 
     class Watched(Told):
@@ -231,7 +227,7 @@ def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_more(
                     yield delta
 
     async def run() -> list[str]:
-        service = service_of(Watched(*signs, (0, ended), (1, ended)), tokenizer, max_wait=max_wait)
+        service = service_of(Watched(*signs, (0, WHOLE), (1, WHOLE)), tokenizer, max_wait=max_wait)
         ADMITTED.set(admitted)
         answers = service.answer([(1,)], [SamplingParams(n=2)], announced=announced)
         return [delta.text async for _, delta in answers]
@@ -258,9 +254,8 @@ def test_a_seed_is_drawn_here_so_that_another_engine_can_go_on(tokenizer: Tokeni
         backend = Slow()
         backend.more.set()
         service = service_of(backend, tokenizer)
-        params = SamplingParams(n=2)
-        numbers = [number async for number, _ in service.answer([(1,)], [params])]
-        assert numbers == [0, 1, 0, 1]
+        answers = service.answer([(1,)], [SamplingParams(n=2)])
+        assert [number async for number, _ in answers] == [0, 1, 0, 1]
         assert [work.index for work in backend.works] == [0, 1]
         seeds = {work.params.seed for work in backend.works}
         assert len(seeds) == 1

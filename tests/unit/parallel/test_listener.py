@@ -1,0 +1,104 @@
+"""Rank 0's listener: followers that join, are refused, end, or are lost."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from specinfer.errors import ConfigError, KeyRefusedError, PeerLostError
+from specinfer.parallel import launch
+from specinfer.parallel.link import LOST, Link
+from specinfer.parallel.listener import RankListener, join_group
+
+
+def test_a_rank_may_join_again_after_its_link_ended() -> None:
+    key = b"k" * 16
+    gate = RankListener(("127.0.0.1", 0), key, range(1, 3))
+    address = gate._listening.getsockname()
+    first, other = join_group(address, key, 1, "there"), join_group(address, key, 2, "there")
+    assert gate.wait(30.0).keys() == {1, 2}
+    with pytest.raises(ConnectionRefusedError, match="rank 1 is connected already"):
+        join_group(address, key, 1, "there")
+    with pytest.raises(ConfigError, match="rank 3 is not a follower on another host: 1, 2"):
+        join_group(address, key, 3, "there")
+    with pytest.raises(KeyRefusedError):
+        join_group(address, b"x" * 16, 1, "there")
+    first.close()
+    with pytest.raises(PeerLostError, match="rank 1 did not connect"):
+        gate.wait(0.0)
+    again = join_group(address, key, 1, "there")
+    links = gate.wait(30.0)
+    links[1].link.send(b"settings")
+    assert again.receive() == b"settings"
+    again.within(30.0)
+    threading.Timer(1.0, links[1].link.close).start()
+    with pytest.raises(EOFError):
+        again.receive()
+    gate.close()
+    other.close()
+    with pytest.raises(ConnectionRefusedError):
+        join_group(address, key, 1, "there")
+
+
+def test_a_link_without_a_sign_of_life_is_given_up() -> None:
+    gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 2))
+    address = gate._listening.getsockname()
+    link = join_group(address, b"k" * 16, 1, "there")
+    link.within(0.8)
+    closing = threading.Timer(1.5, gate.close)
+    closing.start()
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        link.receive()
+    assert time.monotonic() - began > 1.5
+    link.close()
+
+
+def test_refused_connections_do_not_block_the_listener() -> None:
+    gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 2))
+    address = gate._listening.getsockname()
+    strangers = [socket.create_connection(address) for _ in range(40)]
+    link = join_group(address, b"k" * 16, 1, "there")
+    assert gate.wait(30.0).keys() == {1}
+    gate.close()
+    for one in (*strangers, link):
+        one.close()
+
+
+def test_an_end_on_purpose_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 3))
+    address = gate._listening.getsockname()
+    links = [join_group(address, b"k" * 16, rank, "there") for rank in (1, 2)]
+    begun, heard = launch.Followers(2, tmp_path, {}, gate), list[object]()
+    assert begun.addresses == ["", "", ""], "they are of this host"
+    begun.on_end = lambda: heard.append("a loss")
+    close = Link.close
+
+    def slowly(self: Link) -> None:
+        close(self)
+        time.sleep(0.8)  # longer than it takes to look again
+
+    monkeypatch.setattr(Link, "close", slowly)
+    begun.close()
+    begun.wait()
+    assert heard == []
+    monkeypatch.undo()
+    for link in links:
+        link.close()
+
+
+def test_a_rank_that_has_lost_another_is_not_the_one_that_is_lost(tmp_path: Path) -> None:
+    gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 3))
+    address = gate._listening.getsockname()
+    links = [join_group(address, b"k" * 16, rank, "there") for rank in (1, 2)]
+    begun = launch.Followers(2, tmp_path, {}, gate)
+    links[0].send(LOST)
+    assert begun.lost() == (2, "rank 2 (on 127.0.0.1) does not answer")
+    links[1].close()
+    assert begun.lost() == (2, "rank 2 (on 127.0.0.1) has closed its link, or its host is unreachable")
+    begun.close()
+    links[0].close()
