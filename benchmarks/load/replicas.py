@@ -11,8 +11,8 @@ four loads: one replica and several, alternating; several replicas with SIGKILL 
 and several whose engines are replaced (SIGUSR1) as often. A replica computes with `--threads` cores. After a
 server has ended, the same requests are answered offline, and every text is compared: a lost or repeated token
 gives a different text. A cell has twenty kills, so an interrupted run loses at most these. With ranks or
-stages, rank-kills and rank-stops send SIGKILL or SIGSTOP to a random process of a model. rank-cuts has one of
-two ranks or stages in another network namespace, and takes the link between them down (needs root).
+stages, rank-kills and rank-stops send SIGKILL or SIGSTOP to a random process of a model. The load `rank-cuts`
+has one of two ranks or stages in another network namespace, and takes their link down (needs root).
 
 `--pinned` gives engines, server and users together as many cores as there are replicas: for a machine without
 spare cores for users. The cost of a message from an engine to the server (channels.py) needs no load.
@@ -24,9 +24,8 @@ import asyncio
 import os
 import random
 import signal
-import statistics
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -35,9 +34,10 @@ from typing import Any
 import psutil
 
 from benchmarks.load import channels
+from benchmarks.load.replicas_page import p95, page
 from benchmarks.machines.two_nodes import MASTER, Nodes, call, enter, follower, two_nodes
 from benchmarks.peers.process import Server, specinfer_server
-from benchmarks.study import REQUIRED, Study, natural, parser, questions_of, row, run, settings_of
+from benchmarks.study import REQUIRED, Study, natural, parser, questions_of, run, settings_of
 from specinfer import LLM, SamplingParams
 from specinfer.bench.exchange import Exchange
 from specinfer.bench.openai_client import Asking, ask, connect, first_model
@@ -47,7 +47,6 @@ _SILENT = 10  # seconds after which the server restarts an engine that does not 
 _TEMPERATURES = (0.0, 0.8)  # alternating
 _MORE = "Say more about the last part."  # the second turn
 _KILLS = 20  # per cell
-_SUMS = ("requests", "failed", "kills", "seconds", "tokens", "second_turns", "found", "different")
 _KINDS = ("plain", "kills", "replacing", "channel")
 _RANK_SIGNALS = {"rank-kills": signal.SIGKILL, "rank-stops": signal.SIGSTOP}
 _CUTS = "rank-cuts"
@@ -279,11 +278,6 @@ async def trouble(
         await asyncio.gather(making, return_exceptions=True)
 
 
-def p95(gaps: Sequence[float]) -> float:
-    """Return the 95th percentile."""
-    return sorted(gaps)[int(0.95 * len(gaps))] if gaps else 0.0
-
-
 def gaps_of(load: Load) -> list[float]:
     """Return the longest gaps of the streams that another engine continued.
 
@@ -337,88 +331,6 @@ def different(load: Load, args: Any) -> int:
     ) as llm:
         outputs = llm.chat([turn.messages for turn in good], [load.params(turn.number) for turn in good])
     return sum(turn.exchange.text != output.text for turn, output in zip(good, outputs, strict=True))
-
-
-def page(settings: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the page, in Markdown."""
-    lines = [
-        f"# Replicas: {settings['model']}, {settings['quantization']}",
-        "",
-        f"{settings['users']} users hold talks of two turns, for {settings['minutes']:g} minutes where "
-        f"nothing is killed, each with a session of its own; a replica has {settings['threads']} threads and "
-        f"batches of {settings['batch_size']}; answers have {settings['max_tokens']} tokens at most, greedy "
-        "and T = 0.8 in turn. Trouble is SIGKILL for one engine, SIGUSR1 for the server, a signal for a "
-        "rank, or the loss of the link between two ranks, each time "
-        f"{settings['kill_every']:g} s after all replicas took work; gaps are then those of the streams that "
-        "went on with another engine.",
-    ]
-    if settings["pinned"]:
-        lines.append("Everything, users too, has as many cores as there are replicas.")
-    loads: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for name, cell in found.items():
-        kind, replicas, _ = name.split(", ")
-        if kind != "channel":
-            loads.setdefault((kind, replicas), []).append(cell)
-    return [*lines, *load_table(loads), *channel_table(found)]
-
-
-def load_table(loads: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Return the table of loads, with a row per kind."""
-    speeds = {
-        int(replicas): statistics.median(cell["tokens"] / cell["seconds"] for cell in cells)
-        for (kind, replicas), cells in loads.items()
-        if kind == "plain"
-    }
-    lines = [""]
-    if len(speeds) == 2:
-        one, several = sorted(speeds)
-        ratio = speeds[several] / speeds[one]
-        lines += [f"Output tokens/s, {several} replicas over one, medians: {ratio:.2f}.", ""]
-    lines += [
-        row(
-            *("load", "replicas", "requests; failed", "other texts than offline", "troubles", "tokens/s"),
-            *("gap p95, s", "longest", "second turns that found their prefix"),
-        ),
-        row(*["---"] * 9),
-    ]
-    for (kind, replicas), cells in loads.items():
-        all_of = {name: sum(cell[name] for cell in cells) for name in _SUMS}
-        gaps = [gap for cell in cells for gap in cell["gaps"]]
-        lines.append(
-            row(
-                *(kind, replicas, f"{all_of['requests']}; {all_of['failed']}", all_of["different"]),
-                *(all_of["kills"], f"{all_of['tokens'] / all_of['seconds']:.1f}"),
-                f"{p95(gaps) if gaps else max(cell['gap_p95'] for cell in cells):.3f}",
-                f"{max(cell['gap_most'] for cell in cells):.2f}",
-                f"{all_of['found']} of {all_of['second_turns']}",
-            )
-        )
-    return lines if loads else []
-
-
-def channel_table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the table of message costs."""
-    cells = {name.rpartition(", ")[2]: cell for name, cell in found.items() if name.startswith("channel")}
-    if not cells:
-        return []
-    lines = [
-        "",
-        f"A message of the deltas of {channels.WORKS} works, 50 a second, medians in ms; CPU is that of a "
-        "message in the server, in the process beside it and in the engine's.",
-        "",
-        row("channel", "lag", "p99", "question to answer", "CPU: server", "relay or engine", "actor"),
-        row(*["---"] * 7),
-    ]
-    for number, cell in cells.items():
-        ms = {name: f"{1000 * value:.2f}" for name, value in cell.items() if name != "commit"}
-        lines.append(
-            row(
-                "Ray" if number == "1" else "a process",
-                *(ms["lag"], ms["lag_p99"], ms["answer"], ms["server_cpu"], ms["process_cpu"]),
-                ms["talker_cpu"] if number == "1" else "",
-            )
-        )
-    return lines
 
 
 if __name__ == "__main__":

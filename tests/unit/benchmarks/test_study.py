@@ -201,7 +201,7 @@ def test_data_sets_take_turns(study: ModuleType) -> None:
 def test_every_script_is_here(study: ModuleType) -> None:
     found = {path.stem: path for path in Path(study.__file__).parent.glob("*/*.py")}
     programs = {name for name, path in found.items() if "benchmarks.study import" in path.read_text()}
-    parts = {"serving_report", "report", "page", "cells"}  # of others
+    parts = {"serving_report", "replicas_page", "report", "page", "cells"}  # of others
     assert programs == {*SCRIPTS, *parts}
 
 
