@@ -191,7 +191,6 @@ class StreamedWeights(Weights):
         self._record: Record | None = None  # record of that layer
         # vectors of that layer, shared by all its copies
         self._vectors: dict[tuple[object, ...], Tensor] = {}
-        self._largest: float | None = None  # scale of the next product's matrix
 
     def tensor(self, *names: str, plus: float = 0.0) -> Tensor:
         """See Weights; copies of a layer share tensors."""
@@ -277,7 +276,7 @@ class StreamedWeights(Weights):
         for buffer in [*self._layer_stream.buffers, *([] if lent is None else [lent])]:
             self._buffer = buffer
             made.append(make(number))
-        self._buffer = self._record = None
+        self._buffer = self._record = self._largest = None
         return made
 
     def _filled(self, matrices: Sequence[str], weight: Weight, rows: Sequence[int] | None) -> Weight:
@@ -287,19 +286,6 @@ class StreamedWeights(Weights):
         self._largest = self._file.largest.get(name)
         views = [tensor_in(self._buffer, self._record.tensors[f"{name}.{field}"]) for field in weight._fields]
         return type(weight)(*views)
-
-    def _product(
-        self,
-        weight: Weight,
-        bias: Tensor | None,
-        inner: int,
-        channels: int,
-        largest: float | None = None,
-        parts: SumParts | None = None,
-    ) -> Product:
-        if self._buffer is not None:
-            largest = self._largest
-        return super()._product(weight, bias, inner, channels, largest, parts)
 
 
 class _Layers(Sequence[_Part]):

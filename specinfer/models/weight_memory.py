@@ -77,6 +77,7 @@ class Weights:
         self.group = group
         self._logit_ids = logit_ids
         self._shared = shared or Shared()
+        self._largest: float | None = None  # largest scale of the next int4 matrix, if a file has it
 
     def tensor(self, *names: str, plus: float = 0.0) -> Tensor:
         """The tensor of that name, with `plus` added to each element; several are stacked by rows.
@@ -285,6 +286,7 @@ class Weights:
         parts: SumParts | None = None,
     ) -> Product:
         """The product with a filled weight; `largest` is the largest scale of an int4 weight."""
+        largest = self._largest if largest is None else largest
         return product_over(self.kernels, weight, bias, inner, channels, largest, parts)
 
     def wanting(self, first: str) -> Callable[[Sequence[int]], None] | None:
