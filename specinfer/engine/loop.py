@@ -74,7 +74,7 @@ class EngineLoop:
 
         The driving thread calls `receive` between steps, so it must be quick; an exception that it raises
         cancels the request. An interrupt of that thread may deliver a delta twice. Raises RequestError if an
-        id is in use, ClosedError while draining or after `close`.
+        id is in use, ClosedError after `close`.
         """
         with self._changed:
             if self._refusing:
@@ -138,13 +138,6 @@ class EngineLoop:
         """
         until = None if timeout is None else time.monotonic() + timeout
         return self._wait(done, until, step=True)
-
-    def drain(self, timeout: float | None = None) -> bool:
-        """Refuse new requests and finish the present ones; returns False after `timeout` seconds."""
-        with self._changed:
-            self._refuse_within_step()
-            self._refusing = self._refusing or "the engine is finishing its last requests; make a new LLM"
-        return self.wait_until(lambda: not self._live, timeout)
 
     def start(self) -> None:
         """Start a thread that drives the loop until `close` or the interpreter's exit.

@@ -18,6 +18,7 @@ from specinfer.engine.steps import Stage
 from specinfer.engine.trace import TreeEvent
 from specinfer.errors import ClosedError, ConfigError, RequestError, UserError
 from specinfer.llm import LLM
+from specinfer.request import Delta
 from specinfer.tokenizer import ChatEncoder
 from tests.engines import ENGINE, Tiny, assert_idle, engine_of, runner_of, slow_generate, write_tiny
 from tests.tiny_models import write_pair
@@ -90,10 +91,11 @@ def test_a_request_of_somebody_else_does_not_end_anybodys_generate(
 def test_two_requests_of_one_id_are_one_too_many(tiny: Tiny) -> None:
     llm = tiny.llm()
     [requests] = llm.intake.prompts([[5, 6]], GREEDY)
-    llm.loop.submit(requests, lambda output: None)
+    heard: list[Delta] = []
+    llm.loop.submit(requests, heard.append)
     with pytest.raises(RequestError, match="request id 'request-0' is in use"):
         llm.loop.submit(requests, lambda output: None)
-    assert llm.loop.drain()
+    assert llm.loop.wait_until(lambda: heard and heard[-1].finished)
     assert_idle(llm)
 
 

@@ -92,14 +92,13 @@ def test_time_runs_out_between_steps(loop: EngineLoop, engine: ScriptedEngine, m
     assert engine.happened == []
 
 
-@pytest.mark.parametrize("what", ["wait_until", "stream", "drain", "close", "check_integrity"])
+@pytest.mark.parametrize("what", ["wait_until", "stream", "close", "check_integrity"])
 def test_a_step_that_waits_for_the_loop_is_told_so(
     loop: EngineLoop, engine: ScriptedEngine, make: Make, what: str
 ) -> None:
     calls: dict[str, Callable[[], object]] = {
         "wait_until": lambda: loop.wait_until(lambda: False),
         "stream": lambda: list(loop.stream([make("inner")])),
-        "drain": loop.drain,
         "close": loop.close,
         "check_integrity": loop.check_integrity,
     }
