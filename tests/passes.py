@@ -29,11 +29,11 @@ def forward(
 
 
 class Passes:
-    """A model and a KV cache with a number of blocks of 4 slots."""
+    """A model and a KV cache of ten blocks of 4 slots."""
 
-    def __init__(self, model: LanguageModel, num_blocks: int = 10) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         self.model = model
-        self.cache = KvCache.of(model.config, num_blocks * BLOCK, model.dtype, model.device)
+        self.cache = KvCache.of(model.config, 10 * BLOCK, model.dtype, model.device)
         self._attention = model.kernels.attention.over(self.cache.keys, self.cache.values)
 
     @torch.inference_mode()

@@ -155,7 +155,7 @@ def sweep(engines: Sequence[Engine], task: Task, study: Study, home: Home) -> No
                 continue
             left = [item for item in keys[round_] if "completed" not in study.cells.get(item[2], {})]
             if left:
-                serve(engine, round_, left, task, study, home)
+                serve(engine, left, task, study, home)
 
 
 def keys_of(engine: Engine, round_: int, task: Task) -> Iterator[Run]:
@@ -165,7 +165,7 @@ def keys_of(engine: Engine, round_: int, task: Task) -> Iterator[Run]:
             yield dataset, users, cell_key(engine, round_, dataset.name, users)
 
 
-def serve(engine: Engine, round_: int, left: Sequence[Run], task: Task, study: Study, home: Home) -> None:
+def serve(engine: Engine, left: Sequence[Run], task: Task, study: Study, home: Home) -> None:
     """Start an engine's server, run each remaining load, end it, and keep every cell."""
 
     def keep(key: str, cell: dict[str, Any]) -> None:

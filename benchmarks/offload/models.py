@@ -68,7 +68,7 @@ _LEVELS: Final = {
 }
 
 
-def dithered(source: Path, folder: Path, seed: int = 0) -> tuple[Path, Path]:
+def dithered(source: Path, folder: Path) -> tuple[Path, Path]:
     """Make a dithered model of a quantized GGUF file: a bfloat16 GGUF file and a folder of the same
     weights.
 
@@ -77,7 +77,7 @@ def dithered(source: Path, folder: Path, seed: int = 0) -> tuple[Path, Path]:
     file = folder / f"dithered-{source.stem}-bf16.gguf"
     model = folder / f"dithered-{source.stem}"
     if not file.exists():
-        write_dithered_gguf(source, file, seed)
+        write_dithered_gguf(source, file, seed=0)
     if not (model / "config.json").exists():
         files = local_model(str(file), file)
         opened = open_model(files)

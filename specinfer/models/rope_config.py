@@ -26,15 +26,15 @@ from specinfer.models.positions import DynamicScaling, Llama3Scaling, LongRope, 
 ROPE_TENSORS: Final = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
-def rope_from_hf(c: Fields, head_dim: int, *, theta: float = 10000.0) -> Rope:
-    """The embedding of a model with a single one; `theta` is the default.
+def rope_from_hf(c: Fields, head_dim: int) -> Rope:
+    """The embedding of a model with a single one.
 
     Raises ModelError for anything unsupported.
     """
     parameters = c.get("rope_parameters")
     if parameters is None:
         parameters = c.get("rope_scaling")
-    return _rope(parameters, positive(c, "rope_theta", theta), c, head_dim)
+    return _rope(parameters, positive(c, "rope_theta", 10000.0), c, head_dim)
 
 
 def ropes_by_layer_type(c: Fields, head_dim: int, *, theta: float, local_theta: float) -> tuple[Rope, Rope]:

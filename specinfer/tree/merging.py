@@ -21,9 +21,9 @@ class MergedTree:
         self.parents = [*tree.parents]
         self._runs = [*as_runs(tree.draws).runs]
 
-    def graft(self, tree: TokenTree, below: int = 0) -> None:
-        """Add the sequences and draws of `tree`; node `below` holds its root's token. Mutates this tree."""
-        nodes = [below]  # the node here of each node of `tree`
+    def graft(self, tree: TokenTree) -> None:
+        """Add the sequences and draws of `tree`, which has the same root token. Mutates this tree."""
+        nodes = [0]  # the node here of each node of `tree`
         self.place(tree, nodes, len(self.token_ids))
         self._runs += [run.moved(nodes) for run in as_runs(tree.draws).runs]
 

@@ -87,7 +87,7 @@ def added(case, output, tokens, length):
     return output, False
 
 
-def enumerated(case, guessers, length, world, monkeypatch, alter=None):
+def enumerated(case, guessers, length, world, monkeypatch):
     """The law of the first `length` tokens with speculation, all draws and coins played."""
     reached, finished = {(): 1.0}, defaultdict(float)
     guessers = [Careful(g.name, g.rule, g.widths) for g in guessers]

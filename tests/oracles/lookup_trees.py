@@ -39,9 +39,7 @@ class _Candidate(NamedTuple):
     voters: list[_Vote]
 
 
-def lookup_tree(
-    text: Sequence[int], kept: Texts, options: LookupOptions, depth: int, nodes: int, name: str = "lookup"
-) -> Tree:
+def lookup_tree(text: Sequence[int], kept: Texts, options: LookupOptions, depth: int, nodes: int) -> Tree:
     """Return token ids, parents and draws of the proposed tree after `text`.
 
     Args:
@@ -61,7 +59,7 @@ def lookup_tree(
             while one is text and len(follows) < reach:  # the match continues into itself
                 follows.append(follows[len(follows) - period])
             votes.append(_Vote(follows, matched))
-    return _grown(votes, text[-1], options.min_probability, nodes if depth > 0 else 1, name)
+    return _grown(votes, text[-1], options.min_probability, nodes if depth > 0 else 1)
 
 
 def occurrences(
@@ -98,7 +96,7 @@ def common_end(one: Sequence[int], other: Sequence[int]) -> int:
     return matched
 
 
-def _grown(votes: list[_Vote], root: int, min_probability: float, nodes: int, name: str) -> Tree:
+def _grown(votes: list[_Vote], root: int, min_probability: float, nodes: int) -> Tree:
     """Return the nodes with most votes, best first; among equal votes the earlier voter's comes first."""
     token_ids, parents, draws = [root], [-1], list[Draw]()
     least = min_probability * sum(vote.weight for vote in votes)
@@ -127,5 +125,5 @@ def _grown(votes: list[_Vote], root: int, min_probability: float, nodes: int, na
         parents.append(best.parent)
         sure = best.share * match_confidence(best.matched)
         seen = (float(best.matched), float(len(through)), best.share)
-        draws.append(Draw(best.parent, node, name, DrawRule.POINT_MASS, None, sure, seen))
+        draws.append(Draw(best.parent, node, "lookup", DrawRule.POINT_MASS, None, sure, seen))
     return tuple(token_ids), tuple(parents), draws

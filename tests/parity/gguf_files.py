@@ -142,7 +142,6 @@ def write_gguf(
     *,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     rope_factors: list[float] | None = None,
-    leave_out: str | None = None,
     add: dict[str, np.ndarray] | None = None,
     more: dict[str, object] | None = None,
     architecture: str | None = None,
@@ -152,7 +151,7 @@ def write_gguf(
 ) -> dict[str, np.ndarray]:
     """Write the file, matrices quantized as `kind`; returns the bytes of each tensor as written.
 
-    `rope_factors` becomes rope_freqs.weight; `leave_out` names a tensor not to write, `add` further ones;
+    `rope_factors` becomes rope_freqs.weight; `add` has further tensors;
     `more` are keys of rope.scaling. Of each head the first `rotated` elements are rotated, by default all.
     `architecture` and the folder of `tensors` are those of another model that computes the same. `packed` are
     stacks as bytes of MXFP4 blocks, rows first.
@@ -222,7 +221,7 @@ def write_gguf(
     state |= packed or {}
     for name, tensor in (_of_gpt_oss if arch == "gpt-oss" else _stacks)(state).items():
         there = gguf_name(name, arch)
-        if there == leave_out or (there == "output.weight" and config.tie_word_embeddings):
+        if there == "output.weight" and config.tie_word_embeddings:
             continue
         if tensor.dtype is torch.uint8:
             written[there] = tensor.contiguous().numpy()

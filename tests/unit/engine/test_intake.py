@@ -208,8 +208,8 @@ def a_form(schema: Any, **more: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
 
 
-def with_params(params: Any, prompts: Any = "a") -> Ask:
-    return lambda intake: intake.prompts(prompts, params)
+def with_params(params: Any) -> Ask:
+    return lambda intake: intake.prompts("a", params)
 
 
 REFUSALS: dict[str, list[Ask]] = {

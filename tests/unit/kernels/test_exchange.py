@@ -45,13 +45,13 @@ def floats(rank: int, count: int, turn: int = 0) -> NDArray[np.float32]:
     return values
 
 
-def sum_of(ranks: int, count: int, turn: int = 0) -> NDArray[np.int32]:
-    total = sum(numbers(rank, count, turn).astype(np.int64) for rank in range(ranks))
+def sum_of(ranks: int, count: int) -> NDArray[np.int32]:
+    total = sum(numbers(rank, count).astype(np.int64) for rank in range(ranks))
     return np.asarray(total, dtype=np.int64).astype(np.int32)
 
 
-def largest_of(ranks: int, count: int, turn: int = 0) -> NDArray[np.float32]:
-    largest: NDArray[np.float32] = np.stack([floats(rank, count, turn) for rank in range(ranks)]).max(0)
+def largest_of(ranks: int, count: int) -> NDArray[np.float32]:
+    largest: NDArray[np.float32] = np.stack([floats(rank, count) for rank in range(ranks)]).max(0)
     return largest
 
 

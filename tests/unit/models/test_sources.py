@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specinfer.errors import ModelFileError
-from specinfer.models.config import ModelConfig, QkNorm
+from specinfer.models.config import QkNorm
 from specinfer.models.families.registry import config_from_hf
 from specinfer.models.positions import Rope
 from specinfer.models.sources import GATE_UP, QKV, Names, Source, Sources
@@ -28,12 +28,10 @@ CONFIG = config_from_hf(
 FUSED = {"attn.qkv": QKV, "attn.out": "self_attn.o_proj", "ffn.gate_up": GATE_UP}
 
 
-def rows_of(
-    names: Names, tensor: str, config: ModelConfig = CONFIG
-) -> dict[str, range | tuple[int, ...] | None]:
+def rows_of(names: Names, tensor: str) -> dict[str, range | tuple[int, ...] | None]:
     return {
         name.removeprefix("model.layers.1."): source.rows
-        for name, source in names.sources(tensor, config).items()
+        for name, source in names.sources(tensor, CONFIG).items()
     }
 
 
