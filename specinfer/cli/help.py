@@ -83,6 +83,24 @@ class Command(click.Command):
         super().__init__(*arguments, **more)
         self.short = short
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the command line; an error about a model in the wrong place names the right one."""
+        named = {one.name: one for one in self.params}
+        positional = [one.name for one in self.params if isinstance(one, click.Argument)]
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name not in ("-m", "--model") or positional not in (["model"], ["name"]):
+                raise
+            hint = f"the model is an argument: {ctx.command_path} {positional[0].upper()}"
+            raise click.UsageError(f"{error.message.rstrip('.')}; {hint}", ctx) from None
+        except click.UsageError as error:
+            # The class itself is raised for surplus arguments, its subclasses for all else.
+            if type(error) is not click.UsageError or not isinstance(named.get("model"), click.Option):
+                raise
+            form = " ".join([ctx.command_path, "--model MODEL", *(f'"{one.upper()}"' for one in positional)])
+            raise click.UsageError(f"{error.message}; allowed: {form}", ctx) from None
+
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Add --help-all where --help leaves options out."""
         *params, help_option = super().get_params(ctx)

@@ -60,6 +60,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "memory": (["--kv-cache-memory", "much", "hi"], "kv_cache_memory is 'much'"),
     "too little memory": (["--kv-cache-memory", "1KB", "hi"], "the KV cache needs at least"),
     "context": (["--max-context", "9999", "hi"], "allowed: at most 64, the context of"),
+    "prompt of two words": (["hi", "there"], '(there); allowed: specinfer generate --model MODEL "PROMPT"'),
     "no such option": (["--warp", "9", "hi"], "No such option '--warp'"),
     "unreadable file": (["--file", "{models}/none.txt"], "cannot read the prompt from"),
     "file of another encoding": (["--file", "{models}/latin1.txt"], "not UTF-8 text at byte 3"),
@@ -143,6 +144,22 @@ def test_a_prompt_on_standard_input(models: Path, run: Run, monkeypatch: pytest.
 def test_a_mistyped_command_is_told_the_nearest(run: Run) -> None:
     status, _, err = run("serv")
     assert (status, err) == (2, "specinfer: error: there is no command 'serv'; did you mean 'serve'?\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"),
+    [
+        (["chat", "my.gguf"], "(my.gguf); allowed: specinfer chat --model MODEL"),
+        (["bench", "my.gguf"], "(my.gguf); allowed: specinfer bench --model MODEL"),
+        (["serve", "--model", "my.gguf"], "'--model'; the model is an argument: specinfer serve MODEL"),
+        (["serve", "-m", "my.gguf"], "; the model is an argument: specinfer serve MODEL"),
+        (["pull", "--model", "my.gguf"], "; the model is an argument: specinfer pull NAME"),
+    ],
+)
+def test_a_misplaced_model_gets_the_right_form(run: Run, arguments: list[str], allowed: str) -> None:
+    status, _, err = run(*arguments)
+    assert (status, len(err.splitlines())) == (2, 1)
+    assert allowed in err
 
 
 def test_pull_lists_the_catalogue(run: Run) -> None:
