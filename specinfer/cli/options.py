@@ -6,7 +6,7 @@ An option that is not given is None, so a configuration file's key or the defaul
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -16,9 +16,9 @@ from click.shell_completion import CompletionItem
 from specinfer.cli.help import FILE
 from specinfer.config import ENGINE_OPTIONS, EngineConfig
 from specinfer.errors import ConfigError, RequestError
-from specinfer.hub.catalogue import CATALOGUE, heads_of
+from specinfer.hub.catalogue import CATALOGUE, SHIPPED_HEADS, heads_of
 from specinfer.option import Option
-from specinfer.speculation_config import OLD_NAMES
+from specinfer.speculation_config import OLD_NAMES, SELF
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
@@ -202,8 +202,16 @@ def sampling_params(options: dict[str, Any], **more: Any) -> SamplingParams:
 
 def complete_model(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Names of the catalogue, and files, for a shell's completion."""
-    names = [CompletionItem(name) for name in CATALOGUE if name.startswith(incomplete)]
-    return [*names, CompletionItem(incomplete, type="file")]
+    return _completed(CATALOGUE, incomplete)
+
+
+def _complete_draft(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return _completed((*CATALOGUE, *SHIPPED_HEADS, SELF), incomplete)
+
+
+def _completed(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
+    found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    return [*found, CompletionItem(incomplete, type="file")]
 
 
 def _of_engine(*names: str) -> Callable[[_Command], _Command]:
@@ -215,6 +223,8 @@ def _flag(one: Option) -> Callable[[_Command], _Command]:
     more: dict[str, Any] = {
         "help": one.about.purpose + (f"  [{shown}]" if shown and not one.about.shown else "")
     }
+    if one.name == "drafts":
+        more["shell_complete"] = _complete_draft
     names = (one.flag[2:], *(old.replace("_", "-") for old in one.about.old))
     if one.kind is bool or one.about.switch:
         return click.option(*(f"--{name}/--no-{name}" for name in names), one.name, default=None, **more)

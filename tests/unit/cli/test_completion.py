@@ -65,6 +65,9 @@ def test_options_values_models_and_files_are_completed() -> None:
     assert "--quantization" in completed("bash", "serve", "--quant")
     assert completed("bash", "serve", "--quantization", "int").split() == ["plain,int8", "plain,int4"]
     assert "plain,smollm2-135m" in completed("bash", "serve", "smol")
+    drafts = completed("bash", "generate", "--draft", "smol").split()
+    assert drafts == ["plain,smollm2-135m", "plain,smollm2-135m-head", "file,smol"]
+    assert "plain,self" in completed("bash", "serve", "--draft", "se")
     assert "file,./mod" in completed("bash", "generate", "--model", "./mod")
     assert "file,pro" in completed("bash", "generate", "--file", "pro")
 
