@@ -94,7 +94,7 @@ def generate(
         objects = [as_json(answer) for answer in answers]
         if explain:
             for answer, fields in zip(answers, objects, strict=True):
-                fields["steps"] = steps_as_json(listener.events, answer.request_id)
+                fields["steps"] = steps_as_json(listener.events, answer)
         click.echo(json.dumps(objects[0] if n == 1 else objects))
     else:
         for answer in answers:
@@ -102,7 +102,7 @@ def generate(
                 click.echo(f"--- {answer.index + 1} of {n}")
             click.echo("" if echo else answer.text)
             if explain:
-                print_steps(listener.events, answer.request_id)
+                print_steps(listener.events, answer)
             click.echo(f"[{summary(answer, params)}]", err=True)
         tokens = sum(len(answer.token_ids) for answer in answers)
         if figures := streamed(llm.statistics().since(before), tokens):

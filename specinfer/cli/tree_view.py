@@ -28,6 +28,9 @@ from specinfer.speculate.decision import GUESSED, REQUEST, Contribution, Decisio
 
 if TYPE_CHECKING:
     from specinfer.engine.trace import TreeEvent
+    from specinfer.request import RequestOutput
+
+    _Explained = tuple[TreeEvent, Decision, int]  # a step, its decision, and its tokens of the answer
 
 _WIDTH: Final = 120  # columns of the table when the output is not a terminal
 _STYLES = {"accepted": "32;1", "bonus": "36;1", "rejected": "2"}  # SGR codes: green, cyan, dim
@@ -89,26 +92,26 @@ def _quoted(text: str) -> str:
     return '"' + shown.replace('"', '\\"') + '"'
 
 
-def steps_as_json(events: Sequence[TreeEvent], request_id: str) -> list[dict[str, Any]]:
-    """One request's steps as plain JSON values, with decisions and results."""
+def steps_as_json(events: Sequence[TreeEvent], answer: RequestOutput) -> list[dict[str, Any]]:
+    """An answer's steps as plain JSON values, with decisions and results."""
     return [
         {
             "step": event.step,
             **decision.to_json(),
-            "tokens": len(event.acceptance.path) + 1,
+            "tokens": tokens,
             "seconds": round(sum(event.seconds.values()), 6),
         }
-        for event, decision in _explained(events, request_id)
+        for event, decision, tokens in _explained(events, answer)
     ]
 
 
-def print_steps(events: Sequence[TreeEvent], request_id: str) -> None:
-    """Print one request's steps as a table, and what they come to."""
+def print_steps(events: Sequence[TreeEvent], answer: RequestOutput) -> None:
+    """Print an answer's steps as a table, and their totals."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    steps = _explained(events, request_id)
+    steps = _explained(events, answer)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("step", justify="right")
     table.add_column("guessed (verified of drawn)")
@@ -116,13 +119,13 @@ def print_steps(events: Sequence[TreeEvent], request_id: str) -> None:
     for name in ("tokens expected", "tokens", "guesses ms", "expected ms", "took ms"):
         table.add_column(name, justify="right")
     never = _never(steps)
-    for event, decision in steps:
+    for event, decision, tokens in steps:
         table.add_row(
             str(event.step),
             ", ".join(map(_guessed, _those_who(decision))),
             _others([one for one in decision.contributions if one.speculator not in never]),
             "-" if decision.expected_tokens is None else f"{decision.expected_tokens:.2f}",
-            str(len(event.acceptance.path) + 1),
+            str(tokens),
             _milliseconds(decision.guess_seconds),
             _milliseconds(decision.seconds),
             _milliseconds(sum(event.seconds.values())),
@@ -134,31 +137,37 @@ def print_steps(events: Sequence[TreeEvent], request_id: str) -> None:
     console.print(_total(steps), soft_wrap=True)
 
 
-def _explained(events: Sequence[TreeEvent], request_id: str) -> list[tuple[TreeEvent, Decision]]:
-    return [
-        (event, event.decision)
-        for event in events
-        if event.request_id == request_id and event.decision is not None
-    ]
+def _explained(events: Sequence[TreeEvent], answer: RequestOutput) -> list[_Explained]:
+    """The answer's steps; accepted tokens after the end of the text do not count."""
+    found: list[_Explained] = []
+    left = len(answer.token_ids)
+    for event in events:
+        if event.request_id != answer.request_id:
+            continue
+        tokens = min(len(event.acceptance.path) + 1, left)
+        left -= tokens
+        if event.decision is not None:
+            found.append((event, event.decision, tokens))
+    return found
 
 
-def _total(steps: Sequence[tuple[TreeEvent, Decision]]) -> str:
+def _total(steps: Sequence[_Explained]) -> str:
     """Totals of all steps, expected and measured, and the speculators that never guess."""
-    came = sum(len(event.acceptance.path) + 1 for event, _ in steps)
-    parts = [f"{len(steps)} steps, {came} tokens"]
-    tokens = [decision.expected_tokens for _, decision in steps if decision.expected_tokens is not None]
-    if tokens:
-        parts.append(f"{sum(tokens):.1f} expected")
-    expected = [decision.seconds for _, decision in steps if decision.seconds is not None]
-    if expected:
-        took = sum(sum(event.seconds.values()) for event, decision in steps if decision.seconds is not None)
-        parts.append(f"{1e3 * sum(expected):.0f} ms expected, {1e3 * took:.0f} ms taken")
+    parts = [f"{len(steps)} steps with the prompt's, {sum(tokens for *_, tokens in steps)} tokens"]
+    likely = [decision.expected_tokens for _, decision, _ in steps if decision.expected_tokens is not None]
+    if likely:
+        parts.append(f"{sum(likely):.1f} expected")
+    timed = [(event, decision.seconds) for event, decision, _ in steps if decision.seconds is not None]
+    if timed:
+        expected = sum(seconds for _, seconds in timed)
+        took = sum(sum(event.seconds.values()) for event, _ in timed)
+        parts.append(f"{1e3 * expected:.0f} ms expected, {1e3 * took:.0f} ms taken")
     if never := _never(steps):
         parts.append(f"{', '.join(never)}: {REQUEST}")
     return "; ".join(parts)
 
 
-def _never(steps: Sequence[tuple[TreeEvent, Decision]]) -> list[str]:
+def _never(steps: Sequence[_Explained]) -> list[str]:
     """The speculators that may not guess for the request at all, or have nothing to guess from."""
     return [one.speculator for one in steps[0][1].contributions if one.reason == REQUEST] if steps else []
 
