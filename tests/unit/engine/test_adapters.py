@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specinfer import LLM, LoRARequest, SamplingParams
+from specinfer.engine.loader import Loader
 from specinfer.errors import ConfigError, ModelError, RequestError
 from specinfer.request import FinishReason, RequestOutput
 from tests.adapters import merge, write_adapter
@@ -182,7 +183,13 @@ def test_names_and_numbers_are_one_adapters(folder: Path) -> None:
         assert said([output]) == said(llm.generate([PROMPT], GREEDY, lora_request=LoRARequest("one", 1)))
 
 
-def test_a_damaged_adapter_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_adapter_is_refused_before_weights_are_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr(Loader, "target", read)
     with pytest.raises(ModelError, match=r"adapter 'sql': .*nowhere is not a folder"):
         open_llm(folder, lora={"sql": tmp_path / "nowhere"})
 
