@@ -67,11 +67,11 @@ class ServeConfig:
     port: int = option(8000, "Port to listen on; 0 picks a free one.", of_batches=False)
     root_path: str = option("", "Path under which a reverse proxy serves this server.", of_batches=False)
     served_model_name: tuple[str, ...] = option(
-        (), "Name of the model in requests; repeatable.", shown="the model's own"
+        (), "Name of the model in requests; repeatable.", shown="MODEL as given"
     )
     api_key: tuple[str, ...] = option(
         (),
-        "Key that requests must send; repeatable. Also: SPECINFER_API_KEY.",
+        "Key that clients must send (Authorization: Bearer KEY); repeatable. Also: SPECINFER_API_KEY.",
         of_batches=False,
     )
     api_key_file: str | None = option(None, "File with more keys, one a line.", of_batches=False)
