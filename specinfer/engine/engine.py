@@ -68,7 +68,7 @@ class _TreeResult:
     tree: TokenTree
     verdict: Acceptance | UserError
     tokens: tuple[int, ...] = ()  # up to the text's end by token ids; a stop string may end it earlier
-    finished: bool = False  # True if the text ends with the last of them
+    finished: bool = False  # True if the text ends with the last token
     logprobs: Sequence[Logprobs] = ()  # one per token, if requested
 
 

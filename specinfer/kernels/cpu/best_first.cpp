@@ -18,13 +18,15 @@ constexpr int64_t kWidth = 8;                      // maximum children of a node
 
 // A path in the queue: the parent of its last node.
 struct Waiting {
-  double hope;
+  double likelihood;
   int64_t order, parent, level, before, rank;
   double above;  // acceptance probability of the path without that node
 
   // True if the other comes first.
   bool operator<(const Waiting& other) const {
-    const auto key = [](const Waiting& w) { return std::tuple(-w.hope, w.order, w.parent, w.level, w.before, w.rank); };
+    const auto key = [](const Waiting& w) {
+      return std::tuple(-w.likelihood, w.order, w.parent, w.level, w.before, w.rank);
+    };
     return key(other) < key(*this);
   }
 };
@@ -33,7 +35,7 @@ struct Waiting {
 struct Children {
   int64_t count = -1;  // not ranked yet
   int64_t places[kWidth];
-  double hopes[kWidth], evidence[2];
+  double likelihoods[kWidth], evidence[2];
 };
 
 template <typename T>
@@ -180,8 +182,8 @@ class Tree {
   void wait(double above, int64_t parent, int64_t level, int64_t before, int64_t rank) {
     const Children& children = children_of(level, before);
     if (rank >= children.count) return;
-    const double hope = above * children.hopes[rank];
-    if (hope >= ask_.least) waiting_.push({hope, count_, parent, level, before, rank, above});
+    const double likelihood = above * children.likelihoods[rank];
+    if (likelihood >= ask_.least) waiting_.push({likelihood, count_, parent, level, before, rank, above});
   }
 
   void grow() {
@@ -193,16 +195,16 @@ class Tree {
       const int64_t place = children.places[next.rank];
       parents_[count_] = next.parent;
       tokens_[count_] = level.tokens[place];
-      confidences_[count_] = children.hopes[next.rank];
+      confidences_[count_] = children.likelihoods[next.rank];
       evidence_[2 * count_] = children.evidence[0];
       evidence_[2 * count_ + 1] = children.evidence[1];
       const int64_t node = ++count_;
       wait(next.above, next.parent, next.level, next.before, next.rank + 1);
-      if (next.level + 1 >= last_ || next.hope < ask_.least) continue;
+      if (next.level + 1 >= last_ || next.likelihood < ask_.least) continue;
       if (next.level < last_level()) {
-        wait(next.hope, node, next.level + 1, place, 0);
+        wait(next.likelihood, node, next.level + 1, place, 0);
       } else if (count_ < ask_.most) {
-        want(next.hope, node, place);
+        want(next.likelihood, node, place);
         return;
       }
     }
@@ -237,7 +239,7 @@ class Tree {
               [&](int64_t a, int64_t b) { return std::tie(keys[a], a) < std::tie(keys[b], b); });
     std::copy(places, places + children.count, children.places);
     std::sort(chances, chances + candidates, std::greater<double>());
-    std::copy(chances, chances + children.count, children.hopes);
+    std::copy(chances, chances + children.count, children.likelihoods);
     children.evidence[0] = chances[0];
     children.evidence[1] = candidates > 1 ? chances[1] : 0.0;
     return children;

@@ -129,7 +129,7 @@ def test_a_layer_computes_what_the_targets_last_one_does(opened: OpenModel) -> N
     assert torch.allclose(added, plain, atol=1e-5)
 
 
-def test_the_loudness_that_loses_least_is_kept(opened: OpenModel) -> None:
+def test_the_scale_that_loses_least_is_kept(opened: OpenModel) -> None:
     head = untrained(opened)
     whole = head.norm.weight.detach().clone()
     draft = BlockHeadDraft(head, SCALE, 8)
