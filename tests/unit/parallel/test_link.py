@@ -19,6 +19,7 @@ from specinfer.parallel import link as link_module
 from specinfer.parallel import meeting
 from specinfer.parallel.link import LOST, Link, dial, greet, listen, read_key
 from specinfer.parallel.meeting import hand_on, introduce, introduced
+from tests.ranks import soon
 from tests.unit.parallel.test_messages import EACH_MALFORMED
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -172,28 +173,25 @@ def test_a_message_a_byte_at_a_time_is_not_waited_for_for_ever(pool: ThreadPoolE
     its.close()
 
 
-@pytest.mark.parametrize("expects", [False, True])
 def test_who_does_not_read_is_gone_only_where_signs_of_life_are_due(
-    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, expects: bool
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_module, "_ACKNOWLEDGE", 2)
-    ours, its = tcp(pool)
-    its.within(0.3, sending=False)
-    if expects:
-        its.expect_acknowledgements()
-    sent = pool.submit(its.send, b"x" * (64 << 20))
-    with pytest.raises(TimeoutError):
-        its.receive()
-    time.sleep(4.0)  # behind a full buffer
-    assert its.ended() == expects
-    if expects:
-        with pytest.raises(OSError, match="timed out"):
-            sent.result(30)
-    else:
-        assert len(ours.receive()) == 64 << 20
-        sent.result(30)
-    ours.close()
-    its.close()
+    (ours, its), (other, patient) = tcp(pool), tcp(pool)
+    its.expect_acknowledgements()
+    sending = [pool.submit(link.send, b"x" * (64 << 20)) for link in (its, patient)]
+    for link in (its, patient):
+        link.within(0.3, sending=False)
+        with pytest.raises(TimeoutError):
+            link.receive()
+    assert soon(its.ended)  # behind a full buffer
+    assert not patient.ended()
+    with pytest.raises(OSError, match="timed out"):
+        sending[0].result(30)
+    assert len(other.receive()) == 64 << 20
+    sending[1].result(30)
+    for link in (ours, its, other, patient):
+        link.close()
 
 
 def test_a_last_word_is_heard_behind_signs_of_life_that_nobody_reads(pool: ThreadPoolExecutor) -> None:

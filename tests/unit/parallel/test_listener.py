@@ -10,9 +10,16 @@ from pathlib import Path
 import pytest
 
 from specinfer.errors import ConfigError, KeyRefusedError, PeerLostError
-from specinfer.parallel import launch
+from specinfer.parallel import launch, listener
 from specinfer.parallel.link import LOST, Link
 from specinfer.parallel.listener import RankListener, join_group
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signs of life, and looks at followers, five times as often."""
+    monkeypatch.setattr(listener, "_HEARTBEAT", 0.1)
+    monkeypatch.setattr(launch, "_CHECK_INTERVAL", 0.1)
 
 
 def test_a_rank_may_join_again_after_its_link_ended() -> None:
@@ -35,7 +42,7 @@ def test_a_rank_may_join_again_after_its_link_ended() -> None:
     links[1].link.send(b"settings")
     assert again.receive() == b"settings"
     again.within(30.0)
-    threading.Timer(1.0, links[1].link.close).start()
+    threading.Timer(0.3, links[1].link.close).start()
     with pytest.raises(EOFError):
         again.receive()
     gate.close()
@@ -48,13 +55,13 @@ def test_a_link_without_a_sign_of_life_is_given_up() -> None:
     gate = RankListener(("127.0.0.1", 0), b"k" * 16, range(1, 2))
     address = gate._listening.getsockname()
     link = join_group(address, b"k" * 16, 1, "there")
-    link.within(0.8)
-    closing = threading.Timer(1.5, gate.close)
+    link.within(0.3)
+    closing = threading.Timer(0.6, gate.close)
     closing.start()
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         link.receive()
-    assert time.monotonic() - began > 1.5
+    assert time.monotonic() - began > 0.6
     link.close()
 
 
@@ -80,7 +87,7 @@ def test_an_end_on_purpose_is_no_loss(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def slowly(self: Link) -> None:
         close(self)
-        time.sleep(0.8)  # longer than it takes to look again
+        time.sleep(0.3)  # longer than it takes to look again
 
     monkeypatch.setattr(Link, "close", slowly)
     begun.close()

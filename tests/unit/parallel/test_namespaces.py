@@ -72,39 +72,56 @@ def line_of(process: subprocess.Popen[str], beginning: str) -> str:
     raise AssertionError("".join(others))
 
 
-@pytest.mark.parametrize("stages", [1, 2])
 def test_texts_are_those_of_one_host_until_the_cable_is_cut(
-    folder: Path, cache: None, nodes: Nodes, tmp_path: Path, stages: int
+    folder: Path, plain: list[list[int]], nodes: Nodes, tmp_path: Path
 ) -> None:
-    ranks = {"pipeline_parallel": 2} if stages == 2 else {"tensor_parallel": 2}
-    options = {**INT8, **ranks, "master": MASTER, "key_file": nodes.key_file}
+    """Ranks of a layer and stages, in two engines at once."""
+    here, there, greedy = nodes.here, nodes.there, plain[: len(PROMPTS)]
     shutil.copytree(folder / "target", tmp_path / "there")
-    prompts, here, there = json.dumps(PROMPTS), nodes.here, nodes.there
-    with begin(here, "-c", ENGINE, str(folder / "target"), json.dumps(INT8), prompts) as one:
-        want = line_of(one, "[[")
-    follow = ("-m", "specinfer", "follow", str(tmp_path / "there"), "--rank", "1", "--master", MASTER)
-    follower = begin(there, *follow, "--key-file", nodes.key_file)
-    try:
-        line_of(follower, f"specinfer follow: rank 1: waits for an engine at {MASTER}")
-        with begin(here, "-c", ENGINE, str(folder / "target"), json.dumps(options), prompts, "on") as engine:
-            assert line_of(engine, "[[") == want
+    masters = {"tensor_parallel": MASTER, "pipeline_parallel": MASTER[:-1] + "1"}
+    with ExitStack() as stack:
+
+        def begun(namespace: str, *command: str) -> subprocess.Popen[str]:
+            one = stack.enter_context(begin(namespace, *command))
+            stack.callback(one.kill)
+            return one
+
+        def engines(*more: str) -> list[subprocess.Popen[str]]:
+            found = []
+            for layout, master in masters.items():
+                options = {**INT8, layout: 2, "master": master, "key_file": nodes.key_file}
+                given = (str(folder / "target"), json.dumps(options), json.dumps(PROMPTS), *more)
+                found.append(begun(here, "-c", ENGINE, *given))
+            return found
+
+        follow = ("-m", "specinfer", "follow", str(tmp_path / "there"), "--rank", "1")
+        key = ("--key-file", nodes.key_file)
+        following = [begun(there, *follow, *key, "--master", master) for master in masters.values()]
+        for one, master in zip(following, masters.values(), strict=True):
+            line_of(one, f"specinfer follow: rank 1: waits for an engine at {master}")
+        running = engines("on")
+        for engine in running:
+            assert json.loads(line_of(engine, "[[")) == greedy
             line_of(engine, "says")
-            time.sleep(0.5)
-            call("ip", "-n", there, "link", "set", "end1", "down")
-            cut = time.monotonic()
+        time.sleep(0.5)
+        call("ip", "-n", there, "link", "set", "end1", "down")
+        cut = time.monotonic()
+        for engine in running:
             seconds, words = json.loads(line_of(engine, "["))
             assert seconds < 11.0
             assert "rank 1 (on 10.213.9.2)" in words
-        line_of(follower, "specinfer follow: rank 1: ")  # follows
-        told = line_of(follower, "specinfer follow: rank 1: ")
-        assert "rank was lost" in told or "engine has ended" in told
+            engine.wait(10)
+        for one in following:
+            line_of(one, "specinfer follow: rank 1: ")  # follows
+            told = line_of(one, "specinfer follow: rank 1: ")
+            assert "rank was lost" in told or "engine has ended" in told
         assert time.monotonic() - cut < 15.0
         call("ip", "-n", there, "link", "set", "end1", "up")
-        with begin(here, "-c", ENGINE, str(folder / "target"), json.dumps(options), prompts) as engine:
-            assert line_of(engine, "[[") == want
-        follower.terminate()
-        assert follower.wait(5) == 143
-    finally:
-        follower.kill()
+        for engine in engines():
+            assert json.loads(line_of(engine, "[[")) == greedy
+            engine.wait(30)
+        for one in following:
+            one.terminate()
+            assert one.wait(5) == 143
     listed = ["ip", "netns", "pids", there]
     assert soon(lambda: not subprocess.run(listed, capture_output=True, check=True).stdout)

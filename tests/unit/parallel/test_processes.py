@@ -41,7 +41,8 @@ def test_two_processes_say_what_one_says_and_leave_nothing(
 ) -> None:
     options = {**INT8, "drafts": (str(folder / "draft"),), "lookup": True}
     llm = LLM(folder / "target", tensor_parallel=2, **options)
-    [follower] = followers()
+    [follower], [here] = followers(), llm.models.hosts
+    assert len(here.parts) == 2  # of rank 1: of the target and of its draft
     assert told(llm) == plain
     assert follower.is_running()
     seconds = llm.statistics().rank_seconds
@@ -60,7 +61,6 @@ def test_two_processes_say_what_one_says_and_leave_nothing(
     ("options", "processes"),
     [
         ({"pipeline_parallel": 2, "quantization": "none"}, 2),
-        pytest.param({"pipeline_parallel": 2, "quantization": "int4"}, 2, marks=pytest.mark.thorough),
         ({"pipeline_parallel": 2, "tensor_parallel": 2, "quantization": "int8"}, 4),
     ],
 )
@@ -82,8 +82,7 @@ def test_stages_say_what_one_process_says(
     ("draft", "options"),
     [
         ("draft", {"tensor_parallel": 2}),
-        ("draft", {"tensor_parallel": 3, "draft_quantization": "int8"}),
-        ("draft", {"tensor_parallel": 2, "pipeline_parallel": 2, "draft_quantization": "int4"}),
+        ("draft", {"tensor_parallel": 2, "pipeline_parallel": 2, "draft_quantization": "int8"}),
         ("self", {"tensor_parallel": 2}),
         ("self", {"tensor_parallel": 2, "kernels": "torch"}),
     ],
@@ -105,20 +104,15 @@ def test_ranks_share_drafts(
         assert figures.steps < 0.8 * without.statistics().steps, "they are the guesses of the whole draft"
 
 
-def test_a_draft_that_ranks_cannot_share_is_whole(folder: Path, plain: list[list[int]], cache: None) -> None:
-    write_tiny_llama(folder / "narrow", num_heads=1, num_kv_heads=1, head_dim=32, tokenizer=True)
-    with LLM(folder / "target", tensor_parallel=2, drafts=(str(folder / "narrow"),), **INT8) as llm:
-        draft = llm.models.drafts["draft"]
-        assert isinstance(draft, LanguageModel)
-        assert draft.group is None
-        assert told(llm) == plain
-
-
-def test_a_target_that_is_its_own_draft_has_all_embeddings(
+def test_a_draft_that_ranks_cannot_share_is_whole_and_a_target_may_be_its_own(
     folder: Path, plain: list[list[int]], cache: None
 ) -> None:
-    drafts = (str(folder / "target"),)
+    write_tiny_llama(folder / "narrow", num_heads=1, num_kv_heads=1, head_dim=32, tokenizer=True)
+    drafts = (str(folder / "narrow"), str(folder / "target"))
     with LLM(folder / "target", tensor_parallel=2, drafts=drafts, **INT8) as llm:
+        draft = llm.models.drafts["draft1"]
+        assert isinstance(draft, LanguageModel)
+        assert draft.group is None
         assert told(llm) == plain
 
 
@@ -171,11 +165,8 @@ def test_a_stopped_rank_is_found_when_its_time_is_over(folder: Path, plain: list
 
 @pytest.mark.parametrize(
     ("rank", "stopped"),
-    [
-        *((2, False), (3, True)),
-        *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((1, False), (3, False))),
-        *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((1, True), (2, True))),
-    ],
+    # The end of a process is noticed in one way, wherever its rank is; other ranks wait for a stopped one.
+    [(2, False), (3, True), pytest.param(2, True, marks=pytest.mark.thorough)],
 )
 def test_a_lost_rank_of_a_stage_ends_the_call_and_its_name_is_told(
     folder: Path, cache: None, rank: int, stopped: bool
@@ -301,16 +292,9 @@ def test_ranks_are_refused_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert not followers()
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"tensor_parallel": 2},
-        pytest.param({"tensor_parallel": 2, "pipeline_parallel": 2}, marks=pytest.mark.thorough),
-    ],
-)
-def test_a_servers_texts_go_on_with_new_ranks(folder: Path, layout: dict[str, int], cache: None) -> None:
+def test_a_servers_texts_go_on_with_new_ranks(folder: Path, cache: None) -> None:
     params = SamplingParams(temperature=0.9, seed=5, max_tokens=160)
-    config = EngineConfig.from_options(str(folder / "target"), {**INT8, **layout})
+    config = EngineConfig.from_options(str(folder / "target"), {**INT8, "tensor_parallel": 2})
     work = Work("w", tuple(PROMPTS[0]), params)
 
     async def answer() -> tuple[list[int], list[int]]:
