@@ -11,12 +11,13 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import prose  # noqa: E402
+from prose_rules import RULES, Rule  # noqa: E402
 
 
-@pytest.mark.parametrize("rule", prose.RULES, ids=lambda rule: rule.bad)
-def test_a_rule_matches_its_bad_sentence_and_no_good_one(rule: prose.Rule) -> None:
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.bad)
+def test_a_rule_matches_its_bad_sentence_and_no_good_one(rule: Rule) -> None:
     assert rule.find(rule.bad)
-    assert not [good for good in (other.good for other in prose.RULES) if rule.find(good)]
+    assert not [good for good in (other.good for other in RULES) if rule.find(good)]
 
 
 def test_sentences_of_python_are_docstrings_comments_and_messages(tmp_path: Path) -> None:
