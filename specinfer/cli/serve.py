@@ -56,11 +56,13 @@ def serve(model: str | None, file: Path | None, **given: Any) -> None:
     with _first_engine(config, engine) as child:
         with needs_serving():
             from specinfer.serve.server import serve as serve_forever
-        serve_forever(config, engine, child, ProgressBar(), partial(_print_address, page=config.page))
+        name = (*config.served_model_name, engine.model)[0]
+        printed = partial(_print_address, model=name, page=config.page)
+        serve_forever(config, engine, child, ProgressBar(), printed)
 
 
-def _print_address(url: str, *, page: bool) -> None:
-    click.echo(f"specinfer serves {url}/v1 (Ctrl-C ends it)", err=True)
+def _print_address(url: str, *, model: str, page: bool) -> None:
+    click.echo(f"specinfer serves {url}/v1 with the model {model!r} (Ctrl-C ends it)", err=True)
     if page:
         # A browser cannot open the wildcard address; the loopback address reaches the same server.
         local = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")

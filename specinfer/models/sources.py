@@ -52,7 +52,7 @@ class Names:
     outside: Mapping[str, str] = field(default_factory=dict)  # the file's name -> the decoder's
     inside: Inside = field(default_factory=dict)  # a tuple is stacked by rows
     # Tensors with the matrices or biases of all experts concatenated, and the matrices of each expert in
-    # # them, by full names inside a layer.
+    # them, by full names inside a layer.
     expert_stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # True if rows of an expert's matrices alternate; otherwise each matrix is contiguous.
     in_turns: bool = False
@@ -61,13 +61,13 @@ class Names:
     # Full names inside a layer of tensors without `.weight` or `.bias`, in the file or in the decoder.
     whole: Mapping[str, str] = field(default_factory=dict)
     # True if a stack of q, k and v has for each key-value head its query heads, its key and its value;
-    # # otherwise all queries come first.
+    # otherwise all queries come first.
     by_key_head: bool = False
     # The decoder's vectors of ones, which files do not have.
     ones: tuple[str, ...] = ()
     transposed: Collection[str] = ()  # transposed matrices inside layers
     # True if rotated pair i is elements 2 i and 2 i + 1 of a head; otherwise the two elements are half a
-    # # head apart.
+    # head apart.
     neighbours: bool = False
 
     def sources(self, name: str, config: ModelConfig) -> dict[str, Source]:

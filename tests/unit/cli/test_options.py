@@ -274,6 +274,7 @@ def test_a_models_own_head_guesses_where_no_speculator_is_named(
 def test_a_server_that_listens_names_the_api_and_the_page(
     url: str, page: bool, lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _print_address(url, page=page)
+    _print_address(url, model="tiny", page=page)
     said = capsys.readouterr().err.splitlines()
     assert [re.findall(r"http\S+", line) for line in said] == [[one] for one in lines]
+    assert "the model 'tiny' " in said[0]
