@@ -61,7 +61,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "too little memory": (["--kv-cache-memory", "1KB", "hi"], "the KV cache needs at least"),
     "context": (["--max-context", "9999", "hi"], "allowed: at most 64, the context of"),
     "prompt of two words": (["hi", "there"], '(there); allowed: specinfer generate --model MODEL "PROMPT"'),
-    "no such option": (["--warp", "9", "hi"], "No such option '--warp'"),
+    "no such option": (["--warp", "9", "hi"], "--warp"),
     "unreadable file": (["--file", "{models}/none.txt"], "cannot read the prompt from"),
     "file of another encoding": (["--file", "{models}/latin1.txt"], "not UTF-8 text at byte 3"),
     "prompt of another encoding": (["caf\udce9"], "the prompt is not UTF-8 text at byte 3"),
@@ -151,7 +151,7 @@ def test_a_mistyped_command_is_told_the_nearest(run: Run) -> None:
     [
         (["chat", "my.gguf"], "(my.gguf); allowed: specinfer chat --model MODEL"),
         (["bench", "my.gguf"], "(my.gguf); allowed: specinfer bench --model MODEL"),
-        (["serve", "--model", "my.gguf"], "'--model'; the model is an argument: specinfer serve MODEL"),
+        (["serve", "--model", "my.gguf"], "; the model is an argument: specinfer serve MODEL"),
         (["serve", "-m", "my.gguf"], "; the model is an argument: specinfer serve MODEL"),
         (["pull", "--model", "my.gguf"], "; the model is an argument: specinfer pull NAME"),
     ],
