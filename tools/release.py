@@ -4,10 +4,11 @@
     dist/specinfer-VERSION-*.whl             the wheel, built from the sdist, with compiled kernels
     dist/release-notes-VERSION.md            the newest version of CHANGELOG.md
 
-SPECINFER_WHEEL_LEVELS names the kinds of CPU to compile for (setup.py); default: all of this architecture.
-On Linux the wheel gets the oldest manylinux tag that its libraries allow. The wheel is installed into a new
-environment and answers a prompt with no compiler on its PATH; then the sdist replaces it, compiles kernels
-for this CPU, and must give the same text. Tools come from the package registry into an environment in build/.
+SPECINFER_WHEEL_LEVELS names the kinds of CPU to compile for (setup.py); default: all of this architecture. A
+level that does not compile ends the release. On Linux the wheel gets the oldest manylinux tag that its
+libraries allow. The wheel is installed into a new environment and answers a prompt with no compiler on its
+PATH; then the sdist replaces it, compiles kernels for this CPU, and must give the same text. Tools come from
+the package registry into an environment in build/.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from specinfer.kernels.machine import LEVELS, architecture
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 DIST: Final = ROOT / "dist"
@@ -65,9 +70,16 @@ def release_notes(changelog: str, version: str) -> str:
     return f"# specinfer {heading}\n{text.rstrip()}\n"
 
 
+def required_levels(given: str) -> str:
+    """Names of levels for setup.py, which fails if a named one does not compile; "" and "all" mean all."""
+    if given.strip() not in ("", "all"):
+        return given
+    return " ".join(level.name for level in LEVELS if level.architecture == architecture())
+
+
 def build(tools: Path) -> tuple[Path, Path]:
     """The sdist, and the wheel that is built from it."""
-    levels = os.environ.get("SPECINFER_WHEEL_LEVELS", "all")
+    levels = required_levels(os.environ.get("SPECINFER_WHEEL_LEVELS", ""))
     run(tools / "python", "-m", "build", "--outdir", DIST, ROOT, SPECINFER_WHEEL_LEVELS=levels)
     [sdist], [wheel] = DIST.glob("*.tar.gz"), DIST.glob("*.whl")
     if "-any" in wheel.name:

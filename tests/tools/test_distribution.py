@@ -13,9 +13,10 @@ from typing import Final
 import pytest
 from packaging.metadata import Metadata
 
+from specinfer.kernels.machine import LEVELS, architecture
 from specinfer.version import VERSION
 from tests.tools.sources import REPOSITORY, bare_environment, copy_sources
-from tools.release import package_version, release_notes
+from tools.release import package_version, release_notes, required_levels
 
 BUILD: Final = "import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
 SUFFIXES: Final = {
@@ -143,3 +144,11 @@ def test_entries_of_the_changelog_have_a_line_each_under_a_kind() -> None:
         elif kind and line:
             assert line.startswith(("- ", "#### "))
             assert len(line) <= 130, line
+
+
+@pytest.mark.parametrize("given", ["", "all"])
+def test_a_release_names_every_level_so_that_none_may_be_left_out(given: str) -> None:
+    here = {level.name for level in LEVELS if level.architecture == architecture()}
+    assert here
+    assert set(required_levels(given).split()) == here
+    assert required_levels("amx,avx2") == "amx,avx2"
