@@ -32,7 +32,7 @@ class About:
     size: bool = False  # True for a number of bytes, given on the command line like 2GB
     switch: bool = False  # True if a pair of flags switches it on and off, whatever its type
     old: tuple[str, ...] = ()  # former names, which are still accepted
-    of_batches: bool = True  # of the server's options: True if batch files use it, too
+    of_batches: bool = True  # for the server's options: True if batch files use it, too
 
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

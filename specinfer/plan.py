@@ -33,7 +33,7 @@ class PlanEntry:
     incarnation: int  # incremented by each preemption, which invalidates the KV of earlier numbers
     processors: Processors | None = None  # logit processors of the request's parameters
     speculators: tuple[str, ...] | None = None  # names of the speculators that may run; None: all
-    block_hashes: Sequence[bytes] = ()  # of the leading full blocks; equal hashes mean equal KV
+    block_hashes: Sequence[bytes] = ()  # hashes of the leading full blocks; equal hashes mean equal KV
     room: int = 1  # maximum tokens that the text may still gain
 
     @property

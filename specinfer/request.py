@@ -157,7 +157,7 @@ class Delta:
     error: str | None = None  # message, if finish_reason is "error"
     parameter: str | None = None  # the invalid parameter, if the engine refused the request
     internal_error: bool = False  # True if the engine or the model failed, not the request
-    figures: SpeculationFigures | None = None  # of the whole answer, in its last delta
+    figures: SpeculationFigures | None = None  # figures of the whole answer, in its last delta
     prompt_logprobs: Sequence[Logprobs | None] | None = None  # in the delta of the prefill, if requested
     cached_tokens: int = 0  # prompt tokens read from the KV cache
     begun: bool = False  # True in the delta that the request's first step sends before it computes

@@ -117,7 +117,7 @@ class SamplingParams:
 
     logprobs: int | None = None  # per output token: log-probabilities of the chosen and of the k likeliest
     prompt_logprobs: int | None = None  # the same for the prompt's tokens, except the first
-    logprobs_mode: LogprobsMode = "raw"  # of the model's distribution, or processed: after all parameters
+    logprobs_mode: LogprobsMode = "raw"  # raw: model's distribution; processed: after all parameters
 
     # None of these changes the distribution of the text. `speculation` may also be a bool or a mapping.
     speculation: SpeculationParams = field(default_factory=SpeculationParams)

@@ -28,7 +28,7 @@ from specinfer.serve.api.tokens import DetokenizeFields, TokenizeFields, detoken
 from specinfer.serve.backend.work import EngineInfo
 from specinfer.serve.fields.body import parse
 from specinfer.serve.http.access import Access, Keys
-from specinfer.serve.http.api_error import ApiError, tell_api_error, tell_http_error
+from specinfer.serve.http.api_error import ApiError, answer_api_error, answer_http_error
 from specinfer.serve.http.event_stream import body_of, stream, unless_gone
 from specinfer.serve.http.hosts import Hosts
 from specinfer.serve.http.page_server import PAGE_HEADERS, page_files
@@ -47,8 +47,8 @@ def build_app(service: Service, keys: Keys, hosts: Hosts | None = None) -> FastA
         redoc_url=None,
         redirect_slashes=False,  # behind a proxy the redirect would name the wrong host
     )
-    app.add_exception_handler(ApiError, tell_api_error)
-    app.add_exception_handler(HTTPException, tell_http_error)
+    app.add_exception_handler(ApiError, answer_api_error)
+    app.add_exception_handler(HTTPException, answer_http_error)
     _add_answers(app, service)
     _add_models(app, service)
     _add_server_paths(app, service)

@@ -16,7 +16,7 @@ from specinfer.serve.api.completions import ChoicesAnswer
 from specinfer.serve.api.reports import chat_logprobs, reported_prompt
 from specinfer.serve.api.service import Service
 from specinfer.serve.dialect.dialect import AnswerReader
-from specinfer.serve.dialect.reader import ArgumentsPiece, CallStarted, Content, Event, Thought
+from specinfer.serve.dialect.reader import ArgumentsPiece, CallStarted, Content, Event, ReasoningPiece
 from specinfer.serve.dialect.tool import ToolChoice
 from specinfer.serve.fields.body import Fields, Items, TextOrItems, by_type
 from specinfer.serve.fields.conversation import ConversationFields
@@ -285,7 +285,7 @@ def _delta(found: list[Event]) -> dict[str, Any]:
     calls: dict[int, dict[str, Any]] = {}
     for one in found:
         match one:
-            case Thought(text):
+            case ReasoningPiece(text):
                 delta["reasoning_content"] = delta.get("reasoning_content", "") + text
             case Content(text):
                 delta["content"] = delta.get("content", "") + text

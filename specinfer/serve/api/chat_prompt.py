@@ -175,7 +175,7 @@ def _reasoning_state(
     closed = reasoning.closed_by(prompt.text) or (bool(start.strip()) and not opened)
     if not fields.forms or _covers_reasoning(fields) or closed:
         return opened, closed, None
-    rules = [f"{name}: {body}" for name, body in reasoning.preamble(opened).items()]
+    rules = [f"{name}: {body}" for name, body in reasoning.preamble_rules(opened).items()]
     return opened, closed, "\n".join(rules)
 
 

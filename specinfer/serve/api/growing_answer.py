@@ -15,7 +15,7 @@ from specinfer.serve.api.chat_prompt import ChatPrompt
 from specinfer.serve.api.reports import Tally
 from specinfer.serve.api.service import Service
 from specinfer.serve.dialect.dialect import AnswerReader
-from specinfer.serve.dialect.reader import ArgumentsPiece, CallEnded, CallStarted, Content, Thought
+from specinfer.serve.dialect.reader import ArgumentsPiece, CallEnded, CallStarted, Content, ReasoningPiece
 from specinfer.serve.dialect.reader import Event as Found
 from specinfer.serve.fields.conversation import ConversationFields
 from specinfer.serve.http.api_error import ApiError, OwnNames
@@ -58,7 +58,7 @@ class Parts(ABC):
         events: list[Event] = []
         for one in found:
             match one:
-                case Thought(text):
+                case ReasoningPiece(text):
                     events += [*self._within("thoughts"), *self._add(text)]
                 case Content(text):
                     events += [*self._within("text"), *self._add(text)]
@@ -139,7 +139,7 @@ class GrowingAnswer(ABC, Generic[_Fields]):
     async def _growth(self) -> AsyncGenerator[list[Event]]:
         """Yield the stream events of each engine delta; some deltas have none."""
         fields, service = self._fields, self._service
-        with self.names.told():
+        with self.names.applied():
             prompt = await ChatPrompt.of(service, fields, self._messages)
             self._tally.prompt_tokens = len(prompt.token_ids)
             self._params = fields.sampling_params(service.room(prompt.token_ids, "messages"), **prompt.held)

@@ -163,7 +163,7 @@ class Messages(GrowingAnswer[MessageFields]):
 async def count_tokens(service: Service, fields: MessageFields) -> dict[str, Any]:
     """The number of prompt tokens, as the usage of an answer would report it."""
     service.check_model(fields.model)
-    with _OWN_NAMES.told():
+    with _OWN_NAMES.applied():
         fields = _checked(service, fields)
         return {"input_tokens": len((await ChatPrompt.of(service, fields, fields.conversation)).token_ids)}
 

@@ -61,7 +61,7 @@ class MessageItem(Fields):
     phase: None = None
 
 
-class ThoughtPart(Fields):
+class ReasoningTextPart(Fields):
     """A part of the reasoning."""
 
     type: Literal["reasoning_text"]
@@ -72,7 +72,7 @@ class ReasoningItem(Fields):
     """The reasoning before an earlier answer."""
 
     type: Literal["reasoning"]
-    content: Items[ThoughtPart] | None = None
+    content: Items[ReasoningTextPart] | None = None
     summary: Annotated[Items[Any], Field(max_length=0)] | None = None  # the server makes no summaries
     encrypted_content: None = None
     id: str | None = None
@@ -190,7 +190,7 @@ def _turn(messages: list[dict[str, Any]], *before: str) -> dict[str, Any]:
     return messages[-1]
 
 
-def _text(content: str | Iterable[ResponseText | RefusalPart | ThoughtPart]) -> str:
+def _text(content: str | Iterable[ResponseText | RefusalPart | ReasoningTextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 

@@ -1,14 +1,14 @@
-"""CallFormat: how a model writes the calls it makes.
+"""Formats in which models write tool calls.
 
     hermes        <tool_call>\n{"name": "f", "arguments": {...}}\n</tool_call>, one below the other; text may
-                  come before (Hermes, Qwen2.5, Qwen3)
+                  precede them (Hermes, Qwen2.5, Qwen3)
     qwen3_coder   <tool_call>\n<function=f>\n<parameter=name>\nvalue\n</parameter>\n</function>\n</tool_call>,
-                  where hermes has its calls; a value is a text as it is, or JSON (Qwen3-Coder, Qwen3.5)
+                  at the same positions as hermes; a value is plain text or JSON (Qwen3-Coder, Qwen3.5)
     llama3        {"name": "f", "parameters": {...}} as the whole answer, several with ";" between them
     mistral       [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...] at the end of the answer
     mistral_args  [TOOL_CALLS]f[ARGS]{...}, one after the other, at the end of the answer
 
-A chat template that writes calls shows which of them the model was trained on.
+The format in a chat template is the one that the model was trained on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-_MARKS: Mapping[FormatName, tuple[str, ...]] = {
+_DELIMITERS: Mapping[FormatName, tuple[str, ...]] = {
     "hermes": (TOOL_CALL, TOOL_CALL_END),
     "qwen3_coder": (TOOL_CALL, TOOL_CALL_END),
     "llama3": (PYTHON_TAG,),
@@ -43,13 +43,13 @@ _MARKS: Mapping[FormatName, tuple[str, ...]] = {
     "mistral_args": (TOOL_CALLS, CALL_ID, ARGS),
 }
 
-_KNOWS_TOOLS = re.compile(r"(?<![\w.])tools\b")
-_PARAMETERS = re.compile(r'\\?"parameters\\?": ')  # in a template, its quotes escaped or not
+_USES_TOOLS = re.compile(r"(?<![\w.])tools\b")
+_PARAMETERS = re.compile(r'\\?"parameters\\?": ')  # in a template, where quotes may be escaped
 _LETTERS = string.ascii_letters + string.digits
 
 Message = Mapping[str, Any]
 _EXAMPLE = ("function_name", {"argument": "value"})
-_TELLS = """\
+_INSTRUCTIONS = """\
 You may call functions to answer the user. Here they are, one a line, with JSON schemas of their arguments:
 <tools>
 {tools}
@@ -61,12 +61,12 @@ What a function returns is then given to you between <tool_response> and </tool_
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """The form of the calls of one model, and what of it the model's own template takes part in.
+    """The call format of a model.
 
-    `native`: the template tells the model of tools in this form; otherwise a system message has to
-    (conversation.py). `single`: it writes earlier answers with one call only, so that an answer may not have
-    more. `with_ids`: it puts a call's id before its arguments. `special` are the ids of those marks that are
-    special tokens of the model, and have to stand in a text for its calls to be found; the others are text.
+    `native`: the chat template describes tools in this format; otherwise `for_template` adds a message.
+    `single`: the template accepts one call per answer. `with_ids`: it writes ids of calls before arguments.
+    `special` has the ids of delimiters that are special tokens. The tokenizer must render these in the text,
+    or calls are not found. Other delimiters are plain text.
     """
 
     name: FormatName
@@ -77,40 +77,40 @@ class CallFormat:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, name: str = "auto") -> CallFormat:
-        """The form the model's chat template writes calls in ("auto"), or the one of that name.
+        """Return the format of the model's chat template ("auto"), or the one called `name`.
 
-        Raises RequestError when there is no form of that name, or the template shows none that is known here.
+        Raises RequestError if the name is unknown, or if the template has no supported format.
         """
         template = tokenizer.tool_template or ""
         found = format_in(template)
         chosen = ALIASES.get(name, name)
         if chosen == "auto":
             if found is None:
-                raise RequestError(_why_none(template), "tools")
+                raise RequestError(_no_format(template), "tools")
             chosen = found
         if chosen not in FORMAT_NAMES:
             names = ", ".join(("auto", *FORMAT_NAMES, *ALIASES))
             raise RequestError(f"the tool format is {name!r}; allowed: {names}", "tools")
         native = chosen == found
-        marks = ((mark, tokenizer.special_id(mark)) for mark in _MARKS[chosen])
+        found_ids = ((text, tokenizer.special_id(text)) for text in _DELIMITERS[chosen])
         return cls(
             name=chosen,
             native=native,
             single=native and "single tool-call" in template,
             with_ids=native and CALL_ID in template,
-            special={mark: token for mark, token in marks if token is not None},
+            special={text: token for text, token in found_ids if token is not None},
         )
 
     def new_id(self) -> str:
-        """A random id for a call, such as the model's template accepts."""
-        if self.name in ("mistral", "mistral_args"):  # nine letters and digits, or the template refuses it
+        """Return a random call id that the model's template accepts."""
+        if self.name in ("mistral", "mistral_args"):  # the template requires nine letters and digits
             return "".join(secrets.choice(_LETTERS) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
 
 
 def format_in(template: str) -> FormatName | None:
-    """The form in which a chat template writes calls; None when it knows no tools, or another form."""
-    if not _KNOWS_TOOLS.search(template):
+    """Return the call format of a chat template; None if it has no tools or an unsupported format."""
+    if not _USES_TOOLS.search(template):
         return None
     if TOOL_CALLS in template:
         return "mistral_args" if ARGS in template else "mistral"
@@ -123,26 +123,22 @@ def format_in(template: str) -> FormatName | None:
     return None
 
 
-def _why_none(template: str) -> str:
+def _no_format(template: str) -> str:
     if not template:
-        return "the model has no chat template, by which it could learn of tools; leave tools out"
-    shown = (
-        "writes tool calls in a form that is not supported"
-        if _KNOWS_TOOLS.search(template)
-        else "knows no tools"
-    )
+        return "the model has no chat template to describe tools in; leave tools out"
+    shown = "writes tool calls in an unsupported format" if _USES_TOOLS.search(template) else "has no tools"
     return (
         f"the model's chat template {shown}; leave tools out, or serve with --call-format and one of "
-        f"{', '.join(FORMAT_NAMES)}: a system message then tells the model of tools"
+        f"{', '.join(FORMAT_NAMES)}: a system message then describes the tools"
     )
 
 
 def for_template(
     messages: Sequence[Message], tools: Sequence[Tool], call_format: CallFormat
 ) -> tuple[list[Message], list[dict[str, Any]]]:
-    """Messages and tools for `ChatEncoder.render`; no tools where a message tells of them.
+    """Return messages and tools for `ChatEncoder.render`; no tools if a message describes them.
 
-    Raises RequestError, as the template would, on messages and earlier calls of the wrong shape.
+    Raises RequestError, like the template, for malformed messages and earlier calls.
     """
     if call_format.native:
         return list(messages), [tool.described() for tool in tools]
@@ -155,43 +151,43 @@ def for_template(
                 written.append(_as_text(message, call_format.name))
             else:
                 written.append(message)
-        return (_told(written, tools, call_format.name) if tools else written), []
+        return (_with_instructions(written, tools, call_format.name) if tools else written), []
     except RecursionError:
-        raise RequestError("arguments of a call nest too deep; send flatter ones", "messages") from None
+        raise RequestError("call arguments are nested too deeply; send flatter ones", "messages") from None
 
 
-def _told(messages: list[Message], tools: Sequence[Tool], name: FormatName) -> list[Message]:
-    """The conversation with a system message that tells of tools, or with one that tells of them as well."""
+def _with_instructions(messages: list[Message], tools: Sequence[Tool], name: FormatName) -> list[Message]:
+    """Add a description of the tools to the system message, or a system message if there is none."""
     how = "To call one, answer with nothing but this, its name and its arguments as JSON"
     if name == "qwen3_coder":
         how = "To call one, write its name and its arguments in this form, at the end of your answer"
     elif name != "llama3":
         how = "To call one, write its name and its arguments as JSON, in this form, at the end of your answer"
-    tells = _TELLS.format(
+    instructions = _INSTRUCTIONS.format(
         tools="\n".join(json.dumps(tool.described(), ensure_ascii=False) for tool in tools),
         how=how,
         example=_calls([_EXAMPLE], name),
     )
     first = messages[0]
     if first["role"] != "system":
-        return [{"role": "system", "content": tells}, *messages]
-    return [{**first, "content": _joined(first["content"], "\n\n", tells)}, *messages[1:]]
+        return [{"role": "system", "content": instructions}, *messages]
+    return [{**first, "content": _joined(first["content"], "\n\n", instructions)}, *messages[1:]]
 
 
 def _as_text(message: Message, name: FormatName) -> Message:
-    """An assistant's message whose calls are part of its text."""
+    """Return an assistant's message with its calls written into its text."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
     others = {key: value for key, value in message.items() if key != "tool_calls"}
     return others | {"content": _joined(message["content"], "\n", _calls(calls, name))}
 
 
 def _joined(content: str, between: str, text: str) -> str:
-    """A message's content with more text behind it."""
+    """Append text to a message's content."""
     return f"{content}{between}{text}" if content else text
 
 
 def _add_result(messages: list[Message], message: Message) -> None:
-    """Add what a tool returned; results one after the other are one message of the user."""
+    """Add a tool's result; consecutive results form one user message."""
     text = f"<tool_response>\n{message['content']}\n</tool_response>"
     last = messages[-1] if messages else {}
     if last.get("role") == "user" and last["content"].startswith("<tool_response>"):
@@ -201,7 +197,7 @@ def _add_result(messages: list[Message], message: Message) -> None:
 
 
 def _calls(calls: Sequence[tuple[str, Mapping[str, Any]]], name: FormatName) -> str:
-    """Calls as a model writes them."""
+    """Write calls as the model does."""
     key = "parameters" if name == "llama3" else "arguments"
     objects = [json.dumps({"name": called, key: given}, ensure_ascii=False) for called, given in calls]
     match name:
@@ -219,7 +215,7 @@ def _calls(calls: Sequence[tuple[str, Mapping[str, Any]]], name: FormatName) -> 
 
 
 def _function(called: str, given: Mapping[str, Any]) -> str:
-    """A call with its arguments between tags: texts as they are, other values as JSON."""
+    """Write a call with its arguments between tags: strings unchanged, other values as JSON."""
     texts = {
         name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for name, value in given.items()

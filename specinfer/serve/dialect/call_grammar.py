@@ -1,8 +1,8 @@
-"""The grammar that holds an answer to a call format: calls are whole, and their arguments follow schemas.
+"""Grammars that constrain answers to a call format: calls are complete, and arguments follow their schemas.
 
-It is lazy: an answer is free text until the beginning of a call is complete. Where the beginning is a special
-token, that token ends the free text; where it is text, a lazy rule ends at its first occurrence. Reasoning
-comes first and may hold anything, the beginning of a call, too.
+An answer is free text until the start of a call is complete. If the start is a special token, that token ends
+the free text; otherwise a lazy rule ends at its first occurrence. Reasoning comes first and may contain any
+text, including the start of a call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from specinfer.serve.dialect.call_format import (
     CallFormat,
 )
 from specinfer.serve.dialect.dialect import Reasoning
-from specinfer.serve.dialect.tagged_calls import says_types_alone, schemas_of, types_of
+from specinfer.serve.dialect.tagged_calls import has_types_only, schemas_of, types_of
 from specinfer.serve.dialect.tool import Tool, ToolChoice
 from specinfer.structured_output import MAX_SOURCE, JsonWhitespace, OutputKind, StructuredOutput
 
@@ -48,12 +48,12 @@ def call_grammar(
     form: StructuredOutput | None = None,
     whitespace: JsonWhitespace = "bounded",
 ) -> str | None:
-    """A Lark grammar for answers that may, or must, call tools; None where nothing holds the answer.
+    """Return a Lark grammar for answers that may, or must, call tools; None if answers are unconstrained.
 
-    `parallel`: an answer may have several calls. `reasoning` is how the model thinks, if it does, and
-    `starts_inside` whether its answer begins there. `form` is what an answer without calls has to look like:
-    an answer that may call tools is then calls or the form, with nothing beside them. `whitespace` may stand
-    between the parts of arguments. Raises RequestError when the schemas are too long.
+    `parallel`: an answer may have several calls. `reasoning` has the model's delimiters, None if it does not
+    reason; `starts_inside` is True if its answer starts within the reasoning. `form` constrains answers
+    without calls: an answer is then either calls or the form, without further text. `whitespace` is allowed
+    between the parts of arguments. Raises RequestError if the schemas are too long.
     """
     callable_tools = choice.among(tools)
     if choice.mode == "none" or not callable_tools:
@@ -71,7 +71,7 @@ def call_grammar(
 
 
 class _Lark:
-    """Rules by name, the grammar of one request. `special` are the marks that are special tokens."""
+    """Rules of one request's grammar, by name. `special` has the ids of the special delimiters."""
 
     def __init__(
         self, tools: Sequence[Tool], special: Mapping[str, int], several: bool, whitespace: JsonWhitespace
@@ -90,17 +90,17 @@ class _Lark:
         starts_inside: bool,
         form: StructuredOutput | None,
     ) -> str:
-        """The grammar as Lark; where calls are `optional`, an answer may be the form, or any text.
+        """Return the grammar in Lark; if calls are `optional`, an answer may be the form, or any text.
 
-        Without a form, text may also stand before calls.
+        Without a form, text may also precede calls.
         """
         free = optional and form is None
-        self._rules["start"] = ""  # stands first
+        self._rules["start"] = ""  # the first rule
         match call_format.name:
             case "hermes":
-                calls = self._marked(free, self._objects("arguments"))
+                calls = self._delimited(free, self._objects("arguments"))
             case "qwen3_coder":
-                calls = self._marked(free, self._functions())
+                calls = self._delimited(free, self._functions())
             case "llama3":
                 calls = self._llama3(free, as_json=optional and form is not None and form.kind in _JSON)
             case "mistral":
@@ -113,7 +113,7 @@ class _Lark:
         if optional and form is not None:
             if call_format.name == "llama3" and form.kind in _JSON:
                 form = self._without_calls(form)
-            self._rules["form"] = f"%lark {{\n{lark_of(form)}\n}}"  # which has names of its own
+            self._rules["form"] = f"%lark {{\n{lark_of(form)}\n}}"  # its rule names are separate
             self._rules["answer"] += " | form"
         return "\n".join(f"{name}: {body}" for name, body in self._rules.items())
 
@@ -121,26 +121,26 @@ class _Lark:
         if reasoning is None:
             return "answer"
         if not free:
-            self._rules |= reasoning.preamble(starts_inside)
+            self._rules |= reasoning.preamble_rules(starts_inside)
             return "preamble answer"
-        # A free answer has its line breaks already; and reasoning that is cut off is an answer, too.
-        self._rules |= reasoning.marks()
-        self._rules["thought"] = f"close answer | {self._any_text()}"
-        return "thought" if starts_inside else "open thought | answer"
+        # Free text includes the line breaks, and an answer may end within its reasoning.
+        self._rules |= reasoning.delimiter_rules()
+        self._rules["reasoning"] = f"close answer | {self._any_text()}"
+        return "reasoning" if starts_inside else "open reasoning | answer"
 
-    def _marked(self, free: bool, item: str) -> str:
-        first = self._up_to("before", TOOL_CALL) if free else self._mark(TOOL_CALL)
-        self._rules["call"] = f'"\\n" item "\\n" {self._mark(TOOL_CALL_END)}'
+    def _delimited(self, free: bool, item: str) -> str:
+        first = self._up_to("before", TOOL_CALL) if free else self._delimiter(TOOL_CALL)
+        self._rules["call"] = f'"\\n" item "\\n" {self._delimiter(TOOL_CALL_END)}'
         self._rules["item"] = item
-        return f"{first} call" + self._more(f'"\\n" {self._mark(TOOL_CALL)} call')
+        return f"{first} call" + self._more(f'"\\n" {self._delimiter(TOOL_CALL)} call')
 
     def _llama3(self, free: bool, *, as_json: bool) -> str:
-        """Calls that are JSON objects; `as_json` where an answer may be another one, which begins alike."""
+        """Calls that are JSON objects; with `as_json`, answers may be other objects, too."""
         self._rules["item"] = self._json_objects() if as_json else self._objects("parameters")
         more = self._more('";" " "? item')
         if not free:
             return "item" + more
-        # An answer that is JSON but no call must stay free: a call begins when its name is complete.
+        # Answers in other JSON must stay free: a call starts when its name is complete.
         options = []
         for index, tool in enumerate(self._tools):
             name = "".join(map(escaped, json.dumps(tool.name)))
@@ -152,26 +152,26 @@ class _Lark:
         return (f"(first | <[{tag}]> item)" if tag is not None else "first") + more
 
     def _mistral(self, free: bool) -> str:
-        first = self._up_to("before", TOOL_CALLS) if free else self._mark(TOOL_CALLS)
+        first = self._up_to("before", TOOL_CALLS) if free else self._delimiter(TOOL_CALLS)
         self._rules["item"] = self._objects("arguments")
         return f'{first} " "? "[" item' + self._more('", " item') + ' "]"'
 
     def _mistral_args(self, free: bool, with_ids: bool) -> str:
-        first = self._up_to("before", TOOL_CALLS) if free else self._mark(TOOL_CALLS)
-        args = self._mark(ARGS)
+        first = self._up_to("before", TOOL_CALLS) if free else self._delimiter(TOOL_CALLS)
+        args = self._delimiter(ARGS)
         if with_ids:
-            args = f"{self._mark(CALL_ID)} /[a-zA-Z0-9]{{9}}/ {args}"
+            args = f"{self._delimiter(CALL_ID)} /[a-zA-Z0-9]{{9}}/ {args}"
         self._rules["item"] = " | ".join(
             f"{json.dumps(tool.name)} {args} {self._arguments(index)}"
             for index, tool in enumerate(self._tools)
         )
-        return f"{first} item" + self._more(f"{self._mark(TOOL_CALLS)} item")
+        return f"{first} item" + self._more(f"{self._delimiter(TOOL_CALLS)} item")
 
     def _more(self, call: str) -> str:
         return f" ({call})*" if self._several else ""
 
     def _objects(self, key: str) -> str:
-        """Calls as objects, written as templates write them."""
+        """Calls as objects, with the white space of templates."""
         options = []
         for index, tool in enumerate(self._tools):
             begin = f'{{"name": {json.dumps(tool.name)}, "{key}": '
@@ -179,7 +179,7 @@ class _Lark:
         return " | ".join(options)
 
     def _json_objects(self) -> str:
-        """Calls as objects, written as any JSON is."""
+        """Calls as objects, with any JSON formatting."""
         options = []
         for index, tool in enumerate(self._tools):
             call = {"name": {"const": tool.name}, "parameters": tool.held_parameters}
@@ -193,7 +193,7 @@ class _Lark:
         return " | ".join(options)
 
     def _without_calls(self, form: StructuredOutput) -> StructuredOutput:
-        """The form of JSON objects that would not be read as calls; all of them where names are too many."""
+        """Exclude objects that would be read as calls from a JSON form, unless the names are too long."""
         schema = json.loads(form.source) if form.kind is OutputKind.JSON_SCHEMA else {"type": "object"}
         names = [tool.name for tool in self._tools]
         if sum(map(len, names)) > MAX_CHARACTERS:
@@ -204,7 +204,7 @@ class _Lark:
         return replace(form, kind=OutputKind.JSON_SCHEMA, source=json.dumps(schema))
 
     def _functions(self) -> str:
-        """Calls with their arguments between tags."""
+        """Calls whose arguments are between tags."""
         options = []
         for index, tool in enumerate(self._tools):
             required = tool.parameters.get("required", ())
@@ -219,17 +219,17 @@ class _Lark:
         return " | ".join(options)
 
     def _value(self, tool: Tool, name: str, schema: Mapping[str, Any]) -> str:
-        """A value and the end of its tag: one of some texts, JSON, or any text."""
+        """A value and its closing tag: one of given texts, JSON, or any text."""
         types, end = types_of(schema), _quoted(f"\n{PARAMETER_END}\n")
         texts = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if types == {"string"} and texts:
             self._rules[name] = f"/{'|'.join(''.join(map(escaped, text)) for text in texts)}/"
         elif "string" not in types:
             self._rules[name] = json_rule(schema, strict=tool.strict, whitespace=self._whitespace)
-        elif tool.strict and not says_types_alone(schema):
+        elif tool.strict and not has_types_only(schema):
             raise RequestError(
-                f"the function {tool.name} is strict, and this model writes texts as they are, so they "
-                "cannot be held to its schema; allowed: type, enum and const of texts; or leave strict out",
+                f"the function {tool.name} is strict, but this model writes strings without quotes, so their "
+                "schemas cannot be enforced; allowed: type, enum and const of strings; or leave strict out",
                 "tools",
             )
         else:
@@ -246,18 +246,18 @@ class _Lark:
         self._rules["TEXT"] = "/(?s:.*)/"
         return "TEXT"
 
-    def _mark(self, mark: str) -> str:
-        token = self._special.get(mark)
-        return json.dumps(mark) if token is None else f"<[{token}]>"
+    def _delimiter(self, text: str) -> str:
+        token = self._special.get(text)
+        return json.dumps(text) if token is None else f"<[{token}]>"
 
-    def _up_to(self, name: str, mark: str) -> str:
-        """Any text and the first `mark` in it."""
-        if mark in self._special:
-            return f"{self._any_text()} {self._mark(mark)}"
-        self._rules[f"{name}[lazy]"] = f"/(?s:.*){''.join(map(escaped, mark))}/"
+    def _up_to(self, name: str, delimiter: str) -> str:
+        """Any text up to and including the first delimiter."""
+        if delimiter in self._special:
+            return f"{self._any_text()} {self._delimiter(delimiter)}"
+        self._rules[f"{name}[lazy]"] = f"/(?s:.*){''.join(map(escaped, delimiter))}/"
         return name
 
 
 def _quoted(text: str) -> str:
-    """A text as Lark has it."""
+    """Quote a text for Lark."""
     return json.dumps(text, ensure_ascii=False)

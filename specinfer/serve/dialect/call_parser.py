@@ -1,8 +1,8 @@
-"""CallParser: text and tool calls of an answer, while it grows.
+"""Incremental parser of text and tool calls in an answer.
 
-What may be the beginning of a call is held back until it is one, or turns out to be text. A call begins when
-its name is known and its arguments have begun; what is no call by then is content. Arguments go out as they
-are written.
+It holds back text that may be the start of a call until the next characters decide. A call starts when its
+name is complete and its arguments have started; other text is content. Arguments are returned unchanged,
+piece by piece.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from specinfer.serve.dialect.reader import (
 )
 
 _CLOSERS = {"{": "}", "[": "]"}
-_BETWEEN = frozenset(" \t\r\n,:+-.")  # in JSON outside of strings, beside letters, digits and brackets
+_BETWEEN = frozenset(" \t\r\n,:+-.")  # in JSON outside of strings, besides letters, digits, brackets
 
 
 class NoCallError(Exception):
-    """What was read since the last call is none."""
+    """The text since the last call is not a call."""
 
 
 class CallParser(Reader[list[Event]]):
-    """Finds the calls in an answer of one format, in time that grows with its length; nothing makes it raise.
+    """Finds the calls in an answer of one format, in linear time; no text makes it raise.
 
-    `names` are the tools that may be called; what names another one is content. `new_id` gives each call
-    its id. White space around calls belongs to the format. A call that breaks off before it began is content;
-    behind other calls it is nothing: an answer that calls has no content behind its calls.
+    `names` are the tools that may be called; a call of another tool is content. `new_id` returns the id of a
+    call. White space around calls is dropped. A call that breaks off before its arguments is content, or is
+    dropped after other calls, because an answer has no content after its calls.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class CallParser(Reader[list[Event]]):
         self._names = frozenset(names)
         self._new_id = new_id or call_format.new_id
         self._events: list[Event] = []
-        self._pieces: list[str] = []  # of arguments or content, not yet an event
-        self._of_call = False  # whose they are: the last call's, or content
-        self.calls = 0  # that have started
+        self._pieces: list[str] = []  # text that is not yet an event
+        self._of_call = False  # True if they are arguments of the last call, False for content
+        self.calls = 0  # number of started calls
 
     def _take(self) -> list[Event]:
         self._flush()
@@ -68,7 +68,7 @@ class CallParser(Reader[list[Event]]):
         if text:
             self._events.append(ArgumentsPiece(self.calls - 1, text) if self._of_call else Content(text))
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         self._pieces.append(text)
 
     def _start(self, name: str) -> None:
@@ -86,36 +86,36 @@ class CallParser(Reader[list[Event]]):
     def _text(self) -> Rule[None]:
         match self._format:
             case "hermes" | "qwen3_coder":
-                yield from self._anywhere(TOOL_CALL, self._marked)
+                yield from self._anywhere(TOOL_CALL, self._delimited)
             case "mistral" | "mistral_args":
                 yield from self._anywhere(TOOL_CALLS, self._mistral)
             case "llama3":
                 yield from self._from_the_start(self._llama3)
 
-    def _anywhere(self, mark: str, calls: Callable[[], Rule[None]]) -> Rule[None]:
-        """Text, in which `mark` is followed by calls."""
+    def _anywhere(self, delimiter: str, calls: Callable[[], Rule[None]]) -> Rule[None]:
+        """Text with calls after each `delimiter`."""
         while self.char:
             yield from self._spaces()
-            if self.char != mark[0]:
+            if self.char != delimiter[0]:
                 if self.char:
-                    self._say(self._release() + self.char)
+                    self._emit(self._release() + self.char)
                     yield
-            elif (yield from self._literal(mark)):
+            elif (yield from self._literal(delimiter)):
                 yield from self._try(calls)
             elif self.char or not self.calls:
-                self._say(self._release())
-        if not self.calls:  # behind calls, what is held is white space or the beginning of another one
-            self._say(self._release())
+                self._emit(self._release())
+        if not self.calls:  # after calls, drop the held white space or start of a call
+            self._emit(self._release())
 
     def _from_the_start(self, calls: Callable[[], Rule[None]]) -> Rule[None]:
-        """Calls and nothing else; or text."""
+        """Only calls, or only text."""
         yield from self._spaces()
         if self.char:
             yield from self._try(calls)
         if self.char or not self.calls:
-            self._say(self._release())
+            self._emit(self._release())
         while self.char:
-            self._say(self.char)
+            self._emit(self.char)
             yield
 
     def _try(self, calls: Callable[[], Rule[None]]) -> Rule[None]:
@@ -123,10 +123,10 @@ class CallParser(Reader[list[Event]]):
             yield from calls()
         except NoCallError:
             if self.char or not self.calls:
-                self._say(self._release())
-            self._drop()  # at the end of the answer, the rest of a call or the beginning of another one
+                self._emit(self._release())
+            self._drop()  # an incomplete call at the end of the answer
 
-    def _marked(self) -> Rule[None]:
+    def _delimited(self) -> Rule[None]:
         yield from self._spaces()
         yield from self._call()
         yield from self._spaces()
@@ -134,7 +134,7 @@ class CallParser(Reader[list[Event]]):
         self._drop()
 
     def _call(self) -> Rule[None]:
-        """One call between marks."""
+        """One call between delimiters."""
         yield from self._object()
 
     def _llama3(self) -> Rule[None]:
@@ -173,7 +173,7 @@ class CallParser(Reader[list[Event]]):
         yield from self._stream("".join(name))
 
     def _objects(self, between: str) -> Rule[None]:
-        """One call after the other, and the white space behind them."""
+        """Calls with separators, and the white space after them."""
         yield from self._object()
         yield from self._spaces()
         while self.char == between:
@@ -183,7 +183,7 @@ class CallParser(Reader[list[Event]]):
             yield from self._spaces()
 
     def _object(self) -> Rule[None]:
-        """{"name": ..., "arguments": {...}}, its keys in any order."""
+        """{"name": ..., "arguments": {...}}, with its keys in any order."""
         name = arguments = None
         called = False
         yield from self._expect("{")
@@ -197,7 +197,7 @@ class CallParser(Reader[list[Event]]):
                 name = self._known((yield from self._string()))
                 if arguments is not None:
                     self._start(name)
-                    self._say(arguments)
+                    self._emit(arguments)
                     self._stop(complete=True)
                     called = True
             elif key in ("arguments", "parameters") and arguments is None and not called:
@@ -227,19 +227,19 @@ class CallParser(Reader[list[Event]]):
         return name
 
     def _stream(self, name: str) -> Rule[None]:
-        """Arguments that go out as they come."""
+        """Arguments, which are emitted at once."""
         if self.char != "{":
             raise NoCallError
         self._start(name)
         try:
-            yield from self._braces(self._say, hold=False)
+            yield from self._braces(self._emit, hold=False)
         except NoCallError:
             self._stop(complete=False)
             raise
         self._stop(complete=True)
 
     def _braces(self, keep: Callable[[str], None], hold: bool) -> Rule[None]:
-        """From a brace to the one that closes it; what is between is told from other text, not checked."""
+        """Read up to the matching brace; the content must look like JSON, but is not parsed."""
         if self.char != "{":
             raise NoCallError
         closers: list[str] = []
@@ -268,7 +268,7 @@ class CallParser(Reader[list[Event]]):
                 return
 
     def _string(self) -> Rule[str]:
-        """A JSON string, as what it says."""
+        """The value of a JSON string."""
         raw: list[str] = []
         quoted, escaped = True, False
         while quoted:

@@ -1,4 +1,4 @@
-"""Dialect: how a model writes what is not plain text, as its chat template shows: calls and reasoning."""
+"""A model's formats of tool calls and reasoning, as read from its chat template."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specinfer.errors import RequestError
 from specinfer.grammar.gbnf import escaped
 from specinfer.serve.dialect.call_format import CallFormat
 from specinfer.serve.dialect.call_parser import CallParser
-from specinfer.serve.dialect.reader import Content, Event, Reader, Rule, Thought
+from specinfer.serve.dialect.reader import Content, Event, Reader, ReasoningPiece, Rule
 from specinfer.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -17,33 +17,33 @@ OPEN, CLOSE = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """How a model marks its reasoning: between OPEN and CLOSE, at the start of its answer.
+    """Reasoning between OPEN and CLOSE at the start of an answer.
 
-    `special` are the ids of those marks that are special tokens of the model, and have to stand in a text for
-    it to be split; the others are text.
+    `special` has the ids of delimiters that are special tokens. The tokenizer must render these in the text,
+    or the reasoning is not found. Other delimiters are plain text.
     """
 
     special: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Reasoning | None:
-        """The way the model's chat template speaks of; None where it speaks of no reasoning."""
+        """Return the delimiters of the model's chat templates; None if they have no reasoning."""
         templates = (tokenizer.chat_template or "", tokenizer.tool_template or "")
         if not any(CLOSE in template for template in templates):
             return None
-        found = ((mark, tokenizer.special_id(mark)) for mark in (OPEN, CLOSE))
-        return cls({mark: token for mark, token in found if token is not None})
+        found = ((text, tokenizer.special_id(text)) for text in (OPEN, CLOSE))
+        return cls({text: token for text, token in found if token is not None})
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether a prompt ends inside of reasoning, so that the answer begins there."""
+        """Return whether a prompt ends within the reasoning, so that the answer starts there."""
         return prompt.rstrip().endswith(OPEN)
 
     def closed_by(self, prompt: str) -> bool:
-        """Whether a prompt ends behind reasoning, so that the answer has none."""
+        """Return whether a prompt ends after the reasoning, so that the answer has none."""
         return prompt.rstrip().endswith(CLOSE)
 
-    def marks(self, *, blanks: bool = True) -> dict[str, str]:
-        """Lark rules by name: `open` is OPEN, `blanks` or not before it, `close` all up to CLOSE."""
+    def delimiter_rules(self, *, blanks: bool = True) -> dict[str, str]:
+        """Return Lark rules by name: `open` is OPEN, after blanks if `blanks`; `close` is all up to CLOSE."""
         spaces = r"\s{0,8}" if blanks else ""
         rules = {
             "open[lazy]": f"/{spaces}{''.join(map(escaped, OPEN))}/",
@@ -56,25 +56,25 @@ class Reasoning:
                 rules |= {"open": f"blank? {rules['open']}", "blank": r"/\s{1,8}/"}
         if CLOSE in self.special:
             del rules["close[lazy]"]
-            rules |= {"close": f"THOUGHT <[{self.special[CLOSE]}]>", "THOUGHT": "/(?s:.*)/"}
+            rules |= {"close": f"REASONING <[{self.special[CLOSE]}]>", "REASONING": "/(?s:.*)/"}
         return rules
 
-    def preamble(self, starts_inside: bool) -> dict[str, str]:
-        """Lark rules by name: `preamble` is what `ReasoningSplitter` takes away before a form.
+    def preamble_rules(self, starts_inside: bool) -> dict[str, str]:
+        """Return Lark rules by name: `preamble` is the reasoning that precedes a form.
 
-        No blanks stand before OPEN: nothing but OPEN could follow them, and a model that writes a line break
-        out of habit would have to think.
+        No blanks are allowed before OPEN. Only OPEN could follow them, which would force a model to reason
+        because it wrote a line break.
         """
-        thoughts = "close gap?" if starts_inside else "(open close gap?)?"
-        return {"preamble": thoughts, "gap": r"/\n{1,4}/"} | self.marks(blanks=False)
+        reasoning = "close gap?" if starts_inside else "(open close gap?)?"
+        return {"preamble": reasoning, "gap": r"/\n{1,4}/"} | self.delimiter_rules(blanks=False)
 
 
 class ReasoningSplitter(Reader[tuple[str, str]]):
-    """Splits an answer, as it grows, into reasoning and what the reader is meant to see.
+    """Splits an answer incrementally into reasoning and content.
 
-    `starts_inside`: the prompt has opened the reasoning (`Reasoning.opened_by`). Otherwise an answer reasons
-    only if it begins with OPEN. Line breaks beside the marks, and white space before OPEN, belong to them.
-    Reasoning that nothing closes stays reasoning.
+    `starts_inside`: the prompt has opened the reasoning (`Reasoning.opened_by`). Otherwise an answer has
+    reasoning only if it starts with OPEN. Line breaks next to the delimiters and white space before OPEN are
+    dropped. Reasoning without CLOSE extends to the end of the answer.
     """
 
     def __init__(self, starts_inside: bool) -> None:
@@ -94,14 +94,14 @@ class ReasoningSplitter(Reader[tuple[str, str]]):
             self._inside = yield from self._literal(OPEN)
         if self._inside:
             self._drop()
-            yield from self._thought()
+            yield from self._up_to_close()
         self._content.append(self._release())
         while self.char:
             self._content.append(self.char)
             yield
 
-    def _thought(self) -> Rule[None]:
-        """Reasoning, the mark that closes it, and the line breaks around it."""
+    def _up_to_close(self) -> Rule[None]:
+        """Reasoning, CLOSE, and the line breaks around it."""
         yield from self._newlines()
         self._drop()
         while self.char:
@@ -119,7 +119,7 @@ class ReasoningSplitter(Reader[tuple[str, str]]):
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """A model's own ways; `no_calls` says why it has none to call tools in."""
+    """Formats of a model. `no_calls` is the reason why `calls` is None."""
 
     calls: CallFormat | None
     no_calls: str
@@ -127,9 +127,9 @@ class Dialect:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, call_format: str = "auto") -> Dialect:
-        """The ways of the model's templates; `call_format` is the name of another form of calls.
+        """Read the formats of the model's templates; `call_format` overrides the format of calls.
 
-        Raises RequestError for a form that is unknown.
+        Raises RequestError for an unknown format.
         """
         reasoning = Reasoning.of(tokenizer)
         try:
@@ -141,7 +141,7 @@ class Dialect:
 
 
 class AnswerReader:
-    """Reads an answer as it grows: what of it is reasoning, text for the reader, calls of tools."""
+    """Splits an answer incrementally into reasoning, content and tool calls."""
 
     def __init__(self, splitter: ReasoningSplitter | None, parser: CallParser | None) -> None:
         self._splitter = splitter
@@ -150,13 +150,13 @@ class AnswerReader:
 
     @property
     def called(self) -> bool:
-        """Whether a tool was called."""
+        """True if a tool was called."""
         return self._parser is not None and self._parser.calls > 0
 
     def read(self, text: str, tokens: int, *, last: bool) -> list[Event]:
-        """What `text`, of so many tokens, brings, in the order of the answer; with the last the rest, too.
+        """Add `text`, which has `tokens` tokens, and return its events in order; `last` flushes held text.
 
-        Of the tokens of a text with reasoning and content, reasoning has its share of the characters.
+        In a text with both reasoning and content, tokens are counted in proportion to characters.
         """
         reasoning, content = ("", text) if self._splitter is None else self._splitter.feed(text)
         if self._splitter is not None and last:
@@ -164,7 +164,7 @@ class AnswerReader:
             reasoning, content = reasoning + rest[0], content + rest[1]
         if reasoning:
             self.reasoning_tokens += tokens * len(reasoning) // len(reasoning + content)
-        found: list[Event] = [Thought(reasoning)] if reasoning else []
+        found: list[Event] = [ReasoningPiece(reasoning)] if reasoning else []
         if self._parser is None:
             return [*found, Content(content)] if content else found
         found += self._parser.feed(content)

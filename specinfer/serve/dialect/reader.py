@@ -1,7 +1,7 @@
-"""Reader: a text that comes in pieces, read by rules that wait for more; and events, found in an answer.
+"""Base class of incremental parsers, and the events that they find in an answer.
 
-A rule is a generator that looks at `char` and yields when it has taken it. So a rule reads as if the whole
-text were there, and however the text is cut into pieces, the rules see the same characters.
+A rule is a generator that reads `char` and yields to advance to the next one. A rule is thus written as if
+the whole text were present, and its result does not depend on how the text is cut into pieces.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Generic, TypeVar
 
 _Found = TypeVar("_Found")
 _Result = TypeVar("_Result")
-Rule = Generator[None, None, _Result]  # yields for each character it took
+Rule = Generator[None, None, _Result]  # yields once per consumed character
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
-    """More of what the model thinks before it answers."""
+class ReasoningPiece:
+    """New text of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """More of the text for the reader."""
+    """New text of the content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStarted:
-    """A call of a tool, number `index` of the answer, from 0."""
+    """Start of a tool call; `index` counts the calls of an answer from 0."""
 
     index: int
     call_id: str
@@ -41,7 +41,7 @@ class CallStarted:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsPiece:
-    """More of a call's arguments, as the model wrote them: together they are a JSON object."""
+    """New text of a call's arguments, which form a JSON object together."""
 
     index: int
     text: str
@@ -49,34 +49,35 @@ class ArgumentsPiece:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """A call's arguments are over; `complete` is False when they break off, or are no JSON."""
+    """End of a call's arguments; `complete` is False if they break off or are not JSON."""
 
     index: int
     complete: bool = True
 
 
-Event = Thought | Content | CallStarted | ArgumentsPiece | CallEnded
+Event = ReasoningPiece | Content | CallStarted | ArgumentsPiece | CallEnded
 
 
 class Reader(ABC, Generic[_Found]):
-    """Reads a text once, in time that grows with its length.
+    """Parses a text once, in linear time.
 
-    What a rule takes is held until it shows what it belongs to: it is dropped, or released as text.
+    Characters that a rule consumes are held until their meaning is known; then they are dropped, or released
+    as text.
     """
 
     def __init__(self) -> None:
-        self.char = ""  # the next character, which no rule has taken yet; "" at the end of the text
+        self.char = ""  # the next character; "" at the end of the text
         self._held: list[str] = []
         self._rules = self._text()
 
     def feed(self, text: str) -> _Found:
-        """What is certain now and was not before."""
+        """Parse more text and return the new results."""
         for self.char in text:
             next(self._rules)
         return self._take()
 
     def finish(self) -> _Found:
-        """The rest, at the end of the text."""
+        """End the text and return the remaining results."""
         self.char = ""
         for _ in self._rules:
             raise AssertionError("a rule took a character after the last one")
@@ -84,23 +85,23 @@ class Reader(ABC, Generic[_Found]):
 
     @abstractmethod
     def _text(self) -> Rule[None]:
-        """The rule for the whole text; it comes to its end when `char` is ""."""
+        """The rule of the whole text; it returns when `char` is ""."""
 
     @abstractmethod
     def _take(self) -> _Found:
-        """What the rules have found since this was called last."""
+        """Return the results since the last call."""
 
     def _hold(self) -> Rule[None]:
-        """Take a character, whose meaning is not known yet."""
+        """Consume a character whose meaning is not known yet."""
         self._held.append(self.char)
         yield
 
     def _drop(self) -> None:
-        """What is held belongs to the form of the text."""
+        """Drop the held characters."""
         self._held.clear()
 
     def _release(self) -> str:
-        """What is held turned out to be text."""
+        """Return the held characters as text."""
         text = "".join(self._held)
         self._held.clear()
         return text
@@ -114,9 +115,9 @@ class Reader(ABC, Generic[_Found]):
             yield from self._hold()
 
     def _literal(self, text: str) -> Rule[bool]:
-        """Take `text`, as much of it as is there; whether all of it was."""
-        for wanted in text:
-            if self.char != wanted:
+        """Consume the longest matching prefix of `text`; return whether all of it matched."""
+        for expected in text:
+            if self.char != expected:
                 return False
             yield from self._hold()
         return True

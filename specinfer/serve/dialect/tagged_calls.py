@@ -1,4 +1,4 @@
-"""Calls with arguments between tags, as Qwen3-Coder writes them: their schemas and their parser."""
+"""Schemas and parser of calls whose arguments are between tags (Qwen3-Coder)."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from specinfer.serve.dialect.tool import Tool
 
 TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _DEFINITIONS: Final = ("$defs", "definitions")
-_TYPES_ALONE: Final = {"type", "anyOf", "title", "description", "default", "examples", *_DEFINITIONS}
+_TYPE_KEYWORDS: Final = {"type", "anyOf", "title", "description", "default", "examples", *_DEFINITIONS}
 _PYTHON: Final = {"True": "true", "False": "false", "None": "null"}  # as templates write them in examples
 
 
 def schemas_of(tool: Tool) -> dict[str, Mapping[str, Any]]:
-    """The schemas of a tool's parameters by name, each with the definitions it may refer to."""
+    """Return the schemas of a tool's parameters by name, each with the definitions it may refer to."""
     whole = tool.parameters
     shared = {name: whole[name] for name in _DEFINITIONS if name in whole}
     properties = whole.get("properties") or {}
     return {name: {**_resolved(one, whole), **shared} for name, one in properties.items()}
 
 
-def says_types_alone(schema: Mapping[str, Any]) -> bool:
-    """Whether every value of its types is allowed."""
+def has_types_only(schema: Mapping[str, Any]) -> bool:
+    """Return whether a schema allows every value of its types."""
     parts: Sequence[Mapping[str, Any]] = schema.get("anyOf", ())
-    return set(schema) <= _TYPES_ALONE and all(map(says_types_alone, parts))
+    return set(schema) <= _TYPE_KEYWORDS and all(map(has_types_only, parts))
 
 
 def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a value may have; all of them where the schema does not say."""
+    """Return the JSON types that a schema allows; all of them if it does not restrict them."""
     if "type" in schema:
         kind = schema["type"]
         return frozenset([kind] if isinstance(kind, str) else kind)
@@ -54,7 +54,7 @@ def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """The JSON of a value written as `text`: itself where it is JSON of such a type, else a string."""
+    """Return `text` unchanged if it is JSON of one of the types, else as a JSON string."""
     written = _PYTHON.get(text.strip(), text.strip())
     try:
         found = type_of(json.loads(written, parse_constant=_refuse))
@@ -65,7 +65,7 @@ def json_of(text: str, types: frozenset[str]) -> str:
 
 
 def _resolved(schema: object, whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema that is no reference to a definition of `whole`; what is none stays as it is."""
+    """Follow references to definitions of `whole`; other schemas are returned unchanged."""
     for _ in range(10):  # references to references
         if not isinstance(schema, Mapping):
             return {}
@@ -78,22 +78,22 @@ def _resolved(schema: object, whole: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def call_parser(
     call_format: CallFormat, tools: Sequence[Tool], new_id: Callable[[], str] | None = None
 ) -> CallParser:
-    """A parser of the format's calls of these tools."""
+    """Return a parser for calls of these tools in a format."""
     if call_format.name == "qwen3_coder":
         return TaggedCallParser(call_format, tools, new_id)
     return CallParser(call_format, [tool.name for tool in tools], new_id)
 
 
 class TaggedCallParser(CallParser):
-    """Finds such calls; arguments go out as JSON, texts among them as they are written.
+    """Finds calls with tags, and returns their arguments as JSON, strings piece by piece.
 
-    The schemas say which values are texts. What is no JSON where only JSON may be goes out as a string.
+    The schemas decide which values are strings. A value that should be JSON but is not becomes a string.
     """
 
     def __init__(
@@ -127,39 +127,39 @@ class TaggedCallParser(CallParser):
             if self.char == "\n":
                 yield from self._hold()
             self._drop()
-            self._say(f"{between}{json.dumps(key, ensure_ascii=False)}: ")
+            self._emit(f"{between}{json.dumps(key, ensure_ascii=False)}: ")
             yield from self._value(types.get(key, TYPES))
             between = ", "
         yield from self._expect(FUNCTION_END[1:])
         self._drop()
-        self._say("{}" if between == "{" else "}")
+        self._emit("{}" if between == "{" else "}")
 
     def _value(self, types: frozenset[str]) -> Rule[None]:
-        """A value and the tag behind it; one line break before the tag belongs to it."""
+        """A value and its closing tag, with the line break before the tag."""
         is_text = types == {"string"}
         kept: list[str] = []
         if is_text:
-            self._say('"')
+            self._emit('"')
         while True:
             if self.char == "\n":
                 yield from self._hold()
             if self.char == PARAMETER_END[0] and (yield from self._literal(PARAMETER_END)):
                 self._drop()
-                self._say('"' if is_text else json_of("".join(kept), types))
+                self._emit('"' if is_text else json_of("".join(kept), types))
                 return
             if not self.char:
                 raise NoCallError
             is_plain = self.char not in ("\n", PARAMETER_END[0])
             more = self._release() + (self.char if is_plain else "")
             if is_text:
-                self._say(json.dumps(more, ensure_ascii=False)[1:-1])
+                self._emit(json.dumps(more, ensure_ascii=False)[1:-1])
             else:
                 kept.append(more)
             if is_plain:
                 yield
 
     def _name(self) -> Rule[str]:
-        """Up to the end of a tag."""
+        """The name in a tag, up to its end."""
         name: list[str] = []
         while self.char != ">":
             if self.char in ("", "\n"):

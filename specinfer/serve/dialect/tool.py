@@ -1,4 +1,4 @@
-"""Tool and ToolChoice: what a request lets its model call."""
+"""Tools that a request allows, and its choice among them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from specinfer.errors import RequestError
 
-_MAY_NAME_OTHERS = frozenset(  # keywords beside `properties` that may speak of other names
+_MAY_NAME_OTHERS = frozenset(  # keywords besides `properties` that may allow other names
     [
         *("anyOf", "oneOf", "allOf", "$ref", "$dynamicRef", "$recursiveRef", "if", "patternProperties"),
         *("dependentSchemas", "dependencies", "unevaluatedProperties"),
@@ -20,20 +20,20 @@ _MAY_NAME_OTHERS = frozenset(  # keywords beside `properties` that may speak of 
 class Tool:
     """A function that a model may call, with a JSON schema of its arguments.
 
-    Arguments follow the schema. What of it cannot be followed is passed over, or refused when `strict`.
+    Generated arguments follow the schema. Unsupported parts of it are ignored, or refused if `strict`.
     """
 
     name: str
-    parameters: Mapping[str, Any]  # always of an object
+    parameters: Mapping[str, Any]  # always the schema of an object
     description: str | None = None
     strict: bool = False
 
     @property
     def takes_others(self) -> bool:
-        """Whether arguments may have names beside those of `properties`: where the schema speaks of others.
+        """True if arguments may have names other than those of `properties`.
 
-        A schema without `additionalProperties` would allow any name, but a function is called with the
-        parameters it declares, and vLLM, SGLang and llama.cpp write no others either.
+        JSON Schema allows any name unless `additionalProperties` forbids it. Here a schema must mention other
+        names, because functions take only declared parameters; vLLM, SGLang and llama.cpp do the same.
         """
         given = self.parameters
         properties = given.get("properties") or {}
@@ -43,11 +43,11 @@ class Tool:
 
     @property
     def held_parameters(self) -> Mapping[str, Any]:
-        """The schema that arguments are held to, which says whether they may have other names."""
+        """The schema that generated arguments follow, with `additionalProperties` set."""
         return self.parameters if self.takes_others else {**self.parameters, "additionalProperties": False}
 
     def described(self) -> dict[str, Any]:
-        """The tool in OpenAI's shape, as chat templates show it to models."""
+        """Return the tool in OpenAI's format, which chat templates read."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -56,19 +56,19 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether a model may call, must, or must call one tool."""
+    """Whether a model may call tools, must call one, or must call a given one."""
 
     mode: Literal["none", "auto", "required"]
     name: str | None = None  # the only tool it may call
 
     def among(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
-        """The tools that may be called; raises RequestError where the only one is not there."""
+        """Return the tools that may be called; raises RequestError if the given one is missing."""
         if self.mode == "none":
             return ()
         found = tuple(tool for tool in tools if self.name in (None, tool.name))
         if self.name is not None and not found:
             names = ", ".join(tool.name for tool in tools)
             raise RequestError(
-                f"tool_choice names {self.name!r}, which is none of the tools: {names}", "tool_choice"
+                f"tool_choice is {self.name!r}; allowed: a name in tools: {names}", "tool_choice"
             )
         return found

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Tag, Valida
 from pydantic_core import from_json
 
 from specinfer.serve.fields.policy import FieldPolicy
-from specinfer.serve.http.api_error import MOST_FAULTS, ApiError
+from specinfer.serve.http.api_error import MAX_FAULTS, ApiError
 
 # Minimum of bytes a JSON token. A parsed token takes up to 200 bytes of memory, so the values of a body take
 # a few times the limit of its bytes at most. Ordinary requests have longer tokens.
@@ -89,7 +89,7 @@ def parse(
     try:
         return policy.read(kind, given)
     except ValidationError as error:
-        early = _early_fault(kind, body, policy) if error.error_count() > MOST_FAULTS else None
+        early = _early_fault(kind, body, policy) if error.error_count() > MAX_FAULTS else None
         fault = early or ApiError.of_validation(error)
     raise fault  # outside the except block, so that it does not hold all errors as its context
 

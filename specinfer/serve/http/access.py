@@ -1,4 +1,4 @@
-"""What every request passes before an endpoint sees it: names, keys, its size, its id, its log line."""
+"""Access control: middleware that checks the host, API key, origin and size of each request, and logs it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from specinfer.serve.http.api_error import CALLER, ApiError, Caller
 from specinfer.serve.http.hosts import Hosts, is_origin_of
 
 _LOG = logging.getLogger("specinfer.serve.http.access")
-PROBES: Final = ("/health", "/ready")  # asked for by load balancers, which have no key, nor any name for us
-OPEN_PATHS: Final = ("/version", "/")  # nobody's secret
-# Of a path, in the log: others are told as %XX, or a request could write lines of its own there.
+PROBES: Final = ("/health", "/ready")  # for load balancers, which send neither a key nor our host name
+OPEN_PATHS: Final = ("/version", "/")  # need no key
+# Characters of a path that the log keeps; others become %XX, or a request could forge lines of the log.
 _PLAIN: Final = "/:@!$&'()*+,;=~"
-_LONGEST_PATH: Final = 256  # characters, in the log
-_LONGEST_HOST: Final = 256  # characters, in an answer
-_ONCE: Final = (b"host", b"authorization", b"x-api-key")  # headers of which a second one would be a trick
-OVER_LIMIT: Final = "specinfer.over_limit"  # in a scope's state: it comes over one connection too many
-_LEAST_RATE: Final = 16 << 10  # bytes a second of a body, beyond the first `idle_timeout` seconds
-_OPEN_FOLDER: Final = "/page/"  # what the page at / is made of; it asks for the key itself
+_MAX_PATH: Final = 256  # characters in the log
+_MAX_HOST: Final = 256  # characters in an error
+_ONCE: Final = (b"host", b"authorization", b"x-api-key")  # headers that may not be repeated
+OVER_LIMIT: Final = "specinfer.over_limit"  # key in a scope's state: too many connections
+_MIN_BODY_RATE: Final = 16 << 10  # bytes per second, after the first `idle_timeout` seconds
+_OPEN_FOLDER: Final = "/page/"  # files of the page at /, which has a field for the key
 
 
 class Keys:
-    """The keys that are let in; whether one is among them takes as long for any."""
+    """Accepted API keys, compared in constant time."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = [key.encode() for key in keys]
@@ -40,9 +40,9 @@ class Keys:
         return bool(self._keys)
 
     def number(self, authorization: bytes, x_api_key: bytes = b"") -> int:
-        """Which key a header like `Bearer KEY`, or the value of X-Api-Key (Anthropic's), holds.
+        """Return the number, from 1, of the key in `Authorization: Bearer KEY` or X-Api-Key (Anthropic's).
 
-        They are counted from 1; 0 is none of them. Where both headers hold one, it is that of the first.
+        0 means that neither header has an accepted key. If both have one, Authorization counts.
         """
         scheme, _, given = authorization.partition(b" ")
         bearer = plain = 0
@@ -53,7 +53,7 @@ class Keys:
 
 
 class Access:
-    """Lets requests in, each with an id of its own, and writes a line of each; never of what it says."""
+    """ASGI middleware that accepts or refuses requests, gives each an id and logs it without its content."""
 
     def __init__(
         self,
@@ -71,64 +71,64 @@ class Access:
         self._keys = keys
         self._max_body = max_body
         self._idle_timeout = idle_timeout
-        self._origins = origins  # whose pages may call; "*": any
-        self._hosts = hosts  # by whose names it is asked; None: by any
+        self._origins = origins  # origins whose pages may call; "*": any
+        self._hosts = hosts  # accepted Host headers; None: any
         self._session_header = session_header.lower().encode()
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """Handle one ASGI scope."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        name, begun, status = f"req-{uuid.uuid4().hex}", self._clock(), 0
+        name, started, status = f"req-{uuid.uuid4().hex}", self._clock(), 0
         given = _caller(name, scope, self._keys, self._session_header)
         caller = CALLER.set(given)
 
-        async def tell(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
-            # A reader that takes nothing for so long is as good as gone; its connection is closed.
+            # A client that reads nothing for `idle_timeout` seconds counts as gone: its connection is closed.
             async with asyncio.timeout(self._idle_timeout):
                 await send(message)
 
         try:
             error = self._refusal(scope, given)
             if error is not None:
-                await error.response()(scope, receive, tell)
+                await error.response()(scope, receive, send_with_id)
             else:
-                # To HEAD the server sends what it sends to GET, and no body.
+                # The server answers HEAD like GET and leaves the body out.
                 method = "GET" if scope["method"] == "HEAD" else scope["method"]
-                await self._app({**scope, "method": method}, self._bounded(receive), tell)
+                await self._app({**scope, "method": method}, self._bounded(receive), send_with_id)
         except TimeoutError:
-            _LOG.info("%s reads nothing; its connection is closed", name)
+            _LOG.info("%s: the client does not read; its connection is closed", name)
         except ClientDisconnect:
-            pass  # in the middle of its body: there is nobody to answer
+            pass  # in the middle of its body
         except ApiError as error:
-            await error.response()(scope, receive, tell)
+            await error.response()(scope, receive, send_with_id)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # as libraries in Rust raise
+        except BaseException:  # panics of Rust libraries are no Exception
             _LOG.exception("%s failed", name)
-            if not status:  # else it is too late for another answer, and the connection breaks off
+            if not status:  # otherwise the answer has started, and the connection is closed
                 bug = ApiError("internal error; please report it", status=500)
-                await bug.response()(scope, receive, tell)
+                await bug.response()(scope, receive, send_with_id)
         finally:
             CALLER.reset(caller)
             client = scope["client"][0] if scope.get("client") else "-"
-            took = self._clock() - begun
-            told = {
+            took = self._clock() - started
+            line = {
                 "request_id": name,
                 "client": client,
                 "method": scope["method"],
-                "path": quote(scope["path"], safe=_PLAIN)[:_LONGEST_PATH],
+                "path": quote(scope["path"], safe=_PLAIN)[:_MAX_PATH],
                 "status": status,
                 "seconds": round(took, 3),
             }
             _LOG.info(
-                "%(method)s %(path)s %(status)d %(seconds).3fs %(client)s %(request_id)s", told, extra=told
+                "%(method)s %(path)s %(status)d %(seconds).3fs %(client)s %(request_id)s", line, extra=line
             )
 
     def _refusal(self, scope: Scope, caller: Caller) -> ApiError | None:
@@ -136,74 +136,74 @@ class Access:
         names = [name for name, _ in scope["headers"]]
         for once in _ONCE:
             if names.count(once) > 1:
-                return ApiError(f"the header {once.decode()} comes twice; send it once")
+                return ApiError(f"the header {once.decode()} appears more than once; send it once")
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in PROBES:
             return None
         host = headers.get(b"host", b"")
         if self._hosts is not None and not self._hosts.admit(host):
-            name = host.decode("latin-1")[:_LONGEST_HOST]
+            name = host.decode("latin-1")[:_MAX_HOST]
             return ApiError(
-                f"the header Host is {name!r}; this server answers to its own names alone, like localhost; "
-                "--allowed-host adds one",
+                f"the header Host is {name!r}; allowed: this server's own names, such as localhost; "
+                "add a name with --allowed-host",
                 status=421,
                 code="host_not_allowed",
             )
         if OVER_LIMIT in scope.get("state", ()):
             return ApiError(
-                "more connections are open than --max-connections; come again",
+                "more connections are open than --max-connections; retry later",
                 status=503,
                 headers={"Retry-After": "1", "Connection": "close"},
             )
         is_open = path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
         if self._keys and not caller.key and not is_open and scope["method"] != "OPTIONS":
             return ApiError(
-                "no API key that is known; send Authorization: Bearer KEY, or X-Api-Key: KEY",
+                "missing or invalid API key; send Authorization: Bearer KEY, or X-Api-Key: KEY",
                 status=401,
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
         if self._is_foreign(scope, headers):
             return ApiError(
-                "pages of other origins may not call this server; --cors-origin lets one", status=403
+                "pages of other origins may not call this server; allow one with --cors-origin", status=403
             )
         length = headers.get(b"content-length", b"0")
         return self._too_large() if length.isdigit() and int(length) > self._max_body else None
 
     def _is_foreign(self, scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether a page of another origin makes this server work.
+        """Return whether a page of another, disallowed origin sent a request with side effects.
 
-        A browser keeps the answer from such a page, but lets it send a body of plain text without asking. It
-        says where the page is from in Sec-Fetch-Site, but only to this machine itself and over TLS; in Origin
-        it says so to all.
+        A browser hides the answer from such a page, but sends a plain-text body without a preflight. The
+        header Sec-Fetch-Site names the relation of the origins, but only on loopback and over TLS; browsers
+        send Origin to every server.
         """
         origin = headers.get(b"origin", b"").decode("latin-1")
         site = headers.get(b"sec-fetch-site")
         if site is None:
-            asks = bool(origin) and not is_origin_of(origin, headers.get(b"host", b"").decode("latin-1"))
+            foreign = bool(origin) and not is_origin_of(origin, headers.get(b"host", b"").decode("latin-1"))
         else:
-            asks = site not in (b"none", b"same-origin")
-        if not asks or scope["method"] in ("GET", "HEAD", "OPTIONS") or "*" in self._origins:
+            foreign = site not in (b"none", b"same-origin")
+        if not foreign or scope["method"] in ("GET", "HEAD", "OPTIONS") or "*" in self._origins:
             return False
         return origin not in self._origins
 
     def _bounded(self, receive: Receive) -> Receive:
-        """`receive`, which raises ApiError where the body is too long, or too long in coming."""
+        """Wrap `receive`: it raises ApiError if the body is too large or arrives too slowly."""
         left, whole = self._max_body, False
-        begun = self._clock()
+        started = self._clock()
 
         async def bounded() -> Message:
             nonlocal left, whole
             if whole:
                 return await receive()
-            # A client that sends a byte now and then would keep its connection for days.
-            expected = begun + self._idle_timeout + (self._max_body - left) / _LEAST_RATE
+            # Without a minimum rate, a client that sends single bytes could hold its connection for days.
+            expected = started + self._idle_timeout + (self._max_body - left) / _MIN_BODY_RATE
             try:
                 message = await asyncio.wait_for(
                     receive(), min(self._idle_timeout, max(expected - self._clock(), 0.0))
                 )
             except TimeoutError:
-                raise ApiError("the body did not come in time", status=408) from None
+                raise ApiError("the body did not arrive in time", status=408) from None
             left -= len(message.get("body", b""))
             if left < 0:
                 raise self._too_large()
@@ -213,7 +213,7 @@ class Access:
         return bounded
 
     def _too_large(self) -> ApiError:
-        return ApiError(f"the body has more than {self._max_body} bytes; shorten it", status=413)
+        return ApiError(f"the body has more than {self._max_body} bytes; send a shorter one", status=413)
 
 
 def _caller(name: str, scope: Scope, keys: Keys, session_header: bytes) -> Caller:

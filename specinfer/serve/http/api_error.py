@@ -1,6 +1,6 @@
-"""ApiError: what a client is told that asked for something it cannot have, as OpenAI or Anthropic tell it.
+"""HTTP errors in the format of OpenAI's or Anthropic's API, and the request that they answer.
 
-An error is told in the shape of the API that was asked, so the request that is answered stands here, too.
+The path of the request decides the format, so this module also holds the context of the current request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TYPES = {
     500: "server_error",
     503: "server_error",
 }
-_ANTHROPIC_PATH: Final = re.compile(r"/v1/messages(/|$)")  # behind a proxy's path, perhaps
+_ANTHROPIC_PATH: Final = re.compile(r"/v1/messages(/|$)")  # a proxy may add a prefix
 _ANTHROPIC_TYPES: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -41,39 +41,39 @@ _ANTHROPIC_TYPES: Final = {
     500: "api_error",
     503: "overloaded_error",
 }
-_LONGEST: Final = 100  # characters of what is told of a value or a name
-_LONGEST_MESSAGE: Final = 1000  # whatever a message repeats of a request
-_LAST: Final = 400  # characters of a longer message that are its end: what is allowed, and what to do
-_AS_JSON: Final = {  # where the library speaks of Python
+_MAX_SHOWN: Final = 100  # characters of a value or a name in a message
+_MAX_MESSAGE: Final = 1000  # characters
+_KEPT_END: Final = 400  # characters kept from the end of a longer message, which says how to fix the request
+_AS_JSON: Final = {  # in place of messages that name Python types
     "list_type": "Input should be a valid array",
     "dict_type": "Input should be an object",
     "model_type": "Input should be an object",
 }
-MOST_FAULTS: Final = 1000  # of a body that are told one from another: each becomes an object of its own
+MAX_FAULTS: Final = 1000  # in a body; pydantic makes an object of each, so more are only counted
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The request that an answer belongs to."""
+    """Identity and trace headers of the current request."""
 
-    request_id: str = ""  # of the server's making; "" where nobody asks over HTTP
+    request_id: str = ""  # made by the server; "" outside of HTTP
     path: str = ""
-    key: int = 0  # which of the API keys it was asked with, from 1; 0: none was asked for
-    traceparent: str = ""  # the W3C header, as it came
+    key: int = 0  # number of the API key, from 1; 0: the server has no keys
+    traceparent: str = ""  # the W3C header, unchanged
     tracestate: str = ""
-    session: str = ""  # the header of `session_header`, as it came
+    session: str = ""  # value of the header named by `session_header`
 
 
-# Each request is answered in a context of its own, so endpoints need not hand this on.
+# Each request runs in its own context, so endpoints need not pass this on.
 CALLER: Final[ContextVar[Caller]] = ContextVar("caller", default=Caller())  # noqa: B039 - it is frozen
 # Set when the engine has admitted the request; a stream waits for it before it sends its headers.
 ADMITTED: Final[ContextVar[asyncio.Event | None]] = ContextVar("admitted", default=None)
 
 
 class ApiError(Exception):
-    """An answer that is an error: {"error": {"message", "type", "param", "code"}}.
+    """An error response: {"error": {"message", "type", "param", "code"}}.
 
-    Where a path of Anthropic's API was asked, it is told in that API's shape instead.
+    On the paths of Anthropic's API, the response has that API's format instead.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        if len(message) > _LONGEST_MESSAGE:
-            message = f"{message[: _LONGEST_MESSAGE - _LAST]}...{message[-_LAST:]}"
+        if len(message) > _MAX_MESSAGE:
+            message = f"{message[: _MAX_MESSAGE - _KEPT_END]}...{message[-_KEPT_END:]}"
         super().__init__(message)
         self.status = status
         self.headers = headers
@@ -97,23 +97,23 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: RequestError) -> ApiError:
-        """The engine's own complaint, for the client."""
+        """Convert an error of the engine."""
         return cls(str(error), param=error.parameter)
 
     @classmethod
     def of_validation(cls, error: ValidationError) -> ApiError:
-        """The first thing that is wrong with a body, and where it is."""
-        if (count := error.error_count()) > MOST_FAULTS:
-            return cls(f"the body has {count} faults; send what the endpoint takes")
+        """Report the first fault of a body, with its path."""
+        if (count := error.error_count()) > MAX_FAULTS:
+            return cls(f"the body has {count} faults; send only fields of this endpoint")
         return cls.of_fault(error.errors(include_url=False)[0])
 
     @classmethod
     def of_fault(cls, fault: ErrorDetails) -> ApiError:
-        """One thing that is wrong with a body, and where it is."""
+        """Report one fault of a body, with its path."""
         message, kind, last = fault["msg"], fault["type"], len(fault["loc"]) - 1
         where = ""
         for number, part in enumerate(fault["loc"]):
-            named = kind == "extra_forbidden" and number == last  # by the caller, like a tag perhaps
+            named = kind == "extra_forbidden" and number == last  # by the caller, so it may look like a tag
             if isinstance(part, int):
                 where += f"[{part}]"
             elif named or not _is_tag(part):
@@ -121,7 +121,7 @@ class ApiError(Exception):
                 where += f".{name}" if where else name
         if kind == "extra_forbidden":
             return cls(
-                f"{where or repr(where)} is no field of this endpoint; drop it, or serve with "
+                f"{where or repr(where)} is not a field of this endpoint; drop it, or serve with "
                 "--unknown-fields=ignore",
                 param=where,
                 code="unknown_parameter",
@@ -135,16 +135,16 @@ class ApiError(Exception):
         return cls(f"{where or 'the body'}: {message[:1].lower()}{message[1:]}", param=where or None)
 
     def response(self) -> Response:
-        """The error as an answer."""
+        """Return the error as a response."""
         return Response(
-            json.dumps(self._told(), ensure_ascii=True),
+            json.dumps(self._shaped(), ensure_ascii=True),
             self.status,
             headers=dict(self.headers or {}),
             media_type="application/json",
         )
 
     def as_http(self) -> bytes:
-        """The error as a whole HTTP answer, the last on its connection."""
+        """Return the error as the bytes of an HTTP response that closes its connection."""
         body = json.dumps(self.body).encode()
         lines = [
             f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}",
@@ -157,45 +157,45 @@ class ApiError(Exception):
 
     @property
     def event(self) -> str:
-        """The error as an event of a stream that has begun."""
-        told = self._told()
-        name = "event: error\n" if told is not self.body else ""  # Anthropic's streams name their events
-        return f"{name}data: {json.dumps(told, ensure_ascii=True)}\n\n"
+        """The error as an event of a stream that has started."""
+        body = self._shaped()
+        name = "event: error\n" if body is not self.body else ""  # Anthropic's streams name their events
+        return f"{name}data: {json.dumps(body, ensure_ascii=True)}\n\n"
 
-    def _told(self) -> dict[str, Any]:
-        """The body in the shape of the API that was asked."""
+    def _shaped(self) -> dict[str, Any]:
+        """Return the body in the format of the request's API."""
         caller = CALLER.get()
         if not _ANTHROPIC_PATH.search(caller.path):
             return self.body
         message, param = self.body["error"]["message"], self.body["error"]["param"]
         if self.body["error"]["code"] == "context_length_exceeded":
-            message = f"prompt is too long: {message}"  # by which clients know it, and shorten it
-        elif param and param not in message:  # this shape has no other place for it
+            message = f"prompt is too long: {message}"  # clients match this prefix and shorten the prompt
+        elif param and param not in message:  # this format has no field for it
             message = f"{param}: {message}"
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": message}, "request_id": caller.request_id}
 
 
-async def tell_api_error(request: Request, error: Exception) -> Response:
-    """The handler of ApiError."""
+async def answer_api_error(request: Request, error: Exception) -> Response:
+    """Exception handler of ApiError."""
     assert isinstance(error, ApiError)
     return error.response()
 
 
-async def tell_http_error(request: Request, error: Exception) -> Response:
-    """The handler of the framework's own errors: no such path, no such method."""
+async def answer_http_error(request: Request, error: Exception) -> Response:
+    """Exception handler of the framework's errors: unknown path or method."""
     status = getattr(error, "status_code", 500)
     allowed = getattr(error, "headers", None)
     phrase = HTTPStatus(status).phrase.lower()
     path = request.scope["path"]
-    advice = "; drop the slash at its end" if status == 404 and path.endswith("/") and path != "/" else ""
+    advice = "; drop the trailing slash" if status == 404 and path.endswith("/") and path != "/" else ""
     return ApiError(
         f"{request.method} {cut(path)}: {phrase}{advice}", status=status, headers=allowed
     ).response()
 
 
 def shown(value: object) -> str:
-    """A JSON value, short enough to be told."""
+    """Return a JSON value in words, short enough for a message."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     if value is None or isinstance(value, bool):
@@ -204,12 +204,12 @@ def shown(value: object) -> str:
 
 
 def cut(text: str) -> str:
-    """A text, short enough to be told."""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    """Shorten a text for a message."""
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _is_tag(part: str) -> bool:
-    """Whether a part of a place names a kind of value, where several are allowed, and no field."""
+    """Return whether a part of a fault's path is pydantic's tag of a union member, not a field."""
     return (
         "[" in part or part in ("str", "int", "float", "bool", "list", "dict", "none") or part[:1].isupper()
     )
@@ -218,7 +218,7 @@ def _is_tag(part: str) -> bool:
 class OwnNames:
     """Maps the names of SamplingParams and chat completions to the names of one endpoint.
 
-    A name that begins with a dot is part of a path, like ".function" in "tools[0].function.name".
+    A name that starts with a dot is part of a path, like ".function" in "tools[0].function.name".
     `conversation` is the field that holds the messages.
     """
 
@@ -226,29 +226,29 @@ class OwnNames:
         self._names = names
         self._conversation = conversation
         longest_first = sorted(names, key=len, reverse=True)
-        places = (
+        patterns = (
             rf"(?<=\]){re.escape(name)}" if name[0] == "." else rf"\b{re.escape(name)}"
             for name in longest_first
         )
-        self._pattern = re.compile(rf"(?:{'|'.join(places)})\b")
+        self._pattern = re.compile(rf"(?:{'|'.join(patterns)})\b")
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """ApiErrors that are raised meanwhile get the endpoint's names."""
+    def applied(self) -> Iterator[None]:
+        """Context in which the messages of ApiErrors get the endpoint's names."""
         try:
             yield
         except ApiError as error:
-            raise self._of(error) from None
+            raise self._renamed(error) from None
 
-    def _of(self, error: ApiError) -> ApiError:
-        told = error.body["error"]
+    def _renamed(self, error: ApiError) -> ApiError:
+        body = error.body["error"]
         param = (
-            self._conversation if told["param"] == "messages" else told["param"] and self._own(told["param"])
+            self._conversation if body["param"] == "messages" else body["param"] and self._own(body["param"])
         )
         # An error about the conversation may quote it, and quoted text must not change.
         about_it = param in (None, self._conversation)
-        message = told["message"] if about_it else self._own(told["message"])
-        return ApiError(message, param=param, status=error.status, code=told["code"], headers=error.headers)
+        message = body["message"] if about_it else self._own(body["message"])
+        return ApiError(message, param=param, status=error.status, code=body["code"], headers=error.headers)
 
     def _own(self, text: str) -> str:
         return self._pattern.sub(lambda found: self._names[found[0]], text)

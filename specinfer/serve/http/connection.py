@@ -1,9 +1,9 @@
-"""Connection: HTTP on one client's connection, as uvicorn speaks it, with bounds on all that a client sends.
+"""HTTP connections: uvicorn's protocol with limits on everything that a client sends.
 
-Connections counts all of a server's, and how much of their requests is kept.
+Connections counts the connections of a server and the bytes that their requests hold.
 
-uvicorn's parser keeps headers without a limit. Here it gets small pieces, and what it keeps is counted before
-it gets the next one. A request that is too large, or no HTTP, is answered here, and no endpoint sees it.
+uvicorn's parser keeps headers without a limit. Connection feeds it small pieces and checks the size so far
+before the next one. It answers requests that are too large or malformed itself; no endpoint sees them.
 """
 
 from __future__ import annotations
@@ -21,61 +21,60 @@ from specinfer.serve.http.access import OVER_LIMIT
 from specinfer.serve.http.api_error import ApiError
 
 _LOG = logging.getLogger(__name__)
-SPARE: Final = 64  # connections beyond the limit that are told so, and probes among them are answered
-MOST_HEADERS: Final = 100  # of a request, trailers included
-MOST_HEAD: Final = 64 << 10  # bytes of its first line and headers, and between two pieces of its body
-MOST_URL: Final = 32 << 10
-PIECE: Final = 4096  # bytes that the parser gets at once: a head may be so much longer
-_MOST_QUEUED: Final = 16  # requests of one connection; of others nothing is read before one is answered
-MOST_UNANSWERED: Final = 64  # that may come together all the same; the connection ends behind them
-_OBJECTS: Final = 2048  # bytes, about, of what a request is beside its head and its body
-_FIRST_SECONDS: Final = 10.0  # within which a connection sends the head of its first request
-_LINGER_SECONDS: Final = 2.0  # in which a client that is still sending can read why we listen no longer
-_UPGRADES: Final = (b"upgrade", b"http2-settings", b"connection")  # headers of an upgrade that we ignore
+SPARE: Final = 64  # connections above the limit that get an error, or the answer to a probe
+MAX_HEADERS: Final = 100  # of a request, trailers included
+MAX_HEAD: Final = 64 << 10  # bytes of its first line and headers, or between two pieces of its body
+MAX_URL: Final = 32 << 10  # bytes
+PIECE: Final = 4096  # bytes per call of the parser; a head may exceed its limit by one piece
+_MAX_QUEUED: Final = 16  # unanswered requests of a connection, after which it reads no more
+MAX_UNANSWERED: Final = 64  # requests that may arrive in one read all the same; then the connection closes
+_OBJECTS: Final = 2048  # estimated bytes of a request's objects, in addition to its head and body
+_FIRST_SECONDS: Final = 10.0  # time limit for the head of a connection's first request
+_LINGER_SECONDS: Final = 2.0  # time for a client that is still sending to read why its request was refused
+_UPGRADES: Final = (b"upgrade", b"http2-settings", b"connection")  # headers of an upgrade; ignored
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol with bounds on heads, bodies and time. `idle` is in seconds.
+    """uvicorn's protocol with limits on heads, bodies and time; `idle` is in seconds.
 
-    It waits neither for half a request nor for a client that does not read its answer. It tells the request
-    that is being answered when the client goes away: where a client sends several at once, uvicorn tells
-    only the last one.
+    It closes connections that send half a request or do not read their answer. When a client disconnects,
+    all of its unanswered requests get the disconnect message; uvicorn sends it only to the last one.
     """
 
     def __init__(self, *args: Any, idle: float, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._idle = idle
         self._all = connections
-        self._is_over_limit = False  # whether it is one connection too many
-        self._unanswered: deque[RequestResponseCycle] = deque()  # in the order in which they came
-        self._sizes: deque[int] = deque()  # bytes of them that have come
-        self._reading: RequestResponseCycle | None = None  # whose body has not come to its end
-        self._keep_alive = True  # whether the connection stays open after that one
-        self._overhead = 0  # bytes since a message began, or since the last piece of its body
-        self._headers = 0  # of this message, trailers included
+        self._is_over_limit = False  # True if it came when --max-connections were open
+        self._unanswered: deque[RequestResponseCycle] = deque()  # oldest first
+        self._sizes: deque[int] = deque()  # bytes received of each
+        self._reading: RequestResponseCycle | None = None  # the request whose body is incomplete
+        self._keep_alive = True  # True if the connection stays open after that request
+        self._overhead = 0  # bytes since the start of a message, or since the last piece of its body
+        self._headers = 0  # count in this message, trailers included
         self._fault: ApiError | None = None  # raised within the parser
-        self._ignores_input = False  # whatever comes is dropped
-        self._waiting: asyncio.TimerHandle | None = None  # for the rest of a request's headers
-        self._stuck: asyncio.TimerHandle | None = None  # since the client takes nothing
+        self._ignores_input = False  # True if received bytes are dropped
+        self._waiting: asyncio.TimerHandle | None = None  # ends the wait for a request's head
+        self._stuck: asyncio.TimerHandle | None = None  # ends the wait for a client that does not read
 
     @property
     def is_reading(self) -> bool:
-        """Whether a part of a body has come, and its end has not."""
+        """True if a part of a request's body is still missing."""
         return self._reading is not None
 
     def close_now(self) -> None:
-        """Close it at once."""
+        """Close the connection at once."""
         self._ignores_input = True
         self.transport.abort()
 
     def connection_made(self, transport: Any) -> None:
-        """As asyncio says."""
+        """Register the connection (asyncio callback)."""
         super().connection_made(_Lingering(transport, self._linger))  # type: ignore[arg-type]
         self._is_over_limit = self._all.add(self)
         self._wait(min(self._idle, _FIRST_SECONDS))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As asyncio says."""
+        """Release the connection and cancel its requests (asyncio callback)."""
         self._all.remove(self)
         _cancel(self._waiting)
         _cancel(self._stuck)
@@ -85,7 +84,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """As asyncio says."""
+        """Parse received bytes in pieces (asyncio callback)."""
         left = memoryview(data)
         while left and not (self._ignores_input or self.transport.is_closing()):
             piece, left = left[:PIECE], left[PIECE:]
@@ -96,66 +95,66 @@ class Connection(HttpToolsProtocol):
                 left = memoryview(b"".join((self._without_upgrade(), piece[upgrade.args[0] :], left)))
                 self.parser = httptools.HttpRequestParser(self)
             except httptools.HttpParserError as error:
-                message = f"this is no HTTP request: {error}; send HTTP/1.1 to this port; TLS is a proxy's"
+                message = f"not an HTTP request: {error}; send HTTP/1.1 to this port, and TLS to a proxy"
                 self.refuse(self._fault or ApiError(message))
-            if self._overhead > MOST_HEAD:
+            if self._overhead > MAX_HEAD:
                 self.refuse(_too_large())
 
     def on_message_begin(self) -> None:
-        """As the parser says: a request begins."""
-        if len(self._unanswered) >= MOST_UNANSWERED:
-            self._fail(ApiError(f"{MOST_UNANSWERED} requests of this connection wait", status=429))
+        """Start a request (parser callback)."""
+        if len(self._unanswered) >= MAX_UNANSWERED:
+            self._fail(ApiError(f"{MAX_UNANSWERED} requests of this connection wait; send fewer", status=429))
         super().on_message_begin()
         self._overhead = self._headers = 0
         if self._is_over_limit:
             self.scope["state"][OVER_LIMIT] = True
         self._unset_keepalive_if_required()
-        if self._waiting is None or self._waiting.cancelled():  # the first request's runs already
+        if self._waiting is None or self._waiting.cancelled():  # otherwise the first timer still runs
             self._wait(self._idle)
 
     def on_url(self, url: bytes) -> None:
-        """As the parser says: a piece of a URL."""
-        if len(self.url) + len(url) > MOST_URL:
-            self._fail(ApiError(f"the URL has more than {MOST_URL} bytes; shorten it", status=414))
+        """Add a piece of the URL (parser callback)."""
+        if len(self.url) + len(url) > MAX_URL:
+            self._fail(ApiError(f"the URL has more than {MAX_URL} bytes; send a shorter one", status=414))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """As the parser says: a whole header, or a trailer."""
+        """Add a header or a trailer (parser callback)."""
         self._headers += 1
-        if self._headers > MOST_HEADERS:
+        if self._headers > MAX_HEADERS:
             self._fail(_too_large())
-        if self._reading is None:  # else it is a trailer, which must not pass for a header
+        if self._reading is None:  # otherwise it is a trailer, which must not count as a header
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """As the parser says: a request's head has come."""
+        """Run the request, whose head is complete (parser callback)."""
         self._check()
         if self.parser.should_upgrade():
-            return  # it is read once more, without
+            return  # data_received parses the head again without the upgrade
         _cancel(self._waiting)
         self._unset_keepalive_if_required()
         self._overhead = 0
         self._hold(_OBJECTS + len(self.url) + sum(len(name) + len(value) for name, value in self.headers))
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
-        # An answer that begins before the body has ended closes the connection: nobody reads the rest.
+        # An answer that starts before the end of the body closes the connection: the rest stays unread.
         self._reading, self._keep_alive, self.cycle.keep_alive = self.cycle, self.cycle.keep_alive, False
-        if len(self._unanswered) <= _MOST_QUEUED:
-            # uvicorn stops reading behind a second one, and then hears of no end either.
+        if len(self._unanswered) <= _MAX_QUEUED:
+            # uvicorn stops reading after a second request, and then does not see a disconnect either.
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
-        """As the parser says: a piece of a body."""
+        """Add a piece of the body (parser callback)."""
         self._overhead = 0
         if self._reading is not None and not self.cycle.response_complete:
             self._hold(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """As the parser says: a whole request has come."""
+        """End the request (parser callback)."""
         self._overhead = 0
         if self._reading is None:
-            return  # an upgrade that is ignored, or refused
+            return  # an ignored or refused upgrade
         self._reading = None
         self._all.mark_used(self)
         if not self.cycle.response_started:
@@ -163,13 +162,13 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """As uvicorn says: the oldest request is answered."""
+        """Release the oldest request, which is answered (uvicorn callback)."""
         self._unanswered.popleft()
         self._all.release(self, self._sizes.popleft())
         super().on_response_complete()
 
     def refuse(self, error: ApiError) -> None:
-        """Answer what is being read with an error, and close; what came before it is answered first."""
+        """Answer the incoming request with an error and close, after the answers to earlier requests."""
         if self._ignores_input:
             return
         self._ignores_input = True
@@ -185,30 +184,30 @@ class Connection(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         if self._unanswered:
-            self._unanswered[-1].keep_alive = False  # within its answer there is no place for another one
+            self._unanswered[-1].keep_alive = False  # an error must not interrupt its answer
             return
         if cycle is None or not cycle.response_started:
             self.transport.write(error.as_http())
         self.transport.close()
 
     def shutdown(self) -> None:
-        """As uvicorn says: what is being answered is the last."""
+        """Close after the current answers (uvicorn callback)."""
         self._keep_alive = False
         super().shutdown()
 
     def pause_writing(self) -> None:
-        """As asyncio says."""
+        """Limit the time that the client may stop reading (asyncio callback)."""
         super().pause_writing()
-        # Access lets go of it before; a transport that is closed would still wait for it to read.
+        # Access ends the answer earlier, but a closing transport would still wait for the client to read.
         self._stuck = self.loop.call_later(2 * self._idle, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """As asyncio says."""
+        """Continue after the client has read (asyncio callback)."""
         _cancel(self._stuck)
         super().resume_writing()
 
     def _check(self) -> None:
-        """Raise, within the parser, for a head that is well formed and still not to be served."""
+        """Raise ApiError, within the parser, for a well-formed head that is not supported."""
         codings = b",".join(value for name, value in self.headers if name == b"transfer-encoding")
         if codings and codings.strip().lower() != b"chunked":
             self._fail(
@@ -217,10 +216,10 @@ class Connection(HttpToolsProtocol):
                 )
             )
         if self.parser.get_method() == b"CONNECT":
-            self._fail(ApiError("this server is no proxy, and opens no tunnels", status=501))
+            self._fail(ApiError("CONNECT is not supported: this server is not a proxy", status=501))
 
     def _hold(self, size: int) -> None:
-        """Count bytes of the request that is being read; raises, within the parser, where it is refused."""
+        """Count bytes of the incoming request; raise, within the parser, if it is refused."""
         if self._reading is None:
             self._sizes.append(0)
         self._sizes[-1] += size
@@ -229,12 +228,12 @@ class Connection(HttpToolsProtocol):
             self._fail(ApiError("the request was refused"))
 
     def _fail(self, error: ApiError) -> None:
-        """End the parser; `data_received` refuses with this error, unless it has refused already."""
+        """Abort the parser; `data_received` then refuses with this error unless it has refused already."""
         self._fault = error
         raise error
 
     def _without_upgrade(self) -> bytes:
-        """The head that was read, as it would be without the wish for another protocol (RFC 9110, 7.8)."""
+        """Return the current head without its upgrade headers (RFC 9110, 7.8)."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
         for name, value in self.headers:
@@ -246,7 +245,7 @@ class Connection(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def _linger(self) -> bool:
-        """Whether the client may still be sending; then all of it is dropped from now on."""
+        """Return whether the client may still be sending; drop all further bytes if so."""
         if self._reading is None and not self._ignores_input:
             return False
         self._ignores_input = True
@@ -260,87 +259,86 @@ class Connection(HttpToolsProtocol):
 
     def _give_up(self) -> None:
         if self._unanswered:
-            self._wait(self._idle)  # it is we who keep it waiting: an earlier request is being answered
+            self._wait(self._idle)  # the client waits for the answer to an earlier request
         else:
             self.transport.close()
 
 
 class Connections:
-    """Counts connections and the bytes of requests that are not answered yet. Belongs to one event loop."""
+    """Counts a server's connections and the bytes of its unanswered requests; for one event loop."""
 
-    def __init__(self, most: int, most_bodies: int) -> None:
-        self._most = most
-        self._most_bodies = most_bodies
+    def __init__(self, max_connections: int, max_bodies: int) -> None:
+        self._max_connections = max_connections
+        self._max_bodies = max_bodies  # bytes
         self._all: set[Connection] = set()
-        self._unused: dict[Connection, None] = {}  # no whole request has come from them; the oldest first
-        self._held: dict[Connection, int] = {}  # bytes of requests that are not answered
+        self._unused: dict[Connection, None] = {}  # those without a complete request, oldest first
+        self._held: dict[Connection, int] = {}  # bytes of unanswered requests
         self._total = 0
 
     @property
     def size(self) -> int:
-        """How many connections there are."""
+        """Number of open connections."""
         return len(self._all)
 
     @property
     def held(self) -> int:
-        """Bytes of all requests that are not answered."""
+        """Bytes of all unanswered requests."""
         return self._total
 
     def add(self, one: Connection) -> bool:
-        """Take a new connection in; return whether it is one too many, which is told so when it asks.
+        """Add a new connection; return True if its requests must get an error because the limit is reached.
 
-        At the limit the oldest connection that has not sent a whole request leaves for it. Where all have,
-        there is room for `SPARE` more; beyond these the new one leaves at once.
+        At the limit, the oldest connection without a complete request is closed to make room. If there is
+        none, up to `SPARE` more are accepted; further ones are closed at once.
         """
-        if len(self._all) >= self._most and self._unused:
+        if len(self._all) >= self._max_connections and self._unused:
             oldest = next(iter(self._unused))
             del self._unused[oldest]
             self._all.discard(oldest)
             oldest.close_now()
-        if len(self._all) >= self._most + SPARE:
+        if len(self._all) >= self._max_connections + SPARE:
             one.close_now()
             return True
-        over_limit = len(self._all) >= self._most
+        over_limit = len(self._all) >= self._max_connections
         self._all.add(one)
         self._unused[one] = None
         return over_limit
 
     def mark_used(self, one: Connection) -> None:
-        """A whole request has come from this connection: it stays."""
+        """Record a complete request: the connection is no longer closed to make room."""
         self._unused.pop(one, None)
 
     def mark_ending(self, one: Connection) -> None:
-        """Nothing is read from this connection any more: it leaves before others do."""
+        """Record that the connection drops its input: it is closed before others."""
         if one in self._all:
             self._unused[one] = None
 
     def remove(self, one: Connection) -> None:
-        """This connection is lost."""
+        """Remove a closed connection."""
         self._all.discard(one)
         self._unused.pop(one, None)
         self.release(one, self._held.get(one, 0))
 
     def hold(self, one: Connection, size: int) -> None:
-        """Count bytes of a request that have come.
+        """Count received bytes of a request.
 
-        Where all are more than there may be, of the connections that are sending a body the one that takes
-        most is refused, or this one where there is none.
+        If the total exceeds the limit, refuse the largest request whose body is incomplete, or else this one.
         """
         self._held[one] = self._held.get(one, 0) + size
         self._total += size
-        if self._total > self._most_bodies:
+        if self._total > self._max_bodies:
             largest = max((m for m in self._held if m.is_reading), key=lambda m: self._held[m], default=one)
             largest.refuse(
                 ApiError(
-                    f"requests that are not answered yet have more than {self._most_bodies} bytes, "
-                    "--max-bodies-memory, and this one most of them; come again",
+                    f"unanswered requests hold more than {self._max_bodies} bytes (--max-bodies-memory), "
+                    "and this one is the largest; retry later",
                     status=503,
                     headers={"Retry-After": "5"},
                 )
             )
 
     def release(self, one: Connection, size: int) -> None:
-        """Bytes of a request are not kept any more."""
+        """Subtract bytes of a request that is answered or dropped."""
         if size:
             self._total -= size
             self._held[one] -= size
@@ -349,10 +347,10 @@ class Connections:
 
 
 class _Lingering:
-    """A transport that is closed some time after our last words, while the client may still be sending.
+    """A transport that stays open for a moment after the last answer if the client may still be sending.
 
-    A socket that is closed with unread bytes in it takes back what was sent last: the client would not hear
-    why. `may_linger` is asked once, when it is closed.
+    If a socket is closed with unread bytes in it, the system discards its last output, and the client would
+    not see the error. `close` calls `may_linger` once.
     """
 
     def __init__(self, transport: asyncio.Transport, may_linger: Callable[[], bool]) -> None:
@@ -360,11 +358,11 @@ class _Lingering:
         self._may_linger = may_linger
         self._is_closing = False
 
-    def __getattr__(self, name: str) -> Any:  # whatever is not here
+    def __getattr__(self, name: str) -> Any:  # all other methods
         return getattr(self._transport, name)
 
     def close(self) -> None:
-        """Say that nothing follows, and close when the client has, or after a moment."""
+        """Send end of file, and close when the client has closed or after a moment."""
         if self.is_closing():
             return
         self._is_closing = True
@@ -388,7 +386,7 @@ class _Lingering:
 
 def _too_large() -> ApiError:
     return ApiError(
-        f"the request has more than {MOST_HEADERS} headers or {MOST_HEAD} bytes of them; send fewer",
+        f"the request has more than {MAX_HEADERS} headers or {MAX_HEAD} bytes of them; send fewer",
         status=431,
     )
 

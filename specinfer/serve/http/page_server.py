@@ -1,4 +1,4 @@
-"""The page at / as browsers get it, and TraceServer, which shows a trace file on it to this machine alone."""
+"""Files and headers of the page at /, and TraceServer, which shows a trace file on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 from specinfer.errors import ConfigError
 from specinfer.serve.http.hosts import Hosts
 
-# Nothing from another host, nothing inline, in nobody's frame: an answer of a model is no code.
+# No resources of other hosts, no inline code and no frames: a model's answer must not run as code.
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -24,7 +24,7 @@ PAGE_HEADERS: Final = MappingProxyType(
         "Content-Security-Policy": _POLICY,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",  # a newer server has a newer page
+        "Cache-Control": "no-cache",  # so that a newer server shows its newer page
     }
 )
 _TYPES: Final = {
@@ -35,8 +35,8 @@ _TYPES: Final = {
 }
 
 _HOST: Final = "127.0.0.1"
-_HOSTS: Final = Hosts((_HOST,))  # with any port: one may be forwarded
-_TRACE: Final = "/trace.jsonl"  # where the page looks for it
+_HOSTS: Final = Hosts((_HOST,))  # with any port, which may be forwarded
+_TRACE: Final = "/trace.jsonl"  # path that the page reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class PageFile:
 
 @cache
 def page_files() -> MappingProxyType[str, PageFile]:
-    """Every file of the page by the path it is asked for: `/`, and /page/NAME for the others."""
+    """Return the files of the page by path: `/` is the page, /page/NAME the others."""
     files = {}
     for entry in resources.files("specinfer.serve").joinpath("page").iterdir():
         path = "/" if entry.name == "index.html" else f"/page/{entry.name}"
@@ -60,7 +60,7 @@ def page_files() -> MappingProxyType[str, PageFile]:
 class TraceServer(ThreadingHTTPServer):
     """Serves the page and `trace`, the text of a trace file, on the loopback interface.
 
-    Port 0 is any that is free. Raises ConfigError where the port is taken.
+    Port 0 takes any free port. Raises ConfigError if the port is taken.
     """
 
     daemon_threads = True
@@ -76,16 +76,16 @@ class TraceServer(ThreadingHTTPServer):
 
     @property
     def authority(self) -> str:
-        """The host and port it is reached by."""
+        """Host and port of the server."""
         return f"{_HOST}:{self.server_address[1]}"
 
     @property
     def url(self) -> str:
-        """The page's address, which says that there is a trace, and its name."""
+        """Address of the page, with the name of the trace."""
         return f"http://{self.authority}/?trace={quote(self._name)}"
 
     def handle_error(self, request: Any, client_address: object) -> None:
-        """Say nothing of browsers that went away."""
+        """Ignore browsers that disconnect."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -96,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not _HOSTS.admit(self.headers.get("Host", "").encode("latin-1")):
-            self._answer(403, b"this server is asked by the address it printed\n")
+            self._answer(403, b"open the address that this server printed\n")
             return
         file = self.server.files.get(urlsplit(self.path).path)
         if file is None:
@@ -113,4 +113,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the terminal is the user's."""
+        """Log nothing: the terminal is the user's."""

@@ -142,7 +142,7 @@ def test_what_was_told_to_come_again_is_asked_again(tmp_path: Path, tokenizer: T
     batch = Batch(tmp_path, ask("a"))
     with BatchAnswers(batch.target) as answers:
         refused = {"status_code": 429, "request_id": "r", "body": {}}
-        answers.add("a", line=1, response=refused, error={"code": "x", "message": "come again"})
+        answers.add("a", line=1, response=refused, error={"code": "x", "message": "retry later"})
     with BatchAnswers(batch.target) as answers:
         assert [one.name for one in BatchInput(batch.source, 1 << 20).left(answers)] == ["a"]
 

@@ -22,7 +22,7 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PAR
 # A model that says anything would think for ever, which may come before a call that is required, and may
 # begin with any kind of blank.
 BLANKS = (9, 10, 11, 12, 13, 28, 29, 30, 31, 32, 194, 225, 226, 227)
-NO_THOUGHTS = {"bad_words": ["<th"], "logit_bias": {str(byte): -100 for byte in BLANKS}}
+NO_REASONING = {"bad_words": ["<th"], "logit_bias": {str(byte): -100 for byte in BLANKS}}
 TIME = {"type": "function", "function": {"name": "time", "description": "What time it is."}}
 
 
@@ -48,7 +48,7 @@ def test_a_call_that_is_required_is_made_and_its_arguments_follow_the_schema(
         "parallel_tool_calls": False,
         "seed": seed,
         "max_tokens": 300,
-        "extra_body": NO_THOUGHTS,
+        "extra_body": NO_REASONING,
     }
     choice = client.chat.completions.create(**asked).choices[0]
     assert choice.finish_reason == "tool_calls"
@@ -96,7 +96,7 @@ def test_beside_a_form_an_answer_is_a_call_or_the_form(
     client: openai.OpenAI, called: bool, stream: bool
 ) -> None:
     first = {str(ord("<")): 100 if called else -100}  # how a call begins
-    held = {**NO_THOUGHTS, "logit_bias": NO_THOUGHTS["logit_bias"] | first}
+    held = {**NO_REASONING, "logit_bias": NO_REASONING["logit_bias"] | first}
     asked: dict[str, Any] = {
         **{"model": "tiny", "messages": HI, "tools": [WEATHER, TIME], "response_format": FORM, "seed": 1},
         **{"max_tokens": 300, "parallel_tool_calls": False, "extra_body": held},
@@ -126,7 +126,7 @@ def test_beside_a_form_an_answer_is_a_call_or_the_form(
 def test_a_choice_of_tools_decides_between_calls_and_the_form(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {
         **{"model": "tiny", "messages": HI, "tools": [WEATHER, TIME], "response_format": FORM, "seed": 1},
-        **{"max_tokens": 300, "extra_body": NO_THOUGHTS},
+        **{"max_tokens": 300, "extra_body": NO_REASONING},
     }
     [none] = client.chat.completions.create(**asked, tool_choice="none").choices
     check_form(none.message.content or "")
@@ -157,7 +157,7 @@ def odd(strict: bool) -> str:
     function = f'{{"name": "f", "strict": {json.dumps(strict)}, "parameters": {ODD}}}'
     tool = f'{{"type": "function", "function": {function}}}'
     asked = {"model": "tiny", "messages": HI, "tool_choice": "required", "max_tokens": 300, "seed": 2}
-    return f'{json.dumps(asked | {"parallel_tool_calls": False} | NO_THOUGHTS)[:-1]}, "tools": [{tool}]}}'
+    return f'{json.dumps(asked | {"parallel_tool_calls": False} | NO_REASONING)[:-1]}, "tools": [{tool}]}}'
 
 
 def test_schemas_of_tools_are_held_as_far_as_they_can_be(client: openai.OpenAI) -> None:
@@ -185,7 +185,7 @@ def test_a_named_tool_is_called_and_its_result_can_be_told(client: openai.OpenAI
         tools=[WEATHER, TIME],
         tool_choice=named,
         max_tokens=300,
-        extra_body=NO_THOUGHTS,
+        extra_body=NO_REASONING,
     ).choices[0]
     [call] = answer.message.tool_calls
     assert call.function.name == "weather"
@@ -244,7 +244,7 @@ def test_responses_have_calls_and_reasoning_as_items(client: openai.OpenAI) -> N
         tool_choice="required",
         parallel_tool_calls=False,
         max_output_tokens=300,
-        extra_body=NO_THOUGHTS | {"seed": 1},
+        extra_body=NO_REASONING | {"seed": 1},
     )
     [call] = answer.output
     assert call.type == "function_call"

@@ -47,14 +47,14 @@ def test_a_template_shows_the_form(template, name):
 @pytest.mark.parametrize(
     ("template", "begins"),
     [
-        (None, "the model has no chat template, by which it could learn of tools; leave tools out"),
+        (None, "the model has no chat template to describe tools in; leave tools out"),
         (
             PLAIN,
-            "the model's chat template knows no tools; leave tools out, or serve with --call-format",
+            "the model's chat template has no tools; leave tools out, or serve with --call-format",
         ),
         (
             OTHER,
-            "the model's chat template writes tool calls in a form that is not supported; leave tools out",
+            "the model's chat template writes tool calls in an unsupported format; leave tools out",
         ),
     ],
 )

@@ -125,7 +125,7 @@ def test_blanks_around_thoughts_are_no_blanks_of_the_form(name, inside, text, le
     family = FAMILIES[name]
     special = ((mark, family.tokenizer.special_id(mark)) for mark in ("<think>", "</think>"))
     reasoning = Reasoning({mark: token for mark, token in special if token is not None})
-    rules = "\n".join(f"{rule}: {body}" for rule, body in reasoning.preamble(inside).items())
+    rules = "\n".join(f"{rule}: {body}" for rule, body in reasoning.preamble_rules(inside).items())
     for form in ({"regex": "[a-z]{2}"}, {"choice": ["ab"]}, {"grammar": 'start: "a" "b"'}):
         assert verdict_of_form(family, structured_output(preamble=rules, **form), text) == legal
     if legal is None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from specinfer.serve.dialect.reader import ArgumentsPiece, CallEnded, CallStarted, Content, Event, Thought
+from specinfer.serve.dialect.reader import (
+    ArgumentsPiece,
+    CallEnded,
+    CallStarted,
+    Content,
+    Event,
+    ReasoningPiece,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ def content_and_calls(events: Iterable[Event]) -> tuple[str, list[Call]]:
                 arguments.append([])
             case ArgumentsPiece(index, text):
                 arguments[index].append(text)
-            case Thought() | CallEnded():
+            case ReasoningPiece() | CallEnded():
                 pass
     calls = zip(started, arguments, strict=True)
     return "".join(content), [Call(call.call_id, call.name, "".join(pieces)) for call, pieces in calls]

@@ -63,7 +63,7 @@ OTHERS: list[tuple[dict[str, Any], str, str]] = [
     ({"enable_thinking": "yes"}, "enable_thinking", "true or false"),
     ({"thinking": {"type": ["enabled"]}}, "thinking", "true or false"),
     ({"reasoning_budget": 100}, "reasoning_budget", "use max_tokens"),
-    ({"odd": 1}, "odd", "is no field of this endpoint"),
+    ({"odd": 1}, "odd", "is not a field of this endpoint"),
 ]
 
 

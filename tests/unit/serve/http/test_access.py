@@ -110,7 +110,7 @@ def test_of_two_headers_none_is_believed(name: str, path: str) -> None:
     """Where a proxy looks at the first and a server at the last, one lets in what the other does not see."""
     status, _, body = ask(guarded("sesame"), path=path, twice=(name.lower(), "Bearer sesame"))
     assert status == 400
-    assert f"the header {name.lower()} comes twice" in json.loads(body)["error"]["message"]
+    assert f"the header {name.lower()} appears more than once" in json.loads(body)["error"]["message"]
 
 
 def test_to_head_is_said_what_is_said_to_get() -> None:
@@ -200,7 +200,7 @@ def test_a_body_is_bounded_whether_its_length_is_told_or_not() -> None:
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     status, _, body = ask(guarded(idle_timeout=0.05), b"abc", stall=True)
     assert status == 408
-    assert "did not come in time" in body.decode()
+    assert "did not arrive in time" in body.decode()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from specinfer.serve.http.connection import MOST_UNANSWERED, Connection, Connections
+from specinfer.serve.http.connection import MAX_UNANSWERED, Connection, Connections
 
 WHOLE = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n"
 PIECE = b"x" * (1 << 20)
@@ -102,7 +102,7 @@ def test_what_is_no_http_is_told_so_as_other_faults_are(said: bytes) -> None:
     assert f"content-length: {len(body)}".encode() in head
     error = json.loads(body)["error"]
     assert error["type"] == "invalid_request_error"
-    assert error["message"].startswith("this is no HTTP request: ")
+    assert error["message"].startswith("not an HTTP request: ")
     assert "TLS" in error["message"]
 
 
@@ -235,7 +235,7 @@ def test_requests_that_pile_up_are_not_read_on_and_on(told: list[str]) -> None:
                 await asyncio.sleep(0.001)
             [connection] = state.connections
             assert isinstance(connection, HttpToolsProtocol)
-            assert len(connection.pipeline) < MOST_UNANSWERED
+            assert len(connection.pipeline) < MAX_UNANSWERED
             writer.transport.abort()
 
     asyncio.run(run())

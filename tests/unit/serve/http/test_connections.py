@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from specinfer.serve.http import connection
-from specinfer.serve.http.connection import MOST_UNANSWERED, SPARE, Connections
+from specinfer.serve.http.connection import MAX_UNANSWERED, SPARE, Connections
 from tests.unit.serve.http.pipes import HEAD, Server, run, settle
 
 MiB = 1 << 20
@@ -71,11 +71,11 @@ def test_requests_that_come_all_at_once_are_answered_up_to_a_number() -> None:
         server = Server()
         one, pipe = server.connect()
         one.data_received(b"GET / HTTP/1.1\r\n\r\n" * 10_000)
-        assert server.connections.held < MOST_UNANSWERED * 3000
+        assert server.connections.held < MAX_UNANSWERED * 3000
         async with asyncio.timeout(60):
             while not pipe.is_over:
                 await asyncio.sleep(0)
-        assert pipe.statuses == [200] * MOST_UNANSWERED
+        assert pipe.statuses == [200] * MAX_UNANSWERED
         assert server.connections.held == 0
         few = Server(Connections(1000, 10_000))
         one, pipe = few.connect()

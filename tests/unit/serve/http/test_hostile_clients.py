@@ -10,9 +10,9 @@ import httptools
 import pytest
 
 from specinfer.serve.http.connection import (
-    MOST_HEAD,
-    MOST_HEADERS,
-    MOST_URL,
+    MAX_HEAD,
+    MAX_HEADERS,
+    MAX_URL,
     PIECE,
 )
 from tests.unit.serve.http.pipes import HEAD, Server, run, settle
@@ -66,16 +66,16 @@ def test_what_has_no_end_is_given_up_before_much_is_kept(
         one.parser = Counted(one)  # type: ignore[assignment]
         one.data_received(head)
         await settle()  # it is being answered, where the head has an end
-        for _ in range(2 * MOST_HEAD):
+        for _ in range(2 * MAX_HEAD):
             if pipe.is_over:
                 break
             one.data_received(more * max(1, size // len(more)))
         assert pipe.is_over
-        assert Counted.fed <= len(head) + MOST_HEAD + 2 * PIECE
+        assert Counted.fed <= len(head) + MAX_HEAD + 2 * PIECE
         assert pipe.statuses == [status]
         assert json.loads(pipe.told.split(b"\r\n\r\n")[1])["error"]["message"]
         assert b"\r\nconnection: close\r\n" in pipe.told
-        assert len(one.headers or ()) <= MOST_HEADERS
+        assert len(one.headers or ()) <= MAX_HEADERS
         await settle()
         assert server.events == (["gone"] if head.startswith(CHUNKED) else [])
         one.connection_lost(None)
@@ -88,16 +88,16 @@ def test_what_is_within_the_bounds_is_served() -> None:
     async def test() -> None:
         server = Server()
         one, pipe = server.connect()
-        lines = b"".join(b"a%d: %b\r\n" % (i, b"x" * 300) for i in range(MOST_HEADERS - 2))
-        url = b"/" + b"u" * (MOST_URL - 1)
+        lines = b"".join(b"a%d: %b\r\n" % (i, b"x" * 300) for i in range(MAX_HEADERS - 2))
+        url = b"/" + b"u" * (MAX_URL - 1)
         said = b"POST %b HTTP/1.1\r\nHost: x\r\n%bContent-Length: 3\r\n\r\nabc" % (url, lines)
-        assert len(said) < MOST_HEAD
+        assert len(said) < MAX_HEAD
         for _ in range(3):
             for start in range(0, len(said), 1000):
                 one.data_received(said[start : start + 1000])
             await settle()
         assert pipe.statuses == [200, 200, 200]
-        assert len(server.scopes[0]["headers"]) == MOST_HEADERS
+        assert len(server.scopes[0]["headers"]) == MAX_HEADERS
         assert not pipe.is_over
 
     run(test)
@@ -167,7 +167,7 @@ def test_what_cannot_be_decoded_is_not_taken_for_a_body(said: bytes, status: int
 
 
 @pytest.mark.parametrize(
-    "said", [b"\x00nonsense", HEAD + b"a" * 2 * MOST_HEAD, HEAD + b"Content-Length: x\r\n\r\n"]
+    "said", [b"\x00nonsense", HEAD + b"a" * 2 * MAX_HEAD, HEAD + b"Content-Length: x\r\n\r\n"]
 )
 def test_no_error_stands_within_an_earlier_answer(said: bytes) -> None:
     async def test() -> None:

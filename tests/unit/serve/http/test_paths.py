@@ -45,7 +45,7 @@ def test_a_slash_too_many_is_told_and_leads_nowhere(tokenizer: Tokenizer) -> Non
         for path in ("/v1/chat/completions/", "/health/"):
             answer = await client.post(path, json={})
             assert answer.status_code == 404
-            assert answer.json()["error"]["message"] == f"POST {path}: not found; drop the slash at its end"
+            assert answer.json()["error"]["message"] == f"POST {path}: not found; drop the trailing slash"
         answer = await client.get("/" + "x" * 10_000)
         assert answer.status_code == 404
         assert len(answer.content) < 300
