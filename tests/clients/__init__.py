@@ -1,1 +1,1 @@
-"""Real clients against one server: `make test-clients`. They are no part of `make test`."""
+"""Published clients against one server (`make test-clients`); not part of `make test`."""

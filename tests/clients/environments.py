@@ -1,4 +1,4 @@
-"""The clients, and an environment for each: made from exact versions, and kept until the versions change."""
+"""Pinned client packages, and a cached environment for each client."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from typing import Final
 
 _HERE: Final = Path(__file__).parent
 _SCRIPTS: Final = _HERE / "scripts"
-_LAST: Final = 300  # characters of what an installer said last
+_MAX_SHOWN: Final = 300  # characters of an installer's error
 
 
 class MissingError(Exception):
-    """An environment cannot be made; the message is one line."""
+    """An environment cannot be created; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One client: its packages, and what nobody has published later than `before` beside them."""
+    """A client and its packages; dependencies are those published until `before`."""
 
     name: str
     registry: str  # "pip" or "npm"
     packages: Sequence[str]
-    without: Sequence[str]  # packages that come with these and are taken away again
+    without: Sequence[str]  # dependencies that are uninstalled again
     before: str  # YYYY-MM-DD
-    pip: str  # the pip that knows --uploaded-prior-to
+    pip: str  # version of pip that supports --uploaded-prior-to
 
     @property
     def script(self) -> Path:
-        """The script in which it does its work."""
+        """Path of the client's script."""
         suffix = ".py" if self.registry == "pip" else ".mjs"
         return _SCRIPTS / f"use_{self.name.replace('-', '_')}{suffix}"
 
@@ -47,7 +47,7 @@ class Client:
 
 
 def read_clients() -> dict[str, Client]:
-    """The clients of clients.toml, by name."""
+    """Return the clients of clients.toml, by name."""
     table = tomllib.loads((_HERE / "clients.toml").read_text(encoding="utf-8"))
     clients = {}
     for name, entry in table["clients"].items():
@@ -58,9 +58,9 @@ def read_clients() -> dict[str, Client]:
 
 
 def command(client: Client, home: Path) -> list[str]:
-    """The command that runs the client's script, in its environment below `home`, which is made if need be.
+    """Return the command that runs the client's script, and create its environment below `home` if needed.
 
-    Raises MissingError where it cannot be made.
+    Raises MissingError if the environment cannot be created.
     """
     folder = home / client.name
     stamp = folder / "made-of.json"
@@ -73,7 +73,7 @@ def command(client: Client, home: Path) -> list[str]:
         stamp.write_text(made_of, encoding="utf-8")
     if client.registry == "pip":
         return [str(folder / "bin" / "python"), str(client.script)]
-    # Node looks for packages beside the script, wherever it is started.
+    # Node searches packages in the script's folder.
     for file in (client.script, _SCRIPTS / "zoo.mjs"):
         shutil.copyfile(file, folder / file.name)
     return ["node", str(folder / client.script.name)]
@@ -104,6 +104,6 @@ def _run(*words: str) -> str:
     except FileNotFoundError:
         raise MissingError(f"this machine has no {words[0]}; install it") from None
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise MissingError(f"{Path(words[0]).name} failed: {said[-_LAST:]}")
+        output = " ".join((done.stderr or done.stdout).split())
+        raise MissingError(f"{Path(words[0]).name} failed: {output[-_MAX_SHOWN:]}")
     return done.stdout

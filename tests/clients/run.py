@@ -2,7 +2,7 @@
 
     python -m tests.clients.run [NAME...] [--page docs/clients.md]
 
-A client's work is a script of tests/clients/scripts, and its packages stand in clients.toml. Environments are
+A client's work is a script of tests/clients/scripts, and clients.toml lists its packages. Environments are
 kept in $SPECINFER_CLIENTS, else ~/.cache/specinfer-clients. The exit status is 1 if any check fails.
 """
 
@@ -29,7 +29,7 @@ def main() -> None:
     chosen = [clients[name] for name in args.names] if args.names else list(clients.values())
     commands: dict[str, list[str]] = {}
     visits: dict[str, Visit] = {}
-    for client in chosen:  # all of them first: installing would slow the server down
+    for client in chosen:  # before the server starts, because installing would slow it down
         try:
             commands[client.name] = command(client, args.home)
         except MissingError as error:
@@ -41,15 +41,15 @@ def main() -> None:
             variables = {"ZOO_URL": server.url, "ZOO_MODEL": args.model, "ZOO_TOKENIZER": tokenizer}
             for name, words in commands.items():
                 visits[name] = visit(words, args.home / "homes" / name, server, variables)
-                print(_told(name, visits[name]), flush=True)
+                print(_summary(name, visits[name]), flush=True)
     failed = [name for name, done in visits.items() if not done.passed]
     if args.page is not None:
         args.page.write_text(
             "\n".join(page(chosen, visits, args.model, args.call_format)) + "\n", encoding="utf-8"
         )
-    print(f"{len(visits) - len(failed)} of {len(visits)} clients did all of their work")
+    print(f"{len(visits) - len(failed)} of {len(visits)} clients passed all checks")
     if failed:
-        sys.exit(f"not {', '.join(failed)}; what they wrote is in {args.home}/homes/NAME/log.txt")
+        sys.exit(f"failed: {', '.join(failed)}; see {args.home}/homes/NAME/log.txt")
 
 
 def _arguments(names: Sequence[str]) -> argparse.Namespace:
@@ -57,21 +57,23 @@ def _arguments(names: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(names)}")
-    parser.add_argument("--model", default="smollm2-135m", help="what is served (default %(default)s)")
+    parser.add_argument("--model", default="smollm2-135m", help="served model (default %(default)s)")
     parser.add_argument(
-        "--call-format", default="hermes", help="of tool calls, as in specinfer serve (default %(default)s)"
+        "--call-format", default="hermes", help="call format of the server (default %(default)s)"
     )
-    parser.add_argument("--page", type=Path, help="write what they did as Markdown")
+    parser.add_argument("--page", type=Path, help="write the results as a Markdown page")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specinfer-clients"
     home = Path(os.environ.get("SPECINFER_CLIENTS") or cache)
-    parser.add_argument("--home", type=Path, default=home, help="of the environments (SPECINFER_CLIENTS)")
+    parser.add_argument(
+        "--home", type=Path, default=home, help="folder of the environments (SPECINFER_CLIENTS)"
+    )
     args = parser.parse_args()
     if unknown := sorted({*args.names} - {*names}):
-        parser.error(f"no client is called {', '.join(unknown)}; allowed: {', '.join(names)}")
+        parser.error(f"unknown clients: {', '.join(unknown)}; allowed: {', '.join(names)}")
     return args
 
 
-def _told(name: str, done: Visit) -> str:
+def _summary(name: str, done: Visit) -> str:
     passed = sum(check.passed for check in done.checks)
     lines = [f"{name}: {passed} of {len(done.checks)} checks passed, {done.requests} requests"]
     lines += [f"    {check.title}: {check.note}" for check in done.checks if not check.passed]
@@ -79,7 +81,7 @@ def _told(name: str, done: Visit) -> str:
 
 
 def page(clients: Sequence[Client], visits: Mapping[str, Visit], model: str, call_format: str) -> list[str]:
-    """The page, as lines of Markdown."""
+    """Return the page as lines of Markdown."""
     where = provenance()
     machine = where["hardware"]
     lines = [

@@ -1,4 +1,4 @@
-"""One client at work on a server: its script as a process, and what came of it."""
+"""Runs one client's script against a server and collects its checks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from tests.served import Served
 
-_LONGEST: Final = 900.0  # seconds of one script
-# Clients find nothing but the server: no hub, no telemetry, no proxy that would let them out.
+_TIMEOUT: Final = 900.0  # seconds per script
+# Clients can reach only the server: no hub, no telemetry, no other proxy.
 _OFFLINE: Final = {
     **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
     **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
@@ -30,60 +30,62 @@ _OFFLINE: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONUNBUFFERED": "1",
 }
-# Of the machine's own environment; a key or an address of a model that is set there is nobody's here.
+# Variables that scripts inherit; API keys and model addresses of the machine are left out.
 _KEPT: Final = ("PATH", "LANG", "LC_ALL", "TMPDIR", "OMP_WAIT_POLICY")
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing a client did."""
+    """Result of one check in a client's script."""
 
     title: str
     passed: bool
-    note: str  # why it failed
+    note: str  # reason of a failure
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What a client did, and what the server saw of it."""
+    """A client's checks, and the number of its requests in the server's log."""
 
     checks: Sequence[Check]
     requests: int
-    refused: int  # of them, on purpose
+    refused: int  # expected refusals among them
 
     @property
     def passed(self) -> bool:
-        """Whether the client did all of its work."""
+        """True if all checks passed."""
         return all(check.passed for check in self.checks)
 
 
 def visit(command: Sequence[str], home: Path, server: Served, variables: Mapping[str, str]) -> Visit:
-    """Run a client's script with a home of its own below `home`, where its output stays as log.txt."""
-    shutil.rmtree(home, ignore_errors=True)  # a cache of the last visit would answer for the server
+    """Run a client's script with `home` as its home folder; its output is kept there as log.txt."""
+    shutil.rmtree(home, ignore_errors=True)  # a cache of the last run could answer instead of the server
     home.mkdir(parents=True)
     report = home / "report.jsonl"
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
     environment = {**kept, **_OFFLINE, **variables, "HOME": str(home), "ZOO_REPORT": str(report)}
-    begun = _mark(server)
+    start = _log_length(server)
     with (home / "log.txt").open("w", encoding="utf-8") as log:
         ending = _run(command, home, environment, log)
     lines = [json.loads(line) for line in report.read_text("utf-8").splitlines()] if report.exists() else []
-    plain = {line.get("plain") for line in lines}  # what scripts asked without their client, to compare
-    seen = [line for line in _requests(server.log[begun : _mark(server)]) if line["request_id"] not in plain]
+    plain = {line.get("plain") for line in lines}  # requests that scripts sent without their client
+    seen = [
+        line for line in _requests(server.log[start : _log_length(server)]) if line["request_id"] not in plain
+    ]
     checks = [Check(line["check"], line["passed"], line["note"]) for line in lines if "check" in line]
     if ending or not checks:
-        checks.append(Check("the script runs to its end", False, ending or "it checked nothing"))
+        checks.append(Check("the script runs to its end", False, ending or "no check ran"))
     refused = [line for line in seen if line["status"] >= 400]
-    meant = sum(line.get("refused", 0) for line in lines)
-    told = ", ".join(f"{line['method']} {line['path']} {line['status']}" for line in refused)
-    if len(refused) != meant:
-        note = f"{meant} were meant to be refused, and these were: {told or 'none'}"
-        checks.append(Check("the server refuses what it is meant to, once", False, note))
-    return Visit(checks, len(seen), meant)
+    expected = sum(line.get("refused", 0) for line in lines)
+    listed = ", ".join(f"{line['method']} {line['path']} {line['status']}" for line in refused)
+    if len(refused) != expected:
+        note = f"expected {expected} refusals, got {len(refused)}: {listed or 'none'}"
+        checks.append(Check("the server refuses only the expected requests, once each", False, note))
+    return Visit(checks, len(seen), expected)
 
 
 def _run(command: Sequence[str], home: Path, environment: Mapping[str, str], log: Any) -> str:
-    """Run to the end; returns what went wrong with the process, if anything."""
+    """Run a process to its end; return its failure, or an empty string."""
     process = subprocess.Popen(
         command,
         cwd=home,
@@ -91,19 +93,19 @@ def _run(command: Sequence[str], home: Path, environment: Mapping[str, str], log
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # with what it starts, to be ended together
+        start_new_session=True,  # so that its child processes can be killed with it
     )
     try:
-        code = process.wait(_LONGEST)
+        code = process.wait(_TIMEOUT)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         process.wait()
-        return f"it took more than {_LONGEST:.0f} s"
-    return f"it ended with status {code}" if code else ""
+        return f"timeout after {_TIMEOUT:.0f} s"
+    return f"exit status {code}" if code else ""
 
 
-def _mark(server: Served) -> int:
-    """The length of the server's log, once all is in it that was asked before."""
+def _log_length(server: Served) -> int:
+    """Return the length of the server's log after all earlier requests are in it."""
     name = server.get("/version").headers["X-Request-Id"]
     until = time.monotonic() + 30
     while not any(name in line for line in server.log[-20:]):

@@ -12,8 +12,8 @@ from zoo import MODEL, URL, check
 FILE = Path("shapes.py")
 BEFORE = "def area(width, height):\n    return width * height\n"
 AFTER = BEFORE.replace("area", "surface")
-# A small model does not keep to aider's form of edits by itself. The server can hold it to that form: aider
-# sends what its settings of a model say beside its own fields.
+# A small model does not follow aider's edit format by itself. The server enforces it: aider sends the
+# `extra_body` of its model settings with each request.
 FORM = r"shapes\.py\n```\ndef surface\(width, height\):\n    return (width \* height|height \* width)\n```\n"
 SETTINGS = [
     {
@@ -27,7 +27,7 @@ PLAIN = ("--no-git", "--yes-always", "--no-pretty", "--no-auto-lint", "--no-dete
 
 
 def aider(message: str, *flags: str) -> str:
-    """What aider prints when it is given a message about the file."""
+    """Run aider with a message about the file and return its output."""
     program = Path(sys.executable).with_name("aider")
     model = ("--model", f"openai/{MODEL}", "--openai-api-base", URL, "--openai-api-key", "unused")
     words = [str(program), *model, *QUIET, *PLAIN, *flags, "--message", message, str(FILE)]
@@ -37,7 +37,7 @@ def aider(message: str, *flags: str) -> str:
 
 
 def answer(printed: str) -> str:
-    """The model's own words in what aider prints."""
+    """Extract the model's answer from aider's output."""
     return printed.partition("Added shapes.py to the chat.")[2].partition("Tokens:")[0].strip()
 
 
@@ -56,6 +56,6 @@ def a_question_is_answered_whole_and_streamed() -> None:
 def a_file_is_edited() -> None:
     FILE.write_text(BEFORE)
     Path("settings.yml").write_text(yaml.safe_dump(SETTINGS))
-    told = aider("Rename area to surface.", "--model-settings-file", "settings.yml")
-    assert "Applied edit to shapes.py" in told
+    printed = aider("Rename area to surface.", "--model-settings-file", "settings.yml")
+    assert "Applied edit to shapes.py" in printed
     assert FILE.read_text() in (AFTER, AFTER.replace("width * height", "height * width"))

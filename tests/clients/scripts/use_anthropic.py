@@ -10,9 +10,9 @@ ASKED = {
     "model": MODEL,
     "max_tokens": 32,
     "messages": [{"role": "user", "content": RIVERS}],
-    "extra_body": {"temperature": 0},  # which its class for requests has no longer
+    "extra_body": {"temperature": 0},  # no longer a parameter of the client
 }
-TOOL = {"name": "weather", "description": "Tells the weather of a city.", "input_schema": WEATHER}
+TOOL = {"name": "weather", "description": "Returns the weather of a city.", "input_schema": WEATHER}
 TOOLS = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}, "max_tokens": 200}
 CACHED = {"cache_control": {"type": "ephemeral"}}
 

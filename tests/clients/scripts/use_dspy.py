@@ -1,4 +1,4 @@
-"""DSPy: signatures that a small model fills in, because the server holds it to their form."""
+"""DSPy: signatures that a small model fills in, because the server enforces their format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dspy.lm15 import AccessPolicy, ModelSupport, OpenAIChatCompat, ProviderDefi
 from zoo import LISBON, MODEL, RIVERS, URL, City, check, refused, says
 
 AT = {"api_base": URL, "api_key": "unused", "cache": False, "temperature": 0, "num_retries": 0}
-# DSPy asks a server of one's own for forms and calls where it is told that it knows them.
+# DSPy sends schemas and tools only to providers that declare support for them.
 SERVER = ProviderDefinition.chat(AccessPolicy(provider="specinfer", base_url=URL), compat=OpenAIChatCompat())
 register_provider(SERVER, supports=ModelSupport(function_calling=True, response_schema=True))
 lm = dspy.LM(f"specinfer/{MODEL}", max_tokens=300, **AT)
@@ -28,7 +28,7 @@ class Review(dspy.Signature):
 
 
 def weather(city: City) -> str:
-    """Tells the weather of a city."""
+    """Returns the weather of a city."""
     return f"21 degrees in {city}"
 
 

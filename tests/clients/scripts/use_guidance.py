@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from zoo import LISBON, MODEL, RIVERS, URL, City, check, refused, says
 
 AT = {"base_url": URL, "api_key": "unused", "echo": False}
-likeliest = VLLMModel(MODEL, sampling_params={"top_k": 1}, **AT)  # which takes the likeliest token each time
+likeliest = VLLMModel(MODEL, sampling_params={"top_k": 1}, **AT)  # greedy
 
 
 class Weather(BaseModel, extra="forbid"):

@@ -1,4 +1,4 @@
-"""Haystack: a generator, its tools and forms, a pipeline and an agent."""
+"""Haystack: a generator, tools, structured output, a pipeline and an agent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Weather(BaseModel):
 
 
 def weather(city: City, unit: Unit) -> str:
-    """Tells the weather of a city."""
+    """Returns the weather of a city."""
     return f"21 degrees {unit} in {city}"
 
 
@@ -79,9 +79,9 @@ def a_form_is_a_pydantic_class() -> None:
 def an_agent_calls_its_tool() -> None:
     generator = OpenAIChatGenerator(**AT, generation_kwargs={**LONG, **NAMED})
     agent = Agent(chat_generator=generator, tools=[tool], exit_conditions=["weather"])
-    said = agent.run(messages=[ChatMessage.from_user(LISBON)])["messages"]
-    assert said[-1].tool_call_result.result.startswith("21 degrees")
-    answer = OpenAIChatGenerator(**AT, generation_kwargs=SHORT).run(said, tools=[tool])
+    messages = agent.run(messages=[ChatMessage.from_user(LISBON)])["messages"]
+    assert messages[-1].tool_call_result.result.startswith("21 degrees")
+    answer = OpenAIChatGenerator(**AT, generation_kwargs=SHORT).run(messages, tools=[tool])
     assert answer["replies"][0].text
 
 

@@ -1,4 +1,4 @@
-"""Instructor: answers as classes, by calls and by forms, whole and while they grow."""
+"""Instructor: answers as classes, by tool calls and by JSON schemas, complete and streamed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Weather(BaseModel):
 
 
 class Strict(Weather, extra="forbid"):
-    """The weather of a city, and nothing else."""
+    """The weather of a city, without further fields."""
 
 
 class Week(BaseModel):

@@ -1,4 +1,4 @@
-"""LangChain: a chat model, its tools and forms, and an agent."""
+"""LangChain: a chat model, tools, structured output, and an agent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Weather(BaseModel):
 
 @tool
 def weather(city: City, unit: Unit) -> str:
-    """Tells the weather of a city."""
+    """Returns the weather of a city."""
     return f"21 degrees {unit} in {city}"
 
 
@@ -82,7 +82,7 @@ def an_agent_calls_its_tool_and_answers() -> None:
 
 @wrap_model_call
 def once(request: ModelRequest, handler: Callable[[ModelRequest], object]) -> object:
-    """The tool first, then an answer: a small model left to choose may call for ever."""
+    """Force the tool first, then an answer: a small model might call the tool forever."""
     if any(message.type == "tool" for message in request.messages):
         return handler(request.override(tools=[], model_settings={"parallel_tool_calls": False}))
     return handler(request.override(tool_choice="weather"))

@@ -1,4 +1,4 @@
-"""LlamaIndex: a model behind an OpenAI-like address, its tools and forms, and an agent."""
+"""LlamaIndex: a model at an OpenAI-compatible URL, tools, structured output, and an agent."""
 
 import openai
 from llama_index.core.agent.workflow import FunctionAgent
@@ -29,7 +29,7 @@ class Weather(BaseModel):
 
 
 def weather(city: City, unit: Unit) -> str:
-    """Tells the weather of a city."""
+    """Returns the weather of a city."""
     return f"21 degrees {unit} in {city}"
 
 

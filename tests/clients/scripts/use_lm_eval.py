@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: two tasks of log-likelihoods at /v1/completions."""
+"""lm-evaluation-harness: two log-likelihood tasks at /v1/completions."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ for task in TASKS:
 
 
 def evaluated(tasks: list[str], **more: Any) -> dict:
-    """The results of tasks, with what was said of each row; prompts are token ids unless `more` differs."""
-    told = {
+    """Return the results of tasks, with samples; prompts are token ids unless `more` changes that."""
+    arguments = {
         "model": MODEL,
         "base_url": f"{URL}/completions",
         "max_retries": 1,
@@ -47,7 +47,7 @@ def evaluated(tasks: list[str], **more: Any) -> dict:
     }
     return lm_eval.simple_evaluate(
         model="local-completions",
-        model_args={"tokenizer_backend": "huggingface", **told},
+        model_args={"tokenizer_backend": "huggingface", **arguments},
         tasks=tasks,
         task_manager=TaskManager(include_path="."),
         bootstrap_iters=0,
@@ -55,7 +55,7 @@ def evaluated(tasks: list[str], **more: Any) -> dict:
 
 
 def likelihoods(results: dict, task: str) -> list[tuple[float, bool]]:
-    """What the model said of each choice of each row."""
+    """Return (log-likelihood, is greedy) of each choice of each row."""
     rows = sorted(results["samples"][task], key=lambda row: row["doc_id"])
     return [tuple(answer) for row in rows for answer in row["filtered_resps"]]
 
@@ -65,10 +65,10 @@ def two_tasks_of_log_likelihoods() -> None:
     results = evaluated(["capital", "last_word"])
     assert results["results"]["capital"]["acc,none"] >= 0.8
     assert results["results"]["last_word"]["acc,none"] >= 0.6
-    said = likelihoods(results, "last_word")
+    answers = likelihoods(results, "last_word")
     chosen = likelihoods(results, "capital")
     for row, (country, city) in enumerate(CAPITALS.items()):
-        total, greedy = said[row]
+        total, greedy = answers[row]
         assert chosen[row * len(CHOICES) + CHOICES.index(city)] == (total, greedy)
         written = ask("/v1/completions", prompt=f"The capital of {country} is", temperature=0, max_tokens=3)
         assert greedy == written["choices"][0]["text"].startswith(f" {city}")

@@ -1,4 +1,4 @@
-"""OpenAI's Python client: answers, streams, tools, forms, log-probabilities, responses, errors."""
+"""OpenAI's Python client: answers, streams, tools, structured output, logprobs, responses, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's Agents SDK: agents with tools, forms and handoffs, at both endpoints."""
+"""OpenAI's Agents SDK: agents with tools, structured output and handoffs, at both endpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Weather(BaseModel):
 
 @function_tool
 def weather(city: City, unit: Unit) -> str:
-    """Tells the weather of a city."""
+    """Returns the weather of a city."""
     return f"21 degrees {unit} in {city}"
 
 
@@ -79,7 +79,7 @@ async def a_form_is_a_pydantic_class() -> None:
 
 
 class Once(RunHooks):
-    """The tool first, then an answer: a small model left to choose may call for ever."""
+    """Forces the tool first, then an answer: a small model might call the tool forever."""
 
     async def on_tool_end(self, context: object, agent: Agent, tool: object, result: object) -> None:
         agent.model_settings = replace(agent.model_settings, tool_choice="none")

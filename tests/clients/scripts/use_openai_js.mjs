@@ -1,4 +1,4 @@
-// OpenAI's JavaScript client: answers, streams, tools, forms, responses, errors.
+// OpenAI's JavaScript client: answers, streams, tools, structured output, responses, errors.
 
 import assert from "node:assert/strict";
 import OpenAI from "openai";

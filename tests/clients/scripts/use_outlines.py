@@ -1,4 +1,4 @@
-"""Outlines: texts with a form, asked for as OpenAI's clients and as vLLM's do."""
+"""Outlines: structured output, in the requests of OpenAI's client and of vLLM's."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ function evaluate(plan) {
   try {
     execFileSync(process.execPath, words, { stdio: "inherit" });
   } catch (error) {
-    if (error.status !== 100) throw error; // its status where an assertion of the plan fails
+    if (error.status !== 100) throw error; // status 100: an assertion of the plan failed
   }
   return JSON.parse(readFileSync("results.json", "utf8")).results.results;
 }

@@ -25,7 +25,7 @@ class Weather(BaseModel):
 
 
 def weather(city: City, unit: Unit) -> str:
-    """Tells the weather of a city."""
+    """Returns the weather of a city."""
     return f"21 degrees {unit} in {city}"
 
 

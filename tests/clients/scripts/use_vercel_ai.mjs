@@ -1,4 +1,4 @@
-// Vercel's AI SDK: texts, streams, tools and forms, with its providers for OpenAI and for servers like it.
+// Vercel's AI SDK: texts, streams, tools and structured output, with its providers for OpenAI and compatible servers.
 
 import assert from "node:assert/strict";
 import { createOpenAI } from "@ai-sdk/openai";
@@ -21,12 +21,12 @@ const Weather = z.object({ city: z.enum(CITIES), warm: z.boolean() });
 const asked = { prompt: RIVERS, maxOutputTokens: 32, temperature: 0, maxRetries: 0 };
 const lisbon = { prompt: LISBON, maxOutputTokens: 200, temperature: 0, maxRetries: 0 };
 const weather = tool({
-  description: "Tells the weather of a city.",
+  description: "Returns the weather of a city.",
   inputSchema: z.object({ city: z.enum(CITIES), unit: z.enum(UNITS) }),
   execute: async ({ city, unit }) => `21 degrees ${unit} in ${city}`,
 });
 
-// The tool first, then an answer: a small model left to choose may call for ever.
+// Force the tool first, then an answer: a small model might call the tool forever.
 const prepareStep = ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" });
 
 await check("a stream has the text of the whole answer", async () => {

@@ -1,4 +1,4 @@
-"""vLLM's benchmark of servers, `vllm bench serve`: loads at both endpoints, and what it counts."""
+"""vLLM's server benchmark, `vllm bench serve`: loads at both endpoints, and their statistics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zoo import MODEL, ROOT, TOKENIZER, check
 
-# Not the command `vllm`, which asks for the version of a package that the CPU's is not called.
+# The command `vllm` does not start: it reads the version of a package with another name than the CPU build.
 PROGRAM = """
 import sys
 from vllm.benchmarks.serve import add_cli_args, main
@@ -22,7 +22,7 @@ PROMPTS, LENGTH = 8, 20
 
 
 def load(*flags: str) -> dict:
-    """The results of a load on the server."""
+    """Run a load on the server and return its results."""
     at = ("--base-url", ROOT, "--model", MODEL, "--tokenizer", TOKENIZER, "--num-prompts", str(PROMPTS))
     saved = ("--save-result", "--save-detailed", "--result-filename", "result.json", "--disable-tqdm")
     subprocess.run([sys.executable, "-c", PROGRAM, *at, *saved, *flags], check=True)
@@ -35,7 +35,7 @@ def random(*flags: str) -> dict:
 
 
 def holds(result: dict) -> bool:
-    """Whether all was answered, at its length, in pieces that came one after the other."""
+    """Return whether all requests were answered, at full length and token by token."""
     return (
         (result["completed"], result["failed"]) == (PROMPTS, 0)
         and result["total_output_tokens"] == PROMPTS * LENGTH

@@ -1,4 +1,4 @@
-// What the script of a JavaScript client needs: where the server is, and checks that report to the runner.
+// Helpers for scripts of JavaScript clients: the server's URL, and checks that report to the runner.
 
 import { appendFileSync } from "node:fs";
 
@@ -6,7 +6,7 @@ export const URL = process.env.ZOO_URL + "/v1";
 export const MODEL = process.env.ZOO_MODEL;
 export const RIVERS = "Name three rivers of Europe.";
 export const LISBON = "What is the weather in Lisbon?";
-// A small model cannot be trusted to end a text of its own, so what it fills in is chosen from a few.
+// A small model may not end a free text, so fields are enumerations.
 export const CITIES = ["Lisbon", "Porto"];
 export const UNITS = ["celsius", "fahrenheit"];
 export const WEATHER = {
@@ -17,7 +17,7 @@ export const WEATHER = {
 };
 export const TOOL = {
   type: "function",
-  function: { name: "weather", description: "Tells the weather of a city.", parameters: WEATHER },
+  function: { name: "weather", description: "Returns the weather of a city.", parameters: WEATHER },
 };
 
 /** Run a check and report its outcome. */

@@ -103,9 +103,7 @@ def test_a_choice_is_among_the_tools():
     assert ToolChoice("none").among(TOOLS) == ()
     assert ToolChoice("auto").among(TOOLS) == ToolChoice("required").among(TOOLS) == TOOLS
     assert ToolChoice("required", "get_time").among(TOOLS) == TOOLS[1:]
-    with pytest.raises(
-        RequestError, match="tool_choice is 'put'; allowed: a name in tools: get, "
-    ) as caught:
+    with pytest.raises(RequestError, match="tool_choice is 'put'; allowed: a name in tools: get, ") as caught:
         ToolChoice("required", "put").among(TOOLS)
     assert caught.value.parameter == "tool_choice"
 
