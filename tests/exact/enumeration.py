@@ -1,7 +1,7 @@
-"""All outcomes of a procedure that asks chance questions, each with its probability, by replaying it.
+"""All outcomes of a procedure with random choices, each with its probability, by replaying it.
 
-`outcomes(play)` runs `play` once per sequence of answers. A `Branching` stands in for the verifier's coin
-and for whatever draws the speculators' tokens, so it is the production code that is enumerated.
+`outcomes(play)` runs `play` once per sequence of choices. A `Branching` replaces the verifier's coin and the
+speculators' draws, so the enumerated procedure is production code.
 
     law = outcomes(lambda chance: chance.choose([0.5, 0.5]) + chance.choose([0.5, 0.5]))
     law == {0: 0.25, 1: 0.5, 2: 0.25}
@@ -26,11 +26,11 @@ from specinfer.verify.target_law import target_law
 
 
 class Branching:
-    """Answers each question with one of its possible answers: those of `script`, then the first ones."""
+    """Makes the choices of `script`, and then always the first possible one."""
 
     def __init__(self, script=()):
         self.script = list(script)
-        self.trail = []  # (answer taken, number of possible answers) per question
+        self.trail = []  # (choice, number of possible choices), in order
         self.probability = 1
 
     def choose(self, probabilities):
@@ -52,7 +52,7 @@ class Branching:
 
 
 def falls(play):
-    """What `play(chance)` makes of each sequence of answers, and the probability of the sequence."""
+    """Yield the outcome of `play(chance)` for each sequence of choices, with its probability."""
     script = []
     while True:
         chance = Branching(script)
@@ -75,7 +75,7 @@ def outcomes(play):
 
 
 def combinations(*plays):
-    """What plays that ask nothing of one another make together: a tuple, and its probability."""
+    """Yield the joint outcomes of independent plays: a list, and its probability."""
     for each in product(*(list(falls(play)) for play in plays)):
         yield [outcome for outcome, _ in each], prod(probability for _, probability in each)
 
@@ -88,7 +88,7 @@ class World:
         self.params = params or SamplingParams()
         self.seed = seed
         self.sharpness = sharpness
-        self.rows = {}  # each is made once
+        self.rows = {}  # computed once per text
 
     def logits(self, model, text):
         if (model, text) not in self.rows:
@@ -103,7 +103,7 @@ class World:
 
 
 class Supports(World):
-    """A world whose target states its laws over their supports, as the engine's does."""
+    """A world whose target returns laws over their supports, like the engine's."""
 
     def law(self, model, text):
         return target_law(self.logits(model, text), self.params).distribution()

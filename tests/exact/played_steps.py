@@ -1,7 +1,7 @@
-"""Steps of speculation without a model, as the engine takes them: guesses, merged trees, verification.
+"""Speculation steps without a model: trees of several speculators, merging, and verification.
 
-The production code between logits and text is played: `Processors` at every node, `prune` and `merge` on
-what several speculators guess from random laws of their own, `TargetLaws` and `verify_trees`.
+This runs the production code between logits and text: `Processors` at every node, `prune` and `merge` on
+trees from random draft laws, `TargetLaws` and `verify_trees`.
 """
 
 from collections import defaultdict
@@ -34,7 +34,7 @@ GUESSERS = {
 
 
 class Seen:
-    """A speculator's laws as the request's parameters make them: what Guesser.grow asks of a world."""
+    """A speculator's laws after the request's parameters, in the interface that Guesser.grow calls."""
 
     def __init__(self, world, processors, params, output):
         self.world, self.processors, self.params, self.output = world, processors, params, output
@@ -46,7 +46,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Careful(Guesser):
-    """A Guesser that draws nothing where nothing is left to draw, as speculate/drafts/draws.py does."""
+    """A Guesser that draws nothing from an all-zero law, like speculate/drafts/draws.py."""
 
     def draw(self, law, width, chance):
         return super().draw(law, width, chance) if law.any() else []
@@ -57,13 +57,13 @@ def entry_after(case, output, processors, seed=0):
 
 
 def possible(tree, processors):
-    """As the ensemble prunes."""
+    """Prune a tree like the ensemble."""
     permits = processors.permits if processors.bans else None
     return specinfer.tree.merging.prune(tree, permits=permits, ending=processors.ending)
 
 
 def read(output, tree, world):
-    """The target's pass over a tree."""
+    """Return the target's logits over a tree, as a flight."""
     rows = [world.logits("target", output + tree.path_tokens(node)) for node in range(tree.num_nodes)]
     return flight_of(np.stack(rows))
 
@@ -78,17 +78,17 @@ def verified(case, output, processors, tree, flight, verifier, seed=0):
 
 
 def added(case, output, tokens, length):
-    """The text after a step, cut where it ends, and whether it is finished (engine/transcript.py)."""
+    """Return the text after a step, cut at its end, and whether it is finished (engine/transcript.py)."""
     for token in tokens:
         output = (*output, token)
-        over = len(output) >= case.params.min_tokens and token in case.ending
-        if over or token is None or len(output) == length:
+        finished = len(output) >= case.params.min_tokens and token in case.ending
+        if finished or token is None or len(output) == length:
             return output, True
     return output, False
 
 
 def enumerated(case, guessers, length, world, monkeypatch):
-    """The law of the first `length` tokens with speculation, all draws and coins played."""
+    """Return the law of the first `length` tokens with speculation, over all draws and coins."""
     reached, finished = {(): 1.0}, defaultdict(float)
     guessers = [Careful(g.name, g.rule, g.widths) for g in guessers]
     while reached:
@@ -117,12 +117,12 @@ def expected(case, world, length):
     return text_law(lambda output: world.logits("target", output), case.rules, length)
 
 
-# The first one knows the target's laws, so inner nodes are visited often.
+# The first draft has the target's laws, so inner nodes are visited often.
 DRAFTS = [("target", DrawRule.COUPLED, (1, 1)), ("b", POINT, (1, 2)), ("c", IID, (1, 1))]
 
 
 def coupled_text(case, seed, world, length):
-    """The text of a seed with coupled drafts, a top-k draft and an n-gram's guesses in one tree per step."""
+    """Return the text of a seed with a coupled, a top-k and an i.i.d. draft in one tree per step."""
     output, done, steps = (), False, 0
     while not done:
         processors = case.processors(output)

@@ -1,6 +1,6 @@
-"""All speculators of a step as one guesser of an enumeration: draft models over made-up logits, sized trees.
+"""All speculators of a step as one guesser of an enumeration: drafts with random logits, sized trees.
 
-`Sized` is the production code from drafts to merged trees, and others are it with a policy of their own.
+`Sized` runs the production code from drafts to merged trees; its subclasses change the policy.
 """
 
 import numpy as np
@@ -31,14 +31,14 @@ VOCAB = 3
 PROMPT = (0,)
 TARGET = CostCurve((1, 3, 5), (1.0, 1.1, 1.3))
 PARAMS = SamplingParams(temperature=0.7, speculation={"verifier": "mss"})
-PLAIN = 5  # steps, before anybody may guess
+PLAIN = 5  # initial steps without speculation
 
 
 class MadeUpRunner:
-    """A draft's runner whose logits are a world's, by the text along each row's path.
+    """A draft's runner that returns a world's logits for the text along each row's path.
 
-    Its cache has one block. Instead of K and V each place holds the text that they would be made of, up to
-    its own token: rows write it and read it along their paths, and moves copy it.
+    Its cache has one block. A slot holds the text up to its token instead of K and V: rows write it and read
+    it along their paths, and moves copy it.
     """
 
     block_size = 64
@@ -50,7 +50,7 @@ class MadeUpRunner:
 
     def __init__(self, world, name):
         self.world, self.name, self.texts = world, name, {}
-        self.stale = 0  # rows that have read a place which was made of another text than theirs
+        self.stale = 0  # rows that have read a slot of another text
 
     def launch(self, rows):
         logits = []
@@ -66,7 +66,7 @@ class MadeUpRunner:
         return flight_of(np.stack(logits))
 
     def path(self, part, position, end):
-        """The places that the row at this one sees, without its own."""
+        """Return the positions that the row at `position` attends to, without its own."""
         if part.parents is None:
             return [*range(position)]
         root = end - len(part.parents)
@@ -83,7 +83,7 @@ class MadeUpRunner:
 
 
 class Points(Speculator):
-    """A speculator that guesses token 2, and then 1."""
+    """A speculator that guesses token 2, and then token 1."""
 
     name = "points"
 
@@ -99,7 +99,7 @@ class Points(Speculator):
 
 
 class Watched(CostPolicy):
-    """Notes whether drafts are run, and below how many of how many nodes they go on."""
+    """Records whether drafts run, and the numbers of (deepened, open) nodes per level."""
 
     def __init__(self, noted, parts, *costs):
         super().__init__(*costs)
@@ -117,21 +117,21 @@ class Watched(CostPolicy):
 
 
 class Sized:
-    """All speculators of a test as one guesser: merged trees, sized by the seconds of the drafts' passes."""
+    """All speculators of a test as one guesser: merged trees, sized by the costs of the drafts' passes."""
 
-    learned = False  # whether trees that may have no shape have none
+    learned = False  # True if trees may have learned shapes
 
     def __init__(self, drafts, pass_, monkeypatch, points="no", target=None, max_nodes=32):
         self.drafts, self.pass_, self.points = drafts, pass_, points
         self.monkeypatch = monkeypatch
         self.target, self.max_nodes = target or TARGET, max_nodes
-        self.depths = set()  # of the trees that were verified
-        self.proposed = set()  # how many draws of each speculator
-        self.starts = {name: set() for name, *_ in drafts}  # whether each draft was run
-        self.parts = set()  # below how many of how many nodes a draft went on
+        self.depths = set()  # depths of the verified trees
+        self.proposed = set()  # number of draws per speculator
+        self.starts = {name: set() for name, *_ in drafts}  # per draft: whether it ran
+        self.parts = set()  # (deepened, open) nodes per level
 
     def grow(self, world, text, chance):
-        # The draws ask the enumeration instead of a uniform number.
+        # The enumeration replaces the uniform numbers of draws.
         self.monkeypatch.setattr(draws, "inverse_cdf", lambda left, u: chance.pick(0, 0, left))
         pass_ = CostCurve((1, 1000), (self.pass_, self.pass_))
         drafts = {
@@ -158,14 +158,14 @@ class Sized:
         return tree
 
     def policy(self, target, drafts, chances, text, guard=None):
-        """The policy that sizes the next tree behind `text`."""
+        """Return the policy that sizes the next tree after `text`."""
         return Watched(self.starts, self.parts, target, drafts, chances, guard)
 
 
 class Guarded(Sized):
-    """The same behind a guard, which has seen guesses lose behind texts that begin with token 1."""
+    """Like Sized, with a guard that has seen guesses fail after texts that start with token 1."""
 
-    held = frozenset()  # whether nobody could guess, of all trees
+    held = frozenset()  # per tree: whether the guard turned speculation off
 
     def policy(self, target, drafts, chances, text):
         guard = Guard(target, {name: draft.costs for name, draft in drafts.items()}, measured=False)
@@ -181,11 +181,11 @@ class Guarded(Sized):
 
 
 class Alike(Sized):
-    """Sized by the results of guesses at its temperature, which at another one were the contrary."""
+    """Sized by acceptance rates of its temperature, which are the opposite of those at another one."""
 
     def __init__(self, *args, **sizes):
         super().__init__(*args, **sizes)
-        self.behind = {}  # by a text's length and whether it begins so: whether drafts were run
+        self.behind = {}  # by the text's length and whether it starts with 1: the drafts' `starts`
 
     def policy(self, target, drafts, chances, text):
         begins = text[:1] == (1,)
@@ -198,17 +198,17 @@ class Alike(Sized):
 
 
 class Wayward(Sized):
-    """Goes on below ends by the values of all that was drawn so far, samples and guesses, and nothing else.
+    """Chooses the nodes to deepen only by the values of earlier draws and guesses.
 
-    A shape is learned where it may be: samples have theirs. What a policy would need to break the law it is
-    never shown: the draws below an end, before it says whether there are any.
+    Shapes are learned except for samples. A policy could break the law only if it saw the draws below an open
+    leaf before it decides about that leaf; it never does.
     """
 
     learned = True
 
     def __init__(self, *args, **sizes):
         super().__init__(*args, **sizes)
-        self.shown = set()  # ends below which draws were shown
+        self.shown = set()  # open leaves whose draws the policy saw
 
     def policy(self, target, drafts, chances, text):
         policy = WaywardPolicy(self.starts, set(), target, drafts, chances)
@@ -237,7 +237,7 @@ class WaywardPolicy(Watched):
 
 
 class TakingBack(Wayward):
-    """A mutant: goes on everywhere, and where it does not like what came below a node, it was not there."""
+    """A mutant: deepens every node, and then drops children by the values that were drawn."""
 
     def policy(self, target, drafts, chances, text):
         return TakingBackPolicy(self.starts, self.parts, target, drafts, chances)
@@ -253,7 +253,7 @@ class TakingBackPolicy(WaywardPolicy):
         ]
 
     def likes(self, tree, node):
-        """Whether a node stays: the root's children, and those of a node of which none is token 0."""
+        """Return whether a node stays: a child of the root, or one without a sibling of token 0."""
         above = tree.parents[node]
         return above <= 0 or 0 not in tree.children()[above]
 

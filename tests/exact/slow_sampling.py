@@ -1,8 +1,8 @@
-"""The slow oracle of every sampling parameter: what the next token's law is after a prompt and an output.
+"""Slow oracle of every sampling parameter: the law of the next token after a prompt and an output.
 
-Lists, dictionaries and one rule after the other, as docs/sampling.md states them: no tree, no cache, no
-speculation, nothing of specinfer/processors. Logits are float32, so every sum, product and quotient on them
-is rounded to float32 (`single`); probabilities are Python floats.
+It applies the rules of docs/sampling.md one after the other to lists and dictionaries, without trees, caches,
+speculation or specinfer/processors. Logits are float32, so every sum, product and quotient of them is rounded
+to float32 (`single`); probabilities are Python floats.
 """
 
 import math
@@ -18,7 +18,7 @@ from .oracles import processed_law
 
 @dataclass(frozen=True)
 class Rules:
-    """A request's parameters, with what they mean for one model: token ids instead of texts."""
+    """A request's parameters in the token ids of one model."""
 
     params: SamplingParams
     prompt: tuple[int, ...]
@@ -28,12 +28,12 @@ class Rules:
 
 
 def single(x):
-    """x rounded to float32."""
+    """Round x to float32."""
     return struct.unpack("f", struct.pack("f", x))[0]
 
 
-def bars(rules, output, token):
-    """The parameter that makes `token` impossible after `output`; None where it is possible."""
+def excluded_by(rules, output, token):
+    """Return the parameter that excludes `token` after `output`; None if it is possible."""
     if rules.form is not None and token not in rules.form(tuple(output)):
         return "structured output"
     allowed = rules.params.allowed_token_ids
@@ -48,12 +48,12 @@ def bars(rules, output, token):
 
 
 def processed_logits(logits, rules, output):
-    """The logits after every rule that comes before temperature, [vocab]."""
+    """Return the logits after all rules that precede temperature, [vocab]."""
     params, output = rules.params, list(output)
     processed = []
     for token, x in enumerate(logits):
         x = float(x)
-        if bars(rules, output, token) is not None:
+        if excluded_by(rules, output, token) is not None:
             x = -math.inf
         if params.logit_bias is not None and token in params.logit_bias:
             x = single(x + single(params.logit_bias[token]))
@@ -68,30 +68,31 @@ def processed_logits(logits, rules, output):
 
 
 def is_dead_end(rules, output, vocab):
-    """Whether the parameters leave no token after `output`."""
-    return all(bars(rules, output, token) is not None for token in range(vocab))
+    """Return whether the parameters exclude every token after `output`."""
+    return all(excluded_by(rules, output, token) is not None for token in range(vocab))
 
 
 def next_law(logits, rules, output):
-    """The law of the token after `output`, a list of floats, [vocab]; some token must be possible."""
+    """Return the law of the token after `output`, a list of floats, [vocab]; one token must be possible."""
     return processed_law(processed_logits(logits, rules, output), rules.params)
 
 
-def is_over(rules, output):
-    """Whether the text ends with `output`, for another reason than its length."""
+def is_finished(rules, output):
+    """Return whether the text ends with `output` for a reason other than its length."""
     return bool(output) and len(output) >= rules.params.min_tokens and output[-1] in rules.ending
 
 
 def text_law(logits_of, rules, length):
-    """The law of the first `length` tokens, or fewer where a text ends: a dict text -> probability.
+    """Return the law of texts of up to `length` tokens: a dict text -> probability.
 
-    `logits_of(output)` are the target's after prompt and output. A dead end is a text that ends in None.
+    `logits_of(output)` returns the target's logits after prompt and output. A dead end is a text that ends in
+    None.
     """
     texts, finished = {(): 1.0}, {}
     while texts:
         longer = {}
         for text, probability in texts.items():
-            if is_over(rules, text) or len(text) == length:
+            if is_finished(rules, text) or len(text) == length:
                 finished[text] = probability
             elif is_dead_end(rules, text, len(logits_of(text))):
                 finished[(*text, None)] = probability
@@ -103,9 +104,9 @@ def text_law(logits_of, rules, length):
 
 
 def seeded_text(logits_of, rules, seed, length):
-    """The one text of a seed, token by token, each the argmax of log p + noise over the whole vocabulary."""
+    """Return the text of a seed: each token is the argmax of log p + noise over the whole vocabulary."""
     output = ()
-    while len(output) < length and not is_over(rules, output):
+    while len(output) < length and not is_finished(rules, output):
         logits = logits_of(output)
         if is_dead_end(rules, output, len(logits)):
             return (*output, None)
@@ -115,7 +116,7 @@ def seeded_text(logits_of, rules, seed, length):
 
 
 def logprobs(logits):
-    """log softmax of a row, [vocab]."""
+    """Return the log softmax of a row, [vocab]."""
     values = [float(x) for x in logits]
     top = max(values)
     total = math.log(math.fsum(math.exp(x - top) for x in values))

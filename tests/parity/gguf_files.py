@@ -1,4 +1,4 @@
-"""Writes a transformers model as the GGUF file llama.cpp's converter would make of it."""
+"""Writes a transformers model as the GGUF file that llama.cpp's converter would write."""
 
 from __future__ import annotations
 
@@ -93,16 +93,16 @@ _LAYER = {
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
 _STACKS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
-_BEHIND = {
+_POST_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 _OF_ARCHITECTURE = {
-    "gemma2": _BEHIND,
-    "gemma3": _BEHIND,
-    "olmo2": _BEHIND,
-    "exaone4": _BEHIND,
+    "gemma2": _POST_NORMS,
+    "gemma3": _POST_NORMS,
+    "olmo2": _POST_NORMS,
+    "exaone4": _POST_NORMS,
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
     "glm4": {
@@ -151,10 +151,10 @@ def write_gguf(
 ) -> dict[str, np.ndarray]:
     """Write the file, matrices quantized as `kind`; returns the bytes of each tensor as written.
 
-    `rope_factors` becomes rope_freqs.weight; `add` has further tensors;
-    `more` are keys of rope.scaling. Of each head the first `rotated` elements are rotated, by default all.
-    `architecture` and the folder of `tensors` are those of another model that computes the same. `packed` are
-    stacks as bytes of MXFP4 blocks, rows first.
+    `rope_factors` becomes rope_freqs.weight; `add` has further tensors; `more` has
+    keys of rope.scaling. The first `rotated` elements of each head are rotated, by default all.
+    `architecture` and the folder of `tensors` may belong to an equivalent model. `packed` has stacks as bytes
+    of MXFP4 blocks, rows first.
     """
     config = model.config
     arch = architecture or _ARCHITECTURES[config.model_type]
@@ -237,13 +237,13 @@ def write_gguf(
             parts = (groups[:, :-2], groups[:, [-2]], groups[:, [-1]])
             values = np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
         if arch in _HALVES_BECOME_NEIGHBOURS and (".q_proj." in name or ".k_proj." in name):
-            # llama.cpp rotates neighbours, transformers the two halves of what is rotated of a head.
+            # llama.cpp rotates pairs of neighbours, transformers pairs across the two halves of a head.
             each, part = values.reshape(-1, head_dim, *values.shape[1:]), rotated or head_dim
             halves = each[:, :part].reshape(len(each), 2, part // 2, *values.shape[1:]).swapaxes(1, 2)
             turned = halves.reshape(len(each), part, *values.shape[1:])
             values = np.concatenate((turned, each[:, part:]), axis=1).reshape(values.shape)
         if there.endswith("ffn_gate_inp_shexp.weight"):
-            values = values[0]  # the converter leaves out extents of 1
+            values = values[0]  # the converter drops dimensions of size 1
         floats = values.ndim == 1 or "ffn_gate_inp" in there or there.endswith("_exps.bias")
         as_kind = GGMLQuantizationType.F32 if floats else kind
         written[there] = _encode(values, as_kind)
@@ -319,7 +319,7 @@ def _encode(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     try:
         return gguf.quants.quantize(values, kind)
     except NotImplementedError:
-        # gguf cannot write this kind, and any bytes are a valid block of it.
+        # gguf cannot write this kind, but any bytes are a valid block.
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         rows, columns = values.shape
         random = np.random.default_rng(rows * columns)

@@ -62,5 +62,5 @@ def test_problems_name_their_line(tmp_path: Path) -> None:
     ]
 
 
-def test_held_files_have_no_problems() -> None:
+def test_the_repository_has_no_problems() -> None:
     assert prose.main(()) == 0

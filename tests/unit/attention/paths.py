@@ -1,4 +1,4 @@
-"""Random caches, random rows, and attention written out in float64."""
+"""Random caches and rows, and a float64 reference of attention."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BLOCKS = 64
 
 @functools.cache
 def random(*shape: int, seed: int) -> Tensor:
-    """Made once, as it takes longer than attention: nobody may write there."""
+    """Return a cached random tensor, which must not be changed; creating it is slower than attention."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def scattered(first: int, count: int) -> list[int]:
-    """Block tables that share no block and lie in no order."""
+    """Return `count` block numbers in random order, disjoint for disjoint ranges."""
     order = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(7)).tolist()
     return order[first : first + count]
 
@@ -33,26 +33,26 @@ def paths_of(*rows: Rows, block: int = BLOCK) -> Paths:
 
 
 def written(paths: Paths) -> Tensor:
-    """The slot of every row's K and V."""
+    """Return the slot of every row's K and V."""
     requests = enumerate(paths.requests_R4.tolist())
     own = [paths.slots(request)[first - end :] for request, (first, end, _, _) in requests]
     return torch.from_numpy(np.concatenate(own)).long()
 
 
 def with_blocks_of(block: int, paths: Paths) -> Paths:
-    """The same slots in smaller blocks, which must fit the old ones."""
+    """Return the same slots in smaller blocks, whose size divides the old one."""
     assert paths.block_size % block == 0
     parts = paths.block_size // block
     requests_R4 = paths.requests_R4.copy()
     requests_R4[:, 2] *= parts
-    told = requests_R4.ravel(), paths.shared_T, paths.tail_ends, paths.tails
+    parts_of_paths = requests_R4.ravel(), paths.shared_T, paths.tail_ends, paths.tails
     table = (paths.tables_B[:, None] * parts + np.arange(parts)).ravel()
-    return Paths.of(*(part.tolist() for part in told), tables=[table.tolist()], block_size=block)
+    return Paths.of(*(part.tolist() for part in parts_of_paths), tables=[table.tolist()], block_size=block)
 
 
 @dataclass
 class Layer:
-    """One attention layer with random weights, caches and inputs; every call begins with the same cache."""
+    """One attention layer with random weights, caches and inputs; every call starts with the same cache."""
 
     num_heads: int
     num_kv_heads: int
@@ -64,7 +64,7 @@ class Layer:
     whole_norms: bool = False
     softcap: float | None = None
     alibi: bool = False
-    rounded: bool = False  # its biases, as Falcon has them
+    rounded: bool = False  # biases in bfloat16, as in Falcon
     sinks: bool = False
 
     @property
@@ -96,7 +96,7 @@ class Layer:
         )
 
     def inputs(self, paths: Paths) -> tuple[Tensor, Rotation | None]:
-        """What a row holds depends on its slot alone, so the same row can stand in several batches."""
+        """Return inputs that depend only on the slots, so that the same row can be in several batches."""
         slots = written(paths)
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         qkv = random(BLOCKS * BLOCK, width, seed=4)[slots].to(self.dtype)
@@ -104,14 +104,14 @@ class Layer:
         return qkv, Rotation(angles.cos(), angles.sin()) if self.rope else None
 
     def run(self, backend: AttentionBackend, paths: Paths) -> tuple[Tensor, Tensor, Tensor]:
-        """The attended values [T, N, H], and the caches afterwards."""
+        """Return the attention output [T, N, H] and the caches afterwards."""
         k, v = self.caches()
         qkv, rotation = self.inputs(paths)
         out = backend.over([k], [v]).bind(paths)(self.heads, qkv, rotation)
         return out.view(len(qkv), self.num_heads, self.head_dim), k, v
 
     def oracle(self, paths: Paths) -> tuple[Tensor, Tensor, Tensor]:
-        """The same row by row, in float64."""
+        """Compute the same row by row in float64."""
         k, v = (cache.double() for cache in self.caches())
         qkv, rotation = self.inputs(paths)
         n, kv = self.num_heads, self.num_kv_heads
@@ -136,17 +136,17 @@ class Layer:
         return out, k, v
 
     def _weights(self, scores_NL: Tensor, length: int) -> Tensor:
-        """Of the last keys of a path of that length."""
+        """Return the weights of the last keys of a path with `length` tokens."""
         cap, alibi, sinks_N = self.softcap, self.heads.alibi, self.heads.sinks_N
         if cap is not None:
             scores_NL = (scores_NL / cap).tanh() * cap
         if alibi is not None:
-            places = torch.arange(length - scores_NL.shape[1], length)
+            positions = torch.arange(length - scores_NL.shape[1], length)
             for head, slope in enumerate(alibi.slopes_N.tolist()):
                 if self.rounded:
-                    biases = (slope * places.bfloat16()).double() * self.heads.scale
+                    biases = (slope * positions.bfloat16()).double() * self.heads.scale
                 else:
-                    biases = slope * (places - (length - 1)).double()
+                    biases = slope * (positions - (length - 1)).double()
                 scores_NL[head] += biases
         powers_NL = scores_NL.exp()
         total_N = powers_NL.sum(1)

@@ -1,4 +1,4 @@
-"""Scripts of benchmarks/ as modules, and what they are run on."""
+"""Fixtures that load scripts of benchmarks/ and write their inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Run = Callable[..., list[str]]
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[Callable[[str], ModuleType]]:
-    """Loads a script by its name, anew for each module of tests."""
+    """Returns a function that loads a script by its name, once per test module."""
     with pytest.MonkeyPatch.context() as patch:
 
         def load(name: str) -> ModuleType:
@@ -30,7 +30,7 @@ def script() -> Iterator[Callable[[str], ModuleType]]:
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            patch.setitem(sys.modules, spec.name, module)  # dataclasses look there
+            patch.setitem(sys.modules, spec.name, module)  # dataclasses look modules up there
             spec.loader.exec_module(module)
             return module
 
@@ -39,7 +39,7 @@ def script() -> Iterator[Callable[[str], ModuleType]]:
 
 @pytest.fixture
 def run(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a script with options and `--out page.md`; returns the lines of the page."""
+    """Returns a function that runs a script with `--out page.md` and returns the lines of the page."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tiny tensors gain nothing from more
 
     def main(module: ModuleType, *options: str, status: int | None = None) -> list[str]:

@@ -1,7 +1,6 @@
-"""A worker for tests: counts on from the prompt's last token, two tokens a step after the first.
+"""A fake worker: counts up from the prompt's last token, one token in the first step, then two per step.
 
-Its first token is a step of its own. `options` of the setup can make it end while loading, end in an answer,
-never answer, or print to stdout.
+The option `mishap` makes it fail while loading, fail or stall in an answer, or print to stdout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sampling parameters by name, and the oracle of what a tiny target says under them: its tokens are bytes.
+"""Sampling parameters by name, and an oracle of a tiny target's text under them.
 
-The oracle (tests/exact/slow_sampling.py) runs the whole text again for each token: no cache, no tree, no
-batch, no processors. A text is its own tokenization.
+The target's tokens are bytes. The oracle (tests/exact/slow_sampling.py) computes the whole text for each
+token: no cache, no tree, no batch, no processors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BOOLEAN = {
         },
     },
 }
-IN_PART = {  # which is written anew, and not wholly held
+IN_PART = {  # a schema that is rewritten, and enforced only in part
     "type": "json_schema",
     "json_schema": {
         "name": "kinds",
@@ -94,7 +94,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 
 
 class Oracle:
-    """The target alone, with what parameters mean for its bytes."""
+    """The target alone, and the rules of parameters for its tokens."""
 
     def __init__(self, tiny: Tiny) -> None:
         self._alone = TargetAlone(tiny.target)
@@ -114,13 +114,13 @@ class Oracle:
         )
 
     def text(self, prompt: list[int], params: SamplingParams) -> list[int]:
-        """The output's tokens; None last where there is a dead end. Said once for all who ask the same."""
-        asked = (*prompt, repr(params))
-        if asked not in self._texts:
+        """Return the output's tokens, cached; None is last after a dead end."""
+        key = (*prompt, repr(params))
+        if key not in self._texts:
             rules, seed = self.rules(prompt, params), params.seed or 0
             rows = seeded_text(lambda out: self.row((*prompt, *out)), rules, seed, params.max_tokens)
-            self._texts[asked] = tuple(rows)
-        return list(self._texts[asked])
+            self._texts[key] = tuple(rows)
+        return list(self._texts[key])
 
     def _form(self, params: SamplingParams) -> Callable[[tuple[int, ...]], set[int]] | None:
         if params.structured_output is None:
@@ -130,7 +130,7 @@ class Oracle:
         if params.regex == PARAMS["regex"]["regex"]:
             numbers = [f"{i}" for i in range(100)] + [f"0{i}" for i in range(10)]
             return _one_of("".join(parts) for parts in product(numbers, ["ab", "cd"], "xyz"))
-        # The library itself for JSON, but asked anew at every place: no path, no rollback, nothing kept.
+        # The grammar library itself for JSON, but with a new state per text: no path, no rollback, no cache.
         grammar = self._compiler.compile(params.structured_output)
 
         def after(output: tuple[int, ...]) -> set[int]:
@@ -147,11 +147,11 @@ def _one_of(texts: Any) -> Callable[[tuple[int, ...]], set[int]]:
 
 
 def params_of(name: str, **more: Any) -> SamplingParams:
-    """Those of a name, `more` besides, for a short text of a fixed seed."""
+    """Return the parameters called `name`, updated by `more`, for a short text of a fixed seed."""
     return SamplingParams(**{"max_tokens": LENGTH, "seed": 3, **PARAMS[name], **more})
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
-    """As the oracle writes them."""
+    """Return the outputs' tokens in the oracle's format."""
     failed = FinishReason.ERROR
     return [[*o.token_ids, *([None] if o.finish_reason is failed else [])] for o in outputs]  # type: ignore[list-item]

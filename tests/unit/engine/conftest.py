@@ -1,4 +1,4 @@
-"""What tests of loops share, an engine that only counts, and those of parameters, an oracle and engines."""
+"""Fixtures of the engine's tests: a counting engine for loops, an oracle and engines for parameters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Makes a request of an id, and of how far it counts."""
+    """Returns a function that makes a request with an id and a number of tokens."""
     folder = write_tiny_llama(tmp_path_factory.mktemp("t"), vocab_size=256, tokenizer=True)
     tokenizer = Tokenizer.load(folder)
     return lambda request_id, max_tokens=3: admitted(tokenizer, request_id, max_tokens)
@@ -79,7 +79,7 @@ def llms(tiny: Tiny) -> dict[str, LLM]:
 
 @pytest.fixture
 def no_thread_is_left() -> Iterator[None]:
-    """Whatever reads weights or runs passes ends with the test."""
+    """Checks that threads that read weights or run passes end with the test."""
     before = threading.enumerate()
     yield
     gc.collect()

@@ -18,7 +18,7 @@ from specinfer.processors.pipeline import Processors
 from specinfer.request import FinishReason, Request
 from specinfer.verify.noise import completion_seed
 from tests.engines import Tiny, engine_of, write_tiny
-from tests.exact.slow_sampling import bars, is_over
+from tests.exact.slow_sampling import excluded_by, is_finished
 from tests.unit.engine.byte_oracle import EOS, PARAMS, PROMPTS, SPECULATION, VOCAB, Oracle, params_of, tokens
 
 WISHES: list[Any] = [
@@ -137,7 +137,7 @@ def test_any_combinations_in_one_batch(
     servable = []
     for prompt, params in batch:
         rules = oracle.rules(prompt, params)
-        if all(bars(rules, (), token) is not None for token in range(VOCAB)):
+        if all(excluded_by(rules, (), token) is not None for token in range(VOCAB)):
             with pytest.raises(RequestError, match="leave no token to begin with"):
                 llms["both"].generate([prompt], params)
         else:
@@ -181,8 +181,8 @@ def test_under_mss_greedy_text_is_the_oracles_and_sampled_text_obeys_its_bans(
             params = params_of(name, temperature=1.0, speculation={"verifier": "mss"})
             for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params), strict=True):
                 rules, said = oracle.rules(prompt, params), output.token_ids
-                assert all(bars(rules, said[:i], token) is None for i, token in enumerate(said))
-                assert not any(is_over(rules, said[:i]) for i in range(len(said)))
+                assert all(excluded_by(rules, said[:i], token) is None for i, token in enumerate(said))
+                assert not any(is_finished(rules, said[:i]) for i in range(len(said)))
 
 
 def test_a_request_asks_for_its_own_speculation(llms: dict[str, LLM]) -> None:

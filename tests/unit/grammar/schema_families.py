@@ -1,8 +1,8 @@
-"""Three hundred JSON schemas: each feature of schemas in use, in the surroundings of families of them.
+"""300 JSON schemas: common features of schemas within families of whole schemas.
 
-features.json names what a part of a schema says, with values that it allows and values that it does not;
-objects have their properties in the order in which they are written. FAMILIES are whole schemas with a place
-for such a part, as people describe functions, configurations, resources, events and articles.
+features.json has schema features with valid and invalid values; objects have their properties in the order
+in which they are generated. FAMILIES are whole schemas with one variable part, as in real functions,
+configurations, resources, events and articles.
 """
 
 import json
@@ -14,7 +14,7 @@ FEATURES = json.loads((Path(__file__).parent / "features.json").read_text())
 
 
 def as_function(part, defs):
-    """The arguments of a function, as assistants are told of them."""
+    """Arguments of a function, as in the tools of a request."""
     return {
         "type": "object",
         "properties": {"query": {"type": "string", "description": "What to look for"}, "value": part},
@@ -24,7 +24,7 @@ def as_function(part, defs):
 
 
 def as_configuration(part, defs):
-    """A file that configures a tool: draft 7, with definitions and plugins by name."""
+    """Configuration file of a tool: draft 7, with definitions and named plugins."""
     return {
         "$id": "https://schemas.example.org/tool.json",
         "title": "Configuration",
@@ -39,7 +39,7 @@ def as_configuration(part, defs):
 
 
 def as_resource(part, defs):
-    """A resource of a cluster: fixed kind, metadata, and a spec."""
+    """Resource of a cluster: fixed kind, metadata, and a spec."""
     meta = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
     spec = {
         "type": "object",
@@ -60,7 +60,7 @@ def as_resource(part, defs):
 
 
 def as_event(part, defs):
-    """An event that is sent to be counted."""
+    """Analytics event."""
     return {
         "description": "Sent when it happens",
         "self": {"vendor": "org.example", "name": "event", "version": "1-0-0"},
@@ -73,7 +73,7 @@ def as_event(part, defs):
 
 
 def as_article(part, defs):
-    """An article: a list of elements of several kinds."""
+    """Article: a list of elements of several kinds."""
     image = {
         "type": "object",
         "properties": {"type": {"const": "image"}, "url": {"type": "string"}},
@@ -109,7 +109,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One schema of the three hundred, with whole values."""
+    """One schema, with valid and invalid whole values."""
 
     schema: Any
     valid: list[Any]
@@ -117,7 +117,7 @@ class Case:
 
 
 def cases():
-    """All of them, by name."""
+    """Return all cases by name."""
     found = {}
     for family, (build, whole) in FAMILIES.items():
         for feature in FEATURES:

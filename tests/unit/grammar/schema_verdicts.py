@@ -1,9 +1,9 @@
-"""What became of a schema: whether it is held, whole or in part, and whether that is sound.
+"""Checks of schemas: whether they are enforced fully, in part or not at all, and whether that is sound.
 
     python -m tests.unit.grammar.schema_verdicts [--questions json_wikiquestions.jsonl]
 
-prints it of the three hundred schemas, and of the answers that a file of questions comes with. No model takes
-part: texts are walked through the grammar's own masks, or are values that a schema is known to allow.
+prints a table of the 300 schemas, and checks the reference answers of a file of questions. No model is used:
+texts are random walks through the grammar's masks, or known values of a schema.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from specinfer.grammar.schemas.held import held_schema
 from tests.unit.grammar.schema_families import cases
 from tests.unit.grammar.vocabulary import END, TOKENIZER, accepts, grammar_of, ids, schema_format
 
-MOST_TOKENS = 400
+MAX_TOKENS = 400
 ENDS = [token for text in ('"', "}", "]", ",", "0", "a", "1", "A", "true", "null") for token in ids(text)]
 FORMATS = jsonschema.FormatChecker(("email", "ipv4", "ipv6", "uuid"))
 TIME = r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\d)"
@@ -45,13 +45,13 @@ def _is_pointer(value):
 
 
 def _pattern(validator, pattern, instance, schema):
-    """`pattern` with classes like \\p{L}, which Python's own expressions lack."""
+    """Check `pattern` with classes such as \\p{L}, which Python's `re` lacks."""
     if isinstance(instance, str) and not regex.search(pattern, instance):
         yield jsonschema.ValidationError(f"{instance!r} does not match {pattern!r}")
 
 
 def validator_of(name, schema):
-    """A validator of the draft that the schema of that name is written in."""
+    """Return a validator of the JSON Schema draft that a case's name gives."""
     draft = jsonschema.Draft202012Validator
     if "draft" in name:
         draft = jsonschema.Draft4Validator if "draft 4" in name else jsonschema.Draft7Validator
@@ -60,19 +60,19 @@ def validator_of(name, schema):
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a schema is held, and every text that shows it is not held as it should be."""
+    """How far a schema is enforced, and the texts that show a fault."""
 
     held: str  # whole, in part, not at all
     left_out: tuple[str, ...]
     refused_wrongly: tuple[str, ...]  # texts of values that the schema allows
-    broken: tuple[str, ...]  # texts that the grammar of the strict schema lets through against it
+    broken: tuple[str, ...]  # invalid texts that the strict grammar accepts
     walks: int = 0
 
 
 def walk(grammar, seed):
-    """A random text that soon prefers what ends its parts; None when it does not end within MOST_TOKENS."""
+    """Return a random text, biased to its end; None if it does not end within MAX_TOKENS."""
     state, rng, text = grammar.state(), np.random.default_rng(seed), []
-    while len(text) < MOST_TOKENS:
+    while len(text) < MAX_TOKENS:
         mask = state.allowed()
         assert mask.any(), TOKENIZER.decode(text)
         if mask[END] and rng.random() < 0.7:
@@ -89,7 +89,7 @@ def walk(grammar, seed):
 
 
 def verdict(name, case, walks=2):
-    """What becomes of a case; `walks` random texts of it are validated."""
+    """Return the verdict of a case; validates `walks` random texts."""
     texts = [json.dumps(value, ensure_ascii=False) for value in case.valid]
     try:
         loose = grammar_of(response_format=schema_format(case.schema))
@@ -109,7 +109,7 @@ def verdict(name, case, walks=2):
 
 
 def main() -> None:
-    """Print a table of the families, and what is left out how often."""
+    """Print a table of the families, and the counts of ignored keywords."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--questions", type=Path, help="JSON lines, each with a reference answer")
     args = options.parse_args()
@@ -131,7 +131,8 @@ def main() -> None:
     if args.questions is not None:
         grammar = grammar_of(response_format=schema_format(ANSWER, strict=True))
         answers = [json.loads(line)["reference"] for line in args.questions.read_text().splitlines()]
-        print(f"reference answers taken: {sum(accepts(grammar, text) for text in answers)} of {len(answers)}")
+        accepted = sum(accepts(grammar, text) for text in answers)
+        print(f"reference answers accepted: {accepted} of {len(answers)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Heads computed row by row in NumPy from their tensors' names alone: what the modules are held against."""
+"""NumPy reference of heads, row by row, from their tensors' names; modules are compared with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rotated(x_KH: Array, position: int, theta: float) -> Array:
 
 
 class Layer:
-    """One layer of one text: keys and values grow by a row at a time."""
+    """One layer of one text, computed row by row."""
 
     def __init__(self, weights: Weights, number: int, body: ModelConfig) -> None:
         self._w = lambda name: weights.get(f"layers.{number}.{name}")
@@ -57,12 +57,12 @@ class Layer:
         return rotated(heads, position, self._body.rope.theta)
 
     def seen(self, x: Array, position: int) -> tuple[Array, Array]:
-        """Key and value of one row."""
+        """Return the key and the value of one row."""
         value = self._product("self_attn.v_proj", x).reshape(-1, self._body.head_dim)
         return self._heads("k", x, position), value
 
     def out(self, x: Array, given: Array, position: int, seen: Sequence[tuple[Array, Array]]) -> Array:
-        """The residual stream behind the layer, of one row that sees these."""
+        """Return the residual stream of one row after the layer; `seen` are its keys and values."""
         query = self._heads("q", given, position)
         group = len(query) // self._body.num_kv_heads
         found = []
@@ -126,7 +126,7 @@ def eagle_logits(
 def block_hidden(
     weights: Weights, config: BlockConfig, taps_TND: Array, anchor_id: int, anchor: int
 ) -> Array:
-    """What the output layer reads of each level of the block whose anchor stands at `anchor`."""
+    """Return the output layer's input at each level of the block whose root token is at `anchor`."""
     body, eps = config.body, config.body.norm_eps
     context = [
         norm(weights["fc.weight"] @ taps.reshape(-1), weights["hidden_norm.weight"], eps)

@@ -1,4 +1,4 @@
-"""Ranks for tests: processes that share an exchange, forked from the test's own."""
+"""Ranks for tests: forked processes that share an exchange."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specinfer.kernels.exchange import SLOT, SharedExchange, shared_file
 from specinfer.kernels.library import Library
 
 _FORK = multiprocessing.get_context("fork")
-GONE = "gone"  # what is heard of a rank that ends without a word
+GONE = "gone"  # result of a rank that ends without an answer
 
 
 def run_ranks(
@@ -26,9 +26,9 @@ def run_ranks(
     silent: tuple[int, ...] = (),
     prepare: Callable[[int], None] | None = None,
 ) -> list[Any]:
-    """What `work` returns in each of so many ranks, or the PeerLostError it raises.
+    """Run `work` in `count` ranks; return each one's result or PeerLostError.
 
-    Nobody waits for those that are `silent`; they are killed in the end. `prepare` is given the shared file.
+    Ranks in `silent` are not awaited, but killed at the end. `prepare` gets the shared file before the start.
     """
     file = shared_file()
     if prepare is not None:
@@ -43,7 +43,7 @@ def run_ranks(
             process.start()
             theirs.close()
             ranks.append((process, ours))
-        return [GONE if rank in silent else _heard(ours) for rank, (_, ours) in enumerate(ranks)]
+        return [GONE if rank in silent else _received(ours) for rank, (_, ours) in enumerate(ranks)]
     finally:
         os.close(file)
         for process, ours in ranks:
@@ -71,7 +71,7 @@ def _run(
         exchange.close()
 
 
-def _heard(answer: Connection) -> Any:
+def _received(answer: Connection) -> Any:
     try:
         return answer.recv()
     except EOFError:

@@ -1,4 +1,4 @@
-"""A small model, a cache of its own, and what one process says."""
+"""A small model, a separate cache, and the texts of a single process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One for all of these, but for compiled kernels."""
+    """One cache for a module's tests; compiled kernels are shared with others."""
     from specinfer.files import cache_dir
 
     kernels, own = cache_dir() / "kernels", tmp_path_factory.mktemp("cache")

@@ -1,4 +1,4 @@
-"""What tests of traces share: tiny models, their requests, and the costs of their passes."""
+"""Fixtures of trace tests: tiny models, requests, and fixed costs of passes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.engines import Tiny, write_tiny
 
 TARGET = CostCurve((1, 5, 9, 64), (1.0, 1.02, 1.6, 20.0))
 DRAFT = CostCurve((1, 64), (0.05, 0.2))
-# Prompts of several lengths, one of them longer than a step's rows, two alike, with loops in them.
+# Prompts of several lengths with repetitions: one is longer than a step's rows, two are equal.
 PROMPTS = [[*range(i, i + 5)] * 2 for i in range(2)] + [[7, 7, 3] * 9, [7, 7, 3] * 9, [1, 2]]
 
 
@@ -40,7 +40,7 @@ def made() -> list[Trace]:
 
 @pytest.fixture(autouse=True)
 def _costs(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes cost what these curves say, in engines and in traces."""
+    """Replaces measured pass costs by fixed curves, in engines and in traces."""
 
     def curve(runner: ModelRunner, **_: object) -> CostCurve:
         return TARGET if runner.model is tiny.target else DRAFT
@@ -59,9 +59,9 @@ def recorded(
     predictions: Sequence[tuple[int, ...]] = (),
     **params: Any,
 ) -> Trace:
-    """A trace in the engine's own shape and one other: quicker made than in those that are usual.
+    """Record a trace with the engine's shape and one other, which is faster than with the default shapes.
 
-    The first requests have these `predictions`.
+    `predictions` belong to the first requests.
     """
     each = requests(llm, prompts, **{"temperature": 0, "max_tokens": 20, **params})
     for i, prediction in enumerate(predictions):

@@ -15,7 +15,7 @@ from tests.tiny_models import write_tiny_llama
 from tests.unit.serve.backend.handles import Handle
 from tests.unit.serve.backend.listeners import SEEDS, TOKENS
 
-# It writes calls as Hermes does, and reasoning between marks.
+# Calls in the format of Hermes, and reasoning tags.
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}"
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-# Steps are counted, so no answer is guessed from earlier ones.
+# Tests count steps, so drafts must not come from earlier answers.
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "16MB", "--tree-size", "fixed", "--lookup-memory", "0")
 
 
@@ -57,7 +57,7 @@ def client(served: Served) -> openai.OpenAI:
 
 @pytest.fixture
 def taken_port() -> Iterator[int]:
-    """A port on which somebody listens already."""
+    """A port on which another socket listens."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -66,7 +66,7 @@ def taken_port() -> Iterator[int]:
 
 @pytest.fixture
 def handles(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
-    """The engines that were started, in order."""
+    """The started engines, in order."""
     monkeypatch.setattr(replica, "EngineChild", Handle)
     monkeypatch.setattr(Handle, "made", [])
     return Handle.made
@@ -74,7 +74,7 @@ def handles(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
 
 @pytest.fixture(scope="session")
 def expected(folder: Path) -> list[str]:
-    """The texts of all seeds, made offline."""
+    """The texts of all seeds, generated offline."""
     params = [SamplingParams(temperature=1, seed=s, max_tokens=TOKENS, ignore_eos=True) for s in SEEDS]
     with LLM(folder, lookup=False, dtype="float32", kv_cache_memory=1 << 24) as llm:
         return [output.text for output in llm.generate([f"{s}abc" for s in SEEDS], params)]

@@ -1,4 +1,4 @@
-"""Speculators that guess what they are told to."""
+"""Speculators with given guesses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests import plans
 
 
 class Fan(Speculator):
-    """Guesses `tokens` below the root, as many as it is offered nodes for, and notes the offer."""
+    """Guesses `tokens` below the root, up to its node budget, and records the budget."""
 
     rule = DrawRule.POINT_MASS
 
@@ -41,7 +41,7 @@ def entry(max_nodes: int, max_depth: int = 5, **fields: Any) -> PlanEntry:
 
 
 class Levels(LevelSpeculator):
-    """A draft that guesses `tokens` one below the other."""
+    """A draft that guesses the chain `tokens`."""
 
     def __init__(self, name: str, tokens: Sequence[int], confidences: Sequence[float] = ()) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""A tiny target, prompts for it, and a clock that no machine's speed is in."""
+"""A tiny target, prompts for it, and a clock independent of the machine's speed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def engine(target: Path, **options: Any) -> EngineConfig:
 
 
 def tuning_of(target: Path, out: Path, **changes: Any) -> TuneConfig:
-    """A minute of a clock of `ticking`, of which a third is for collecting."""
+    """Return a config for one minute of the clock `ticking`; a third of it is for collecting."""
     options: dict[str, Any] = {
         "target": engine(target),
         "out": out,
@@ -60,24 +60,24 @@ def tuning_of(target: Path, out: Path, **changes: Any) -> TuneConfig:
 
 @pytest.fixture(scope="module")
 def tuned(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a head that was tuned, not to be changed."""
+    """Folder of a tuned head, which tests must not change."""
     out = tmp_path_factory.mktemp("tuned") / "head"
     run(tuning_of(target, out, minutes=4.0), prompts)
     return out
 
 
 def beginning_of(target: Path, corpus: Corpus, say: Callable[[str], None] = lambda line: None) -> Beginning:
-    """What a draft is made of that learns from these answers; nothing is said of its loss."""
+    """Return the start of a draft that learns from these answers; its loss is constant."""
     files = resolve(str(target))
     return Beginning(Target(files, open_model(files)), TrainingSet(corpus), 0, lambda draft: 1.0, say)
 
 
 class KilledError(Exception):
-    """The process is gone."""
+    """The process was killed."""
 
 
 def dies_at(steps: int) -> Clock:
-    """A clock whose process is killed when it has been looked at so often."""
+    """Return a clock that raises KilledError after `steps` readings."""
     clock, left = ticking(), iter(range(steps))
 
     def tick() -> float:

@@ -1,4 +1,4 @@
-"""Whole tunings of tiny targets, at costs that are known."""
+"""Complete tunings of tiny targets with fixed costs."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ TARGET = CostCurve((1, 16), (0.010, 0.012))
 
 
 def ticking(seconds: float = 1.0) -> Clock:
-    """A clock on which so much time passes whenever somebody looks."""
+    """Return a clock that advances by `seconds` at each reading."""
     ticks = count()
     return lambda: seconds * next(ticks)
 
 
 def free(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> Curves:
-    """Drafts and nodes that cost nothing: whoever guesses anything pays."""
+    """Return costs with free drafts and nodes, so that every correct guess pays."""
     names, nothing = draft_names(tuple(str(draft) for draft in drafts)), CostCurve((1, 2), (1e-9, 1e-9))
     return Curves(CostCurve((1, 2), (0.01, 0.01)), dict.fromkeys(names, nothing))
 
 
 def cheap(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> Curves:
-    """Drafts that cost a tenth of their target."""
+    """Return costs with drafts that cost a tenth of their target."""
     names = draft_names(tuple(str(draft) for draft in drafts))
     return Curves(TARGET, dict.fromkeys(names, CostCurve((1, 16), (0.001, 0.0012))))
 
@@ -45,7 +45,7 @@ def cheap(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> C
 def run(
     config: TuneConfig, prompts: Path, clock: Clock | None = None, costs: Costs = cheap
 ) -> tuple[TuneResult, list[str]]:
-    """What a whole tuning comes to, and what it says; at known costs, on a clock that ticks."""
+    """Run a tuning with fixed costs on a ticking clock; return its result and its log lines."""
     lines: list[str] = []
     tuning = Tuning(config, clock=clock or ticking(), say=lines.append, costs=costs)
     return tuning.run(read_prompts([prompts]), [prompts.name]), lines

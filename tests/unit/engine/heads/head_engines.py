@@ -1,4 +1,4 @@
-"""Heads of every kind, engines with one of them, and what plain modules would guess."""
+"""Heads of every kind, engines with one of them, and the logits of the plain modules."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def engine(tiny: Tiny, head: AnyHeadModel | None, **options: Any) -> LLM:
 
 
 def shaped(max_tokens: int) -> SamplingParams:
-    """Greedy, with trees of a given shape: a block is then drawn level by level, from whole rows."""
+    """Return greedy parameters with a fixed shape, so that blocks are drawn level by level."""
     shape = SpeculationParams(expansion=(2, 2, 1))
     return SamplingParams(max_tokens=max_tokens, temperature=0, speculation=shape)
 
 
 def hidden_states(tiny: Tiny, text: list[int]) -> torch.Tensor:
-    """What every layer is given, what the last puts out, and the last norm of that: [T, 2 + layers, D]."""
+    """Return the inputs of all layers, the last output, and its final norm: [T, 2 + layers, D]."""
     runner = ModelRunner(tiny.target, num_blocks=1, block_size=128)
     layers = range(tiny.target.config.num_layers + 1)
     flight = runner.launch([chain_rows(text, 0, [0], logits=True)], taps=layers)
@@ -66,7 +66,7 @@ def hidden_states(tiny: Tiny, text: list[int]) -> torch.Tensor:
 
 
 def normed(tiny: Tiny, x: torch.Tensor) -> torch.Tensor:
-    """The last norm of what the last layer puts out."""
+    """Apply the target's final norm."""
     weight_D = tiny.target._final_norm.parts.weight_D  # type: ignore[attr-defined]
     return x / (x.square().mean(-1, keepdim=True) + tiny.target.config.norm_eps).sqrt() * weight_D
 
@@ -75,13 +75,13 @@ def normed(tiny: Tiny, x: torch.Tensor) -> torch.Tensor:
 def module_logits(
     head: AnyHead, text: list[int], hidden_TND: torch.Tensor, above: list[int], shift: int = 0
 ) -> torch.Tensor:
-    """The module's logits behind `above`, which follows the text; it reads layers that `shift` moves."""
+    """Return the module's logits after the text and `above`; `shift` moves the layers that it reads."""
     end = len(text)
-    if isinstance(head, MedusaHead):  # one off is the same state before the last norm
+    if isinstance(head, MedusaHead):  # a shift of one gives the state before the final norm
         return head(hidden_TND[end - 2, -1 - shift])[len(above)]
     taps_TND = hidden_TND[None, : end - 1, [tap + shift for tap in head.config.taps]]
     if isinstance(head, EagleHead):
-        if head.config.fc_reads_token:  # one off is the same state before the last norm
+        if head.config.fc_reads_token:  # a shift of one gives the state before the final norm
             taps_TND = hidden_TND[None, : end - 1, [-1 - shift]]
         tokens = torch.zeros(1, end - 1, 1 + len(above), dtype=torch.int64)
         tokens[0, :, 0] = torch.tensor(text[1:])
@@ -97,13 +97,13 @@ def module_logits(
 def likelihood_gap(
     head: AnyHead, text: list[int], hidden_TND: torch.Tensor, tree: TokenTree, shift: int = 0
 ) -> float:
-    """The largest difference between what a head in an engine said of a guess and what the module says.
+    """Return the largest difference between a guess's probability in the engine and in the module.
 
-    `tree` is rooted at the text's last token; `shift` moves the layers that the module reads.
+    The root of `tree` is the text's last token; `shift` moves the layers that the module reads.
     """
     gap, ids = 0.0, head.ids.tolist()
     for parent, draws in draws_by_parent(tree.draws).items():
-        said = module_logits(head, text, hidden_TND, list(tree.path_tokens(parent)), shift).softmax(-1)
+        probs = module_logits(head, text, hidden_TND, list(tree.path_tokens(parent)), shift).softmax(-1)
         for draw in draws:
-            gap = max(gap, abs(float(said[ids.index(tree.token_ids[draw.node])]) - draw.confidence))
+            gap = max(gap, abs(float(probs[ids.index(tree.token_ids[draw.node])]) - draw.confidence))
     return gap

@@ -1,4 +1,4 @@
-"""A scripted server, asked for responses by OpenAI's client and by a plain one."""
+"""A scripted server with OpenAI's client and a plain HTTP client for responses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def named_events(text: str) -> list[dict[str, Any]]:
 
 
 class Asking:
-    """A server, OpenAI's client and a plain one, and what the engine was asked."""
+    """A server, OpenAI's client, a plain client, and the prompts that the engine got."""
 
     def __init__(self, tokenizer: Tokenizer, answers: Sequence[Script], options: dict[str, Any]) -> None:
         self.backend = ScriptedBackend(*answers)
@@ -52,7 +52,7 @@ class Asking:
         return events, [one["type"].removeprefix("response.") for one in events]
 
     async def events(self, **body: Any) -> list[dict[str, Any]]:
-        """The events of a stream as they stand on the wire; each has the name that its line says."""
+        """Return the events of a stream; checks that each has the type that its `event` line names."""
         answer = await self.http.post("/responses", json=body | {"stream": True})
         assert answer.status_code == 200, answer.text
         return named_events(answer.text)

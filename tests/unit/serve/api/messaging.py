@@ -1,4 +1,4 @@
-"""A scripted server, asked for messages over plain HTTP."""
+"""A scripted server with a plain HTTP client for messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HI = [{"role": "user", "content": "Hi"}]
 
 
 class Messaging:
-    """A server, a client, and what the engine was asked."""
+    """A server, a client, and the prompts that the engine got."""
 
     def __init__(self, tokenizer: Tokenizer, answers: Sequence[Script], options: dict[str, Any]) -> None:
         self.backend = ScriptedBackend(*answers)
@@ -27,7 +27,7 @@ class Messaging:
         return [bytes(work.prompt_token_ids).decode() for work in self.backend.works]
 
     async def post(self, path: str = "/messages", **body: Any) -> httpx.Response:
-        """The answer to a request for 100 tokens after "Hi", where nothing else is said."""
+        """Send a request, by default for 100 tokens after "Hi"."""
         usual = {"model": MODEL, "messages": HI} | ({} if "count" in path else {"max_tokens": 100})
         return await self.http.post(path, json=usual | body)
 
@@ -38,21 +38,21 @@ class Messaging:
         return found
 
     async def events(self, **body: Any) -> list[dict[str, Any]]:
-        """The events of a stream as they stand on the wire; each has the name that its line says."""
+        """Return the events of a stream; checks that each has the type that its `event` line names."""
         answer = await self.post(**body, stream=True)
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"].startswith("text/event-stream")
         return named_events(answer.text)
 
     async def refusal(self, **body: Any) -> tuple[int, str, str]:
-        """Status, type and message of an error in Anthropic's shape."""
+        """Return status, type and message of an error in Anthropic's format."""
         answer = await self.post(**body)
-        told = answer.json()
-        assert set(told) == {"type", "error", "request_id"}
-        assert told["type"] == "error"
-        assert told["request_id"] == answer.headers["x-request-id"]
-        assert set(told["error"]) == {"type", "message"}
-        return answer.status_code, told["error"]["type"], told["error"]["message"]
+        body = answer.json()
+        assert set(body) == {"type", "error", "request_id"}
+        assert body["type"] == "error"
+        assert body["request_id"] == answer.headers["x-request-id"]
+        assert set(body["error"]) == {"type", "message"}
+        return answer.status_code, body["error"]["type"], body["error"]["message"]
 
 
 def ask(

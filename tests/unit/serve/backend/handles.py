@@ -1,4 +1,4 @@
-"""Handles of engines that do what a test says, and who asks a backend over them."""
+"""Scripted engine handles, and requests to a backend that uses them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ WORK = Work("w", (1,), SamplingParams(seed=1))
 
 
 class Handle:
-    """In an EngineChild's place, an engine that does what a test says."""
+    """A scripted engine in place of an EngineChild."""
 
     made: list[Handle] = []
-    longest = 10_000  # positions of its cache
+    longest = 10_000  # positions in its cache
     fingerprint = "one"
 
     def __init__(self, log: tuple[str, str], number: int = 0, count: int = 1, cluster: Any = None) -> None:
@@ -37,8 +37,8 @@ class Handle:
         self.pid = len(self.made)
         self.killed = False
         self.closed = False
-        self.is_stopped = False  # it answers nobody
-        self.state = Statistics()  # its answer to whoever asks
+        self.is_stopped = False  # True: it answers no "ask" message
+        self.state = Statistics()  # its answer to "ask"
         self.made.append(self)
 
     async def start(
@@ -68,7 +68,7 @@ class Handle:
         self._deliver(self, message)
 
     def writes(self, name: str, *tokens: int, last: bool = False) -> None:
-        """So many tokens of a work, with which it may end."""
+        """Send new tokens of a work; `last` ends it."""
         reason = FinishReason.LENGTH if last else None
         self.written[name] = self.written.get(name, 0) + len(tokens)
         self.says("deltas", [Delta(name, "x" * len(tokens), tokens, finish_reason=reason)], None)
@@ -78,8 +78,8 @@ class Handle:
         self._died(self)
 
 
-class Hopeless(Handle):
-    """Only the first one ever starts."""
+class StartsOnce(Handle):
+    """Only the first one starts."""
 
     async def start(self, *given: Any) -> EngineInfo:
         if len(self.made) > 1:
@@ -88,7 +88,7 @@ class Hopeless(Handle):
 
 
 def cannot_start(number: int, times: int, failure: Exception | None = None) -> type[Handle]:
-    """Handles of which those of one replica cannot be started so often."""
+    """Return a class of handles; the first `times` starts of one replica fail."""
 
     class Failing(Handle):
         failed = 0
@@ -105,8 +105,8 @@ def cannot_start(number: int, times: int, failure: Exception | None = None) -> t
 MSS = replace(WORK, params=SamplingParams(seed=1, speculation=SpeculationParams(verifier="mss")))
 
 
-class Asked:
-    """A work that is being answered, and the tokens that were read of it."""
+class Answering:
+    """A work in progress, and the tokens received so far."""
 
     def __init__(self, backend: ReplicaBackend, name: str, work: Work = WORK, session: str = "") -> None:
         self.name = name
@@ -132,5 +132,5 @@ async def replicas(count: int, **options: Any) -> AsyncIterator[ReplicaBackend]:
 
 
 def given(handle: Handle) -> dict[str, tuple[int, ...]]:
-    """What a handle was given, with what was said, and has still."""
+    """Return a handle's unfinished works by id, with their earlier output."""
     return {work.id: work.said for work in handle.given if work.id not in handle.gone}

@@ -1,4 +1,4 @@
-"""Who streams texts of known seeds from a server of several replicas, and what is known of these."""
+"""Clients that stream texts of fixed seeds from a server with several replicas, and its processes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ TOKENS = 1500
 SEEDS = range(6)
 
 
-def until(so: Callable[[], bool]) -> None:
-    """Return when it is so; fails after a minute."""
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds; fails after a minute."""
     end = time.monotonic() + 60
-    while not so():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
 
 
 def engines(server: int) -> list[int]:
-    """The process ids of a server's engines."""
+    """Return the process ids of a server's engines."""
     found = []
     for child in psutil.Process(server).children():
         try:
@@ -37,13 +37,13 @@ def engines(server: int) -> list[int]:
 
 
 def ready(served: Served) -> int:
-    """How many replicas serve."""
+    """Return the number of replicas that serve."""
     answer = served.get("/ready").json()
     return int(answer["serving"]) if answer.get("status") == "ready" else 0
 
 
 class Listeners:
-    """Somebody who streams the text of each seed, in a session of its own."""
+    """One client per seed, each streaming its text in a separate session."""
 
     def __init__(self, served: Served) -> None:
         self.texts = ["" for _ in SEEDS]
@@ -57,7 +57,7 @@ class Listeners:
     def _listen(self, seed: int) -> None:
         body = {"prompt": f"{seed}abc", "seed": seed, "temperature": 1.0, "max_tokens": TOKENS}
         body |= {"ignore_eos": True, "stream": True}
-        headers = {"X-Session-Id": f"somebody {seed}"}
+        headers = {"X-Session-Id": f"client {seed}"}
         url = f"{self._served.url}/v1/completions"
         with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as answer:
             events = EventStream()
@@ -68,7 +68,7 @@ class Listeners:
                     chunk = json.loads(data)
                     self.texts[seed] += "".join(choice["text"] for choice in chunk.get("choices", ()))
                     self.failures += [chunk["error"]["message"]] if "error" in chunk else []
-        self.failures.append("the stream ended before the answer did")
+        self.failures.append("the stream ended before the answer")
 
     def end(self) -> list[str]:
         for one in self._threads:

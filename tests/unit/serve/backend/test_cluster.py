@@ -25,11 +25,11 @@ ENGINE = EngineConfig(model="m")
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Ray is there, as far as anybody looks; its part is played by fake_keeper.py."""
+    """Ray is there, as far as anybody looks; its part is played by fake_relay.py."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(cluster, "_MODULE", "tests.unit.serve.backend.fake_keeper")
+    monkeypatch.setattr(cluster, "_MODULE", "tests.unit.serve.backend.fake_relay")
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    monkeypatch.setenv("FAKE_KEEPER", "kept")
+    monkeypatch.setenv("FAKE_RELAY", "kept")
     return monkeypatch
 
 
@@ -134,7 +134,7 @@ def test_a_cluster_that_cannot_be_started_is_refused(
     says: str, said: str, installed: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     installed.setattr("tempfile.tempdir", str(tmp_path))
-    installed.setenv("FAKE_KEEPER", says)
+    installed.setenv("FAKE_RELAY", says)
     with pytest.raises(ConfigError, match=said):
         Cluster(ENGINE, 1)
     assert not list(tmp_path.iterdir())
@@ -147,7 +147,7 @@ def test_a_cluster_of_ones_own_ends_with_the_block_and_is_started_again_where_it
 
     def keepers() -> list[psutil.Process]:
         alive = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
-        return [one for one in alive if "fake_keeper" in " ".join(one.cmdline())]
+        return [one for one in alive if "fake_relay" in " ".join(one.cmdline())]
 
     with Cluster(ENGINE, 2) as one, Cluster(ENGINE.with_options({"threads": 3}), 1) as other:
         assert len(keepers()) == 2
@@ -155,7 +155,7 @@ def test_a_cluster_of_ones_own_ends_with_the_block_and_is_started_again_where_it
         assert len(tokens) == 2
         assert not tokens & set(os.environ.values())
         module, address, cpus = one.relay
-        assert (module, cpus) == ("tests.unit.serve.backend.fake_keeper", "2")
+        assert (module, cpus) == ("tests.unit.serve.backend.fake_relay", "2")
         assert other.relay[2] == "3"
         one.revive()
         assert one.relay[1] == address

@@ -23,7 +23,7 @@ from specinfer.serve.backend import replica
 from specinfer.serve.backend.engine_child import EngineChild
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import BackendError, Work
-from tests.unit.serve.backend.handles import WORK, Handle, Hopeless
+from tests.unit.serve.backend.handles import WORK, Handle, StartsOnce
 from tests.virtual_time import run_virtual
 
 # It is ready at once, and the first time it does something else then.
@@ -216,7 +216,7 @@ def test_of_an_engines_death_is_blamed(name: str, replicas: int, handles: list[H
 def test_nobody_waits_for_an_engine_that_cannot_be_started(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "EngineChild", Hopeless)
+    monkeypatch.setattr(replica, "EngineChild", StartsOnce)
 
     async def ask(backend: ReplicaBackend) -> None:
         async for _ in backend.generate([WORK]):

@@ -16,7 +16,7 @@ from specinfer.serve.backend import replica, replica_backend
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import BackendError, EngineInfo
 from specinfer.serve.observe.metrics import Metrics
-from tests.unit.serve.backend.handles import WORK, Asked, Handle, cannot_start, given, replicas
+from tests.unit.serve.backend.handles import WORK, Answering, Handle, cannot_start, given, replicas
 from tests.virtual_time import run_virtual
 
 
@@ -26,7 +26,7 @@ def test_works_of_a_session_go_to_one_replica_and_go_on_at_another_when_it_dies(
     async def run() -> None:
         async with replicas(2) as backend:
             assert [one.number for one in handles] == [0, 1]
-            asked = [Asked(backend, f"{who}{turn}", session=who) for turn in (1, 2) for who in "abcdef"]
+            asked = [Answering(backend, f"{who}{turn}", session=who) for turn in (1, 2) for who in "abcdef"]
             await asyncio.sleep(0)
             homes = {name: one.number for one in handles for name in given(one)}
             assert len(homes) == len(asked)
@@ -45,7 +45,7 @@ def test_works_of_a_session_go_to_one_replica_and_go_on_at_another_when_it_dies(
                 second.writes(one.name, 3, last=True)
             assert [await one.task for one in asked] == [[1, 2, 3]] * len(asked)
             await asyncio.sleep(1)
-            again = [Asked(backend, f"{who}3", session=who) for who in "abcdef"]
+            again = [Answering(backend, f"{who}3", session=who) for who in "abcdef"]
             await asyncio.sleep(0)
             back = {name: one.number for one in handles[1:] for name in given(one) if name[1] == "3"}
             assert all(back[f"{who}3"] == homes[f"{who}1"] for who in "abcdef")
@@ -62,7 +62,7 @@ def test_a_work_that_has_begun_goes_on_only_with_an_engine_of_its_fingerprint(
     async def run() -> None:
         async with replicas(1) as backend:
             monkeypatch.setattr(Handle, "fingerprint", "another")
-            begun, new = Asked(backend, "begun"), Asked(backend, "new")
+            begun, new = Answering(backend, "begun"), Answering(backend, "new")
             await asyncio.sleep(0)
             handles[0].writes("begun", 1)
             handles[0].dies()
@@ -87,7 +87,7 @@ def test_a_suspect_waits_for_an_engine_without_others(
     async def run() -> None:
         async with replicas(3) as backend:
             monkeypatch.setattr(replica, "EngineChild", Late)
-            asked = [Asked(backend, name, session=name) for name in "abcdefghi"]
+            asked = [Answering(backend, name, session=name) for name in "abcdefghi"]
             await asyncio.sleep(0)
             killer = "a"
             for _ in range(2):
@@ -101,7 +101,7 @@ def test_a_suspect_waits_for_an_engine_without_others(
             await asyncio.sleep(11)
             fresh = [one for one in handles[3:] if given(one)]
             assert [list(given(one)) for one in fresh] == [[killer]]
-            new = [Asked(backend, name, session=name) for name in "uvwxyz"]
+            new = [Answering(backend, name, session=name) for name in "uvwxyz"]
             await asyncio.sleep(0)
             assert list(given(fresh[0])) == [killer]
             assert sum(name in "uvwxyz" for one in handles if one.status is None for name in given(one)) == 6
@@ -130,7 +130,7 @@ def test_where_no_engine_of_its_fingerprint_runs_a_work_waits_for_one_that_start
 
     async def run() -> None:
         async with replicas(2) as backend:
-            asked = [Asked(backend, name, session=name) for name in "abcdef"]
+            asked = [Answering(backend, name, session=name) for name in "abcdef"]
             await asyncio.sleep(0)
             untouched, *begun = sorted(given(handles[0]))
             for name in begun:
@@ -211,7 +211,7 @@ def test_a_work_goes_where_the_cache_has_room_for_it(
         await asyncio.sleep(1)
         sizes = {"fits": 50, "is long": 500, "is too long": 5000}
         asked = [
-            Asked(
+            Answering(
                 backend, f"{what} {n}", replace(WORK, params=SamplingParams(seed=1, max_tokens=size)), f"{n}"
             )
             for what, size in sizes.items()
@@ -251,7 +251,7 @@ def test_a_replica_that_cannot_be_started_is_left_out_and_tried_now_and_then(
             assert [one.trouble for one in health.replicas] == [
                 *("", "replica 1 cannot be started: no memory", "")
             ]
-            asked = [Asked(backend, name, session=name) for name in "abcdefgh"]
+            asked = [Answering(backend, name, session=name) for name in "abcdefgh"]
             await asyncio.sleep(0)
             assert sum(len(given(one)) for one in handles if one.number != 1) == 8
             for one in asked:

@@ -8,17 +8,17 @@ import pytest
 
 from specinfer.serve.backend import replica
 from specinfer.serve.backend.work import BackendError
-from tests.unit.serve.backend.handles import MSS, Asked, Handle, cannot_start, given, replicas
+from tests.unit.serve.backend.handles import MSS, Answering, Handle, cannot_start, given, replicas
 from tests.virtual_time import run_virtual
 
 
 def test_engines_are_replaced_one_after_another_and_their_works_go_on(handles: list[Handle]) -> None:
     async def run() -> None:
         async with replicas(2) as backend:
-            asked = [Asked(backend, name, session=name) for name in "abcdef"]
+            asked = [Answering(backend, name, session=name) for name in "abcdef"]
             await asyncio.sleep(0)
             mine, theirs = sorted(given(handles[0])), sorted(given(handles[1]))
-            bound = Asked(backend, "bound", MSS, session=mine[0])
+            bound = Answering(backend, "bound", MSS, session=mine[0])
             await asyncio.sleep(0)
             for name in (*mine, "bound"):
                 handles[0].writes(name, 1)
@@ -28,7 +28,7 @@ def test_engines_are_replaced_one_after_another_and_their_works_go_on(handles: l
             assert sorted(handles[0].gone) == mine
             assert given(handles[1]) == {**dict.fromkeys(theirs, ()), **dict.fromkeys(mine, (1,))}
             assert not handles[0].closed  # it has a text that no other engine may go on with
-            new = Asked(backend, "new", session=mine[0])
+            new = Answering(backend, "new", session=mine[0])
             await asyncio.sleep(0)
             assert "new" in given(handles[1])
             health = await backend.health()
@@ -53,12 +53,12 @@ def test_engines_are_replaced_one_after_another_and_their_works_go_on(handles: l
 def test_of_one_replica_texts_end_before_it_is_replaced_and_others_wait(handles: list[Handle]) -> None:
     async def run() -> None:
         async with replicas(1) as backend:
-            old = Asked(backend, "old")
+            old = Answering(backend, "old")
             await asyncio.sleep(0)
             handles[0].writes("old", 1)
             backend.begin_roll()
             await asyncio.sleep(1)
-            new = Asked(backend, "new")
+            new = Answering(backend, "new")
             await asyncio.sleep(1)
             assert (await backend.health()).trouble == "the engine is being replaced"
             assert list(given(handles[0])) == ["old"]
@@ -74,7 +74,7 @@ def test_of_one_replica_texts_end_before_it_is_replaced_and_others_wait(handles:
 def test_an_engine_that_dies_while_it_is_about_to_be_replaced_is_replaced(handles: list[Handle]) -> None:
     async def run() -> None:
         async with replicas(2) as backend:
-            bound = Asked(backend, "bound", MSS, session="a")
+            bound = Answering(backend, "bound", MSS, session="a")
             await asyncio.sleep(0)
             [mine] = [one for one in handles if given(one)]
             mine.writes("bound", 1)

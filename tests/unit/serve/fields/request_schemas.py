@@ -1,8 +1,8 @@
-"""What other servers' requests have: each field with the value that its clients usually send.
+"""Request fields of other servers, each with a typical value.
 
-vLLM's are those of vllm/entrypoints/openai/*/protocol.py, llama.cpp's those of tools/server/README.md and
-server-task.cpp, LM Studio's those of its page on chat completions. OpenAI's are read from its own package by
-the test, which fails where a field there is missing here.
+Sources: vLLM's vllm/entrypoints/openai/*/protocol.py, llama.cpp's tools/server/README.md and server-task.cpp,
+and LM Studio's page on chat completions. The test reads OpenAI's fields from its package and fails if
+one is missing here.
 """
 
 from __future__ import annotations

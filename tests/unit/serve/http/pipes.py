@@ -1,4 +1,4 @@
-"""Connections without sockets: what a client sends is handed over, and what it is told is kept."""
+"""Connections without sockets: tests pass bytes in and read the bytes of the answers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ HEAD = b"POST /x HTTP/1.1\r\nHost: x\r\n"
 
 
 class Pipe(asyncio.Transport):
-    """The other side of a connection, which keeps what it is told."""
+    """The client's side of a connection; it keeps the received bytes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told = b""
+        self.received = b""
         self.is_closed = False
-        self.has_ended = False  # the server says that nothing follows, and may go on reading
+        self.has_ended = False  # True after the server's end of file; it may still read
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return default
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         assert not self.has_ended
-        self.told += bytes(data)
+        self.received += bytes(data)
 
     def write_eof(self) -> None:
         self.has_ended = True
@@ -51,16 +51,16 @@ class Pipe(asyncio.Transport):
         pass
 
     @property
-    def is_over(self) -> bool:
+    def is_ended(self) -> bool:
         return self.is_closed or self.has_ended
 
     @property
     def statuses(self) -> list[int]:
-        return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", self.told)]
+        return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", self.received)]
 
 
 class Server:
-    """Connections to an application that says how many bytes a body has, and what it was asked."""
+    """Connections to an application that answers with the size of the body and records its scopes."""
 
     def __init__(self, connections: Connections | None = None) -> None:
         self.connections = connections or Connections(1000, 1 << 30)

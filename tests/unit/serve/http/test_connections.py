@@ -31,7 +31,7 @@ def test_bodies_together_have_a_bound_and_the_largest_that_is_not_whole_goes_fir
         assert highest <= most
         refused = [pipe for _, pipe in large if pipe.statuses == [503]]
         assert len(refused) >= 39
-        assert all(b"retry-after: 5" in pipe.told.lower() for pipe in refused)
+        assert all(b"retry-after: 5" in pipe.received.lower() for pipe in refused)
         await settle()
         assert server.events == ["gone"] * len(refused)
         small.data_received(b"x" * 1000)
@@ -73,7 +73,7 @@ def test_requests_that_come_all_at_once_are_answered_up_to_a_number() -> None:
         one.data_received(b"GET / HTTP/1.1\r\n\r\n" * 10_000)
         assert server.connections.held < MAX_UNANSWERED * 3000
         async with asyncio.timeout(60):
-            while not pipe.is_over:
+            while not pipe.is_ended:
                 await asyncio.sleep(0)
         assert pipe.statuses == [200] * MAX_UNANSWERED
         assert server.connections.held == 0
@@ -84,7 +84,7 @@ def test_requests_that_come_all_at_once_are_answered_up_to_a_number() -> None:
         few.hold.set()
         await settle()
         assert pipe.statuses == [200] * 3
-        assert pipe.is_over
+        assert pipe.is_ended
         assert few.connections.held == 0
 
     run(test)
@@ -100,7 +100,7 @@ def test_at_the_limit_silent_connections_go_first_and_those_that_are_in_stay() -
         for one, _ in silent:  # half a request is none
             one.data_received(HEAD + b"Content-Length: 100\r\n\r\nhalf")
         await settle()
-        assert [pipe.is_over for _, pipe in silent] == [True] * 21 + [False] * 4
+        assert [pipe.is_ended for _, pipe in silent] == [True] * 21 + [False] * 4
         used.data_received(ask)
         for one, _ in silent[-4:]:
             one.data_received(b"x" * 96)
@@ -115,7 +115,7 @@ def test_at_the_limit_silent_connections_go_first_and_those_that_are_in_stay() -
         assert [connection.OVER_LIMIT in scope["state"] for scope in server.scopes[-2:]] == [True, False]
         more = [server.connect() for _ in range(2 * SPARE)]
         assert server.connections.size <= 5 + SPARE
-        left = [(one, pipe) for one, pipe in more if not pipe.is_over]
+        left = [(one, pipe) for one, pipe in more if not pipe.is_ended]
         assert 0 < len(left) <= SPARE
         for one, _ in left:
             one.data_received(ask)

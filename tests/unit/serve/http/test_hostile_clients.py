@@ -67,14 +67,14 @@ def test_what_has_no_end_is_given_up_before_much_is_kept(
         one.data_received(head)
         await settle()  # it is being answered, where the head has an end
         for _ in range(2 * MAX_HEAD):
-            if pipe.is_over:
+            if pipe.is_ended:
                 break
             one.data_received(more * max(1, size // len(more)))
-        assert pipe.is_over
+        assert pipe.is_ended
         assert Counted.fed <= len(head) + MAX_HEAD + 2 * PIECE
         assert pipe.statuses == [status]
-        assert json.loads(pipe.told.split(b"\r\n\r\n")[1])["error"]["message"]
-        assert b"\r\nconnection: close\r\n" in pipe.told
+        assert json.loads(pipe.received.split(b"\r\n\r\n")[1])["error"]["message"]
+        assert b"\r\nconnection: close\r\n" in pipe.received
         assert len(one.headers or ()) <= MAX_HEADERS
         await settle()
         assert server.events == (["gone"] if head.startswith(CHUNKED) else [])
@@ -98,7 +98,7 @@ def test_what_is_within_the_bounds_is_served() -> None:
             await settle()
         assert pipe.statuses == [200, 200, 200]
         assert len(server.scopes[0]["headers"]) == MAX_HEADERS
-        assert not pipe.is_over
+        assert not pipe.is_ended
 
     run(test)
 
@@ -136,11 +136,11 @@ def test_an_upgrade_is_not_made_and_the_body_is_read(size: int) -> None:
             await asyncio.sleep(0)
         await settle()
         assert pipe.statuses == [200, 200, 200]
-        assert pipe.told.count(b"11 bytes") == 2
+        assert pipe.received.count(b"11 bytes") == 2
         assert [scope["method"] for scope in server.scopes] == ["POST", "POST", "GET"]
         names = [name for name, _ in server.scopes[0]["headers"]]
         assert names == [b"connection", b"content-length", b"host", b"x-other"]
-        assert not pipe.is_over
+        assert not pipe.is_ended
 
     run(test)
 
@@ -161,7 +161,7 @@ def test_what_cannot_be_decoded_is_not_taken_for_a_body(said: bytes, status: int
         one.data_received(said)
         await settle()
         assert pipe.statuses == [status]
-        assert pipe.is_over == (status != 200)
+        assert pipe.is_ended == (status != 200)
 
     run(test)
 
@@ -177,12 +177,12 @@ def test_no_error_stands_within_an_earlier_answer(said: bytes) -> None:
         await settle()
         one.data_received(said)
         one.data_received(b"GET /hold HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert not pipe.is_over
+        assert not pipe.is_ended
         server.hold.set()
         await settle()
         assert pipe.statuses == [200]
-        assert pipe.told.endswith(b"\r\n0 bytes\r\n0\r\n\r\n")
-        assert pipe.is_over
+        assert pipe.received.endswith(b"\r\n0 bytes\r\n0\r\n\r\n")
+        assert pipe.is_ended
 
     run(test)
 
@@ -196,7 +196,7 @@ def test_an_answer_before_the_body_ends_the_connection() -> None:
         one.data_received(b"POST /deaf HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\n")
         await settle()
         assert pipe.statuses == [200]
-        assert b"\r\nconnection: close\r\n" in pipe.told
+        assert b"\r\nconnection: close\r\n" in pipe.received
         assert pipe.has_ended
         assert not pipe.is_closed
         for _ in range(100):

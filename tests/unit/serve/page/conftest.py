@@ -31,7 +31,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def serving(tokenizer: Tokenizer) -> Iterator[Serving]:
-    """Starts a server that answers by these scripts; it ends with the test."""
+    """Returns a function that starts a scripted server, which ends with the test."""
     with ExitStack() as stack:
 
         def start(*scripts: Script, keys: Sequence[str] = ()) -> ScriptedServer:
@@ -42,13 +42,13 @@ def serving(tokenizer: Tokenizer) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """A headless Chromium; skips where there is none.
+    """A headless Chromium for one module; skips if there is none.
 
-    Of each module its own: while one is there, no other test of this process can run an event loop.
+    While it exists, no other test of this process can run an event loop.
     """
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if not Path(CHROMIUM).exists():
-        pytest.skip(f"there is no {CHROMIUM}; SPECINFER_CHROMIUM names another")
+        pytest.skip(f"{CHROMIUM} is missing; set SPECINFER_CHROMIUM to another path")
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
         yield browser
@@ -57,13 +57,13 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def complaints() -> list[str]:
-    """What the page's console says; what a test expects of it, the test takes away."""
+    """Errors and warnings on the page's console; a test removes those that it expects."""
     return []
 
 
 @pytest.fixture
 def page(browser: Browser, complaints: list[str]) -> Iterator[Page]:
-    """A page of its own, which may neither complain nor ask another host for anything."""
+    """A new page; the test fails if its console has errors or if it contacts another host."""
     context = browser.new_context(viewport={"width": 1280, "height": 800}, accept_downloads=True)
     page = context.new_page()
     page.set_default_timeout(60_000)
@@ -74,4 +74,4 @@ def page(browser: Browser, complaints: list[str]) -> Iterator[Page]:
     yield page
     context.close()
     assert complaints == []
-    assert hosts <= {"127.0.0.1", ""}, "the page asks other hosts"
+    assert hosts <= {"127.0.0.1", ""}, "the page contacts other hosts"

@@ -1,4 +1,4 @@
-"""Requests, guesses and costs in round numbers, for tests of who decides by them."""
+"""Requests, guesses and costs in round numbers, for tests of policies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from specinfer.tree import DrawRule, TokenTree, TreeBuilder
 from specinfer.tree.expansion import Expansion
 from tests import plans
 
-FREE = CostCurve((1, 1000), (1.0, 1.0))  # bound by memory: rows cost nothing
-DEAR = CostCurve((1, 2), (1.0, 2.0))  # bound by arithmetic: every row costs what the first costs
+FREE = CostCurve((1, 1000), (1.0, 1.0))  # memory-bound: rows cost nothing
+DEAR = CostCurve((1, 2), (1.0, 2.0))  # compute-bound: every row costs as much as the first
 HALF = CostCurve((1, 3), (1.0, 2.0))
 
 
@@ -31,7 +31,7 @@ def entry(
     overrides: SpeculationParams | None = None,
     temperature: float = 0,
 ) -> PlanEntry:
-    """A request whose text ends in token 7, of which `rows` tokens are computed in this step."""
+    """A request whose text ends in token 7, and whose last `rows` tokens are computed in this step."""
     params = SamplingParams(temperature=temperature, speculation=overrides)
     text = [*range(20), 7]
     return plans.entry(
@@ -47,20 +47,20 @@ def chain(*confidences: float, speculator: str = "s", rule: DrawRule = DrawRule.
 
 
 def unlearning(name: str, curve: CostCurve) -> CostModel:
-    """Costs by a curve alone."""
+    """Return a cost model that does not learn."""
     return CostModel(name, curve, learns=False)
 
 
 def sized(
     target: CostCurve, draft: CostCurve | None = None, expansion: tuple[int, ...] = (1, 1, 1, 1)
 ) -> CostPolicy:
-    """The policy without a guard, of a target and maybe a draft with these costs."""
+    """Return a policy without a guard for a target, and a draft if given."""
     drafts = {} if draft is None else {"draft": PricedDraft(unlearning("draft", draft), Expansion(expansion))}
     return CostPolicy(unlearning("target", target), drafts, Chances(dict.fromkeys(drafts, len(expansion))))
 
 
 class Reckless(CostPolicy):
-    """Guesses and verifies all there is, unless its guard says otherwise."""
+    """Guesses and verifies all nodes unless its guard forbids it."""
 
     def __init__(
         self,
