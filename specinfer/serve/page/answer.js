@@ -1,4 +1,4 @@
-// Answer: a text that grows, token by token, with its trees and figures.
+// Answer: a streamed text of tokens, with its trees and figures.
 
 import { button, element } from "./dom.js";
 import { Figures } from "./figures.js";
@@ -9,26 +9,26 @@ import { StripChart } from "./strip_chart.js";
 import { TokenText } from "./token_text.js";
 
 const ENDS = {
-  length: "It ended at the most tokens it may have.",
-  abort: "It was stopped.",
-  stopped: "You stopped it.",
-  content_filter: "It was filtered.",
+  length: "Stopped at the token limit.",
+  abort: "The answer was stopped.",
+  stopped: "You stopped the answer.",
+  content_filter: "The answer was filtered.",
 };
 
 export class Answer {
   steps = [];
-  marks = []; // {span, token} of every token with text, in order
+  marks = []; // {span, token} of every visible token, in order
   text = "";
   finished = false;
-  onstep = null; // called when a step has come
+  onstep = null; // called after each new step
   #aligned = new TokenText((text, token, channel) => this.#place(text, token, channel));
-  #byStep = []; // the same by step
+  #byStep = []; // the same, by step
   #body;
-  #before; // what stands before the text
+  #before; // container of the reasoning, before the text
   #reasoning = null;
   #calls = new Map();
   #end = element("p", { class: "end", hidden: true });
-  #at = 0; // the mark the arrow keys are at
+  #at = 0; // index of the mark that the arrow keys selected
 
   // `page` has note, announce, inspect(answer, index, from); `actions` are buttons for the finished answer.
   constructor(label, page, { timed, actions = [] }) {
@@ -39,11 +39,11 @@ export class Answer {
       class: "tokens",
       tabindex: "0",
       role: "group",
-      "aria-label": "Answer. Arrow keys go from token to token, Enter shows the token's step.",
+      "aria-label": "Answer. Arrow keys select a token, Enter shows its step.",
       onkeydown: (event) => this.#keyed(event),
       onpointerover: (event) => this.#over(event),
       onpointerout: () => page.note.hide(),
-      onblur: () => this.#leave(),
+      onblur: () => this.#deselect(),
       onclick: (event) => this.#clicked(event),
     });
     this.inspect = button("Inspect steps", () => page.inspect(this, this.#firstTree(), this.inspect));
@@ -54,13 +54,13 @@ export class Answer {
       "article",
       { class: "turn answer", "aria-busy": "true", "aria-label": "Answer" },
       element("h2", { class: "who", text: label }),
-      element("div", { class: "said" }, this.#before, this.#body, this.#end, this.strip.element, this.actions),
+      element("div", { class: "content" }, this.#before, this.#body, this.#end, this.strip.element, this.actions),
       this.figures.element,
     );
     this.inspect.hidden = true;
   }
 
-  // Trees as the server or a file tells them; raises Error for what is none.
+  // Add trees from the server or a file; raises Error for an invalid tree.
   add(trees) {
     for (const tree of trees) {
       const step = new Step(tree);
@@ -74,7 +74,7 @@ export class Answer {
     if (trees.length) this.onstep?.();
   }
 
-  // What a chunk adds to the message.
+  // Add the delta of a chunk.
   delta({ content, reasoning_content: reasoning, tool_calls: calls }) {
     if (reasoning) this.#aligned.text(reasoning, "reasoning");
     if (content) this.#aligned.text(content, "content");
@@ -84,9 +84,9 @@ export class Answer {
     }
   }
 
-  // The text is that of the tokens, where nobody else tells it.
-  tellTokens() {
-    this.#aligned.asTheyAre();
+  // Show the tokens' own texts: a trace has no other text.
+  placeTokens() {
+    this.#aligned.placeAll();
   }
 
   finish({ reason = null, usage = null, speculation = null, error = null } = {}) {
@@ -102,18 +102,18 @@ export class Answer {
     if (steps.length)
       this.strip.element.setAttribute(
         "aria-label",
-        `Tokens of each of ${plural(steps.length, "step")}, ${Math.max(...steps)} at most`,
+        `Tokens per step: ${plural(steps.length, "step")}, at most ${plural(Math.max(...steps), "token")}`,
       );
     this.strip.element.setAttribute("role", "img");
     this.onstep?.();
   }
 
-  // The marks of a step's tokens.
+  // Marks of a step's tokens.
   marksOf(index) {
     return this.#byStep[index] ?? [];
   }
 
-  // What is said when it is done.
+  // Announcement for screen readers when the answer is complete.
   get summary() {
     if (!this.#end.hidden && this.#end.classList.contains("error")) return "";
     return `Answer finished: ${this.figures.tokens} tokens, ${this.figures.tokensPerStep} tokens per step.`;
@@ -124,13 +124,13 @@ export class Answer {
   }
 
   #place(text, token, channel) {
-    const into = channel === "reasoning" ? this.#thoughts() : this.#body;
+    const into = channel === "reasoning" ? this.#reasoningBody() : this.#body;
     if (channel === "content") this.text += text;
     if (!token) {
       into.append(text);
       return;
     }
-    // The space before a word is nobody's: underlined, it would hang at the ends of lines.
+    // The space before a word has no underline, which would show at the ends of lines.
     const word = text.trimStart() || text;
     const span = element("span", { class: `token ${speculators.mark(token.by)}`, text: word });
     span.mark = this.marks.length;
@@ -140,7 +140,7 @@ export class Answer {
     into.append(text.slice(0, text.length - word.length), span);
   }
 
-  #thoughts() {
+  #reasoningBody() {
     if (!this.#reasoning) {
       this.#reasoning = element("div", {
         class: "tokens",
@@ -160,7 +160,7 @@ export class Answer {
       const name = element("code", { class: "name" });
       const given = element("code", { class: "arguments" });
       this.#calls.set(index, { name, given });
-      this.#end.before(element("p", { class: "call" }, "calls ", name, " ", given));
+      this.#end.before(element("p", { class: "call" }, "Tool call: ", name, " ", given));
     }
     const { name, given } = this.#calls.get(index);
     name.append(called.name ?? "");
@@ -205,7 +205,7 @@ export class Answer {
     this.marks[at].span.classList.add("at");
   }
 
-  #leave() {
+  #deselect() {
     this.marks[this.#at]?.span.classList.remove("at");
     this.page.note.hide();
   }

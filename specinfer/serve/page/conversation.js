@@ -1,4 +1,4 @@
-// Conversation: turns of a user and of a model, which can be stopped, asked again and edited.
+// Conversation: turns of the user and the model, which can be stopped, regenerated and edited.
 
 import { Answer } from "./answer.js";
 import { button, element } from "./dom.js";
@@ -6,9 +6,9 @@ import { ServerError } from "./server.js";
 import { saveTrace } from "./trace_file.js";
 
 export class Conversation {
-  #turns = []; // {text, element} of the user, {answer} of the model
+  #turns = []; // {text, element} for the user, {answer} for the model
   #page;
-  #abort = null; // of the answer that is being made
+  #abort = null; // AbortController of the answer in progress
 
   // `page` has: element, server, settings, inspector, follow(), announce(text), model(), onchange().
   constructor(page) {
@@ -25,7 +25,7 @@ export class Conversation {
 
   async send(text) {
     this.#add(text);
-    await this.#ask();
+    await this.#answer();
   }
 
   stop() {
@@ -41,12 +41,12 @@ export class Conversation {
     const turn = { text };
     turn.words = element("p", { class: "words", text });
     turn.edit = button("Edit", () => this.#edit(turn));
-    turn.said = element("div", { class: "said" }, turn.words);
+    turn.content = element("div", { class: "content" }, turn.words);
     turn.element = element(
       "article",
       { class: "turn user", "aria-label": "You" },
       element("h2", { class: "who", text: "You" }),
-      turn.said,
+      turn.content,
       element("div", { class: "actions" }, turn.edit),
     );
     this.#turns.push(turn);
@@ -54,24 +54,24 @@ export class Conversation {
     this.#page.onchange();
   }
 
-  // Write a turn anew; what came after it is dropped when it is sent.
+  // Edit a turn; sending it drops the later turns.
   #edit(turn) {
     if (turn.form) return;
     const words = element("textarea", { "aria-label": "Your message", rows: "3" });
     words.value = turn.text;
-    const leave = () => {
+    const cancel = () => {
       turn.form.remove();
       turn.form = null;
-      turn.said.hidden = turn.edit.hidden = false;
+      turn.content.hidden = turn.edit.hidden = false;
       turn.edit.focus();
     };
     turn.form = element(
       "form",
-      { class: "edit said" },
+      { class: "edit content" },
       words,
-      element("div", { class: "actions" }, element("button", { text: "Send" }), button("Cancel", leave)),
+      element("div", { class: "actions" }, element("button", { text: "Send" }), button("Cancel", cancel)),
     );
-    turn.form.addEventListener("keydown", (event) => event.key === "Escape" && leave());
+    turn.form.addEventListener("keydown", (event) => event.key === "Escape" && cancel());
     turn.form.addEventListener("submit", (event) => {
       event.preventDefault();
       const text = words.value.trim();
@@ -81,8 +81,8 @@ export class Conversation {
       this.#page.focus();
       this.send(text);
     });
-    turn.said.hidden = turn.edit.hidden = true;
-    turn.said.after(turn.form);
+    turn.content.hidden = turn.edit.hidden = true;
+    turn.content.after(turn.form);
     words.focus();
   }
 
@@ -90,7 +90,7 @@ export class Conversation {
     if (this.busy || !this.#ready()) return;
     this.#cut(this.#turns.findIndex((turn) => turn.answer === answer));
     this.#page.focus();
-    this.#ask();
+    this.#answer();
   }
 
   #ready() {
@@ -99,8 +99,8 @@ export class Conversation {
     return false;
   }
 
-  #cut(place) {
-    for (const turn of this.#turns.splice(place)) {
+  #cut(index) {
+    for (const turn of this.#turns.splice(index)) {
       if (turn.answer) this.#page.inspector.forget(turn.answer);
       (turn.answer ?? turn).element.remove();
     }
@@ -109,13 +109,13 @@ export class Conversation {
 
   #messages() {
     const { system } = this.#page.settings;
-    const said = this.#turns
+    const messages = this.#turns
       .map(({ text, answer }) => ({ role: answer ? "assistant" : "user", content: answer ? answer.text : text }))
       .filter(({ content }) => content);
-    return system ? [{ role: "system", content: system }, ...said] : said;
+    return system ? [{ role: "system", content: system }, ...messages] : messages;
   }
 
-  async #ask() {
+  async #answer() {
     const model = this.#page.model();
     const body = {
       model,
@@ -148,7 +148,7 @@ export class Conversation {
       }
     } catch (error) {
       if (abort.signal.aborted) end.reason = "stopped";
-      else end.error = this.#told(error);
+      else end.error = this.#message(error);
     }
     if (this.#abort === abort) this.#abort = null;
     save.hidden = !answer.steps.length;
@@ -158,7 +158,7 @@ export class Conversation {
     if (answer.element.isConnected) this.#page.announce(answer.summary);
   }
 
-  #told(error) {
+  #message(error) {
     if (!(error instanceof ServerError)) {
       console.error(error);
       return `The answer cannot be shown: ${error.message}`;
@@ -166,8 +166,8 @@ export class Conversation {
     if (error.param) this.#page.settings.complain(error.param);
     if (error.status === 401) {
       this.#page.settings.open("key");
-      return "The server asks for an API key; give it in the settings.";
+      return "The server requires an API key; enter it in the settings.";
     }
-    return `The server refused: ${error.message}`;
+    return `The server refused the request: ${error.message}`;
   }
 }

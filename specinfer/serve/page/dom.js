@@ -1,4 +1,4 @@
-// Elements, made in one call. Text is set as text, never as markup.
+// Functions that create elements. Text is inserted as text, never as markup.
 
 export function element(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
@@ -23,7 +23,7 @@ export function button(text, onclick, properties = {}) {
   return element("button", { type: "button", text, onclick, ...properties });
 }
 
-// A text for people who hear the page and do not see it.
+// Text for screen readers only.
 export function hidden(text) {
   return element("span", { class: "visually-hidden", text });
 }

@@ -1,4 +1,4 @@
-// Server-sent events of a response, one after the other, as JSON values.
+// Server-sent events of a response as JSON values.
 
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

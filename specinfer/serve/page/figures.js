@@ -1,21 +1,21 @@
-// Figures: what stands beside an answer: tokens per step, tokens per second, and who guessed how much.
+// Figures next to an answer: tokens per step, tokens per second, and accepted guesses of each speculator.
 
 import { element } from "./dom.js";
 import { speculators } from "./speculators.js";
 
 export class Figures {
   #values = {};
-  #legend = element("ul", { class: "legend", role: "list", "aria-label": "Who guessed these tokens" });
-  #counts = new Map(); // speculator -> {accepted, proposed}; "" is the target itself
+  #legend = element("ul", { class: "legend", role: "list", "aria-label": "Sources of the tokens" });
+  #counts = new Map(); // speculator -> {accepted, proposed}; "" is the target
   #rows = new Map();
   #steps = 0;
   #tokens = 0; // since the first step, which only reads the prompt
-  #seconds = 0; // that steps say they took
-  #first = null; // when the first step was told
-  #asked;
+  #seconds = 0; // sum of the times of steps
+  #first = null; // time of the first step
+  #start;
 
   constructor({ timed }) {
-    this.#asked = timed ? performance.now() : null;
+    this.#start = timed ? performance.now() : null;
     const list = element("dl", { class: "numbers" });
     const names = { rate: "tokens per step", speed: timed ? "tokens/s" : "ms per step", tokens: "tokens" };
     for (const [name, caption] of Object.entries(names)) {
@@ -38,7 +38,7 @@ export class Figures {
     this.#show(now);
   }
 
-  // The server's own figures, where it told them.
+  // Replace the figures by the server's own if there are any.
   finish(usage, speculation) {
     const now = performance.now();
     const tokens = usage?.completion_tokens;
@@ -48,7 +48,7 @@ export class Figures {
     if (this.#first !== null && tokens > 1 && now > this.#first)
       this.#set("speed", round((1000 * (tokens - 1)) / (now - this.#first)));
     if (this.#first !== null)
-      this.element.title = `The first token came after ${((this.#first - this.#asked) / 1000).toFixed(2)} s.`;
+      this.element.title = `Time to first token: ${((this.#first - this.#start) / 1000).toFixed(2)} s`;
   }
 
   get tokensPerStep() {
@@ -63,7 +63,7 @@ export class Figures {
     const steps = this.#steps - 1;
     this.#set("tokens", this.#tokens + 1);
     if (steps) this.#set("rate", (this.#tokens / steps).toFixed(2));
-    if (this.#asked === null) {
+    if (this.#start === null) {
       if (steps && this.#seconds) this.#set("speed", round((1000 * this.#seconds) / steps));
     } else if (now - this.#first > 250) this.#set("speed", round((1000 * this.#tokens) / (now - this.#first)));
     for (const [name, { row }] of this.#rows) {
@@ -83,7 +83,7 @@ export class Figures {
       const sample = name ? speculators.letter(name) : "T";
       const item = element(
         "li",
-        { title: name ? `Tokens of the text that ${name} guessed, of all it guessed.` : "The target's own tokens." },
+        { title: name ? `Accepted guesses of ${name}, out of all of its guesses` : "Tokens that the target added" },
         element("span", { class: `sample ${speculators.mark(name ? [name] : [])}`, text: `${sample}\u00a0\u00a0`, "aria-hidden": "true" }),
         element("span", { text: name || "target" }),
         row,

@@ -1,10 +1,10 @@
-// Inspector: one step of an answer: its tree, what it cost, and the steps before and after it.
+// Inspector: panel with the tree and the cost of one step, and buttons to play the steps.
 
 import { button, element } from "./dom.js";
 import { StripChart } from "./strip_chart.js";
 import { drawTree } from "./tree_drawing.js";
 
-const PACE = 700; // milliseconds that a step is shown for
+const PACE = 700; // milliseconds per step
 const STAGES = ["schedule", "propose", "target_forward", "verify", "commit"];
 
 export class Inspector {
@@ -12,7 +12,7 @@ export class Inspector {
   #announce;
   #answer = null;
   #index = 0;
-  #from = null; // what had the focus
+  #from = null; // element that had the focus
   #timer = null;
   #title = element("h2", { id: "inspector-title", tabindex: "-1" });
   #summary = element("p", { class: "summary" });
@@ -50,7 +50,7 @@ export class Inspector {
     return !this.#panel.hidden;
   }
 
-  // Show a step; the focus goes to the panel, and back to `from` when it is closed. Without `from` it stays.
+  // Show a step. With `from`, the focus moves to the panel, and back to `from` when it closes.
   open(answer, index, from = null) {
     if (answer !== this.#answer) this.#attach(answer);
     this.#from = from;
@@ -69,7 +69,7 @@ export class Inspector {
     if (within) this.#from?.focus({ preventScroll: true });
   }
 
-  // Close it where it shows this answer.
+  // Close the panel if it shows this answer.
   forget(answer) {
     if (answer === this.#answer) this.close();
   }
@@ -82,7 +82,7 @@ export class Inspector {
     this.#grow();
     answer.onstep = () => {
       this.#grow();
-      this.#tell();
+      this.#describe();
     };
   }
 
@@ -101,10 +101,10 @@ export class Inspector {
 
   #go(index) {
     const last = this.#answer.steps.length - 1;
-    const wanted = Math.min(Math.max(index, 0), last);
-    if (wanted === this.#index) return;
-    this.#show(wanted);
-    this.#announce(`Step ${wanted + 1}: ${this.#step.summary}`);
+    const target = Math.min(Math.max(index, 0), last);
+    if (target === this.#index) return;
+    this.#show(target);
+    this.#announce(`Step ${target + 1}: ${this.#step.summary}`);
   }
 
   get #step() {
@@ -120,14 +120,14 @@ export class Inspector {
     this.#summary.textContent = step.summary;
     this.#facts.replaceChildren(cost(step));
     this.#strip.mark(index);
-    this.#tell();
+    this.#describe();
     this.#light(true);
     const [first] = this.#answer.marksOf(index);
     first?.span.scrollIntoView({ block: "nearest", behavior: calm() ? "auto" : "smooth" });
   }
 
-  // Where we are among the steps, of which there may be more by now.
-  #tell() {
+  // Show the position among the steps, whose number may have grown.
+  #describe() {
     const count = this.#answer.steps.length;
     this.#title.replaceChildren(`Step ${this.#index + 1} `, element("span", { class: "of", text: `of ${count}` }));
     this.#timeline.setAttribute("aria-valuemax", count);
@@ -137,12 +137,13 @@ export class Inspector {
     this.#next.disabled = this.#index === count - 1;
   }
 
-  // Mark the step's tokens in the answer; while steps are played, later ones wait in grey.
+  // Mark the step's tokens in the answer.
   #light(on) {
     if (!this.#answer) return;
     for (const { span } of this.#answer.marksOf(this.#index)) span.classList.toggle("current", on);
   }
 
+  // While steps play, tokens of later steps are grey.
   #later(index, wait) {
     for (const { span } of this.#answer.marksOf(index)) span.classList.toggle("later", wait);
   }
@@ -178,7 +179,7 @@ export class Inspector {
 
   #keyed(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const inTree = event.target === this.#tree; // where arrows scroll
+    const inTree = event.target === this.#tree; // arrow keys scroll there
     const onButton = event.target.tagName === "BUTTON";
     const last = this.#answer.steps.length - 1;
     const to = { ArrowLeft: this.#index - 1, ArrowRight: this.#index + 1, Home: 0, End: last }[event.key];
@@ -190,25 +191,25 @@ export class Inspector {
   }
 }
 
-// What the boxes of a tree mean.
+// Legend of the tree's boxes.
 function legend() {
   const kinds = [
     ["accepted", "accepted"],
-    ["rejected", "refused"],
-    ["own", "the model's own token"],
+    ["rejected", "rejected"],
+    ["own", "added by the target"],
   ];
   return element(
     "p",
     { class: "kinds" },
     ...kinds.map(([kind, text]) => element("span", { class: `kind ${kind}`, text })),
-    element("span", { text: "A percentage is how likely its speculators thought a guess." }),
+    element("span", { text: "Percentages are the probabilities that speculators gave." }),
   );
 }
 
-// What a step cost: a bar of its stages, and what that makes for a token.
+// Cost of a step: a bar of its stages, and the time per token.
 function cost(step) {
   const { total } = step;
-  const made = element("section", { class: "cost", "aria-label": "What the step cost" });
+  const made = element("section", { class: "cost", "aria-label": "Cost of the step" });
   const facts = [
     ["nodes", step.nodes.length],
     ["accepted", step.accepted],
@@ -219,9 +220,9 @@ function cost(step) {
   for (const [name, value] of facts)
     list.append(element("div", {}, element("dt", { text: name }), element("dd", { text: value })));
   made.append(list);
-  if (step.reasons) made.append(element("p", { class: "untold", text: step.reasons }));
+  if (step.reasons) made.append(element("p", { class: "remark", text: step.reasons }));
   if (!total) {
-    made.append(element("p", { class: "untold", text: "Nobody measured its time." }));
+    made.append(element("p", { class: "remark", text: "No times were recorded." }));
     return made;
   }
   const bar = element("div", { class: "bar-of-stages", "aria-hidden": "true" });
@@ -241,8 +242,8 @@ function cost(step) {
       ),
     );
   }
-  const share = "Time of the whole batch's step.";
-  made.append(bar, stages, element("p", { class: "untold", text: share }));
+  const remark = "Times cover the whole batch.";
+  made.append(bar, stages, element("p", { class: "remark", text: remark }));
   return made;
 }
 
@@ -252,7 +253,7 @@ function duration(seconds) {
   return `${thousandths >= 1 ? thousandths.toFixed(1) : Number(thousandths.toPrecision(2))} ms`;
 }
 
-// The width of a character of the tree's font, in pixels.
+// Width of a character in the tree's font, in pixels.
 function characterWidth(view) {
   const probe = element("span", { class: "node-font", text: "0".repeat(50), "aria-hidden": "true" });
   view.append(probe);

@@ -1,4 +1,4 @@
-// The page: its parts, and how they know each other.
+// Main module: creates the parts of the page and connects them.
 
 import { Answer } from "./answer.js";
 import { Conversation } from "./conversation.js";
@@ -9,15 +9,15 @@ import { Server } from "./server.js";
 import { Settings } from "./settings.js";
 import { readTrace } from "./trace_file.js";
 
-const NEAR = 80; // pixels from its end within which a growing text is followed
+const NEAR = 80; // pixels from the end within which the page scrolls with new text
 
 const at = (id) => document.getElementById(id);
-const [room, model, words, composer, status] = ["room", "model", "words", "composer", "status"].map(at);
+const [main, model, words, composer, status] = ["main", "model", "words", "composer", "status"].map(at);
 const server = new Server();
 const settings = new Settings(at("settings"), server, () => (met = meet()));
 const note = new Note(at("note"));
 const inspector = new Inspector(at("inspector"), announce);
-// `specinfer view` serves a trace and no model, and says so in the address.
+// `specinfer view` serves a trace without a model; its address has the trace's name.
 const viewed = new URLSearchParams(location.search).get("trace");
 
 const page = {
@@ -39,14 +39,14 @@ function announce(text) {
   status.textContent = text;
 }
 
-// Keep the end of the text in sight, unless somebody reads further up.
+// Keep the end of the text in view unless the user has scrolled up.
 let followed = true;
 let due = false;
 let top = 0;
-room.addEventListener("scroll", () => {
-  if (room.scrollHeight - room.scrollTop - room.clientHeight < NEAR) followed = true;
-  else if (room.scrollTop < top) followed = false; // not where the text merely grew meanwhile
-  top = room.scrollTop;
+main.addEventListener("scroll", () => {
+  if (main.scrollHeight - main.scrollTop - main.clientHeight < NEAR) followed = true;
+  else if (main.scrollTop < top) followed = false; // the text did not only grow
+  top = main.scrollTop;
 });
 function follow(always = false) {
   if (always) followed = true;
@@ -54,7 +54,7 @@ function follow(always = false) {
   due = true;
   requestAnimationFrame(() => {
     due = false;
-    room.scrollTop = room.scrollHeight;
+    main.scrollTop = main.scrollHeight;
   });
 }
 
@@ -68,7 +68,7 @@ function onchange() {
   if (focused && focused !== document.body && !focused.checkVisibility()) words.focus();
 }
 
-// Ask the server who it is; without a key that it wants, ask for the key.
+// Load the models of the server; if that needs an API key, show a message.
 let met = Promise.resolve();
 async function meet() {
   try {
@@ -79,7 +79,7 @@ async function meet() {
     settings.offer(cards[0]);
     complain("");
   } catch (error) {
-    if (error.status === 401) complain("The server asks for an API key; give it in the settings.");
+    if (error.status === 401) complain("The server requires an API key; enter it in the settings.");
     else complain(error.message);
   }
 }
@@ -99,16 +99,16 @@ function showTrace(name, text) {
   }
   complain("");
   inspector.close();
-  const place = at("trace");
+  const container = at("trace");
   const answers = [...requests.values()].map((events, number) => {
     const label = requests.size > 1 ? `Answer ${number + 1}` : "Answer";
     const answer = new Answer(label, page, { timed: false });
     answer.add(events);
-    answer.tellTokens();
+    answer.placeTokens();
     answer.finish();
     return answer;
   });
-  place.replaceChildren(...answers.map((answer) => answer.element));
+  container.replaceChildren(...answers.map((answer) => answer.element));
   const steps = answers.reduce((sum, answer) => sum + answer.steps.length, 0);
   at("trace-name").textContent = name;
   at("trace-size").textContent = `${plural(answers.length, "answer")}, ${plural(steps, "step")}`;
@@ -128,7 +128,7 @@ async function openFile(file) {
 
 composer.addEventListener("submit", async (event) => {
   event.preventDefault();
-  await met; // a request names a model, so the words stay where they are until one is known
+  await met; // a request needs the name of a model
   const text = words.value.trim();
   if (!text || conversation.busy) return;
   if (!settings.valid) return settings.open();
@@ -189,5 +189,5 @@ if (viewed === null) {
   document.title = `${viewed} - specinfer`;
   const response = await fetch("trace.jsonl").catch(() => null);
   if (response?.ok) showTrace(viewed, await response.text());
-  else complain("The trace cannot be read: `specinfer view` has ended.");
+  else complain("The trace cannot be read: `specinfer view` is no longer running.");
 }

@@ -1,4 +1,4 @@
-// Server: what this page asks of the server it came from.
+// Server: requests to the server of this page.
 
 import { events } from "./event_stream.js";
 
@@ -13,7 +13,7 @@ export class ServerError extends Error {
 }
 
 export class Server {
-  // The key lives as long as the tab.
+  // The API key is kept until the tab closes.
   get key() {
     return sessionStorage.getItem(KEY) ?? "";
   }
@@ -23,15 +23,15 @@ export class Server {
     else sessionStorage.removeItem(KEY);
   }
 
-  // The cards of the models that are served.
+  // Cards of the served models.
   async models() {
-    const response = await this.#ask("v1/models", {});
+    const response = await this.#fetch("v1/models", {});
     return (await response.json()).data;
   }
 
-  // The chunks of an answer; aborting `signal` ends it, here and there.
+  // Chunks of an answer; aborting `signal` also ends it on the server.
   async *chat(body, signal) {
-    const response = await this.#ask("v1/chat/completions", {
+    const response = await this.#fetch("v1/chat/completions", {
       method: "POST",
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify(body),
@@ -43,7 +43,7 @@ export class Server {
     }
   }
 
-  async #ask(path, options) {
+  async #fetch(path, options) {
     const headers = { ...options.headers };
     if (this.key) headers.Authorization = `Bearer ${this.key}`;
     let response;
@@ -54,8 +54,8 @@ export class Server {
       throw new ServerError("The server cannot be reached.", 0, null);
     }
     if (response.ok) return response;
-    const told = await response.json().catch(() => null);
-    const message = told?.error?.message ?? `The server answered ${response.status}.`;
-    throw new ServerError(message, response.status, told?.error?.param ?? null);
+    const body = await response.json().catch(() => null);
+    const message = body?.error?.message ?? `The server answered ${response.status}.`;
+    throw new ServerError(message, response.status, body?.error?.param ?? null);
   }
 }

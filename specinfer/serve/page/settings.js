@@ -1,11 +1,11 @@
-// Settings: what the next answer is asked with; kept by the browser, but for the key, which the tab keeps.
+// Settings: parameters of the next request. The browser stores them, and the tab the API key.
 
 import { element } from "./dom.js";
 
 const STORE = "specinfer.settings";
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"];
-// Small models write nonsense at temperature 1 with every token allowed.
-const USUAL = { temperature: "0.7", top_p: "0.95", max_tokens: "1024", appearance: "system" };
+// Small models write nonsense at temperature 1 without top p.
+const DEFAULTS = { temperature: "0.7", top_p: "0.95", max_tokens: "1024", appearance: "system" };
 
 export class Settings {
   #dialog;
@@ -30,7 +30,7 @@ export class Settings {
     this.#appear();
   }
 
-  // Open it, at a field if one is named.
+  // Open the dialog, with the focus on the field `name` if given.
   open(name = null) {
     this.#dialog.showModal();
     const field = name && this.#form.elements[name];
@@ -46,13 +46,13 @@ export class Settings {
     return this.#value("system").trim();
   }
 
-  // What the server told of itself: offer its speculators, and the shape of trees where a draft grows some.
+  // Offer the speculators of the server, and its tree shape if it has a draft model.
   offer(card) {
-    const told = card?.speculation;
-    const place = this.#form.querySelector(".speculators");
+    const served = card?.speculation;
+    const list = this.#form.querySelector(".speculators");
     const off = new Set(this.#kept().off ?? []);
-    place.replaceChildren(
-      ...(told?.speculators ?? []).map((name) =>
+    list.replaceChildren(
+      ...(served?.speculators ?? []).map((name) =>
         element(
           "label",
           {},
@@ -61,11 +61,11 @@ export class Settings {
         ),
       ),
     );
-    this.#form.elements.expansion.closest("label").hidden = !told?.expansion;
-    this.#form.elements.expansion.placeholder = told?.expansion ?? "";
-    this.#form.elements.max_nodes.placeholder = told?.max_nodes ?? "";
-    if (told?.max_nodes) this.#form.elements.max_nodes.max = told.max_nodes;
-    this.#form.elements.verifier.options[0].textContent = told ? `${told.verifier} (the server's)` : "the server's";
+    this.#form.elements.expansion.closest("label").hidden = !served?.expansion;
+    this.#form.elements.expansion.placeholder = served?.expansion ?? "";
+    this.#form.elements.max_nodes.placeholder = served?.max_nodes ?? "";
+    if (served?.max_nodes) this.#form.elements.max_nodes.max = told.max_nodes;
+    this.#form.elements.verifier.options[0].textContent = served ? `${served.verifier} (server default)` : "server default";
   }
 
   // Fields of a request.
@@ -79,7 +79,7 @@ export class Settings {
     return fields;
   }
 
-  // Point at the field an error is about.
+  // Mark the field that an error is about.
   complain(name) {
     const field = this.#form.elements[name];
     if (field instanceof HTMLElement) field.setAttribute("aria-invalid", "true");
@@ -87,15 +87,15 @@ export class Settings {
 
   #speculation() {
     const boxes = this.#boxes();
-    const wanted = boxes.filter((box) => box.checked).map((box) => box.value);
-    if (!this.#form.elements.enabled.checked || (boxes.length && !wanted.length)) return { enabled: false };
-    const asked = {};
-    if (wanted.length < boxes.length) asked.speculators = wanted;
-    if (this.#value("max_nodes")) asked.max_nodes = Number(this.#value("max_nodes"));
+    const chosen = boxes.filter((box) => box.checked).map((box) => box.value);
+    if (!this.#form.elements.enabled.checked || (boxes.length && !chosen.length)) return { enabled: false };
+    const fields = {};
+    if (chosen.length < boxes.length) fields.speculators = chosen;
+    if (this.#value("max_nodes")) fields.max_nodes = Number(this.#value("max_nodes"));
     if (this.#value("expansion").trim() && !this.#form.elements.expansion.closest("label").hidden)
-      asked.expansion = this.#value("expansion").trim();
-    if (this.#value("verifier")) asked.verifier = this.#value("verifier");
-    return asked;
+      fields.expansion = this.#value("expansion").trim();
+    if (this.#value("verifier")) fields.verifier = this.#value("verifier");
+    return fields;
   }
 
   #boxes() {
@@ -108,9 +108,9 @@ export class Settings {
 
   #kept() {
     try {
-      return JSON.parse(localStorage.getItem(STORE)) ?? USUAL;
+      return JSON.parse(localStorage.getItem(STORE)) ?? DEFAULTS;
     } catch {
-      return USUAL;
+      return DEFAULTS;
     }
   }
 

@@ -1,36 +1,36 @@
-// Speculators: the colour, line and letter of each, the same wherever it is shown.
+// Speculators: a colour, a line style and a letter for each.
 //
-// Colours are Okabe and Ito's, which colour-blind people tell apart; a line of its own kind and a letter say
-// the same without colour (style.css, .by-0 to .by-7).
+// The colours are Okabe and Ito's palette for colour-blind readers. Line styles and letters make speculators
+// distinguishable without colour (style.css, .by-0 to .by-7).
 
-const USUAL = ["draft", "lookup", "prediction", "grammar"];
-const PLACES = 8;
+const COMMON = ["draft", "lookup", "prediction", "grammar"];
+const STYLES = 8;
 
 export class Speculators {
-  #places = new Map(USUAL.map((name, place) => [name, place]));
+  #styles = new Map(COMMON.map((name, index) => [name, index]));
   #letters = new Map();
 
-  // The class that gives an element the marks of who guessed; several: of the first, thicker.
+  // CSS class of a token's speculators: the style of the first; thicker if there are several.
   mark(names) {
     if (!names.length) return "by-target";
-    return `by-${this.#place(names[0])}${names.length > 1 ? " by-several" : ""}`;
+    return `by-${this.#style(names[0])}${names.length > 1 ? " by-several" : ""}`;
   }
 
-  // One capital letter, or two where another speculator has it.
+  // A short label that starts with a capital letter; longer if another speculator has it.
   letter(name) {
     if (!this.#letters.has(name)) {
-      const taken = new Set(this.#letters.values());
+      const used = new Set(this.#letters.values());
       const digits = name.match(/\d+$/)?.[0] ?? "";
       const tries = [name[0] + digits, name.slice(0, 2), name.slice(0, 3), name];
       const short = tries.map((one) => one[0].toUpperCase() + one.slice(1));
-      this.#letters.set(name, short.find((one) => !taken.has(one)) ?? name);
+      this.#letters.set(name, short.find((one) => !used.has(one)) ?? name);
     }
     return this.#letters.get(name);
   }
 
-  #place(name) {
-    if (!this.#places.has(name)) this.#places.set(name, this.#places.size % PLACES);
-    return this.#places.get(name);
+  #style(name) {
+    if (!this.#styles.has(name)) this.#styles.set(name, this.#styles.size % STYLES);
+    return this.#styles.get(name);
   }
 }
 

@@ -1,12 +1,12 @@
-// Step: one step's token tree, checked, and the tokens it added to the text.
+// Step: the validated token tree of one step, and the tokens that it added to the text.
 //
-// The form is that of TreeEvent.to_json: node 0 is the root, the last token before the step; `path` are the
-// nodes that the target accepted, and `next_token` is the one it added of its own.
+// The format is that of TreeEvent.to_json: node 0 is the root, the last token before the step; `path` has the
+// nodes that the target accepted, and `next_token` is the token that it added.
 
 export class Step {
   constructor(event) {
-    const wrong = complaint(event);
-    if (wrong) throw new Error(wrong);
+    const fault = faultOf(event);
+    if (fault) throw new Error(fault);
     this.event = event;
     this.number = event.step;
     this.request = event.request_id ?? "";
@@ -27,7 +27,7 @@ export class Step {
       likelihood: null,
       ...textOf(event, event.next_token, event.next_text),
     };
-    // What the step added to the text, in order.
+    // Tokens that the step added to the text, in order.
     this.tokens = [...this.path.map((node) => this.nodes[node]), this.next];
   }
 
@@ -39,7 +39,7 @@ export class Step {
     return this.path.length;
   }
 
-  // Children of every node, those on the accepted path first.
+  // Children of every node; the one on the accepted path comes first.
   get children() {
     const below = this.nodes.map(() => []);
     const onPath = new Set(this.path);
@@ -54,15 +54,15 @@ export class Step {
     return this.seconds.reduce((sum, [, seconds]) => sum + seconds, 0);
   }
 
-  // Why so much was guessed, in a line; "" where nobody asked.
+  // Reasons for the size of the tree, in one line; "" if the event has none.
   get reasons() {
     const { expected_tokens: expected, speculators } = this.event.decision ?? {};
     if (!Array.isArray(speculators)) return "";
-    const turns = speculators.map(({ name, reason, drawn, verified }) =>
+    const reasons = speculators.map(({ name, reason, drawn, verified }) =>
       reason === "guessed" ? `${name}: ${verified} of ${drawn} verified` : `${name}: ${reason}`,
     );
-    if (typeof expected === "number") turns.unshift(`${expected.toFixed(2)} tokens expected`);
-    return turns.join("; ");
+    if (typeof expected === "number") reasons.unshift(`${expected.toFixed(2)} tokens expected`);
+    return reasons.join("; ");
   }
 
   get summary() {
@@ -76,7 +76,7 @@ export function plural(count, one, many = `${one}s`) {
   return `${count} ${count === 1 ? one : many}`;
 }
 
-// A token's text with what would not be seen made visible.
+// A token's text with visible white space and control characters.
 export function visible(text) {
   if (text === "") return "\u2205";
   return text
@@ -95,30 +95,30 @@ export function percent(likelihood) {
 function textOf(event, id, text) {
   const bytes = event.bytes?.[id];
   return {
-    text: text ?? ` #${id}`, // a trace without texts
+    text: text ?? ` #${id}`, // the trace has no texts
     bytes: bytes ? bytes.match(/../g).map((pair) => parseInt(pair, 16)) : null,
   };
 }
 
-function complaint(event) {
-  if (event === null || typeof event !== "object") return "it is no JSON object";
+function faultOf(event) {
+  if (event === null || typeof event !== "object") return "it is not a JSON object";
   const { token_ids: ids, parents, path, proposed_by: names } = event;
-  if (!areIntegers(ids) || !ids.length) return "token_ids is no list of integers";
+  if (!areIntegers(ids) || !ids.length) return "token_ids must be a list of integers";
   if (!areIntegers(parents) || parents.length !== ids.length)
-    return "parents is no list of as many integers as token_ids";
+    return "parents must be a list of integers, as long as token_ids";
   if (parents[0] !== -1 || parents.some((parent, node) => node && (parent < 0 || parent >= node)))
-    return "parents is no tree: the first is -1, and each other one an earlier node";
+    return "parents is not a tree: the first must be -1, and each other one an earlier node";
   if (!areIntegers(path) || path.some((node) => node < 1 || node >= ids.length))
-    return "path is no list of nodes";
+    return "path must be a list of nodes";
   if (path.some((node, depth) => parents[node] !== (depth ? path[depth - 1] : 0)))
-    return "path does not lead down the tree from its root";
+    return "path must lead down the tree from its root";
   if (!Number.isInteger(event.next_token) || !Number.isInteger(event.step))
-    return "step and next_token are integers";
+    return "step and next_token must be integers";
   if (!Array.isArray(names) || names.length !== ids.length || !names.every((some) => areOf(some, "string")))
-    return "proposed_by is no list of lists of names, one for each node";
+    return "proposed_by must have a list of names for each node";
   for (const [name, kind] of [["texts", "string"], ["likelihoods", "number"]])
     if (name in event && (!areOf(event[name], kind) || event[name].length !== ids.length))
-      return `${name} has not one value for each node`;
+      return `${name} must have one value for each node`;
   return "";
 }
 

@@ -1,18 +1,18 @@
-// StripChart: tokens per step over an answer, a column for each step and a square for each token.
+// StripChart: tokens per step of an answer, with a column per step and a square per token.
 
 import { element, svg } from "./dom.js";
 import { speculators } from "./speculators.js";
 
-const WIDTH = 7; // of a column, pixels, the gap included
-const LEAST = 4; // tokens that the height stands for
+const WIDTH = 7; // pixels of a column and its gap
+const MIN_HEIGHT = 4; // tokens
 
 export class StripChart {
   #drawing = svg("svg", { "aria-hidden": "true", preserveAspectRatio: "none" });
   #columns = [];
-  #most = LEAST;
+  #height = MIN_HEIGHT;
   #current = null;
 
-  // `choose(index)` is called with the step that is clicked.
+  // `choose(index)` is called when a step is clicked.
   constructor(choose) {
     this.element = element("div", { class: "strip" });
     this.element.append(this.#drawing);
@@ -29,20 +29,20 @@ export class StripChart {
   add(step) {
     const left = this.#columns.length * WIDTH;
     const column = svg("g", {});
-    step.tokens.forEach((token, place) => {
-      const square = svg("rect", { x: left, y: -place - 0.9, width: WIDTH - 2, height: 0.8 });
+    step.tokens.forEach((token, row) => {
+      const square = svg("rect", { x: left, y: -row - 0.9, width: WIDTH - 2, height: 0.8 });
       square.setAttribute("class", speculators.mark(token.by));
       column.append(square);
     });
     this.#drawing.append(column);
     this.#columns.push(column);
-    this.#most = Math.max(this.#most, step.tokens.length);
+    this.#height = Math.max(this.#height, step.tokens.length);
     const width = this.#columns.length * WIDTH;
-    this.#drawing.setAttribute("viewBox", `0 ${-this.#most} ${width} ${this.#most}`);
+    this.#drawing.setAttribute("viewBox", `0 ${-this.#height} ${width} ${this.#height}`);
     this.#drawing.style.width = `${width}px`;
   }
 
-  // Mark a step, and bring it into sight.
+  // Mark a step and scroll it into view.
   mark(index) {
     this.#columns[this.#current]?.classList.remove("current");
     this.#current = index;

@@ -1,18 +1,17 @@
-// TokenText: which part of a text is which token.
+// TokenText: aligns the text of an answer with its tokens.
 //
-// The text is what the server shows; the tokens are those of the trees, told before their text. Both agree but
-// for tokens the text hides (special ones, marks of reasoning and of calls), characters that lie in several
-// tokens, and a stop string that is cut. `place(text, token, channel)` is called for each part in order; the
-// token is null where no token explains the text.
+// The tokens come from the trees, before their text. The text lacks special tokens, delimiters of reasoning and
+// calls, and stop strings; a character may also consist of several tokens. `place(text, token, channel)` is
+// called for each part in order; the token is null if no token matches the text.
 
-const FAR = 256; // tokens that may be hidden one after the other
+const MAX_HIDDEN = 256; // consecutive tokens without text
 
 export class TokenText {
   #place;
-  #units = []; // {token, text, bytes, whole}: a token, or several that are a character together
-  #text = ""; // told and not placed
+  #units = []; // {token, text, bytes, whole}: one token, or several that form a character
+  #text = ""; // received but not placed
   #channel = null;
-  #begun = false; // whether the channel has any text
+  #started = false; // true if the channel has text
 
   constructor(place) {
     this.#place = place;
@@ -39,20 +38,20 @@ export class TokenText {
     if (channel !== this.#channel) {
       this.#advance(true);
       this.#channel = channel;
-      this.#begun = false;
+      this.#started = false;
     }
     this.#text += text;
     this.#advance(false);
   }
 
-  // The tokens so far that have no text will have none.
+  // Drop the tokens so far: no text of them follows.
   skip() {
     this.#advance(true);
     this.#units = [];
   }
 
-  // Place tokens as they are, where nobody tells the text: in a trace.
-  asTheyAre() {
+  // Place the tokens' own texts, for a trace.
+  placeAll() {
     for (const { text, token } of this.#units.splice(0)) this.#place(text, token, "content");
   }
 
@@ -74,24 +73,24 @@ export class TokenText {
     }
   }
 
-  // How many tokens stand before the first one that the text may begin with; 0: there is none.
+  // Number of tokens before the first one that matches the start of the text; 0 if none matches.
   #hidden() {
-    const found = this.#units.slice(0, FAR).findIndex((unit) => {
+    const found = this.#units.slice(0, MAX_HIDDEN).findIndex((unit) => {
       const shown = this.#shown(unit);
       return shown && (this.#text.startsWith(shown) || shown.startsWith(this.#text));
     });
     return Math.max(found, 0);
   }
 
-  // A unit as the text would show it: a text's first word may have lost the space before it.
+  // Text of a unit; the first word of a text may lack the space before it.
   #shown({ text }) {
-    return this.#begun || this.#text.startsWith(text) ? text : text.trimStart() || text;
+    return this.#started || this.#text.startsWith(text) ? text : text.trimStart() || text;
   }
 
   #take(length, unit) {
     if (unit) this.#units.shift();
     if (!length) return;
-    this.#begun = true;
+    this.#started = true;
     const text = this.#text.slice(0, length);
     this.#text = this.#text.slice(length);
     this.#place(text, unit?.token ?? null, this.#channel);

@@ -1,4 +1,4 @@
-// A step's tree as nested lists, which are read aloud as they are, with lines between them for the eye.
+// Drawing of a step's tree: nested lists, which screen readers read, with lines between the nodes.
 
 import { element, hidden, svg } from "./dom.js";
 import { percent, visible } from "./step.js";
@@ -6,9 +6,9 @@ import { columns, layout, shortened } from "./tree_layout.js";
 import { listed, speculators } from "./speculators.js";
 
 const GAP = 30; // pixels between columns
-const PITCH = 46; // from row to row
-const HEIGHT = 36; // of a node
-const PADDING = 18; // left and right of a node's text, together
+const PITCH = 46; // pixels from row to row
+const HEIGHT = 36; // pixels of a node
+const PADDING = 18; // pixels left and right of a node's text, in total
 const BEND = 14;
 
 export function drawTree(step, character) {
@@ -66,11 +66,11 @@ function kindOf(token, onPath) {
   return onPath.has(token.node) ? "accepted" : "rejected";
 }
 
-// What a node is, in words.
+// Description of a node.
 export function spoken(token, kind) {
   const text = `"${token.text.replace(/\n/g, "\u23ce")}"`;
   if (kind === "root") return `${text}, the last token of the text before this step`;
-  if (kind === "own") return `${text}, the target's own token`;
+  if (kind === "own") return `${text}, added by the target`;
   const likely = token.likelihood === null ? "" : `, ${percent(token.likelihood)} likely`;
   return `${text}, guessed by ${listed(token.by)}${likely}, ${kind}`;
 }

@@ -1,9 +1,9 @@
-// Where the nodes of a step's tree are drawn: left to right by depth, the accepted path straight along the top.
+// Layout of a step's tree: left to right by depth, with the accepted path in the top row.
 
-const LONGEST = 18; // characters of a node's text that are shown
+const MAX_SHOWN = 18; // characters of a node's text
 const WIDE = /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60]|\p{Emoji_Presentation}/u;
 
-// Columns a text takes in a monospaced font.
+// Width of a text in a monospaced font, in columns.
 export function columns(text) {
   let count = 0;
   for (const character of text) count += WIDE.test(character) ? 2 : 1;
@@ -12,19 +12,19 @@ export function columns(text) {
 
 export function shortened(text) {
   const characters = [...text];
-  return characters.length > LONGEST ? `${characters.slice(0, LONGEST - 1).join("")}\u2026` : text;
+  return characters.length > MAX_SHOWN ? `${characters.slice(0, MAX_SHOWN - 1).join("")}\u2026` : text;
 }
 
-// `step` with `width(token)` in pixels gives places {token, x, y, width, parent}: a place's parent is a place,
-// null for the root's, which comes first. The target's own token hangs below the last node of the path.
+// Return places {token, x, y, width, parent} for `step`; `width(token)` is in pixels. The root comes first, and
+// its parent is null. The target's token is below the last node of the path.
 //
-// A node stands in the row of its first child, so a path without branches is a straight line; branches go as
-// far up as what stands there already lets them, and no line crosses another.
+// A node is in the row of its first child, so a path without branches is a straight line. Branches take the
+// highest free row, and no line crosses another.
 export function layout(step, width, { gap, pitch }) {
   const places = [];
   const children = step.children;
   const last = step.path.at(-1) ?? 0;
-  const free = []; // of each depth the first row that is free
+  const free = []; // first free row by depth
 
   const below = (token) => {
     if (token.node === null) return [];

@@ -54,11 +54,11 @@ def test_the_page_reads_well(answered: Page) -> None:
         "- main:",
         '- article "You":',
         '- article "Answer":',
-        '- group "Answer. Arrow keys go from token to token, Enter shows the token\'s step.": ' + TEXT,
+        '- group "Answer. Arrow keys select a token, Enter shows its step.": ' + TEXT,
         '- button "Inspect steps"',
         '- button "Regenerate"',
         '- complementary "Figures":',
-        '- list "Who guessed these tokens":',
+        '- list "Sources of the tokens":',
         '- textbox "Message":',
         '- button "Send"',
     ):
@@ -80,8 +80,8 @@ def test_the_inspector_reads_well(answered: Page) -> None:
         r"- list:\n\s+- listitem:",
         r'"The", the last token of the text before this step',
         r'" fox", guessed by draft and lookup, 90% likely, accepted',
-        r'" the", the target\'s own token',
-        r'- region "What the step cost":',
+        r'" the", added by the target',
+        r'- region "Cost of the step":',
     ):
         assert re.search(pattern, snapshot.replace('\\"', '"')), f"{pattern} is not in\n{snapshot}"
 

@@ -70,7 +70,7 @@ def test_an_answer_is_streamed_and_each_token_marked_by_who_guessed_it(page: Pag
     guessed = sum("lookup" in names for tree in steps for names in tree["proposed_by"])
     right = sum("lookup" in tree["proposed_by"][node] for tree in steps for node in tree["path"])
     assert f"{right} of {guessed}" in page.locator(".legend li", has_text="lookup").inner_text()
-    assert page.locator(".answer > .said > .strip g").count() == len(steps)
+    assert page.locator(".answer > .content > .strip g").count() == len(steps)
 
 
 def test_an_answer_can_be_stopped(page: Page, serving: Serving) -> None:
@@ -80,7 +80,7 @@ def test_an_answer_can_be_stopped(page: Page, serving: Serving) -> None:
     page.wait_for_selector(".answer .token >> nth=4")
     page.get_by_role("button", name="Stop").click()
     page.wait_for_selector(DONE)
-    assert page.get_by_text("You stopped it.").is_visible()
+    assert page.get_by_text("You stopped the answer.").is_visible()
     begun = "".join(text for text, _ in list(steps_of(TEXT))[:3])
     assert said(page) == begun
     assert page.evaluate("document.activeElement.id") == "words"
@@ -160,7 +160,7 @@ def test_speculation_can_be_switched_off(page: Page, serving: Serving) -> None:
     server = serving(says_in_steps("Yes."))
     page.goto(server.url)
     page.get_by_role("button", name="Settings").click()
-    page.get_by_label("Speculate").uncheck()
+    page.get_by_label("Use speculation").uncheck()
     page.get_by_role("button", name="Done").click()
     ask(page, "Well?")
     page.wait_for_selector(DONE)
@@ -182,7 +182,7 @@ def test_a_setting_out_of_range_is_shown_before_anything_is_sent(page: Page, ser
 def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page, serving: Serving, complaints: list[str]) -> None:
     server = serving(says_in_steps("Welcome."), keys=["sesame"])
     page.goto(server.url)
-    page.get_by_text("The server asks for an API key").wait_for()
+    page.get_by_text("The server requires an API key").wait_for()
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("API key").fill("sesame")
     page.get_by_role("button", name="Done").click()
@@ -205,7 +205,7 @@ def test_what_the_server_refuses_is_said(page: Page, serving: Serving, complaint
     page.goto(serving(refuses).url)
     ask(page, "Well?")
     page.wait_for_selector(DONE)
-    assert page.get_by_role("alert").inner_text() == "The server refused: no token is left"
+    assert page.get_by_role("alert").inner_text() == "The server refused the request: no token is left"
     assert said(page) == "Well"
     assert page.get_attribute("[name=seed]", "aria-invalid") == "true"
 
@@ -252,8 +252,8 @@ def test_reasoning_is_folded_and_calls_are_shown(page: Page, serving: Serving) -
     assert fold.get_attribute("open") is None
     fold.locator("summary").click()
     assert fold.locator(".token").all_inner_texts() == ["let", "me", "see"]
-    assert page.locator(".said > .tokens .token").all_inner_texts() == ["It", "is", "so", "."]
-    assert page.locator(".call").inner_text() == 'calls look {"at": 1}'
+    assert page.locator(".content > .tokens .token").all_inner_texts() == ["It", "is", "so", "."]
+    assert page.locator(".call").inner_text() == 'Tool call: look {"at": 1}'
 
 
 def test_a_new_chat_forgets_the_old_one(page: Page, serving: Serving) -> None:

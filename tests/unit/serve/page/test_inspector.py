@@ -61,7 +61,7 @@ def test_a_click_on_a_word_shows_the_tree_of_its_step(answered: Page) -> None:
     told = answered.locator("#inspector .tree li").filter(has_text=path[0].strip()).first.inner_text()
     assert f'" {path[0].strip()}", guessed by' in told
     assert "90% likely, accepted" in told
-    cost = answered.get_by_role("region", name="What the step cost").inner_text()
+    cost = answered.get_by_role("region", name="Cost of the step").inner_text()
     assert "25 ms" in cost
     assert [line for line in cost.splitlines() if line.endswith("ms")][-3:] == ["4.0 ms", "20 ms", "1.0 ms"]
     assert f"{len(path)} of {NODES - 1} guesses accepted" in answered.locator(".summary").inner_text()
@@ -70,7 +70,7 @@ def test_a_click_on_a_word_shows_the_tree_of_its_step(answered: Page) -> None:
 def test_the_kinds_of_boxes_are_explained(answered: Page) -> None:
     answered.locator(".answer .token", has_text="over").click()
     kinds = answered.locator("#inspector .kind").all_inner_texts()
-    assert kinds == ["accepted", "refused", "the model's own token"]
+    assert kinds == ["accepted", "rejected", "added by the target"]
 
 
 def test_the_tree_is_nested_as_it_grew(answered: Page) -> None:
@@ -133,7 +133,7 @@ def test_the_pointer_is_told_what_a_word_is(answered: Page) -> None:
     answered.locator(".answer .token").first.hover()
     assert answered.get_by_role("tooltip").inner_text().splitlines() == [
         "The",
-        "the target's own",
+        "added by the target",
         "step 1, token 1 of 1",
     ]
     answered.mouse.move(5, 5)

@@ -41,8 +41,8 @@ def test_two_thousand_tokens_are_added_one_by_one_and_no_tree_is_drawn_unasked(
     assert page.locator(".answer .token").count() == WORDS
     assert page.evaluate("changes") == {"added": WORDS, "removed": 0, "trees": 0}
     assert page.locator(".answer .strip g").count() == steps
-    # The room follows the text to its end.
-    at, end = page.evaluate("(room => [room.scrollTop + room.clientHeight, room.scrollHeight])(window.room)")
+    # The page scrolls with the text.
+    at, end = page.evaluate("(main => [main.scrollTop + main.clientHeight, main.scrollHeight])(window.main)")
     assert at >= end - 2
     page.locator(".answer .token").nth(WORDS - 5).click()
     assert page.locator("#inspector .tree .node").count() == 65
