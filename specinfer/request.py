@@ -160,7 +160,7 @@ class Delta:
     figures: SpeculationFigures | None = None  # figures of the whole answer, in its last delta
     prompt_logprobs: Sequence[Logprobs | None] | None = None  # in the delta of the prefill, if requested
     cached_tokens: int = 0  # prompt tokens read from the KV cache
-    begun: bool = False  # True in the delta that the request's first step sends before it computes
+    started: bool = False  # True in the delta that the request's first step sends before it computes
 
     @property
     def finished(self) -> bool:
@@ -187,7 +187,7 @@ class Delta:
             steps=tuple(chain.from_iterable([one.steps for one in deltas])),
             prompt_logprobs=reports[0] if reports else None,
             cached_tokens=max(one.cached_tokens for one in deltas),  # 0 after a restart
-            begun=any(one.begun for one in deltas),
+            started=any(one.started for one in deltas),
         )
 
 

@@ -37,7 +37,7 @@ TEMPLATE: Final = (
 )
 FACTS: Final = EngineInfo(
     max_context=100_000,
-    longest=100_000,
+    max_length=100_000,
     speculators=("grammar", "prediction", "draft", "lookup"),
     speculation=SpeculationConfig(drafts=("small",), lookup=False, max_nodes=64),
 )

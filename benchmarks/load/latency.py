@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.peers.process import Server, specinfer_server
 from benchmarks.study import REQUIRED, Study, natural, parser, questions_of, row, run, settings_of
 from specinfer import LLM, SamplingParams
-from specinfer.bench.openai_client import Asking, ask, connect, first_model
+from specinfer.bench.openai_client import RequestOptions, connect, first_model, send_request
 
 _STARTING = 600.0  # seconds
 _CONTEXT = 24_576
@@ -57,8 +57,8 @@ async def drive(server: Server, questions: Sequence[str], args: Any) -> dict[str
 
         async def first_token(number: int, text: str, salt: str, tokens: int) -> float:
             params = SamplingParams(temperature=0.0, max_tokens=tokens)
-            asking = Asking(params=params, body={"cache_salt": salt}, timeout=3600)
-            exchange = await ask(http, asking, model, number, [{"role": "user", "content": text}])
+            request = RequestOptions(params=params, body={"cache_salt": salt}, timeout=3600)
+            exchange = await send_request(http, request, model, number, [{"role": "user", "content": text}])
             if exchange.error:
                 sys.exit(f"error: {exchange.error}")
             return exchange.ttft

@@ -40,7 +40,7 @@ from benchmarks.peers.process import Server, specinfer_server
 from benchmarks.study import REQUIRED, Study, natural, parser, questions_of, run, settings_of
 from specinfer import LLM, SamplingParams
 from specinfer.bench.exchange import Exchange
-from specinfer.bench.openai_client import Asking, ask, connect, first_model
+from specinfer.bench.openai_client import RequestOptions, connect, first_model, send_request
 
 _STARTING = 300.0  # seconds
 _SILENT = 10  # seconds after which the server restarts an engine that does not respond: a stopped rank 0
@@ -203,8 +203,10 @@ async def talk(http: Any, load: Load, model: str, question: str, numbers: Any) -
     for _ in range(2):
         number = next(numbers)
         temperature = load.params(number).temperature
-        asking = Asking(params=SamplingParams(temperature=temperature, max_tokens=load.max_tokens))
-        exchange = await ask(http, asking, model, number, messages)
+        request_options = RequestOptions(
+            params=SamplingParams(temperature=temperature, max_tokens=load.max_tokens)
+        )
+        exchange = await send_request(http, request_options, model, number, messages)
         load.turns.append(Turn(number, messages, exchange))
         if exchange.error:
             return

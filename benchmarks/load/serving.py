@@ -28,7 +28,7 @@ from benchmarks.peers.process import Server, WorkerError, free_port
 from benchmarks.peers.weights import INSTALL, Home, WeightsError, default_home
 from benchmarks.study import REQUIRED, Study, digest, natural, parser, run
 from specinfer.bench.load import ServerLoad, Traffic, first_requests, measure
-from specinfer.bench.openai_client import Asking
+from specinfer.bench.openai_client import RequestOptions
 from specinfer.errors import ConfigError
 from specinfer.hub import resolve
 from specinfer.report.dataset import Conversation, Dataset, read_dataset
@@ -205,7 +205,7 @@ def start(engine: Engine, task: Task, home: Home) -> Server:
 
 def load(server: Server, dataset: Dataset, users: int, task: Task) -> dict[str, Any]:
     """Return the cell of one load."""
-    asking = Asking(
+    request_options = RequestOptions(
         params=SamplingParams(temperature=0, max_tokens=task.max_tokens, seed=0),
         ignore_eos=task.ignore_eos,
         # Prompts of runs differ, as cached prefixes and earlier answers would make every run faster than the
@@ -214,7 +214,11 @@ def load(server: Server, dataset: Dataset, users: int, task: Task) -> dict[str, 
         timeout=task.timeout,
     )
     asked = ServerLoad(
-        url=server.url, asking=asking, traffic=Traffic(concurrency=users), warm_up=users, save_texts=True
+        url=server.url,
+        request=request_options,
+        traffic=Traffic(concurrency=users),
+        warm_up=users,
+        save_texts=True,
     )
     began, busy = time.perf_counter(), server.busy_elsewhere() - time.process_time()
     try:

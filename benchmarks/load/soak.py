@@ -26,8 +26,8 @@ from benchmarks.peers.process import Server, specinfer_server
 from benchmarks.study import REQUIRED, Study, ask, natural, parser, questions_of, row, run, settings_of
 from specinfer import LLM, SamplingParams
 from specinfer.bench.exchange import Exchange
-from specinfer.bench.openai_client import Asking, connect, first_model
-from specinfer.bench.openai_client import ask as ask_server
+from specinfer.bench.openai_client import RequestOptions, connect, first_model
+from specinfer.bench.openai_client import send_request
 
 _STARTING = 300.0  # seconds
 _LAWS: Sequence[Mapping[str, Any]] = (
@@ -103,11 +103,11 @@ async def drive(server: Server, load: Load, args: Any) -> dict[str, Any]:
         async def one(number: int) -> Exchange:
             params = load.params(number)
             body = {"top_p": params.top_p, "top_k": params.top_k}
-            asking = Asking(
+            request_options = RequestOptions(
                 params=SamplingParams(temperature=params.temperature, max_tokens=args.max_tokens), body=body
             )
             messages = [{"role": "user", "content": load.question(number)}]
-            return await ask_server(http, asking, model, number, messages)
+            return await send_request(http, request_options, model, number, messages)
 
         warm = [10**6 + i for i in range(2 * args.clients)]  # warm-up requests, which are not compared
         await asyncio.gather(*(one(number) for number in warm))

@@ -70,10 +70,10 @@ class Exchange:
 
     def _take_choice(self, choice: Mapping[str, Any], now: float) -> None:
         delta = choice.get("delta")
-        said: Mapping[str, Any] = delta if isinstance(delta, Mapping) else {"content": choice.get("text")}
-        content = said.get("content")
+        fields: Mapping[str, Any] = delta if isinstance(delta, Mapping) else {"content": choice.get("text")}
+        content = fields.get("content")
         # Tokens of reasoning and of tool calls are output tokens, in other fields.
-        if content or any(said.get(name) for name in ("reasoning_content", "reasoning", "tool_calls")):
+        if content or any(fields.get(name) for name in ("reasoning_content", "reasoning", "tool_calls")):
             self.arrivals.append(now)
         if isinstance(content, str):
             self.text += content
@@ -124,9 +124,9 @@ class EventStream:
     def feed(self, packet: bytes) -> list[str]:
         """Return the data of the events that `packet` completes, in order."""
         pending = self._rest + packet
-        held = b"\r" if pending.endswith(b"\r") else b""  # the next packet may begin with the LF of a CRLF
-        *lines, rest = _LINE_END.split(pending[: len(pending) - len(held)])
-        self._rest = rest + held
+        unsplit = b"\r" if pending.endswith(b"\r") else b""  # the next packet may begin with the LF of a CRLF
+        *lines, rest = _LINE_END.split(pending[: len(pending) - len(unsplit)])
+        self._rest = rest + unsplit
         return self._read(lines)
 
     def close(self) -> list[str]:

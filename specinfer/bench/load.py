@@ -14,7 +14,14 @@ import numpy as np
 
 from specinfer.bench.exchange import Exchange
 from specinfer.bench.load_figures import figures
-from specinfer.bench.openai_client import ENDPOINTS, Asking, ask, connect, first_model, server_root
+from specinfer.bench.openai_client import (
+    ENDPOINTS,
+    RequestOptions,
+    connect,
+    first_model,
+    send_request,
+    server_root,
+)
 from specinfer.errors import ConfigError
 from specinfer.report.dataset import Conversation, Dataset
 from specinfer.version import VERSION
@@ -25,7 +32,7 @@ class ServerLoad:
     """The server, the request options, the traffic and the warm-up."""
 
     url: str
-    asking: Asking
+    request: RequestOptions
     traffic: Traffic
     model: str | None = None  # None: the first model that the server lists
     api_key: str | None = None
@@ -49,12 +56,12 @@ def first_requests(dataset: Dataset, count: int | None) -> Dataset:
             f"the number of requests is {count}; {dataset.name} has {dataset.num_turns}, and repeated ones "
             "would be answered from caches: give fewer, or a larger --dataset"
         )
-    kept: list[Conversation] = []
+    selected: list[Conversation] = []
     for conversation in dataset.conversations:
         if count > 0:
-            kept.append(replace(conversation, turns=conversation.turns[:count]))
+            selected.append(replace(conversation, turns=conversation.turns[:count]))
             count -= len(conversation.turns)
-    return replace(dataset, conversations=tuple(kept))
+    return replace(dataset, conversations=tuple(selected))
 
 
 def measure(
@@ -68,23 +75,23 @@ def measure(
 
 
 async def _measure(load: ServerLoad, dataset: Dataset, on_request: Callable[[], None]) -> dict[str, Any]:
-    asking = load.asking
+    request = load.request
     async with connect(load.url, load.api_key) as http:
-        model = await first_model(http, asking.timeout) if load.model is None else load.model
+        model = await first_model(http, request.timeout) if load.model is None else load.model
 
-        async def ask_one(number: int, messages: Messages) -> Exchange:
-            return await ask(http, asking, model, number, messages)
+        async def send_one(number: int, messages: Messages) -> Exchange:
+            return await send_request(http, request, model, number, messages)
 
-        await _warm_up(load, ask_one)
+        await _warm_up(load, send_one)
         cpu = time.process_time()
-        exchanges, duration = await send(dataset.conversations, load.traffic, ask_one, on_request)
+        exchanges, duration = await send(dataset.conversations, load.traffic, send_one, on_request)
         cpu = time.process_time() - cpu
-    traffic, params = load.traffic, asking.params
+    traffic, params = load.traffic, request.params
     result = {
         "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         "specinfer": VERSION,
         "base_url": server_root(load.url).rpartition("@")[2],  # the part before an @ may be a password
-        "endpoint": ENDPOINTS[asking.endpoint],
+        "endpoint": ENDPOINTS[request.endpoint],
         "model_id": model,
         "dataset": dataset.name,
         "num_prompts": dataset.num_turns,
@@ -94,9 +101,9 @@ async def _measure(load: ServerLoad, dataset: Dataset, on_request: Callable[[], 
             "top_p": params.top_p,
             "top_k": params.top_k,
             "seed": params.seed or 0,
-            "ignore_eos": asking.ignore_eos,
-            "body": dict(asking.body),
-            "timeout": asking.timeout,
+            "ignore_eos": request.ignore_eos,
+            "body": dict(request.body),
+            "timeout": request.timeout,
             "warm_up": load.warm_up,
         },
         "request_rate": "inf" if traffic.rate is None else traffic.rate,
@@ -110,7 +117,7 @@ async def _measure(load: ServerLoad, dataset: Dataset, on_request: Callable[[], 
     return result
 
 
-async def _warm_up(load: ServerLoad, ask_one: Ask) -> None:
+async def _warm_up(load: ServerLoad, send_one: SendRequest) -> None:
     """Send prompts of numbers at the load's concurrency, so that the measured prompts are new to the
     server.
     """
@@ -118,13 +125,13 @@ async def _warm_up(load: ServerLoad, ask_one: Ask) -> None:
         Conversation((f"Write the numbers from {n} to {n + 50}, in words.",)) for n in range(load.warm_up)
     ]
     at_once = Traffic(concurrency=load.traffic.concurrency or max(load.warm_up, 1))
-    exchanges, _ = await send(questions, at_once, ask_one)
+    exchanges, _ = await send(questions, at_once, send_one)
     if failed := [exchange.error for exchange in exchanges if exchange.error]:
         raise ConfigError(f"the server at {server_root(load.url)} failed the warm-up: {failed[0]}")
 
 
 Messages: TypeAlias = list[dict[str, str]]
-Ask: TypeAlias = Callable[[int, Messages], Awaitable[Exchange]]  # number of the request, conversation so far
+SendRequest: TypeAlias = Callable[[int, Messages], Awaitable[Exchange]]  # number of the request, conversation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +164,7 @@ def arrival_times(count: int, rate: float, seed: int) -> list[float]:
 async def send(
     conversations: Sequence[Conversation],
     traffic: Traffic,
-    ask: Ask,
+    send_request: SendRequest,
     on_request: Callable[[], None] = lambda: None,
 ) -> tuple[list[Exchange], float]:
     """Send all conversations; return every request's exchange, in the data set's order, and the seconds.
@@ -180,7 +187,7 @@ async def send(
                 exchanges[number] = Exchange(now, ended=now, error=f"not asked, as turn {failed} failed")
             else:
                 messages.append({"role": "user", "content": question})
-                exchanges[number] = answer = await ask(number, messages)
+                exchanges[number] = answer = await send_request(number, messages)
                 messages.append({"role": "assistant", "content": answer.text})
                 failed = turn if answer.error else 0
             on_request()

@@ -45,7 +45,7 @@ def figures(exchanges: Sequence[Exchange], duration: float) -> dict[str, Any]:
         "request_throughput": len(answered) / duration,
         "output_throughput": total_output / duration,
         "total_token_throughput": None if total_input is None else (total_input + total_output) / duration,
-        "max_concurrent_requests": _most_at_once(answered),
+        "max_concurrent_requests": _max_concurrency(answered),
         "tokens_counted_as_chunks": sum(exchange.completion_tokens is None for exchange in answered),
     }
     for name in TIMES:
@@ -84,24 +84,24 @@ def times_table(result: Mapping[str, Any]) -> list[Sequence[str]]:
 
 def lines(result: Mapping[str, Any]) -> list[str]:
     """Return facts that the tables do not show, as lines of text."""
-    said = []
+    facts = []
     if report := result.get("speculative_decoding"):
-        said.append(
+        facts.append(
             f"speculation: {report['mean_acceptance_length']:.2f} tokens per step, "
             f"{report['num_accepted_draft_tokens']} of {report['num_draft_tokens']} drafted tokens accepted "
             f"({100 * report['draft_acceptance_rate']:.0f}%) in {report['num_spec_steps']} steps, as "
             f"{report['requests']} of {result['completed']} answers report"
         )
     if chunks := result["tokens_counted_as_chunks"]:
-        said.append(
+        facts.append(
             f"{chunks} answers came without usage: their chunks are counted as their tokens, and a chunk may "
             "hold several"
         )
     failed = [(number, error) for number, error in enumerate(result["errors"], start=1) if error]
     if failed:
         number, error = failed[0]
-        said.append(f"failed requests: {len(failed)}; request {number}: {error}")
-    return said
+        facts.append(f"failed requests: {len(failed)}; request {number}: {error}")
+    return facts
 
 
 def _statistics(name: str, seconds: Sequence[float]) -> dict[str, float]:
@@ -114,14 +114,14 @@ def _statistics(name: str, seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _most_at_once(answered: Sequence[Exchange]) -> int:
+def _max_concurrency(answered: Sequence[Exchange]) -> int:
     # Sorted, an end precedes a start at the same time: these two requests did not overlap.
     changes = sorted(change for exchange in answered for change in ((exchange.sent, 1), (exchange.ended, -1)))
-    at_once = most = 0
+    at_once = maximum = 0
     for _, change in changes:
         at_once += change
-        most = max(most, at_once)
-    return most
+        maximum = max(maximum, at_once)
+    return maximum
 
 
 def _speculation(answered: Sequence[Exchange]) -> dict[str, Any] | None:

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 ENDPOINTS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 # After a long idle time the server may close a connection just when a request reuses it.
 _IDLE_SECONDS = 1.0
-_OURS = ("model", "messages", "prompt", "stream")  # request fields that --body may not replace
+_RESERVED = ("model", "messages", "prompt", "stream")  # request fields that --body may not replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
+class RequestOptions:
     """Options that all requests of a run share."""
 
     params: SamplingParams  # the first request has its seed, each next one the seed plus one
@@ -39,8 +39,8 @@ class Asking:
             raise ConfigError(f"endpoint is {self.endpoint!r}; allowed: {', '.join(ENDPOINTS)}")
         if not 0 < self.timeout < float("inf"):
             raise ConfigError(f"timeout is {self.timeout}; allowed: a number of seconds above 0")
-        if taken := [name for name in _OURS if name in self.body]:
-            raise ConfigError(f"body has {', '.join(taken)}, which the benchmark sets itself; leave it out")
+        if reserved := [name for name in _RESERVED if name in self.body]:
+            raise ConfigError(f"body has {', '.join(reserved)}, which the benchmark sets; leave it out")
         if self.body.get("n") not in (None, 1):
             raise ConfigError(
                 f"body has n = {self.body['n']!r}; one text per request is measured: leave it out"
@@ -49,24 +49,24 @@ class Asking:
     def request(self, number: int, model: str, messages: list[dict[str, str]]) -> dict[str, Any]:
         """Return the JSON body of a request; without a chat template, blank lines join its texts."""
         params = self.params
-        asked: dict[str, Any] = {"model": model}
+        fields: dict[str, Any] = {"model": model}
         if self.endpoint == "chat":
-            asked["messages"] = messages
+            fields["messages"] = messages
         else:
-            asked["prompt"] = "\n\n".join(message["content"] for message in messages)
-        asked["max_tokens"] = params.max_tokens
-        asked["temperature"] = params.temperature
-        asked["seed"] = (params.seed or 0) + number
-        asked["stream"] = True
-        asked["stream_options"] = {"include_usage": True}
+            fields["prompt"] = "\n\n".join(message["content"] for message in messages)
+        fields["max_tokens"] = params.max_tokens
+        fields["temperature"] = params.temperature
+        fields["seed"] = (params.seed or 0) + number
+        fields["stream"] = True
+        fields["stream_options"] = {"include_usage": True}
         # Some servers refuse requests with these fields.
         if params.top_p != 1:
-            asked["top_p"] = params.top_p
+            fields["top_p"] = params.top_p
         if params.top_k:
-            asked["top_k"] = params.top_k
+            fields["top_k"] = params.top_k
         if self.ignore_eos:
-            asked["ignore_eos"] = True
-        return {name: value for name, value in (asked | dict(self.body)).items() if value is not None}
+            fields["ignore_eos"] = True
+        return {name: value for name, value in (fields | dict(self.body)).items() if value is not None}
 
 
 def server_root(url: str) -> str:
@@ -119,8 +119,8 @@ async def first_model(http: httpx.AsyncClient, timeout: float) -> str:
         raise ConfigError(f"{where} lists no model; give --model") from None
 
 
-async def ask(
-    http: httpx.AsyncClient, asking: Asking, model: str, number: int, messages: list[dict[str, str]]
+async def send_request(
+    http: httpx.AsyncClient, options: RequestOptions, model: str, number: int, messages: list[dict[str, str]]
 ) -> Exchange:
     """Send a request and read its answer to the end; errors are recorded in the exchange.
 
@@ -129,12 +129,12 @@ async def ask(
     import httpx
 
     loop = asyncio.get_running_loop()
-    body = asking.request(number, model, messages)
+    body = options.request(number, model, messages)
     exchange = Exchange(loop.time())
     try:
         async with (
-            asyncio.timeout(asking.timeout) as limit,
-            http.stream("POST", ENDPOINTS[asking.endpoint], json=body) as answer,
+            asyncio.timeout(options.timeout) as limit,
+            http.stream("POST", ENDPOINTS[options.endpoint], json=body) as answer,
         ):
             if answer.status_code != 200:
                 await answer.aread()
@@ -147,7 +147,7 @@ async def ask(
                 limit.reschedule(None)
                 await _drain(packets)
     except TimeoutError:
-        exchange.error = f"no whole answer within {asking.timeout:g} s"
+        exchange.error = f"no whole answer within {options.timeout:g} s"
     except (httpx.HTTPError, OSError) as error:
         exchange.error = f"the connection failed after {len(exchange.arrivals)} chunks: {_reason(error)}"
     exchange.ended = exchange.ended or loop.time()
@@ -194,10 +194,10 @@ def _take(events: list[str], exchange: Exchange, now: float) -> bool:
 
 def _refusal(answer: httpx.Response) -> str:
     try:
-        said = error_message(answer.json())
+        text = error_message(answer.json())
     except ValueError:
-        said = error_message(answer.text) or answer.reason_phrase
-    return f"HTTP {answer.status_code}: {said}"
+        text = error_message(answer.text) or answer.reason_phrase
+    return f"HTTP {answer.status_code}: {text}"
 
 
 def _reason(error: Exception) -> str:

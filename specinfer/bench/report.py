@@ -157,10 +157,10 @@ def _differences(comparison: Comparison, llm: LLM, load: Load) -> list[dict[str,
     """List all pairs of texts that differ: where, in which tokens, and whether rounding explains it."""
     target = TargetAlone(llm.models.target)
     found: list[dict[str, Any]] = []
-    for key, (ours, theirs) in comparison.pairs.items():
-        if ours.prompt_token_ids != theirs.prompt_token_ids:
+    for key, (one, other) in comparison.pairs.items():
+        if one.prompt_token_ids != other.prompt_token_ids:
             found.append({"request": _name(key), "follows": "an answer that differs"})
-        elif (difference := find_difference(target, load.params, ours, theirs)) is not None:
+        elif (difference := find_difference(target, load.params, one, other)) is not None:
             found.append({"request": _name(key), **asdict(difference)})
     return found
 
@@ -178,7 +178,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         f"{name} {counts['accepted']} of {counts['proposed']}"
         for name, counts in speculative["credit"].items()
     )
-    said = [
+    facts = [
         _speedup(result),
         f"accepted at depth 1, 2, ...: {rates or 'nothing was guessed'}",
         f"accepted tokens by speculator: {accepted_by or 'none'}",
@@ -187,44 +187,44 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     for name in ("baseline", "speculative"):
         if failures := result[name]["failures"]:
             first = failures[0]
-            said.append(
+            facts.append(
                 f"failed requests in the {name} run: {len(failures)}; request {first['request']}: "
                 f"{first['error']}"
             )
     if dropped := result["dataset"]["duplicates_dropped"]:
-        said.append(f"prompts that stood in the data set before were dropped: {dropped}")
-    return said
+        facts.append(f"repeated prompts that were dropped: {dropped}")
+    return facts
 
 
 def _speedup(result: Mapping[str, Any]) -> str:
-    said = f"speedup: {result['speedup']:.2f}x in output tokens/s, prompts included"
+    sentence = f"speedup: {result['speedup']:.2f}x in output tokens/s, prompts included"
     if len(result["group_speedups"]) >= 4:
         low, middle, high = np.percentile(result["group_speedups"], (25, 50, 75))
-        said += f"; by groups of prompts {middle:.2f}x (quartiles {low:.2f} to {high:.2f})"
+        sentence += f"; by groups of prompts {middle:.2f}x (quartiles {low:.2f} to {high:.2f})"
     busy = result["busy_elsewhere_cores"]
     if busy > BUSY * (result["hardware"]["cores"] or 1):
-        said += (
-            f"\nother programs kept {busy:.1f} of {result['hardware']['cores']} cores busy meanwhile: "
-            "do not trust the speeds, measure again when the machine is quiet"
+        sentence += (
+            f"\nother programs used {busy:.1f} of {result['hardware']['cores']} cores during the run: "
+            "the speeds are unreliable; measure again on an idle machine"
         )
-    return said
+    return sentence
 
 
 def _identity(result: Mapping[str, Any]) -> str:
-    said = f"identical texts: {result['identical']} of {result['requests']}"
+    sentence = f"identical texts: {result['identical']} of {result['requests']}"
     promised = TextPromise(result["promised"])
     if promised is TextPromise.LAW:
-        return f"{said} (sampling with mss keeps the law of the text, not the text)"
+        return f"{sentence} (sampling with mss keeps the law of the text, not the text)"
     differences = [d for d in result["differences"] if "index" in d]
     if not differences:
-        return said
+        return sentence
     explained = sum(d["explained"] for d in differences)
-    said += f"; {explained} of {len(differences)} first differences are within rounding of the logits"
+    sentence += f"; {explained} of {len(differences)} first differences are within rounding of the logits"
     if promised is TextPromise.IDENTICAL:
-        return f"{said}, but here all must be identical; run `specinfer check`, and please report them"
+        return f"{sentence}, but here all must be identical; run `specinfer check`, and please report them"
     if explained < len(differences):
-        return f"{said}; run `specinfer check`, and please report the others"
-    return f"{said}: identical texts are not promised on {result['options']['device']}"
+        return f"{sentence}; run `specinfer check`, and please report the others"
+    return f"{sentence}: identical texts are not promised on {result['options']['device']}"
 
 
 def table(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:

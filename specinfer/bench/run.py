@@ -104,18 +104,18 @@ class Comparison:
     def group_speedups(self) -> list[float]:
         """Speedup of each group that both runs answered, to show how steady the figure is."""
         pairs = zip(self.baseline.group_rates, self.speculative.group_rates, strict=True)
-        return [theirs / ours for ours, theirs in pairs if ours and theirs]
+        return [speculative / baseline for baseline, speculative in pairs if baseline and speculative]
 
     @property
     def pairs(self) -> Mapping[Key, tuple[RequestOutput, RequestOutput]]:
         """Both answers to each request that has two."""
-        theirs = self.speculative.outputs
-        return {key: (ours, theirs[key]) for key, ours in self.baseline.outputs.items() if key in theirs}
+        baseline, speculative = self.baseline.outputs, self.speculative.outputs
+        return {key: (baseline[key], speculative[key]) for key in baseline if key in speculative}
 
     @property
     def identical(self) -> int:
         """Number of requests with the same text in both runs."""
-        return sum(ours.text == theirs.text for ours, theirs in self.pairs.values())
+        return sum(baseline.text == speculative.text for baseline, speculative in self.pairs.values())
 
 
 def compare(
@@ -144,9 +144,9 @@ def compare(
 
 def _busy_elsewhere() -> float:
     """Return CPU seconds since boot that other processes used, including other guests of the machine."""
-    everybody, own = psutil.cpu_times(), psutil.Process().cpu_times()
-    idle = everybody.idle + getattr(everybody, "iowait", 0.0)
-    counted = sum(everybody) - getattr(everybody, "guest", 0.0) - getattr(everybody, "guest_nice", 0.0)
+    machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    idle = machine.idle + getattr(machine, "iowait", 0.0)
+    counted = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
     return float(counted - idle - own.user - own.system)
 
 
@@ -205,10 +205,10 @@ class _Bench:
         talking: dict[str, tuple[_Talk, Admitted]] = {}
         inbox: deque[Delta] = deque()
 
-        def ask(talk: _Talk) -> None:
-            if (asked := self._question(talk, on_request)) is not None:
-                talking[asked.request.request_id] = talk, asked
-                loop.submit([asked], inbox.append)
+        def start(talk: _Talk) -> None:
+            if (admitted := self._question(talk, on_request)) is not None:
+                talking[admitted.request.request_id] = talk, admitted
+                loop.submit([admitted], inbox.append)
 
         if self._gpu:
             torch.cuda.reset_peak_memory_stats(self._llm.models.target.device)
@@ -219,24 +219,24 @@ class _Bench:
         try:
             while waiting or talking:
                 while waiting and len(talking) < self._load.batch_size:
-                    ask(waiting.popleft())
+                    start(waiting.popleft())
                 if talking:
                     loop.wait_until(lambda: inbox)  # a step, or several that prefill
                 while inbox:
                     delta = inbox.popleft()
                     if delta.finished:
-                        talk, asked = talking.pop(delta.id)
-                        output = asked.transcript.output()
+                        talk, admitted = talking.pop(delta.id)
+                        output = admitted.transcript.output()
                         run.outputs[talk.key] = output
                         tokens += len(output.token_ids)
                         on_request()
                         talk.messages.append({"role": "assistant", "content": output.text})
                         talk.turn += 1
                         if talk.turn < len(talk.conversation.turns):
-                            ask(talk)
+                            start(talk)
                 run.peak_memory = max(run.peak_memory, self._memory())
         finally:
-            loop.cancel([asked for _, asked in talking.values()])
+            loop.cancel([admitted for _, admitted in talking.values()])
         seconds = time.perf_counter() - began
         run.seconds += seconds
         run.done = self._llm.statistics().since(before).after(run.done)

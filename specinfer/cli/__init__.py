@@ -75,8 +75,8 @@ class _LazyGroup(click.Group):
         )
 
 
-def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted:
+def _version(context: click.Context, _: click.Parameter, requested: bool) -> None:
+    if requested:
         from specinfer.cli.version import version_text
 
         click.echo(version_text())

@@ -96,9 +96,9 @@ def take_load_options(context: click.Context, options: dict[str, Any]) -> dict[s
             )
     elif wrong := [option for name, option in given.items() if name in _NAMES]:
         raise ConfigError(f"{', '.join(wrong)}: allowed only with --url; add the address of a server")
-    taken = {name: options.pop(name) for name in _NAMES}
-    taken["model"] = options["model"] if "model" in given else None
-    return taken
+    chosen = {name: options.pop(name) for name in _NAMES}
+    chosen["model"] = options["model"] if "model" in given else None
+    return chosen
 
 
 _SHORT: Final = (
@@ -211,11 +211,11 @@ def _show(result: dict[str, Any]) -> None:
 
     options, dataset = result["options"], result["dataset"]
     sampling = options["sampling"]
-    how = "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']:g}"
+    sampler = "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']:g}"
     weights = options["dtype"] if options["quantization"] == "none" else options["quantization"]
     click.echo(
         f"{Path(result['model']).name} ({weights}, {options['device']}), "
-        f"{dataset['requests']} requests of {dataset['name']}, {options['batch_size']} in flight, {how}, "
+        f"{dataset['requests']} requests of {dataset['name']}, {options['batch_size']} in flight, {sampler}, "
         f"at most {sampling['max_tokens']} tokens each\n"
     )
     shown = Table("", "without speculation", "with speculation", box=None, pad_edge=False)
@@ -233,7 +233,7 @@ def bench_server(
     `options` is what `take_load_options` returns. Raises UserError.
     """
     from specinfer.bench.load import ServerLoad, Traffic, first_requests, measure
-    from specinfer.bench.openai_client import Asking
+    from specinfer.bench.openai_client import RequestOptions
     from specinfer.progress import ProgressBar
     from specinfer.report.files import write_json
 
@@ -247,7 +247,7 @@ def bench_server(
         model=options["model"],
         api_key=options["api_key"],
         traffic=Traffic(concurrency=concurrency, rate=rate, seed=params.seed or 0),
-        asking=Asking(
+        request=RequestOptions(
             params=params,
             endpoint=options["endpoint"],
             ignore_eos=options["ignore_eos"],
@@ -293,10 +293,10 @@ def _show_load(result: dict[str, Any]) -> None:
     else:
         pace = f"{result['max_concurrency']} at a time"
     options = result["options"]
-    how = "greedy" if options["temperature"] == 0 else f"temperature {options['temperature']:g}"
+    sampler = "greedy" if options["temperature"] == 0 else f"temperature {options['temperature']:g}"
     click.echo(
         f"{result['model_id']} at {result['base_url']}{result['endpoint']}, {result['num_prompts']} requests "
-        f"of {result['dataset']}, {pace}, {how}, at most {options['max_tokens']} tokens each\n"
+        f"of {result['dataset']}, {pace}, {sampler}, at most {options['max_tokens']} tokens each\n"
     )
     totals = Table(box=None, pad_edge=False, show_header=False)
     for row in table(result):

@@ -93,8 +93,8 @@ class ChatSession:
             if self._last is None:
                 return "no answer yet"
             done = self._llm.statistics().since(self._before)
-            told = summary(self._last, self._params), streamed(done, len(self._last.token_ids))
-            return "\n".join(filter(None, told))
+            summaries = summary(self._last, self._params), streamed(done, len(self._last.token_ids))
+            return "\n".join(filter(None, summaries))
         if line in ("/trees on", "/trees off"):
             self._listener.show = line.endswith("on")
             return f"trees are {line.split()[1]}"

@@ -68,9 +68,9 @@ def check(
     for name, value in (("--prompts", num_prompts), ("--samples", samples), ("--batch-size", batch_size)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; allowed: an integer >= 1")
-    least, why = (3, "as trees come later") if suite == "promise" else (40, "as min_tokens asks for 40")
-    if max_tokens < least:
-        raise ConfigError(f"--max-tokens is {max_tokens}; allowed: an integer >= {least}, {why}")
+    minimum, reason = (3, "as trees come later") if suite == "promise" else (40, "as min_tokens asks for 40")
+    if max_tokens < minimum:
+        raise ConfigError(f"--max-tokens is {max_tokens}; allowed: an integer >= {minimum}, {reason}")
     from specinfer.report.dataset import built_in
     from specinfer.report.files import check_writable, write_json
 

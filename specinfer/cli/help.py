@@ -137,8 +137,8 @@ class Command(click.Command):
 
 
 def _help_all() -> click.Option:
-    def show(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-        if wanted and not context.resilient_parsing:
+    def show(context: click.Context, _: click.Parameter, requested: bool) -> None:
+        if requested and not context.resilient_parsing:
             context.meta[_ALL] = True
             click.echo(context.get_help(), color=context.color)
             context.exit()

@@ -82,7 +82,7 @@ def _lines(stored: StoredPolicy) -> list[str]:
         recall(stored.learned, chances)
     except (ValueError, KeyError, TypeError) as error:
         return [f"{stored.file}", f"  cannot be used: {error}"]
-    alike = [
+    temperatures = [
         " at temperature 0",
         *(f" at temperatures over {round(low, 2):g} to {high:g}" for low, high in pairwise(TEMPERATURES)),
         f" at temperatures over {TEMPERATURES[-1]:g}",
@@ -95,12 +95,12 @@ def _lines(stored: StoredPolicy) -> list[str]:
         f"  learned of {chances.outcomes} guesses",
     ]
     for name, levels in chances.levels.items():
-        counted = zip(("", *alike), (levels.all, *levels.alike), strict=True)
+        counted = zip(("", *temperatures), (levels.all, *levels.alike), strict=True)
         lines += [
-            f"  levels     {name}{whose}: accepted at level 1, 2, ... "
+            f"  levels     {name}{temperature}: accepted at level 1, 2, ... "
             + " ".join(f"{rate.any:.2f}" for rate in counts.rates())
-            for whose, counts in counted
-            if not whose or any(counts.tries)
+            for temperature, counts in counted
+            if not temperature or any(counts.tries)
         ]
     for name, curves in chances.curves.items():
         for kind, curve in zip(("others", "first choices"), curves, strict=True):
@@ -178,12 +178,12 @@ def replay(
         f"{'policy':12}{'tokens':>9}{'steps':>9}{'tokens/step':>13}{'seconds':>10}{'over none':>11}  interval"
     )
     for name, (played, notes) in rows.items():
-        over = speedup(plain.of_texts, played.of_texts)
+        gain = speedup(plain.of_texts, played.of_texts)
         if played.partly_read:
             notes = {**notes, "partly_read": played.partly_read}
         click.echo(
             f"{name:12}{played.tokens:9}{played.steps:9}{played.tokens_per_step:13.3f}{played.seconds:10.2f}"
-            f"{over.ratio:11.3f}  {over.low:.3f}-{over.high:.3f}"
+            f"{gain.ratio:11.3f}  {gain.low:.3f}-{gain.high:.3f}"
             f"{'  ' if notes else ''}{' '.join(f'{k}={v}' for k, v in notes.items())}"
         )
 
@@ -231,12 +231,12 @@ def _kind(path: Path) -> str:
 def _as_json(played: Played, plain: Played, notes: dict[str, Any]) -> dict[str, Any]:
     from specinfer.replay.replay import speedup
 
-    over = speedup(plain.of_texts, played.of_texts)
+    gain = speedup(plain.of_texts, played.of_texts)
     return {
         **asdict(played),
         "tokens_per_step": played.tokens_per_step,
         "tokens_per_second": played.tokens_per_second,
-        "over_none": over.ratio,
-        "over_none_interval": [over.low, over.high],
+        "over_none": gain.ratio,
+        "over_none_interval": [gain.low, gain.high],
         **notes,
     }

@@ -78,12 +78,12 @@ def record(
     from specinfer.speculate.drafts.growth import Shape
 
     dataset = (built_in() if prompts is None else read_dataset(prompts)).head(limit)
-    asked = [conversation.turns[0] for conversation in dataset.conversations]
+    questions = [conversation.turns[0] for conversation in dataset.conversations]
     params = [
         SamplingParams(
             temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=max_tokens, seed=seed + number
         )
-        for number in range(len(asked))
+        for number in range(len(questions))
     ]
     widths = [None if shape == "learned" else _plan(shape) for shape in shapes]
     check_writable(out)
@@ -95,9 +95,11 @@ def record(
 
         chat = llm.tokenizer.has_chat_template if templated is None else templated
         if chat:
-            groups = llm.intake.conversations([[{"role": "user", "content": text}] for text in asked], params)
+            groups = llm.intake.conversations(
+                [[{"role": "user", "content": text}] for text in questions], params
+            )
         else:
-            groups = llm.intake.prompts(asked, params)
+            groups = llm.intake.prompts(questions, params)
         speculation = llm.config.speculation
         recorded = record_trace(
             llm,

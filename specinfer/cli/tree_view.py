@@ -122,7 +122,7 @@ def print_steps(events: Sequence[TreeEvent], answer: RequestOutput) -> None:
     for event, decision, tokens in steps:
         table.add_row(
             str(event.step),
-            ", ".join(map(_guessed, _those_who(decision))),
+            ", ".join(map(_guessed, _guessing(decision))),
             _others([one for one in decision.contributions if one.speculator not in never]),
             "-" if decision.expected_tokens is None else f"{decision.expected_tokens:.2f}",
             str(tokens),
@@ -172,7 +172,7 @@ def _never(steps: Sequence[_Explained]) -> list[str]:
     return [one.speculator for one in steps[0][1].contributions if one.reason == REQUEST] if steps else []
 
 
-def _those_who(decision: Decision) -> list[Contribution]:
+def _guessing(decision: Decision) -> list[Contribution]:
     return [one for one in decision.contributions if one.reason == GUESSED]
 
 
@@ -181,7 +181,7 @@ def _guessed(one: Contribution) -> str:
 
 
 def _others(contributions: Sequence[Contribution]) -> str:
-    """Those who did not guess, by their reasons."""
+    """Speculators without guesses, grouped by reason."""
     by_reason: dict[str, list[str]] = {}
     for one in contributions:
         if one.reason != GUESSED:

@@ -10,7 +10,7 @@ import click
 from specinfer.cli.help import FILE, Command
 from specinfer.cli.options import SHORT_MODEL, engine_config, model_options
 from specinfer.errors import TuneError
-from specinfer.hub.pool import MOST_MEMBERS
+from specinfer.hub.pool import MAX_MEMBERS
 
 if TYPE_CHECKING:
     from specinfer.tune.draft import Kind
@@ -105,7 +105,7 @@ _SHORT: Final = (
 )
 @click.option(
     "--members",
-    type=click.IntRange(1, MOST_MEMBERS),
+    type=click.IntRange(1, MAX_MEMBERS),
     default=1,
     show_default=True,
     help="Drafts of a pool, which share the time.",

@@ -64,7 +64,7 @@ class Admission:
         self._predictions = PredictionShelf()
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         """Maximum tokens of a request, prompt and output together, within the context and the KV cache."""
         return min(self.max_context, self._capacity)
 
@@ -77,7 +77,7 @@ class Admission:
         self,
         request: Request,
         source: str = "prompt",
-        said: Sequence[int] = (),
+        prior_output: Sequence[int] = (),
         prompt_logprobs: PromptLogprobs | None = None,
     ) -> Admitted:
         """Check a request, compile its grammar and make its processors.
@@ -85,7 +85,7 @@ class Admission:
         Args:
             request: the request.
             source: the parameter that gave its prompt, for errors.
-            said: output tokens from an engine that has ended; the request continues after them.
+            prior_output: output tokens from an engine that has ended; the request continues after them.
             prompt_logprobs: the object that another completion of the same prompt fills.
 
         Raises:
@@ -127,11 +127,11 @@ class Admission:
             speculators=self._limits.speculators(request),
             processors=processors,
         )
-        if said:
-            with naming("said"):
-                self._check_ids("said", said)
-                transcript.resume(said)
-                processors.commit(said)
+        if prior_output:
+            with naming("prior_output"):
+                self._check_ids("prior_output", prior_output)
+                transcript.resume(prior_output)
+                processors.commit(prior_output)
         if self._block_size is not None:
             sequence.hash_blocks(self._block_size)  # in the caller's thread, not between two steps
         return Admitted(request, sequence, transcript)

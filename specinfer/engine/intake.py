@@ -63,9 +63,9 @@ class Intake:
         return self._admission.max_context
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         """Maximum tokens of a request, prompt and output together, within the context and the KV cache."""
-        return self._admission.longest
+        return self._admission.max_length
 
     @property
     def speculators(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ class Intake:
         params: SamplingParams,
         *,
         index: int = 0,
-        said: Sequence[int] = (),
+        prior_output: Sequence[int] = (),
         request_id: str | None = None,
         adapter: str | None = None,
     ) -> Admitted:
@@ -122,9 +122,9 @@ class Intake:
             index: the completion; only number 0 reports `prompt_logprobs`, as the others would be equal.
             adapter: the name of an adapter.
             request_id: a unique id; None: one is made.
-            said: output tokens from an engine that has ended; the request continues after them. With the
-                coupled verifier the text depends only on the target, the prompt and `params.seed`, so the
-                result is the text that the other engine would have made.
+            prior_output: output tokens from an engine that has ended; the request continues after them. With
+                the coupled verifier the text depends only on the target, the prompt and `params.seed`, so
+                the result is the text that the other engine would have made.
         """
         with naming("prompt"):
             encoded = self._encode(prompt)
@@ -133,7 +133,7 @@ class Intake:
         [request] = self._completions(tuple(encoded), params, [index], adapter)
         if request_id is not None:
             request = replace(request, request_id=request_id)
-        return self._admission.admit(request, "prompt", said)
+        return self._admission.admit(request, "prompt", prior_output)
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):

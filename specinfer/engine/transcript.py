@@ -77,21 +77,21 @@ class Transcript:
         """Copy of the output tokens."""
         return self.ids[len(self.request.prompt_token_ids) :]
 
-    def resume(self, said: Sequence[int]) -> None:
+    def resume(self, prior_output: Sequence[int]) -> None:
         """Start after output tokens that the caller has already received.
 
         They are in no delta and in no counter. Raises RequestError if the text would have ended among them.
         """
-        for token in said:
+        for token in prior_output:
             if self.finish_reason is not None:
                 break
             self._push(token)
         if self.finish_reason is not None:
             raise RequestError(
-                f"said has {len(said)} tokens, and the text ends after {self.num_output}; "
+                f"prior_output has {len(prior_output)} tokens, and the text ends after {self.num_output}; "
                 "give only tokens of a text that goes on"
             )
-        self._logprobs = [{}] * len(said)
+        self._logprobs = [{}] * len(prior_output)
         self._take_text()
         self._sent_prompt = True
 

@@ -23,11 +23,11 @@ from specinfer.files import write_text
 from specinfer.hub.model_files import read_json
 
 POOL_FILE: Final = "pool.json"
-MOST_MEMBERS: Final = 16
+MAX_MEMBERS: Final = 16
 _FORMAT: Final = "specinfer pool"
 _VERSION: Final = 1
-_MOST_BYTES: Final = 1 << 20
-_MOST_FIGURES: Final = 64
+_MAX_BYTES: Final = 1 << 20
+_MAX_FIGURES: Final = 64
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 # Both versions of the fingerprint in models/fingerprint.py.
 FINGERPRINT: Final = re.compile(r"[0-9a-f]{64}|2:[0-9a-f]{32}(:\w{1,16}:[0-9a-f]{32})?")
@@ -61,8 +61,8 @@ def read_pool(folder: Path) -> Pool:
     """Read the pool of a folder; raises ModelFileError if its file is damaged or over a limit."""
     path = folder / POOL_FILE
     size = path.stat().st_size
-    if size > _MOST_BYTES:
-        raise ModelFileError(f"{path} has {size} bytes; allowed: {_MOST_BYTES}. Get the pool again")
+    if size > _MAX_BYTES:
+        raise ModelFileError(f"{path} has {size} bytes; allowed: {_MAX_BYTES}. Get the pool again")
     found = read_json(path)
     if found.get("format") != _FORMAT:
         raise ModelFileError(f"{path} has format {_shown(found.get('format'))}; expected {_FORMAT!r}")
@@ -71,9 +71,9 @@ def read_pool(folder: Path) -> Pool:
             f"{path} has version {_shown(found.get('version'))}; this specinfer reads {_VERSION}"
         )
     listed = found.get("members")
-    if not isinstance(listed, list) or not 1 <= len(listed) <= MOST_MEMBERS:
+    if not isinstance(listed, list) or not 1 <= len(listed) <= MAX_MEMBERS:
         count = f"{len(listed)} members" if isinstance(listed, list) else f"members {_shown(listed)}"
-        raise ModelFileError(f"{path} has {count}; allowed: a list of 1 to {MOST_MEMBERS}")
+        raise ModelFileError(f"{path} has {count}; allowed: a list of 1 to {MAX_MEMBERS}")
     members = tuple(_member(path, one) for one in listed)
     names = [member.folder for member in members]
     if len({*names}) < len(names):
@@ -139,7 +139,7 @@ def _text(path: Path, found: Mapping[str, Any], key: str) -> str:
 
 def _figures(path: Path, found: Mapping[str, Any]) -> dict[str, float]:
     value = found.get("figures", {})
-    if not isinstance(value, dict) or len(value) > _MOST_FIGURES:
+    if not isinstance(value, dict) or len(value) > _MAX_FIGURES:
         raise ModelFileError(f"{path} has figures {_shown(value)}; expected an object of a few numbers")
     for name, number in value.items():
         if type(number) not in (int, float) or not abs(number) <= sys.float_info.max:  # NaN fails both

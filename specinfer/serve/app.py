@@ -29,7 +29,7 @@ from specinfer.serve.backend.work import EngineInfo
 from specinfer.serve.fields.body import parse
 from specinfer.serve.http.access import Access, Keys
 from specinfer.serve.http.api_error import ApiError, answer_api_error, answer_http_error
-from specinfer.serve.http.event_stream import body_of, stream, unless_gone
+from specinfer.serve.http.event_stream import body_of, stream, unless_disconnected
 from specinfer.serve.http.hosts import Hosts
 from specinfer.serve.http.page_server import PAGE_HEADERS, page_files
 from specinfer.version import VERSION
@@ -86,9 +86,9 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     _add_stored_responses(app, store)
     bodies.answer("/v1/messages", MessageFields, Messages, done="")
     bodies.answer("/infill", InfillFields, Infill, done="")
-    bodies.tell("/tokenize", TokenizeFields, tokenize)
-    bodies.tell("/detokenize", DetokenizeFields, detokenize)
-    bodies.tell("/v1/messages/count_tokens", MessageFields, count_tokens)
+    bodies.compute("/tokenize", TokenizeFields, tokenize)
+    bodies.compute("/detokenize", DetokenizeFields, detokenize)
+    bodies.compute("/v1/messages/count_tokens", MessageFields, count_tokens)
     bodies.describe()
 
 
@@ -118,12 +118,14 @@ class _Bodies:
             answer = make(service, service.with_defaults(fields))
             if getattr(fields, "stream", None):
                 streamed = stream(answer.events(), done=done, ping=service.config.ping_interval)
-                return await unless_gone(request, streamed)
-            return JSONResponse(await unless_gone(request, answer.whole()))
+                return await unless_disconnected(request, streamed)
+            return JSONResponse(await unless_disconnected(request, answer.whole()))
 
         self._add(path, kind, endpoint)
 
-    def tell(self, path: str, kind: type[BaseModel], make: Callable[[Service, Any], Awaitable[Any]]) -> None:
+    def compute(
+        self, path: str, kind: type[BaseModel], make: Callable[[Service, Any], Awaitable[Any]]
+    ) -> None:
         """Add a path with an answer that is not generated."""
 
         async def endpoint(request: Request, fields: BaseModel) -> Response:
@@ -208,7 +210,7 @@ def _add_stored_responses(app: FastAPI, store: ResponseStore) -> None:
     async def response(name: str, request: Request) -> Response:
         """Return a stored response as one object."""
         _parameters(request)
-        return Response(store.kept(name).body, media_type="application/json")
+        return Response(store.get(name).body, media_type="application/json")
 
     @app.delete("/v1/responses/{name}")
     async def forget(name: str) -> dict[str, Any]:
@@ -230,7 +232,7 @@ def _add_stored_responses(app: FastAPI, store: ResponseStore) -> None:
     @app.post("/v1/responses/{name}/cancel")
     async def cancel(name: str) -> None:
         """Refuse to cancel: only finished responses are stored."""
-        store.kept(name)
+        store.get(name)
         raise ApiError(
             "only background responses can be cancelled, and this server has none; "
             "close the connection to end a response"

@@ -182,7 +182,7 @@ class Collector:
 
     def _ask(self, waiting: deque[Asked], found: Collected) -> bool:
         """Submit as many prompts as there is room for; return True while any is in progress."""
-        longest = self._llm.intake.longest - 2
+        longest = self._llm.intake.max_length - 2
         while waiting and len(self._flying) < self._llm.config.scheduler.max_batch_size:
             one = waiting.popleft()
             ids = self._ids(one)

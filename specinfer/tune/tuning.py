@@ -33,7 +33,7 @@ from specinfer.config import EngineConfig
 from specinfer.errors import TuneError
 from specinfer.files import write_text
 from specinfer.hub import resolve
-from specinfer.hub.pool import MOST_MEMBERS, is_pool
+from specinfer.hub.pool import MAX_MEMBERS, is_pool
 from specinfer.kernels.machine import thread_count
 from specinfer.llm import LLM
 from specinfer.models.weights import open_model
@@ -95,8 +95,8 @@ class TuneConfig:
     def __post_init__(self) -> None:
         if not self.minutes > 0:
             raise TuneError(f"minutes is {self.minutes}; allowed: more than 0")
-        if not 1 <= self.members <= MOST_MEMBERS:
-            raise TuneError(f"members is {self.members}; allowed: 1 to {MOST_MEMBERS}")
+        if not 1 <= self.members <= MAX_MEMBERS:
+            raise TuneError(f"members is {self.members}; allowed: 1 to {MAX_MEMBERS}")
         if self.boost is not None and self.members == 1:
             boost = f"{self.boost.form}, {'warm' if self.boost.warm else 'cold'}"
             raise TuneError(f"boost is {boost}, which needs more than one member")

@@ -21,7 +21,7 @@ from specinfer.serve.dialect.tool import ToolChoice
 from specinfer.serve.fields.body import Fields, Items, TextOrItems, by_type
 from specinfer.serve.fields.conversation import ConversationFields
 from specinfer.serve.fields.functions import Function
-from specinfer.serve.fields.sampling import MOST_LOGPROBS, Prediction, TextPart
+from specinfer.serve.fields.sampling import MAX_LOGPROBS, Prediction, TextPart
 from specinfer.serve.http.api_error import ApiError
 
 
@@ -111,7 +111,7 @@ class ChatFields(ConversationFields):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     prediction: Prediction | None = None
     tools: Items[ChatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -152,14 +152,14 @@ class ChatFields(ConversationFields):
             return ToolChoice("required", choice.function.name)
         return ToolChoice(choice or "auto")
 
-    def sampling_params(self, room: int, **held: Any) -> SamplingParams:
+    def sampling_params(self, room: int, **constraints: Any) -> SamplingParams:
         """Convert to SamplingParams; see ConversationFields."""
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return self.params(
             max_tokens=room if max_tokens is None else max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prediction=None if self.prediction is None else self.prediction.text or None,
-            **held,
+            **constraints,
         )
 
 
@@ -189,7 +189,7 @@ class Chat(ChoicesAnswer[ChatFields]):
         prompt = await ChatPrompt.of(service, fields, [message.rendered() for message in fields.messages])
         self._tally.prompt_tokens = len(prompt.token_ids)
         readers = [prompt.reader() for _ in range(self._n)]
-        params = fields.sampling_params(service.room(prompt.token_ids, "messages"), **prompt.held)
+        params = fields.sampling_params(service.room(prompt.token_ids, "messages"), **prompt.constraints)
         answers = service.answer([prompt.token_ids], [params], model=self._model, traced=bool(fields.trace))
         try:
             with prompt.blamed():

@@ -30,7 +30,7 @@ class ChatPrompt:
     """A conversation, ready for the model."""
 
     token_ids: tuple[int, ...]
-    held: Mapping[str, Any]  # fields of SamplingParams that keep the answer parseable
+    constraints: Mapping[str, Any]  # fields of SamplingParams that keep the answer parseable
     dialect: Dialect
     tools: Sequence[Tool]  # callable tools
     starts_inside: bool  # the prompt ends inside reasoning
@@ -105,7 +105,7 @@ def _prepare(service: Service, fields: ConversationFields, messages: Messages) -
     )
     starts_inside, closed, preamble = _reasoning_state(dialect.reasoning, rendered, fields)
     visible = () if dialect.reasoning is None else tuple(dialect.reasoning.special.values())
-    held: dict[str, Any] = {"preamble": preamble}
+    constraints: dict[str, Any] = {"preamble": preamble}
     if tools and dialect.calls is not None:
         visible = (*dialect.calls.special.values(), *visible)
         with naming("tools"):
@@ -119,9 +119,10 @@ def _prepare(service: Service, fields: ConversationFields, messages: Messages) -
                 form=form,
                 whitespace=fields.json_whitespace or "bounded",
             )
-        held = {"grammar": grammar}
+        constraints = {"grammar": grammar}
     token_ids = tuple(service.chat.encode(rendered, add_special_tokens=fields.add_special_tokens is True))
-    return ChatPrompt(token_ids, held | {"visible_token_ids": visible or None}, dialect, tools, starts_inside)
+    constraints |= {"visible_token_ids": visible or None}
+    return ChatPrompt(token_ids, constraints, dialect, tools, starts_inside)
 
 
 def _size(parts: Iterable[object]) -> int:

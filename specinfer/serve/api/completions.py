@@ -17,7 +17,7 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.serve.api.reports import CompletionLogprobs, Tally, reported_prompt
 from specinfer.serve.api.service import Service
 from specinfer.serve.fields.body import Ids, Items
-from specinfer.serve.fields.sampling import MOST_LOGPROBS, Prediction, SamplingFields
+from specinfer.serve.fields.sampling import MAX_LOGPROBS, Prediction, SamplingFields
 from specinfer.serve.http.api_error import ApiError
 from specinfer.serve.http.event_stream import event
 from specinfer.version import VERSION
@@ -32,7 +32,7 @@ class CompletionFields(SamplingFields):
 
     prompt: str | Ids | Items[str] | Items[Ids]
     max_tokens: int | None = None
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     prediction: str | Prediction | None = None
     add_special_tokens: bool | None = Field(

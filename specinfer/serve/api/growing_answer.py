@@ -21,7 +21,7 @@ from specinfer.serve.fields.conversation import ConversationFields
 from specinfer.serve.http.api_error import ApiError, OwnNames
 
 Event = dict[str, Any]
-_Kind = Literal["thoughts", "text", "call"]
+_Kind = Literal["reasoning", "text", "call"]
 _Fields = TypeVar("_Fields", bound=ConversationFields)
 
 
@@ -59,7 +59,7 @@ class Parts(ABC):
         for one in found:
             match one:
                 case ReasoningPiece(text):
-                    events += [*self._within("thoughts"), *self._add(text)]
+                    events += [*self._within("reasoning"), *self._add(text)]
                 case Content(text):
                     events += [*self._within("text"), *self._add(text)]
                 case CallStarted(_, call_id, name):
@@ -85,7 +85,7 @@ class Parts(ABC):
     def _start(self, kind: _Kind, call_id: str = "", name: str = "") -> list[Event]:
         ended = self.end()
         self._open = Part(kind, len(self._finished), call_id, name)
-        return ended + self._begun(self._open)
+        return ended + self._started(self._open)
 
     def _add(self, text: str) -> list[Event]:
         assert self._open is not None
@@ -97,7 +97,7 @@ class Parts(ABC):
         """Return the part as JSON for the whole answer."""
 
     @abstractmethod
-    def _begun(self, part: Part) -> list[Event]:
+    def _started(self, part: Part) -> list[Event]:
         """Return the events that open a part."""
 
     @abstractmethod
@@ -142,7 +142,9 @@ class GrowingAnswer(ABC, Generic[_Fields]):
         with self.names.applied():
             prompt = await ChatPrompt.of(service, fields, self._messages)
             self._tally.prompt_tokens = len(prompt.token_ids)
-            self._params = fields.sampling_params(service.room(prompt.token_ids, "messages"), **prompt.held)
+            self._params = fields.sampling_params(
+                service.room(prompt.token_ids, "messages"), **prompt.constraints
+            )
             reader = prompt.reader()
             answers = service.answer(
                 *([prompt.token_ids], [self._params]),

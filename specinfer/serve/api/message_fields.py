@@ -20,7 +20,7 @@ from specinfer.serve.dialect.tool import ToolChoice
 from specinfer.serve.fields.body import Fields, Items, OtherKind, TextOrItems, by_type
 from specinfer.serve.fields.conversation import ConversationFields
 from specinfer.serve.fields.functions import Function
-from specinfer.serve.fields.sampling import MOST_STOPS, Prediction, check_strings
+from specinfer.serve.fields.sampling import MAX_STOPS, Prediction, check_strings
 from specinfer.serve.http.api_error import ApiError
 
 _SWITCHES: Final = ("enable_thinking", "thinking")  # template variables that switch thinking on and off
@@ -141,7 +141,7 @@ class MessageFields(ConversationFields):
                     "context_management is not supported; remove it, and shorten messages",
                     param="context_management",
                 )
-        check_strings("stop_sequences", self.stop_sequences or [], MOST_STOPS)
+        check_strings("stop_sequences", self.stop_sequences or [], MAX_STOPS)
         if self.prefill and (self.continue_final_message is False or self.add_generation_prompt):
             raise ApiError(
                 "the last turn of messages is the assistant's, which the answer continues; remove "
@@ -238,11 +238,11 @@ class MessageFields(ConversationFields):
             update["output_config"] = config.model_copy(update={"effort": None})
         return self.model_copy(update=update)
 
-    def sampling_params(self, room: int, **held: Any) -> SamplingParams:
+    def sampling_params(self, room: int, **constraints: Any) -> SamplingParams:
         """Convert to SamplingParams; see ConversationFields."""
         return self.params(
             max_tokens=min(self.max_tokens or room, room),
             stop=self.stop_sequences or self.stop,
             prediction=None if self.prediction is None else self.prediction.text or None,
-            **held,
+            **constraints,
         )

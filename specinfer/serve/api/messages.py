@@ -22,7 +22,7 @@ from specinfer.serve.http.event_stream import typed_events
 # Kind of a part -> type of its deltas, and the field that holds their text.
 _DELTAS: Final = {
     "text": ("text_delta", "text"),
-    "thoughts": ("thinking_delta", "thinking"),
+    "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
 # Clients drop thinking blocks without a signature. The server does not check signatures.
@@ -41,17 +41,17 @@ _OWN_NAMES: Final = OwnNames(
 
 
 class Blocks(Parts):
-    """The content blocks of one answer. With `thoughts` False, thinking blocks stay empty."""
+    """The content blocks of one answer. With `show_reasoning` False, thinking blocks stay empty."""
 
-    def __init__(self, *, thoughts: bool = True) -> None:
+    def __init__(self, *, show_reasoning: bool = True) -> None:
         super().__init__()
-        self._thoughts = thoughts
+        self._show_reasoning = show_reasoning
 
     def _value(self, part: Part, complete: bool) -> dict[str, Any]:
         """Return the block with its text; incomplete arguments of a call are dropped."""
         match part.kind:
-            case "thoughts":
-                text = part.text if self._thoughts else ""
+            case "reasoning":
+                text = part.text if self._show_reasoning else ""
                 return {"type": "thinking", "thinking": text, "signature": _SIGNATURE}
             case "text":
                 return {"type": "text", "text": part.text}
@@ -59,21 +59,21 @@ class Blocks(Parts):
                 call = {"id": part.call_id, "name": part.name, "input": _input(part.text)}
                 return {"type": "tool_use"} | call
 
-    def _begun(self, part: Part) -> list[Event]:
+    def _started(self, part: Part) -> list[Event]:
         block = self._value(part, complete=False)
-        if part.kind == "thoughts":
+        if part.kind == "reasoning":
             block["signature"] = ""
         return [{"type": "content_block_start", "index": part.index, "content_block": block}]
 
     def _grown(self, part: Part, text: str) -> list[Event]:
-        if part.kind == "thoughts" and not self._thoughts:
+        if part.kind == "reasoning" and not self._show_reasoning:
             return []
         kind, field = _DELTAS[part.kind]
         return [{"type": "content_block_delta", "index": part.index, "delta": {"type": kind, field: text}}]
 
     def _ended(self, part: Part, complete: bool) -> list[Event]:
         end = {"type": "content_block_stop", "index": part.index}
-        if part.kind != "thoughts":
+        if part.kind != "reasoning":
             return [end]
         signature = {"type": "signature_delta", "signature": _SIGNATURE}
         return [{"type": "content_block_delta", "index": part.index, "delta": signature}, end]
@@ -102,7 +102,7 @@ class Messages(GrowingAnswer[MessageFields]):
             )
         self._id = f"msg_{uuid.uuid4().hex}"
         shown = fields.thinking is None or fields.thinking.display != "omitted"
-        self._blocks = Blocks(thoughts=shown)
+        self._blocks = Blocks(show_reasoning=shown)
         self._reasons: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}  # why the answer ended
 
     async def events(self) -> AsyncGenerator[str]:

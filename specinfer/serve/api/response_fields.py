@@ -14,7 +14,7 @@ from specinfer.serve.dialect.tool import ToolChoice
 from specinfer.serve.fields.body import Fields, Items, OtherKind, TextOrItems, by_type
 from specinfer.serve.fields.conversation import ConversationFields
 from specinfer.serve.fields.functions import Function
-from specinfer.serve.fields.sampling import MOST_LOGPROBS
+from specinfer.serve.fields.sampling import MAX_LOGPROBS
 from specinfer.serve.http.api_error import ApiError
 
 _KINDS: Final = {
@@ -146,9 +146,9 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
             case MessageItem(role=role):
                 messages.append({"role": role, "content": _text(item.content)})
             case ReasoningItem():
-                if thoughts := _text(item.content or []):
+                if reasoning := _text(item.content or []):
                     turn = _turn(messages, "reasoning_content", "content", "tool_calls")
-                    turn["reasoning_content"] = thoughts
+                    turn["reasoning_content"] = reasoning
             case CallItem() if item.status != "incomplete":
                 call = {"name": item.name, "arguments": item.arguments}
                 calls = _turn(messages).setdefault("tool_calls", [])
@@ -159,22 +159,24 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
     return [message if "content" in message else message | {"content": ""} for message in messages]
 
 
-def kept_items(given: str | Iterable[Item]) -> list[dict[str, Any]]:
+def stored_items(given: str | Iterable[Item]) -> list[dict[str, Any]]:
     """Convert input items for storage: each gets an id and a status, and texts become lists of parts."""
     items = [MessageItem(role="user", content=given)] if isinstance(given, str) else given
-    return [_kept(item) for item in items]
+    return [_stored(item) for item in items]
 
 
-def _kept(item: Item) -> dict[str, Any]:
+def _stored(item: Item) -> dict[str, Any]:
     kind = item.type or "message"
-    kept = {"status": "completed", **item.model_dump(exclude_none=True, by_alias=True), "type": kind}
-    kept.setdefault("id", f"{_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}")
+    stored = {"status": "completed", **item.model_dump(exclude_none=True, by_alias=True), "type": kind}
+    stored.setdefault("id", f"{_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}")
     if isinstance(item, MessageItem) and isinstance(item.content, str):
         part = {"type": "output_text", "text": item.content, "annotations": []}
-        kept["content"] = [part if item.role == "assistant" else {"type": "input_text", "text": item.content}]
+        stored["content"] = [
+            part if item.role == "assistant" else {"type": "input_text", "text": item.content}
+        ]
     if isinstance(item, ReasoningItem):
-        kept.setdefault("summary", [])
-    return kept
+        stored.setdefault("summary", [])
+    return stored
 
 
 def output_messages(output: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -249,7 +251,7 @@ class ResponseFields(ConversationFields):
     text: TextOptions | None = None
     # Reasoning is sent in plain text, so encrypted_content has no effect.
     include: Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     reasoning: ReasoningOptions | None = None
     tools: Items[_Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
@@ -344,10 +346,10 @@ class ResponseFields(ConversationFields):
         given = None if self.text is None else self.text.format
         return {"type": "text"} if given is None else given
 
-    def sampling_params(self, room: int, **held: Any) -> SamplingParams:
+    def sampling_params(self, room: int, **constraints: Any) -> SamplingParams:
         """Convert to SamplingParams; see ConversationFields."""
         return self.params(
             max_tokens=room if self.max_output_tokens is None else self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            **held,
+            **constraints,
         )

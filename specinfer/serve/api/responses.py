@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from specinfer.request import Delta, FinishReason
 from specinfer.serve.api.growing_answer import Event, GrowingAnswer, Part, Parts
 from specinfer.serve.api.reports import chat_logprobs
-from specinfer.serve.api.response_fields import ResponseFields, kept_items, output_messages
+from specinfer.serve.api.response_fields import ResponseFields, output_messages, stored_items
 from specinfer.serve.api.service import Service
 from specinfer.serve.dialect.dialect import AnswerReader
 from specinfer.serve.dialect.reader import Event as Found
@@ -25,8 +25,8 @@ from specinfer.serve.http.event_stream import typed_events
 
 _MAX_BYTES: Final = 256 << 20  # approximate total of all responses
 
-_PREFIXES: Final = {"thoughts": "rs", "text": "msg", "call": "fc"}  # prefixes of item ids
-_GROWTH: Final = {"thoughts": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
+_PREFIXES: Final = {"reasoning": "rs", "text": "msg", "call": "fc"}  # prefixes of item ids
+_GROWTH: Final = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 _Status = Literal["in_progress", "completed", "incomplete"]
 
 _OWN_NAMES: Final = OwnNames(
@@ -42,7 +42,7 @@ _OWN_NAMES: Final = OwnNames(
 
 
 @dataclass(frozen=True, slots=True)
-class KeptResponse:
+class StoredResponse:
     """A finished response with its conversation."""
 
     body: bytes  # the response, as JSON
@@ -61,7 +61,7 @@ class ResponseStore:
     def __init__(self, max_count: int, max_bytes: int = _MAX_BYTES) -> None:
         self.max_count = max_count
         self._max_bytes = max_bytes
-        self._kept: dict[tuple[int, str], KeptResponse] = {}  # by number of the API key and id; oldest first
+        self._responses: dict[tuple[int, str], StoredResponse] = {}  # by API key and id; oldest first
         self._size = 0
 
     def keep(
@@ -75,29 +75,31 @@ class ResponseStore:
         body = json.dumps(response, ensure_ascii=False).encode()
         # Messages shared with earlier responses are counted again, so the size is an upper bound.
         size = len(body) + sum(len(str(one)) for one in (*messages, *items))
-        self._kept[CALLER.get().key, name] = KeptResponse(body, tuple(messages), tuple(items), size)
+        self._responses[CALLER.get().key, name] = StoredResponse(body, tuple(messages), tuple(items), size)
         self._size += size
-        while len(self._kept) > self.max_count or (self._size > self._max_bytes and len(self._kept) > 1):
-            self._drop(next(iter(self._kept)))
+        while len(self._responses) > self.max_count or (
+            self._size > self._max_bytes and len(self._responses) > 1
+        ):
+            self._drop(next(iter(self._responses)))
 
     def conversation(self, name: str) -> tuple[Mapping[str, Any], ...]:
         """Return the messages that a request with this `previous_response_id` continues; raises ApiError."""
-        kept = self._kept.get((CALLER.get().key, name))
-        if kept is None:
+        found = self._responses.get((CALLER.get().key, name))
+        if found is None:
             raise ApiError(
                 f"there is no response {cut(name)!r}: it was not stored, or was dropped; send the whole "
                 "conversation as input",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        return kept.messages
+        return found.messages
 
     def page(self, name: str, *, after: str | None, limit: int, order: str) -> dict[str, Any]:
         """Return a page of a response's input items as OpenAI's list object: those behind the item `after`.
 
         Raises ApiError if there is no such response, or no such item in it.
         """
-        items = list(self.kept(name).items)
+        items = list(self.get(name).items)
         if order == "desc":
             items.reverse()
         if after is not None:
@@ -119,22 +121,22 @@ class ResponseStore:
 
     def forget(self, name: str) -> None:
         """Delete a response; raises ApiError if the id is unknown."""
-        self.kept(name)
+        self.get(name)
         self._drop((CALLER.get().key, name))
 
-    def kept(self, name: str) -> KeptResponse:
+    def get(self, name: str) -> StoredResponse:
         """Return the response with that id; raises ApiError if it is unknown."""
-        kept = self._kept.get((CALLER.get().key, name))
-        if kept is None:
+        found = self._responses.get((CALLER.get().key, name))
+        if found is None:
             raise ApiError(
                 f"there is no response {cut(name)!r}: it was not stored, or was dropped",
                 status=404,
                 code="response_not_found",
             )
-        return kept
+        return found
 
-    def _drop(self, place: tuple[int, str]) -> None:
-        self._size -= self._kept.pop(place).size
+    def _drop(self, key: tuple[int, str]) -> None:
+        self._size -= self._responses.pop(key).size
 
 
 class Output(Parts):
@@ -154,7 +156,7 @@ class Output(Parts):
         """Add parsed events and log-probabilities; returns the stream events."""
         self._unsent += logprobs
         events = self.grow(found)
-        if found or (self._open is not None and self._open.kind == "thoughts"):
+        if found or (self._open is not None and self._open.kind == "reasoning"):
             self._unsent = []  # a token without text in reasoning is a delimiter
         return events
 
@@ -173,7 +175,7 @@ class Output(Parts):
         item: dict[str, Any] = {"id": _id(part), "status": status}
         starts = status == "in_progress"
         match part.kind:
-            case "thoughts":
+            case "reasoning":
                 content = [] if starts else [{"type": "reasoning_text", "text": part.text}]
                 return item | {"type": "reasoning", "summary": [], "content": content}
             case "text":
@@ -188,24 +190,24 @@ class Output(Parts):
         logprobs = list(self._sent) if self._logprobs else None
         return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": logprobs}
 
-    def _begun(self, part: Part) -> list[Event]:
+    def _started(self, part: Part) -> list[Event]:
         item = {"output_index": part.index, "item": self._item(part, "in_progress")}
         events: list[Event] = [{"type": "response.output_item.added"} | item]
         if part.kind == "text":
             self._sent = []
             content = {"part": self._content(part)}
-            events.append({"type": "response.content_part.added"} | _place(part) | content)
+            events.append({"type": "response.content_part.added"} | _indices(part) | content)
         return events
 
     def _grown(self, part: Part, text: str) -> list[Event]:
-        event = {"type": f"response.{_GROWTH[part.kind]}.delta"} | _place(part) | {"delta": text}
+        event = {"type": f"response.{_GROWTH[part.kind]}.delta"} | _indices(part) | {"delta": text}
         if part.kind == "text":
             event["logprobs"], self._unsent = self._unsent, []
             self._sent += event["logprobs"]
         return [event]
 
     def _ended(self, part: Part, complete: bool) -> list[Event]:
-        done: Event = {"type": f"response.{_GROWTH[part.kind]}.done"} | _place(part)
+        done: Event = {"type": f"response.{_GROWTH[part.kind]}.done"} | _indices(part)
         if part.kind == "call":
             done |= {"arguments": part.text, "name": part.name}
         else:
@@ -214,7 +216,7 @@ class Output(Parts):
         if part.kind == "text":
             done["logprobs"] = list(self._sent) if self._logprobs else []
             content = {"part": self._content(part)}
-            events.append({"type": "response.content_part.done"} | _place(part) | content)
+            events.append({"type": "response.content_part.done"} | _indices(part) | content)
         item = {"output_index": part.index, "item": self._finished[-1]}
         return [*events, {"type": "response.output_item.done"} | item]
 
@@ -223,10 +225,10 @@ def _id(part: Part) -> str:
     return f"{_PREFIXES[part.kind]}_{part.id}"
 
 
-def _place(part: Part) -> dict[str, Any]:
+def _indices(part: Part) -> dict[str, Any]:
     """Return the index fields of an event."""
-    place = {"item_id": _id(part), "output_index": part.index}
-    return place if part.kind == "call" else place | {"content_index": 0}
+    indices = {"item_id": _id(part), "output_index": part.index}
+    return indices if part.kind == "call" else indices | {"content_index": 0}
 
 
 class Responses(GrowingAnswer[ResponseFields]):
@@ -306,7 +308,7 @@ class Responses(GrowingAnswer[ResponseFields]):
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._stored:
             answer = output_messages(response["output"])
-            items = kept_items(self._fields.input)
+            items = stored_items(self._fields.input)
             self._store.keep(self._id, response, [*self._conversation, *answer], items)
         return response
 

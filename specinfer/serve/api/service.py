@@ -97,12 +97,12 @@ class Service:
 
     def check_count(self, n: int | None, prompts: int = 1) -> None:
         """Raise ApiError for more completions than one request may have, before any of them takes memory."""
-        count, most = max(n or 1, 1), self.config.max_n
+        count, limit = max(n or 1, 1), self.config.max_n
         for param, given in (("n", count), ("prompt", prompts)):
-            if given > most:
+            if given > limit:
                 what = "n is" if param == "n" else "the prompts are"
                 raise ApiError(
-                    f"{what} {given}; allowed: at most {most} here; send the rest in another request",
+                    f"{what} {given}; allowed: at most {limit} here; send the rest in another request",
                     param=param,
                 )
         if count * prompts > self._max_completions:
@@ -149,8 +149,8 @@ class Service:
         `answer` tokens for the answer.
         """
         self.check_sizes({param: len(prefix) + len(suffix)})
-        most = self._longest_prompt - answer
-        fitting, characters = 0, most * _MAX_CHARACTERS  # more cannot fit, and is not tokenized
+        limit = self._max_prompt - answer
+        fitting, characters = 0, limit * _MAX_CHARACTERS  # more cannot fit, and is not tokenized
         for _, text in reversed(files):
             characters -= len(text)
             if characters < 0:
@@ -158,7 +158,7 @@ class Service:
             fitting += 1
         files = files[len(files) - fitting :]
         return await self.in_thread(
-            param, lambda: tuple(self.tokenizer.encode_fill_in(prefix, suffix, files, most))
+            param, lambda: tuple(self.tokenizer.encode_fill_in(prefix, suffix, files, limit))
         )
 
     def fill_in_ends(self, others: Sequence[int] | None) -> list[int]:
@@ -174,7 +174,7 @@ class Service:
     def room(self, prompt: Sequence[int], param: str) -> int:
         """Return the maximum of tokens of an answer to this prompt; raises ApiError if it is 0."""
         self._check_length(len(prompt), param)
-        return self.facts.longest - len(prompt)
+        return self.facts.max_length - len(prompt)
 
     async def answer(
         self,
@@ -232,7 +232,7 @@ class Service:
                                     status=status,
                                 )
                         unadmitted.discard(delta.id)
-                        may_start = may_start or delta.begun or not delta.is_empty
+                        may_start = may_start or delta.started or not delta.is_empty
                         if may_start and not unadmitted and delta.finish_reason is None:
                             if (admitted := ADMITTED.get()) is not None:
                                 admitted.set()
@@ -284,14 +284,14 @@ class Service:
         return self._busy
 
     @property
-    def _longest_prompt(self) -> int:
-        most = self.facts.longest - 1
-        return most if self.config.max_prompt_tokens is None else min(most, self.config.max_prompt_tokens)
+    def _max_prompt(self) -> int:
+        limit = self.facts.max_length - 1
+        return limit if self.config.max_prompt_tokens is None else min(limit, self.config.max_prompt_tokens)
 
     def _check_length(self, tokens: int, param: str) -> None:
-        if tokens > (most := self._longest_prompt):
+        if tokens > (limit := self._max_prompt):
             raise ApiError(
-                f"the prompt has {tokens} tokens or more; allowed: at most {most}; shorten it",
+                f"the prompt has {tokens} tokens or more; allowed: at most {limit}; shorten it",
                 param=param,
                 code="context_length_exceeded",
             )

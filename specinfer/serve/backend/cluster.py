@@ -52,7 +52,7 @@ class Cluster:
             raise ConfigError(
                 "ray is not installed; --cluster ray needs it: pip install 'specinfer[cluster]'"
             )
-        self._own = not given_address()
+        self._own = not configured_address()
         self._address = ""  # of a private cluster
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._runner: subprocess.Popen[bytes] | None = None
@@ -79,7 +79,7 @@ class Cluster:
     @property
     def relay(self) -> tuple[str, ...]:
         """Module that relays a replica's messages to its actor, and the last arguments of its process."""
-        return (_MODULE, self._address if self._own else given_address(), str(self._cpus))
+        return (_MODULE, self._address if self._own else configured_address(), str(self._cpus))
 
     def revive(self) -> None:
         """Restart a private cluster that has ended; raises ConfigError if it does not start."""
@@ -97,19 +97,19 @@ class Cluster:
 
     def _start(self) -> list[float]:
         """Start the process that runs a private cluster or queries a given one; returns free CPUs by node."""
-        address = "" if self._own else given_address()
+        address = "" if self._own else configured_address()
         if address:
             reach(address)
-        ours, its = socket.socketpair()
-        with its:
+        parent, child = socket.socketpair()
+        with child:
             self._runner = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(its.fileno()), address or f"={self._folder_name}"],
-                pass_fds=[its.fileno()],
+                [sys.executable, "-m", _MODULE, str(child.fileno()), address or f"={self._folder_name}"],
+                pass_fds=[child.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=self.env,
                 start_new_session=True,  # Ctrl-C is for the server, whose replicas end first
             )
-        self._link = Connection(ours.detach())
+        self._link = Connection(parent.detach())
         try:
             if not self._link.poll(_STARTING):
                 raise EOFError
@@ -140,7 +140,7 @@ class Cluster:
         self._runner = None
 
 
-def given_address() -> str:
+def configured_address() -> str:
     """HOST:PORT of the cluster that RAY_ADDRESS or `ray start` names; empty if there is none.
 
     Raises ConfigError if RAY_ADDRESS has another form.

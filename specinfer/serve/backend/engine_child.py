@@ -42,11 +42,11 @@ class EngineChild:
         """Start process `number` of `count`; they divide the CPU cores among themselves."""
         name = "engine" if count == 1 else f"engine {number}"
         module, *more = ("specinfer.serve.backend.engine_process",) if cluster is None else cluster.relay
-        ours, its = socket.socketpair()
-        with its:
+        parent, child = socket.socketpair()
+        with child:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(its.fileno()), *log, name, *more],
-                pass_fds=[its.fileno()],
+                [sys.executable, "-m", module, str(child.fileno()), *log, name, *more],
+                pass_fds=[child.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=None if cluster is None else cluster.env,
                 start_new_session=True,  # Ctrl-C goes to the server only, which lets this process finish
@@ -55,7 +55,7 @@ class EngineChild:
             with contextlib.suppress(OSError):  # the process has ended, or the system forbids it
                 os.sched_setaffinity(self._process.pid, cpu_share(number, count))
         self.cluster = cluster
-        self._connection = Connection(ours.detach())
+        self._connection = Connection(parent.detach())
         self._closing = False
         self._outbox: SimpleQueue[Message | None] = SimpleQueue()
 

@@ -74,7 +74,7 @@ class _WorkInHand:
         self.work = work
         self.admitted: Admitted | None = None  # None until it is checked
         self.aborted = False
-        self.begun = False  # whether its first step has begun
+        self.started = False  # True after its first step has started
         self.trees: list[dict[str, Any]] = []  # of the current step
 
 
@@ -103,7 +103,7 @@ class EngineProcess:
         threading.Thread(target=self._send, name="outbox", daemon=True).start()
         facts = EngineInfo(
             llm.max_context,
-            llm.intake.longest,
+            llm.intake.max_length,
             llm.intake.speculators,
             llm.config.speculation,
             fingerprint(llm),
@@ -137,7 +137,7 @@ class EngineProcess:
                 admitted = self._llm.intake.completion(
                     *(work.prompt_token_ids, work.params),
                     index=work.index,
-                    said=work.said,
+                    prior_output=work.prior_output,
                     request_id=work.id,
                     adapter=work.adapter,
                 )
@@ -192,9 +192,9 @@ class EngineProcess:
                 self._send_busy()
             for name in request_ids:
                 answer = self._answers.get(name)
-                if answer is not None and not answer.begun:
-                    answer.begun = True
-                    self._outbox.put(Delta(name, begun=True))
+                if answer is not None and not answer.started:
+                    answer.started = True
+                    self._outbox.put(Delta(name, started=True))
 
     def _on_lost(self, error: PeerLostError) -> None:
         """Exit before any work fails: the next process has all ranks and continues every text."""

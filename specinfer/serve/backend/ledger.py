@@ -31,12 +31,12 @@ class Waiter:
     pending: dict[str, list[Delta]] = field(default_factory=dict)  # by work id
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     failure: BackendError | None = None
-    begun: bool = False  # whether the first step of any of its works has begun
+    started: bool = False  # True after the first step of one of its works has started
 
     def put(self, delta: Delta) -> None:
         """Add a delta and wake the consumer."""
         self.pending.setdefault(delta.id, []).append(delta)
-        self.begun = self.begun or delta.begun or not delta.is_empty
+        self.started = self.started or delta.started or not delta.is_empty
         self.arrived.set()
 
     def fail(self, failure: BackendError) -> None:
@@ -52,7 +52,7 @@ class OpenWork:
     work: Work
     waiter: Waiter
     key: int = 0  # its position on the ring of replicas
-    said: list[int] = field(default_factory=list)  # output tokens so far
+    output_ids: list[int] = field(default_factory=list)  # output tokens so far
     maker: str | None = None  # fingerprint of the engines that produced them
     deaths: int = 0  # engines that died while busy with it, since its last token
     replica: int | None = None  # None while it waits for one
@@ -62,7 +62,7 @@ class OpenWork:
     @property
     def rest(self) -> Work:
         """The work with its output so far, for another engine to continue."""
-        return replace(self.work, said=tuple(self.said))
+        return replace(self.work, prior_output=tuple(self.output_ids))
 
     @property
     def is_suspect(self) -> bool:
@@ -130,13 +130,13 @@ class Ledger:
         if replica not in self._holding:
             return []
         works = self.of(replica)
-        due = held = [one for one in works if not one.sent]
+        due = unsent = [one for one in works if not one.sent]
         if self.suspects(replica):
             # While a work has no token yet, it may be the cause of a crash: send no other.
-            due = [] if any(one.sent and one.silent for one in works) else held[:1]
+            due = [] if any(one.sent and one.silent for one in works) else unsent[:1]
         for one in due:
             one.sent = True
-        if len(due) == len(held):
+        if len(due) == len(unsent):
             self._holding.discard(replica)
         return [one.rest for one in due]
 
@@ -150,7 +150,7 @@ class Ledger:
                 del self._works[delta.id]
                 self._part(one)
             elif delta.token_ids:
-                one.said.extend(delta.token_ids)
+                one.output_ids.extend(delta.token_ids)
                 one.maker, one.deaths, one.silent = fingerprint, 0, False
                 if delta.prompt_logprobs is not None:  # sent now; another engine does not compute them again
                     one.work = replace(one.work, params=replace(one.work.params, prompt_logprobs=None))
@@ -173,7 +173,7 @@ class Ledger:
         """True if another engine with the same fingerprint continues the work with the same text."""
         params = one.work.params
         verifier = params.speculation.verifier or self._verifier
-        return not one.said or params.greedy or verifier == "coupled"
+        return not one.output_ids or params.greedy or verifier == "coupled"
 
     def give_up(self, one: OpenWork, reason: str) -> None:
         """End a work with a BackendError that has this reason."""

@@ -130,7 +130,7 @@ def relay(connection: Connection, log: tuple[str, str, str], address: str, cpus:
     hung_up = threading.Event()
     try:
         connect(address)
-        engine = placed(EngineActor, cpus)
+        engine = start_actor(EngineActor, cpus)
         stream = engine.serve.options(num_returns="streaming", **_MESSAGES).remote(
             config, log, os.getcwd(), VERSION
         )
@@ -173,7 +173,7 @@ def connect(address: str) -> None:
     ray.init(address=address, **_quiet())
 
 
-def placed(kind: type, cpus: int) -> Any:
+def start_actor(kind: type, cpus: int) -> Any:
     """Start an actor with `cpus` CPUs of one node, in its own placement group.
 
     Raises ConnectionError if no node has them free within 30 seconds; Ray would wait without limit.

@@ -95,9 +95,9 @@ class Replica:
         return "" if self.facts is None else self.facts.fingerprint
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         """Most cache positions of a request on the current engine or the last one."""
-        return 0 if self.facts is None else self.facts.longest
+        return 0 if self.facts is None else self.facts.max_length
 
     async def start(self) -> EngineInfo:
         """Start an engine; raises UserError with its message if it cannot serve, BackendError if it dies."""

@@ -151,7 +151,7 @@ class ReplicaBackend:
             self.abort(left)
 
     def _expire(self, waiter: Waiter) -> None:
-        if not waiter.begun:
+        if not waiter.started:
             waiter.fail(
                 UnavailableError(
                     f"the request has waited for {self._max_wait:g} seconds (--max-wait) and has not "
@@ -225,15 +225,15 @@ class ReplicaBackend:
 
     def _hand_on(self, one: Replica) -> None:
         """Move a draining replica's works to other replicas if these may continue them."""
-        gone: list[str] = []
+        aborted: list[str] = []
         for open_work in self._ledger.of(one.number):
             if not self._ledger.may_move(open_work):
                 continue
             if (other := self._choose(open_work)) is not None:
-                gone += [open_work.work.id] * open_work.sent
+                aborted += [open_work.work.id] * open_work.sent
                 self._ledger.assign(open_work, other.number)
-        if gone:
-            one.abort(gone)
+        if aborted:
+            one.abort(aborted)
         for other in self._replicas:
             self._send_due(other)
 
@@ -241,8 +241,8 @@ class ReplicaBackend:
         """Replica for a work; None if the work has to wait."""
         may = [r for r in self._replicas if r.serves and one.maker in (None, r.fingerprint)]
         # Caches may differ in size. A work that is too long for all goes to the largest, which refuses it.
-        longest = max((r.longest for r in self._replicas if not r.is_left_out), default=0)
-        may = [r for r in may if r.longest >= min(_length(one.work, r.facts), longest)]
+        length = max((r.max_length for r in self._replicas if not r.is_left_out), default=0)
+        may = [r for r in may if r.max_length >= min(_length(one.work, r.facts), length)]
         loads = {r.number: self._ledger.load(r.number) for r in may}
         suspects = {r.number: self._ledger.suspects(r.number) for r in may}
         if one.is_suspect:
@@ -315,8 +315,8 @@ class ReplicaBackend:
 
 def _length(work: Work, facts: EngineInfo | None) -> int:
     """Upper bound of the cache positions that a work needs."""
-    longest = len(work.prompt_token_ids) + work.params.max_tokens
-    return longest if facts is None else min(longest, facts.max_context)
+    length = len(work.prompt_token_ids) + work.params.max_tokens
+    return length if facts is None else min(length, facts.max_context)
 
 
 def _share_of(config: EngineConfig, number: int, count: int) -> EngineConfig:

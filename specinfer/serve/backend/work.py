@@ -22,7 +22,7 @@ class Work:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams  # with a seed
     index: int = 0  # among the prompt's completions
-    said: tuple[int, ...] = ()  # output tokens of an earlier engine
+    prior_output: tuple[int, ...] = ()  # output tokens of an earlier engine
     traced: bool = False  # whether deltas include each step's tree
     adapter: str | None = None  # name of its low-rank adapter
 
@@ -32,7 +32,7 @@ class EngineInfo:
     """Limits and identity that an engine process sends when it is ready."""
 
     max_context: int  # maximum of prompt and output tokens of a request
-    longest: int  # the same maximum, limited by the KV cache too
+    max_length: int  # the same maximum, limited by the KV cache too
     speculators: tuple[str, ...] = ()  # that a request may select
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     fingerprint: str = ""  # engines with equal ones produce the same text for a request
@@ -74,9 +74,9 @@ class CompletionObserver:
     The server's event loop calls both methods, so neither may block.
     """
 
-    def __init__(self, work: Work, begun: float) -> None:
+    def __init__(self, work: Work, arrived: float) -> None:
         self.work = work
-        self.begun = begun
+        self.arrived = arrived
         self.first: float | None = None  # time of its first token
         self.tokens = 0
         self.cached_tokens = 0  # of the prompt

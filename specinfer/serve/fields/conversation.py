@@ -94,8 +94,8 @@ class ConversationFields(SamplingFields):
             raise ApiError.of(error) from None
 
     @abstractmethod
-    def sampling_params(self, room: int, **held: Any) -> SamplingParams:
-        """SamplingParams for at most `room` tokens; `held` adds constraints. Raises ApiError."""
+    def sampling_params(self, room: int, **constraints: Any) -> SamplingParams:
+        """SamplingParams for at most `room` tokens; `constraints` are further fields. Raises ApiError."""
 
     def params(self, **more: Any) -> SamplingParams:
         """SamplingParams of these fields; a `grammar` in `more` already includes the form of the answer."""

@@ -13,10 +13,10 @@ from specinfer.serve.fields.body import Fields, Ids, Items, TextOrItems
 from specinfer.serve.http.api_error import ApiError
 
 # Limits of one request: each step searches all stop strings and masks all bad words.
-MOST_STOPS: Final = 64
-MOST_BAD_WORDS: Final = 1024
-_LONGEST_STOP: Final = 1024  # characters; bad words too
-MOST_LOGPROBS: Final = 20  # a token, as in OpenAI's API and vLLM; each is an object in two processes
+MAX_STOPS: Final = 64
+MAX_BAD_WORDS: Final = 1024
+_MAX_STOP_LENGTH: Final = 1024  # characters; bad words too
+MAX_LOGPROBS: Final = 20  # a token, as in OpenAI's API and vLLM; each is an object in two processes
 
 
 class TextPart(Fields):
@@ -55,10 +55,10 @@ class StreamOptions(Fields):
 def check_strings(name: str, given: Sequence[str], most: int) -> None:
     """Raise ApiError for a list of stop strings or bad words that is too long."""
     longest = max(map(len, given), default=0)
-    if len(given) > most or longest > _LONGEST_STOP:
+    if len(given) > most or longest > _MAX_STOP_LENGTH:
         raise ApiError(
             f"{name} has {len(given)} strings, the longest of {longest} characters; allowed: at most "
-            f"{most}, of at most {_LONGEST_STOP}; send fewer or shorter ones",
+            f"{most}, of at most {_MAX_STOP_LENGTH}; send fewer or shorter ones",
             param=name,
         )
 
@@ -96,7 +96,7 @@ class SamplingFields(Fields):
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     logprobs_mode: str | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     response_format: dict[str, Any] | None = None
     regex: str | None = None
@@ -117,8 +117,8 @@ class SamplingFields(Fields):
             value = getattr(self, name)
             if value not in (None, []) and (name, value) not in (("n", 1), ("n_probs", 0)):
                 raise ApiError(f"{name} is not supported here: {advice}", param=name)
-        check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [], MOST_STOPS)
-        check_strings("bad_words", self.bad_words or [], MOST_BAD_WORDS)
+        check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [], MAX_STOPS)
+        check_strings("bad_words", self.bad_words or [], MAX_BAD_WORDS)
 
     def params(self, **more: Any) -> SamplingParams:
         """Convert to SamplingParams, with `more` of its fields; None means the default.

@@ -133,23 +133,23 @@ async def body_of(request: Request) -> bytes:
     return body.getvalue()  # no copy
 
 
-async def unless_gone(request: Request, answer: Coroutine[Any, Any, _Answer]) -> _Answer:
+async def unless_disconnected(request: Request, answer: Coroutine[Any, Any, _Answer]) -> _Answer:
     """Await `answer`; cancel it and raise ApiError when the client disconnects."""
     task = asyncio.ensure_future(answer)
-    gone = asyncio.ensure_future(_gone(request))
+    disconnected = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ApiError("the client disconnected", status=499)
     finally:
-        gone.cancel()
+        disconnected.cancel()
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     """Return when the client has disconnected; its body must have been read before."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -193,22 +193,22 @@ def _names_of(speculator: str) -> list[str]:
 class Observed(CompletionObserver):
     """Observer that counts one completion."""
 
-    def __init__(self, work: Work, begun: float, metrics: Metrics) -> None:
-        super().__init__(work, begun)
+    def __init__(self, work: Work, arrived: float, metrics: Metrics) -> None:
+        super().__init__(work, arrived)
         self._metrics = metrics
         self._waits = True  # until its first step
-        self._last = begun
+        self._last = arrived
 
     def delta(self, delta: Delta, now: float) -> None:
         """See CompletionObserver."""
         metrics, count = self._metrics, len(delta.token_ids)
-        if self._waits and (delta.begun or count):
+        if self._waits and (delta.started or count):
             self._waits = False
-            metrics.queue_time.observe(now - self.begun)
+            metrics.queue_time.observe(now - self.arrived)
         if count:
             metrics.generation_tokens.inc(count)
             if self.first is None:
-                metrics.first_token.observe(now - self.begun)
+                metrics.first_token.observe(now - self.arrived)
             else:
                 each = (now - self._last) / count
                 for _ in range(count):
@@ -222,7 +222,7 @@ class Observed(CompletionObserver):
         """Count the end of the completion, whatever its finish reason."""
         metrics = self._metrics
         metrics.success.labels(metrics.model, self.finish_reason).inc()
-        metrics.whole.observe(now - self.begun)
+        metrics.whole.observe(now - self.arrived)
         metrics.answer_length.observe(self.tokens)
         if self.first is not None and self.tokens > 1:
             metrics.per_token.observe((self._last - self.first) / (self.tokens - 1))

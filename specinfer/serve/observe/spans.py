@@ -97,15 +97,15 @@ class Spans:
 class CompletionSpan(CompletionObserver):
     """Observer that fills in one completion's span."""
 
-    def __init__(self, work: Work, begun: float, span: Span) -> None:
-        super().__init__(work, begun)
+    def __init__(self, work: Work, arrived: float, span: Span) -> None:
+        super().__init__(work, arrived)
         self._span = span
 
     def delta(self, delta: Delta, now: float) -> None:
         """See CompletionObserver."""
         span = self._span
         if delta.token_ids and self.first is None:
-            span.set_attribute("gen_ai.response.time_to_first_chunk", now - self.begun)
+            span.set_attribute("gen_ai.response.time_to_first_chunk", now - self.arrived)
         super().delta(delta, now)
         if delta.finish_reason is FinishReason.ERROR:
             span.set_status(StatusCode.ERROR)

@@ -245,8 +245,8 @@ class TrafficLog:
 class LoggedCompletion(CompletionObserver):
     """Observer that logs one completion, unless it is aborted or fails."""
 
-    def __init__(self, work: Work, begun: float, put: Callable[[LoggedCompletion], None]) -> None:
-        super().__init__(work, begun)
+    def __init__(self, work: Work, arrived: float, put: Callable[[LoggedCompletion], None]) -> None:
+        super().__init__(work, arrived)
         self.request_id = CALLER.get().request_id
         self.texts: list[str] = []
         self.token_ids: list[int] = []
@@ -258,7 +258,7 @@ class LoggedCompletion(CompletionObserver):
     @property
     def first_token_seconds(self) -> float | None:
         """Seconds from arrival to the first token; None without one."""
-        return None if self.first is None else round(self.first - self.begun, 4)
+        return None if self.first is None else round(self.first - self.arrived, 4)
 
     def delta(self, delta: Delta, now: float) -> None:
         """See CompletionObserver."""
@@ -270,7 +270,7 @@ class LoggedCompletion(CompletionObserver):
     def end(self, now: float) -> None:
         """See CompletionObserver."""
         if self.finish_reason in _FINISHED:
-            self.seconds = round(now - self.begun, 4)
+            self.seconds = round(now - self.arrived, 4)
             self.ended_at = time.time()
             self._put(self)
 

@@ -11,24 +11,24 @@ import pytest
 
 from specinfer.bench import openai_client
 from specinfer.bench.exchange import Exchange
-from specinfer.bench.openai_client import Asking, ask, connect, first_model, server_root
+from specinfer.bench.openai_client import RequestOptions, connect, first_model, send_request, server_root
 from specinfer.errors import ConfigError
 from specinfer.sampling_params import SamplingParams
 from tests.fake_openai_server import DONE, FakeServer, Reply, chat, error, event, usage
 from tests.virtual_time import run_virtual
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, seed=5)
-ASKING = Asking(params=GREEDY)
+OPTIONS = RequestOptions(params=GREEDY)
 HELLO = [{"role": "user", "content": "Hello"}]
 WHOLE = [chat(""), chat("Good "), chat("day"), chat("", "stop")]
 
 
-def asked(reply: Reply, asking: Asking = ASKING) -> Exchange:
+def asked(reply: Reply, options: RequestOptions = OPTIONS) -> Exchange:
     """The exchange when the server replies so."""
 
     async def work(url: str) -> Exchange:
         async with connect(url, None) as http:
-            return await ask(http, asking, "m", 2, HELLO)
+            return await send_request(http, options, "m", 2, HELLO)
 
     with FakeServer(lambda request: reply) as server:
         return asyncio.run(work(server.url))
@@ -90,7 +90,7 @@ def test_one_connection_serves_one_request_after_the_other(monkeypatch: pytest.M
 
     async def work(url: str) -> list[str]:
         async with connect(url, None) as http:
-            return [(await ask(http, ASKING, "m", n, HELLO)).text for n in range(4)]
+            return [(await send_request(http, OPTIONS, "m", n, HELLO)).text for n in range(4)]
 
     with FakeServer(lambda request: next(replies)) as server:
         assert asyncio.run(work(server.url)) == ["Good day", "", "Good day", "a"]
@@ -107,7 +107,7 @@ def test_a_server_that_is_not_there_is_an_error() -> None:
                 ConfigError, match=rf"no answer from {url}/v1/models: .*is the server running"
             ):
                 await first_model(http, 5)
-            return await ask(http, ASKING, "m", 0, HELLO)
+            return await send_request(http, OPTIONS, "m", 0, HELLO)
 
     assert asyncio.run(work()).error.startswith("the connection failed after 0 chunks")
 
@@ -124,7 +124,7 @@ class _Timed(httpx.AsyncByteStream):
             yield packet
 
 
-def timed(*packets: tuple[float, bytes], asking: Asking = ASKING) -> Exchange:
+def timed(*packets: tuple[float, bytes], options: RequestOptions = OPTIONS) -> Exchange:
     """The exchange, in virtual time, of a request whose answer's head comes after half a second."""
 
     async def respond(request: httpx.Request) -> httpx.Response:
@@ -133,7 +133,7 @@ def timed(*packets: tuple[float, bytes], asking: Asking = ASKING) -> Exchange:
 
     async def work() -> Exchange:
         async with httpx.AsyncClient(transport=httpx.MockTransport(respond), base_url="http://x") as http:
-            return await ask(http, asking, "m", 0, HELLO)
+            return await send_request(http, options, "m", 0, HELLO)
 
     return run_virtual(work())
 
@@ -156,25 +156,25 @@ def test_chunks_are_timed_when_their_packet_arrives() -> None:
 
 
 def test_an_answer_that_takes_too_long_is_failed() -> None:
-    asking = Asking(params=GREEDY, timeout=2.0)
-    exchange = timed((1.0, chat("a")), (1.0, chat("b")), (1.0, DONE), asking=asking)
+    options = RequestOptions(params=GREEDY, timeout=2.0)
+    exchange = timed((1.0, chat("a")), (1.0, chat("b")), (1.0, DONE), options=options)
     assert (exchange.error, exchange.text) == ("no whole answer within 2 s", "a")
-    assert timed((1.0, chat("a", "stop")), (0.25, DONE), asking=asking).error == ""
+    assert timed((1.0, chat("a", "stop")), (0.25, DONE), options=options).error == ""
     # What comes, or does not end, behind [DONE] is not waited for.
-    assert timed((1.0, chat("a", "stop")), (0.25, DONE), (99.0, b""), asking=asking).error == ""
+    assert timed((1.0, chat("a", "stop")), (0.25, DONE), (99.0, b""), options=options).error == ""
 
 
 def test_what_is_asked() -> None:
     talk = [*HELLO, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "And?"}]
     plain = {"model": "m", "max_tokens": 8, "temperature": 0, "seed": 8, "stream": True}
     plain["stream_options"] = {"include_usage": True}
-    assert ASKING.request(3, "m", talk) == {**plain, "messages": talk}
-    raw = Asking(params=GREEDY, endpoint="completions", ignore_eos=True)
+    assert OPTIONS.request(3, "m", talk) == {**plain, "messages": talk}
+    raw = RequestOptions(params=GREEDY, endpoint="completions", ignore_eos=True)
     prompt = "Hello\n\nHi\n\nAnd?"
     assert raw.request(3, "m", talk) == {**plain, "prompt": prompt, "ignore_eos": True}
     warm = SamplingParams(temperature=0.5, top_p=0.9, top_k=4, max_tokens=8)
     body = {"speculation": False, "max_tokens": None, "max_completion_tokens": 9, "stream_options": None}
-    assert Asking(params=warm, body=body).request(0, "m", HELLO) == {
+    assert RequestOptions(params=warm, body=body).request(0, "m", HELLO) == {
         **{"model": "m", "messages": HELLO, "temperature": 0.5, "seed": 0, "stream": True},
         **{"top_p": 0.9, "top_k": 4, "speculation": False, "max_completion_tokens": 9},
     }
@@ -194,7 +194,7 @@ def test_what_is_asked() -> None:
 )
 def test_what_cannot_be_asked_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        Asking(params=GREEDY, **options)
+        RequestOptions(params=GREEDY, **options)
 
 
 @pytest.mark.parametrize(

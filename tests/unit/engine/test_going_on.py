@@ -32,10 +32,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def answer(
-    llm: LLM, params: SamplingParams, said: tuple[int, ...] = (), index: int = 0
+    llm: LLM, params: SamplingParams, prior_output: tuple[int, ...] = (), index: int = 0
 ) -> list[RequestOutput]:
     """All outputs of one completion."""
-    return list(llm.loop.stream([llm.intake.completion(PROMPT, params, index=index, said=said)]))
+    return list(
+        llm.loop.stream([llm.intake.completion(PROMPT, params, index=index, prior_output=prior_output)])
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -46,7 +48,7 @@ def test_the_rest_is_the_rest_of_the_same_text(tiny: Tiny, case: str) -> None:
         last = whole[-1]
         assert len(whole) >= 3
         for output in [whole[0], whole[len(whole) // 2], whole[-2]]:
-            rest = answer(llm, params, said=output.token_ids)
+            rest = answer(llm, params, prior_output=output.token_ids)
             assert rest[-1].token_ids == last.token_ids
             assert rest[-1].text == last.text
             assert rest[-1].finish_reason is last.finish_reason
@@ -66,7 +68,7 @@ def test_each_completion_goes_on_with_the_seed_of_its_own(tiny: Tiny) -> None:
     with tiny.llm() as llm:
         [group] = llm.generate([PROMPT], params)
         for index, whole in enumerate(group.outputs):
-            rest = answer(llm, params, said=whole.token_ids[:5], index=index)
+            rest = answer(llm, params, prior_output=whole.token_ids[:5], index=index)
             assert rest[-1].token_ids == whole.token_ids
             assert rest[-1].index == index
 
@@ -75,9 +77,11 @@ def test_tokens_behind_the_end_of_a_text_are_refused(tiny: Tiny) -> None:
     params = SamplingParams(temperature=0, max_tokens=10)
     with tiny.llm() as llm:
         whole = answer(llm, params)[-1]
-        with pytest.raises(RequestError, match="said has 10 tokens, and the text ends after 10") as error:
-            llm.intake.completion(PROMPT, params, said=whole.token_ids)
-        assert error.value.parameter == "said"
+        with pytest.raises(
+            RequestError, match="prior_output has 10 tokens, and the text ends after 10"
+        ) as error:
+            llm.intake.completion(PROMPT, params, prior_output=whole.token_ids)
+        assert error.value.parameter == "prior_output"
         with pytest.raises(RequestError, match="outside the model's vocabulary"):
-            llm.intake.completion(PROMPT, replace(params, max_tokens=20), said=[999])
+            llm.intake.completion(PROMPT, replace(params, max_tokens=20), prior_output=[999])
         assert_idle(llm)

@@ -148,7 +148,10 @@ def test_the_last_steps_of_a_long_answer_cost_what_its_first_do(tmp_path: Path) 
 
             llm.loop.submit([admitted], told)
             while "a" in ledger:
-                come, weighing = len(heard), len(live.said) > TOKENS - 10 * WEIGHED or len(heard) < WEIGHED
+                come, weighing = (
+                    len(heard),
+                    len(live.output_ids) > TOKENS - 10 * WEIGHED or len(heard) < WEIGHED,
+                )
                 if weighing:
                     tracemalloc.start()
                     before, _ = tracemalloc.get_traced_memory()
@@ -159,7 +162,7 @@ def test_the_last_steps_of_a_long_answer_cost_what_its_first_do(tmp_path: Path) 
                     tracemalloc.stop()
                 else:
                     seconds.append(time.thread_time() - began)
-            return seconds, taken, "".join(heard), live.said
+            return seconds, taken, "".join(heard), live.output_ids
 
         seconds, taken, heard, said = asyncio.run(answer())
     assert heard == bytes(text).decode()

@@ -10,7 +10,7 @@ import pytest
 
 from specinfer.errors import ModelFileError
 from specinfer.hub.model_files import local_model
-from specinfer.hub.pool import MOST_MEMBERS, Member, Pool, is_pool, member_folders, read_pool, write_pool
+from specinfer.hub.pool import MAX_MEMBERS, Member, Pool, is_pool, member_folders, read_pool, write_pool
 
 POOL = Pool(
     "target.gguf",
@@ -113,5 +113,5 @@ def test_a_pool_is_no_model(tmp_path: Path) -> None:
 
 
 def test_as_many_as_an_engine_would_run(tmp_path: Path) -> None:
-    changed(tmp_path, members=[{"folder": f"m{n}", "kind": "ssm"} for n in range(MOST_MEMBERS)])
+    changed(tmp_path, members=[{"folder": f"m{n}", "kind": "ssm"} for n in range(MAX_MEMBERS)])
     assert len(read_pool(tmp_path).members) == 16

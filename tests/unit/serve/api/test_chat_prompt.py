@@ -118,7 +118,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_made_of_it(
 
     monkeypatch.setattr(chat_prompt, "read_tools", never)
     monkeypatch.setattr(ChatEncoder, "render", never)
-    large = "x" * (64 * FACTS.longest)
+    large = "x" * (64 * FACTS.max_length)
     body = {
         "messages": {"messages": [{"role": "user", "content": large}]},
         "tools": {"tools": [{"type": "function", "function": {"name": "f", "description": large}}]},

@@ -119,7 +119,7 @@ def test_stop_is_another_name_for_stop_sequences(tokenizer: Tokenizer) -> None:
 def test_more_tokens_may_be_asked_for_than_there_is_room(tokenizer: Tokenizer) -> None:
     async def do(server: Messaging) -> None:
         await server.message(max_tokens=10**9)
-        assert server.backend.works[0].params.max_tokens == FACTS.longest - 20
+        assert server.backend.works[0].params.max_tokens == FACTS.max_length - 20
 
     ask(tokenizer, [says("Hello")], do)
 

@@ -125,6 +125,6 @@ def test_an_input_that_is_too_long_is_named(tokenizer: Tokenizer, size: int) -> 
     async def do(server: Asking) -> None:
         status, param, message = await server.refusal(input="x" * size)
         assert (status, param) == (400, "input")
-        assert f"allowed: at most {FACTS.longest - 1}" in message
+        assert f"allowed: at most {FACTS.max_length - 1}" in message
 
     ask(tokenizer, [], do)

@@ -13,11 +13,11 @@ def test_the_oldest_leave_where_all_are_too_large() -> None:
     for name, size in (("a", 30), ("b", 30), ("c", 30), ("d", 300)):
         store.keep(name, {}, [{"role": "user", "content": "x" * size}])
         if name == "c":
-            assert store.kept("a").body == b"{}"
+            assert store.get("a").body == b"{}"
     for gone in "abc":
         with pytest.raises(ApiError):
-            store.kept(gone)
-    assert store.kept("d").body == b"{}"  # the newest stays, whatever its size
+            store.get(gone)
+    assert store.get("d").body == b"{}"  # the newest stays, whatever its size
     store.forget("d")
     store.keep("e", {}, [])
     assert store.conversation("e") == ()

@@ -58,7 +58,7 @@ def test_an_answer_in_one_piece_is_what_the_client_takes_for_one(tokenizer: Toke
         assert server.prompts == ["system: Be brief.\nuser: Hi\nassistant: "]
         params = server.backend.works[0].params
         assert (params.temperature, params.seed, params.top_k) == (0, 7, 3)
-        assert params.max_tokens == FACTS.longest - 38
+        assert params.max_tokens == FACTS.max_length - 38
 
     ask(tokenizer, [says("Hel", "lo", cached_tokens=4)], do)
 

@@ -26,7 +26,7 @@ from specinfer.serve.observe.metrics import Metrics
 from specinfer.speculate.lookups.alignment import LEFT_OUT
 from specinfer.tokenizer import Tokenizer
 
-FACTS = EngineInfo(max_context=100, longest=80)
+FACTS = EngineInfo(max_context=100, max_length=80)
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -216,7 +216,7 @@ def test_others_do_not_go_on_without_the_figures_of_their_prompt(tokenizer: Toke
 def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_more(
     tokenizer: Tokenizer, max_wait: int
 ) -> None:
-    signs, announced = ((0, Delta("")), (1, Delta("")), (1, Delta("", begun=True))), False
+    signs, announced = ((0, Delta("")), (1, Delta("")), (1, Delta("", started=True))), False
     seen = []
 
     class Watched(Told):

@@ -24,7 +24,7 @@ class Handle:
     """A scripted engine in place of an EngineChild."""
 
     made: list[Handle] = []
-    longest = 10_000  # positions in its cache
+    max_length = 10_000  # positions in its cache
     fingerprint = "one"
 
     def __init__(self, log: tuple[str, str], number: int = 0, count: int = 1, cluster: Any = None) -> None:
@@ -46,7 +46,7 @@ class Handle:
     ) -> EngineInfo:
         self._deliver, self._died = deliver, died
         self.config = config
-        return EngineInfo(10_000, self.longest, fingerprint=self.fingerprint)
+        return EngineInfo(10_000, self.max_length, fingerprint=self.fingerprint)
 
     def kill(self) -> None:
         self.killed = True
@@ -133,4 +133,4 @@ async def replicas(count: int, **options: Any) -> AsyncIterator[ReplicaBackend]:
 
 def given(handle: Handle) -> dict[str, tuple[int, ...]]:
     """Return a handle's unfinished works by id, with their earlier output."""
-    return {work.id: work.said for work in handle.given if work.id not in handle.gone}
+    return {work.id: work.prior_output for work in handle.given if work.id not in handle.gone}

@@ -17,7 +17,7 @@ from specinfer.cli.serve import _engine, configs
 from specinfer.config import EngineConfig
 from specinfer.errors import ConfigError
 from specinfer.serve.backend import cluster
-from specinfer.serve.backend.cluster import Cluster, cpus_of_each, given_address
+from specinfer.serve.backend.cluster import Cluster, configured_address, cpus_of_each
 from tests.unit.serve.backend.listeners import until
 
 ENGINE = EngineConfig(model="m")
@@ -95,17 +95,17 @@ def test_the_cluster_is_that_of_the_environment_or_of_ray_start(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    assert given_address() == ""
+    assert configured_address() == ""
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray/ray_current_cluster").write_text("10.0.0.1:6379\n")
-    assert given_address() == "10.0.0.1:6379"
+    assert configured_address() == "10.0.0.1:6379"
     for told, address in {"": "10.0.0.1:6379", "auto": "10.0.0.1:6379", "local": "", "h:1": "h:1"}.items():
         monkeypatch.setenv("RAY_ADDRESS", told)
-        assert given_address() == address
+        assert configured_address() == address
     for told in ("ray://10.0.0.1:10001", "10.0.0.1", "host:port"):
         monkeypatch.setenv("RAY_ADDRESS", told)
         with pytest.raises(ConfigError, match="allowed: HOST:PORT of a cluster"):
-            given_address()
+            configured_address()
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

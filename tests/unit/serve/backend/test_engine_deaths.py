@@ -189,7 +189,7 @@ def test_of_an_engines_death_is_blamed(name: str, replicas: int, handles: list[H
             engine.dies()
             return
         for work in batch:
-            last = len(work.said) + engine.written.get(work.id, 0) == 2
+            last = len(work.prior_output) + engine.written.get(work.id, 0) == 2
             engine.gone += [work.id] * last
             engine.writes(work.id, 7, last=last)
 

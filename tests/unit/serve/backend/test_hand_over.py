@@ -204,10 +204,10 @@ def test_a_work_goes_where_the_cache_has_room_for_it(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
-        monkeypatch.setattr(Handle, "longest", 100)
+        monkeypatch.setattr(Handle, "max_length", 100)
         backend = ReplicaBackend(EngineConfig(model="m"), 2)
         await backend.start()
-        monkeypatch.setattr(Handle, "longest", 1000)
+        monkeypatch.setattr(Handle, "max_length", 1000)
         await asyncio.sleep(1)
         sizes = {"fits": 50, "is long": 500, "is too long": 5000}
         asked = [

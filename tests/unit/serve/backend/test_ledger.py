@@ -57,7 +57,7 @@ def test_another_replica_goes_on_behind_what_was_said() -> None:
     books.dies(0, "a")
     assert [one.work.id for one in books.ledger.of(None)] == ["a", "b"]
     books.ledger.assign(books.works["a"], 1)
-    assert [work.said for work in books.ledger.due(1)] == [(5, 6)]
+    assert [work.prior_output for work in books.ledger.due(1)] == [(5, 6)]
     assert (books.works["a"].maker, books.works["b"].maker) == ("f", None)
     assert (books.ledger.load(0), books.ledger.load(1), books.ledger.handed_on) == (0, 1, 1)
     books.says(0, "a", 7)  # from the replica that has it no more
@@ -166,7 +166,7 @@ def test_no_token_is_lost_or_comes_twice_whichever_replicas_die(seed: int) -> No
         for one in books.ledger.of(None):
             books.ledger.assign(one, chance.randrange(3))
         for replica, engine in engines.items():
-            engine |= {work.id: len(work.said) for work in books.ledger.due(replica)}
+            engine |= {work.id: len(work.prior_output) for work in books.ledger.due(replica)}
         replica = chance.randrange(3)
         engine = engines[replica]
         match chance.randrange(10):

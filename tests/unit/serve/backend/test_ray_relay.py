@@ -61,8 +61,8 @@ def test_what_an_engine_says_behind_its_servers_end_is_no_loss(
 
     actor = SimpleNamespace(serve=method(lambda *_: engine()), send=method(told.put))
     monkeypatch.setattr(ray_relay, "connect", lambda _: None)
-    monkeypatch.setattr(ray_relay, "placed", lambda *_: actor)
-    monkeypatch.setattr(ray_relay.ray, "get", lambda said: said)
+    monkeypatch.setattr(ray_relay, "start_actor", lambda *_: actor)
+    monkeypatch.setattr(ray_relay.ray, "get", lambda value: value)
     server, its = Pipe()
     server.send_bytes(b"a config")
     with ThreadPoolExecutor(1) as pool:

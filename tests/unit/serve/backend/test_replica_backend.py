@@ -38,7 +38,7 @@ def test_what_was_reported_of_a_prompt_is_not_computed_again(handles: list[Handl
         handles[-1].dies()
         await asyncio.sleep(10)
         [work] = handles[-1].given
-        assert (work.params.prompt_logprobs, work.said) == (None, (7, 8, 9))
+        assert (work.params.prompt_logprobs, work.prior_output) == (None, (7, 8, 9))
         handles[-1].says("deltas", [Delta("w", "z", (3,), finish_reason=FinishReason.LENGTH)], None)
         await asked
         await backend.close()
@@ -192,7 +192,7 @@ def test_a_request_waits_no_longer_than_it_may_unless_its_first_step_has_begun(h
             handles[0].says("deltas", [Delta(name)], None)
         await asyncio.sleep(3)
         for name in "ac":  # of c and d one has been computed, and what is computed is not thrown away
-            handles[0].says("deltas", [Delta(name, begun=True)], None)
+            handles[0].says("deltas", [Delta(name, started=True)], None)
         await asyncio.sleep(6)
         ended = FinishReason.LENGTH
         for name in "acd":

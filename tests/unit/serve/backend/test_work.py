@@ -40,8 +40,8 @@ def test_what_was_said_of_the_prompt_stays() -> None:
 
 
 def test_an_observer_counts_what_it_hears_of() -> None:
-    observer = CompletionObserver(Work("w", (1,), SamplingParams()), begun=10.0)
-    observer.delta(Delta("w", begun=True), now=11.0)
+    observer = CompletionObserver(Work("w", (1,), SamplingParams()), arrived=10.0)
+    observer.delta(Delta("w", started=True), now=11.0)
     assert (observer.first, observer.tokens, observer.finish_reason) == (None, 0, FinishReason.ABORT)
     for now, delta in ((12.0, FIRST), (13.0, MIDDLE), (14.0, LAST)):
         observer.delta(delta, now)

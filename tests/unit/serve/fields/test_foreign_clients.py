@@ -239,14 +239,14 @@ def test_figures_of_each_step_come_with_the_trace(
 def test_lengths(tokenizers: dict[str, Tokenizer]) -> None:
     def wanted(path: str, **body: Any) -> int:
         work = Asked(tokenizers["plain"], path, body).works[0]
-        assert len(work.prompt_token_ids) + work.params.max_tokens <= FACTS.longest
+        assert len(work.prompt_token_ids) + work.params.max_tokens <= FACTS.max_length
         return work.params.max_tokens
 
     assert wanted("/completions", prompt="a") == 16
-    assert wanted("/completions", prompt="a", max_tokens=-1) == FACTS.longest - 1
-    assert wanted("/completions", prompt="a", n_predict=-1) == FACTS.longest - 1
+    assert wanted("/completions", prompt="a", max_tokens=-1) == FACTS.max_length - 1
+    assert wanted("/completions", prompt="a", n_predict=-1) == FACTS.max_length - 1
     assert wanted("/completions", prompt="a", max_tokens=0) == 0
-    assert wanted("/chat/completions", messages=HI, max_tokens=-1) == FACTS.longest - len(THINKS)
+    assert wanted("/chat/completions", messages=HI, max_tokens=-1) == FACTS.max_length - len(THINKS)
     assert wanted("/responses", input="Hi", max_tokens=7) == 7
 
 

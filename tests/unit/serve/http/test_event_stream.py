@@ -164,7 +164,7 @@ def test_a_client_that_goes_away_while_it_waits_ends_what_is_made_for_it(gone_af
             await (await stream(waiting(), ping=1.0))(SCOPE, go, send)
 
         task = asyncio.ensure_future(answer())
-        if gone_after < 1.0:  # which `unless_gone` sees
+        if gone_after < 1.0:  # which `unless_disconnected` sees
             await asyncio.sleep(gone_after)
             task.cancel()
             await asyncio.wait({task})

@@ -57,9 +57,9 @@ def test_what_was_guessed_and_whether_anybody_may_is_the_engines_to_say() -> Non
 def test_how_long_requests_wait_for_their_first_step_is_counted_once() -> None:
     metrics = Metrics("tiny")
     one, other, never = (metrics.observe(WORK, 10.0) for _ in range(3))
-    for delta, now in ((Delta("a"), 11.0), (Delta("a", begun=True), 14.0), (Delta("a", "x", (1,)), 20.0)):
+    for delta, now in ((Delta("a"), 11.0), (Delta("a", started=True), 14.0), (Delta("a", "x", (1,)), 20.0)):
         one.delta(delta, now)
-    other.delta(Delta("b", "x", (1,), begun=True), 12.0)  # heard of together
+    other.delta(Delta("b", "x", (1,), started=True), 12.0)  # both in one delta
     never.delta(Delta("c"), 11.0)
     never.end(30.0)
     found = told(metrics)
