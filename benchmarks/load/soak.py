@@ -26,8 +26,7 @@ from benchmarks.peers.process import Server, specinfer_server
 from benchmarks.study import REQUIRED, Study, ask, natural, parser, questions_of, row, run, settings_of
 from specinfer import LLM, SamplingParams
 from specinfer.bench.exchange import Exchange
-from specinfer.bench.openai_client import RequestOptions, connect, first_model
-from specinfer.bench.openai_client import send_request
+from specinfer.bench.openai_client import RequestOptions, connect, first_model, send_request
 
 _STARTING = 300.0  # seconds
 _LAWS: Sequence[Mapping[str, Any]] = (

@@ -127,7 +127,7 @@ def test_what_other_programs_took_is_said(pair: Any, dataset: Dataset) -> None:
     result = result_of(pair, dataset, GREEDY)
     result["hardware"]["cores"] = 4
     result["busy_elsewhere_cores"] = 1.5
-    assert "other programs kept 1.5 of 4 cores busy" in "\n".join(lines(result))
+    assert "other programs used 1.5 of 4 cores" in "\n".join(lines(result))
     result["busy_elsewhere_cores"] = 0.2
     assert "other programs" not in "\n".join(lines(result))
 
