@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from specinfer.errors import RequestError
 from specinfer.grammar.lark import lark_of
-from specinfer.grammar.library_vocabulary import LibraryVocabulary, complaint, shortened, without_places
+from specinfer.grammar.library_vocabulary import LibraryVocabulary, error_of, shortened, without_positions
 from specinfer.structured_output import OutputKind, StructuredOutput
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Cursor:
         self._path: list[int] = []  # tokens consumed after them
         self.committed: list[int] = []
 
-    def ask(self, path: Sequence[int], question: Callable[[LLMatcher], _Answer]) -> _Answer | None:
+    def query(self, path: Sequence[int], question: Callable[[LLMatcher], _Answer]) -> _Answer | None:
         """Evaluate `question` on the matcher after the committed text and `path`.
 
         Returns None if `path` is not allowed or is a dead end. `question` must not consume tokens. Raises
@@ -101,7 +101,7 @@ class Cursor:
             answer = question(self._matcher) if self._follow() and self._go_to(path) else None
             if not self._matcher.is_error():
                 return answer
-            error = complaint(self._matcher)
+            error = error_of(self._matcher)
             if error.startswith(_DEAD_END):
                 self._start_again()
                 return None
@@ -215,9 +215,9 @@ class Grammar:
         lark = lark_of(spec)
         self.exact = MatcherSource(f"{lark}\n{_NO_FORCING}", vocabulary, spec.parameter)
         if self.exact.first.is_error():
-            error = complaint(self.exact.first)
+            error = error_of(self.exact.first)
             if spec.kind is not OutputKind.GRAMMAR or spec.preamble:
-                error = without_places(error)
+                error = without_positions(error)
             hint = "allowed: Lark rules with a rule preamble" if spec.preamble else _HINTS[spec.kind]
             raise RequestError(f"{self._parameter} cannot be used: {error}; {hint}", self._parameter)
         self.guide = MatcherSource(lark, vocabulary, spec.parameter)
@@ -281,8 +281,8 @@ class GrammarState:
         if self._ended:
             return False
         if token in self._vocabulary.end_ids:
-            return self._cursor.ask(path, lambda matcher: matcher.is_accepting()) is True
-        return self._cursor.ask([*path, token], lambda matcher: True) is True
+            return self._cursor.query(path, lambda matcher: matcher.is_accepting()) is True
+        return self._cursor.query([*path, token], lambda matcher: True) is True
 
     def forced(self, path: Sequence[int], limit: int) -> tuple[int, ...]:
         """Up to `limit` tokens that the grammar forces after `path`, in the tokenizer's spelling.
@@ -293,7 +293,7 @@ class GrammarState:
         if limit <= 0 or self._ended:
             return ()
         found = self._found_forced(path, limit)[:limit]
-        while found and self._cursor.ask([*path, *found], lambda matcher: True) is None:
+        while found and self._cursor.query([*path, *found], lambda matcher: True) is None:
             del found[-1]
         return tuple(found)
 
@@ -309,7 +309,7 @@ class GrammarState:
             self._guide.commit(text)
         self._forced = self._forced[len(text) :] if self._forced[: len(text)] == text else []
         if ends:
-            may_end = self._cursor.ask((), lambda matcher: matcher.is_accepting())
+            may_end = self._cursor.query((), lambda matcher: matcher.is_accepting())
             assert may_end, f"the text may not end here, yet token {tokens[-1]} ended it"
             self._ended = True
         done = tuple(tokens)
@@ -323,7 +323,7 @@ class GrammarState:
         if self._guide is None:
             self._guide = Cursor(self._grammar.guide)
             self._guide.commit(self._cursor.committed)
-        found = self._guide.ask(path, _forced_tokens) or []
+        found = self._guide.query(path, _forced_tokens) or []
         if not path:
             self._forced = found
         return found
@@ -331,7 +331,7 @@ class GrammarState:
     @property
     def finished(self) -> bool:
         """True if the text is complete: only its end may follow, or the end was committed."""
-        return self._ended or self._cursor.ask((), lambda m: m.is_stopped() and m.is_accepting()) is True
+        return self._ended or self._cursor.query((), lambda m: m.is_stopped() and m.is_accepting()) is True
 
     def _bits(self, path: tuple[int, ...]) -> NDArray[np.uint8] | None:
         """The mask after `path` as bits; None if nothing is allowed.
@@ -340,7 +340,7 @@ class GrammarState:
         """
         bits = self._masks.get(path)
         if bits is None and not self._ended:
-            bits = self._cursor.ask(path, self._mask)
+            bits = self._cursor.query(path, self._mask)
             if bits is not None:
                 if len(self._masks) >= CACHED_MASKS:
                     del self._masks[next(iter(self._masks))]

@@ -10,7 +10,7 @@ from typing import Any
 from specinfer.errors import RequestError
 from specinfer.grammar.ecma_regex import MAX_REPEAT, largest_repeat
 from specinfer.grammar.gbnf import escaped, read_gbnf, to_lark
-from specinfer.grammar.schemas.held import held_schema
+from specinfer.grammar.schemas.rewriter import enforced_schema
 from specinfer.structured_output import JsonWhitespace, OutputKind, StructuredOutput
 
 # Between two parts of a JSON text: nothing, one space, or a line break with indentation. Unbounded, a
@@ -95,15 +95,15 @@ def json_rule(
 ) -> str:
     """The body of a Lark rule for the JSON texts of a schema, in one line.
 
-    Parts of the schema that cannot be enforced are dropped (schemas/held.py), or rejected if `strict`. Raises
-    RequestError for these and for a malformed schema.
+    Parts of the schema that cannot be enforced are dropped (schemas/rewriter.py), or rejected if `strict`.
+    Raises RequestError for these and for a malformed schema.
     """
-    held = held_schema(json.dumps(schema), strict)
+    rewritten = enforced_schema(json.dumps(schema), strict)
     options: dict[str, Any] = dict(_WHITESPACE[whitespace])
-    if strict and held.has_other_names:
+    if strict and rewritten.has_other_names:
         # An escaped letter would let the name of a described property pass as another name.
         options["json_allowed_escapes"] = 'nrbtf\\"'
-    return f"%json {json.dumps({**json.loads(held.source), 'x-guidance': options})}"
+    return f"%json {json.dumps({**json.loads(rewritten.source), 'x-guidance': options})}"
 
 
 def _one_regex(regex: str) -> str:

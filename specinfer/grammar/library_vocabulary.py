@@ -60,7 +60,7 @@ class DeepThread:
             return self._executor
 
 
-def complaint(matcher: LLMatcher) -> str:
+def error_of(matcher: LLMatcher) -> str:
     """The library's error message for a matcher in an error state."""
     return in_one_line(matcher.get_error())
 
@@ -71,7 +71,7 @@ def in_one_line(message: str) -> str:
     return shortened(" ".join(message.split()))
 
 
-def without_places(message: str) -> str:
+def without_positions(message: str) -> str:
     """The error message without lines and columns of the generated grammar."""
     return _OURS.sub("", message)
 
@@ -175,15 +175,15 @@ class _Encoder:
 
     def __call__(self, text: str) -> list[int]:
         """Token ids of a text in the middle of an answer."""
-        wanted = text.encode()
+        encoded = text.encode()
         # SentencePiece prepends a space to a text, but not after a line break.
         for before in ("", "\n"):
             ids = self._tokenizer.encode(before + text, add_special=False)
             for skipped in range(3 if before else 1):
-                if self._spell(ids[skipped:]) == wanted:
+                if self._spell(ids[skipped:]) == encoded:
                     return ids[skipped:]
         # The text contains the name of a special token, for example; single bytes make it text again.
-        return [self._byte_ids[byte] for byte in wanted if byte in self._byte_ids]
+        return [self._byte_ids[byte] for byte in encoded if byte in self._byte_ids]
 
     def _spell(self, ids: list[int]) -> bytes:
         return b"".join([self.tokens[i] if i < len(self.tokens) else b"" for i in ids])

@@ -9,22 +9,22 @@ from specinfer.grammar.schemas.document import Schema, SchemaDocument
 from specinfer.grammar.schemas.negation import are_disjoint, negated
 
 if TYPE_CHECKING:
-    from specinfer.grammar.schemas.held import SchemaHolder
+    from specinfer.grammar.schemas.rewriter import SchemaRewriter
 
 MAX_BRANCHES: Final = 256  # product of the alternatives of one schema
 
 
-def hold_one_of(options: Sequence[Schema], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
+def rewrite_one_of(options: Sequence[Schema], out: dict[str, Any], at: str, rewriter: SchemaRewriter) -> None:
     """Enforce that exactly one option holds; options that exclude each other need no negation."""
     exclusive: list[Schema] = []
     for index, one in enumerate(options):
         parts: list[Schema] = [one]
         for another in [*options[:index], *options[index + 1 :]]:
-            if are_disjoint(one, another, holder.document):
+            if are_disjoint(one, another, rewriter.document):
                 continue
-            refused = negated(another, holder.document)
+            refused = negated(another, rewriter.document)
             if refused is None:
-                holder.leave_out("oneOf", at)
+                rewriter.leave_out("oneOf", at)
                 exclusive = list(options)
                 break
             parts.append(refused)
@@ -32,32 +32,38 @@ def hold_one_of(options: Sequence[Schema], out: dict[str, Any], at: str, holder:
             exclusive.append(one if len(parts) == 1 else {"allOf": parts})
             continue
         break
-    _hold_options(exclusive, options, out, at, holder)
+    _rewrite_options(exclusive, options, out, at, rewriter)
 
 
-def _hold_options(
-    exclusive: Sequence[Schema], given: Sequence[Schema], out: dict[str, Any], at: str, holder: SchemaHolder
+def _rewrite_options(
+    exclusive: Sequence[Schema],
+    given: Sequence[Schema],
+    out: dict[str, Any],
+    at: str,
+    rewriter: SchemaRewriter,
 ) -> None:
-    held = [holder.hold(one, f"{at}/oneOf/{index}") for index, one in enumerate(exclusive)]
-    if list(exclusive) != list(given) and branches(out) * sum(map(branches, held)) > MAX_BRANCHES:
-        holder.leave_out("oneOf", at)
-        held = [holder.hold(one, f"{at}/oneOf/{index}") for index, one in enumerate(given)]
-    if True not in held:
-        holder.also(out, {"anyOf": held})
+    rewritten = [rewriter.rewrite(one, f"{at}/oneOf/{index}") for index, one in enumerate(exclusive)]
+    if list(exclusive) != list(given) and branches(out) * sum(map(branches, rewritten)) > MAX_BRANCHES:
+        rewriter.leave_out("oneOf", at)
+        rewritten = [rewriter.rewrite(one, f"{at}/oneOf/{index}") for index, one in enumerate(given)]
+    if True not in rewritten:
+        rewriter.also(out, {"anyOf": rewritten})
 
 
-def hold_condition(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
+def rewrite_condition(
+    node: Mapping[str, Any], out: dict[str, Any], at: str, rewriter: SchemaRewriter
+) -> None:
     """Enforce `if` as alternatives: the condition and `then`, or its negation and `else`."""
     condition, then, otherwise = node["if"], node.get("then", True), node.get("else", True)
     if then is True and otherwise is True:
         return
-    refused = negated(condition, holder.document)
+    refused = negated(condition, rewriter.document)
     if refused is None:
-        holder.leave_out("if", at)
+        rewriter.leave_out("if", at)
         refused = True
     yes: Schema = {"allOf": [condition, then]}
     no = [option if otherwise is True else {"allOf": [option, otherwise]} for option in options_of(refused)]
-    holder.one_of_these(out, [yes, *no], "if", at)
+    rewriter.one_of_these(out, [yes, *no], "if", at)
 
 
 def merged_conditions(

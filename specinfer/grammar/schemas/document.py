@@ -67,7 +67,7 @@ class SchemaDocument:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.root = root
         self._bases: dict[int, str] = {}  # by a schema's id(): its base URI, if not the root's
-        self._places: dict[str, str] = {}  # absolute names -> pointers
+        self._pointers: dict[str, str] = {}  # absolute names -> pointers
         self._nodes: dict[int, dict[str, Any]] = {}  # normalized schemas, by the schema's id()
         self._references: dict[str, list[str]] = {}  # by the pointer of the schema that contains them
         self._reads = 0
@@ -99,10 +99,10 @@ class SchemaDocument:
     def _read_references(self, pointer: str) -> list[str]:
         found, todo = list[str](), [self.target(f"#{pointer}")]
         while todo:
-            placed = todo.pop()
-            if placed is None or not isinstance(placed[0], Mapping):
+            entry = todo.pop()
+            if entry is None or not isinstance(entry[0], Mapping):
                 continue
-            schema = placed[0]
+            schema = entry[0]
             if isinstance(reference := schema.get("$ref"), str):
                 resolved = self.target(self._resolved(reference, self._bases.get(id(schema), "")))
                 found += [] if resolved is None else [resolved[1]]
@@ -115,8 +115,8 @@ class SchemaDocument:
         """The keywords of a schema that is not a boolean, in order, validated.
 
         A `$ref` is a pointer into the root, or an address that `target` does not resolve. `at` is the
-        schema's place, for messages. Raises RequestError for an invalid keyword, and if schemas were read so
-        often that an untrusted schema would take seconds.
+        schema's pointer, for messages. Raises RequestError for an invalid keyword, and after too many reads,
+        because an untrusted schema would take seconds.
         """
         self._reads += 1
         if self._reads > _MAX_READS:
@@ -131,7 +131,7 @@ class SchemaDocument:
 
     def _read(self, schema: Schema, at: str) -> dict[str, Any]:
         if not isinstance(schema, Mapping):
-            raise RequestError(f"{place(at)} is {shown(schema)}; allowed: an object or a boolean")
+            raise RequestError(f"{pointer_text(at)} is {shown(schema)}; allowed: an object or a boolean")
         found = {key: _shaped(key, value, at) for key, value in schema.items() if key in _READ}
         if "$ref" in found and self._refs_alone:
             found = {"$ref": found["$ref"]}
@@ -162,29 +162,29 @@ class SchemaDocument:
         name = schema.get("$id", schema.get("id"))
         if isinstance(name, str) and not name.startswith("#"):
             base = urldefrag(urljoin(base, name)).url
-            self._places.setdefault(base, pointer)
+            self._pointers.setdefault(base, pointer)
         anchors = [schema.get("$anchor"), schema.get("$dynamicAnchor")]
         anchors += [name[1:]] if isinstance(name, str) and name.startswith("#") else []
         for anchor in anchors:
             if isinstance(anchor, str):
-                self._places.setdefault(f"{base}#{anchor}", pointer)
+                self._pointers.setdefault(f"{base}#{anchor}", pointer)
         self._bases[id(schema)] = base
         for key, one in _inner(schema):
             self._index(one, f"{pointer}/{key}", base)
 
     def _resolved(self, reference: str, base: str) -> str:
         url, fragment = urldefrag(urljoin(base, reference) if base else reference)
-        resource = self._places.get(url) if url else ""
+        resource = self._pointers.get(url) if url else ""
         if resource is None:
             return reference if not reference.startswith("#") else f"{url}#{fragment}"
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
-            anchored = self._places.get(f"{url}#{fragment}")
+            anchored = self._pointers.get(f"{url}#{fragment}")
             return reference if anchored is None else f"#{anchored}"
         return f"#{resource}{fragment.rstrip('/') if fragment == '/' else fragment}"
 
 
-def place(at: str) -> str:
+def pointer_text(at: str) -> str:
     """A JSON pointer for messages."""
     return at or "the schema"
 

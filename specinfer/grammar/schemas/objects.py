@@ -13,7 +13,7 @@ from specinfer.grammar.schemas.document import TYPES, Schema, escaped_key
 from specinfer.grammar.schemas.negation import values_of
 
 if TYPE_CHECKING:
-    from specinfer.grammar.schemas.held import SchemaHolder
+    from specinfer.grammar.schemas.rewriter import SchemaRewriter
 
 _MAX_SUBSETS: Final = 4  # optional properties whose subsets are all listed
 _MAX_SINGLE: Final = 16  # optional properties if at least one is required
@@ -32,17 +32,18 @@ _ARRAY_KEYWORDS: Final = (
 ARRAY_KEYWORDS: Final = frozenset(_ARRAY_KEYWORDS)
 
 
-def hold_object(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
+def rewrite_object(node: Mapping[str, Any], out: dict[str, Any], at: str, rewriter: SchemaRewriter) -> None:
     """Write the constraints on objects into `out`, in supported keywords, and drop the rest."""
     rules = {key: node[key] for key in node if key in OBJECT_KEYWORDS}
-    _close(node, rules, at, holder)
+    _close(node, rules, at, rewriter)
     properties: Mapping[str, Schema] = rules.get("properties", {})
     needed_names = dict.fromkeys(rules.get("required", ()))
     others: Schema = rules.get("additionalProperties", True)
     given = rules.get("patternProperties", {})
-    patterns, others = _patterns(given, others, bool(properties), at, holder)
+    patterns, others = _patterns(given, others, bool(properties), at, rewriter)
     named = {
-        name: holder.hold(one, f"{at}/properties/{escaped_key(name)}") for name, one in properties.items()
+        name: rewriter.rewrite(one, f"{at}/properties/{escaped_key(name)}")
+        for name, one in properties.items()
     }
     for name, needed in rules.get("dependentRequired", {}).items():
         if name in needed_names:
@@ -52,28 +53,28 @@ def hold_object(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: S
         out["properties"] = named
     if patterns:
         out["patternProperties"] = {
-            written: holder.hold(one, f"{at}/patternProperties/{escaped_key(given)}")
+            written: rewriter.rewrite(one, f"{at}/patternProperties/{escaped_key(given)}")
             for written, (given, one) in patterns.items()
         }
     if others is not True:
-        out["additionalProperties"] = holder.hold(others, f"{at}/additionalProperties")
+        out["additionalProperties"] = rewriter.rewrite(others, f"{at}/additionalProperties")
     if out.get("additionalProperties", True) is not False and (named or patterns):
-        holder.has_other_names = True
+        rewriter.has_other_names = True
     if required:
         out["required"] = required
-    _names(rules.get("propertyNames", True), out, bool(patterns), at, holder)
-    _dependents(rules, required, out, at, holder)
-    _count(rules, required, out, at, holder)
+    _names(rules.get("propertyNames", True), out, bool(patterns), at, rewriter)
+    _dependents(rules, required, out, at, rewriter)
+    _count(rules, required, out, at, rewriter)
 
 
 def _patterns(
-    given: Mapping[str, Schema], others: Schema, described: bool, at: str, holder: SchemaHolder
+    given: Mapping[str, Schema], others: Schema, described: bool, at: str, rewriter: SchemaRewriter
 ) -> tuple[dict[str, tuple[str, Schema]], Schema]:
     """The enforced name patterns, written for the library, and the schema of all other names.
 
     Names of a dropped pattern count as other names, and may satisfy its schema instead.
     """
-    held: dict[str, tuple[str, Schema]] = {}
+    enforced: dict[str, tuple[str, Schema]] = {}
     for pattern, one in given.items():
         try:
             read = read_ecma(pattern)
@@ -82,14 +83,16 @@ def _patterns(
         finite = others is False and described and _is_finite(pattern)
         if read is not None and not read.left_out and len(read.parts) == 1 and not finite:
             [written] = read.parts
-            together = dict.fromkeys([*held, written], True)
-            if written not in held and not holder.refuses({"type": "object", "patternProperties": together}):
-                held[written] = (pattern, one)
+            together = dict.fromkeys([*enforced, written], True)
+            if written not in enforced and not rewriter.refuses(
+                {"type": "object", "patternProperties": together}
+            ):
+                enforced[written] = (pattern, one)
                 continue
-        holder.leave_out("patternProperties", f"{at}/patternProperties/{escaped_key(pattern)}")
+        rewriter.leave_out("patternProperties", f"{at}/patternProperties/{escaped_key(pattern)}")
         if others is not True:
             others = one if others is False else {"anyOf": [others, one]}
-    return held, others
+    return enforced, others
 
 
 def _is_finite(pattern: str | None) -> bool:
@@ -101,19 +104,19 @@ def _is_finite(pattern: str | None) -> bool:
     return whole and not re.search(r"[*+]|\{\d*,\}|\[\^|\.", pattern or "")
 
 
-def _names(given: Schema, out: dict[str, Any], has_patterns: bool, at: str, holder: SchemaHolder) -> None:
+def _names(given: Schema, out: dict[str, Any], has_patterns: bool, at: str, rewriter: SchemaRewriter) -> None:
     """Enforce `propertyNames` as an expression that every name matches."""
     if given is True:
         return
     if given is False:
         out["maxProperties"] = 0
         return
-    node = holder.document.node(given, f"{at}/propertyNames")
+    node = rewriter.document.node(given, f"{at}/propertyNames")
     for _ in range(_MAX_DEPTH):
-        found = holder.document.target(node["$ref"]) if set(node) == {"$ref"} else None
+        found = rewriter.document.target(node["$ref"]) if set(node) == {"$ref"} else None
         if found is None or isinstance(found[0], bool):
             break
-        node = holder.document.node(*found)
+        node = rewriter.document.node(*found)
     rules = [key for key in node if key != "type" or node[key] != "string"]
     values = values_of(node)
     pattern = None
@@ -142,33 +145,33 @@ def _names(given: Schema, out: dict[str, Any], has_patterns: bool, at: str, hold
         read = None
     none_left = bool(described) and texts is None and _is_finite(pattern)
     if read is None or read.left_out or len(read.parts) > 1 or none_left:
-        holder.leave_out("propertyNames", at)
+        rewriter.leave_out("propertyNames", at)
         return
     only: dict[str, Any] = {"patternProperties": {read.parts[0]: True}, "additionalProperties": False}
-    if holder.refuses(only):
-        holder.leave_out("propertyNames", at)
+    if rewriter.refuses(only):
+        rewriter.leave_out("propertyNames", at)
         return
-    holder.also(out, only)
+    rewriter.also(out, only)
 
 
 def _dependents(
-    rules: Mapping[str, Any], required: list[str], out: dict[str, Any], at: str, holder: SchemaHolder
+    rules: Mapping[str, Any], required: list[str], out: dict[str, Any], at: str, rewriter: SchemaRewriter
 ) -> None:
     """Rewrite each as two alternatives: the property is absent, or the dependency holds."""
     for name, needed in rules.get("dependentRequired", {}).items():
         if set(needed) <= set(required):
             continue
         options: list[Schema] = [{"properties": {name: False}}, {"required": list(needed)}]
-        holder.one_of_these(out, options, "dependentRequired", at)
+        rewriter.one_of_these(out, options, "dependentRequired", at)
     for name, one in rules.get("dependentSchemas", {}).items():
         absent: Schema = {"properties": {name: False}}
         is_there = name in required and out.get("type") == "object"
         options = [one] if is_there else [absent, one]
-        holder.one_of_these(out, options, "dependentSchemas", at)
+        rewriter.one_of_these(out, options, "dependentSchemas", at)
 
 
 def _count(
-    rules: Mapping[str, Any], required: list[str], out: dict[str, Any], at: str, holder: SchemaHolder
+    rules: Mapping[str, Any], required: list[str], out: dict[str, Any], at: str, rewriter: SchemaRewriter
 ) -> None:
     """Enforce the number of properties.
 
@@ -184,7 +187,7 @@ def _count(
     if high is not None and not is_open and high >= len(required) + len(optional):
         high = None
     if low - len(required) > 1 and is_open:
-        holder.leave_out("minProperties", at)
+        rewriter.leave_out("minProperties", at)
     if not low and high is None:
         return
     counted = {"minProperties": low} if low else {}
@@ -201,11 +204,11 @@ def _count(
             for chosen in itertools.combinations(optional, size):
                 absent = dict.fromkeys([name for name in optional if name not in chosen], False)
                 options.append({"required": list(chosen), "properties": absent, **counted})
-    if not options or not holder.fits(out, options):
+    if not options or not rewriter.fits(out, options):
         for key in counted:
-            holder.leave_out(key, at)
+            rewriter.leave_out(key, at)
         return
-    holder.also(out, {"anyOf": options})
+    rewriter.also(out, {"anyOf": options})
 
 
 @dataclass
@@ -218,15 +221,15 @@ class _Evaluated:
     certain: bool = True
 
 
-def _close(node: Mapping[str, Any], rules: dict[str, Any], at: str, holder: SchemaHolder) -> None:
+def _close(node: Mapping[str, Any], rules: dict[str, Any], at: str, rewriter: SchemaRewriter) -> None:
     """Rewrite `unevaluatedProperties` as `additionalProperties`, with all evaluated names described."""
     rest = rules.pop("unevaluatedProperties", True)
     if rest is True or "additionalProperties" in rules:
         return
     found = _Evaluated()
-    _evaluate(node, found, holder, 0)
+    _evaluate(node, found, rewriter, 0)
     if not found.certain:
-        holder.leave_out("unevaluatedProperties", at)
+        rewriter.leave_out("unevaluatedProperties", at)
     if found.all:
         return
     rules["properties"] = dict.fromkeys(found.names, True) | dict(rules.get("properties", {}))
@@ -235,7 +238,7 @@ def _close(node: Mapping[str, Any], rules: dict[str, Any], at: str, holder: Sche
     rules["additionalProperties"] = rest
 
 
-def _evaluate(node: Mapping[str, Any], found: _Evaluated, holder: SchemaHolder, depth: int) -> None:
+def _evaluate(node: Mapping[str, Any], found: _Evaluated, rewriter: SchemaRewriter, depth: int) -> None:
     found.names |= dict.fromkeys(node.get("properties", ()))
     found.patterns |= dict.fromkeys(node.get("patternProperties", ()))
     found.all |= depth > 0 and ("additionalProperties" in node or node.get("unevaluatedProperties") is True)
@@ -245,7 +248,7 @@ def _evaluate(node: Mapping[str, Any], found: _Evaluated, holder: SchemaHolder, 
     branches += [(node[key], False) for key in ("if", "then", "else") if key in node]
     branches += [(one, False) for one in node.get("dependentSchemas", {}).values()]
     if "$ref" in node:
-        target = holder.document.target(node["$ref"])
+        target = rewriter.document.target(node["$ref"])
         branches.append((True if target is None else target[0], target is not None))
     for one, always in branches:
         if isinstance(one, bool):
@@ -253,76 +256,76 @@ def _evaluate(node: Mapping[str, Any], found: _Evaluated, holder: SchemaHolder, 
         if depth > _MAX_DEPTH:
             found.all, found.certain = True, False
             return
-        inner = holder.document.node(one, "")
+        inner = rewriter.document.node(one, "")
         if inner.keys() & {*OBJECT_KEYWORDS, "allOf", "anyOf", "oneOf", "$ref", "if"} - {"required"}:
             found.certain &= always
-            _evaluate(inner, found, holder, depth + 1)
+            _evaluate(inner, found, rewriter, depth + 1)
 
 
-def hold_array(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
+def rewrite_array(node: Mapping[str, Any], out: dict[str, Any], at: str, rewriter: SchemaRewriter) -> None:
     """Write the constraints on arrays into `out`, in supported keywords, and drop the rest."""
     prefix: Sequence[Schema] = node.get("prefixItems", ())
     items: Schema = node.get("items", True)
     if "unevaluatedItems" in node and "items" not in node and node["unevaluatedItems"] is not True:
         if node.keys() & {"allOf", "anyOf", "oneOf", "$ref", "if", "contains", "dependentSchemas"}:
-            holder.leave_out("unevaluatedItems", at)
+            rewriter.leave_out("unevaluatedItems", at)
         else:
             items = node["unevaluatedItems"]
     if prefix:
         out["prefixItems"] = [
-            holder.hold(one, f"{at}/prefixItems/{index}") for index, one in enumerate(prefix)
+            rewriter.rewrite(one, f"{at}/prefixItems/{index}") for index, one in enumerate(prefix)
         ]
     if items is not True:
-        out["items"] = holder.hold(items, f"{at}/items")
+        out["items"] = rewriter.rewrite(items, f"{at}/items")
     low, high = node.get("minItems", 0), node.get("maxItems")
     if items is False and (high is None or high > len(prefix)):
         high = len(prefix)
-    low = max(low, _hold_contains(node, high, out, at, holder))
+    low = max(low, _rewrite_contains(node, high, out, at, rewriter))
     if low:
         out["minItems"] = low
     if high is not None:
         out["maxItems"] = high
     if node.get("uniqueItems") and (high is None or high > 1):
-        _hold_unique(items if not prefix else True, low, high, out, at, holder)
+        _rewrite_unique(items if not prefix else True, low, high, out, at, rewriter)
 
 
-def _hold_contains(
-    node: Mapping[str, Any], high: int | None, out: dict[str, Any], at: str, holder: SchemaHolder
+def _rewrite_contains(
+    node: Mapping[str, Any], high: int | None, out: dict[str, Any], at: str, rewriter: SchemaRewriter
 ) -> int:
     """Enforce `contains` if the array is short; return the minimum number of items that it implies."""
-    wanted = node.get("contains")
+    item = node.get("contains")
     low, limit = node.get("minContains", 1), node.get("maxContains")
-    if wanted is None or (not low and limit is None):
+    if item is None or (not low and limit is None):
         return 0
-    if wanted is True and limit is None:
+    if item is True and limit is None:
         return int(low)
     if high is not None and low > high:
         return int(low)  # unsatisfiable
     if low == 1 and limit is None and high is not None and high <= _MAX_POSITIONS:
         options: list[Schema] = [
-            {"prefixItems": [*[True] * index, wanted], "minItems": index + 1} for index in range(high)
+            {"prefixItems": [*[True] * index, item], "minItems": index + 1} for index in range(high)
         ]
-        holder.one_of_these(out, options, "contains", at)
+        rewriter.one_of_these(out, options, "contains", at)
     else:
-        holder.leave_out("contains", at)
+        rewriter.leave_out("contains", at)
     return int(low)
 
 
-def _hold_unique(
-    items: Schema, low: int, high: int | None, out: dict[str, Any], at: str, holder: SchemaHolder
+def _rewrite_unique(
+    items: Schema, low: int, high: int | None, out: dict[str, Any], at: str, rewriter: SchemaRewriter
 ) -> None:
     """Enforce `uniqueItems` if the items have few values, as the list of all arrays without duplicates."""
     found = None
     if isinstance(items, Mapping):
-        node = holder.document.node(items, f"{at}/items")
+        node = rewriter.document.node(items, f"{at}/items")
         if set(node) <= {"type", "enum", "const"}:
             found = [True, False] if node == {"type": "boolean"} else values_of(node)
     if found is None or ("type" in node and node["type"] != "string" and found != [True, False]):
-        holder.leave_out("uniqueItems", at)
+        rewriter.leave_out("uniqueItems", at)
         return
     values = [value for index, value in enumerate(found) if value not in found[:index]]
     if len(values) > _MAX_DISTINCT or not all(isinstance(value, str | bool) for value in values):
-        holder.leave_out("uniqueItems", at)
+        rewriter.leave_out("uniqueItems", at)
         return
     if node.get("type") == "string":
         values = [value for value in values if isinstance(value, str)]
@@ -330,6 +333,8 @@ def _hold_unique(
     lists = [list(one) for size in range(low, longest + 1) for one in itertools.permutations(values, size)]
     out.pop("items", None)
     if out.get("type") == "array":
-        holder.also(out, {"enum": lists})
+        rewriter.also(out, {"enum": lists})
     else:
-        holder.also(out, {"anyOf": [{"enum": lists}, {"type": [name for name in TYPES if name != "array"]}]})
+        rewriter.also(
+            out, {"anyOf": [{"enum": lists}, {"type": [name for name in TYPES if name != "array"]}]}
+        )

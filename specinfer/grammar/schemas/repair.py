@@ -43,12 +43,12 @@ class Repair:
         self._definitions: dict[str, Schema] = {}
         self._trials = 0
 
-    def whole(self, schema: Mapping[str, Any], places: Mapping[str, str]) -> Schema:
+    def whole(self, schema: Mapping[str, Any], pointers: Mapping[str, str]) -> Schema:
         """Repair a schema with definitions at `places`; raises RequestError after too many trials."""
         self._definitions = dict(schema.get("$defs", {}))
         for name in list(self._definitions):
             if self._refused({"$ref": f"#/$defs/{name}"}):
-                self._definitions[name] = as_object(self._repaired(self._definitions[name], places[name]))
+                self._definitions[name] = as_object(self._repaired(self._definitions[name], pointers[name]))
         root = {key: value for key, value in schema.items() if key != "$defs"}
         repaired = self._repaired(root, "")
         return repaired if isinstance(repaired, bool) else {**repaired, "$defs": self._definitions}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from specinfer.grammar.ecma_regex import UnreadableError, read_ecma
 
 if TYPE_CHECKING:
-    from specinfer.grammar.schemas.held import SchemaHolder
+    from specinfer.grammar.schemas.rewriter import SchemaRewriter
 
 NUMBER_KEYWORDS: Final = frozenset(
     ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -38,32 +38,32 @@ _HINTS: Final = frozenset(  # formats that do not restrict the text
 )
 
 
-def hold_numbers(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
+def rewrite_numbers(node: Mapping[str, Any], out: dict[str, Any], at: str, rewriter: SchemaRewriter) -> None:
     """Write the constraints on numbers into `out`, with float bounds, and drop the rest."""
     for key in NUMBER_KEYWORDS & node.keys():
         value = node[key]
         if key == "multipleOf":
             steps = _steps(value)
             if len(steps) > 1:
-                holder.also(out, {"anyOf": [{"multipleOf": step} for step in steps]})
+                rewriter.also(out, {"anyOf": [{"multipleOf": step} for step in steps]})
             elif steps:
                 out[key] = steps[0]
             else:
-                holder.leave_out(key, at)
+                rewriter.leave_out(key, at)
             continue
         upper = key in ("maximum", "exclusiveMaximum")
         if value == (math.inf if upper else -math.inf):  # 1.8e308, as parsed
             continue
-        held = max(-_MAX_NUMBER, min(_MAX_NUMBER, float(_clipped(value))))
-        if held != value:
-            inward = held < value if upper else held > value
-            if not holder.strict or (not inward and abs(value) > _MAX_NUMBER):
-                holder.leave_out(key, at)
+        limit = max(-_MAX_NUMBER, min(_MAX_NUMBER, float(_clipped(value))))
+        if limit != value:
+            inward = limit < value if upper else limit > value
+            if not rewriter.strict or (not inward and abs(value) > _MAX_NUMBER):
+                rewriter.leave_out(key, at)
                 continue
             if not inward:
-                held = math.nextafter(held, -math.inf if upper else math.inf)
-        out[key] = int(held) if held.is_integer() else held
-    if holder.strict:
+                limit = math.nextafter(limit, -math.inf if upper else math.inf)
+        out[key] = int(limit) if limit.is_integer() else limit
+    if rewriter.strict:
         _without_whole_bounds(out)
 
 
@@ -114,47 +114,49 @@ def _steps(step: float) -> list[float]:
     return found
 
 
-def hold_texts(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
+def rewrite_texts(node: Mapping[str, Any], out: dict[str, Any], at: str, rewriter: SchemaRewriter) -> None:
     """Write the constraints on texts into `out`, and drop the rest."""
     out |= {key: node[key] for key in ("minLength", "maxLength") if key in node}
     if "pattern" in node:
-        _hold_pattern(node["pattern"], "pattern", out, at, holder)
+        _rewrite_pattern(node["pattern"], "pattern", out, at, rewriter)
     kind = node.get("format")
     if kind in FORMATS:
         out["format"] = kind
         if kind in ("date", "date-time"):
-            _hold_pattern(_DAYS, "format", out, at, holder)
+            _rewrite_pattern(_DAYS, "format", out, at, rewriter)
     elif kind in _SHORT_FORMATS:
-        _hold_pattern(_SHORT_FORMATS[kind], "format", out, at, holder)
+        _rewrite_pattern(_SHORT_FORMATS[kind], "format", out, at, rewriter)
     elif kind is not None and kind not in _HINTS:
-        holder.leave_out("format", at)
+        rewriter.leave_out("format", at)
 
 
-def _hold_pattern(pattern: str, keyword: str, out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
+def _rewrite_pattern(
+    pattern: str, keyword: str, out: dict[str, Any], at: str, rewriter: SchemaRewriter
+) -> None:
     try:
         read = read_ecma(pattern)
     except UnreadableError:
-        holder.leave_out(keyword, at)
+        rewriter.leave_out(keyword, at)
         return
     if read.left_out:
-        holder.leave_out(keyword, at)
+        rewriter.leave_out(keyword, at)
     for part in read.parts:
-        if holder.refuses({"type": "string", "pattern": part}):
-            holder.leave_out(keyword, at)
+        if rewriter.refuses({"type": "string", "pattern": part}):
+            rewriter.leave_out(keyword, at)
         elif "pattern" in out:
-            holder.also(out, {"pattern": part})
+            rewriter.also(out, {"pattern": part})
         else:
             out["pattern"] = part
 
 
-def hold_values(node: Mapping[str, Any], out: dict[str, Any], at: str, holder: SchemaHolder) -> None:
+def rewrite_values(node: Mapping[str, Any], out: dict[str, Any], at: str, rewriter: SchemaRewriter) -> None:
     """Write the values of const and enum into `out`, if the library reads all of them exactly."""
     for key in VALUE_KEYWORDS & node.keys():
         values = [node[key]] if key == "const" else node[key]
         if all(map(_is_readable, values)):
             out[key] = node[key]
         else:
-            holder.leave_out(key, at)
+            rewriter.leave_out(key, at)
 
 
 def _is_readable(value: object) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from specinfer.errors import RequestError, naming, shown
 from specinfer.grammar.lark import json_rule
-from specinfer.grammar.library_vocabulary import fault_of, in_one_line, without_places
+from specinfer.grammar.library_vocabulary import fault_of, in_one_line, without_positions
 from specinfer.serve.dialect.tool import Tool
 from specinfer.serve.fields.body import Fields
 from specinfer.structured_output import schema_source
@@ -64,7 +64,7 @@ def _parameters(where: str, given: Mapping[str, Any] | None, strict: bool) -> Ma
         )
     schema = {**given, "type": "object"}
     try:
-        fault = without_places(in_one_line(fault_of(f"start: {json_rule(schema, strict=strict)}")))
+        fault = without_positions(in_one_line(fault_of(f"start: {json_rule(schema, strict=strict)}")))
     except RequestError as error:
         raise RequestError(f"{where} cannot be used: {error}") from None
     if fault:

@@ -18,7 +18,7 @@ import numpy as np
 import regex
 
 from specinfer.errors import RequestError
-from specinfer.grammar.schemas.held import held_schema
+from specinfer.grammar.schemas.rewriter import enforced_schema
 from tests.unit.grammar.schema_families import cases
 from tests.unit.grammar.vocabulary import END, TOKENIZER, accepts, grammar_of, ids, schema_format
 
@@ -95,7 +95,7 @@ def verdict(name, case, walks=2):
         loose = grammar_of(response_format=schema_format(case.schema))
     except RequestError as error:
         return Verdict("not at all", (str(error),), (), ())
-    left_out = held_schema(json.dumps(case.schema), False).left_out
+    left_out = enforced_schema(json.dumps(case.schema), False).left_out
     refused = tuple(text for text in texts if not accepts(loose, text))
     try:
         strict = grammar_of(response_format=schema_format(case.schema, strict=True))

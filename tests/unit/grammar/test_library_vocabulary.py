@@ -47,12 +47,12 @@ def test_threads_may_ask_at_the_same_time(monkeypatch):
     monkeypatch.setattr(llguidance, "LLTokenizer", lambda *a, **k: read.append(a) or library(*a, **k))
     together, legal = threading.Barrier(4), {}
 
-    def ask(letter):
+    def query(letter):
         together.wait()
         matcher = vocabulary.matcher(f'start: "{letter}"')
         legal[letter] = matcher.compute_ff_bytes()
 
-    threads = [threading.Thread(target=ask, args=(letter,)) for letter in "abcd"]
+    threads = [threading.Thread(target=query, args=(letter,)) for letter in "abcd"]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -7,7 +7,7 @@ import pytest
 from specinfer.errors import RequestError
 from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.grammar.lark import lark_of
-from specinfer.grammar.schemas.held import _held_again
+from specinfer.grammar.schemas.rewriter import _cached
 from specinfer.structured_output import structured_output
 from tests.unit.grammar.vocabulary import grammar_of, schema_format, tokenizer_of
 from tests.unit.tokenizer.made_up import byte_level_header
@@ -91,7 +91,7 @@ def test_what_cannot_be_held_is_refused_where_it_is_strict_and_else_left_out(sch
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.parameter == "response_format"
-    _held_again.cache_clear()
+    _cached.cache_clear()
     for _ in range(2):
         lark_of(structured_output(schema_format(schema)))
     [line] = caplog.messages

@@ -70,12 +70,12 @@ def test_a_form_that_takes_long_holds_up_no_other(compiler, monkeypatch):
 
 
 def test_each_thread_is_told_what_is_wrong(compiler):
-    def ask(number):
+    def query(number):
         with pytest.raises(RequestError, match=r"regex cannot be used: .*unclosed group") as caught:
             compiler.compile(structured_output(regex="(a"))
         return caught.value
 
-    assert len({id(error) for error in at_once(ask)}) == THREADS
+    assert len({id(error) for error in at_once(query)}) == THREADS
     assert compiler.compile(structured_output(regex="a"))
 
 
@@ -120,7 +120,7 @@ def test_a_worn_automaton_is_replaced_once(compiler):
 
         def replace(number, worn=worn):
             source.replace(worn)
-            return source.first, Cursor(source).ask(ids("ye"), lambda matcher: matcher.compute_ff_bytes())
+            return source.first, Cursor(source).query(ids("ye"), lambda matcher: matcher.compute_ff_bytes())
 
         found = at_once(replace)
         assert found[0][0] is not worn

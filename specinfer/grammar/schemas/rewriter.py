@@ -16,26 +16,26 @@ from functools import lru_cache
 from typing import Any, Final
 
 from specinfer.errors import RequestError
-from specinfer.grammar.library_vocabulary import fault_of, in_one_line, without_places
+from specinfer.grammar.library_vocabulary import fault_of, in_one_line, without_positions
 from specinfer.grammar.schemas.alternatives import (
     MAX_BRANCHES,
     branches,
-    hold_condition,
-    hold_one_of,
     merged_conditions,
     options_of,
+    rewrite_condition,
+    rewrite_one_of,
 )
-from specinfer.grammar.schemas.document import TYPES, Schema, SchemaDocument, place
+from specinfer.grammar.schemas.document import TYPES, Schema, SchemaDocument, pointer_text
 from specinfer.grammar.schemas.negation import negated, types_of
-from specinfer.grammar.schemas.objects import ARRAY_KEYWORDS, OBJECT_KEYWORDS, hold_array, hold_object
+from specinfer.grammar.schemas.objects import ARRAY_KEYWORDS, OBJECT_KEYWORDS, rewrite_array, rewrite_object
 from specinfer.grammar.schemas.repair import UNMET, Repair, as_object
 from specinfer.grammar.schemas.scalars import (
     NUMBER_KEYWORDS,
     TEXT_KEYWORDS,
     VALUE_KEYWORDS,
-    hold_numbers,
-    hold_texts,
-    hold_values,
+    rewrite_numbers,
+    rewrite_texts,
+    rewrite_values,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -44,19 +44,19 @@ _MAX_TRIALS: Final = 300  # tested parts
 _MAX_DEFINITIONS: Final = 300  # definitions; each is compiled with all others
 _MAX_FOLLOWED: Final = 500_000
 _MAX_CACHED_SOURCE: Final = 16 * 1024  # characters; results for longer schemas are not cached
-_MAX_SHOWN: Final = 8  # places in a log line
-_MAX_PLACE: Final = 80  # characters of a place in a log line
+_MAX_SHOWN: Final = 8  # dropped parts in a log line
+_MAX_POINTER: Final = 80  # characters of a JSON pointer in a log line
 _FAMILIES: Final = (
-    ("object", OBJECT_KEYWORDS, hold_object),
-    ("array", ARRAY_KEYWORDS, hold_array),
-    ("string", TEXT_KEYWORDS, hold_texts),
-    ("number", NUMBER_KEYWORDS, hold_numbers),
+    ("object", OBJECT_KEYWORDS, rewrite_object),
+    ("array", ARRAY_KEYWORDS, rewrite_array),
+    ("string", TEXT_KEYWORDS, rewrite_texts),
+    ("number", NUMBER_KEYWORDS, rewrite_numbers),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class HeldSchema:
-    """The enforced part of a schema: `source` is JSON, `left_out` lists dropped keywords with their places.
+class EnforcedSchema:
+    """The enforced part of a schema: `source` is JSON, `left_out` lists dropped keywords with their pointers.
 
     `has_other_names`: objects may have properties that are not described, so a described name must not be
     written in another spelling (an escaped letter).
@@ -67,45 +67,45 @@ class HeldSchema:
     has_other_names: bool
 
 
-def held_schema(source: str, strict: bool) -> HeldSchema:
+def enforced_schema(source: str, strict: bool) -> EnforcedSchema:
     """The enforceable part of a schema given as JSON; dropped parts are logged in one line.
 
     Raises RequestError for a malformed keyword, for a schema that becomes too large, and if `strict` also for
     one that cannot be enforced completely.
     """
-    return _held_again(source, strict) if len(source) <= _MAX_CACHED_SOURCE else _held(source, strict)
+    return _cached(source, strict) if len(source) <= _MAX_CACHED_SOURCE else _enforced(source, strict)
 
 
 @lru_cache(maxsize=256)
-def _held_again(source: str, strict: bool) -> HeldSchema:
-    return _held(source, strict)
+def _cached(source: str, strict: bool) -> EnforcedSchema:
+    return _enforced(source, strict)
 
 
-def _held(source: str, strict: bool) -> HeldSchema:
+def _enforced(source: str, strict: bool) -> EnforcedSchema:
     root = json.loads(source)
     try:
-        holder = SchemaHolder(root, strict)
-        written, error = holder.whole()
+        rewriter = SchemaRewriter(root, strict)
+        written, error = rewriter.whole()
         if error:
-            holder = SchemaHolder(root, strict, careful=True)
-            written, error = holder.whole()
+            rewriter = SchemaRewriter(root, strict, careful=True)
+            written, error = rewriter.whole()
         if error and strict:
             raise RequestError(
-                f"it cannot be enforced during generation ({without_places(in_one_line(error))}); "
+                f"it cannot be enforced during generation ({without_positions(in_one_line(error))}); "
                 "leave out strict to enforce the rest, or change that part of the schema"
             )
         if error:
-            written = holder.repaired(written)
+            written = rewriter.repaired(written)
     except RecursionError:
         raise RequestError("it is nested too deeply; make it flatter") from None
-    left_out = tuple(holder.left_out)
+    left_out = tuple(rewriter.left_out)
     if left_out:
         more = f" and {len(left_out) - _MAX_SHOWN} more" if len(left_out) > _MAX_SHOWN else ""
         _LOG.warning("a schema is enforced without %s%s", ", ".join(left_out[:_MAX_SHOWN]), more)
-    return HeldSchema(json.dumps(written, ensure_ascii=False), left_out, holder.has_other_names)
+    return EnforcedSchema(json.dumps(written, ensure_ascii=False), left_out, rewriter.has_other_names)
 
 
-class SchemaHolder:
+class SchemaRewriter:
     """Rewrites one schema; `strict` rejects parts that would be dropped.
 
     `careful` tests each regular expression with the library and drops those it rejects. A test takes about 1
@@ -128,12 +128,12 @@ class SchemaHolder:
 
     def whole(self) -> tuple[Mapping[str, Any], str]:
         """The rewritten schema, and the library's error for it, other than that no text satisfies it."""
-        written = as_object(self.hold(self.document.root, ""))
+        written = as_object(self.rewrite(self.document.root, ""))
         while self._pending:  # not recursive: references may form a chain of thousands
             self._writing = pointer = self._pending.pop()
             found = self.document.target(f"#{pointer}")
             assert found is not None
-            self._definitions[self._names[pointer]] = as_object(self.hold(*found))
+            self._definitions[self._names[pointer]] = as_object(self.rewrite(*found))
         if not self._definitions:
             error = self._error(written)
             return written, "" if UNMET in error else error
@@ -145,8 +145,8 @@ class SchemaHolder:
 
     def repaired(self, written: Mapping[str, Any]) -> Mapping[str, Any]:
         """The schema without the parts that the library rejects."""
-        places = {name: pointer for pointer, name in self._names.items()}
-        return as_object(Repair(self._error, self.leave_out).whole(written, places))
+        pointers = {name: pointer for pointer, name in self._names.items()}
+        return as_object(Repair(self._error, self.leave_out).whole(written, pointers))
 
     def _without_unmet(self, written: Mapping[str, Any]) -> Mapping[str, Any]:
         """The schema without unsatisfiable definitions, for which the library rejects the whole schema."""
@@ -168,13 +168,13 @@ class SchemaHolder:
         """Record that a keyword is not fully enforced; raises RequestError if `strict`."""
         if self.strict:
             raise RequestError(
-                f"{keyword} at {place(at)} cannot be enforced during generation; "
+                f"{keyword} at {pointer_text(at)} cannot be enforced during generation; "
                 "leave out strict to enforce the rest, or change that part of the schema"
             )
-        where = place(at)
-        self.left_out[f"{keyword} at {where if len(where) < _MAX_PLACE else f'{where[:_MAX_PLACE]}...'}"] = (
-            None
-        )
+        where = pointer_text(at)
+        self.left_out[
+            f"{keyword} at {where if len(where) < _MAX_POINTER else f'{where[:_MAX_POINTER]}...'}"
+        ] = None
 
     def refuses(self, schema: Mapping[str, Any]) -> bool:
         """True if, in careful mode, the library rejects a rewritten part."""
@@ -186,8 +186,8 @@ class SchemaHolder:
             self._faults[written] = fault_of(f"start: %json {written}")
         return self._faults[written]
 
-    def hold(self, schema: Schema, at: str) -> Schema:
-        """Rewrite one schema; `at` is its place, for messages."""
+    def rewrite(self, schema: Schema, at: str) -> Schema:
+        """Rewrite one schema; `at` is its JSON pointer, for messages."""
         if isinstance(schema, bool):
             return schema
         self._nodes += 1
@@ -207,9 +207,9 @@ class SchemaHolder:
                     write(node, out, at, self)
             elif key in VALUE_KEYWORDS:
                 if not done & VALUE_KEYWORDS:
-                    hold_values(node, out, at, self)
+                    rewrite_values(node, out, at, self)
             else:
-                self._hold_logic(key, node, out, at)
+                self._rewrite_logic(key, node, out, at)
             done.add(key)
         return out or True
 
@@ -233,11 +233,11 @@ class SchemaHolder:
                 if own is not None and not types_of({"type": own}) & known:
                     continue
                 option = {"type": given, **option}
-            held = self.hold(option, at)
-            if held is True:
+            rewritten = self.rewrite(option, at)
+            if rewritten is True:
                 return
-            if held is not False:
-                kept.append(held)
+            if rewritten is not False:
+                kept.append(rewritten)
         if branches(out) * sum(map(branches, kept)) > MAX_BRANCHES:
             self.leave_out(keyword, at)
             return
@@ -291,27 +291,27 @@ class SchemaHolder:
             schema = target[0]
         return frozenset(TYPES)
 
-    def _hold_logic(self, key: str, node: Mapping[str, Any], out: dict[str, Any], at: str) -> None:
+    def _rewrite_logic(self, key: str, node: Mapping[str, Any], out: dict[str, Any], at: str) -> None:
         value = node[key]
         match key:
             case "$ref" | "$dynamicRef" | "$recursiveRef":
-                self._hold_reference(key, value, out, at)
+                self._rewrite_reference(key, value, out, at)
             case "allOf":
                 for index, one in enumerate(merged_conditions(value, node, self.document)):
-                    held = self.hold(one, f"{at}/allOf/{index}")
-                    if branches(held) > 1 and branches(out) * branches(held) > MAX_BRANCHES:
+                    rewritten = self.rewrite(one, f"{at}/allOf/{index}")
+                    if branches(rewritten) > 1 and branches(out) * branches(rewritten) > MAX_BRANCHES:
                         self.leave_out("allOf", f"{at}/allOf/{index}")
                     else:
-                        self.also(out, held)
+                        self.also(out, rewritten)
             case "anyOf":
-                options = [self.hold(one, f"{at}/anyOf/{index}") for index, one in enumerate(value)]
+                options = [self.rewrite(one, f"{at}/anyOf/{index}") for index, one in enumerate(value)]
                 if True not in options:
                     if "anyOf" in out:
                         self.also(out, {"anyOf": options})
                     else:
                         out["anyOf"] = options
             case "oneOf":
-                hold_one_of(value, out, at, self)
+                rewrite_one_of(value, out, at, self)
             case "not":
                 refused = negated(value, self.document)
                 if refused is None:
@@ -319,9 +319,9 @@ class SchemaHolder:
                 else:
                     self.one_of_these(out, options_of(refused), "not", at)
             case "if":
-                hold_condition(node, out, at, self)
+                rewrite_condition(node, out, at, self)
 
-    def _hold_reference(self, key: str, reference: str, out: dict[str, Any], at: str) -> None:
+    def _rewrite_reference(self, key: str, reference: str, out: dict[str, Any], at: str) -> None:
         found = self.document.target(reference)
         if found is None:
             self.leave_out(key, at)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specinfer.errors import RequestError
-from specinfer.grammar.schemas.held import held_schema
+from specinfer.grammar.schemas.rewriter import enforced_schema
 from tests.unit.grammar.vocabulary import accepts, byte_id, grammar_of, schema_format
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node", "minProperties": 1}, "n": {}}}
@@ -23,7 +23,7 @@ CONDITIONS = [
 
 
 def left_out(schema):
-    return held_schema(json.dumps(schema), False).left_out
+    return enforced_schema(json.dumps(schema), False).left_out
 
 
 @dataclass(frozen=True)
