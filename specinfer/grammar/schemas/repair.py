@@ -32,7 +32,7 @@ class Repair:
     """Drops the parts of rewritten schemas that the library rejects.
 
     `fault` returns the library's error for a schema; `leave_out` is called with each dropped keyword and its
-    place.
+    JSON pointer.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Repair:
         self._trials = 0
 
     def whole(self, schema: Mapping[str, Any], pointers: Mapping[str, str]) -> Schema:
-        """Repair a schema with definitions at `places`; raises RequestError after too many trials."""
+        """Repair a schema with definitions at `pointers`; raises RequestError after too many trials."""
         self._definitions = dict(schema.get("$defs", {}))
         for name in list(self._definitions):
             if self._refused({"$ref": f"#/$defs/{name}"}):
