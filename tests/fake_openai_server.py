@@ -13,7 +13,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
-class Asked:
+class Received:
     """A received request."""
 
     path: str
@@ -64,11 +64,11 @@ MODELS = Reply([b'{"object": "list", "data": [{"id": "fake-model"}]}'], kind="ap
 class FakeServer:
     """A context manager; `asked` holds the received completion requests, in order."""
 
-    answer: Callable[[Asked], Reply]
+    answer: Callable[[Received], Reply]
     together: int = 1  # answer after this number of requests
     models: Reply = MODELS
     port: int = 0  # 0: a free port
-    asked: list[Asked] = field(default_factory=list)
+    received: list[Received] = field(default_factory=list)
     connections: int = 0  # so far
     url: str = ""
 
@@ -95,8 +95,8 @@ class FakeServer:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         try:
-            while (asked := await self._read(reader)) is not None:
-                reply = await self._reply(asked)
+            while (received := await self._read(reader)) is not None:
+                reply = await self._reply(received)
                 head = f"HTTP/1.1 {reply.status}\r\nContent-Type: {reply.kind}\r\nTransfer-Encoding: chunked"
                 writer.write(head.encode() + b"\r\n\r\n")
                 for packet in reply.packets:
@@ -111,17 +111,17 @@ class FakeServer:
         finally:
             writer.close()
 
-    async def _reply(self, asked: Asked) -> Reply:
-        if asked.path == "/v1/models":
+    async def _reply(self, received: Received) -> Reply:
+        if received.path == "/v1/models":
             return self.models
-        self.asked.append(asked)
+        self.received.append(received)
         await self._barrier.wait()
-        return self.answer(asked)
+        return self.answer(received)
 
-    async def _read(self, reader: asyncio.StreamReader) -> Asked | None:
+    async def _read(self, reader: asyncio.StreamReader) -> Received | None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         headers = {
             name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])
         }
         body = await reader.readexactly(int(headers.get("content-length", 0)))
-        return Asked(head[0].split()[1], headers, json.loads(body) if body else None)
+        return Received(head[0].split()[1], headers, json.loads(body) if body else None)

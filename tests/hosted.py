@@ -115,16 +115,16 @@ def logits_of(ours: LanguageModel) -> torch.Tensor:
 
 def same_with_a_tree(ours: LanguageModel) -> bool:
     """True if a text has bitwise equal logits token by token and as nodes of a tree."""
-    said, logits, runner = list(PROMPT), list[torch.Tensor](), _runner(ours)
+    text, logits, runner = list(PROMPT), list[torch.Tensor](), _runner(ours)
     made = runner.forward([chain_rows(PROMPT, 0, _TABLE, logits=True)])
     for _ in range(_OUTPUT):
-        said.append(int(made[0].argmax()))
+        text.append(int(made[0].argmax()))
         logits.append(made[0])
-        made = runner.forward([chain_rows(said[-1:], len(said) - 1, _TABLE, logits=True)])
+        made = runner.forward([chain_rows(text[-1:], len(text) - 1, _TABLE, logits=True)])
     logits.append(made[0])
     # The prompt's last token is the root. Each node of the text has a sibling before and after it.
     tokens, parents, path = [PROMPT[-1]], [-1], [0]
-    for token in said[len(PROMPT) :]:
+    for token in text[len(PROMPT) :]:
         above = path[-1]
         path.append(len(tokens) + 1)
         tokens += [(token + 1) % 90, token, (token + 2) % 90]

@@ -77,7 +77,7 @@ def angelslim(written: Json) -> Json:
 
 def nvidia(written: Json) -> Json:
     """NVIDIA's Model Optimizer, mainly for gpt-oss: without named layers the default ones are tapped."""
-    said = {
+    eagle_fields = {
         EAGLE_LAYERS: [],
         "use_aux_hidden_state": True,
         "use_input_layernorm_in_first_layer": True,
@@ -88,7 +88,7 @@ def nvidia(written: Json) -> Json:
     }
     return flat(written, "draft_vocab_size") | {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "eagle_config": said,
+        "eagle_config": eagle_fields,
         "mlp_bias": False,
         "pretraining_tp": 1,
     }

@@ -96,8 +96,8 @@ def says(
     deltas = []
     for text in texts:
         ids = tuple(text.encode())
-        told = tuple({token: Logprob(-0.5, 1, chr(token))} for token in ids) if logprobs else ()
-        deltas.append(Delta("", text, ids, told))
+        logged = tuple({token: Logprob(-0.5, 1, chr(token))} for token in ids) if logprobs else ()
+        deltas.append(Delta("", text, ids, logged))
     ended = replace(deltas[-1], finish_reason=reason, figures=SpeculationFigures(), **last)
     return [*deltas[:-1], ended]
 
@@ -108,7 +108,7 @@ def says_in_steps(text: str, *, nodes: int = 6, stops_after: int | None = None) 
     """
     deltas: list[Delta | None] = []
     figures = SpeculationFigures()
-    for number, (said, tree) in enumerate(steps_of(text, nodes=nodes)):
+    for number, (written, tree) in enumerate(steps_of(text, nodes=nodes)):
         if number == stops_after:
             return [*deltas, None]
         drafted, accepted = len(tree["token_ids"]) - 1, len(tree["path"])
@@ -119,7 +119,7 @@ def says_in_steps(text: str, *, nodes: int = 6, stops_after: int | None = None) 
             figures.accepted_tokens += accepted
         tokens = (*[tree["token_ids"][node] for node in tree["path"]], tree["next_token"])
         steps = ((drafted, accepted),) if number else ()
-        deltas.append(Delta("", said, tokens, trees=(tree,), steps=steps))
+        deltas.append(Delta("", written, tokens, trees=(tree,), steps=steps))
     last = deltas[-1]
     assert last is not None
     return [*deltas[:-1], replace(last, finish_reason=FinishReason.STOP, figures=figures)]
@@ -132,20 +132,20 @@ def steps_of(text: str, *, nodes: int = 6) -> Iterator[tuple[str, dict[str, Any]
     before, at, number = "<assistant>", 0, 0
     while at < len(words):
         wanted = _ACCEPTED[(number - 1) % len(_ACCEPTED)] if number else 0
-        said = words[at : at + wanted + 1]
-        tree = _tree(before, said, number, nodes if number else 1)
+        written = words[at : at + wanted + 1]
+        tree = _tree(before, written, number, nodes if number else 1)
         tree["token_ids"] = [ids.get(word, 10 + place) for place, word in enumerate(tree["texts"])]
-        tree["next_token"] = ids[said[-1]]
-        yield "".join(said), tree
-        before, at, number = said[-1], at + len(said), number + 1
+        tree["next_token"] = ids[written[-1]]
+        yield "".join(written), tree
+        before, at, number = written[-1], at + len(written), number + 1
 
 
-def _tree(root: str, said: list[str], step: int, nodes: int) -> dict[str, Any]:
+def _tree(root: str, written: list[str], step: int, nodes: int) -> dict[str, Any]:
     """Return a tree with the accepted path `said`, whose last token is the bonus token, and rejected
     nodes.
     """
-    texts, parents, path = [root], [-1], list(range(1, len(said)))
-    texts += said[:-1]
+    texts, parents, path = [root], [-1], list(range(1, len(written)))
+    texts += written[:-1]
     parents += range(len(path))
     while len(texts) < nodes:
         parents.append(len(texts) // 2 if len(texts) % 3 else len(texts) - 1)
@@ -158,7 +158,7 @@ def _tree(root: str, said: list[str], step: int, nodes: int) -> dict[str, Any]:
         "proposed_by": [[], *(_NAMES[(step + node) % len(_NAMES)] for node in range(1, len(texts)))],
         "likelihoods": [1.0, *(round(0.9 / (1 + parents[node]), 6) for node in range(1, len(texts)))],
         "path": path,
-        "next_text": said[-1],
+        "next_text": written[-1],
         "seconds": {"schedule": 0.0001, "propose": 0.004, "target_forward": 0.02, "verify": 0.001},
     }
 

@@ -76,8 +76,8 @@ def forms_are_kept_by_each_method() -> None:
 def an_agent_calls_its_tool_and_answers() -> None:
     forced = longer.bind(max_tokens=100)
     agent = create_agent(forced, [weather], system_prompt="Use the tool.")
-    said = agent.invoke({"messages": [("user", LISBON)]})["messages"]
-    assert said[-1].content
+    result = agent.invoke({"messages": [("user", LISBON)]})["messages"]
+    assert result[-1].content
 
 
 @wrap_model_call
@@ -92,9 +92,9 @@ def once(request: ModelRequest, handler: Callable[[ModelRequest], object]) -> ob
 def an_agent_with_tools_answers_in_a_form() -> None:
     for strategy in (ProviderStrategy(Weather), ToolStrategy(Weather)):
         agent = create_agent(longer, [weather], response_format=strategy, middleware=[once])
-        said = agent.invoke({"messages": [("user", LISBON)]}, {"recursion_limit": 9})
-        assert isinstance(said["structured_response"], Weather)
-        assert any(message.type == "tool" for message in said["messages"])
+        result = agent.invoke({"messages": [("user", LISBON)]}, {"recursion_limit": 9})
+        assert isinstance(result["structured_response"], Weather)
+        assert any(message.type == "tool" for message in result["messages"])
 
 
 @check

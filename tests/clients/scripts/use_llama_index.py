@@ -85,9 +85,9 @@ async def an_agent_answers() -> None:
     agent = FunctionAgent(
         tools=[TOOL], llm=longer, system_prompt="Use the tool.", initial_tool_choice="weather"
     )
-    said = await agent.run(LISBON)
-    assert any(call.tool_output.raw_output.startswith("21 degrees") for call in said.tool_calls)
-    assert str(said)
+    result = await agent.run(LISBON)
+    assert any(call.tool_output.raw_output.startswith("21 degrees") for call in result.tool_calls)
+    assert str(result)
 
 
 @check

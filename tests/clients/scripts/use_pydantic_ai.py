@@ -36,9 +36,9 @@ def forced_at_first(run: RunContext) -> dict:
 @check
 def an_answer_is_the_models() -> None:
     for model in (chat, responses):
-        said = Agent(model, model_settings=SHORT).run_sync(RIVERS)
-        assert said.output == says(RIVERS, max_tokens=32, temperature=0)
-        assert said.usage.output_tokens == 32
+        answer = Agent(model, model_settings=SHORT).run_sync(RIVERS)
+        assert answer.output == says(RIVERS, max_tokens=32, temperature=0)
+        assert answer.usage.output_tokens == 32
 
 
 @check
@@ -53,8 +53,8 @@ async def a_stream_has_the_text_of_the_whole_answer() -> None:
 def a_form_is_kept_by_each_mode() -> None:
     for model in (chat, responses):
         for mode in (ToolOutput, NativeOutput):
-            said = Agent(model, output_type=mode(Weather), model_settings=LONG).run_sync(LISBON)
-            assert isinstance(said.output, Weather)
+            answer = Agent(model, output_type=mode(Weather), model_settings=LONG).run_sync(LISBON)
+            assert isinstance(answer.output, Weather)
 
 
 @check
@@ -69,11 +69,11 @@ async def a_form_grows_in_a_stream() -> None:
 def a_tool_is_called_and_its_result_is_answered() -> None:
     for model in (chat, responses):
         agent = Agent(model, tools=[weather], model_settings=forced_at_first)
-        said = agent.run_sync(LISBON, usage_limits=UsageLimits(request_limit=4))
-        parts = [part for message in said.all_messages() for part in message.parts]
+        answer = agent.run_sync(LISBON, usage_limits=UsageLimits(request_limit=4))
+        parts = [part for message in answer.all_messages() for part in message.parts]
         [result] = [part for part in parts if part.part_kind == "tool-return"]
         assert result.content.startswith("21 degrees")
-        assert said.output
+        assert answer.output
 
 
 @check

@@ -13,8 +13,8 @@ def chat(reason: str | None = None, **delta: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
 
 
-def text(said: str, reason: str | None = None) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "text": said, "finish_reason": reason}]}
+def text(text_value: str, reason: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": text_value, "finish_reason": reason}]}
 
 
 def use(prompt: Any, completion: Any) -> dict[str, Any]:
@@ -46,9 +46,9 @@ READ = {  # chunks -> text, arrivals, end, tokens, finish_reason
 
 @pytest.mark.parametrize("name", READ)
 def test_chunks_are_read(name: str) -> None:
-    chunks, said, arrivals, ended, tokens, reason = READ[name]
+    chunks, text_value, arrivals, ended, tokens, reason = READ[name]
     exchange = taken(*chunks)
-    assert exchange.text == said
+    assert exchange.text == text_value
     assert exchange.arrivals == arrivals
     assert exchange.ended == ended
     assert exchange.output_tokens == tokens

@@ -23,7 +23,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 WHOLE = [chat(""), chat("Good "), chat("day"), chat("", "stop")]
 
 
-def asked(reply: Reply, options: RequestOptions = OPTIONS) -> Exchange:
+def exchange_of(reply: Reply, options: RequestOptions = OPTIONS) -> Exchange:
     """The exchange when the server replies so."""
 
     async def work(url: str) -> Exchange:
@@ -35,7 +35,9 @@ def asked(reply: Reply, options: RequestOptions = OPTIONS) -> Exchange:
 
 
 def test_an_answer_is_read_to_its_end() -> None:
-    exchange = asked(Reply([*WHOLE, b": idle\n\n", usage(7, 5, num_spec_steps=3), DONE, chat("never read")]))
+    exchange = exchange_of(
+        Reply([*WHOLE, b": idle\n\n", usage(7, 5, num_spec_steps=3), DONE, chat("never read")])
+    )
     assert (exchange.error, exchange.text, exchange.finish_reason) == ("", "Good day", "stop")
     assert len(exchange.arrivals) == 2
     assert (exchange.prompt_tokens, exchange.completion_tokens) == (7, 5)
@@ -46,7 +48,7 @@ def test_an_answer_is_read_to_its_end() -> None:
 @pytest.mark.parametrize("size", [1, 5, 64])
 def test_packets_may_end_anywhere(size: int) -> None:
     data = b"".join([*WHOLE, usage(7, 5), DONE]).replace(b"\n", b"\r\n")
-    exchange = asked(Reply([data[start : start + size] for start in range(0, len(data), size)]))
+    exchange = exchange_of(Reply([data[start : start + size] for start in range(0, len(data), size)]))
     assert (exchange.error, exchange.text, exchange.completion_tokens) == ("", "Good day", 5)
 
 
@@ -70,16 +72,16 @@ MISHAPS = {  # what the server does -> the error, and the text so far
 
 @pytest.mark.parametrize("name", MISHAPS)
 def test_a_mishap_is_the_exchanges_error(name: str) -> None:
-    reply, why, said = MISHAPS[name]
-    exchange = asked(reply)
+    reply, why, message = MISHAPS[name]
+    exchange = exchange_of(reply)
     assert exchange.error.startswith(why)
-    assert exchange.text == said
+    assert exchange.text == message
     assert exchange.ended >= exchange.sent > 0
 
 
 @pytest.mark.parametrize("end", [[], [DONE[:-2]], [DONE[:-1]]])
 def test_a_whole_answer_may_end_without_a_word(end: list[bytes]) -> None:
-    exchange = asked(Reply([*WHOLE, *end]))
+    exchange = exchange_of(Reply([*WHOLE, *end]))
     assert (exchange.error, exchange.text) == ("", "Good day")
 
 

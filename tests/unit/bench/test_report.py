@@ -63,9 +63,9 @@ def test_the_table_never_shows_a_speed_without_the_one_it_compares_with(pair: An
         f"{result[run]['output_throughput']:.1f}" for run in ("baseline", "speculative")
     )
     assert rows["tokens per step"][0] == "1.00"
-    said = "\n".join(lines(result))
-    assert "identical texts: 6 of 6" in said
-    assert f"{result['speculative']['credit']['0-similar']['accepted']} of" in said
+    text = "\n".join(lines(result))
+    assert "identical texts: 6 of 6" in text
+    assert f"{result['speculative']['credit']['0-similar']['accepted']} of" in text
 
 
 def test_sampling_with_mss_is_not_called_a_failure(pair: Any, dataset: Dataset) -> None:
@@ -117,10 +117,10 @@ def test_a_difference_is_excused_only_where_identical_texts_are_not_promised(
     result["promised"] = promised
     result["differences"] = [{"index": 3, "explained": each} for each in explained]
     result["options"]["device"] = "cuda:0"
-    (said,) = [line for line in lines(result) if line.startswith("identical texts")]
-    assert words in said
+    (text,) = [line for line in lines(result) if line.startswith("identical texts")]
+    assert words in text
     excused = promised == "rounding" and all(explained)
-    assert ("please report" in said) == (explained != [] and not excused)
+    assert ("please report" in text) == (explained != [] and not excused)
 
 
 def test_what_other_programs_took_is_said(pair: Any, dataset: Dataset) -> None:

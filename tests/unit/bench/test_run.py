@@ -23,15 +23,15 @@ SEEDED = SamplingParams(temperature=1, seed=40, max_tokens=12)
 def test_both_engines_answer_everything_alike(
     pair: Any, dataset: Dataset, params: SamplingParams, batch_size: int
 ) -> None:
-    told: list[None] = []
+    calls: list[None] = []
     load = Load(params=params, batch_size=batch_size, chat=False)
     comparison = compare(
-        *pair(max_batch_size=batch_size), dataset, load, on_request=lambda: told.append(None)
+        *pair(max_batch_size=batch_size), dataset, load, on_request=lambda: calls.append(None)
     )
     keys = [(0, 0), (1, 0), (1, 1), (2, 0), (3, 0), (4, 0)]
     assert sorted(comparison.pairs) == keys
     assert comparison.identical == len(keys)
-    assert len(told) == 2 * len(keys)
+    assert len(calls) == 2 * len(keys)
     baseline, speculative = comparison.baseline, comparison.speculative
     assert baseline.total_output == speculative.total_output == 12 * len(keys)
     assert baseline.figures.tokens_per_step == 1

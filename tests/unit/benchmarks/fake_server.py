@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from tests.fake_openai_server import DONE, Asked, FakeServer, Reply, chat, usage
+from tests.fake_openai_server import DONE, FakeServer, Received, Reply, chat, usage
 
 
 def main() -> None:
@@ -28,8 +28,8 @@ def main() -> None:
     if args.mishap == "start":
         sys.exit("no such model")
 
-    def answer(asked: Asked) -> Reply:
-        question = asked.body["messages"][-1]["content"]
+    def answer(received: Received) -> Reply:
+        question = received.body["messages"][-1]["content"]
         if args.mishap == "end" and question.startswith("Write the numbers from 2 "):
             os._exit(3)  # the third user warms up
         said = question[::-1] + ("!" if args.other_texts and question == "Question 1" else "")

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from specinfer.cli.bench import bench
 from specinfer.errors import ConfigError, DatasetError
-from tests.fake_openai_server import DONE, Asked, FakeServer, Reply, chat, error, usage
+from tests.fake_openai_server import DONE, FakeServer, Received, Reply, chat, error, usage
 
 
 def run(*arguments: str) -> str:
@@ -24,11 +24,11 @@ def run(*arguments: str) -> str:
 
 def test_table_file_and_picture(pair: list[str], tmp_path: Path) -> None:
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
-    said = run(*pair, "--limit", "3", "--json", str(out), "--plot", str(picture))
+    printed = run(*pair, "--limit", "3", "--json", str(out), "--plot", str(picture))
     result = json.loads(out.read_text())
-    assert f"speedup: {result['speedup']:.2f}x" in said
-    assert "without speculation" in said
-    assert "identical texts: 3 of 3" in said
+    assert f"speedup: {result['speedup']:.2f}x" in printed
+    assert "without speculation" in printed
+    assert "identical texts: 3 of 3" in printed
     assert (result["requests"], result["dataset"]["name"]) == (3, "built-in")
     assert result["options"]["chat"] is False
     assert result["command"]
@@ -38,7 +38,7 @@ def test_table_file_and_picture(pair: list[str], tmp_path: Path) -> None:
 def test_a_data_set_sampled_in_a_batch_and_printed_as_json(pair: list[str], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n{"turns": ["b", "c"]}\n{"prompt": "a"}\n')
-    said = run(
+    printed = run(
         *pair,
         "--dataset",
         str(rows),
@@ -51,7 +51,7 @@ def test_a_data_set_sampled_in_a_batch_and_printed_as_json(pair: list[str], tmp_
         "--json",
         "-",
     )
-    result = json.loads(said)
+    result = json.loads(printed)
     assert (result["requests"], result["identical"]) == (3, 3)
     assert result["dataset"]["duplicates_dropped"] == 1
     assert result["options"]["scheduler"]["max_batch_size"] == 2
@@ -76,15 +76,15 @@ def run_load(*arguments: str) -> Result:
     return CliRunner(env={"OPENAI_API_KEY": ""}).invoke(bench, [*arguments], catch_exceptions=False)
 
 
-def question(asked: Asked) -> str:
-    return str(asked.body["messages"][-1]["content"])
+def question(received: Received) -> str:
+    return str(received.body["messages"][-1]["content"])
 
 
-def shout(asked: Asked) -> Reply:
+def shout(received: Received) -> Reply:
     """The question in capitals, one chunk a letter; the question `limit` is refused."""
-    if question(asked) == "limit":
+    if question(received) == "limit":
         return error("429 Too Many Requests", "slow down")
-    letters = [chat(letter) for letter in question(asked).upper()]
+    letters = [chat(letter) for letter in question(received).upper()]
     return Reply([*letters, chat("", "stop"), usage(3, 4, **SPECULATION), DONE])
 
 
@@ -92,7 +92,7 @@ def shout(asked: Asked) -> Reply:
 def rows(tmp_path: Path) -> str:
     path = tmp_path / "rows.jsonl"
     turns: list[list[str]] = [["ab", "cd"], ["ef"], ["limit", "gh"], ["ij"]]
-    path.write_text("".join(json.dumps({"turns": said}) + "\n" for said in turns))
+    path.write_text("".join(json.dumps({"turns": printed}) + "\n" for printed in turns))
     return str(path)
 
 
@@ -119,10 +119,10 @@ def test_a_run_from_options_to_the_file(rows: str, tmp_path: Path) -> None:
     assert result["options"]["body"] == {"speculation": False}
     assert "secret" not in out.read_text()
     # What was asked: seeds by the place in the data set, the first answer in the second question.
-    assert [asked.body["seed"] for asked in server.asked] == [7, 8, 9, 10, 12]
-    assert [message["content"] for message in server.asked[1].body["messages"]] == ["ab", "AB", "cd"]
-    assert {asked.body["speculation"] for asked in server.asked} == {False}
-    assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer secret"}
+    assert [received.body["seed"] for received in server.received] == [7, 8, 9, 10, 12]
+    assert [message["content"] for message in server.received[1].body["messages"]] == ["ab", "AB", "cd"]
+    assert {received.body["speculation"] for received in server.received} == {False}
+    assert {received.headers["authorization"] for received in server.received} == {"Bearer secret"}
     # What is said.
     assert f"fake-model at {server.url}/v1/chat/completions, 6 requests of {rows}, 1 at a time" in done.stdout
     assert "requests completed / failed  4 / 2" in done.stdout
@@ -138,15 +138,15 @@ def test_users_ask_at_once_and_the_warm_up_does_not_count(tmp_path: Path) -> Non
         done = run_load("--url", server.url, *arguments, "--timeout", "30", "--json", "-")
     result = json.loads(done.stdout)
     assert (result["completed"], result["max_concurrent_requests"], result["num_prompts"]) == (3, 3, 3)
-    assert sorted(map(question, server.asked[:3])) == [
+    assert sorted(map(question, server.received[:3])) == [
         f"Write the numbers from {n} to {n + 50}, in words." for n in range(3)
     ]
-    assert sorted(map(question, server.asked[3:])) == ["a", "b", "c"]
+    assert sorted(map(question, server.received[3:])) == ["a", "b", "c"]
 
 
 def test_arrivals_at_a_rate_to_the_other_endpoint(rows: str) -> None:
-    def answer(asked: Asked) -> Reply:
-        text = {"choices": [{"text": asked.body["prompt"].upper(), "finish_reason": "length"}]}
+    def answer(received: Received) -> Reply:
+        text = {"choices": [{"text": received.body["prompt"].upper(), "finish_reason": "length"}]}
         return Reply([b"data: " + json.dumps(text).encode() + b"\n\n", DONE])
 
     with FakeServer(answer) as server:
@@ -156,12 +156,12 @@ def test_arrivals_at_a_rate_to_the_other_endpoint(rows: str) -> None:
     assert (result["request_rate"], result["max_concurrency"]) == (200, None)
     assert result["generated_texts"][1] == "AB\n\nAB\n\nCD"
     assert (result["total_input_tokens"], result["tokens_counted_as_chunks"]) == (None, 6)
-    assert {asked.path for asked in server.asked} == {"/v1/completions"}
-    assert {asked.body["model"] for asked in server.asked} == {"mine"}
+    assert {received.path for received in server.received} == {"/v1/completions"}
+    assert {received.body["model"] for received in server.received} == {"mine"}
 
 
 def test_nothing_answered_is_status_1(rows: str) -> None:
-    with FakeServer(lambda asked: error("500 Internal Server Error", "no")) as server:
+    with FakeServer(lambda received: error("500 Internal Server Error", "no")) as server:
         done = run_load("--url", server.url, "--dataset", rows, "--warmup", "0")
         assert done.exit_code == 1
         assert "requests completed / failed  0 / 6" in done.stdout

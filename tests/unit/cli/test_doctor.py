@@ -60,15 +60,15 @@ def found(*arguments: str) -> dict[str, Any]:
 def test_the_text_says_what_runs_and_how_fast(model: str) -> None:
     kernels("native")  # or skip
     lines = run("--model", model, "--quantization", "none", "--quantization", "int8").splitlines()
-    said = {line.split()[0]: line for line in lines if line}
-    assert f"specinfer {VERSION}" in said["versions"]
-    assert "torch " in said["versions"]
-    assert "native, " in said["kernels"]
-    assert "usable cores: " in said["threads"]
-    assert said["variables"].endswith("none set")
-    assert said["memory"].endswith(" GB/s")
+    report = {line.split()[0]: line for line in lines if line}
+    assert f"specinfer {VERSION}" in report["versions"]
+    assert "torch " in report["versions"]
+    assert "native, " in report["kernels"]
+    assert "usable cores: " in report["threads"]
+    assert report["variables"].endswith("none set")
+    assert report["memory"].endswith(" GB/s")
     assert re.search(
-        r"streams \S+ at [\d.]+ .B/s by \d readers? of \d+ MiB, \w+ the page cache", said["disk"]
+        r"streams \S+ at [\d.]+ .B/s by \d readers? of \d+ MiB, \w+ the page cache", report["disk"]
     )
     assert sum(line.endswith("  used") for line in lines) == 1
     assert lines[-2].startswith("tiny (bfloat16): ")
@@ -92,10 +92,10 @@ def test_the_json_has_the_same_facts(model: str) -> None:
 
 def test_exchanges_between_processes_are_timed() -> None:
     kernels("native")
-    said = run("--tensor-parallel", "2")
+    report = run("--tensor-parallel", "2")
     for way in ("shared memory", "gloo"):
         line = rf"^2 ranks over {way}: (\d+) us for 1 and (\d+) us for 16 rows of 1536 sums$"
-        [figures] = re.findall(line, said, re.MULTILINE)
+        [figures] = re.findall(line, report, re.MULTILINE)
         assert all(0 < int(micros) < 1_000_000 for micros in figures)
     assert not psutil.Process().children()
 
@@ -109,9 +109,9 @@ def test_the_disk_of_a_folder_is_timed_and_nothing_is_left_there(tmp_path: Path,
     folder.mkdir(parents=True)
     for name, size in (("small", 1 << 19), ("large", 1 << 21)):
         (folder / f"{name}.safetensors").write_bytes(bytes(size))
-    said = run("--offload-folder", str(folder))
-    assert f"streams {folder} at " in said
-    assert said.splitlines()[7].endswith(" (large.safetensors)")
+    report = run("--offload-folder", str(folder))
+    assert f"streams {folder} at " in report
+    assert report.splitlines()[7].endswith(" (large.safetensors)")
 
 
 def test_a_disk_that_cannot_be_timed_is_a_finding(
@@ -132,11 +132,11 @@ def test_a_disk_that_cannot_be_timed_is_a_finding(
 
 
 def test_without_a_compiler_it_says_so_and_times_the_twins(no_compiler: None, model: str) -> None:
-    said = run()
-    assert "PyTorch's, which are slow: no C++ compiler: no-such-compiler not found" in said
-    assert "CXX=no-such-compiler" in said
-    assert "refused: no C++ compiler" in said
-    assert "not measured, as there are no native kernels" in said
+    report = run()
+    assert "PyTorch's, which are slow: no C++ compiler: no-such-compiler not found" in report
+    assert "CXX=no-such-compiler" in report
+    assert "refused: no C++ compiler" in report
+    assert "not measured, as there are no native kernels" in report
     values = found("--model", model)
     assert values["kernels"] == "torch"
     assert values["passes"][0]["milliseconds"] > 0

@@ -75,8 +75,8 @@ def test_explain_says_what_was_expected_at_which_cost(
     tokens, expected, taken = re.match(  # type: ignore[union-attr]
         rf"{counts}; (\S+) expected; (\d+) ms expected, (\d+) ms taken; ", total
     ).groups()
-    for column, said, rounding in (("tokens", tokens, 0.2), ("expected", expected, 2), ("took", taken, 2)):
-        assert float(said) == pytest.approx(sum(float(row[column]) for row in rows), abs=rounding)
+    for column, shown, rounding in (("tokens", tokens, 0.2), ("expected", expected, 2), ("took", taken, 2)):
+        assert float(shown) == pytest.approx(sum(float(row[column]) for row in rows), abs=rounding)
     status, out, _ = run(*arguments, "--json")
     steps: list[dict[str, Any]] = json.loads(out)["steps"]
     for row, step in zip(rows, steps, strict=True):

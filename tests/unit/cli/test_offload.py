@@ -88,7 +88,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_streaming_would_take(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             ("--quantization", "int4"),
@@ -102,12 +102,12 @@ def test_a_model_that_does_not_fit_is_refused_with_what_streaming_would_take(
     ],
 )
 def test_a_twin_or_a_limit_that_cannot_be_is_refused_in_one_line(
-    large: list[str], run: Run, options: tuple[str, ...], said: str
+    large: list[str], run: Run, options: tuple[str, ...], message: str
 ) -> None:
     status, _, err = run("generate", *large, *options, "--draft", "self", "ab")
     assert status == 2
     [line] = err.splitlines()
-    assert re.search(said, line), line
+    assert re.search(message, line), line
 
 
 def test_where_every_layer_fits_without_the_rest_none_is_streamed(large: list[str], run: Run) -> None:

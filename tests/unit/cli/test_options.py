@@ -81,7 +81,7 @@ FLAGS = (
 
 @click.command()
 @flags(list(OPTIONS.values()))
-def told(**given: Any) -> None:
+def config_of(**given: Any) -> None:
     """Print what was given."""
     click.echo({name: value for name, value in given.items() if value not in (None, ())})
 
@@ -102,7 +102,7 @@ def test_every_field_of_a_config_is_an_option() -> None:
 
 
 def test_what_is_not_given_is_left_to_the_file_and_the_defaults(tmp_path: Path) -> None:
-    assert CliRunner().invoke(told, ["--port", "1", "--no-ngram", "--api-key", "a"]).output.strip() == (
+    assert CliRunner().invoke(config_of, ["--port", "1", "--no-ngram", "--api-key", "a"]).output.strip() == (
         "{'port': 1, 'lookup': False, 'api_key': ('a',)}"
     )
     file = tmp_path / "options.yaml"
@@ -118,7 +118,7 @@ def test_what_is_not_given_is_left_to_the_file_and_the_defaults(tmp_path: Path) 
 
 def test_a_number_may_be_a_word_where_there_is_one(tmp_path: Path) -> None:
     def run(*flags: str) -> str:
-        return CliRunner().invoke(told, flags).output
+        return CliRunner().invoke(config_of, flags).output
 
     assert run("--max-nodes", "auto", "--max-step-tokens", "7").strip() == (
         "{'max_nodes': 'auto', 'max_step_tokens': 7}"
@@ -161,7 +161,7 @@ def test_a_batch_that_is_no_number_is_left_to_the_engines_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("prot: 1", "unknown option 'prot'; did you mean port?"),
         ("[1, 2]", "holds list; allowed: options"),
@@ -169,12 +169,12 @@ def test_a_batch_that_is_no_number_is_left_to_the_engines_config() -> None:
         ("\x00", "cannot read the options"),
     ],
 )
-def test_a_file_that_is_wrong(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_that_is_wrong(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "options.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"options\.yaml") as error:
         read_options(file)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_file_that_is_not_there_and_one_that_is_empty(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_vllms_config_is_understood(given: Any, meant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ("{", "not JSON"),
         ([], "a mapping with a method"),
@@ -237,10 +237,10 @@ def test_vllms_config_is_understood(given: Any, meant: str) -> None:
         ({"model": "x", "draft_tensor_parallel_size": 2}, "runs in one process here"),
     ],
 )
-def test_what_of_vllms_is_not_here(given: Any, said: str) -> None:
+def test_what_of_vllms_is_not_here(given: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         speculative_config(given)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -275,6 +275,6 @@ def test_a_server_that_listens_names_the_api_and_the_page(
     url: str, page: bool, lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     _print_address(url, model="tiny", page=page)
-    said = capsys.readouterr().err.splitlines()
-    assert [re.findall(r"http\S+", line) for line in said] == [[one] for one in lines]
-    assert "the model 'tiny' " in said[0]
+    message = capsys.readouterr().err.splitlines()
+    assert [re.findall(r"http\S+", line) for line in message] == [[one] for one in lines]
+    assert "the model 'tiny' " in message[0]

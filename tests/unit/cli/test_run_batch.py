@@ -77,16 +77,16 @@ def test_a_run_that_is_killed_goes_on_where_it_was(model: Path, tmp_path: Path) 
     earlier = before.count(b"\n")
     assert 4 <= earlier < 24
     with begin(model, tmp_path) as run:
-        _, told = run.communicate(timeout=_STARTING)
-    assert run.returncode == 0, told
-    assert f"out.jsonl has 24 answers, 0 of them errors; {earlier} were there before" in told
+        _, log = run.communicate(timeout=_STARTING)
+    assert run.returncode == 0, log
+    assert f"out.jsonl has 24 answers, 0 of them errors; {earlier} were there before" in log
     assert (tmp_path / "out.jsonl").read_bytes().startswith(before)
     names = [record["custom_id"] for record in answers(tmp_path)]
     assert sorted(names) == sorted(f"r{i}" for i in range(24))
     assert {record["response"]["status_code"] for record in answers(tmp_path)} == {200}
     with begin(model, tmp_path) as run:  # nothing is left, and no model is loaded
-        _, told = run.communicate(timeout=_STARTING)
-    assert (run.returncode, told.count("24 were there before")) == (0, 1)
+        _, log = run.communicate(timeout=_STARTING)
+    assert (run.returncode, log.count("24 were there before")) == (0, 1)
 
 
 @pytest.mark.thorough
@@ -95,10 +95,10 @@ def test_ctrl_c_ends_a_run_in_a_line(model: Path, tmp_path: Path) -> None:
     with begin(model, tmp_path) as run:
         wait_for_answers(run, tmp_path, 2)
         run.send_signal(signal.SIGINT)
-        _, told = run.communicate(timeout=_STARTING)
+        _, log = run.communicate(timeout=_STARTING)
     assert run.returncode == 130
-    assert "Traceback" not in told
-    assert "out.jsonl has " in told
+    assert "Traceback" not in log
+    assert "out.jsonl has " in log
 
 
 @pytest.mark.parametrize(

@@ -43,15 +43,15 @@ def test_a_head_from_traffic_and_then_from_more_minutes(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, [*options, "0.01"])
     assert done.exit_code == 0, done.output
     assert f"skipped: {log} line 21: not JSON" in done.output
-    said = re.search(
+    match = re.search(
         rf"{out}: .* held-out positions; it (pays|does not pay) on this machine "
         rf"\((.*) tokens/s expected with it, (.*) without: .* times\); .*--draft {out}",
         done.stdout,
     )
-    assert said
-    assert (said[1] == "pays") is (float(said[2]) > float(said[3]))
+    assert match
+    assert (match[1] == "pays") is (float(match[2]) > float(match[3]))
     assert "ms for one token" in done.stderr
-    assert f"It {said[1]} on this machine" in (out / "README.md").read_text()
+    assert f"It {match[1]} on this machine" in (out / "README.md").read_text()
     head = HeadFolder(out, open_model(target).config)
     assert (head.config.depth, head.config.draft_vocab_size) == (3, 32)
     again = CliRunner().invoke(cli, [*options, "0.02", "--resume"])
@@ -88,10 +88,10 @@ def test_a_pool_of_small_models_is_made_used_and_held_against_a_new_one(tmp_path
     assert texts[0].stdout == texts[1].stdout
     again = CliRunner().invoke(cli, [*options, "--out", str(new), "--replace", str(pool)])
     assert again.exit_code == 0, again.output
-    told = [line for line in again.output.splitlines() if line.startswith(str(pool))]
-    assert len(told) == 1
-    assert ("is replaced" in told[0]) is (pool / "config.json").exists()
-    assert "than its standard error" in told[0]
+    lines = [line for line in again.output.splitlines() if line.startswith(str(pool))]
+    assert len(lines) == 1
+    assert ("is replaced" in lines[0]) is (pool / "config.json").exists()
+    assert "than its standard error" in lines[0]
 
 
 def test_options_of_other_kinds_are_refused(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_options_of_other_kinds_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "match"),
     [
         (["--boost", "residual"], "'residual' is not one of 'discount', 'sequence', 'none'"),
         (["--loss", "coupled"], "'coupled' is not one of 'hybrid', 'kl'"),
@@ -120,7 +120,9 @@ def test_options_of_other_kinds_are_refused(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_options_that_were_dropped_are_refused_by_name(tmp_path: Path, options: list[str], said: str) -> None:
+def test_options_that_were_dropped_are_refused_by_name(
+    tmp_path: Path, options: list[str], match: str
+) -> None:
     done = CliRunner().invoke(cli, ["tune", "--out", str(tmp_path / "out"), *options])
     assert done.exit_code == 2
-    assert said in done.output
+    assert match in done.output

@@ -117,13 +117,13 @@ QUANTIZED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("said", "method"), QUANTIZED)
+@pytest.mark.parametrize(("quantization", "method"), QUANTIZED)
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config", "quantization"])
 def test_an_announced_quantization_is_told_by_its_name(
-    said: dict[str, Any], method: str, key: str, tmp_path: Path
+    quantization: dict[str, Any], method: str, key: str, tmp_path: Path
 ) -> None:
     folder = write_tiny_llama(tmp_path)
-    config = json.loads((folder / "config.json").read_text()) | {key: said}
+    config = json.loads((folder / "config.json").read_text()) | {key: quantization}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         ModelError, match=f"the weights are quantized by {method}, which is not supported here; supp"

@@ -13,7 +13,7 @@ from specinfer.errors import UserError
 from specinfer.serve.batch_run import BatchAnswers
 
 GOOD = {"status_code": 200, "request_id": "r", "body": {"text": "hi"}}
-TOLD = {"code": "c", "message": "m"}
+RESPONSE = {"code": "c", "message": "m"}
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -23,8 +23,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def fill(path: Path) -> None:
     with BatchAnswers(path) as answers:
         answers.add("a", line=1, response=GOOD)
-        answers.add("b", line=2, response=GOOD | {"status_code": 400}, error=TOLD)
-        answers.add(None, line=3, error=TOLD)
+        answers.add("b", line=2, response=GOOD | {"status_code": 400}, error=RESPONSE)
+        answers.add(None, line=3, error=RESPONSE)
 
 
 def test_answers_are_lines_in_openais_shape(tmp_path: Path) -> None:
@@ -34,8 +34,8 @@ def test_answers_are_lines_in_openais_shape(tmp_path: Path) -> None:
     assert all(record.pop("id").startswith("batch_req_") for record in found)
     assert found == [
         {"custom_id": "a", "response": GOOD, "error": None},
-        {"custom_id": "b", "response": GOOD | {"status_code": 400}, "error": TOLD | {"line": 2}},
-        {"custom_id": None, "response": None, "error": TOLD | {"line": 3}},
+        {"custom_id": "b", "response": GOOD | {"status_code": 400}, "error": RESPONSE | {"line": 2}},
+        {"custom_id": None, "response": None, "error": RESPONSE | {"line": 3}},
     ]
 
 
@@ -65,7 +65,7 @@ def test_a_line_that_broke_off_is_removed(tmp_path: Path, kept: int) -> None:
 def test_what_failed_here_is_asked_again(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with BatchAnswers(path) as answers:
-        answers.add("a", line=1, response=GOOD | {"status_code": 500}, error=TOLD)
+        answers.add("a", line=1, response=GOOD | {"status_code": 500}, error=RESPONSE)
         answers.add("b", line=2, response=GOOD)
     os.chmod(path, 0o640)
     with BatchAnswers(path) as answers:

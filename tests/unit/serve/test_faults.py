@@ -36,7 +36,7 @@ def test_streams_go_on_where_they_were_when_the_engine_is_killed(folder: Path) -
         params = [SamplingParams(temperature=1, seed=s, max_tokens=1800, ignore_eos=True) for s in range(4)]
         expected = [output.text for output in llm.generate([f"{s}abc" for s in range(4)], params)]
     with Served(folder, *FLAGS, "--served-model-name", "tiny") as served:
-        client, texts, begun = client_of(served), ["", "", "", ""], threading.Event()
+        client, texts, started = client_of(served), ["", "", "", ""], threading.Event()
         first = threading.Lock()
         engine = served.engine_pid  # found first: the texts are short, and other work may delay a search
         assert engine is not None
@@ -49,12 +49,12 @@ def test_streams_go_on_where_they_were_when_the_engine_is_killed(folder: Path) -
                 texts[seed] += chunk.choices[0].text
                 if first.acquire(blocking=False):  # whoever hears first kills at once: the texts are short
                     os.kill(engine, signal.SIGKILL)
-                    begun.set()
+                    started.set()
 
         listeners = [threading.Thread(target=listen, args=(seed,)) for seed in range(4)]
         for one in listeners:
             one.start()
-        assert begun.wait(120)
+        assert started.wait(120)
         time.sleep(0.5)
         served.kill_engine()  # the next one, which starts or goes on with them
         for one in listeners:
@@ -103,7 +103,7 @@ def until(so: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def told_when_killed(served: Served) -> str:
+def error_when_killed(served: Served) -> str:
     """What ends a text behind whose first token the engine is killed; nothing if all of it was written."""
     until(lambda: served.get("/ready").status_code == 200)
     engine = served.engine_pid
@@ -125,8 +125,8 @@ def told_when_killed(served: Served) -> str:
 def test_under_mss_a_text_that_has_begun_ends_with_the_reason(folder: Path) -> None:
     with Served(folder, *FLAGS, "--served-model-name", "tiny") as served:
         # On a busy machine the first token may be heard of when the last one is written.
-        told = next(filter(None, (told_when_killed(served) for _ in range(10))), "no text was cut off")
-        assert "under mss no other can continue a text that has started" in told
+        message = next(filter(None, (error_when_killed(served) for _ in range(10))), "no text was cut off")
+        assert "under mss no other can continue a text that has started" in message
         whole = client_of(served).completions.create(
             model="tiny", prompt="abc", max_tokens=5, extra_body={"ignore_eos": True}
         )
@@ -154,7 +154,7 @@ def test_sigterm_lets_answers_end_and_takes_no_new_ones(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--port", "PORT"], "cannot listen on 127.0.0.1:PORT"),
         (["--kv-cache-memory", "10"], "KV cache"),
@@ -163,7 +163,7 @@ def test_sigterm_lets_answers_end_and_takes_no_new_ones(folder: Path) -> None:
     ],
 )
 def test_what_cannot_start_says_why_in_one_line(
-    folder: Path, flags: list[str], said: str, taken_port: int
+    folder: Path, flags: list[str], message: str, taken_port: int
 ) -> None:
     port = str(taken_port)
     flags = [flag.replace("PORT", port) for flag in flags]
@@ -179,5 +179,5 @@ def test_what_cannot_start_says_why_in_one_line(
     assert ended.returncode == 2
     complaints = [line for line in ended.stderr.splitlines() if line.startswith("specinfer: error:")]
     assert len(complaints) == 1
-    assert said.replace("PORT", port) in complaints[0]
+    assert message.replace("PORT", port) in complaints[0]
     assert "Traceback" not in ended.stderr

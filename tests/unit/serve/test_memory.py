@@ -20,7 +20,7 @@ from tests.unit.serve.conftest import FLAGS
 pytestmark = pytest.mark.slow
 
 MiB = 1 << 20
-MOST = 200 * MiB
+MAX_MIB = 200 * MiB
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 
@@ -150,5 +150,5 @@ def test_strangers_take_little_memory(strangers: Callable[[Served], None], serve
         strangers(server)
     left = psutil.Process(server.process.pid).memory_info().rss
     print(f"{strangers.__name__}: at most {highest.rss / MiB:.0f} MiB, then {left / MiB:.0f} MiB")
-    assert highest.rss <= MOST
+    assert highest.rss <= MAX_MIB
     assert server.get("/health").status_code == 200

@@ -30,8 +30,15 @@ def llm(folder: Path) -> Iterator[LLM]:
 def test_a_conversation_is_answered_as_offline(client: openai.OpenAI, llm: LLM, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, seed=5, n=2, max_tokens=30)
     [offline] = llm.chat(HI, params)
-    asked = {"model": "tiny", "messages": HI, "temperature": temperature, "seed": 5, "n": 2, "max_tokens": 30}
-    whole = client.chat.completions.create(**asked)
+    options = {
+        "model": "tiny",
+        "messages": HI,
+        "temperature": temperature,
+        "seed": 5,
+        "n": 2,
+        "max_tokens": 30,
+    }
+    whole = client.chat.completions.create(**options)
     assert [choice.message.content or "" for choice in whole.choices] == [o.text for o in offline.outputs]
     assert [choice.finish_reason for choice in whole.choices] == [o.finish_reason for o in offline.outputs]
     assert whole.usage.prompt_tokens == len(offline.prompt_token_ids)
@@ -39,7 +46,7 @@ def test_a_conversation_is_answered_as_offline(client: openai.OpenAI, llm: LLM, 
 
     texts, reasons, last = ["", ""], [None, None], None
     for chunk in client.chat.completions.create(
-        **asked, stream=True, stream_options={"include_usage": True}, extra_body={"trace": True}
+        **options, stream=True, stream_options={"include_usage": True}, extra_body={"trace": True}
     ):
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
@@ -75,10 +82,10 @@ def test_prompts_are_gone_on_with_as_offline(client: openai.OpenAI, llm: LLM) ->
 def test_logprobs_are_those_of_the_model(client: openai.OpenAI, llm: LLM) -> None:
     [offline] = llm.chat(HI, SamplingParams(temperature=0, max_tokens=6, logprobs=3))
     assert offline.logprobs is not None
-    told = client.chat.completions.create(
+    reply = client.chat.completions.create(
         model="tiny", messages=HI, temperature=0, max_tokens=6, logprobs=True, top_logprobs=3
     )
-    content = told.choices[0].logprobs.content
+    content = reply.choices[0].logprobs.content
     assert [t.logprob for t in content] == [next(iter(p.values())).logprob for p in offline.logprobs]
     assert [bytes(t.bytes) for t in content] == [bytes([token]) for token in offline.token_ids]
     assert all(len(t.top_logprobs) == 3 for t in content)
@@ -89,13 +96,13 @@ def test_logprobs_are_those_of_the_model(client: openai.OpenAI, llm: LLM) -> Non
 
 
 def test_log_probabilities_of_a_prompt_come_once_whatever_n(client: openai.OpenAI, llm: LLM) -> None:
-    asked: dict[str, Any] = {"temperature": 0.9, "seed": 3, "n": 3, "max_tokens": 4}
-    [offline] = llm.generate("Hello there", SamplingParams(**asked, prompt_logprobs=2))
+    options: dict[str, Any] = {"temperature": 0.9, "seed": 3, "n": 3, "max_tokens": 4}
+    [offline] = llm.generate("Hello there", SamplingParams(**options, prompt_logprobs=2))
     assert offline.prompt_logprobs is not None
     more = {"prompt_logprobs": 2}
-    told = client.completions.create(model="tiny", prompt="Hello there", **asked, extra_body=more)
-    assert [choice.text for choice in told.choices] == [output.text for output in offline.outputs]
-    first, *others = [choice.model_extra["prompt_logprobs"] for choice in told.choices]
+    reply = client.completions.create(model="tiny", prompt="Hello there", **options, extra_body=more)
+    assert [choice.text for choice in reply.choices] == [output.text for output in offline.outputs]
+    first, *others = [choice.model_extra["prompt_logprobs"] for choice in reply.choices]
     assert others == [None, None]
     assert first[0] is None
     for got, want in zip(first[1:], offline.prompt_logprobs[1:], strict=True):
@@ -158,9 +165,9 @@ def test_speculation_can_be_asked_for_and_left_out(client: openai.OpenAI) -> Non
 def test_models_tokens_and_what_is_not_offered(client: openai.OpenAI, served: Served) -> None:
     assert [card.id for card in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
-    told = served.post("/tokenize", {"prompt": "abc", "return_token_strs": True}).json()
-    assert told["tokens"] == [97, 98, 99]
-    assert (told["count"], told["max_model_len"]) == (3, 2048)
+    reply = served.post("/tokenize", {"prompt": "abc", "return_token_strs": True}).json()
+    assert reply["tokens"] == [97, 98, 99]
+    assert (reply["count"], reply["max_model_len"]) == (3, 2048)
     assert served.post("/tokenize", {"messages": HI}).json()["count"] > 10
     assert served.post("/detokenize", {"tokens": [97, 98]}).json() == {"prompt": "ab"}
     assert "ids of the vocabulary" in served.post("/detokenize", {"tokens": [300]}).json()["error"]["message"]

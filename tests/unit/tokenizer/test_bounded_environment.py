@@ -112,9 +112,9 @@ def test_a_template_that_does_not_end_is_stopped(source, monkeypatch):
     monkeypatch.setattr(template_budget, "MAX_STEPS", 20_000)
     with pytest.raises(RequestError, match="rejects the messages: ") as error:
         render(source)
-    told = str(error.value)
-    assert "20000 steps" in told or "too long" in told or "recursion" in told
-    assert "\n" not in told
+    message = str(error.value)
+    assert "20000 steps" in message or "too long" in message or "recursion" in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("source", SIZES.values(), ids=SIZES)

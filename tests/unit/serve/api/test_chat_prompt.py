@@ -33,8 +33,8 @@ def ask(tokenizer: Tokenizer, backend: ScriptedBackend, **body: Any) -> dict[str
     async def run() -> dict[str, Any]:
         async with http_client(scripted_app(tokenizer, backend)) as client:
             answer = await client.post("/chat/completions", json={"messages": HI} | body)
-        told: dict[str, Any] = answer.json() | {"status": answer.status_code}
-        return told
+        reply: dict[str, Any] = answer.json() | {"status": answer.status_code}
+        return reply
 
     return asyncio.run(run())
 

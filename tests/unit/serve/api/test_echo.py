@@ -47,15 +47,15 @@ def expected(alone: TargetAlone, prompt: list[int]) -> list[tuple[float, float]]
     return [(float(row[token]), float(row.max())) for row, token in zip(rows, prompt[1:], strict=True)]
 
 
-def check(told: dict[str, Any], alone: TargetAlone, prompt: list[int], more: int) -> None:
-    assert all(len(values) == len(prompt) + more for values in told.values())
-    assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+def check(reported: dict[str, Any], alone: TargetAlone, prompt: list[int], more: int) -> None:
+    assert all(len(values) == len(prompt) + more for values in reported.values())
+    assert (reported["token_logprobs"][0], reported["top_logprobs"][0]) == (None, None)
     for place, (chosen, most) in enumerate(expected(alone, prompt), start=1):
-        assert told["token_logprobs"][place] == pytest.approx(chosen, abs=1e-4)
-        [likeliest] = told["top_logprobs"][place].values()
+        assert reported["token_logprobs"][place] == pytest.approx(chosen, abs=1e-4)
+        [likeliest] = reported["top_logprobs"][place].values()
         assert likeliest == pytest.approx(most, abs=1e-4)
         if chosen == most:  # told apart by equality: the harness sees by it whether a text is greedy
-            assert told["token_logprobs"][place] == likeliest
+            assert reported["token_logprobs"][place] == likeliest
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
@@ -141,5 +141,5 @@ def test_a_special_token_has_the_bytes_of_its_name(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_folder(tmp_path))
     special = tokenizer.special_id("<s>")
     assert special is not None
-    told = chat_logprobs([{special: Logprob(-1.0, 1, tokenizer.text_of(special))}], 0, tokenizer)
-    assert (told[0]["token"], bytes(told[0]["bytes"])) == ("<s>", b"<s>")
+    reported = chat_logprobs([{special: Logprob(-1.0, 1, tokenizer.text_of(special))}], 0, tokenizer)
+    assert (reported[0]["token"], bytes(reported[0]["bytes"])) == ("<s>", b"<s>")

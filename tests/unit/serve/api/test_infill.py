@@ -154,10 +154,10 @@ def test_an_answer_ends_where_the_editor_wants_it(
 
 
 def test_an_answer_ends_with_a_line_when_its_time_is_over(tokenizer: Tokenizer) -> None:
-    said = says("x", "y\n", "z", "w")
+    script = says("x", "y\n", "z", "w")
 
     async def run() -> str:
-        service = scripted_service(tokenizer, ScriptedBackend(said))
+        service = scripted_service(tokenizer, ScriptedBackend(script))
         fields = InfillFields(input_prefix="", input_suffix="", t_max_predict_ms=100)
         # A second between two looks at the clock.
         infill = Infill(service, fields, clock=itertools.count().__next__)

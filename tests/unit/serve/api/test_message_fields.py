@@ -8,7 +8,7 @@ import pytest
 
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import byte_tokenizer, says
-from tests.unit.serve.api.messaging import HI, Messaging, ask
+from tests.unit.serve.api.messages_server import HI, MessagesServer, ask
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "time", "input": {}}
@@ -51,7 +51,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     ],
 )
 def test_what_changes_nothing_is_taken(tokenizer: Tokenizer, body: dict[str, Any]) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
         usual = {"max_tokens": 5, "messages": HI}
         answer = await server.http.post("/messages?beta=true", json=usual | body, headers=headers)
@@ -109,7 +109,7 @@ def test_what_changes_nothing_is_taken(tokenizer: Tokenizer, body: dict[str, Any
 def test_what_cannot_be_honoured_is_refused_by_its_place(
     tokenizer: Tokenizer, body: dict[str, Any], place: str
 ) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         status, kind, message = await server.refusal(**body)
         assert (status, kind) == (400, "invalid_request_error")
         assert place in message

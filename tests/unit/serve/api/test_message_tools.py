@@ -10,7 +10,7 @@ import pytest
 from specinfer.request import FinishReason
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import byte_tokenizer, says
-from tests.unit.serve.api.messaging import HI, Messaging, ask
+from tests.unit.serve.api.messages_server import HI, MessagesServer, ask
 
 # It writes calls as Hermes does, and has a switch for thoughts.
 TEMPLATE = (
@@ -43,7 +43,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def test_thoughts_text_and_calls_are_blocks(tokenizer: Tokenizer) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         message = await server.message(tools=[WEATHER, TIME])
         thoughts, text, first, second = message["content"]
         assert thoughts == {"type": "thinking", "thinking": "Hm.", "signature": "unsigned"}
@@ -60,14 +60,14 @@ def test_thoughts_text_and_calls_are_blocks(tokenizer: Tokenizer) -> None:
         assert held is not None
         assert '"city"' in held.source
 
-    said = "<think>Hm.</think>", f"Let me see.\n{call('weather', ROME)}\n{call('time', '{}')}"
-    ask(tokenizer, [says(*said)], do)
+    written = "<think>Hm.</think>", f"Let me see.\n{call('weather', ROME)}\n{call('time', '{}')}"
+    ask(tokenizer, [says(*written)], do)
 
 
 def test_calls_are_streamed_as_they_are_written(tokenizer: Tokenizer) -> None:
     begin = '<tool_call>\n{"name": "weather", "arguments": '
 
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         _, _, *events, last, _ = await server.events(tools=[WEATHER])
         name = events[7]["content_block"].pop("id")
         assert name
@@ -108,22 +108,22 @@ def test_calls_are_streamed_as_they_are_written(tokenizer: Tokenizer) -> None:
         ]
         assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
-    said = ("<think>Hm.</think>", f"So.\n{begin}{ROME[:5]}", f"{ROME[5:]}}}\n</tool_call>")
-    ask(tokenizer, [says(*said)], do)
+    written = ("<think>Hm.</think>", f"So.\n{begin}{ROME[:5]}", f"{ROME[5:]}}}\n</tool_call>")
+    ask(tokenizer, [says(*written)], do)
 
 
 def test_of_a_call_that_breaks_off_the_whole_arguments_are_told(tokenizer: Tokenizer) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         message = await server.message(tools=[WEATHER], max_tokens=72)
         assert message["stop_reason"] == "max_tokens"
         assert message["content"][0]["input"] == {"city": "Rome"}
 
-    said = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "street": "Vi'
-    ask(tokenizer, [says(said, reason=FinishReason.LENGTH)], do)
+    written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "street": "Vi'
+    ask(tokenizer, [says(written, reason=FinishReason.LENGTH)], do)
 
 
 def test_calls_and_results_are_sent_back(tokenizer: Tokenizer) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         first = await server.message(tools=[WEATHER])
         rome, oslo = (block["id"] for block in first["content"][1:])
         results = [
@@ -144,8 +144,8 @@ def test_calls_and_results_are_sent_back(tokenizer: Tokenizer) -> None:
             "tool!: rain\ntool!: Error: no such place\nuser: Go on.\nassistant: "
         )
 
-    said = f"<think>Hm.</think>{call('weather', ROME)}\n{call('weather', OSLO)}"
-    ask(tokenizer, [says(said), says("Rain.")], do)
+    written = f"<think>Hm.</think>{call('weather', ROME)}\n{call('weather', OSLO)}"
+    ask(tokenizer, [says(written), says("Rain.")], do)
 
 
 def test_thoughts_that_are_locked_say_nothing(tokenizer: Tokenizer) -> None:
@@ -154,7 +154,7 @@ def test_thoughts_that_are_locked_say_nothing(tokenizer: Tokenizer) -> None:
         "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "One."}],
     }
 
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         await server.message(messages=[*HI, locked, {"role": "user", "content": "Go on."}])
         assert server.prompts == ["user: Hi\nassistant: One.\nuser: Go on.\nassistant: "]
 
@@ -172,7 +172,7 @@ def test_thoughts_that_are_locked_say_nothing(tokenizer: Tokenizer) -> None:
 def test_who_may_be_called_is_the_callers_to_say(
     tokenizer: Tokenizer, choice: dict[str, Any], calls: tuple[str, ...]
 ) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         await server.message(tools=[WEATHER, TIME], tool_choice=choice)
         held = server.backend.works[0].params.structured_output
         source = "" if held is None else held.source
@@ -182,7 +182,7 @@ def test_who_may_be_called_is_the_callers_to_say(
 
 
 def test_one_call_at_most_where_parallel_ones_are_not_wanted(tokenizer: Tokenizer) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         for parallel in (None, False, True):
             choice = {"type": "any", "disable_parallel_tool_use": parallel}
             await server.message(tools=[TIME], tool_choice=choice)
@@ -193,7 +193,7 @@ def test_one_call_at_most_where_parallel_ones_are_not_wanted(tokenizer: Tokenize
 
 
 def test_complaints_about_tools_are_in_the_words_of_this_endpoint(tokenizer: Tokenizer) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         odd = await server.refusal(tools=[{"name": "time", "input_schema": {"type": "string"}}])
         assert odd[2].startswith("tools[0].input_schema has the type 'string'")
         named = await server.refusal(tools=[TIME | {"name": "a b"}])
@@ -205,7 +205,7 @@ def test_complaints_about_tools_are_in_the_words_of_this_endpoint(tokenizer: Tok
 
 
 def test_examples_of_a_tools_input_are_shown(tokenizer: Tokenizer) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         await server.message(tools=[WEATHER | {"input_examples": [{"city": "Rome"}]}])
         assert '"examples": [{"city": "Rome"}]' in server.prompts[0]
 
@@ -222,7 +222,7 @@ def test_examples_of_a_tools_input_are_shown(tokenizer: Tokenizer) -> None:
     ],
 )
 def test_the_templates_switch_of_thoughts_is_turned(tokenizer: Tokenizer, thinking: Any, ends: str) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         message = await server.message(thinking=thinking)
         assert server.prompts[0].endswith(ends)
         kinds = [block["type"] for block in message["content"]]
@@ -234,7 +234,7 @@ def test_the_templates_switch_of_thoughts_is_turned(tokenizer: Tokenizer, thinki
 
 
 def test_thoughts_may_be_left_out(tokenizer: Tokenizer) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         hidden = {"thinking": {"type": "adaptive", "display": "omitted"}}
         message = await server.message(**hidden)
         assert message["content"] == [
@@ -248,7 +248,7 @@ def test_thoughts_may_be_left_out(tokenizer: Tokenizer) -> None:
 
 
 def test_an_answer_that_has_begun_has_no_thoughts_before_it(tokenizer: Tokenizer) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         begun = [*HI, {"role": "assistant", "content": "It is"}]
         message = await server.message(messages=begun, thinking={"type": "enabled", "budget_tokens": 1024})
         assert server.prompts[0].endswith("assistant: It is")
@@ -260,7 +260,7 @@ def test_an_answer_that_has_begun_has_no_thoughts_before_it(tokenizer: Tokenizer
 def test_a_model_that_always_thinks_says_so(tmp_path_factory: pytest.TempPathFactory) -> None:
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}"
 
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         assert (await server.refusal(thinking={"type": "disabled"}))[0] == 400
         assert (await server.message(thinking={"type": "enabled", "budget_tokens": 1024}))["content"]
 

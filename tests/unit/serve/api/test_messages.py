@@ -11,7 +11,7 @@ from specinfer.serve.backend.work import BackendError
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import FACTS, MODEL, byte_tokenizer, says
 from tests.served import Served
-from tests.unit.serve.api.messaging import HI, Messaging, ask
+from tests.unit.serve.api.messages_server import HI, MessagesServer, ask
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def test_a_message_in_one_piece_has_these_fields(tokenizer: Tokenizer) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         message = await server.message(
             system="Be brief.", temperature=0, top_k=3, metadata={"user_id": "u"}, seed=7, service_tier="auto"
         )
@@ -50,7 +50,7 @@ def test_a_message_in_one_piece_has_these_fields(tokenizer: Tokenizer) -> None:
 
 
 def test_a_stream_has_these_events(tokenizer: Tokenizer) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         events = await server.events()
         name = events[0]["message"].pop("id")
         assert name.startswith("msg_")
@@ -98,7 +98,7 @@ def test_a_stream_has_these_events(tokenizer: Tokenizer) -> None:
 def test_why_a_message_ended_is_said(
     tokenizer: Tokenizer, script: list[Delta], reason: str, sequence: str | None
 ) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         message = await server.message(max_tokens=3, stop_sequences=["lo", "x"])
         assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
         assert server.backend.works[0].params.stop == ("lo", "x")
@@ -109,7 +109,7 @@ def test_why_a_message_ended_is_said(
 
 
 def test_stop_is_another_name_for_stop_sequences(tokenizer: Tokenizer) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         await server.message(stop="x")
         assert server.backend.works[0].params.stop == ("x",)
 
@@ -117,7 +117,7 @@ def test_stop_is_another_name_for_stop_sequences(tokenizer: Tokenizer) -> None:
 
 
 def test_more_tokens_may_be_asked_for_than_there_is_room(tokenizer: Tokenizer) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         await server.message(max_tokens=10**9)
         assert server.backend.works[0].params.max_tokens == FACTS.max_length - 20
 
@@ -125,7 +125,7 @@ def test_more_tokens_may_be_asked_for_than_there_is_room(tokenizer: Tokenizer) -
 
 
 def test_a_message_of_no_text_has_no_blocks(tokenizer: Tokenizer) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         assert (await server.message())["content"] == []
         assert [one["type"] for one in await server.events()] == [
             "message_start",
@@ -140,10 +140,10 @@ def test_a_message_of_no_text_has_no_blocks(tokenizer: Tokenizer) -> None:
 def test_turns_become_the_conversation(tokenizer: Tokenizer) -> None:
     marked = {"cache_control": {"type": "ephemeral"}}
 
-    def text(said: str) -> dict[str, Any]:
-        return {"type": "text", "text": said} | marked
+    def text(value: str) -> dict[str, Any]:
+        return {"type": "text", "text": value} | marked
 
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         await server.message(
             system=[text("Be brief."), text("Be kind.")],
             messages=[
@@ -164,14 +164,14 @@ def test_turns_become_the_conversation(tokenizer: Tokenizer) -> None:
 
 
 def test_an_answer_goes_on_from_a_turn_of_the_assistants(tokenizer: Tokenizer) -> None:
-    begun = [*HI, {"role": "assistant", "content": "The answer is ("}]
+    prefilled = [*HI, {"role": "assistant", "content": "The answer is ("}]
 
-    async def do(server: Messaging) -> None:
-        message = await server.message(messages=begun)
+    async def do(server: MessagesServer) -> None:
+        message = await server.message(messages=prefilled)
         assert message["content"] == [{"type": "text", "text": "B)"}]
         assert server.prompts == ["user: Hi\nassistant: The answer is ("]
         form = {"type": "json_schema", "schema": {"type": "object"}}
-        refused = await server.refusal(messages=begun, output_config={"format": form})
+        refused = await server.refusal(messages=prefilled, output_config={"format": form})
         assert refused[:2] == (400, "invalid_request_error")
         assert "output_config.format" in refused[2]
 
@@ -183,7 +183,7 @@ def test_a_form_holds_the_text(tokenizer: Tokenizer, place: str) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     form = {"type": "json_schema", "schema": schema}
 
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         await server.message(**{place: {"format": form} if place == "output_config" else form})
         held = server.backend.works[0].params.structured_output
         assert held is not None
@@ -197,7 +197,7 @@ def test_a_form_holds_the_text(tokenizer: Tokenizer, place: str) -> None:
 
 
 def test_extensions_are_those_of_the_other_endpoints(tokenizer: Tokenizer) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         message = await server.message(
             regex="[a-z]+",
             speculation={"max_nodes": 4},
@@ -221,7 +221,7 @@ def test_trees_come_along_where_they_are_wanted(tokenizer: Tokenizer) -> None:
         Delta("", "lo", second.token_ids, trees=({"step": 2},), finish_reason=FinishReason.STOP),
     ]
 
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         assert (await server.message(trace=True))["trees"] == [{"step": 1}, {"step": 2}]
         events = await server.events(trace=True)
         assert [one["trees"] for one in events if "trees" in one] == [[{"step": 1}], [{"step": 2}]]
@@ -230,7 +230,7 @@ def test_trees_come_along_where_they_are_wanted(tokenizer: Tokenizer) -> None:
 
 
 def test_a_conversation_is_counted(tokenizer: Tokenizer) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         answer = await server.post("/messages/count_tokens", system="Be brief.")
         assert (answer.status_code, answer.json()) == (200, {"input_tokens": 38})
         assert server.backend.works == []
@@ -251,7 +251,7 @@ def test_a_conversation_is_counted(tokenizer: Tokenizer) -> None:
 def test_an_answer_that_fails_says_so(
     tokenizer: Tokenizer, trouble: Delta | Exception, status: int, kind: str
 ) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         assert (await server.refusal())[:2] == (status, kind)
         assert (await server.refusal(stream=True))[:2] == (status, kind)  # nothing has been said yet
         *events, last = await server.events()
@@ -272,7 +272,7 @@ def test_an_answer_that_fails_says_so(
 def test_what_is_refused_before_the_endpoint_is_told_in_the_same_shape(
     tokenizer: Tokenizer, path: str, headers: dict[str, str], status: int, kind: str
 ) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         body = {"system": "x" * 2000} if status == 413 else {}
         answer = await server.http.post(path, json=body, headers=headers)
         assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
@@ -284,7 +284,7 @@ def test_what_is_refused_before_the_endpoint_is_told_in_the_same_shape(
 
 
 def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(tokenizer: Tokenizer) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         for path in ("/messages", "/messages/count_tokens"):
             told = await server.refusal(path=path, messages=[{"role": "user", "content": "x" * 7_000_000}])
             assert told[:2] == (400, "invalid_request_error")
@@ -294,7 +294,7 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(to
 
 
 def test_other_models_are_not_found(tokenizer: Tokenizer) -> None:
-    async def do(server: Messaging) -> None:
+    async def do(server: MessagesServer) -> None:
         status, kind, message = await server.refusal(model="claude")
         assert (status, kind) == (404, "not_found_error")
         assert "'claude'" in message

@@ -132,15 +132,15 @@ def http(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> tuple[int, An
 
 
 def chatting(tokenizer: Tokenizer, messages: Messages) -> str:
-    status, told, backend = http(tokenizer, "/chat/completions", {"messages": messages})
-    assert status == 200, told
+    status, reply, backend = http(tokenizer, "/chat/completions", {"messages": messages})
+    assert status == 200, reply
     return bytes(backend.works[0].prompt_token_ids).decode()
 
 
 def tokenized(tokenizer: Tokenizer, messages: Messages) -> str:
-    status, told, _ = http(tokenizer, "http://server/tokenize", {"messages": messages})
-    assert status == 200, told
-    return bytes(told["tokens"]).decode()
+    status, reply, _ = http(tokenizer, "http://server/tokenize", {"messages": messages})
+    assert status == 200, reply
+    return bytes(reply["tokens"]).decode()
 
 
 @pytest.mark.parametrize(("template", "messages", "prompt"), TABLE)
@@ -170,8 +170,8 @@ def test_items_of_responses_come_through_the_same_door(tokenizers: dict[str, Tok
             {"role": "tool", "tool_call_id": "c1", "content": "42"},
         ),
     ]
-    status, told, backend = http(tokenizers["chatml"], "/responses", {"input": items})
-    assert status == 200, told
+    status, reply, backend = http(tokenizers["chatml"], "/responses", {"input": items})
+    assert status == 200, reply
     prompt = bytes(backend.works[0].prompt_token_ids).decode()
     assert prompt == library(tokenizers["chatml"], messages) == chatting(tokenizers["chatml"], messages)
 
@@ -193,9 +193,9 @@ def test_what_is_no_text_is_refused_by_its_place(
         library(tokenizers["chatml"], [user("hi"), message])
     assert str(error.value).startswith(f"{place} is ")
     assert error.value.parameter == "messages"
-    status, told, _ = http(tokenizers["chatml"], "/chat/completions", {"messages": [user("hi"), message]})
+    status, reply, _ = http(tokenizers["chatml"], "/chat/completions", {"messages": [user("hi"), message]})
     assert status == 400
-    assert told["error"]["param"].startswith(place.removesuffix(".type"))
+    assert reply["error"]["param"].startswith(place.removesuffix(".type"))
 
 
 @pytest.mark.parametrize(
@@ -226,10 +226,10 @@ def test_shapes_that_transformers_takes_are_rendered_as_it_renders_them(
     )
     assert library(tokenizers[template], messages) == expected
     # OpenAI's API has arguments as text, which transformers would write as a string.
-    told = [
+    reply = [
         m | {"tool_calls": list(map(as_text, m["tool_calls"]))} if "tool_calls" in m else m for m in messages
     ]
-    assert chatting(tokenizers[template], told) == library(tokenizers[template], told) == expected
+    assert chatting(tokenizers[template], reply) == library(tokenizers[template], reply) == expected
 
 
 def as_text(call: dict[str, Any]) -> dict[str, Any]:

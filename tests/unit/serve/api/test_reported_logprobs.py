@@ -21,9 +21,9 @@ def test_bytes_are_those_of_the_token_and_of_a_special_ones_name(tmp_path: Path)
         {0xC3: Logprob(-0.5, 1, "\ufffd")},
         {300: Logprob(-0.5, 1, "")},  # a padding row, which is no token
     ]
-    told = chat_logprobs(of_tokens, 2, tokenizer)
-    assert [one["bytes"] for one in told] == [list(b"</s>"), [0xC3], []]
-    assert [one["bytes"] for one in told[0]["top_logprobs"]] == [list(b"</s>"), [65]]
+    reported = chat_logprobs(of_tokens, 2, tokenizer)
+    assert [one["bytes"] for one in reported] == [list(b"</s>"), [0xC3], []]
+    assert [one["bytes"] for one in reported[0]["top_logprobs"]] == [list(b"</s>"), [65]]
     # What grammars and decoding read of it stays empty.
     assert tokenizer.token_bytes[257] == b""
     assert tokenizer.decode([65, 257]) == "A"
@@ -33,9 +33,9 @@ def test_a_token_without_text_that_ends_an_answer_is_a_chunk_of_its_own(tmp_path
     """Some clients take a chunk's tokens for its text, which would have `</s>` in it."""
     folder = write_folder(tmp_path)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    told = ({72: Logprob(-0.5, 1, "H")}, {105: Logprob(-0.5, 1, "i")}, {257: Logprob(-0.5, 1, "</s>")})
+    reported = ({72: Logprob(-0.5, 1, "H")}, {105: Logprob(-0.5, 1, "i")}, {257: Logprob(-0.5, 1, "</s>")})
     ids, stop = (72, 105, 257), FinishReason.STOP
-    answer = Delta("", "Hi", ids, told, finish_reason=stop, figures=SpeculationFigures())
+    answer = Delta("", "Hi", ids, reported, finish_reason=stop, figures=SpeculationFigures())
 
     async def ask(**more: Any) -> str:
         app = scripted_app(Tokenizer.load(folder), ScriptedBackend([answer]))

@@ -10,7 +10,7 @@ from openai.types.responses import Response
 from specinfer.request import Delta, FinishReason
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import FACTS, byte_tokenizer, says
-from tests.unit.serve.api.asking import Asking, ask
+from tests.unit.serve.api.responses_server import ResponsesServer, ask
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_cannot_be_honoured_is_refused_by_name(
     tokenizer: Tokenizer, body: dict[str, Any], param: str
 ) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         whole = {"input": "Hi"} | body if body else {}
         status, named, message = await server.refusal(**whole)
         assert (status, named) == (404 if param == "model" else 400, param)
@@ -94,7 +94,7 @@ def test_what_asks_for_nothing_is_taken(tokenizer: Tokenizer) -> None:
         "conversation": None,
     }
 
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         answer = await server.http.post("/responses", json=nothing | {"input": "Hi"})
         assert answer.status_code == 200, answer.text
         Response.model_validate(answer.json())
@@ -112,7 +112,7 @@ def test_the_engines_complaint_names_this_endpoints_field(tokenizer: Tokenizer) 
         parameter="max_tokens",
     )
 
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         _, param, message = await server.refusal(input="Hi")
         assert param == "max_output_tokens"
         assert message.endswith("lower max_output_tokens")
@@ -122,7 +122,7 @@ def test_the_engines_complaint_names_this_endpoints_field(tokenizer: Tokenizer) 
 
 @pytest.mark.parametrize("size", [120_000, 7_000_000])
 def test_an_input_that_is_too_long_is_named(tokenizer: Tokenizer, size: int) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         status, param, message = await server.refusal(input="x" * size)
         assert (status, param) == (400, "input")
         assert f"allowed: at most {FACTS.max_length - 1}" in message

@@ -10,7 +10,7 @@ from openai.types.responses import Response
 from specinfer.request import FinishReason
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import MODEL, byte_tokenizer, says
-from tests.unit.serve.api.asking import Asking, ask
+from tests.unit.serve.api.responses_server import ResponsesServer, ask
 
 # Earlier thoughts stand before their answers; new ones are opened where that is asked for.
 TEMPLATE = (
@@ -19,7 +19,7 @@ TEMPLATE = (
     "{{ m.content }}\n{% endfor %}"
     "assistant: {% if thinks %}({{ reasoning_effort }})<think>{{ '\n' }}{% endif %}"
 )
-SAID = ("<think>\nTwo ", "and two.", "\n</think>\n\nFo", "ur.")
+ANSWER = ("<think>\nTwo ", "and two.", "\n</think>\n\nFo", "ur.")
 
 
 @pytest.fixture(scope="module")
@@ -28,26 +28,26 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def test_thoughts_are_an_item_before_the_message(tokenizer: Tokenizer) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         answer = await server.responses.create(model=MODEL, input="2+2?")
         Response.model_validate(answer.model_dump())
-        thoughts, message = answer.output
-        assert thoughts.type == "reasoning"
-        assert (thoughts.summary, thoughts.status) == ([], "completed")
-        assert [part.model_dump() for part in thoughts.content or ()] == [
+        reasoning_item, message = answer.output
+        assert reasoning_item.type == "reasoning"
+        assert (reasoning_item.summary, reasoning_item.status) == ([], "completed")
+        assert [part.model_dump() for part in reasoning_item.content or ()] == [
             {"type": "reasoning_text", "text": "Two and two."}
         ]
         assert message.type == "message"
         assert answer.output_text == "Four."
         assert answer.usage is not None
-        assert answer.usage.output_tokens_details.reasoning_tokens == len(SAID[0] + SAID[1])
-        assert answer.usage.output_tokens == len("".join(SAID))
+        assert answer.usage.output_tokens_details.reasoning_tokens == len(ANSWER[0] + ANSWER[1])
+        assert answer.usage.output_tokens == len("".join(ANSWER))
 
-    ask(tokenizer, [says(*SAID)], do)
+    ask(tokenizer, [says(*ANSWER)], do)
 
 
 def test_thoughts_are_streamed_before_the_message(tokenizer: Tokenizer) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         events, types = await server.stream(input="2+2?")
         assert types == [
             "created",
@@ -68,31 +68,35 @@ def test_thoughts_are_streamed_before_the_message(tokenizer: Tokenizer) -> None:
         ]
         assert [one["delta"] for one in events if "delta" in one] == ["Two ", "and two.", "Fo", "ur."]
         assert [one["output_index"] for one in events[2:-1]] == [0] * 5 + [1] * 7
-        thoughts, message = events[-1]["response"]["output"]
-        assert (events[6]["item"], events[-2]["item"]) == (thoughts, message)
-        assert events[2]["item"] == thoughts | {"content": [], "status": "in_progress"}
-        assert events[5]["text"] == thoughts["content"][0]["text"] == "Two and two."
-        assert {one["item_id"] for one in events[3:6]} == {thoughts["id"]}
+        reasoning_item, message = events[-1]["response"]["output"]
+        assert (events[6]["item"], events[-2]["item"]) == (reasoning_item, message)
+        assert events[2]["item"] == reasoning_item | {"content": [], "status": "in_progress"}
+        assert events[5]["text"] == reasoning_item["content"][0]["text"] == "Two and two."
+        assert {one["item_id"] for one in events[3:6]} == {reasoning_item["id"]}
 
-    ask(tokenizer, [says(*SAID)], do)
+    ask(tokenizer, [says(*ANSWER)], do)
 
 
 def test_the_clients_own_accumulation_has_both(tokenizer: Tokenizer) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         async with server.responses.stream(model=MODEL, input="2+2?") as stream:
             snapshots = [one.snapshot async for one in stream if one.type == "response.output_text.delta"]
             final = await stream.get_final_response()
         assert snapshots == ["Fo", "Four."]
         assert [item.type for item in final.output] == ["reasoning", "message"]
 
-    ask(tokenizer, [says(*SAID)], do)
+    ask(tokenizer, [says(*ANSWER)], do)
 
 
 def test_thoughts_that_are_cut_off_are_all_there_is(tokenizer: Tokenizer) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         answer = await server.responses.create(model=MODEL, input="2+2?", max_output_tokens=9)
-        [thoughts] = answer.output
-        assert (answer.status, thoughts.type, thoughts.status) == ("incomplete", "reasoning", "incomplete")  # type: ignore[union-attr]
+        [reasoning_item] = answer.output
+        assert (answer.status, reasoning_item.type, reasoning_item.status) == (
+            "incomplete",
+            "reasoning",
+            "incomplete",
+        )  # type: ignore[union-attr]
         assert answer.output_text == ""
 
     ask(tokenizer, [says("<think>Tw", reason=FinishReason.LENGTH)], do)
@@ -100,7 +104,7 @@ def test_thoughts_that_are_cut_off_are_all_there_is(tokenizer: Tokenizer) -> Non
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_earlier_thoughts_are_told_to_the_template(tokenizer: Tokenizer, kept: bool) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         first = await server.responses.create(model=MODEL, input="2+2?", store=kept)
         more: Any = {"role": "user", "content": "And 3?"}
         if kept:
@@ -113,11 +117,11 @@ def test_earlier_thoughts_are_told_to_the_template(tokenizer: Tokenizer, kept: b
             "user: 2+2?\nassistant: <think>Two and two.</think>Four.\nuser: And 3?\nassistant: "
         )
 
-    ask(tokenizer, [says(*SAID), says("Five.")], do)
+    ask(tokenizer, [says(*ANSWER), says("Five.")], do)
 
 
 def test_the_template_may_open_the_thoughts_and_hear_how_much(tokenizer: Tokenizer) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         answer = await server.responses.create(
             model=MODEL,
             input="2+2?",
@@ -138,7 +142,7 @@ def test_the_template_may_open_the_thoughts_and_hear_how_much(tokenizer: Tokeniz
 def test_log_probabilities_are_those_of_the_text(tokenizer: Tokenizer) -> None:
     wanted: dict[str, Any] = {"include": ["message.output_text.logprobs"]}
 
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         events = await server.events(input="Hi", **wanted)
         deltas = [one for one in events if one["type"] == "response.output_text.delta"]
         assert ["".join(p["token"] for p in one["logprobs"]) for one in deltas] == ["Ye", "s"]

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from specinfer.request import FinishReason
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import MODEL, byte_tokenizer, says
-from tests.unit.serve.api.asking import Asking, ask
+from tests.unit.serve.api.responses_server import ResponsesServer, ask
 
 TEMPLATE = (
     "{% if tools %}tools: {% for t in tools %}{{ t.function.name }} {% endfor %}{{ '\n' }}{% endif %}"
@@ -50,19 +50,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def test_a_call_is_an_item_of_its_own(tokenizer: Tokenizer) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         answer = await server.responses.create(
             model=MODEL, input="Rain?", tools=[WEATHER, TIME], parallel_tool_calls=False
         )
-        told = answer.model_dump()
-        Response.model_validate(told)
+        reply = answer.model_dump()
+        Response.model_validate(reply)
         thoughts, message, called = answer.output
         assert (thoughts.type, message.type, called.type) == ("reasoning", "message", "function_call")
         assert answer.output_text == "Let me see."
         assert (called.name, called.arguments, called.status) == ("weather", ROME, "completed")  # type: ignore[union-attr]
         assert called.call_id.startswith("call_")  # type: ignore[union-attr]
         assert [tool.to_dict() for tool in answer.tools] == [WEATHER, TIME | {"description": None}]
-        assert (told["tool_choice"], told["parallel_tool_calls"]) == ("auto", False)
+        assert (reply["tool_choice"], reply["parallel_tool_calls"]) == ("auto", False)
         assert server.prompts == ["tools: weather time \nuser: Rain?\nassistant: "]
         form = server.backend.works[0].params.structured_output
         assert form is not None
@@ -74,7 +74,7 @@ def test_a_call_is_an_item_of_its_own(tokenizer: Tokenizer) -> None:
 def test_calls_are_streamed_as_they_are_written(tokenizer: Tokenizer) -> None:
     begin = '<tool_call>\n{"name": "weather", "arguments": '
 
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         events, types = await server.stream(input="Rain?", tools=[WEATHER])
         assert types == [
             "created",
@@ -106,7 +106,7 @@ def test_the_clients_own_accumulation_parses_the_arguments(tokenizer: Tokenizer)
     class Weather(BaseModel):
         city: str
 
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         from openai import pydantic_function_tool  # in chat's form; this endpoint has it flat
 
         function: Any = pydantic_function_tool(Weather, name="weather")["function"]
@@ -124,7 +124,7 @@ def test_the_clients_own_accumulation_parses_the_arguments(tokenizer: Tokenizer)
 
 
 def test_text_between_calls_keeps_its_place(tokenizer: Tokenizer) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         answer = await server.responses.create(model=MODEL, input="Rain?", tools=[WEATHER])
         assert [item.type for item in answer.output] == ["function_call", "message", "function_call"]
         assert answer.output_text == " and"
@@ -133,7 +133,7 @@ def test_text_between_calls_keeps_its_place(tokenizer: Tokenizer) -> None:
 
 
 def test_a_call_that_is_cut_off_is_incomplete(tokenizer: Tokenizer) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         answer = await server.responses.create(model=MODEL, input="Rain?", tools=[WEATHER])
         [called] = answer.output
         assert (answer.status, called.status) == ("incomplete", "incomplete")  # type: ignore[union-attr]
@@ -149,7 +149,7 @@ def test_a_call_that_is_cut_off_is_incomplete(tokenizer: Tokenizer) -> None:
 def test_results_are_told_and_earlier_calls_stay(tokenizer: Tokenizer, kept: bool) -> None:
     """By the id of the answer, or by sending its items back: the prompts are the same."""
 
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         asked: list[Any] = [{"role": "user", "content": "Rain?"}]
         more: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "store": kept}
         for result in ("no", "yes"):
@@ -182,7 +182,7 @@ def test_a_result_needs_its_call(tokenizer: Tokenizer) -> None:
     }
     made = {"type": "function_call", "call_id": "call_1", "name": "time", "arguments": ""}
 
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         assert (await server.refusal(input=[result, made]))[:2] == (400, "input[0].call_id")
         assert (await server.http.post("/responses", json={"input": [made, result]})).status_code == 200
 
@@ -192,10 +192,10 @@ def test_a_result_needs_its_call(tokenizer: Tokenizer) -> None:
 def test_a_function_may_be_chosen_or_none(tokenizer: Tokenizer) -> None:
     both: dict[str, Any] = {"model": MODEL, "input": "Rain?", "tools": [WEATHER, TIME]}
 
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         named = await server.responses.create(tool_choice={"type": "function", "name": "time"}, **both)
-        told = named.to_dict()
-        assert told["tool_choice"] == {"type": "function", "name": "time"}
+        reply = named.to_dict()
+        assert reply["tool_choice"] == {"type": "function", "name": "time"}
         form = server.backend.works[0].params.structured_output
         assert form is not None
         assert "weather" not in form.source
@@ -213,12 +213,12 @@ def test_beside_a_form_an_answer_is_calls_or_the_form(tokenizer: Tokenizer) -> N
     form = {"type": "json_schema", "name": "x", "schema": {"type": "object", "required": ["rain"]}}
     both: dict[str, Any] = {"model": MODEL, "input": "Rain?", "tools": [WEATHER], "text": {"format": form}}
 
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         called = await server.responses.create(**both)
         assert [item.type for item in called.output] == ["function_call"]
-        told = await server.responses.create(**both)
-        assert told.output_text == '{"rain": 1}'
-        assert told.to_dict()["text"]["format"] == form  # type: ignore[index]
+        reply = await server.responses.create(**both)
+        assert reply.output_text == '{"rain": 1}'
+        assert reply.to_dict()["text"]["format"] == form  # type: ignore[index]
         await server.responses.create(**both, tool_choice="required")
         free, again, must = [work.params for work in server.backend.works]
         assert free.structured_output is not None
@@ -258,7 +258,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_cannot_be_honoured_is_refused_by_name(
     tokenizer: Tokenizer, body: dict[str, Any], param: str
 ) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         status, named, message = await server.refusal(**{"input": "Hi"} | body)
         assert (status, named) == (400, param), message
         assert ".function" not in message or param == "input"

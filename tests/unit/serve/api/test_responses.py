@@ -23,7 +23,7 @@ from tests.scripted_server import (
     says,
     scripted_app,
 )
-from tests.unit.serve.api.asking import EVENT, Asking, ask
+from tests.unit.serve.api.responses_server import EVENT, ResponsesServer, ask
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def test_an_answer_in_one_piece_is_what_the_client_takes_for_one(tokenizer: Tokenizer) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         answer = await server.responses.create(
             model=MODEL,
             input="Hi",
@@ -41,8 +41,8 @@ def test_an_answer_in_one_piece_is_what_the_client_takes_for_one(tokenizer: Toke
             temperature=0,
             extra_body={"seed": 7, "top_k": 3},
         )
-        told = answer.model_dump()
-        Response.model_validate(told)
+        reply = answer.model_dump()
+        Response.model_validate(reply)
         assert answer.output_text == "Hello"
         assert answer.status == "completed"
         assert (answer.metadata, answer.instructions, answer.temperature) == ({"a": "b"}, "Be brief.", 0)
@@ -54,7 +54,7 @@ def test_an_answer_in_one_piece_is_what_the_client_takes_for_one(tokenizer: Toke
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": 43,
         }
-        assert told["metrics"]["speculative_decoding"]["num_spec_steps"] == 0
+        assert reply["metrics"]["speculative_decoding"]["num_spec_steps"] == 0
         assert server.prompts == ["system: Be brief.\nuser: Hi\nassistant: "]
         params = server.backend.works[0].params
         assert (params.temperature, params.seed, params.top_k) == (0, 7, 3)
@@ -64,7 +64,7 @@ def test_an_answer_in_one_piece_is_what_the_client_takes_for_one(tokenizer: Toke
 
 
 def test_a_stream_has_the_events_that_the_client_knows(tokenizer: Tokenizer) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         events, types = await server.stream(model=MODEL, input="Hi")
         assert types == [
             "created",
@@ -96,7 +96,7 @@ def test_the_clients_own_accumulation_gives_the_answer(tokenizer: Tokenizer) -> 
     class Place(BaseModel):
         city: str
 
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         async with server.responses.stream(model=MODEL, input="Hi") as stream:
             snapshots = [one.snapshot async for one in stream if one.type == "response.output_text.delta"]
             final = await stream.get_final_response()
@@ -117,7 +117,7 @@ def test_the_clients_own_accumulation_gives_the_answer(tokenizer: Tokenizer) -> 
 def test_an_answer_that_is_cut_is_incomplete(tokenizer: Tokenizer) -> None:
     cut = FinishReason.LENGTH
 
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         answer = await server.responses.create(model=MODEL, input="Hi", max_output_tokens=3)
         assert answer.status == "incomplete"
         assert answer.incomplete_details is not None
@@ -142,7 +142,7 @@ def test_an_answer_that_is_cut_is_incomplete(tokenizer: Tokenizer) -> None:
 def test_an_answer_that_fails_says_so_and_is_not_kept(
     tokenizer: Tokenizer, trouble: Delta | Exception, status: int, code: str
 ) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         assert (await server.refusal(input="Hi"))[0] == status
         assert (await server.refusal(input="Hi", stream=True))[0] == status  # nothing has been said yet
         *_, last = await server.events(input="Hi")
@@ -156,7 +156,7 @@ def test_an_answer_that_fails_says_so_and_is_not_kept(
 
 
 def test_a_conversation_goes_on_by_the_answers_id(tokenizer: Tokenizer) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         first = await server.responses.create(model=MODEL, input="One", instructions="Count.")
         second = await server.responses.create(model=MODEL, input="Three", previous_response_id=first.id)
         await server.responses.delete(first.id)
@@ -190,28 +190,32 @@ def test_an_answer_belongs_to_the_key_that_asked_for_it(tokenizer: Tokenizer) ->
         app = scripted_app(tokenizer, ScriptedBackend(says("two"), says("four")), keys=["own", "other"])
         async with http_client(app) as client:
 
-            async def asked(method: str, path: str, key: str, **body: Any) -> tuple[int, Any]:
+            async def status_and_body(method: str, path: str, key: str, **body: Any) -> tuple[int, Any]:
                 headers = {"Authorization": f"Bearer {key}"}
                 answer = await client.request(method, f"/responses{path}", headers=headers, json=body or None)
                 return answer.status_code, answer.json()
 
-            _, first = await asked("POST", "", "own", input="One")
+            _, first = await status_and_body("POST", "", "own", input="One")
             place = f"/{first['id']}"
             for method, more in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
-                status, told = await asked(method, place + more, "other")
-                assert (status, told["error"]["code"]) == (404, "response_not_found")
-            status, told = await asked("POST", "", "other", input="Two", previous_response_id=first["id"])
-            assert (status, told["error"]["code"]) == (400, "previous_response_not_found")
-            assert await asked("GET", place, "own") == (200, first)
-            status, _ = await asked("POST", "", "own", input="Three", previous_response_id=first["id"])
+                status, reply = await status_and_body(method, place + more, "other")
+                assert (status, reply["error"]["code"]) == (404, "response_not_found")
+            status, reply = await status_and_body(
+                "POST", "", "other", input="Two", previous_response_id=first["id"]
+            )
+            assert (status, reply["error"]["code"]) == (400, "previous_response_not_found")
+            assert await status_and_body("GET", place, "own") == (200, first)
+            status, _ = await status_and_body(
+                "POST", "", "own", input="Three", previous_response_id=first["id"]
+            )
             assert status == 200
-            assert (await asked("DELETE", place, "own"))[0] == 200
+            assert (await status_and_body("DELETE", place, "own"))[0] == 200
 
     asyncio.run(run())
 
 
 def test_items_of_an_answer_may_be_sent_back(tokenizer: Tokenizer) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         first = await server.responses.create(
             model=MODEL, input="One", include=["message.output_text.logprobs"], store=False
         )
@@ -224,7 +228,7 @@ def test_items_of_an_answer_may_be_sent_back(tokenizer: Tokenizer) -> None:
 
 
 def test_what_is_not_to_be_stored_is_not(tokenizer: Tokenizer) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         names = []
         for store in (True, False, None, None):
             answer = await server.responses.create(model=MODEL, input="Hi", store=store)
@@ -234,7 +238,7 @@ def test_what_is_not_to_be_stored_is_not(tokenizer: Tokenizer) -> None:
 
     ask(tokenizer, [says("a") for _ in range(4)], do, stored_responses=2)
 
-    async def without(server: Asking) -> None:
+    async def without(server: ResponsesServer) -> None:
         answer = await server.responses.create(model=MODEL, input="Hi")
         assert answer.to_dict()["store"] is False
         assert (await server.refusal(input="Hi", store=True))[:2] == (400, "store")
@@ -245,14 +249,14 @@ def test_what_is_not_to_be_stored_is_not(tokenizer: Tokenizer) -> None:
 def test_log_probabilities_come_with_the_text(tokenizer: Tokenizer) -> None:
     wanted: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
 
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         events = await server.events(input="Hi", **wanted)
         deltas = [EVENT.validate_python(one) for one in events if one["type"] == "response.output_text.delta"]
         assert [[p.token for p in one.logprobs] for one in deltas] == [["o"], ["k"]]
         assert [p.logprob for p in deltas[0].logprobs[0].top_logprobs] == [-0.5]
         answer = Response.model_validate(events[-1]["response"])
-        told = answer.output[0].content[0].logprobs  # type: ignore[union-attr]
-        assert [(p.token, p.bytes, len(p.top_logprobs)) for p in told] == [("o", [111], 1), ("k", [107], 1)]
+        reply = answer.output[0].content[0].logprobs  # type: ignore[union-attr]
+        assert [(p.token, p.bytes, len(p.top_logprobs)) for p in reply] == [("o", [111], 1), ("k", [107], 1)]
         assert server.backend.works[0].params.logprobs == 1
 
     ask(tokenizer, [says("o", "k", logprobs=True)], do)
@@ -261,7 +265,7 @@ def test_log_probabilities_come_with_the_text(tokenizer: Tokenizer) -> None:
 def test_trees_come_where_they_are_asked_for(tokenizer: Tokenizer) -> None:
     tree = {"tokens": [1, 2]}
 
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         events = await server.events(input="Hi", trace=True)
         assert [one["trees"] for one in events if "trees" in one] == [[tree]]
         assert events[-1]["response"]["trees"] == [tree]
@@ -271,7 +275,7 @@ def test_trees_come_where_they_are_asked_for(tokenizer: Tokenizer) -> None:
 
 
 def test_the_items_of_an_input_can_be_listed(tokenizer: Tokenizer) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         first = await server.responses.create(model=MODEL, input="One")
         listed = [one async for one in server.responses.input_items.list(first.id)]
         [item] = [one.model_dump() for one in listed]
@@ -310,7 +314,7 @@ def test_the_items_of_an_input_can_be_listed(tokenizer: Tokenizer) -> None:
 
 
 def test_what_has_ended_is_not_cancelled(tokenizer: Tokenizer) -> None:
-    async def do(server: Asking) -> None:
+    async def do(server: ResponsesServer) -> None:
         answer = await server.responses.create(model=MODEL, input="One")
         with pytest.raises(openai.BadRequestError, match="only background responses can be cancelled"):
             await server.responses.cancel(answer.id)

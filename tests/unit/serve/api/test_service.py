@@ -93,7 +93,7 @@ def test_more_than_may_wait_are_told_to_come_again(tokenizer: Tokenizer) -> None
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "said"),
+    ("fields", "param", "message"),
     [
         ({"n": 10**9}, "n", "n is 1000000000; allowed: at most 4"),
         ({"n": 5, "stream": True}, "n", "n is 5; allowed: at most 4"),
@@ -102,7 +102,7 @@ def test_more_than_may_wait_are_told_to_come_again(tokenizer: Tokenizer) -> None
     ],
 )
 def test_more_than_one_request_may_ever_have_is_refused_at_once(
-    tokenizer: Tokenizer, fields: dict[str, Any], param: str, said: str
+    tokenizer: Tokenizer, fields: dict[str, Any], param: str, message: str
 ) -> None:
     service = service_of(Slow(), tokenizer, max_waiting=8, max_n=4)
 
@@ -112,7 +112,7 @@ def test_more_than_one_request_may_ever_have_is_refused_at_once(
         body = fields | {"messages": [{"role": "user", "content": "a"}]}
         return Chat(service, parse(ChatFields, json.dumps(body).encode()))
 
-    with pytest.raises(ApiError, match=said) as error:
+    with pytest.raises(ApiError, match=message) as error:
         ask()
     assert error.value.status == 400
     assert error.value.body["error"]["param"] == param
@@ -172,23 +172,23 @@ FAILED = Delta("", finish_reason=FinishReason.ERROR, error="3 steps failed", int
 WHOLE = Delta("", "a", (97,), finish_reason=FinishReason.LENGTH)
 
 
-class Told(Slow):
+class Scripted(Slow):
     """A backend that says what a test says, of works by their number."""
 
-    def __init__(self, *said: tuple[int, Delta] | BackendError) -> None:
+    def __init__(self, *message: tuple[int, Delta] | BackendError) -> None:
         super().__init__()
-        self.said = said
+        self.message = message
 
     async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
-        for one in self.said:
+        for one in self.message:
             if isinstance(one, BackendError):
                 raise one
             yield replace(one[1], id=works[one[0]].id)
 
 
 def test_one_of_several_that_fails_leaves_the_others_their_answers(tokenizer: Tokenizer) -> None:
-    async def run(*said: tuple[int, Delta]) -> list[tuple[int, str | None]]:
-        service = service_of(Told(*said), tokenizer)
+    async def run(*message: tuple[int, Delta]) -> list[tuple[int, str | None]]:
+        service = service_of(Scripted(*message), tokenizer)
         answers = service.answer([(1,)], [SamplingParams(n=2)])
         return [(number, delta.finish_reason) async for number, delta in answers]
 
@@ -197,14 +197,14 @@ def test_one_of_several_that_fails_leaves_the_others_their_answers(tokenizer: To
     with pytest.raises(ApiError, match="3 steps failed"):
         asyncio.run(run((0, FAILED), (1, FAILED)))
     refused = replace(FAILED, internal_error=False, parameter="regex")
-    with pytest.raises(ApiError, match="3 steps failed") as told:  # which holds for all of them
+    with pytest.raises(ApiError, match="3 steps failed") as caught:  # which holds for all of them
         asyncio.run(run((0, refused), (1, WHOLE)))
-    assert told.value.status == 400
+    assert caught.value.status == 400
 
 
 def test_others_do_not_go_on_without_the_figures_of_their_prompt(tokenizer: Tokenizer) -> None:
     async def run() -> None:
-        service = service_of(Told((0, FAILED), (1, WHOLE)), tokenizer)
+        service = service_of(Scripted((0, FAILED), (1, WHOLE)), tokenizer)
         async for _ in service.answer([(1,)], [SamplingParams(n=2, prompt_logprobs=1)]):
             pass
 
@@ -219,7 +219,7 @@ def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_more(
     signs, announced = ((0, Delta("")), (1, Delta("")), (1, Delta("", started=True))), False
     seen = []
 
-    class Watched(Told):
+    class Watched(Scripted):
         async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
             async with aclosing(super().generate(works)) as deltas:
                 async for delta in deltas:
@@ -241,7 +241,9 @@ def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_more(
 
 def test_who_may_ask_again_is_told_so(tokenizer: Tokenizer) -> None:
     async def run() -> None:
-        async for _ in service_of(Told(UnavailableError("it waited")), tokenizer).answer([(1,)], [GREEDY]):
+        async for _ in service_of(Scripted(UnavailableError("it waited")), tokenizer).answer(
+            [(1,)], [GREEDY]
+        ):
             raise AssertionError("nothing was said")
 
     with pytest.raises(ApiError, match="it waited") as error:
@@ -296,7 +298,7 @@ def test_every_completion_begins_with_what_the_first_computed_of_its_prompt(toke
 def test_log_probabilities_of_a_prompt_stand_in_its_first_choice(
     tokenizer: Tokenizer, what: str, streamed: bool
 ) -> None:
-    told = [None, {"2": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}}]
+    caught = [None, {"2": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}}]
 
     async def run() -> list[tuple[int, Any]]:
         service = service_of(Scored(), tokenizer, max_waiting=8)
@@ -316,8 +318,8 @@ def test_log_probabilities_of_a_prompt_stand_in_its_first_choice(
             key=lambda one: one[0],
         )
 
-    want = [(0, told), (1, None)]
-    assert asyncio.run(run()) == [*want, *([(2, told), (3, None)] if what == "prompt" else [])]
+    want = [(0, caught), (1, None)]
+    assert asyncio.run(run()) == [*want, *([(2, caught), (3, None)] if what == "prompt" else [])]
 
 
 def test_a_prediction_is_encoded_once_for_all_n_as_far_as_it_can_matter(

@@ -40,8 +40,8 @@ def prompts(
         tokens: list[int] = answer.json()["tokens"]
         return tokens
 
-    told = asyncio.run(run())
-    return [list(work.prompt_token_ids) for work in backend.works] + [told]
+    body = asyncio.run(run())
+    return [list(work.prompt_token_ids) for work in backend.works] + [body]
 
 
 def test_a_user_ends_no_turn(tokenizer: Tokenizer) -> None:

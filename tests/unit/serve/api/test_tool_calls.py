@@ -40,7 +40,7 @@ def check_call(name: str, arguments: str) -> None:
 def test_a_call_that_is_required_is_made_and_its_arguments_follow_the_schema(
     client: openai.OpenAI, seed: int
 ) -> None:
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "model": "tiny",
         "messages": HI,
         "tools": [WEATHER, TIME],
@@ -50,14 +50,14 @@ def test_a_call_that_is_required_is_made_and_its_arguments_follow_the_schema(
         "max_tokens": 300,
         "extra_body": NO_REASONING,
     }
-    choice = client.chat.completions.create(**asked).choices[0]
+    choice = client.chat.completions.create(**options).choices[0]
     assert choice.finish_reason == "tool_calls"
     [call] = choice.message.tool_calls
     check_call(call.function.name, call.function.arguments)
     assert not (choice.message.content or "").strip()
 
     name = arguments = call_id = ""
-    for chunk in client.chat.completions.create(**asked, stream=True):
+    for chunk in client.chat.completions.create(**options, stream=True):
         for piece in chunk.choices[0].delta.tool_calls or ():
             assert piece.index == 0
             name += piece.function.name or ""
@@ -85,9 +85,9 @@ FORM = {
 
 
 def check_form(text: str) -> None:
-    told = json.loads(text)
-    assert isinstance(told["warm"], bool)
-    assert told["n"] in range(1, 10)
+    reply = json.loads(text)
+    assert isinstance(reply["warm"], bool)
+    assert reply["n"] in range(1, 10)
 
 
 @pytest.mark.parametrize("called", [False, True])
@@ -97,20 +97,20 @@ def test_beside_a_form_an_answer_is_a_call_or_the_form(
 ) -> None:
     first = {str(ord("<")): 100 if called else -100}  # how a call begins
     held = {**NO_REASONING, "logit_bias": NO_REASONING["logit_bias"] | first}
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         **{"model": "tiny", "messages": HI, "tools": [WEATHER, TIME], "response_format": FORM, "seed": 1},
         **{"max_tokens": 300, "parallel_tool_calls": False, "extra_body": held},
     }
     if stream:
         content = name = arguments = ""
-        for chunk in client.chat.completions.create(**asked, stream=True):
+        for chunk in client.chat.completions.create(**options, stream=True):
             content += chunk.choices[0].delta.content or ""
             for piece in chunk.choices[0].delta.tool_calls or ():
                 name += piece.function.name or ""
                 arguments += piece.function.arguments or ""
         reason = chunk.choices[0].finish_reason
     else:
-        [choice] = client.chat.completions.create(**asked).choices
+        [choice] = client.chat.completions.create(**options).choices
         content, reason = choice.message.content or "", choice.finish_reason
         calls = choice.message.tool_calls or []
         name = "".join(call.function.name for call in calls)
@@ -124,15 +124,15 @@ def test_beside_a_form_an_answer_is_a_call_or_the_form(
 
 
 def test_a_choice_of_tools_decides_between_calls_and_the_form(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         **{"model": "tiny", "messages": HI, "tools": [WEATHER, TIME], "response_format": FORM, "seed": 1},
         **{"max_tokens": 300, "extra_body": NO_REASONING},
     }
-    [none] = client.chat.completions.create(**asked, tool_choice="none").choices
+    [none] = client.chat.completions.create(**options, tool_choice="none").choices
     check_form(none.message.content or "")
     assert not none.message.tool_calls
     [must] = client.chat.completions.create(
-        **asked, tool_choice="required", parallel_tool_calls=False
+        **options, tool_choice="required", parallel_tool_calls=False
     ).choices
     [call] = must.message.tool_calls or []
     check_call(call.function.name, call.function.arguments)
@@ -156,8 +156,8 @@ ODD = """{
 def odd(strict: bool) -> str:
     function = f'{{"name": "f", "strict": {json.dumps(strict)}, "parameters": {ODD}}}'
     tool = f'{{"type": "function", "function": {function}}}'
-    asked = {"model": "tiny", "messages": HI, "tool_choice": "required", "max_tokens": 300, "seed": 2}
-    return f'{json.dumps(asked | {"parallel_tool_calls": False} | NO_REASONING)[:-1]}, "tools": [{tool}]}}'
+    options = {"model": "tiny", "messages": HI, "tool_choice": "required", "max_tokens": 300, "seed": 2}
+    return f'{json.dumps(options | {"parallel_tool_calls": False} | NO_REASONING)[:-1]}, "tools": [{tool}]}}'
 
 
 def test_schemas_of_tools_are_held_as_far_as_they_can_be(client: openai.OpenAI) -> None:
@@ -171,10 +171,10 @@ def test_schemas_of_tools_are_held_as_far_as_they_can_be(client: openai.OpenAI) 
     assert given["tags"] in ([], ["a"], ["b"], ["a", "b"], ["b", "a"])
     assert len(given["more"]) <= 2
     refused = http.post("chat/completions", content=odd(strict=True))
-    told = refused.json()["error"]
-    assert (refused.status_code, told["param"]) == (400, "tools[0].function.parameters")
-    assert "pattern at /properties/word cannot be enforced" in told["message"]
-    assert "leave out strict to enforce the rest" in told["message"]
+    reply = refused.json()["error"]
+    assert (refused.status_code, reply["param"]) == (400, "tools[0].function.parameters")
+    assert "pattern at /properties/word cannot be enforced" in reply["message"]
+    assert "leave out strict to enforce the rest" in reply["message"]
 
 
 def test_a_named_tool_is_called_and_its_result_can_be_told(client: openai.OpenAI) -> None:
@@ -189,9 +189,9 @@ def test_a_named_tool_is_called_and_its_result_can_be_told(client: openai.OpenAI
     ).choices[0]
     [call] = answer.message.tool_calls
     assert call.function.name == "weather"
-    told = [*HI, answer.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "21 C"}]
+    reply = [*HI, answer.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "21 C"}]
     after = client.chat.completions.create(
-        model="tiny", messages=told, tools=[WEATHER], tool_choice="none", max_tokens=5
+        model="tiny", messages=reply, tools=[WEATHER], tool_choice="none", max_tokens=5
     )
     assert after.choices[0].message.tool_calls is None
 
@@ -204,24 +204,24 @@ def test_a_model_that_may_call_may_as_well_talk(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_comes_in_a_field_of_its_own(client: openai.OpenAI, stream: bool) -> None:
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "model": "tiny",
         "messages": HI,
         "max_tokens": 60,
         "extra_body": {"regex": "<think>\nhm, let me see\n</think>\n\nYes[.]"},
     }
     if stream:
-        said = {"reasoning_content": "", "content": ""}
-        for chunk in client.chat.completions.create(**asked, stream=True):
+        answer_message = {"reasoning_content": "", "content": ""}
+        for chunk in client.chat.completions.create(**options, stream=True):
             delta = chunk.choices[0].delta.model_dump()
-            for name in said:
-                said[name] += delta.get(name) or ""
+            for name in answer_message:
+                answer_message[name] += delta.get(name) or ""
     else:
-        answer = client.chat.completions.create(**asked)
-        said = answer.choices[0].message.model_dump()
+        answer = client.chat.completions.create(**options)
+        answer_message = answer.choices[0].message.model_dump()
         assert 0 < answer.usage.completion_tokens_details.reasoning_tokens < answer.usage.completion_tokens
-    assert said["reasoning_content"] == "hm, let me see"
-    assert said["content"] == "Yes."
+    assert answer_message["reasoning_content"] == "hm, let me see"
+    assert answer_message["content"] == "Yes."
 
 
 def test_a_template_may_open_the_reasoning(client: openai.OpenAI) -> None:
@@ -261,7 +261,7 @@ def test_responses_have_calls_and_reasoning_as_items(client: openai.OpenAI) -> N
 
 
 @pytest.mark.parametrize(
-    ("asked", "param", "said"),
+    ("options", "param", "answer_message"),
     [
         ({"tools": [WEATHER, WEATHER]}, "tools", "like an earlier one's"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "a b"),
@@ -305,9 +305,9 @@ def test_responses_have_calls_and_reasoning_as_items(client: openai.OpenAI) -> N
     ],
 )
 def test_tools_that_cannot_be_had(
-    client: openai.OpenAI, asked: dict[str, Any], param: str, said: str
+    client: openai.OpenAI, options: dict[str, Any], param: str, answer_message: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as error:
-        client.chat.completions.create(model="tiny", messages=HI, **asked)
-    assert said in error.value.body["message"] or param == "tool_choice"
+        client.chat.completions.create(model="tiny", messages=HI, **options)
+    assert answer_message in error.value.body["message"] or param == "tool_choice"
     assert error.value.body["param"].startswith(param)

@@ -34,7 +34,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.parametrize(
-    ("free", "count", "ranks", "wanted", "cpus"),
+    ("free", "count", "ranks", "requested", "cpus"),
     [
         ([8], 1, 1, None, 8),
         ([8], 2, 1, None, 4),
@@ -48,13 +48,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     ],
 )
 def test_replicas_share_the_cpus_of_a_cluster(
-    free: list[float], count: int, ranks: int, wanted: int | None, cpus: int
+    free: list[float], count: int, ranks: int, requested: int | None, cpus: int
 ) -> None:
-    assert cpus_of_each(free, count, ranks, wanted) == cpus
+    assert cpus_of_each(free, count, ranks, requested) == cpus
 
 
 @pytest.mark.parametrize(
-    ("free", "count", "ranks", "wanted", "said"),
+    ("free", "count", "ranks", "requested", "message"),
     [
         (
             [2],
@@ -69,10 +69,10 @@ def test_replicas_share_the_cpus_of_a_cluster(
     ],
 )
 def test_replicas_that_do_not_fit_are_refused_with_what_there_is(
-    free: list[float], count: int, ranks: int, wanted: int | None, said: str
+    free: list[float], count: int, ranks: int, requested: int | None, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
-        cpus_of_each(free, count, ranks, wanted)
+    with pytest.raises(ConfigError, match=message):
+        cpus_of_each(free, count, ranks, requested)
 
 
 @given(st.lists(st.integers(0, 40), max_size=5), st.integers(1, 12), st.integers(1, 4))
@@ -99,11 +99,11 @@ def test_the_cluster_is_that_of_the_environment_or_of_ray_start(
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray/ray_current_cluster").write_text("10.0.0.1:6379\n")
     assert configured_address() == "10.0.0.1:6379"
-    for told, address in {"": "10.0.0.1:6379", "auto": "10.0.0.1:6379", "local": "", "h:1": "h:1"}.items():
-        monkeypatch.setenv("RAY_ADDRESS", told)
+    for value, address in {"": "10.0.0.1:6379", "auto": "10.0.0.1:6379", "local": "", "h:1": "h:1"}.items():
+        monkeypatch.setenv("RAY_ADDRESS", value)
         assert configured_address() == address
-    for told in ("ray://10.0.0.1:10001", "10.0.0.1", "host:port"):
-        monkeypatch.setenv("RAY_ADDRESS", told)
+    for value in ("ray://10.0.0.1:10001", "10.0.0.1", "host:port"):
+        monkeypatch.setenv("RAY_ADDRESS", value)
         with pytest.raises(ConfigError, match="allowed: HOST:PORT of a cluster"):
             configured_address()
 
@@ -124,18 +124,18 @@ def test_a_cluster_that_does_not_answer_is_named_at_once(installed: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("says", "said"),
+    ("outcome", "message"),
     [
         ("dead", "the private Ray cluster of this server does not answer"),
         ("it has no disk", "^it has no disk$"),
     ],
 )
 def test_a_cluster_that_cannot_be_started_is_refused(
-    says: str, said: str, installed: pytest.MonkeyPatch, tmp_path: Path
+    outcome: str, message: str, installed: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     installed.setattr("tempfile.tempdir", str(tmp_path))
-    installed.setenv("FAKE_RELAY", says)
-    with pytest.raises(ConfigError, match=said):
+    installed.setenv("FAKE_RELAY", outcome)
+    with pytest.raises(ConfigError, match=message):
         Cluster(ENGINE, 1)
     assert not list(tmp_path.iterdir())
 
@@ -145,12 +145,12 @@ def test_a_cluster_of_ones_own_ends_with_the_block_and_is_started_again_where_it
 ) -> None:
     installed.setattr("tempfile.tempdir", str(tmp_path))
 
-    def keepers() -> list[psutil.Process]:
+    def relays() -> list[psutil.Process]:
         alive = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
         return [one for one in alive if "fake_relay" in " ".join(one.cmdline())]
 
     with Cluster(ENGINE, 2) as one, Cluster(ENGINE.with_options({"threads": 3}), 1) as other:
-        assert len(keepers()) == 2
+        assert len(relays()) == 2
         tokens = {made.env["RAY_AUTH_TOKEN"] for made in (one, other)}
         assert len(tokens) == 2
         assert not tokens & set(os.environ.values())
@@ -164,9 +164,9 @@ def test_a_cluster_of_ones_own_ends_with_the_block_and_is_started_again_where_it
         until(lambda: killed.status() == psutil.STATUS_ZOMBIE)  # it has no command line before it is one
         one.revive()
         assert one.relay[1] != address
-        assert len(keepers()) == 2
+        assert len(relays()) == 2
         assert len(list(tmp_path.iterdir())) == 2
-    assert not keepers()
+    assert not relays()
     assert not list(tmp_path.iterdir())
 
 
@@ -179,7 +179,7 @@ def test_what_does_not_fit_leaves_no_cluster(installed: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             {"tensor_parallel": 2, "quantization": "int8", "master": "10.0.0.1:29500", "key_file": "k"},
@@ -188,7 +188,7 @@ def test_what_does_not_fit_leaves_no_cluster(installed: pytest.MonkeyPatch, tmp_
         ({"device": "cuda"}, "cluster is ray with device 'cuda'; actors are given CPUs alone"),
     ],
 )
-def test_what_actors_have_not_is_refused(options: dict[str, Any], said: str) -> None:
+def test_what_actors_have_not_is_refused(options: dict[str, Any], message: str) -> None:
     given, config = configs({"cluster": "ray", **options}, None)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         _engine(given, config)

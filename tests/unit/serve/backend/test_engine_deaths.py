@@ -169,12 +169,12 @@ DEATHS = {
 def test_of_an_engines_death_is_blamed(name: str, replicas: int, handles: list[Handle]) -> None:
     case = DEATHS[name]
     ended: dict[str, str] = {}
-    said: dict[str, int] = {}
+    lengths: dict[str, int] = {}
 
     async def ask(backend: ReplicaBackend, name: str) -> None:
         try:
             async for delta in backend.generate([replace(WORK, id=name)]):
-                said[name] = said.get(name, 0) + len(delta.token_ids)
+                lengths[name] = lengths.get(name, 0) + len(delta.token_ids)
         except BackendError as error:
             ended[name] = str(error)
 
@@ -210,7 +210,7 @@ def test_of_an_engines_death_is_blamed(name: str, replicas: int, handles: list[H
     run_virtual(run())
     assert sorted(ended) == list(case.blamed)
     assert all("died 3 times in a row" in reason for reason in ended.values())
-    assert said == {name: 3 for name in "abcd" if name not in case.blamed}
+    assert lengths == {name: 3 for name in "abcd" if name not in case.blamed}
 
 
 def test_nobody_waits_for_an_engine_that_cannot_be_started(
@@ -244,7 +244,7 @@ def test_an_engine_that_gives_no_sign_of_life_is_started_again(handles: list[Han
     async def run() -> None:
         backend = ReplicaBackend(EngineConfig(model="m"), timeout=120.0)
         await backend.start()
-        heard = asyncio.ensure_future(anext(backend.generate([WORK])))
+        received = asyncio.ensure_future(anext(backend.generate([WORK])))
         await asyncio.sleep(1000)
         assert not handles[0].killed  # it is in a long step, and answers
         handles[0].is_stopped = True
@@ -260,7 +260,7 @@ def test_an_engine_that_gives_no_sign_of_life_is_started_again(handles: list[Han
         assert restarts(backend) == 1
         assert [work.id for work in handles[1].given] == ["w"]
         handles[1].says("deltas", [Delta("w", "x", (7,))], None)
-        assert (await heard).text == "x"
+        assert (await received).text == "x"
         await asyncio.sleep(1000)
         assert len(handles) == 2
         await backend.close()
@@ -294,12 +294,12 @@ def test_the_books_of_a_real_engine_are_right_behind_kills_and_aborts(folder: Pa
         try:
             expected = [await hear(backend, work, 300) for work in works[:3]]
             again = [replace(work, id=f"again {work.id}") for work in works[:3]]
-            heard = [asyncio.ensure_future(hear(backend, work, 300)) for work in again]
+            received = [asyncio.ensure_future(hear(backend, work, 300)) for work in again]
             gone = [asyncio.ensure_future(hear(backend, work, 5)) for work in works[3:]]
             await asyncio.gather(*gone)
             assert backend.pids[0] is not None
             os.kill(backend.pids[0], signal.SIGKILL)
-            assert await asyncio.gather(*heard) == expected
+            assert await asyncio.gather(*received) == expected
             await until(lambda: restarts(backend) == 1)
             await asyncio.sleep(0.5)  # the last step tells of its tokens before it lets go of their blocks
             health = await backend.health()

@@ -48,11 +48,11 @@ def serving(llm: LLM) -> Iterator[Connection]:
 
 def hear(server: Connection, until: Any) -> list[tuple[Any, ...]]:
     """Messages up to the one that `until` holds for."""
-    heard: list[tuple[Any, ...]] = []
-    while not heard or not until(heard[-1]):
-        assert server.poll(60), heard
-        heard.append(server.recv())
-    return heard
+    messages: list[tuple[Any, ...]] = []
+    while not messages or not until(messages[-1]):
+        assert server.poll(60), messages
+        messages.append(server.recv())
+    return messages
 
 
 def ends(name: str) -> Any:
@@ -88,8 +88,8 @@ def test_a_tree_that_cannot_be_told_ends_no_answer(folder: Path, monkeypatch: py
     with LLM(folder, **ENGINE) as llm, serving(llm) as server:
         params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
         server.send(("add", [Work("a", (65, 66), params, traced=True), Work("b", (67, 68), params)]))
-        heard = hear(server, ends("a"))
-    deltas = [delta for message in heard if message[0] == "deltas" for delta in message[1] if delta.id == "a"]
+        messages = hear(server, ends("a"))
+    deltas = [delta for message in messages if message[0] == "deltas" for delta in message[1] if delta.id == "a"]
     assert [delta.finish_reason for delta in deltas][-1] == "length"
     assert sum(len(delta.token_ids) for delta in deltas) == 20
 
@@ -150,26 +150,30 @@ def test_engines_have_one_fingerprint_where_their_texts_are_the_same(tmp_path: P
     kernels("native")  # of which no text depends on the number of threads
     folder = write_tiny_llama(tmp_path / "m", vocab_size=256, max_context=64, tokenizer=True)
 
-    def told(model: Path = folder, **options: Any) -> str:
+    def mark_of(model: Path = folder, **options: Any) -> str:
         given = {"dtype": "float32", "kv_cache_memory": 1 << 20, "lookup": False, **options}
         with LLM(model, **given) as llm:
             return fingerprint(llm)
 
-    usual = told()
-    assert told(lookup=True, kv_cache_memory=1 << 21, max_batch_size=2, threads=1) == usual
-    assert told(Path(shutil.copytree(folder, tmp_path / "copy"))) == usual  # another machine's
-    others = [told(dtype="bfloat16"), told(quantization="int8"), told(kernels="torch")]
+    usual = mark_of()
+    assert mark_of(lookup=True, kv_cache_memory=1 << 21, max_batch_size=2, threads=1) == usual
+    assert mark_of(Path(shutil.copytree(folder, tmp_path / "copy"))) == usual  # another machine's
+    others = [
+        mark_of(dtype="bfloat16"),
+        mark_of(quantization="int8"),
+        mark_of(kernels="torch"),
+    ]
     file = next(folder.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")  # another file of that name and size
-    assert len({usual, *others, told()}) == 5
+    assert len({usual, *others, mark_of()}) == 5
 
 
 def test_an_answer_says_first_that_it_is_admitted_and_when_its_first_step_begins(folder: Path) -> None:
     with LLM(folder, **ENGINE, max_batch_size=1) as llm, serving(llm) as server:
         assert server.recv()[0] == "ready"
         server.send(("add", [Work("a", (65, 66), LONG), Work("b", (67, 68), LONG)]))
-        heard = [*hear(server, ends("a")), *hear(server, ends("b"))]
-    deltas = [delta for message in heard if message[0] == "deltas" for delta in message[1]]
+        messages = [*hear(server, ends("a")), *hear(server, ends("b"))]
+    deltas = [delta for message in messages if message[0] == "deltas" for delta in message[1]]
     order = [
         (delta.id, "begins" if delta.begun else "ends" if delta.finish_reason else "is taken")
         for delta in deltas
@@ -195,8 +199,8 @@ def test_a_work_has_the_adapter_that_it_names(folder: Path, tmp_path: Path) -> N
                 message = server.recv()
                 deltas += message[1] if message[0] == "deltas" else []
                 ended = {delta.id for delta in deltas if delta.finish_reason is not None}
-    said = {n: tuple(token for one in deltas if one.id == n for token in one.token_ids) for n in names}
-    assert [said["a"], said["b"]] == want
+    outputs = {n: tuple(token for one in deltas if one.id == n for token in one.token_ids) for n in names}
+    assert [outputs["a"], outputs["b"]] == want
     assert want[0] != want[1]
     [refused] = [one for one in deltas if one.id == "c" and one.finish_reason is not None]
     assert (refused.parameter, refused.internal_error) == ("model", False)
@@ -205,13 +209,23 @@ def test_a_work_has_the_adapter_that_it_names(folder: Path, tmp_path: Path) -> N
 def test_a_fingerprint_is_of_adapters_and_not_of_where_they_lie(folder: Path, tmp_path: Path) -> None:
     options = {"lookup": False, "dtype": "float32", "kv_cache_memory": 1 << 20}
 
-    def told(**more: Any) -> str:
+    def mark_of(**more: Any) -> str:
         with LLM(folder, **options, **more) as llm:
             return fingerprint(llm)
 
     adapter = write_adapter(tmp_path / "sql", folder)
     copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
     other = write_adapter(tmp_path / "other", folder, seed=5)
-    usual = told(lora={"sql": adapter})
-    assert told(lora={"sql": copy}, max_loras=2) == usual
-    assert len({usual, told(), told(lora={"sql": other}), told(lora={"poems": adapter})}) == 4
+    usual = mark_of(lora={"sql": adapter})
+    assert mark_of(lora={"sql": copy}, max_loras=2) == usual
+    assert (
+        len(
+            {
+                usual,
+                mark_of(),
+                mark_of(lora={"sql": other}),
+                mark_of(lora={"poems": adapter}),
+            }
+        )
+        == 4
+    )

@@ -26,24 +26,24 @@ def test_works_of_a_session_go_to_one_replica_and_go_on_at_another_when_it_dies(
     async def run() -> None:
         async with replicas(2) as backend:
             assert [one.number for one in handles] == [0, 1]
-            asked = [Answering(backend, f"{who}{turn}", session=who) for turn in (1, 2) for who in "abcdef"]
+            works = [Answering(backend, f"{who}{turn}", session=who) for turn in (1, 2) for who in "abcdef"]
             await asyncio.sleep(0)
             homes = {name: one.number for one in handles for name in given(one)}
-            assert len(homes) == len(asked)
+            assert len(homes) == len(works)
             assert set(homes.values()) == {0, 1}
             assert all(homes[f"{who}1"] == homes[f"{who}2"] for who in "abcdef")
             first, second = handles
             mine, theirs = set(given(first)), set(given(second))
-            for one in asked:
+            for one in works:
                 handles[homes[one.name]].writes(one.name, 1, 2)
             first.says("busy", sorted(mine))
             first.dies()
             assert given(second) == {name: (1, 2) if name in mine else () for name in mine | theirs}
             first.writes(min(mine), 3)  # a message that came late
             assert len(handles) == 2  # the next engine is not there yet
-            for one in asked:
+            for one in works:
                 second.writes(one.name, 3, last=True)
-            assert [await one.task for one in asked] == [[1, 2, 3]] * len(asked)
+            assert [await one.task for one in works] == [[1, 2, 3]] * len(works)
             await asyncio.sleep(1)
             again = [Answering(backend, f"{who}3", session=who) for who in "abcdef"]
             await asyncio.sleep(0)
@@ -62,13 +62,13 @@ def test_a_work_that_has_begun_goes_on_only_with_an_engine_of_its_fingerprint(
     async def run() -> None:
         async with replicas(1) as backend:
             monkeypatch.setattr(Handle, "fingerprint", "another")
-            begun, new = Answering(backend, "begun"), Answering(backend, "new")
+            started, new = Answering(backend, "begun"), Answering(backend, "new")
             await asyncio.sleep(0)
             handles[0].writes("begun", 1)
             handles[0].dies()
             with pytest.raises(BackendError, match="have another model, kernels or code"):
-                await begun.task
-            assert begun.tokens == [1]
+                await started.task
+            assert started.tokens == [1]
             assert list(given(handles[1])) == ["new"]
             handles[1].writes("new", 1, last=True)
             assert await new.task == [1]
@@ -87,7 +87,7 @@ def test_a_suspect_waits_for_an_engine_without_others(
     async def run() -> None:
         async with replicas(3) as backend:
             monkeypatch.setattr(replica, "EngineChild", Late)
-            asked = [Answering(backend, name, session=name) for name in "abcdefghi"]
+            works = [Answering(backend, name, session=name) for name in "abcdefghi"]
             await asyncio.sleep(0)
             killer = "a"
             for _ in range(2):
@@ -108,8 +108,8 @@ def test_a_suspect_waits_for_an_engine_without_others(
             fresh[0].says("busy", [killer])
             fresh[0].dies()
             with pytest.raises(BackendError, match="died 3 times in a row"):
-                await asked[0].task
-            for one in (*asked[1:], *new):
+                await works[0].task
+            for one in (*works[1:], *new):
                 one.task.cancel()
 
     run_virtual(run())
@@ -130,19 +130,19 @@ def test_where_no_engine_of_its_fingerprint_runs_a_work_waits_for_one_that_start
 
     async def run() -> None:
         async with replicas(2) as backend:
-            asked = [Answering(backend, name, session=name) for name in "abcdef"]
+            works = [Answering(backend, name, session=name) for name in "abcdef"]
             await asyncio.sleep(0)
-            untouched, *begun = sorted(given(handles[0]))
-            for name in begun:
+            untouched, *started = sorted(given(handles[0]))
+            for name in started:
                 handles[0].writes(name, 1)
             before = set(given(handles[1]))
             handles[0].dies()
             assert set(given(handles[1])) - before == {untouched}
-            assert begun
+            assert started
             await asyncio.sleep(1)
             assert handles[2].number == 0
-            assert given(handles[2]) == dict.fromkeys(begun, (1,))
-            for one in asked:
+            assert given(handles[2]) == dict.fromkeys(started, (1,))
+            for one in works:
                 one.task.cancel()
 
     run_virtual(run())
@@ -210,7 +210,7 @@ def test_a_work_goes_where_the_cache_has_room_for_it(
         monkeypatch.setattr(Handle, "max_length", 1000)
         await asyncio.sleep(1)
         sizes = {"fits": 50, "is long": 500, "is too long": 5000}
-        asked = [
+        works = [
             Answering(
                 backend, f"{what} {n}", replace(WORK, params=SamplingParams(seed=1, max_tokens=size)), f"{n}"
             )
@@ -225,7 +225,7 @@ def test_a_work_goes_where_the_cache_has_room_for_it(
         assert {name[:-2] for name in given(handles[0])} == {"fits"}
         await asyncio.sleep(20)  # who has room is left out by now, so others refuse what is long
         assert {name[:-2] for name in given(handles[0])} == set(sizes)
-        for one in asked:
+        for one in works:
             one.task.cancel()
         await backend.close()
 
@@ -251,10 +251,10 @@ def test_a_replica_that_cannot_be_started_is_left_out_and_tried_now_and_then(
             assert [one.trouble for one in health.replicas] == [
                 *("", "replica 1 cannot be started: no memory", "")
             ]
-            asked = [Answering(backend, name, session=name) for name in "abcdefgh"]
+            works = [Answering(backend, name, session=name) for name in "abcdefgh"]
             await asyncio.sleep(0)
             assert sum(len(given(one)) for one in handles if one.number != 1) == 8
-            for one in asked:
+            for one in works:
                 one.task.cancel()
             await asyncio.sleep(200)
             assert all(one.runs for one in backend._replicas)

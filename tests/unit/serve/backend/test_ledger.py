@@ -190,7 +190,7 @@ def test_no_token_is_lost_or_comes_twice_whichever_replicas_die(seed: int) -> No
                 books.says(stale, name, token)
     assert not len(books.ledger)
     for name in set(names) - set(books.failed):
-        said = [token for delta in books.works[name].waiter.pending[name] for token in delta.token_ids]
-        assert said == list(range(50))
+        output_ids = [token for delta in books.works[name].waiter.pending[name] for token in delta.token_ids]
+        assert output_ids == list(range(50))
     assert len(books.failed) < len(names)
     assert all(books.ledger.load(replica) == 0 for replica in engines)

@@ -143,8 +143,8 @@ def test_ranks_are_a_gang_on_the_node_of_their_actor(tmp_path: Path) -> None:
         until(lambda: served.metric("engine_restarts") == 1)
         again = served.post("/v1/completions", asked).json()["choices"][0]["text"]
         assert again == text
-        told = [line for line in served.log if "rank 1" in line and "has ended" in line]
-        assert told
+        matching = [line for line in served.log if "rank 1" in line and "has ended" in line]
+        assert matching
         assert "Traceback" not in "".join(served.log)
 
 
@@ -161,8 +161,8 @@ def node(port: int, cpus: int, number: int = 0) -> Iterator[None]:
         command += ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}"]
     env = {one: value for one, value in os.environ.items() if one != "RAY_ADDRESS"}
     env["RAY_TMPDIR"] = folder
-    told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=env, **told) as process:
+    matching = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=env, **matching) as process:
         try:
             assert any("will now block" in line for line in process.stdout)  # it has joined
             yield

@@ -50,16 +50,16 @@ def test_what_an_engine_says_behind_its_servers_end_is_no_loss(
     lost: bool,
     status: int,
 ) -> None:
-    told: Queue[bytes] = Queue()
+    received: Queue[bytes] = Queue()
 
     def engine() -> Iterator[list[tuple[bool, bytes]]]:
         yield [(False, b"ready")]
         if lost:
             raise RuntimeError("its node is gone")
-        assert told.get(timeout=10) == b""
+        assert received.get(timeout=10) == b""
         yield [(False, b"one more"), (True, b"the last line\n")]
 
-    actor = SimpleNamespace(serve=method(lambda *_: engine()), send=method(told.put))
+    actor = SimpleNamespace(serve=method(lambda *_: engine()), send=method(received.put))
     monkeypatch.setattr(ray_relay, "connect", lambda _: None)
     monkeypatch.setattr(ray_relay, "start_actor", lambda *_: actor)
     monkeypatch.setattr(ray_relay.ray, "get", lambda value: value)

@@ -84,33 +84,33 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
             if not line.startswith("#"):
                 name, _, number = line.rpartition(" ")
                 found[name.removeprefix("specinfer:").replace('model_name="m"', "")] = float(number)
-        wanted = ("num_pre", "num_requests_running", "engine_s", "engine_restarts", "prefix_cache_hit_rate")
-        wanted += ("speculation_o", "guessed_tokens", "pass_cost_factor", "stream", "rank")
-        told = {name: number for name, number in found.items() if name.startswith(wanted)}
-        return {name: number for name, number in told.items() if "_created" not in name}
+        prefix = ("num_pre", "num_requests_running", "engine_s", "engine_restarts", "prefix_cache_hit_rate")
+        prefix += ("speculation_o", "guessed_tokens", "pass_cost_factor", "stream", "rank")
+        reported = {name: number for name, number in found.items() if name.startswith(prefix)}
+        return {name: number for name, number in reported.items() if "_created" not in name}
 
     async def run() -> None:
         backend = ReplicaBackend(EngineConfig(model="m"))
         await backend.start()
 
-        async def told() -> dict[str, float]:
+        async def reported() -> dict[str, float]:
             return figures(metrics.text(await backend.health()).decode())
 
         handles[0].state = replace(first, steps=4)
-        found = await told()
+        found = await reported()
         assert (found["engine_steps{}"], found["speculation_on{}"]) == (4, 0)
         assert found["streamed_bytes_total{}"] == 4000
         assert found['rank_seconds_total{doing="computing",,rank="0",replica="0"}'] == 3
         handles[0].says("deltas", [Delta("w", "x", (7,))], first)  # nobody asks between this and its death
-        asked = asyncio.ensure_future(told())  # in just that moment
+        asked = asyncio.ensure_future(reported())  # in just that moment
         handles[0].state = first
         await asyncio.sleep(0)
         handles[0].dies()
         assert (await asked)["engine_steps{}"] == 10
         await asyncio.sleep(1)
-        assert (await told())["engine_steps{}"] == 10  # of the second one, which has not begun
+        assert (await reported())["engine_steps{}"] == 10  # of the second one, which has not begun
         handles[1].state = second
-        assert await told() == {
+        assert await reported() == {
             "num_preemptions{}": 1,
             "num_requests_running{}": 1,
             "engine_steps{}": 13,
@@ -145,7 +145,7 @@ def test_while_no_engine_runs_all_requests_wait(
         backend = ReplicaBackend(EngineConfig(model="m"))
         await backend.start()
         works = [replace(WORK, id=f"w{i}") for i in range(3)]
-        heard = [asyncio.ensure_future(anext(backend.generate([one]))) for one in works]
+        received = [asyncio.ensure_future(anext(backend.generate([one]))) for one in works]
         await asyncio.sleep(0)
         handles[0].state = running
         health = await backend.health()
@@ -154,7 +154,7 @@ def test_while_no_engine_runs_all_requests_wait(
         health = await backend.health()
         assert "is restarted" in health.trouble
         assert health.state == Statistics(waiting=3, steps=7)
-        for task in heard:
+        for task in received:
             task.cancel()
         await backend.close()
 
@@ -175,13 +175,13 @@ REFUSED = "the request has waited for 5 seconds (--max-wait) and has not started
 def test_a_request_waits_no_longer_than_it_may_unless_its_first_step_has_begun(handles: list[Handle]) -> None:
     async def ask(backend: ReplicaBackend, *names: str) -> list[tuple[str, float]]:
         """What came of them, and when."""
-        heard: list[tuple[str, float]] = []
+        received: list[tuple[str, float]] = []
         loop, deltas = asyncio.get_running_loop(), backend.generate([replace(WORK, id=n) for n in names])
         try:
-            heard.extend([(delta.id, loop.time()) async for delta in deltas])
+            received.extend([(delta.id, loop.time()) async for delta in deltas])
         except UnavailableError as error:
-            heard.append((str(error), loop.time()))
-        return heard
+            received.append((str(error), loop.time()))
+        return received
 
     async def run() -> None:
         backend = ReplicaBackend(EngineConfig(model="m"), max_wait=5.0)

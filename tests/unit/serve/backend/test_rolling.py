@@ -15,7 +15,7 @@ from tests.virtual_time import run_virtual
 def test_engines_are_replaced_one_after_another_and_their_works_go_on(handles: list[Handle]) -> None:
     async def run() -> None:
         async with replicas(2) as backend:
-            asked = [Answering(backend, name, session=name) for name in "abcdef"]
+            works = [Answering(backend, name, session=name) for name in "abcdef"]
             await asyncio.sleep(0)
             mine, theirs = sorted(given(handles[0])), sorted(given(handles[1]))
             bound = Answering(backend, "bound", MSS, session=mine[0])
@@ -39,7 +39,7 @@ def test_engines_are_replaced_one_after_another_and_their_works_go_on(handles: l
             assert handles[0].closed
             assert handles[1].closed
             assert [one.number for one in handles] == [0, 1, 0, 1]
-            for one in (*asked, new):
+            for one in (*works, new):
                 [now] = [h for h in handles if not h.closed and one.name in given(h)]
                 assert given(now)[one.name] == ((1,) if one.name in mine else ())
                 now.writes(one.name, 5, last=True)

@@ -200,13 +200,13 @@ def test_reasoning_comes_before_a_form_as_before_calls(name, inside):
     reasoning = Reasoning(
         {mark: i for mark in ("<think>", "</think>") if (i := family.tokenizer.special_id(mark)) is not None}
     )
-    thoughts = "\nhm, a { or two\n</think>\n\n" if inside else "<think>\nhm {\n</think>\n"
+    reasoning_text = "\nhm, a { or two\n</think>\n\n" if inside else "<think>\nhm {\n</think>\n"
     form = structured_output({"type": "json_object"})
     grammar = call_grammar(family.format, TOOLS, AUTO, reasoning=reasoning, starts_inside=inside, form=form)
     for answer in ('{"a": 1}', WRITTEN[name][0]("get", CITY)):
-        assert verdict(family, grammar, thoughts + answer) is None
+        assert verdict(family, grammar, reasoning_text + answer) is None
         assert inside or verdict(family, grammar, answer) is None
-    assert verdict(family, grammar, f"{thoughts}hello") == thoughts
+    assert verdict(family, grammar, f"{reasoning_text}hello") == reasoning_text
 
 
 def test_white_space_in_arguments_is_what_is_asked_for():
@@ -252,22 +252,22 @@ def test_reasoning_may_hold_anything_and_comes_before_calls(name):
     if name == "hermes, special":
         think = think.replace("<tool_call>", "one")  # which cannot be written as text there
 
-    def said(text, choice=AUTO, inside=False):
+    def legal(text, choice=AUTO, inside=False):
         grammar = call_grammar(family.format, TOOLS, choice, reasoning=reasoning, starts_inside=inside)
         return verdict(family, grammar, text)
 
     inside = think.removeprefix("<think>")
     for text in (think + call, think + "hello", think + f"So:\n{call}", think[:20], "hello", call):
-        assert said(text) is None, text
-    assert said(think + "x <tool_call>y") == think + "x <tool_call>"
+        assert legal(text) is None, text
+    assert legal(think + "x <tool_call>y") == think + "x <tool_call>"
     for text in (inside + call, inside + "hello", inside[:20], "all of it is reasoning"):
-        assert said(text, inside=True) is None, text
+        assert legal(text, inside=True) is None, text
     for text in (think + call, call):
-        assert said(text, REQUIRED) is None, text
-    assert said(inside + call, REQUIRED, inside=True) is None
-    assert said(think + "hello", REQUIRED) == think
-    assert said(inside + "hello", REQUIRED, inside=True) == inside
-    assert said(call, REQUIRED, inside=True) == (
+        assert legal(text, REQUIRED) is None, text
+    assert legal(inside + call, REQUIRED, inside=True) is None
+    assert legal(think + "hello", REQUIRED) == think
+    assert legal(inside + "hello", REQUIRED, inside=True) == inside
+    assert legal(call, REQUIRED, inside=True) == (
         "" if "<tool_call>" in family.format.special else call + "..."
     )
 

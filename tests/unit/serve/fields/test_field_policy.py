@@ -132,7 +132,7 @@ def test_null_is_absent_and_what_asks_for_nothing_changes_nothing(kind: Any) -> 
 
 
 def test_nulls_and_notes_inside_of_objects() -> None:
-    told: dict[str, Any] = {
+    expected: dict[str, Any] = {
         "messages": [
             {"role": "system", "content": "Be brief.", "name": None, "cache_control": {"type": "ephemeral"}},
             {
@@ -167,7 +167,7 @@ def test_nulls_and_notes_inside_of_objects() -> None:
         "speculation": {"max_nodes": 8.0, "expansion": None},
         "response_format": None,
     }
-    fields = read(ChatFields, told)
+    fields = read(ChatFields, expected)
     assert fields.messages[2].reasoning_content == "Hm."
     described = [one.model_dump(exclude_none=True) for one in fields.functions]
     assert described == [TOOL["function"], {"name": "g"}]

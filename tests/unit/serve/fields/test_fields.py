@@ -39,7 +39,7 @@ def error_of(kind: Any, body: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "said"),
+    ("body", "param", "expected"),
     [
         ({"messages": HI, "temprature": 1}, "temprature", "no field of this endpoint"),
         ({"messages": [{"role": "user", "content": "Hi", "x": 1}]}, "messages[0].x", "no field"),
@@ -48,8 +48,12 @@ def error_of(kind: Any, body: Any) -> dict[str, Any]:
         ({"messages": [*HI, {"role": "user"}]}, "messages[1].content", "needs content"),
         ({"messages": [{"role": "system", "content": None}]}, "messages[0].content", "needs content"),
         *(
-            ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]}, param, said)
-            for part, param, said in (
+            (
+                {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]},
+                param,
+                expected,
+            )
+            for part, param, expected in (
                 ({"type": "text"}, "messages[0].content[1].text", "required"),
                 ({"type": "text", "text": None}, "messages[0].content[1].text", "required"),
                 ({"type": "text", "refusal": "No."}, "messages[0].content[1].text", "required"),
@@ -120,9 +124,9 @@ def error_of(kind: Any, body: Any) -> dict[str, Any]:
         ({"messages": HI, "response_format": {"type": "xml"}}, "response_format", "json_schema"),
     ],
 )
-def test_a_conversation_that_cannot_be_served(body: Any, param: str | None, said: str) -> None:
+def test_a_conversation_that_cannot_be_served(body: Any, param: str | None, expected: str) -> None:
     error = error_of(ChatFields, body)
-    assert said in error["message"]
+    assert expected in error["message"]
     if param is not None:
         assert error["param"] == param
 

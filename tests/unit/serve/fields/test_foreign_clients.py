@@ -24,7 +24,7 @@ from tests.scripted_server import (
 )
 
 HI = [{"role": "user", "content": "Hi"}]
-BEGUN = [*HI, {"role": "assistant", "content": "It is "}]
+PREFILLED = [*HI, {"role": "assistant", "content": "It is "}]
 SWITCH = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% if not NAME %}<think></think>{% endif %}{% endif %}"
@@ -48,7 +48,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
     }
 
 
-class Asked:
+class Sent:
     """An answer, and what the engine was asked."""
 
     def __init__(
@@ -82,8 +82,8 @@ class Asked:
         return [json.loads(line) for line in lines]
 
 
-def chat(tokenizer: Tokenizer, script: Script = (), **body: Any) -> Asked:
-    return Asked(tokenizer, "/chat/completions", {"messages": HI, **body}, script)
+def chat(tokenizer: Tokenizer, script: Script = (), **body: Any) -> Sent:
+    return Sent(tokenizer, "/chat/completions", {"messages": HI, **body}, script)
 
 
 THINKS, DOES_NOT = "<user>Hi</user><assistant>", "<user>Hi</user><assistant><think></think>"
@@ -116,7 +116,7 @@ def test_a_template_with_a_switch(
 def test_a_template_that_knows_efforts_gets_them_as_they_are(tokenizers: dict[str, Tokenizer]) -> None:
     assert chat(tokenizers["effort"], reasoning_effort="xhigh").prompt == "xhighHi"
     body = {"input": "Hi", "reasoning_effort": "minimal"}
-    assert Asked(tokenizers["effort"], "/responses", body).prompt == "minimalHi"
+    assert Sent(tokenizers["effort"], "/responses", body).prompt == "minimalHi"
 
 
 @pytest.mark.parametrize(
@@ -144,40 +144,40 @@ def test_where_a_template_knows_nothing_what_happens_anyway_is_taken(
 
 def test_a_message_that_has_begun_is_gone_on_with(tokenizers: dict[str, Tokenizer]) -> None:
     plain = tokenizers["plain"]
-    begun = chat(plain, messages=BEGUN, continue_final_message=True)
-    assert begun.prompt == "<user>Hi</user><assistant>It is "  # with the blank at its end
-    both = chat(plain, messages=BEGUN, continue_final_message=True, add_generation_prompt=False)
-    assert both.prompt == begun.prompt
-    assert json.loads(begun.text)["choices"][0]["message"]["content"] == "ok"
-    closed = chat(plain, messages=BEGUN, add_generation_prompt=False)
+    prefilled = chat(plain, messages=PREFILLED, continue_final_message=True)
+    assert prefilled.prompt == "<user>Hi</user><assistant>It is "  # with the blank at its end
+    both = chat(plain, messages=PREFILLED, continue_final_message=True, add_generation_prompt=False)
+    assert both.prompt == prefilled.prompt
+    assert json.loads(prefilled.text)["choices"][0]["message"]["content"] == "ok"
+    closed = chat(plain, messages=PREFILLED, add_generation_prompt=False)
     assert closed.prompt == "<user>Hi</user><assistant>It is </assistant>"
     for name in ("prefix", "partial"):
-        asked = chat(plain, messages=[*HI, BEGUN[-1] | {name: True}])
-        assert asked.prompt == begun.prompt
-        assert chat(plain, messages=[*HI, BEGUN[-1] | {name: False}]).prompt.endswith(
+        sent = chat(plain, messages=[*HI, PREFILLED[-1] | {name: True}])
+        assert sent.prompt == prefilled.prompt
+        assert chat(plain, messages=[*HI, PREFILLED[-1] | {name: False}]).prompt.endswith(
             "</assistant><assistant>"
         )
-    items = {"input": BEGUN, "continue_final_message": True}
-    assert Asked(plain, "/responses", items).prompt == begun.prompt
-    counted = Asked(plain, "http://server/tokenize", {"messages": BEGUN, "continue_final_message": True})
-    assert bytes(json.loads(counted.text)["tokens"]).decode() == begun.prompt
-    assert chat(plain, messages=BEGUN, add_special_tokens=True).status == 200
+    items = {"input": PREFILLED, "continue_final_message": True}
+    assert Sent(plain, "/responses", items).prompt == prefilled.prompt
+    counted = Sent(plain, "http://server/tokenize", {"messages": PREFILLED, "continue_final_message": True})
+    assert bytes(json.loads(counted.text)["tokens"]).decode() == prefilled.prompt
+    assert chat(plain, messages=PREFILLED, add_special_tokens=True).status == 200
 
 
 def test_what_cannot_be_gone_on_with(tokenizers: dict[str, Tokenizer]) -> None:
     plain, calls = tokenizers["plain"], [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]
     for tokenizer, messages in (
         (plain, [*HI, {"role": "assistant", "content": "a", "tool_calls": calls}]),
-        (tokenizers["twice"], BEGUN),
+        (tokenizers["twice"], PREFILLED),
     ):
-        asked = chat(tokenizer, messages=messages, continue_final_message=True)
-        assert asked.param == "continue_final_message"
+        sent = chat(tokenizer, messages=messages, continue_final_message=True)
+        assert sent.param == "continue_final_message"
     both: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": True}
-    assert chat(plain, messages=BEGUN, **both).param == "continue_final_message"
+    assert chat(plain, messages=PREFILLED, **both).param == "continue_final_message"
 
 
 @pytest.mark.parametrize(
-    ("begun", "reasoning", "content"),
+    ("prefilled", "reasoning", "content"),
     [
         ("<think>So far", " more", "done"),
         ("<think>So</think>Yes: ", None, " more</think>done"),
@@ -185,13 +185,13 @@ def test_what_cannot_be_gone_on_with(tokenizers: dict[str, Tokenizer]) -> None:
     ],
 )
 def test_thoughts_that_have_begun_are_told_from_the_answer(
-    tokenizers: dict[str, Tokenizer], begun: str, reasoning: str | None, content: str
+    tokenizers: dict[str, Tokenizer], prefilled: str, reasoning: str | None, content: str
 ) -> None:
-    script = says("<think>a</think>b") if not begun else says(" more</think>", "done")
-    messages = [*HI, {"role": "assistant", "content": begun}]
-    asked = chat(tokenizers["switch"], script, messages=messages, continue_final_message=True)
-    assert asked.prompt == f"<user>Hi</user><assistant>{begun}"
-    message = json.loads(asked.text)["choices"][0]["message"]
+    script = says("<think>a</think>b") if not prefilled else says(" more</think>", "done")
+    messages = [*HI, {"role": "assistant", "content": prefilled}]
+    sent = chat(tokenizers["switch"], script, messages=messages, continue_final_message=True)
+    assert sent.prompt == f"<user>Hi</user><assistant>{prefilled}"
+    message = json.loads(sent.text)["choices"][0]["message"]
     assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
 
 
@@ -202,16 +202,14 @@ def test_chunks_may_have_the_usage_so_far(
     tokenizers: dict[str, Tokenizer], path: str, asks: dict[str, Any]
 ) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    asked = Asked(
+    sent = Sent(
         tokenizers["plain"], path, {**asks, "stream": True, "stream_options": options}, says("a", "bc")
     )
-    assert [chunk["usage"]["completion_tokens"] for chunk in asked.chunks] == [1, 3, 3]
+    assert [chunk["usage"]["completion_tokens"] for chunk in sent.chunks] == [1, 3, 3]
     usual = {"include_usage": True, "continuous_usage_stats": False}
-    asked = Asked(
-        tokenizers["plain"], path, {**asks, "stream": True, "stream_options": usual}, says("a", "bc")
-    )
-    assert [bool(chunk["usage"]) for chunk in asked.chunks] == [False, False, True]
-    whole = Asked(tokenizers["plain"], path, {**asks, "stream": False, "stream_options": options}, says("a"))
+    sent = Sent(tokenizers["plain"], path, {**asks, "stream": True, "stream_options": usual}, says("a", "bc"))
+    assert [bool(chunk["usage"]) for chunk in sent.chunks] == [False, False, True]
+    whole = Sent(tokenizers["plain"], path, {**asks, "stream": False, "stream_options": options}, says("a"))
     assert json.loads(whole.text)["usage"]["completion_tokens"] == 1
 
 
@@ -228,8 +226,8 @@ def test_figures_of_each_step_come_with_the_trace(
 ) -> None:
     script: Sequence[Any] = says_in_steps("one two three four five six seven eight")
     for traced in (False, True):
-        asked = Asked(tokenizers["plain"], path, {**asks, "trace": traced}, script)
-        figures = json.loads(asked.text)["metrics"]["speculative_decoding"]
+        sent = Sent(tokenizers["plain"], path, {**asks, "trace": traced}, script)
+        figures = json.loads(sent.text)["metrics"]["speculative_decoding"]
         assert ("per_step_accepted" in figures, "per_step_drafted" in figures) == (traced, traced)
         if traced:
             assert sum(figures["per_step_accepted"]) == figures["num_accepted_draft_tokens"]
@@ -237,17 +235,17 @@ def test_figures_of_each_step_come_with_the_trace(
 
 
 def test_lengths(tokenizers: dict[str, Tokenizer]) -> None:
-    def wanted(path: str, **body: Any) -> int:
-        work = Asked(tokenizers["plain"], path, body).works[0]
+    def max_tokens_of(path: str, **body: Any) -> int:
+        work = Sent(tokenizers["plain"], path, body).works[0]
         assert len(work.prompt_token_ids) + work.params.max_tokens <= FACTS.max_length
         return work.params.max_tokens
 
-    assert wanted("/completions", prompt="a") == 16
-    assert wanted("/completions", prompt="a", max_tokens=-1) == FACTS.max_length - 1
-    assert wanted("/completions", prompt="a", n_predict=-1) == FACTS.max_length - 1
-    assert wanted("/completions", prompt="a", max_tokens=0) == 0
-    assert wanted("/chat/completions", messages=HI, max_tokens=-1) == FACTS.max_length - len(THINKS)
-    assert wanted("/responses", input="Hi", max_tokens=7) == 7
+    assert max_tokens_of("/completions", prompt="a") == 16
+    assert max_tokens_of("/completions", prompt="a", max_tokens=-1) == FACTS.max_length - 1
+    assert max_tokens_of("/completions", prompt="a", n_predict=-1) == FACTS.max_length - 1
+    assert max_tokens_of("/completions", prompt="a", max_tokens=0) == 0
+    assert max_tokens_of("/chat/completions", messages=HI, max_tokens=-1) == FACTS.max_length - len(THINKS)
+    assert max_tokens_of("/responses", input="Hi", max_tokens=7) == 7
 
 
 def test_the_begin_of_text_token_may_be_left_out(tmp_path: Path) -> None:
@@ -262,7 +260,7 @@ def test_the_begin_of_text_token_may_be_left_out(tmp_path: Path) -> None:
     tokenizer.encode = spied  # type: ignore[method-assign]
     for path, asks in (("/completions", {"prompt": "a"}), ("/chat/completions", {"messages": HI})):
         for given in (None, True, False):
-            assert Asked(tokenizer, path, {**asks, "add_special_tokens": given}).status == 200
+            assert Sent(tokenizer, path, {**asks, "add_special_tokens": given}).status == 200
     # A conversation that gets it is encoded without, behind the token that a text would begin with.
     assert seen == [True, True, False, False, True, False, False]
 
@@ -271,16 +269,16 @@ def test_unknown_fields_may_be_ignored(
     tokenizers: dict[str, Tokenizer], caplog: pytest.LogCaptureFixture
 ) -> None:
     body = {"messages": HI, "odd": 1, "typical_p": 1}
-    assert Asked(tokenizers["plain"], "/chat/completions", body).param == "odd"
+    assert Sent(tokenizers["plain"], "/chat/completions", body).param == "odd"
     with caplog.at_level(logging.WARNING, "specinfer"):
-        asked = Asked(tokenizers["plain"], "/chat/completions", body, unknown_fields="ignore")
-    assert asked.prompt == THINKS
+        sent = Sent(tokenizers["plain"], "/chat/completions", body, unknown_fields="ignore")
+    assert sent.prompt == THINKS
     assert [record.getMessage() for record in caplog.records] == ["the unknown field 'odd' is ignored"]
-    refused = Asked(
+    refused = Sent(
         tokenizers["plain"], "/chat/completions", body | {"typical_p": 0.5}, unknown_fields="ignore"
     )
     assert refused.param == "typical_p"
-    counted = Asked(
+    counted = Sent(
         tokenizers["plain"], "http://server/tokenize", {"prompt": "a", "odd": 1}, unknown_fields="ignore"
     )
     assert json.loads(counted.text)["count"] == 1
@@ -313,9 +311,9 @@ def test_unknown_fields_may_be_ignored(
 def test_an_error_repeats_little_of_what_it_was_given(
     tokenizers: dict[str, Tokenizer], path: str, body: dict[str, Any]
 ) -> None:
-    asked = Asked(tokenizers["plain"], path, body)
-    assert asked.status in (400, 404)
-    assert len(asked.text) < 20_000  # a character may take twelve bytes
-    error = json.loads(asked.text)["error"]
+    sent = Sent(tokenizers["plain"], path, body)
+    assert sent.status in (400, 404)
+    assert len(sent.text) < 20_000  # a character may take twelve bytes
+    error = json.loads(sent.text)["error"]
     assert len(error["message"]) <= 1003
     assert len(error["param"] or "") <= 103

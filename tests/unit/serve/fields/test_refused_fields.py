@@ -68,13 +68,13 @@ OTHERS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize("kind", MADE)
-@pytest.mark.parametrize(("more", "param", "said"), OTHERS)
+@pytest.mark.parametrize(("more", "param", "expected"), OTHERS)
 def test_what_would_change_the_text_is_refused_by_name(
-    kind: Any, more: dict[str, Any], param: str, said: str
+    kind: Any, more: dict[str, Any], param: str, expected: str
 ) -> None:
     error = refusal(kind, more)
     assert error["param"].startswith(param)
-    assert said in error["message"]
+    assert expected in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def test_unknown_fields_are_ignored_with_one_line_a_name(caplog: pytest.LogCaptu
     assert [one.model_dump(exclude_none=True) for one in fields.functions] == [TOOL["function"]]
     part = {"type": "text", "text": "a"}
     assert [one.rendered()["content"] for one in fields.messages] == [[part], [part]]
-    told = [record.getMessage() for record in caplog.records]
+    logged = [record.getMessage() for record in caplog.records]
     names = ("another", "odd", "odd one", "odd part")
-    assert sorted(told) == sorted(f"the unknown field {name!r} is ignored" for name in names)
+    assert sorted(logged) == sorted(f"the unknown field {name!r} is ignored" for name in names)
     for wrong in ({"temperature": -1}, {"typical_p": 0.5}, {"messages": [{"role": "robot", "odd": 1}]}):
         with pytest.raises(ApiError):
             read(ChatFields, more | wrong, policy).params()

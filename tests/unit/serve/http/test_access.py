@@ -61,8 +61,8 @@ def ask(
 
     asyncio.run(access(scope, receive, send))
     start, *bodies = sent
-    told = {k.decode(): v.decode() for k, v in start["headers"]}
-    return start["status"], told, b"".join(one.get("body", b"") for one in bodies)
+    headers_by_name = {k.decode(): v.decode() for k, v in start["headers"]}
+    return start["status"], headers_by_name, b"".join(one.get("body", b"") for one in bodies)
 
 
 def guarded(*keys: str, max_body: int = 10, idle_timeout: float = 5.0) -> Access:

@@ -17,15 +17,15 @@ from specinfer.serve.http.connection import MAX_UNANSWERED, Connection, Connecti
 
 WHOLE = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n"
 PIECE = b"x" * (1 << 20)
-TOLD: list[str] = []  # what happened to /wait
+EVENTS: list[str] = []  # what happened to /wait
 
 
 async def wait(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer when the client has gone, as an endpoint whose answer takes its time."""
-    TOLD.append(f"{scope['path']} begins")
+    EVENTS.append(f"{scope['path']} begins")
     while (await receive())["type"] != "http.disconnect":
         pass
-    TOLD.append(f"{scope['path']} is told")
+    EVENTS.append(f"{scope['path']} is told")
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,26 +76,26 @@ async def until_none(state: ServerState) -> None:
 def test_half_a_request_is_not_waited_for_whether_it_is_the_first_or_not() -> None:
     async def run() -> None:
         async with listening(0.05) as (port, state):
-            for said in (b"", b"GET /sh", WHOLE % b"short" + b"GET /sh"):
+            for sent in (b"", b"GET /sh", WHOLE % b"short" + b"GET /sh"):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(said)
-                told = await asyncio.wait_for(reader.read(), 10)  # until the server closes it
-                assert told.count(b"200 OK") == said.count(b"\r\n\r\n")
+                writer.write(sent)
+                received = await asyncio.wait_for(reader.read(), 10)  # until the server closes it
+                assert received.count(b"200 OK") == sent.count(b"\r\n\r\n")
                 writer.close()
             await until_none(state)
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("said", [b"\x16\x03\x01\x00\xee", b"GET / HTTP/9\r\n\r\n", b"hello\r\n\r\n"])
-def test_what_is_no_http_is_told_so_as_other_faults_are(said: bytes) -> None:
+@pytest.mark.parametrize("sent", [b"\x16\x03\x01\x00\xee", b"GET / HTTP/9\r\n\r\n", b"hello\r\n\r\n"])
+def test_what_is_no_http_is_told_so_as_other_faults_are(sent: bytes) -> None:
     async def run() -> bytes:
         async with listening(5.0) as (port, _):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(said)
-            told = await asyncio.wait_for(reader.read(), 60)  # until the server closes it
+            writer.write(sent)
+            received = await asyncio.wait_for(reader.read(), 60)  # until the server closes it
             writer.close()
-            return told
+            return received
 
     head, body = asyncio.run(run()).split(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
@@ -125,10 +125,10 @@ def test_a_reader_that_takes_its_time_gets_all_of_it() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(WHOLE % b"long")
             await asyncio.sleep(0.1)
-            size, told = 0, b""
-            while b"end" not in told:
-                told = await reader.read(1 << 20)
-                size += len(told)
+            size, received = 0, b""
+            while b"end" not in received:
+                received = await reader.read(1 << 20)
+                size += len(received)
             assert size > 29 << 20
             writer.close()
 
@@ -136,14 +136,14 @@ def test_a_reader_that_takes_its_time_gets_all_of_it() -> None:
 
 
 @pytest.fixture
-def told() -> list[str]:
-    TOLD.clear()
-    return TOLD
+def received() -> list[str]:
+    EVENTS.clear()
+    return EVENTS
 
 
-async def until_told(told: list[str], *lines: str) -> None:
+async def until_received(received: list[str], *lines: str) -> None:
     async with asyncio.timeout(60):
-        while told != list(lines):
+        while received != list(lines):
             await asyncio.sleep(0.01)
 
 
@@ -162,11 +162,11 @@ def test_requests_that_come_together_are_answered_in_their_order() -> None:
 
     async def run() -> None:
         async with listening(5.0) as (port, state):
-            said = WHOLE % b"slow1" + POST + WHOLE % b"short3" + WHOLE % b"slow4"
-            for size in (len(said), 7, 50):
+            sent = WHOLE % b"slow1" + POST + WHOLE % b"short3" + WHOLE % b"slow4"
+            for size in (len(sent), 7, 50):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                for start in range(0, len(said), size):
-                    writer.write(said[start : start + size])
+                for start in range(0, len(sent), size):
+                    writer.write(sent[start : start + size])
                     await asyncio.sleep(0.001)
                 heard = b""
                 while b"/slow4 end" not in heard:
@@ -185,7 +185,7 @@ def test_requests_that_come_together_are_answered_in_their_order() -> None:
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("following", [WHOLE % b"wait2", POST, WHOLE % b"wait2" * 3, b"GET /wa", POST[:-3]])
 def test_a_client_that_goes_away_is_missed_by_the_request_that_is_answered(
-    told: list[str], following: bytes, together: bool
+    received: list[str], following: bytes, together: bool
 ) -> None:
     """Whatever it said behind it; and what waits behind it is never begun."""
 
@@ -194,41 +194,41 @@ def test_a_client_that_goes_away_is_missed_by_the_request_that_is_answered(
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             if together:
                 writer.write(WHOLE % b"wait1" + following)
-                await until_told(told, "/wait1 begins")
+                await until_received(received, "/wait1 begins")
             else:
                 writer.write(WHOLE % b"wait1")
-                await until_told(told, "/wait1 begins")
+                await until_received(received, "/wait1 begins")
                 await asyncio.sleep(0.01)  # it waits for what comes, the end of the connection
                 writer.write(following)
                 await asyncio.sleep(0.05)
             writer.close()
-            await until_told(told, "/wait1 begins", "/wait1 is told")
+            await until_received(received, "/wait1 begins", "/wait1 is told")
             await until_idle(state)
-        assert told == ["/wait1 begins", "/wait1 is told"]
+        assert received == ["/wait1 begins", "/wait1 is told"]
 
     asyncio.run(run())
 
 
-def test_a_client_that_goes_away_between_two_answers_is_missed_by_the_second(told: list[str]) -> None:
+def test_a_client_that_goes_away_between_two_answers_is_missed_by_the_second(received: list[str]) -> None:
     async def run() -> None:
         async with listening(5.0) as (port, state):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(WHOLE % b"short" + WHOLE % b"wait2" + WHOLE % b"wait3")
             await asyncio.wait_for(reader.readuntil(b"/short end"), 10)
-            await until_told(told, "/wait2 begins")
+            await until_received(received, "/wait2 begins")
             writer.close()
-            await until_told(told, "/wait2 begins", "/wait2 is told")
+            await until_received(received, "/wait2 begins", "/wait2 is told")
             await until_idle(state)
 
     asyncio.run(run())
 
 
-def test_requests_that_pile_up_are_not_read_on_and_on(told: list[str]) -> None:
+def test_requests_that_pile_up_are_not_read_on_and_on(received: list[str]) -> None:
     async def run() -> None:
         async with listening(5.0) as (port, state):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(WHOLE % b"wait1")
-            await until_told(told, "/wait1 begins")
+            await until_received(received, "/wait1 begins")
             await asyncio.sleep(0.01)
             for _ in range(20):
                 writer.write(WHOLE % b"wait2" * 1000)

@@ -82,14 +82,14 @@ def test_a_client_that_goes_away_while_it_takes_nothing_ends_what_is_made_for_it
     asyncio.run(run())
 
 
-async def told_late(after: float, *said: str | ApiError, pause: float = 0.0) -> AsyncGenerator[str]:
+async def delayed(after: float, *pieces: str | ApiError, pause: float = 0.0) -> AsyncGenerator[str]:
     """Admitted at once; it says the first after so many seconds, and pauses behind each."""
     admitted = ADMITTED.get()
     assert admitted is not None
     await asyncio.sleep(1.0)
     admitted.set()
     await asyncio.sleep(after)
-    for one in said:
+    for one in pieces:
         if isinstance(one, ApiError):
             raise one
         yield event(one)
@@ -116,11 +116,11 @@ def test_a_stream_begins_when_its_request_is_admitted_and_is_kept_alive_while_no
     a, b, done = event("a").encode(), event("b").encode(), b"data: [DONE]\n\n"
     ping = PING.encode()
     expected = [(1.0, b"start"), *((t, ping) for t in (16.0, 31.0)), (42.0, a), (57.0, ping), (62.0, b)]
-    assert sent(told_late(41.0, "a", "b", pause=20.0), ping=15.0) == [
+    assert sent(delayed(41.0, "a", "b", pause=20.0), ping=15.0) == [
         *expected,
         *((77.0, ping), (82.0, done), (82.0, b"")),
     ]
-    quiet = sent(told_late(41.0, "a"), ping=0.0)
+    quiet = sent(delayed(41.0, "a"), ping=0.0)
     assert quiet == [(1.0, b"start"), (42.0, a), (42.0, done), (42.0, b"")]
 
 
@@ -136,7 +136,7 @@ def test_what_is_refused_before_it_is_admitted_is_no_stream() -> None:
 
 def test_what_fails_behind_that_is_the_last_event() -> None:
     error = ApiError("the engine died", status=500)
-    assert sent(told_late(9.0, error), ping=5.0) == [
+    assert sent(delayed(9.0, error), ping=5.0) == [
         *((1.0, b"start"), (6.0, PING.encode()), (10.0, error.event.encode()), (10.0, b"")),
     ]
 
@@ -147,7 +147,7 @@ def test_a_client_that_goes_away_while_it_waits_ends_what_is_made_for_it(gone_af
 
     async def waiting() -> AsyncGenerator[str]:
         try:
-            async for one in told_late(1000.0, "a"):
+            async for one in delayed(1000.0, "a"):
                 yield one
         finally:
             closed.append("closed")

@@ -90,11 +90,11 @@ def test_what_is_within_the_bounds_is_served() -> None:
         one, pipe = server.connect()
         lines = b"".join(b"a%d: %b\r\n" % (i, b"x" * 300) for i in range(MAX_HEADERS - 2))
         url = b"/" + b"u" * (MAX_URL - 1)
-        said = b"POST %b HTTP/1.1\r\nHost: x\r\n%bContent-Length: 3\r\n\r\nabc" % (url, lines)
-        assert len(said) < MAX_HEAD
+        sent = b"POST %b HTTP/1.1\r\nHost: x\r\n%bContent-Length: 3\r\n\r\nabc" % (url, lines)
+        assert len(sent) < MAX_HEAD
         for _ in range(3):
-            for start in range(0, len(said), 1000):
-                one.data_received(said[start : start + 1000])
+            for start in range(0, len(sent), 1000):
+                one.data_received(sent[start : start + 1000])
             await settle()
         assert pipe.statuses == [200, 200, 200]
         assert len(server.scopes[0]["headers"]) == MAX_HEADERS
@@ -128,11 +128,11 @@ def test_an_upgrade_is_not_made_and_the_body_is_read(size: int) -> None:
     async def test() -> None:
         server = Server()
         one, pipe = server.connect()
-        said = (
+        sent = (
             UPGRADE * 2 + b"GET /y HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
         )
-        for start in range(0, len(said), size):
-            one.data_received(said[start : start + size])
+        for start in range(0, len(sent), size):
+            one.data_received(sent[start : start + size])
             await asyncio.sleep(0)
         await settle()
         assert pipe.statuses == [200, 200, 200]
@@ -146,7 +146,7 @@ def test_an_upgrade_is_not_made_and_the_body_is_read(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "status"),
+    ("sent", "status"),
     [
         (HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n", 501),
         (HEAD + b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n", 501),
@@ -154,11 +154,11 @@ def test_an_upgrade_is_not_made_and_the_body_is_read(size: int) -> None:
         (HEAD + b"Transfer-Encoding: Chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n", 200),
     ],
 )
-def test_what_cannot_be_decoded_is_not_taken_for_a_body(said: bytes, status: int) -> None:
+def test_what_cannot_be_decoded_is_not_taken_for_a_body(sent: bytes, status: int) -> None:
     async def test() -> None:
         server = Server()
         one, pipe = server.connect()
-        one.data_received(said)
+        one.data_received(sent)
         await settle()
         assert pipe.statuses == [status]
         assert pipe.is_ended == (status != 200)
@@ -167,15 +167,15 @@ def test_what_cannot_be_decoded_is_not_taken_for_a_body(said: bytes, status: int
 
 
 @pytest.mark.parametrize(
-    "said", [b"\x00nonsense", HEAD + b"a" * 2 * MAX_HEAD, HEAD + b"Content-Length: x\r\n\r\n"]
+    "sent", [b"\x00nonsense", HEAD + b"a" * 2 * MAX_HEAD, HEAD + b"Content-Length: x\r\n\r\n"]
 )
-def test_no_error_stands_within_an_earlier_answer(said: bytes) -> None:
+def test_no_error_stands_within_an_earlier_answer(sent: bytes) -> None:
     async def test() -> None:
         server = Server()
         one, pipe = server.connect()
         one.data_received(b"GET /hold HTTP/1.1\r\nHost: x\r\n\r\n")
         await settle()
-        one.data_received(said)
+        one.data_received(sent)
         one.data_received(b"GET /hold HTTP/1.1\r\nHost: x\r\n\r\n")
         assert not pipe.is_ended
         server.hold.set()

@@ -19,7 +19,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def asking(tokenizer: Tokenizer, do: Callable[[httpx.AsyncClient], Awaitable[None]], **options: Any) -> None:
+def use(tokenizer: Tokenizer, do: Callable[[httpx.AsyncClient], Awaitable[None]], **options: Any) -> None:
     async def run() -> None:
         app = scripted_app(tokenizer, ScriptedBackend(says("ok")), **options)
         async with http_client(app) as client:
@@ -35,7 +35,7 @@ def test_probes_may_ask_with_head(tokenizer: Tokenizer, path: str) -> None:
         head, get = await client.head(path), await client.get(path)
         assert (head.status_code, head.headers["content-type"]) == (200, get.headers["content-type"])
 
-    asking(tokenizer, do)
+    use(tokenizer, do)
 
 
 def test_a_slash_too_many_is_told_and_leads_nowhere(tokenizer: Tokenizer) -> None:
@@ -50,18 +50,18 @@ def test_a_slash_too_many_is_told_and_leads_nowhere(tokenizer: Tokenizer) -> Non
         assert answer.status_code == 404
         assert len(answer.content) < 300
 
-    asking(tokenizer, do)
+    use(tokenizer, do)
 
 
 def test_pages_of_an_allowed_origin_may_send_the_headers_their_clients_send(tokenizer: Tokenizer) -> None:
     async def do(client: httpx.AsyncClient) -> None:
         wished = "authorization,content-type,x-stainless-lang,x-stainless-retry-count,anthropic-version"
         asked = {"Origin": "http://app.example", "Access-Control-Request-Method": "POST"}
-        told = await client.options(
+        preflight = await client.options(
             "/v1/chat/completions", headers=asked | {"Access-Control-Request-Headers": wished}
         )
-        assert told.status_code == 200
-        allowed = told.headers["access-control-allow-headers"].lower().replace(" ", "").split(",")
+        assert preflight.status_code == 200
+        allowed = preflight.headers["access-control-allow-headers"].lower().replace(" ", "").split(",")
         assert set(wished.split(",")) <= set(allowed)
         answer = await client.get("/v1/models", headers={"Origin": "http://app.example"})
         exposed = answer.headers["access-control-expose-headers"]
@@ -71,7 +71,7 @@ def test_pages_of_an_allowed_origin_may_send_the_headers_their_clients_send(toke
         )
         assert elsewhere.status_code == 400
 
-    asking(tokenizer, do, cors_origin=("http://app.example",))
+    use(tokenizer, do, cors_origin=("http://app.example",))
 
 
 def test_an_empty_key_in_the_environment_lets_nobody_in(

@@ -26,9 +26,9 @@ def ask(server: TraceServer, path: str, **headers: str) -> tuple[int, dict[str, 
     connection = http.client.HTTPConnection(server.authority, timeout=60)
     connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
-    told = answer.status, dict(answer.getheaders()), answer.read()
+    result = answer.status, dict(answer.getheaders()), answer.read()
     connection.close()
-    return told
+    return result
 
 
 def test_it_serves_the_page_and_the_trace(server: TraceServer) -> None:

@@ -75,11 +75,11 @@ def test_a_span_says_what_was_asked_and_done_but_not_what_was_said(tokenizer: To
     assert span.parent.trace_state["vendor"] == "x"
     assert span.start_time is not None
     assert span.end_time is not None
-    told = dict(span.attributes or {})
-    first = told.pop("gen_ai.response.time_to_first_chunk")
+    span_attributes = dict(span.attributes or {})
+    first = span_attributes.pop("gen_ai.response.time_to_first_chunk")
     assert isinstance(first, float)
     assert 0 <= first <= (span.end_time - span.start_time) / 1e9 + 0.05
-    assert told == {
+    assert span_attributes == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "specinfer",
         "gen_ai.request.model": MODEL,
@@ -173,8 +173,11 @@ def test_what_is_left_is_sent_at_the_end(
     [sent] = made[0].get_finished_spans()
     assert made[0].endpoint == sent_to
     assert (sent.attributes or {})["gen_ai.response.time_to_first_chunk"] == 1.0
-    told = sent.resource.attributes
-    assert (told["service.name"], told["deployment.environment"]) == ("specinfer", "test")
+    span_attributes = sent.resource.attributes
+    assert (span_attributes["service.name"], span_attributes["deployment.environment"]) == (
+        "specinfer",
+        "test",
+    )
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     renamed = open_spans(endpoint, MODEL)
     assert renamed._provider.resource.attributes["service.name"] == "mine"

@@ -283,8 +283,8 @@ def test_the_option_opens_it_and_metrics_count_what_it_loses(tmp_path: Path, tok
         assert isinstance(log, TrafficLog)
         log._lose("a reason")
     assert path.exists()
-    told = metrics.text(Health(None)).decode()
-    assert f'specinfer:traffic_log_lost_total{{model_name="{MODEL}"}} 1.0' in told
+    exposition = metrics.text(Health(None)).decode()
+    assert f'specinfer:traffic_log_lost_total{{model_name="{MODEL}"}} 1.0' in exposition
     with observers(ServeConfig(), MODEL, metrics, tokenizer) as found:
         assert found == []
     nowhere = ServeConfig(log_traffic=str(tmp_path / "no" / "file"))

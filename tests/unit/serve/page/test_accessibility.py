@@ -120,8 +120,8 @@ def test_the_end_is_announced_once_and_no_token_is(page: Page, serving: Serving)
     page.keyboard.press("Enter")
     page.get_by_role("status").filter(has_text="finished").wait_for(state="attached")
     page.wait_for_timeout(100)
-    [said] = page.evaluate("said")
-    assert re.fullmatch(r"Answer finished: \d+ tokens, \d\.\d\d tokens per step\.", said)
+    [announced] = page.evaluate("said")
+    assert re.fullmatch(r"Answer finished: \d+ tokens, \d\.\d\d tokens per step\.", announced)
     assert page.locator(".answer").evaluate("one => one.closest('[aria-live]')") is None
 
 

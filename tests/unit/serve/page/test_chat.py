@@ -25,7 +25,7 @@ def ask(page: Page, words: str) -> None:
     page.keyboard.press("Enter")
 
 
-def said(page: Page) -> str:
+def answer_text(page: Page) -> str:
     return page.locator(".answer .tokens").last.inner_text()
 
 
@@ -49,7 +49,7 @@ def test_an_answer_is_streamed_and_each_token_marked_by_who_guessed_it(page: Pag
     page.goto(server.url)
     ask(page, "Tell me of the fox.")
     page.wait_for_selector(DONE)
-    assert said(page) == TEXT
+    assert answer_text(page) == TEXT
     assert prompts(server) == ["user: Tell me of the fox.\nassistant: "]
     marks = page.eval_on_selector_all(
         ".answer .token", "all => all.map(one => [one.textContent, one.className])"
@@ -81,13 +81,13 @@ def test_an_answer_can_be_stopped(page: Page, serving: Serving) -> None:
     page.get_by_role("button", name="Stop").click()
     page.wait_for_selector(DONE)
     assert page.get_by_text("You stopped the answer.").is_visible()
-    begun = "".join(text for text, _ in list(steps_of(TEXT))[:3])
-    assert said(page) == begun
+    first_steps = "".join(text for text, _ in list(steps_of(TEXT))[:3])
+    assert answer_text(page) == first_steps
     assert page.evaluate("document.activeElement.id") == "words"
     ask(page, "And now?")
     page.wait_for_selector(f"{DONE} >> nth=1")
     assert server.backend.gone == [server.backend.works[0].id]
-    assert prompts(server)[1] == f"user: Go on.\nassistant: {begun}\nuser: And now?\nassistant: "
+    assert prompts(server)[1] == f"user: Go on.\nassistant: {first_steps}\nuser: And now?\nassistant: "
 
 
 def test_an_answer_can_be_made_again(page: Page, serving: Serving) -> None:
@@ -191,7 +191,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page, serving: Serving, c
     page.reload()
     ask(page, "Open.")
     page.wait_for_selector(DONE)
-    assert said(page) == "Welcome."
+    assert answer_text(page) == "Welcome."
     assert page.evaluate("JSON.stringify(localStorage)").count("sesame") == 0
     assert all("401" in one for one in complaints)
     complaints.clear()
@@ -206,7 +206,7 @@ def test_what_the_server_refuses_is_said(page: Page, serving: Serving, complaint
     ask(page, "Well?")
     page.wait_for_selector(DONE)
     assert page.get_by_role("alert").inner_text() == "The server refused the request: no token is left"
-    assert said(page) == "Well"
+    assert answer_text(page) == "Well"
     assert page.get_attribute("[name=seed]", "aria-invalid") == "true"
 
 
@@ -216,7 +216,7 @@ def test_text_is_never_markup(page: Page, serving: Serving) -> None:
     ask(page, text)
     page.wait_for_selector(DONE)
     page.locator(".answer .token").nth(3).click()
-    assert said(page) == text
+    assert answer_text(page) == text
     assert page.locator(".user .words").inner_text() == text
     assert page.locator("main img, main b, main script, #inspector img").count() == 0
     assert page.title() == "specinfer"
@@ -281,5 +281,5 @@ def test_words_sent_before_the_models_are_known_wait_for_them(page: Page, servin
     assert page.locator(".answer").count() == 0
     asked[0].continue_()
     page.wait_for_selector(DONE)
-    assert said(page) == TEXT
+    assert answer_text(page) == TEXT
     assert prompts(server) == ["user: Tell me of the fox.\nassistant: "]

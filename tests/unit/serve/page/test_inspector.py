@@ -58,9 +58,9 @@ def test_a_click_on_a_word_shows_the_tree_of_its_step(answered: Page) -> None:
     rejected = [text for node, text in enumerate(tree["texts"]) if node and node not in tree["path"]]
     assert sorted(nodes(answered, "rejected")) == sorted(rejected)
     assert lit(answered) == [text.strip() for text in [*path, tree["next_text"]]]
-    told = answered.locator("#inspector .tree li").filter(has_text=path[0].strip()).first.inner_text()
-    assert f'" {path[0].strip()}", guessed by' in told
-    assert "90% likely, accepted" in told
+    description = answered.locator("#inspector .tree li").filter(has_text=path[0].strip()).first.inner_text()
+    assert f'" {path[0].strip()}", guessed by' in description
+    assert "90% likely, accepted" in description
     cost = answered.get_by_role("region", name="Cost of the step").inner_text()
     assert "25 ms" in cost
     assert [line for line in cost.splitlines() if line.endswith("ms")][-3:] == ["4.0 ms", "20 ms", "1.0 ms"]

@@ -34,7 +34,7 @@ def content(*parts: tuple[str, str | None]) -> list[list[str | None]]:
 
 
 @pytest.mark.parametrize(
-    ("told", "placed"),
+    ("received", "placed"),
     [
         pytest.param(
             [("tokens", [["A"], [" cat"]]), ("content", "A cat")],
@@ -107,10 +107,10 @@ def content(*parts: tuple[str, str | None]) -> list[list[str | None]]:
     ],
 )
 def test_each_part_of_a_text_finds_its_token(
-    page: Page, serving: Serving, told: list[tuple[str, Any]], placed: list[list[str | None]]
+    page: Page, serving: Serving, received: list[tuple[str, Any]], placed: list[list[str | None]]
 ) -> None:
     page.goto(serving(says_in_steps("unused")).url)
-    assert page.evaluate(PLACED, [list(one) for one in told]) == placed
+    assert page.evaluate(PLACED, [list(one) for one in received]) == placed
 
 
 LAID_OUT = """async ([parents, path]) => {

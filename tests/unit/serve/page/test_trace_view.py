@@ -116,8 +116,8 @@ def test_a_file_is_opened_and_one_that_is_no_trace_is_refused(
     page.goto(serving(says_in_steps("unused")).url, wait_until="networkidle")  # it listens to #file then
     page.set_input_files("#file", bad)
     steps = len(list(steps_of(TEXT)))
-    said = f"bad.jsonl cannot be shown. Line {steps + 1}: token_ids must be a list of integers."
-    assert page.get_by_role("alert").inner_text() == said
+    message = f"bad.jsonl cannot be shown. Line {steps + 1}: token_ids must be a list of integers."
+    assert page.get_by_role("alert").inner_text() == message
     page.set_input_files("#file", good)
     assert page.locator("#trace .answer .tokens").inner_text() == TEXT
     assert page.get_by_role("alert").count() == 0

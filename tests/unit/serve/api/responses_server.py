@@ -27,7 +27,7 @@ def named_events(text: str) -> list[dict[str, Any]]:
     return found
 
 
-class Asking:
+class ResponsesServer:
     """A server, OpenAI's client, a plain client, and the prompts that the engine got."""
 
     def __init__(self, tokenizer: Tokenizer, answers: Sequence[Script], options: dict[str, Any]) -> None:
@@ -64,9 +64,12 @@ class Asking:
 
 
 def ask(
-    tokenizer: Tokenizer, answers: Sequence[Script], do: Callable[[Asking], Awaitable[None]], **options: Any
+    tokenizer: Tokenizer,
+    answers: Sequence[Script],
+    do: Callable[[ResponsesServer], Awaitable[None]],
+    **options: Any,
 ) -> None:
     async def run() -> None:
-        await do(Asking(tokenizer, answers, options))
+        await do(ResponsesServer(tokenizer, answers, options))
 
     asyncio.run(run())

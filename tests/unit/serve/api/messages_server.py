@@ -10,12 +10,12 @@ import httpx
 
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import MODEL, Script, ScriptedBackend, http_client, scripted_app
-from tests.unit.serve.api.asking import named_events
+from tests.unit.serve.api.responses_server import named_events
 
 HI = [{"role": "user", "content": "Hi"}]
 
 
-class Messaging:
+class MessagesServer:
     """A server, a client, and the prompts that the engine got."""
 
     def __init__(self, tokenizer: Tokenizer, answers: Sequence[Script], options: dict[str, Any]) -> None:
@@ -58,10 +58,10 @@ class Messaging:
 def ask(
     tokenizer: Tokenizer,
     answers: Sequence[Script],
-    do: Callable[[Messaging], Awaitable[None]],
+    do: Callable[[MessagesServer], Awaitable[None]],
     **options: Any,
 ) -> None:
     async def run() -> None:
-        await do(Messaging(tokenizer, answers, options))
+        await do(MessagesServer(tokenizer, answers, options))
 
     asyncio.run(run())
