@@ -1,4 +1,4 @@
-"""What is read out of the chunks of an answer, and when it arrived."""
+"""Chunks of streamed answers: their texts and arrival times."""
 
 from __future__ import annotations
 

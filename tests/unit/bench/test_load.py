@@ -1,4 +1,4 @@
-"""The first requests of a data set."""
+"""Selection of a data set's first requests, traffic, and a whole load."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SINGLE = [Conversation((name,)) for name in "abcde"]
 
 
 def server(log: list[tuple[float, int]], seconds: dict[int, float]) -> Callable[..., Awaitable[Exchange]]:
-    """Answers request n after `seconds[n]`, or 1; notes when each was asked."""
+    """Answers request n after `seconds[n]`, by default 1; records the time of each request."""
 
     async def ask(number: int, messages: Messages) -> Exchange:
         loop = asyncio.get_running_loop()
@@ -109,7 +109,7 @@ def test_arrivals_are_seeded_and_keep_the_mean_rate() -> None:
     assert arrival_times(400, 8.0, seed=1) == pytest.approx([time / 2 for time in times])
     assert arrival_times(400, 4.0, seed=2) != times
     gaps = [later - earlier for earlier, later in pairwise(times)]
-    # Of exponential gaps with mean 1/4 a share of exp(-1) is longer than it.
+    # A share of exp(-1) of exponential gaps with mean 1/4 is longer than the mean.
     assert sum(gap > 0.25 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.06)
 
 

@@ -1,4 +1,4 @@
-"""Figures of a load, from a literal table of times."""
+"""Figures of a load from a literal table of times."""
 
 from __future__ import annotations
 

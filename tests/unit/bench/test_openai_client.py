@@ -1,4 +1,4 @@
-"""Requests to a fake server: over sockets for what goes wrong, in virtual time for when it arrives."""
+"""Requests to a fake server: failures over sockets, arrival times in virtual time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_packets_may_end_anywhere(size: int) -> None:
     assert (exchange.error, exchange.text, exchange.completion_tokens) == ("", "Good day", 5)
 
 
-MISHAPS = {  # what the server does -> the error, and the text so far
+MISHAPS = {  # name -> (reply, error, text so far)
     "refused": (error("429 Too Many Requests", "slow down"), "HTTP 429: slow down", ""),
     "no JSON": (Reply([b"<h1>Bad\n gateway</h1>"], "502 Bad Gateway", "text/html"),
                 "HTTP 502: <h1>Bad gateway</h1>", ""),
@@ -162,7 +162,7 @@ def test_an_answer_that_takes_too_long_is_failed() -> None:
     exchange = timed((1.0, chat("a")), (1.0, chat("b")), (1.0, DONE), options=options)
     assert (exchange.error, exchange.text) == ("no whole answer within 2 s", "a")
     assert timed((1.0, chat("a", "stop")), (0.25, DONE), options=options).error == ""
-    # What comes, or does not end, behind [DONE] is not waited for.
+    # The client does not wait for bytes after [DONE].
     assert timed((1.0, chat("a", "stop")), (0.25, DONE), (99.0, b""), options=options).error == ""
 
 

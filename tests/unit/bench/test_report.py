@@ -1,4 +1,4 @@
-"""A comparison in JSON and in words."""
+"""Reports of a comparison as JSON and as text."""
 
 from __future__ import annotations
 

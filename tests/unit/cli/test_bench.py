@@ -118,12 +118,12 @@ def test_a_run_from_options_to_the_file(rows: str, tmp_path: Path) -> None:
     assert result["endpoint"] == "/v1/chat/completions"
     assert result["options"]["body"] == {"speculation": False}
     assert "secret" not in out.read_text()
-    # What was asked: seeds by the place in the data set, the first answer in the second question.
+    # Requests: seeds by index in the data set; the second question includes the first answer.
     assert [received.body["seed"] for received in server.received] == [7, 8, 9, 10, 12]
     assert [message["content"] for message in server.received[1].body["messages"]] == ["ab", "AB", "cd"]
     assert {received.body["speculation"] for received in server.received} == {False}
     assert {received.headers["authorization"] for received in server.received} == {"Bearer secret"}
-    # What is said.
+    # Output.
     assert f"fake-model at {server.url}/v1/chat/completions, 6 requests of {rows}, 1 at a time" in done.stdout
     assert "requests completed / failed  4 / 2" in done.stdout
     assert "speculation: 1.50 tokens per step, 4 of 16 drafted tokens accepted (25%)" in done.stdout
@@ -133,7 +133,7 @@ def test_a_run_from_options_to_the_file(rows: str, tmp_path: Path) -> None:
 def test_users_ask_at_once_and_the_warm_up_does_not_count(tmp_path: Path) -> None:
     rows = tmp_path / "single.jsonl"
     rows.write_text("".join(json.dumps({"prompt": word}) + "\n" for word in "abcd"))
-    with FakeServer(shout, together=3) as server:  # which answers three at once, or nobody
+    with FakeServer(shout, together=3) as server:  # which answers three requests at once, or none
         arguments = ["--dataset", str(rows), "--num-requests", "3", "--concurrency", "3", "--warmup", "3"]
         done = run_load("--url", server.url, *arguments, "--timeout", "30", "--json", "-")
     result = json.loads(done.stdout)

@@ -15,7 +15,7 @@ from tests.unit.cli.conftest import Run
 
 
 def write_template(folder: Path) -> None:
-    """Give a model a chat template: every message on a line of its own."""
+    """Give a model a chat template that writes one message per line."""
     template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

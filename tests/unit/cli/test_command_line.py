@@ -1,4 +1,4 @@
-"""The command line as a user meets it: answers, one-line errors, exit statuses."""
+"""The command line: answers, one-line errors and exit statuses."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_generate_as_json_and_with_a_trace(models: Path, run: Run, tmp_path: Pat
     events = [json.loads(line) for line in trace.read_text().splitlines()]
     assert status == 0
     assert (answer["finish_reason"], len(answer["token_ids"])) == ("length", 9)
-    assert len(events) == answer["speculation"]["steps"] + 1  # the first token has a step of its own
+    assert len(events) == answer["speculation"]["steps"] + 1  # the first token has a separate step
     assert sum(len(e["path"]) + 1 for e in events) >= 9
     assert all(sum(e["decision"]["probabilities"]) >= 1 for e in events)
 
@@ -131,7 +131,7 @@ def test_show_trees_draws_every_step(models: Path, run: Run) -> None:
     assert status == 0
     assert "step 1: no guesses" in out
     assert "(draft)" in out
-    assert "\x1b[" not in out  # no colour where nobody sees it
+    assert "\x1b[" not in out  # no colour without a terminal
 
 
 def test_a_prompt_on_standard_input(models: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

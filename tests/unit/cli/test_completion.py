@@ -1,4 +1,4 @@
-"""Completion of bash, zsh and fish: the scripts, and what they ask the program for."""
+"""Completion of bash, zsh and fish: scripts, and the program's answers to them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROGRAM = (
 
 
 def completed(shell: str, *words: str) -> str:
-    """What the program answers a shell in which these words were typed."""
+    """Return the program's completions for these words."""
     variables = {"_SPECINFER_COMPLETE": f"{shell}_complete", **ASKED[shell](["specinfer", *words])}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

@@ -14,7 +14,7 @@ QUESTION = demo.PROMPTS[0]
 
 
 def output(seconds: float, tokens: tuple[int, ...] = (1, 2, 3, 4, 5), steps: int = 4) -> RequestOutput:
-    """An answer whose first token came after a second, and the others so many seconds later."""
+    """An answer whose first token took a second, and the others `seconds` more."""
     figures = SpeculationFigures(steps=steps, output_tokens=4)
     timing = Timing(arrived=0.0, first_token=1.0, finished=1.0 + seconds)
     return RequestOutput("0", (9,), Answer(["text"], tokens), FinishReason.STOP, 0, figures, timing)

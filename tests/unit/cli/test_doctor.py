@@ -1,4 +1,4 @@
-"""`specinfer doctor` from options to what is pasted."""
+"""`specinfer doctor` from options to its report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.tiny_models import write_tiny_llama
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less memory and disk to stream, and no wishes of the user who runs the tests."""
+    """Smaller limits for memory and disk, without the settings of the user who runs the tests."""
     monkeypatch.setattr("specinfer.kernels.bandwidth.Bandwidth", partial(Bandwidth, size=1 << 20))
     monkeypatch.setattr(facts, "TRIAL", 1 << 20)
     monkeypatch.setattr(facts, "measure", partial(measure, seconds=0.01))

@@ -1,4 +1,4 @@
-"""--explain: of each step the speculators that guessed, why, and at which expected cost."""
+"""--explain: the speculators of each step, their reasons and expected costs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ EXPLAINED = re.compile(
 def test_explain_says_what_was_expected_at_which_cost(
     models: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A target's pass takes 10 ms, and 1 ms for each row more; a draft's, which is asked for every row, 1 ms.
+    # A target's pass takes 10 ms, and 1 ms per further row; a draft's pass takes 1 ms.
     of_target, of_draft = CostCurve((1, 101), (0.010, 0.110)), CostCurve((1, 101), (0.001, 0.001))
     monkeypatch.setattr(
         "specinfer.runtime.executor.cost_curve",

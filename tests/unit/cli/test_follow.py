@@ -1,4 +1,4 @@
-"""`specinfer follow` and a server with a master, as far as no engine is needed."""
+"""`specinfer follow` and a server with --master, as far as they need no engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands on a model that is larger than the memory it may take."""
+"""Commands on a model that exceeds its memory limit."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from specinfer.option import options_of
 from specinfer.serve.config import ServeConfig
 from specinfer.speculation_config import Lookup, SpeculationConfig
 
-# What users type: a flag that goes or changes its name breaks their scripts, so it needs a line in CHANGELOG.
+# Flags of users' scripts: removing or renaming one needs a line in CHANGELOG.
 FLAGS = (
     *(
         "--allowed-host",

@@ -121,7 +121,7 @@ LEVELS = [[12.0, 2.0, 20.0], [5.0, 0.0, 10.0]]  # first guesses right, others ri
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of what was learnt of two targets, and of a file that is broken."""
+    """Folder with the learned policies of two targets, and a broken file."""
     monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
     chances, builder = Chances(), TreeBuilder(9)
     builder.add(0, 10, "draft", confidence=0.7)
@@ -167,7 +167,7 @@ def test_a_file_with_a_number_that_cannot_be_is_shown_as_such(kept: Path) -> Non
 
 
 def test_what_was_learnt_is_forgotten_of_one_or_all(kept: Path) -> None:
-    assert run("policy", "reset", "larger").output.count("removed") == 2  # and what nobody can read
+    assert run("policy", "reset", "larger").output.count("removed") == 2  # the broken one too
     [file] = kept.iterdir()
     assert read_policy(file).key["target"] == "large, int8"
     assert run("policy", "reset").output == f"removed {file}\n"

@@ -1,4 +1,4 @@
-"""`specinfer run-batch`: a file of requests, whatever happens to the run."""
+"""`specinfer run-batch`: a file of requests, with interruptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`specinfer tune` from options to a head, seconds long."""
+"""`specinfer tune` from options to a head, in seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`specinfer --version` names what the installation runs on."""
+"""`specinfer --version` names the hardware and libraries of the installation."""
 
 from __future__ import annotations
 

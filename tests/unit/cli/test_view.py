@@ -43,7 +43,7 @@ def test_it_shows_the_trace_until_it_is_interrupted_without_torch_or_a_web_frame
         "main()\n"
     )
     command = [sys.executable, "-u", "-c", program, "view", str(trace), "--no-browser"]
-    # Where tests run in the background Ctrl-C is ignored, by them and by what they start.
+    # Tests in the background ignore Ctrl-C, and so would their child processes.
     listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=listening) as process:

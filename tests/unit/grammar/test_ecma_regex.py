@@ -1,4 +1,4 @@
-"""Regular expressions of JSON schemas mean what JavaScript means by them, or more where they have to."""
+"""JSON schemas' regular expressions match the same texts as in JavaScript, or more if they must."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Text that a grammar leaves no choice about, as the tokens the tokenizer spells it with."""
+"""Text that a grammar forces, in the tokens of the tokenizer."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_forced_tokens_are_legal_and_spell_the_text(text):
     state = grammar_of(choice=[text]).state()
     forced = state.forced((), 1000)
     assert TOKENIZER.decode(forced) == text
-    if "<|" not in text:  # what reads like a special token is spelled in bytes
+    if "<|" not in text:  # the name of a special token is spelled in bytes
         assert list(forced) == ids(text)
     for i in range(len(forced)):
         assert state.permits(forced[:i], forced[i])

@@ -1,4 +1,4 @@
-"""What a grammar lets follow: masks, single tokens, paths beside one another, commits, the end."""
+"""Masks, single tokens, parallel paths, commits and the end of grammars."""
 
 import tracemalloc
 

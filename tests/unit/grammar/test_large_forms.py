@@ -1,4 +1,4 @@
-"""Forms that are large, deep, or become too complex: followed, refused at once, or failed alone."""
+"""Large, deep and complex formats: followed, refused at once, or failing alone."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Matchers are built where the library has room to recurse, and nobody else notices."""
+"""Matchers are built in a thread with a deep stack, which other threads do not see."""
 
 import threading
 

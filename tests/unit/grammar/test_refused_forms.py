@@ -1,4 +1,4 @@
-"""Forms that cannot be met or followed are refused in one line."""
+"""Unsatisfiable and unsupported formats are refused in one line."""
 
 import json
 

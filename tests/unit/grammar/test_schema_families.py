@@ -1,4 +1,4 @@
-"""Three hundred schemas, and others drawn at random: nothing against them, no value of theirs withheld."""
+"""300 schemas and random ones: valid values are accepted, and strict answers are valid."""
 
 import itertools
 import json

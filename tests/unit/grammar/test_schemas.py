@@ -1,4 +1,4 @@
-"""A hundred JSON schemas: every document of theirs is valid, and looking around in one changes nothing."""
+"""100 JSON schemas: every generated document is valid, and queries change no state."""
 
 import json
 import re

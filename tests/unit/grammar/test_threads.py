@@ -1,4 +1,4 @@
-"""Forms are compiled by any thread, while others compile or follow theirs."""
+"""Formats are compiled by any thread, while others compile or follow theirs."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ THREADS = 6
 
 
 def at_once(work):
-    """What work(0), work(1), ... return on threads that begin together."""
+    """Return the results of work(0), work(1), ... in threads that start together."""
     together = threading.Barrier(THREADS)
 
     def run(number):
@@ -98,7 +98,7 @@ def test_masks_and_forced_text_are_the_same_while_others_compile(compiler):
     expected = [
         walk(compiler.compile(form), document) for form, document in zip(forms, documents, strict=True)
     ]
-    shared = GrammarCompiler(TOKENIZER, VOCAB)  # automata nobody has used yet
+    shared = GrammarCompiler(TOKENIZER, VOCAB)  # unused automata
 
     def go(number):
         found = {}

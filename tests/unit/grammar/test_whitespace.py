@@ -1,4 +1,4 @@
-"""Between the parts of JSON stands what was asked for, however much a model likes blanks."""
+"""White space between the parts of JSON follows the option, whatever a model prefers."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ FORMS = {
 
 
 def blank_text(grammar, seed):
-    """A text of whoever writes a blank wherever one may stand."""
+    """Return a text with a blank at every position that allows one."""
     state, rng, text = grammar.state(), np.random.default_rng(seed), []
     while True:
         mask = state.allowed()

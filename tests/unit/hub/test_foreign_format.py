@@ -1,4 +1,4 @@
-"""Folders and files that are no language models of a format that is read: one line says what each is."""
+"""Folders and files that are not supported language models: one line names each kind."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_folder_is_told_in_one_line(files: tuple[str, ...], tmp_path: Path) ->
         ("config.json", "model.safetensors.index.json", "tf_model.h5", "flax_model.msgpack"),
         ("config.json", "medusa_lm_head.safetensors"),
         ("config.json", "model.safetensors", "quantize_config.json", "onnx/model_quantized.onnx"),
-        ("config.json", "pytorch_model.bin", "tf_model.h5"),  # which is told as pickled
+        ("config.json", "pytorch_model.bin", "tf_model.h5"),  # reported as pickled
         (),
     ],
     ids=" ".join,
@@ -99,7 +99,7 @@ def test_the_line_on_pickled_weights_converts_them(
     command = re.search(r'python -c "([^"]*)"$', str(caught.value))
     assert command is not None
     monkeypatch.chdir(folder)
-    exec(command[1], {})  # what the line says
+    exec(command[1], {})  # the command in the message
     assert open_model(folder).config.num_layers == 2
     converted = load_file(folder / "model.safetensors")
     assert all(torch.equal(converted[name], tensor) for name, tensor in tensors.items())

@@ -29,7 +29,7 @@ class FakeHub:
     def __init__(self):
         self.repositories = {}
         self.gated = set()
-        self.served = []  # files whose content was asked for
+        self.served = []  # files whose content was requested
         self.break_once = set()  # files whose connection breaks half way, the first time
         hub = self
 

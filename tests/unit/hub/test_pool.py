@@ -1,4 +1,4 @@
-"""pool.json: what is written is read, and whatever else it may hold is refused in a line."""
+"""pool.json: written pools are read again, and other contents are refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model recommends, from its folder and from its GGUF file."""
+"""Recommended sampling parameters, from a model's folder and from its GGUF file."""
 
 from __future__ import annotations
 

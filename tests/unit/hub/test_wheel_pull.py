@@ -213,7 +213,7 @@ def patched(wheel, field, value):
     [
         lambda wheel: wheel[: len(wheel) // 2],
         lambda wheel: patched(wheel, 8, b"\1\0"),  # encrypted
-        lambda wheel: patched(wheel, 10, b"\x63\0"),  # compressed in a way nobody knows
+        lambda wheel: patched(wheel, 10, b"\x63\0"),  # unknown compression
     ],
     ids=["cut short", "encrypted", "unknown compression"],
 )

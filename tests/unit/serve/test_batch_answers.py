@@ -1,4 +1,4 @@
-"""The file that gets a batch's answers, and what a run after it makes of it."""
+"""The answer file of a batch, and its use by a later run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server whose engine dies, that is full, that is told to end."""
+"""A server whose engine dies, that is full, or that is ended."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def test_streams_go_on_where_they_were_when_the_engine_is_killed(folder: Path) -
             )
             for chunk in stream:
                 texts[seed] += chunk.choices[0].text
-                if first.acquire(blocking=False):  # whoever hears first kills at once: the texts are short
+                if first.acquire(
+                    blocking=False
+                ):  # the first reader kills at once, because the texts are short
                     os.kill(engine, signal.SIGKILL)
                     started.set()
 
@@ -104,7 +106,7 @@ def until(so: Callable[[], bool]) -> None:
 
 
 def error_when_killed(served: Served) -> str:
-    """What ends a text behind whose first token the engine is killed; nothing if all of it was written."""
+    """Return the error of a text whose engine is killed after the first token; None if it was complete."""
     until(lambda: served.get("/ready").status_code == 200)
     engine = served.engine_pid
     assert engine is not None
@@ -124,7 +126,7 @@ def error_when_killed(served: Served) -> str:
 
 def test_under_mss_a_text_that_has_begun_ends_with_the_reason(folder: Path) -> None:
     with Served(folder, *FLAGS, "--served-model-name", "tiny") as served:
-        # On a busy machine the first token may be heard of when the last one is written.
+        # On a busy machine the first token may arrive after the last one was computed.
         message = next(filter(None, (error_when_killed(served) for _ in range(10))), "no text was cut off")
         assert "under mss no other can continue a text that has started" in message
         whole = client_of(served).completions.create(
@@ -137,7 +139,7 @@ def test_sigterm_lets_answers_end_and_takes_no_new_ones(folder: Path) -> None:
     with Served(
         folder, *FLAGS, "--served-model-name", "tiny", "--max-batch-size", "1", "--grace", "200"
     ) as served:
-        # One after the other, so that most of them wait for their turn when the first is heard of.
+        # One after the other, so that most of them wait when the first one starts.
         prompts = ["abc"] * 3
         ended: dict[int, str] = {}
         for chunk in client_of(served).completions.create(

@@ -1,4 +1,4 @@
-"""How much memory strangers take of a real server's process, whatever they send or leave unread."""
+"""Memory of a real server's process under hostile clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The official client against a server as users start it; texts are those of the offline LLM."""
+"""The official client against a real server; texts equal those of the offline LLM."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_form_a_stop_and_a_prediction(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="tiny",
         messages=HI,
-        seed=4,  # with others, weights of no meaning think to the end: they may, before a form
+        seed=4,  # with other seeds, random weights reason to the end
         max_tokens=100,
         response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
     )

@@ -1,4 +1,4 @@
-"""The server as a process: its file descriptors, its keys, its end."""
+"""The server as a process: file descriptors, keys and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages on the server: examples that its model refuses, and the table of paths."""
+"""Documentation pages on the server: examples that its model refuses, and the table of paths."""
 
 from __future__ import annotations
 

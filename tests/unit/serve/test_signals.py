@@ -1,4 +1,4 @@
-"""A server that is told to end."""
+"""A server that gets a signal to end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_signal_is_heard_even_while_the_pipe_that_wakes_the_loop_is_full(
             for _ in range(waiting):
                 loop.call_soon_threadsafe(int)
             signal.raise_signal(number)
-            await asyncio.sleep(0.05)  # a loop that watches for signals hears of them by now
+            await asyncio.sleep(0.05)  # a loop that watches for signals has seen them by now
         return server.should_exit
 
     assert asyncio.run(is_heard())

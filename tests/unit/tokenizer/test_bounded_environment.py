@@ -1,4 +1,4 @@
-"""Chat templates that would not end, or take all memory, and those that are none the slower for it."""
+"""Time and memory limits of chat templates, and their low cost."""
 
 import threading
 import tracemalloc

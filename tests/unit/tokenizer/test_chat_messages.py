@@ -1,4 +1,4 @@
-"""Earlier tool calls, as templates want to read them."""
+"""Earlier tool calls in the format that templates read."""
 
 import re
 
@@ -67,13 +67,13 @@ def test_calls_of_the_wrong_shape_are_refused(calls, message):
         messages_for_template([{"role": "user", "content": "hi"}, calling() | {"tool_calls": calls}])
 
 
-# What templates ask of messages.
+# Checks of common templates.
 
 NINE = MessageStyle(id_length=9)
 
 
 def ids(*messages, style=NINE):
-    """Of each message the ids of its calls, or the id that its result has."""
+    """Return the call ids of each message, or the id of its result."""
     read = messages_for_template([{"role": "user", "content": "hi"}, *messages], style)[1:]
     return [[c["id"] for c in m["tool_calls"]] if "tool_calls" in m else m.get("tool_call_id") for m in read]
 

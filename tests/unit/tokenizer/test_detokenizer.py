@@ -45,7 +45,7 @@ def test_special_tokens_that_are_visible_stand_in_the_text_by_their_names():
     ids = [65, im_end, bos, 0xE2, im_end, *"\u20ac".encode()]
     detokenizer = Detokenizer(BYTES, visible=[im_end, 0xE2, 10**6])
     assert "".join(detokenizer.push([i]) for i in ids) == "A<|im_end|>\ufffd<|im_end|>\u20ac"
-    assert Detokenizer(BYTES).push(ids) == "A\ufffd\u20ac"  # what is visible is so for one text
+    assert Detokenizer(BYTES).push(ids) == "A\ufffd\u20ac"  # visible tokens are per text
     spaced = Detokenizer(PREFIXED, visible=[2])
     assert spaced.push([2, *PREFIXED.encode("a", add_special=False)]) == "</s> a"
 
@@ -101,7 +101,7 @@ def test_a_push_costs_the_same_late_as_early():
 
     def cost():
         push = partial(detokenizer.push, ids)
-        # The list of pieces grows now and then; the least of some pushes is one that did not let it grow.
+        # The list of pieces grows now and then; the minimum over some pushes excludes that.
         return lines_run(push), min(bytes_allocated(push) for _ in range(20))
 
     detokenizer.push(ids)  # the first one fills a table

@@ -1,4 +1,4 @@
-"""Prompts that ask for what stands between two texts."""
+"""Fill-in-the-middle prompts."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ MODELS = Path(os.environ.get("SPECINFER_MODELS", "~/.cache/specinfer-bench")).ex
 SMOLLM = "SmolLM2-135M-Instruct.Q4_1.gguf"
 QWEN = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 GEMMA = "gemma-3-270m-q4_k_m.gguf"
-# What AutoTokenizer makes of each; to find out, it reads all of a file that its own class reads a part of.
+# Class that AutoTokenizer chooses; naming it avoids reading the whole file.
 CLASSES = {QWEN: "Qwen2Tokenizer", SMOLLM: "TokenizersBackend", GEMMA: "GemmaTokenizer"}
 
 FRAGMENTS = (

@@ -22,7 +22,7 @@ def test_byte_level_merges_build_words_and_every_text_survives():
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-# Where the rules differ: digits, case of contractions, line breaks after symbols, capitals in words.
+# The rules differ in digits, case of contractions, line breaks after symbols, and capitals in words.
 TEXT = "It'S 1234 a.\n\nfooBar"
 WORDS = [" 1234", "1234", "It", "'S", "fooBar", ".\n\n", "\n\n", "Bar", "foo", "34", "123"]
 

@@ -100,7 +100,7 @@ def test_half_a_character_waits_where_it_cannot_be_spelled() -> None:
     spelled = Respelling(WRITER, READERS["finer"], {})
     spelled.extend([half])
     assert (spelled.ids, spelled.whole) == ([0xC3], True)
-    words = Respelling(WRITER, of([], singles=[0xA9, 65]), {})  # that byte has no token of its own
+    words = Respelling(WRITER, of([], singles=[0xA9, 65]), {})  # no token for that byte
     words.extend([65, half])
     assert words.whole is False
     assert len(words.ids) == 1

@@ -39,7 +39,7 @@ def test_only_ids_that_have_logits_count() -> None:
 def test_a_space_and_a_byte_mean_the_same_however_they_are_spelled() -> None:
     one = load(sentencepiece_header(["\u2581", "a", "\u2581a"]))
     other = Tokenizer(byte_level([0x20, ord("a"), 0xC3], [" a"]), eos_token_ids=[])
-    # of "a" and the byte 61, which stand for the same, the token that is spelled out counts
+    # "a" and the byte 61 are equal; the spelled token counts
     assert spelled(one, other) == [
         ("<0xC3>", "\u00c3"),
         ("\u2581", "\u0120"),

@@ -1,4 +1,4 @@
-"""Special tokens whose names users and tools write stay texts, and nothing else of a prompt changes."""
+"""Names of special tokens in messages stay text, and the rest of the prompt is unchanged."""
 
 import json
 
@@ -123,7 +123,7 @@ def test_ordinary_conversations_are_encoded_as_ever(content):
 def test_blanks_before_texts_stay_where_they_were(scheme, content):
     tokenizer = sentencepiece(scheme)
     ids = ChatEncoder(tokenizer).token_ids([user(content)])
-    # The same with names that are no special tokens' and as long: the ids differ in these letters alone.
+    # The same with ordinary names of the same length: the ids differ only in these letters.
     other = ChatEncoder(tokenizer).token_ids([user(content.replace("<|im", "<|ix").replace("s>", "x>"))])
     assert len(ids) == len(other)
     differing = {tokenizer.text_of(a) for a, b in zip(ids, other, strict=True) if a != b}

@@ -1,4 +1,4 @@
-"""Schemas of every draft are read in one form, and references find what they name."""
+"""Schemas of every draft are read in one form, and references are resolved."""
 
 import pytest
 

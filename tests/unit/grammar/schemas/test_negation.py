@@ -1,4 +1,4 @@
-"""A negated schema allows what the schema refuses and nothing else; disjoint ones share no value."""
+"""A negated schema allows exactly the values that the schema refuses; disjoint schemas share no value."""
 
 import re
 

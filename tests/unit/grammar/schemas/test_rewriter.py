@@ -1,4 +1,4 @@
-"""Which parts of schemas are left out, and what is left of them then."""
+"""Parts of schemas that are dropped, and the rewritten rest."""
 
 import calendar
 import json

@@ -1,4 +1,4 @@
-"""What of a conversation is made ready before the engine sees it, and where."""
+"""Preparation of conversations before the engine gets them, and the threads that do it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that come back with how likely each of their tokens was, as evaluation harnesses ask for them."""
+"""Prompts that are returned with the log-probabilities of their tokens, for evaluation harnesses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.tokenizer.made_up import write_folder
 pytestmark = pytest.mark.thorough
 
 PROMPTS = [list(b"one two one two"), list(b"x"), list("née".encode())]
-# What lm-evaluation-harness' local-completions asks for log-likelihoods.
+# Request of lm-evaluation-harness' local-completions for log-likelihoods.
 HARNESS: dict[str, Any] = {
     "model": "tiny",
     "temperature": 0,

@@ -1,4 +1,4 @@
-"""What stands between two texts: POST /infill, and suffix at /v1/completions."""
+"""Fill-in-the-middle: POST /infill, and suffix at /v1/completions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class Filling:
-    """A server, a client, and what the engine was asked."""
+    """A server, a client, and the prompts that the engine got."""
 
     def __init__(self, tokenizer: Tokenizer, answers: Sequence[Script]) -> None:
         self.tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""What POST /v1/messages takes, and what it refuses by its place."""
+"""Fields of POST /v1/messages, and refusals that name their path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools and thoughts, as blocks of a message."""
+"""Tools and reasoning as blocks of a message."""
 
 from __future__ import annotations
 

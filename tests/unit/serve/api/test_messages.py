@@ -1,4 +1,4 @@
-"""POST /v1/messages: the literal shapes and events of Anthropic's API."""
+"""POST /v1/messages: the literal formats and events of Anthropic's API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names that requests may call the model."""
+"""Model names in requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages in all the ways clients write them become one prompt, through the library and through HTTP."""
+"""Equivalent messages become the same prompt, through the library and through HTTP."""
 
 from __future__ import annotations
 

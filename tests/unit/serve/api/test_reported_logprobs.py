@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of OpenAI's endpoints."""
+"""Log-probabilities in the formats of OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def test_bytes_are_those_of_the_token_and_of_a_special_ones_name(tmp_path: Path)
     of_tokens = [
         {257: Logprob(-0.5, 1, "</s>"), 65: Logprob(-1.0, 2, "A")},
         {0xC3: Logprob(-0.5, 1, "\ufffd")},
-        {300: Logprob(-0.5, 1, "")},  # a padding row, which is no token
+        {300: Logprob(-0.5, 1, "")},  # a padding row without a token
     ]
     reported = chat_logprobs(of_tokens, 2, tokenizer)
     assert [one["bytes"] for one in reported] == [list(b"</s>"), [0xC3], []]
     assert [one["bytes"] for one in reported[0]["top_logprobs"]] == [list(b"</s>"), [65]]
-    # What grammars and decoding read of it stays empty.
+    # Its bytes for grammars and decoding stay empty.
     assert tokenizer.token_bytes[257] == b""
     assert tokenizer.decode([65, 257]) == "A"
 

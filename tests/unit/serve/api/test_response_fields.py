@@ -1,4 +1,4 @@
-"""What POST /v1/responses takes, and what it refuses by name."""
+"""Fields of POST /v1/responses, and refusals that name them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models think, as items of a response."""
+"""Reasoning as items of a response."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import MODEL, byte_tokenizer, says
 from tests.unit.serve.api.responses_server import ResponsesServer, ask
 
-# Earlier thoughts stand before their answers; new ones are opened where that is asked for.
+# Earlier reasoning precedes its answer; `enable_thinking` opens new reasoning.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: "
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"

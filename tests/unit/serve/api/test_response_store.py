@@ -1,4 +1,4 @@
-"""Which responses stay, and which leave."""
+"""Responses that the store keeps and drops."""
 
 from __future__ import annotations
 

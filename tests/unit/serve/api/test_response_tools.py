@@ -1,4 +1,4 @@
-"""Functions that models call, as items of a response."""
+"""Tool calls as items of a response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/responses, as OpenAI's own client reads it."""
+"""POST /v1/responses, read by OpenAI's client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that do not say how to sample get what the model recommends; others get what they say."""
+"""Requests without sampling parameters get the model's recommendation; others keep theirs."""
 
 from __future__ import annotations
 

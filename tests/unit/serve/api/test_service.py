@@ -1,4 +1,4 @@
-"""Who is let in, and what becomes of those who are not."""
+"""Admission of requests: queues, limits and failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GREEDY = SamplingParams(temperature=0)
 
 
 class Slow:
-    """A backend that says a token of each work and no more, until it is told to end, or to die."""
+    """A backend that sends one token of each work, until the test ends it or lets it die."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []

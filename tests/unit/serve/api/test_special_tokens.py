@@ -1,4 +1,4 @@
-"""Special tokens that users write, through the server: texts, unless an option says otherwise."""
+"""Special tokens in users' texts stay text unless an option allows them."""
 
 from __future__ import annotations
 

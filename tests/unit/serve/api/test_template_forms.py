@@ -1,7 +1,7 @@
-"""An agent's conversation through templates in the forms of common families, from both doors.
+"""An agent's conversation through templates of common families, by library and by HTTP.
 
-What clients send (null content, parts, arguments as text, call ids of another maker) has to become what
-transformers renders of messages that are ready: texts, objects, ids that fit.
+Messages of clients (null content, parts, arguments as text, foreign call ids) must be rendered like the
+normalized messages in transformers: texts, objects, fitting ids.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tools and reasoning through the official client: the model is random, so all that holds is what must."""
+"""Tools and reasoning through the official client, with a random model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
-# A model that says anything would think for ever, which may come before a call that is required, and may
-# begin with any kind of blank.
+# Random weights would reason forever before a required call; reasoning may start with any blank.
 BLANKS = (9, 10, 11, 12, 13, 28, 29, 30, 31, 32, 194, 225, 226, 227)
 NO_REASONING = {"bad_words": ["<th"], "logit_bias": {str(byte): -100 for byte in BLANKS}}
 TIME = {"type": "function", "function": {"name": "time", "description": "What time it is."}}

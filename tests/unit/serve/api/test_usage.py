@@ -1,4 +1,4 @@
-"""What answers report of their tokens."""
+"""Token counts of answers."""
 
 from __future__ import annotations
 

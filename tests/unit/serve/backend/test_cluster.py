@@ -1,4 +1,4 @@
-"""The Ray cluster as a server knows it, without Ray: whose it is, what has room on it, its end."""
+"""The server's side of a Ray cluster, without Ray: its address, free CPUs and end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENGINE = EngineConfig(model="m")
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Ray is there, as far as anybody looks; its part is played by fake_relay.py."""
+    """Ray seems to be installed; fake_relay.py replaces it."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(cluster, "_MODULE", "tests.unit.serve.backend.fake_relay")
     monkeypatch.setenv("RAY_ADDRESS", "local")

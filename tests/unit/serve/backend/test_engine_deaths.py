@@ -1,4 +1,4 @@
-"""When the engine's process dies: it is restarted, and the works that kill it are blamed."""
+"""Crashes of engine processes: restarts, and works that are blamed."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Deaths:
     blamed: str  # those that end with an error
     order: str = "abcd"  # in which engines admit what they are given: a grammar that compiles is overtaken
     room: int = 2  # works that an engine runs at a time
-    mute: bool = False  # it dies before it has said whom it is busy with
+    mute: bool = False  # it dies before it has reported its busy works
     first: int = 0  # tokens a killer gets each time before its engine dies
 
 
@@ -220,13 +220,13 @@ def test_nobody_waits_for_an_engine_that_cannot_be_started(
 
     async def ask(backend: ReplicaBackend) -> None:
         async for _ in backend.generate([WORK]):
-            raise AssertionError("nobody answers")
+            raise AssertionError("no answer is possible")
 
     async def test() -> None:
         backend = ReplicaBackend(EngineConfig(model="m"))
         await backend.start()
         handles[0].dies()
-        for _ in range(2):  # who was there before it was given up, and who came when it was
+        for _ in range(2):  # works from before and after the replica was given up
             with pytest.raises(BackendError, match="cannot be restarted: the model is gone"):
                 await asyncio.wait_for(ask(backend), 300)
             await asyncio.sleep(1000)
@@ -301,7 +301,7 @@ def test_the_books_of_a_real_engine_are_right_behind_kills_and_aborts(folder: Pa
             os.kill(backend.pids[0], signal.SIGKILL)
             assert await asyncio.gather(*received) == expected
             await until(lambda: restarts(backend) == 1)
-            await asyncio.sleep(0.5)  # the last step tells of its tokens before it lets go of their blocks
+            await asyncio.sleep(0.5)  # the last step sends its tokens before it frees their blocks
             health = await backend.health()
             assert health.state is not None
             assert (health.state.running, health.state.waiting, health.state.kv_cache_usage) == (0, 0, 0.0)

@@ -1,4 +1,4 @@
-"""What an engine process says of itself, to a server that has to know when it has died."""
+"""Messages of an engine process about its works, its fingerprint and its death."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_whom_it_is_busy_with_is_said_before_anything_is_computed(folder: Path) 
 
 def test_a_tree_that_cannot_be_told_ends_no_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(event: TreeEvent, tokenizer: Any) -> Any:
-        raise ValueError("a bug in telling trees")
+        raise ValueError("a bug in reporting trees")
 
     monkeypatch.setattr(TreeEvent, "to_json", broken)
     with LLM(folder, **ENGINE) as llm, serving(llm) as server:
@@ -125,7 +125,7 @@ def test_a_work_that_cannot_be_begun_is_answered_whatever_was_raised(
 
 
 def test_a_process_that_cannot_tell_its_answers_ends(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would look alive, and nobody would ever hear of it again."""
+    """Otherwise it would seem alive, but never answer again."""
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     _, engine = Pipe()
@@ -147,7 +147,7 @@ def test_a_step_is_told_of_while_one_of_its_requests_ends(llm: LLM) -> None:
 
 
 def test_engines_have_one_fingerprint_where_their_texts_are_the_same(tmp_path: Path) -> None:
-    kernels("native")  # of which no text depends on the number of threads
+    kernels("native")  # texts do not depend on the number of threads
     folder = write_tiny_llama(tmp_path / "m", vocab_size=256, max_context=64, tokenizer=True)
 
     def mark_of(model: Path = folder, **options: Any) -> str:

@@ -1,4 +1,4 @@
-"""Several replicas in virtual time: who goes on with a work, who has room for it, who is left out."""
+"""Several replicas in virtual time: moved works, cache sizes, and replicas that are left out."""
 
 from __future__ import annotations
 
@@ -223,7 +223,9 @@ def test_a_work_goes_where_the_cache_has_room_for_it(
         monkeypatch.setattr(replica, "EngineChild", cannot_start(1, 1000))
         handles[1].dies()
         assert {name[:-2] for name in given(handles[0])} == {"fits"}
-        await asyncio.sleep(20)  # who has room is left out by now, so others refuse what is long
+        await asyncio.sleep(
+            20
+        )  # the replica with the larger cache is left out now, so others refuse long works
         assert {name[:-2] for name in given(handles[0])} == set(sizes)
         for one in works:
             one.task.cancel()
@@ -290,7 +292,7 @@ def test_all_replicas_together_are_counted_and_each_has_figures_of_its_own(handl
                 'replica_prefix_hits{model_name="m",replica="1"} 6.0',
             ):
                 assert f"specinfer:{line}\n" in text
-            handles[1].is_stopped = True  # what it told last counts on
+            handles[1].is_stopped = True  # its last report still counts
             health = await backend.health()
             assert health.state is not None
             assert (health.state.steps, health.trouble) == (15, "")

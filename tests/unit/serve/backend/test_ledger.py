@@ -1,4 +1,4 @@
-"""What was said of works, who has them, and whom deaths are blamed on: no process, no time."""
+"""Output, replicas and blamed crashes of works, without processes and clocks."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_no_token_is_lost_or_comes_twice_whichever_replicas_die(seed: int) -> No
     """Engines say the next numbers of each work, also late, behind their death or a work's move."""
     chance, names = random.Random(seed), "abcdefgh"
     books = Books(names)
-    engines: dict[int, dict[str, int]] = {replica: {} for replica in range(3)}  # what each says next
+    engines: dict[int, dict[str, int]] = {replica: {} for replica in range(3)}  # next token of each work
     late: list[tuple[int, str, int]] = []
     for _ in range(20_000):
         if not len(books.ledger):

@@ -1,4 +1,4 @@
-"""Replicas as actors of a Ray cluster, as users start them; the texts are those of one process."""
+"""Replicas as actors of a Ray cluster; their texts equal those of one process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def name(process: psutil.Process) -> str:
 
 @contextmanager
 def of_its_own(folder: Path, *flags: str) -> Iterator[Served]:
-    """A server with a cluster of its own."""
+    """A server with a private cluster."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", "local")
         with Served(folder, *RAY, *flags) as served:
@@ -219,7 +219,7 @@ def test_a_node_that_is_lost_is_done_without_until_another_one_comes(
 
 
 def refused(folder: Path, *flags: str) -> str:
-    """What a server says that does not start."""
+    """Return the output of a server that fails to start."""
     done = subprocess.run(
         [sys.executable, "-m", "specinfer", "serve", str(folder), *RAY, "--port", "0", *flags],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The relay of an actor, over a Ray that is not there: what it hands on, and how it ends."""
+"""The relay of an actor with a fake Ray: its messages and its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = "specinfer.serve.backend.ray_relay"
 
 @pytest.fixture
 def ray_relay(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module, whose Ray has nothing but names."""
+    """The module with a Ray that has only names."""
     names = {
         "ray": ["get"],
         "ray.exceptions": ["RayError"],

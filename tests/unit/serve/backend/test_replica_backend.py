@@ -1,4 +1,4 @@
-"""The engine's process as the server sees it: who waits how long, what is cut, what all of them count."""
+"""The server's side of engine processes: waiting times, cut answers and summed counters."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_was_reported_of_a_prompt_is_not_computed_again(handles: list[Handl
 
 
 def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) -> None:
-    """And never falls, whenever an engine dies and whenever somebody asks."""
+    """A counter never falls, whenever an engine dies and whenever it is read."""
     first = Statistics(
         running=2,
         steps=10,
@@ -101,14 +101,14 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
         assert (found["engine_steps{}"], found["speculation_on{}"]) == (4, 0)
         assert found["streamed_bytes_total{}"] == 4000
         assert found['rank_seconds_total{doing="computing",,rank="0",replica="0"}'] == 3
-        handles[0].says("deltas", [Delta("w", "x", (7,))], first)  # nobody asks between this and its death
+        handles[0].says("deltas", [Delta("w", "x", (7,))], first)  # no request between this and its death
         asked = asyncio.ensure_future(reported())  # in just that moment
         handles[0].state = first
         await asyncio.sleep(0)
         handles[0].dies()
         assert (await asked)["engine_steps{}"] == 10
         await asyncio.sleep(1)
-        assert (await reported())["engine_steps{}"] == 10  # of the second one, which has not begun
+        assert (await reported())["engine_steps{}"] == 10  # of the second one, which has not started
         handles[1].state = second
         assert await reported() == {
             "num_preemptions{}": 1,
@@ -174,7 +174,7 @@ REFUSED = "the request has waited for 5 seconds (--max-wait) and has not started
 
 def test_a_request_waits_no_longer_than_it_may_unless_its_first_step_has_begun(handles: list[Handle]) -> None:
     async def ask(backend: ReplicaBackend, *names: str) -> list[tuple[str, float]]:
-        """What came of them, and when."""
+        """Return the results and their times."""
         received: list[tuple[str, float]] = []
         loop, deltas = asyncio.get_running_loop(), backend.generate([replace(WORK, id=n) for n in names])
         try:
@@ -191,7 +191,7 @@ def test_a_request_waits_no_longer_than_it_may_unless_its_first_step_has_begun(h
         for name in "abcd":
             handles[0].says("deltas", [Delta(name)], None)
         await asyncio.sleep(3)
-        for name in "ac":  # of c and d one has been computed, and what is computed is not thrown away
+        for name in "ac":  # one of c and d has started, and started works are not dropped
             handles[0].says("deltas", [Delta(name, started=True)], None)
         await asyncio.sleep(6)
         ended = FinishReason.LENGTH

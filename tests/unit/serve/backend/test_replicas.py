@@ -1,4 +1,4 @@
-"""Two replicas of a tiny model as users start them: kills, replacing, sessions, the end."""
+"""Two replicas of a tiny model, started by the command: kills, replacement, sessions and the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine process whose model is streamed: it answers, stops in mid-answer and ends in mid-pass."""
+"""An engine process with a streamed model: it answers, and stops in an answer and in a pass."""
 
 from __future__ import annotations
 

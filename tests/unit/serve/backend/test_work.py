@@ -14,7 +14,7 @@ FIRST = Delta(
 )
 MIDDLE = Delta("w", "l", (5,))
 FIGURES = SpeculationFigures(steps=2)
-# Of another engine, which found nothing cached.
+# From another engine without cached tokens.
 LAST = Delta("w", "lo", (3,), (), (), ((0, 0),), FinishReason.STOP, figures=FIGURES)
 
 

@@ -1,4 +1,4 @@
-"""Which form a model's calls have, as its template shows."""
+"""Call formats of chat templates."""
 
 import pickle
 

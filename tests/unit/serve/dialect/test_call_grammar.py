@@ -1,4 +1,4 @@
-"""Which answers a grammar lets through: walked token by token on tokenizers of each family."""
+"""Answers that call grammars accept, token by token, with tokenizers of each family."""
 
 import json
 

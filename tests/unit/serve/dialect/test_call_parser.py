@@ -1,4 +1,4 @@
-"""Reading calls out of answers: what is a call, what is content, whatever the pieces."""
+"""Parsing of calls and content, however the text is cut into pieces."""
 
 from functools import partial
 from itertools import count, pairwise
@@ -39,7 +39,7 @@ def events_of(call_format, *pieces):
 
 
 def read(call_format, *pieces):
-    """Content, and name and arguments of each call; calls have to be told in order."""
+    """Return the content, and name and arguments of each call; calls must arrive in order."""
     events = events_of(call_format, *pieces)
     open_call, started = None, 0
     for event in events:
@@ -86,14 +86,14 @@ CASES = [
     (H, '<tool_call>{"name": "f", "arguments": "{}"}', '<tool_call>{"name": "f", "arguments": "{}"}', []),
     (H, '<tool_call>{"arguments": {"a": 1}}', '<tool_call>{"arguments": {"a": 1}}', []),
     (H, '<tool_call>{"name": "f", "name": "g"', '<tool_call>{"name": "f", "name": "g"', []),
-    # what breaks off
+    # incomplete calls
     (H, ONE[:20], ONE[:20], []),
     (H, CUT, "", [("f", '{"a"')]),
     (H, ONE[:-4], "", [F]),
     (H, f"{ONE}\n<tool_", "", [F]),
     (H, f"{ONE}\n<tool_call>\n{{", "", [F]),
     (H, f'{ONE}\n<tool_call>\n{{"name": "', "", [F]),
-    # what stops being a call
+    # texts that stop being a call
     (H, '<tool_call>{"name": "f", "arguments": {"a": ]} x', "]} x", [("f", '{"a": ')]),
     (H, f'<tool_call>{{"name": "f", "arguments": {{"a": {TWO}', "", [("f", '{"a": '), G]),
     (H, '<tool_call>{"name": "f", "arguments": {}}, 1', ", 1", [("f", "{}")]),

@@ -1,4 +1,4 @@
-"""What templates are given: of each family, and of one that knows no tools."""
+"""Messages for templates of each family, and for one without tools."""
 
 import json
 

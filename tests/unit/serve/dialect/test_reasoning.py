@@ -1,4 +1,4 @@
-"""Splitting answers into reasoning and content, and finding out whether a model reasons."""
+"""Splitting of answers into reasoning and content, and detection of reasoning models."""
 
 from functools import partial
 from itertools import pairwise
@@ -99,7 +99,7 @@ def test_a_prompt_may_open_the_reasoning(prompt, inside):
     assert Reasoning().opened_by(prompt) is inside
 
 
-# What follows the legal beginning is not legal; None where all of it is.
+# (inside, text, longest legal prefix; None: all of it)
 BEFORE_A_FORM = [
     (False, "ab", None),
     (False, "<think>A b</think>ab", None),

@@ -1,4 +1,4 @@
-"""Calls with their arguments between tags, as Qwen3-Coder writes them."""
+"""Calls whose arguments are between tags (Qwen3-Coder)."""
 
 import json
 from functools import partial
@@ -103,7 +103,7 @@ CASES = [
     ("<tool_call>\n<function=other>\n</function>", "<tool_call>\n<function=other>\n</function>", []),
     ("<tool_call> x", "<tool_call> x", []),
     ("a <function=now>", "a <function=now>", []),
-    # what breaks off, or stops being a call
+    # incomplete calls, and texts that stop being a call
     (PUT[: PUT.index("</par <b")], "", [("put", '{"text": "a\\n')]),
     (PUT[: PUT.index("2\n")] + "2", "", [("put", '{"text": "a\\n\\n</par <b>", "size": "S", "n": ')]),
     (NOW[:-3], "", [("now", "{}")]),

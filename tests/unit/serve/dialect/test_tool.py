@@ -1,4 +1,4 @@
-"""What requests may say of tools."""
+"""Tools and tool choices of requests."""
 
 import json
 import re
@@ -128,7 +128,7 @@ CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "strin
 def test_a_function_is_called_with_the_parameters_that_it_declares(
     more: dict[str, Any], closed: bool
 ) -> None:
-    """Small models go on with names of their own, and functions called with these fail."""
+    """Small models invent further names, and functions called with these fail."""
     given = CITY | more
     [tool] = tools_of({"name": "f", "parameters": given})
     assert tool.held_parameters == (given | {"additionalProperties": False} if closed else given)

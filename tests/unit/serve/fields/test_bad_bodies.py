@@ -1,4 +1,4 @@
-"""Whatever is sent: an answer with 2xx or 4xx, and the next request is answered as if nothing had been."""
+"""Any body gets a 2xx or 4xx answer, and the next request is answered as usual."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that were written for other servers: what is taken, translated, refused and ignored."""
+"""Fields of other servers: accepted, translated, refused and ignored ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read(kind: Any, more: dict[str, Any], policy: FieldPolicy | None = None) -> 
 
 
 def params(kind: Any, more: dict[str, Any]) -> SamplingParams:
-    """What the request means; at /v1/responses with its form."""
+    """Return the request's sampling parameters; at /v1/responses with its format."""
     fields = read(kind, more)
     found = fields.sampling_params(99) if kind is ResponseFields else fields.params()
     assert isinstance(found, SamplingParams)

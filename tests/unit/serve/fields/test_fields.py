@@ -1,4 +1,4 @@
-"""What bodies may say, and what is answered to others: 400 with the field at fault, and nothing ignored."""
+"""Valid bodies, and 400 with the field at fault for others."""
 
 from __future__ import annotations
 

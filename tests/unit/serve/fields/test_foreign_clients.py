@@ -1,4 +1,4 @@
-"""Requests of other servers' clients, answered: what their fields come to, over HTTP and without a model."""
+"""Requests of other servers' clients over HTTP, without a model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 
 
 class Sent:
-    """An answer, and what the engine was asked."""
+    """An answer, and the work that the engine got."""
 
     def __init__(
         self, tokenizer: Tokenizer, path: str, body: Any, script: Script = (), **options: Any

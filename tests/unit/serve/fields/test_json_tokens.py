@@ -1,4 +1,4 @@
-"""The tokens of a JSON text, counted and cut without making anything of them."""
+"""Tokens of a JSON text, counted and cut without parsing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_tokens_are_counted_as_they_are_written(value: Any, ascii_only: bool) ->
 
 
 def is_beginning(part: Any, whole: Any) -> bool:
-    """Whether a value is another one's, but for what comes last in it."""
+    """Return whether a value equals another one except for its last part."""
     if isinstance(part, list) and isinstance(whole, list):
         return len(part) <= len(whole) and all(map(is_beginning, part, whole))
     if isinstance(part, dict) and isinstance(whole, dict):

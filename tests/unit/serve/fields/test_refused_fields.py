@@ -1,4 +1,4 @@
-"""What is refused by name: fields that would change the text, unknown ones, odd values of others."""
+"""Refused fields: those that would change the text, unknown ones, and invalid values."""
 
 from __future__ import annotations
 

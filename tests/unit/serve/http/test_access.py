@@ -1,4 +1,4 @@
-"""Keys, bounds and ids, before any endpoint."""
+"""Keys, limits and ids, before any endpoint."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_key_may_come_as_anthropics_clients_send_it(given: dict[str, str], sta
 @pytest.mark.parametrize("name", ["Host", "Authorization", "X-Api-Key"])
 @pytest.mark.parametrize("path", ["/v1/models", "/health"])
 def test_of_two_headers_none_is_believed(name: str, path: str) -> None:
-    """Where a proxy looks at the first and a server at the last, one lets in what the other does not see."""
+    """If a proxy checks the first header and a server the last, a request could pass both."""
     status, _, body = ask(guarded("sesame"), path=path, twice=(name.lower(), "Bearer sesame"))
     assert status == 400
     assert f"the header {name.lower()} appears more than once" in json.loads(body)["error"]["message"]
@@ -299,7 +299,7 @@ def test_a_client_that_goes_away_within_its_body_is_no_bug(caplog: pytest.LogCap
         return {"type": "http.disconnect"}
 
     async def never(message: Message) -> None:
-        raise AssertionError("nobody is told")
+        raise AssertionError("no answer may be sent")
 
     scope: Scope = {"type": "http", "method": "POST", "path": "/", "client": None, "headers": []}
     asyncio.run(failing(ClientDisconnect())(scope, nothing, never))

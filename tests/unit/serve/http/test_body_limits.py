@@ -1,4 +1,4 @@
-"""How much bodies may hold, what they take, and how little is said of many faults."""
+"""Limits of bodies, their memory, and short reports of many faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections on which a client says half of a request or several at once, or takes nothing of its answer."""
+"""Connections with half requests, several requests at once, or a client that does not read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specinfer.serve.http.connection import MAX_UNANSWERED, Connection, Connecti
 
 WHOLE = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n"
 PIECE = b"x" * (1 << 20)
-EVENTS: list[str] = []  # what happened to /wait
+EVENTS: list[str] = []  # events of /wait
 
 
 async def wait(scope: Scope, receive: Receive, send: Send) -> None:
@@ -187,7 +187,7 @@ def test_requests_that_come_together_are_answered_in_their_order() -> None:
 def test_a_client_that_goes_away_is_missed_by_the_request_that_is_answered(
     received: list[str], following: bytes, together: bool
 ) -> None:
-    """Whatever it said behind it; and what waits behind it is never begun."""
+    """Whatever the client sent after it; queued requests never start."""
 
     async def run() -> None:
         async with listening(5.0) as (port, state):
@@ -198,7 +198,7 @@ def test_a_client_that_goes_away_is_missed_by_the_request_that_is_answered(
             else:
                 writer.write(WHOLE % b"wait1")
                 await until_received(received, "/wait1 begins")
-                await asyncio.sleep(0.01)  # it waits for what comes, the end of the connection
+                await asyncio.sleep(0.01)  # it waits for the end of the connection
                 writer.write(following)
                 await asyncio.sleep(0.05)
             writer.close()

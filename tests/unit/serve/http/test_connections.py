@@ -1,4 +1,4 @@
-"""All connections of a server: how many there may be, and how much of their requests is kept."""
+"""All connections of a server: their number, and the bytes that their requests hold."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_at_the_limit_silent_connections_go_first_and_those_that_are_in_stay() -
         await settle()
         assert of_used.statuses == [200, 200]
         assert all(pipe.statuses == [200] for _, pipe in silent[-4:])
-        # All of them have been heard now, so whoever comes is one too many, and is told so.
+        # All of them have sent a request, so a further connection gets an error.
         late, _ = server.connect()
         late.data_received(ask)
         used.data_received(ask)

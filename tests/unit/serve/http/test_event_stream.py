@@ -1,4 +1,4 @@
-"""Streams of events: whatever ends them, what makes them is told at once."""
+"""Streams of events: their ends, and the immediate end of their sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCOPE = {"type": "http", "asgi": {"spec_version": "2.3"}, "method": "POST", "pat
 
 @pytest.fixture(autouse=True)
 def no_collector() -> Iterator[None]:
-    """Nobody may leave the end of a stream to it."""
+    """The garbage collector must not end a stream."""
     gc.disable()
     yield
     gc.enable()
@@ -35,7 +35,7 @@ async def endless(closed: list[str]) -> AsyncGenerator[str]:
 
 async def stay() -> Message:
     await asyncio.Event().wait()
-    raise AssertionError("it waits for ever")
+    raise AssertionError("it waits forever")
 
 
 @pytest.mark.parametrize("taken", [0, 1, 2, 3])
@@ -83,7 +83,7 @@ def test_a_client_that_goes_away_while_it_takes_nothing_ends_what_is_made_for_it
 
 
 async def delayed(after: float, *pieces: str | ApiError, pause: float = 0.0) -> AsyncGenerator[str]:
-    """Admitted at once; it says the first after so many seconds, and pauses behind each."""
+    """Admitted at once; sends the first piece after `after` seconds, and pauses after each."""
     admitted = ADMITTED.get()
     assert admitted is not None
     await asyncio.sleep(1.0)
@@ -97,7 +97,7 @@ async def delayed(after: float, *pieces: str | ApiError, pause: float = 0.0) -> 
 
 
 def sent(events: AsyncGenerator[str], *, ping: float) -> list[tuple[float, bytes]]:
-    """What a stream sends, each with its second; its start is b"start"."""
+    """Return the sent pieces with their times; the start of the response is b"start"."""
     found: list[tuple[float, bytes]] = []
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""Clients that send more than they should, or what is no request: what is kept of it, and the answer."""
+"""Clients that send too much or no HTTP: memory, and the answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ENDLESS = {
     "headers": (HEAD, b"a:\r\n", 431),
     "a header's name": (HEAD, b"a", 431),
     "a header's value": (HEAD + b"a: ", b"a", 431),
-    "folded lines of a header": (HEAD + b"a: b", b"\r\n c", 400),  # which are no HTTP any more
+    "folded lines of a header": (HEAD + b"a: b", b"\r\n c", 400),  # not allowed any more
     "a URL": (b"GET /", b"a", 414),
     "a query": (b"GET /?", b"a", 414),
     "a method": (b"", b"G", 400),
@@ -123,7 +123,7 @@ UPGRADE = (
 
 @pytest.mark.parametrize("size", [1, 10, 100, 10_000])
 def test_an_upgrade_is_not_made_and_the_body_is_read(size: int) -> None:
-    """As Java's client asks for HTTP/2 with each request until it is told that there is none."""
+    """Java's client requests HTTP/2 with each request until the server declines."""
 
     async def test() -> None:
         server = Server()

@@ -1,4 +1,4 @@
-"""The names a server is asked for by: a page's own name, pointed at this machine, is none of them."""
+"""Host headers: the name of another page that resolves to this machine is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page as files: what is served, with which headers, to whom."""
+"""Files of the page: paths, headers and access."""
 
 from __future__ import annotations
 

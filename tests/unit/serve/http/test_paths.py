@@ -1,4 +1,4 @@
-"""Paths, methods and origins, as browsers, probes and hasty clients ask for them."""
+"""Paths, methods and origins of browsers, probes and careless clients."""
 
 from __future__ import annotations
 

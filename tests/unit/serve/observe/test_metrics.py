@@ -1,4 +1,4 @@
-"""What a server counts of speculation, as Prometheus reads it."""
+"""Speculation metrics in Prometheus' format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file of lines that others may not read, and that does not grow for ever."""
+"""Private log files with a maximum size."""
 
 from __future__ import annotations
 

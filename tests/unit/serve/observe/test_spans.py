@@ -1,4 +1,4 @@
-"""One span for each completion, under the caller's own."""
+"""One span per completion, below the caller's span."""
 
 from __future__ import annotations
 

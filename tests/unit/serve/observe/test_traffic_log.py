@@ -1,4 +1,4 @@
-"""Prompts and answers in a file, whatever the disk does."""
+"""Prompts and answers in a file, with failing disks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class Logged:
-    """A log and what becomes of what it is given."""
+    """A log, and the lines that it wrote or lost."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, retry: float = 0.0) -> None:
         self.path = folder / "traffic.jsonl"
@@ -58,7 +58,7 @@ class Logged:
             traffic.end(2.0)
 
     def lines(self) -> list[dict[str, Any]]:
-        """What is in the file after the log was closed."""
+        """Return the lines of the closed log."""
         self.log.close()
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 

@@ -1,4 +1,4 @@
-"""The page for people who hear it, use keys alone, want no motion, have small screens, or sit in the dark."""
+"""Accessibility: screen readers, keyboard, reduced motion, small screens and dark mode."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def answered(page: Page, serving: Serving) -> Page:
 
 
 def tabbed(page: Page, count: int) -> list[str]:
-    """What the tab key reaches behind the page's first control, which has the focus: names, texts or ids."""
+    """Return names, texts or ids of the next `count` elements in tab order after the first one."""
     page.get_by_role("combobox", name="Model").focus()
     found = []
     for _ in range(count):
@@ -63,7 +63,7 @@ def test_the_page_reads_well(answered: Page) -> None:
         '- button "Send"',
     ):
         assert line in snapshot, f"{line} is not in\n{snapshot}"
-    # Each token is text among text, and no button of its own.
+    # Tokens are plain text, not buttons.
     assert snapshot.count("button") < 12
 
 

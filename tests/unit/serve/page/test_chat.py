@@ -1,4 +1,4 @@
-"""Chatting on the page: what is streamed, marked, stopped, asked again, edited and set."""
+"""Chat on the page: streaming, marks, stop, regenerate, edit and settings."""
 
 from __future__ import annotations
 

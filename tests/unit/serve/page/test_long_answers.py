@@ -1,4 +1,4 @@
-"""Long answers: what the page does grows with what is new, and trees are drawn when somebody looks."""
+"""Long answers: work per update is constant, and trees are drawn on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a text is which token, and where the nodes of a tree are drawn."""
+"""Alignment of texts and tokens, and the layout of trees."""
 
 from __future__ import annotations
 
