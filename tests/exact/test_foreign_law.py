@@ -1,7 +1,7 @@
-"""A draft with tokens of its own leaves the law of the text as it is, by exact enumeration.
+"""A draft with another vocabulary leaves the law of the text unchanged, by exact enumeration.
 
-The production code reads the text, draws and tells guesses again; the enumeration stands in for its chance.
-The target's tokens are A, B, C, D. The draft has AB, ABC and E besides, counts backwards and lacks D.
+The production code reads the text, draws and retokenizes guesses; the enumeration replaces random numbers.
+The target's tokens are A, B, C, D. The draft also has AB, ABC and E, counts backwards and lacks D.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
-"""Best-first draws of one-pass heads leave the law of the text as it is, by exact enumeration of noise.
+"""Best-first draws of one-pass heads leave the law of the text unchanged, by exact enumeration of noise.
 
-Two tokens can be said. Who wins a race of the two depends on nothing but the ratio of their exponentials,
-which is below t with the probability t / (1 + t). So the noise of a position is cut where the target's choice
+Two tokens are possible. The winner of their race depends only on the ratio of their exponentials, which is
+below t with probability t / (1 + t). So the noise of a position is cut where the target's choice
 or the order of the head's children changes: between two cuts all is the same, whatever the ratio.
 """
 
@@ -48,7 +48,7 @@ EXACT = 1e-9
 SAID = (4, 10)  # the tokens there are
 PROMPT, SEED, LENGTH = (7,), 5, 3
 LEVELS = 3
-NEVER = 1e40  # the exponential of tokens that nobody says, which so come last
+NEVER = 1e40  # exponential of impossible tokens, which come last
 SHAPE = Shape(Expansion((1,) * LEVELS), DrawRule.COUPLED)
 CPU = torch.device("cpu")
 HEADS = {
@@ -83,7 +83,7 @@ class Head:
         self.params = params
 
     def tree(self, text, most):
-        """What it guesses behind a text of said tokens, of so many nodes at the most."""
+        """Return the guesses after a text, with at most `max_nodes` nodes."""
         entry = plans.entry(PROMPT, ids(text), params=self.params, seed=SEED, max_nodes=1 + most)
         growth = Growth.of(entry, "head", LEVELS)
         row = torch.Generator().manual_seed(int("".join(map(str, (1, *text))), 3))
@@ -129,7 +129,7 @@ class Step:
 
 
 def cuts(head, step, most, monkeypatch):
-    """Of each position the ratios at which the target's choice or the order of children changes."""
+    """Return, by position, the ratios at which the target's choice or the order of children changes."""
     found = [{0.0, inf} for _ in range(LENGTH)]
     grown = []  # levels of each tree
 
@@ -146,7 +146,7 @@ def cuts(head, step, most, monkeypatch):
             grown.clear()
             head.tree(text, most)
             for levels in grown:
-                before = [0]  # rows behind which something may be said
+                before = [0]  # rows after which a token may follow
                 for position, level in enumerate(levels[: LENGTH - length], start=length):
                     said = [[*level.tokens_C].index(token) for token in SAID]
                     rows = level.logits_AC[before][:, said]
@@ -199,7 +199,7 @@ def test_the_law_of_the_text_is_the_targets(folder, name, temperature, most, mon
 
 
 class Trusting(Step):
-    """The mutant: what the head guesses first is said, unasked."""
+    """The mutant: the head's first guess is accepted without verification."""
 
     def __call__(self, text, tree):
         return (SAID.index(tree.token_ids[1]),)

@@ -1,7 +1,7 @@
 """Every sampling parameter, alone and combined, on merged trees: the law is the slow oracle's.
 
-For multi-step sampling all falls of draws and coin are enumerated and the law of the text is compared; the
-coupled rule is compared choice by choice with the oracle's argmax over the same noise, over many seeds.
+For multi-step sampling all outcomes of draws and coin are enumerated, and the law of the text is compared.
+The coupled rule is compared choice by choice with the oracle's argmax over the same noise, over many seeds.
 """
 
 from dataclasses import replace
@@ -76,7 +76,7 @@ def test_any_combination_has_the_oracles_law(case, seed):
 @settings(max_examples=150)
 @given(case=cases(), seed=st.integers(0, 99), path=st.lists(st.integers(0, VOCAB - 1), max_size=4))
 def test_the_law_at_any_node_is_the_oracles(case, seed, path):
-    # Wherever the text is cut into what is committed and what is a path in the tree.
+    # For every division of the text into committed tokens and a path in the tree.
     world, path = World(VOCAB, seed=seed), tuple(path)
     rules = case.rules
     logits = world.logits("target", path)

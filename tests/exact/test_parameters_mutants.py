@@ -21,7 +21,7 @@ EXACT, SEEN = 1e-9, 1e-3  # more than rounding changes a law; less than a mistak
 
 
 def with_root_path(method):
-    """A processor that forgets that inner nodes have a path of their own."""
+    """A processor that ignores the paths of inner nodes."""
     return lambda self, *args, path=None: method(self, *(args[:-1] if path is None else args), ())
 
 

@@ -1,7 +1,7 @@
-"""A draft that can name only some tokens leaves the law of the text as it is, by exact enumeration.
+"""A draft with a pruned vocabulary leaves the law of the text unchanged, by exact enumeration.
 
-The production code draws (speculate/drafts/draws.py): its choice by cumulated weights is asked of the
-enumeration.
+The production code draws (speculate/drafts/draws.py); the enumeration replaces its choice by cumulated
+weights.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """A target's law at a node of a tree is its law behind the same text, whatever computes its layers.
 
-The other tests here take laws as given: this is what they rest on. Every tree of up to four nodes on two
-tokens is run by targets of every kind there is, all of its nodes at once, and each node's logits are, to the
+The other tests here take laws as given; this test checks the laws. Targets of every kind run every tree of up
+to four nodes on two tokens, all of its nodes at once. Each node's logits are, to the
 bit, those of its path as a text without a tree.
 """
 
@@ -119,7 +119,7 @@ def test_gpt_oss(tmp_path: Path, quantization: str) -> None:
 
 
 def test_blocks_of_a_gguf_file(tmp_path: Path) -> None:
-    # Random blocks make large weights, so many texts end in one of few states.
+    # Random blocks have large weights, so texts end in one of few states.
     path = write_blocks(tmp_path / "m.gguf", {"blk.0.ffn_down.weight": "Q6_K"}, "Q4_K")
     assert differing(loaded(path, tmp_path / "kept", "gguf"), distinct=7) == []
 

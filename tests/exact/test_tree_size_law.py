@@ -1,4 +1,4 @@
-"""Trees sized by what they cost leave the law of the text as it is, by exact enumeration.
+"""Trees sized by cost leave the law of the text unchanged, by exact enumeration.
 
 The production code drafts, sizes and merges: draft models over made-up logits, CostPolicy, Ensemble. Whether
 a level is guessed may depend on every draw before it, never on the draws that are to be made.
@@ -16,7 +16,7 @@ from .oracles import processed_law
 from .sized_trees import PARAMS, TARGET, VOCAB, Alike, Guarded, Sized, TakingBack, Wayward
 
 EXACT, SEEN = 1e-9, 1e-3
-LENGTH = 2  # of texts: both levels of a tree have a say
+LENGTH = 2  # of texts: both levels of a tree count
 IID, WITHOUT, POINT = DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT, DrawRule.POINT_MASS
 
 
@@ -113,12 +113,12 @@ def test_taking_back_what_was_drawn_below_a_node_is_seen(drafts, monkeypatch):
 
 
 def only_samples(tree):
-    """A mutant of `firm_nodes`: what comes before a sample may go."""
+    """A mutant of `firm_nodes`: nodes before a sample may be dropped."""
     return {draw.node for draw in tree.draws if draw.rule in (IID, WITHOUT)}
 
 
 def test_dropping_a_guess_that_comes_before_samples_is_seen(monkeypatch):
-    # Where both samples are one token there is room for what was guessed before them, and else there is none.
+    # Guesses before the samples fit only if both samples are the same token.
     monkeypatch.setattr(shared_tree, "any_sampled", lambda draws: False)
     monkeypatch.setattr(cost_policy, "firm_nodes", only_samples)
     sizes = {"points": "first", "max_nodes": 4}

@@ -16,7 +16,7 @@ from tests.kernels import NAMES, kernels
 
 from .families import save_random
 
-# Matrices of their own and stacked ones, gated MLPs and plain ones, heads in the order of several libraries.
+# Separate and stacked matrices, gated and plain MLPs, and the head orders of several libraries.
 FAMILIES = ("llama-biases", "qwen2-window", "gemma3", "opt", "phi3-partial-rope", "glm4")
 PROMPT = [5, 17, 40, 3, 88, 61, 12, 12, 70, 29, 9, 54]
 RANK, ALPHA = 3, 5

@@ -79,7 +79,7 @@ def test_stacks_of_experts_are_read_as_their_matrices_are(name, tmp_path):
 
 
 def gpt_oss(folder, *, gates=1.0):
-    """A gpt-oss whose gates and ups are so many times as large, saved in a folder."""
+    """Save a gpt-oss whose gate and up matrices are multiplied by a factor."""
     theirs = save_random("gpt-oss", folder, tied=False)
     with torch.no_grad():
         for layer in theirs.model.layers:

@@ -34,11 +34,11 @@ MORE = {
     "stablelm-parallel": {},
 }
 NAMES = [name for name in CASES if name not in NOT_WRITTEN or name in MORE]
-OTHERWISE = {"norm_weight_offset", "eos_ids", "part"}  # of a file, and of a folder
+OTHERWISE = {"norm_weight_offset", "eos_ids", "part"}  # these fields differ between a file and a folder
 
 
 def same(one: object, other: object) -> bool:
-    """Whether two values are equal, numbers to what float32 tells apart."""
+    """Return whether two values are equal, numbers up to float32 precision."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, tuple) and isinstance(other, tuple):

@@ -1,7 +1,7 @@
 """Scaled and partial rotary embeddings against transformers, within the original context and behind it.
 
-transformers' dynamic scaling rotates all tokens of a call as the longest text of it asks for, and keeps keys
-it has cached as they are: its logits depend on how a text was cut into calls. Ours are those of its token by
+transformers' dynamic scaling rotates all tokens of a call by the length of its longest text, and leaves
+cached keys unchanged. So its logits depend on how a text was cut into calls. Ours are those of its token by
 token run, where every token is rotated as in a text that ends with it.
 """
 
@@ -181,7 +181,7 @@ def for_texts_of(tokens, path, run="torch"):
 
 @pytest.mark.parametrize("run", NAMES)
 def test_longrope(run, tmp_path):
-    """The short factors until somebody asks for texts that are longer than the original context."""
+    """The short factors apply until a text is longer than the original context."""
     theirs = save_random("phi3", tmp_path, tied=True, **LONGROPE)
     model, runner = ours_of(tmp_path, run)
     assert model.config.max_context == ORIGINAL

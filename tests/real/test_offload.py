@@ -19,7 +19,7 @@ from .models import smollm2
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-MEMORY = 500 << 20  # of which the interpreter takes 240 MB; the weights are 330 MB
+MEMORY = 500 << 20  # the interpreter takes 240 MB of it; the weights are 330 MB
 LIMIT = MEMORY + (60 << 20)  # pages of files that are read count, too
 PROMPT = "What is gravity? Answer in two sentences."
 

@@ -33,7 +33,7 @@ def test_smollm2_says_what_transformers_says(monkeypatch: pytest.MonkeyPatch) ->
         prompt, tokens = output.prompt_token_ids, output.token_ids
         with torch.inference_mode():
             logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-        # Where transformers' argmax is ours at every position, its greedy decoding writes the same text; a
+        # If transformers' argmax is equal at every position, its greedy decoding gives the same text. A
         # choice between logits closer than 0.01 may fall either way.
         for row, token in zip(logits, tokens, strict=True):
             if int(row.argmax()) != token:

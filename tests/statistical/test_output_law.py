@@ -1,4 +1,4 @@
-"""The law of what comes out of the whole engine, against the law the tiny target states.
+"""The law of the engine's output, compared with the tiny target's law.
 
 Exactness is proved by enumeration in tests/exact; here nothing is enumerated: model, caches, speculators,
 batching and verifier run as they do in service, and the first three tokens of many seeded requests are
@@ -73,7 +73,7 @@ def p_value(tiny: Tiny, options: dict[str, Any], sampling: dict[str, Any]) -> fl
 
 
 def without_first(numbers: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
-    """What is said of triples, of their last two tokens."""
+    """Return the same statistics for the last two tokens of triples."""
     pairs: dict[tuple[int, ...], float] = {}
     for (_, *pair), number in numbers.items():
         pairs[tuple(pair)] = pairs.get(tuple(pair), 0) + number
@@ -81,7 +81,7 @@ def without_first(numbers: Mapping[tuple[int, ...], float]) -> dict[tuple[int, .
 
 
 def chi_square(counts: Mapping[tuple[int, ...], float], law: Mapping[tuple[int, ...], float]) -> float:
-    # What is expected less than five times is counted together, as the chi-square distribution needs.
+    # Outcomes expected less than five times are merged, as the chi-square test requires.
     rare = [t for t, p in law.items() if p * REQUESTS < 5]
     bins = [(counts.get(t, 0), p * REQUESTS) for t, p in law.items() if p * REQUESTS >= 5]
     if sum(law[t] for t in rare) * REQUESTS >= 5:

@@ -1,4 +1,4 @@
-"""The steps of the Dockerfile, run as a script: what they install serves, and is well by its own check."""
+"""The steps of the Dockerfile as a script: the installation serves and passes its own check."""
 
 from __future__ import annotations
 

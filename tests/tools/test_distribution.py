@@ -38,7 +38,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         done = subprocess.run(
             [sys.executable, "-c", BUILD.format(kind=kind), str(folder / "dist")],
             cwd=sources,
-            env=bare_environment(PATH=str(folder)),  # where there is no compiler
+            env=bare_environment(PATH=str(folder)),  # without a compiler
             capture_output=True,
             text=True,
             check=False,

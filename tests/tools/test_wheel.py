@@ -1,4 +1,4 @@
-"""What `pip wheel .` makes, and that it is used as it comes: no compiler, no repository."""
+"""The wheel of `pip wheel .`, installed without compiler and repository."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ case " $* " in *" {next(level for level in LEVELS if level.name == HERE[-1]).fla
 while [ "$1" != -o ]; do shift; done
 : > "$2"
 """
-# A compiler that writes down what it is asked for, and whose library is one that was made before.
+# A compiler that records its arguments and copies an existing library.
 OF_BEFORE: Final = """#!/bin/sh
 echo "$*" >> {log}
 case " $* " in *" -shared "*) made={library};; *) made=/dev/null;; esac
@@ -61,12 +61,12 @@ print(json.dumps({
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """The repository's files that a wheel is made of, in a folder of their own."""
+    """Copy the files of a wheel into a separate folder."""
     return copy_sources(tmp_path / "sources")
 
 
 def pip(*arguments: str, **changed: str | None) -> str:
-    """What pip says."""
+    """Run pip and return its output."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     done = subprocess.run(
         command,
@@ -206,7 +206,7 @@ def test_its_kernels_run_where_there_is_no_compiler(sources: Path, tmp_path: Pat
 
 
 def run_script(python: Path, folder: Path, cache: Path) -> dict[str, Any]:
-    """What USE prints, run in `folder` with an empty PATH."""
+    """Run USE in `folder` with an empty PATH and return its output."""
     done = subprocess.run(
         [str(python), "-c", USE],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""What the documents say is there is there."""
+"""Files and names in documents exist."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def test_links_lead_somewhere(page: Path) -> None:
     "page", [page for page in PAGES if page.parent.name != "lab"], ids=lambda page: page.name
 )
 def test_files_that_are_named_exist(page: Path) -> None:
-    text = re.sub(r"\]\([^)]*\)", "]", page.read_text(encoding="utf-8"))  # links have a test of their own
-    rooms = "tests|docs|tools|benchmarks|examples|specinfer"
-    named = set(re.findall(rf"(?<!serve/)\b((?:{rooms})/[\w/.]+\.(?:py|md))\b", text))
+    text = re.sub(r"\]\([^)]*\)", "]", page.read_text(encoding="utf-8"))  # another test checks links
+    folders = "tests|docs|tools|benchmarks|examples|specinfer"
+    named = set(re.findall(rf"(?<!serve/)\b((?:{folders})/[\w/.]+\.(?:py|md))\b", text))
     assert {name for name in named if not (ROOT / name).exists()} == set()
 
 

@@ -49,7 +49,7 @@ ORDER: list[set[str]] = [
 TWINS = {
     "kernels",
     "attention",
-}  # one room in two folders: layers call attention, which is native as they are
+}  # one package in two folders: layers call attention, which is native, too
 LAZY_TABLE = "specinfer"  # the package's own __init__ names what it loads on demand, in no order
 
 # These start without torch; a name stands for a module or for a package with all its modules.
@@ -129,7 +129,7 @@ def room_of(module: str) -> tuple[int, str]:
 
 
 def foot_of(package: str) -> tuple[int, str]:
-    """The lowest room in a package: what it imports itself, all of its modules load."""
+    """Return the lowest package: all modules load what their package's __init__ imports."""
     inside = [room_of(package), *(room_of(f"specinfer.{name}") for names in ORDER for name in names)]
     return min(one for one in inside if f"specinfer.{one[1]}.".startswith(f"{package}."))
 
@@ -148,7 +148,7 @@ def against_the_order(modules: dict[str, list[Import]]) -> list[str]:
                 continue
             where = f"{module}:{imported.line} imports {imported.target}"
             if ".".join(parts[:2]) not in homes - {"specinfer"}:
-                # All rooms stand behind the package's face, so whoever imports it imports from the right.
+                # The package's __init__ is above all packages, so importing it is an upward import.
                 found.append(f"{where}, the package or a name of it; name the module")
                 continue
             own, room = foot_of(module) if module in packages else room_of(module)
@@ -184,7 +184,7 @@ def way_to(library: str, module: str, modules: dict[str, list[Import]]) -> list[
 
 
 def loads(target: str, modules: dict[str, list[Import]]) -> list[str]:
-    """The modules of ours that importing `target` loads: its packages, itself."""
+    """Return specinfer's modules that importing `target` loads: its packages and itself."""
     parts = target.split(".")
     return [name for i in range(1, len(parts) + 1) if (name := ".".join(parts[:i])) in modules]
 

@@ -1,4 +1,4 @@
-"""A broken state of ours is refused, and just so under `python -O`, which drops every assert."""
+"""An inconsistent internal state is refused, also under `python -O`, which drops every assert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLM: what a caller may do with it, from several threads, to its end."""
+"""LLM: its calls, from several threads, until it is closed."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_request_of_somebody_else_does_not_end_anybodys_generate(
     tiny: Tiny, expected: list[list[int]]
 ) -> None:
     llm = tiny.llm(lookup=True)
-    [[foreign]] = tiny.llm().intake.prompts([[5, 6]], GREEDY)  # of an intake that numbers as this one does
+    [[foreign]] = tiny.llm().intake.prompts([[5, 6]], GREEDY)  # from an intake with the same request ids
     engine_of(llm).add(foreign)
     [[mine]] = llm.intake.prompts([[5, 6]], GREEDY)
     assert mine.request.request_id == foreign.request.request_id
@@ -172,7 +172,7 @@ def test_tools_are_the_chat_templates(tiny: Tiny, monkeypatch: pytest.MonkeyPatc
     assert given == [tools]
 
 
-# What can be seen of the engine.
+# Statistics of the engine.
 
 
 def test_no_public_attribute_gives_the_engine(tiny: Tiny) -> None:
@@ -245,7 +245,7 @@ def test_who_is_in_a_step_is_told_before_it_computes(tiny: Tiny) -> None:
 def test_closing_frees_cache_and_weights(pair: Path) -> None:
     llm = LLM(pair / "target", drafts=[pair / "draft"], **ENGINE)
     llm.generate([1, 2, 3], GREEDY)
-    stream = llm.stream([1, 2, 3], GREEDY)  # which somebody still holds
+    stream = llm.stream([1, 2, 3], GREEDY)  # a stream that is still referenced
     next(stream)
     models = llm.models
     held = [weakref.ref(runner_of(llm).cache.keys[0]), weakref.ref(models.target)]

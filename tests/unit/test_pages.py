@@ -34,7 +34,7 @@ def test_blocks_are_parsed(page: Path) -> None:
                     continue
                 command = cli.get_command(click.Context(cli), name)
                 assert command is not None, f"there is no command {name}"
-                # These files are the reader's own: one of ours stands for them.
+                # Examples name the reader's files; test files replace them.
                 own = (".txt", ".jsonl", ".gguf")
                 arguments = [str(README) if word.endswith(own) else word for word in arguments]
                 command.make_context(name, arguments)  # raises on an unknown option or a bad value

@@ -1,4 +1,4 @@
-"""What `import specinfer` offers, and what it costs."""
+"""Public names of `import specinfer`, and the cost of the import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import specinfer
 
 
 def test_the_public_names_are_these() -> None:
-    # At most 12 beside the version. A new one is a promise: think twice, then add it here.
+    # At most 12 besides the version. Each name is a promise, so add one here with care.
     names = (
         "EngineConfig FinishReason LLM LoRARequest RequestOutput SamplingParams SpecInferError "
         "SpeculationFigures SpeculationParams Speculator TokenTree UserError"

@@ -1,4 +1,4 @@
-"""What may be asked of a text and of its report: one line for each value that is wrong.
+"""Values of SamplingParams: one line for each invalid value.
 
 Temperature, filters, seed and length are in test_request.py, structured output in test_structured_output.py.
 """

@@ -1,4 +1,4 @@
-"""What a request may ask of speculation: every way to write it, one line for each value that is wrong."""
+"""Values of SpeculationParams in every notation: one line for each invalid value."""
 
 from __future__ import annotations
 

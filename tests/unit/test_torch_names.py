@@ -8,7 +8,7 @@ from pathlib import Path
 import specinfer
 
 PACKAGE = Path(specinfer.__file__).parent
-INNER = {"ops", "backends", "_C", "library"}  # what differs between builds and versions of PyTorch
+INNER = {"ops", "backends", "_C", "library"}  # they differ between builds and versions of PyTorch
 
 
 def inner_names(source: str) -> list[str]:

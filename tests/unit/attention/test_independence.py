@@ -13,7 +13,7 @@ from specinfer.runtime.batch import Rows
 from tests.kernels import kernels
 from tests.unit.attention.paths import Layer, paths_of, scattered, with_blocks_of, written
 
-#  0 - 1 - 2 -+- 3 - 6 - 9      three branches, of which the middle one is the text
+#  0 - 1 - 2 -+- 3 - 6 - 9      three branches; the middle one is the text
 #             +- 4 - 7 - 10
 #             +- 5 - 8 - 11
 PARENTS = [-1, 0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8]
@@ -59,7 +59,7 @@ def attended(layer: Layer, backend: AttentionBackend, *rows: Rows) -> Tensor:
 def test_a_prompt_in_one_chunk_and_in_several(backend, layer, step, window):
     layer.window = window
     whole = attended(layer, backend, Rows([1] * 300, 0, TABLE, 0))
-    # What is before a chunk must be in the cache as the whole prompt wrote it.
+    # The cache before a chunk must equal that of the whole prompt.
     _, k, v = layer.run(backend, paths_of(Rows([1] * 300, 0, TABLE, 0)))
     for first in range(0, 300, step):
         paths = paths_of(Rows([1] * min(step, 300 - first), first, TABLE, 0))

@@ -19,7 +19,7 @@ def bench(script: Callable[[str], ModuleType]) -> ModuleType:
     return script("prediction")
 
 
-# Of all prompts, in their order: figures of the edits are of these.
+# Digest of all prompts in order; published figures of edits belong to these.
 DIGEST = "afff9cf590aab0f970746325e0e2f0a5c7aec86394e456bf71cb64237e0b5e5a"
 
 

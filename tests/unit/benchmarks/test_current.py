@@ -10,7 +10,7 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
-OLDEST = timedelta(days=60)  # of a page, counted back from the newest one
+OLDEST = timedelta(days=60)  # maximum age of a page, relative to the newest one
 WITHOUT_COMMAND = {"identity_2026-11-22"}  # a table of many runs
 
 

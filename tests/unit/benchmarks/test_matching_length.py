@@ -1,4 +1,4 @@
-"""What is known at a place, what predictors make of it, and the page from traces."""
+"""Features at a position, their predictors, and the page from traces."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_features_of_a_place_know_nothing_of_what_comes(module: ModuleType, trac
         )
         np.testing.assert_array_equal(changed[: at + 1], usual[: at + 1])
         assert (changed[at + 1] != usual[at + 1]).any()
-    # A text knows nothing of the one before it, but for what the counts have learnt.
+    # Texts share only the learned counts.
     np.testing.assert_array_equal(usual[20, :-1], usual[0, :-1])
 
 
@@ -129,7 +129,7 @@ def test_from_traces_to_a_page(
 ) -> None:
     monkeypatch.setattr(module, "SIZES", {"linear": (), "4": (4,)})
     monkeypatch.setattr(module, "EPOCHS", 2)
-    other = read_trace(traces[1])  # of the same prompts: under others, or nothing would be learnt from
+    other = read_trace(traces[1])  # of the same prompts; with the same ones, nothing would be learned
     changed = tuple(replace(text, prompt=(*text.prompt, 7)) for text in other.texts)
     write_trace(traces[1], replace(other, texts=changed))
     options = ["--model", pair[0], "--train", str(traces[1]), "--held-out", str(traces[0])]
@@ -139,7 +139,7 @@ def test_from_traces_to_a_page(
     assert [line.split(",")[0] for line in page if line.startswith("## ")] == ["## draft"]
 
     def refuse(*args: Any, **options: Any) -> Any:
-        raise AssertionError("something is done anew although it is there")
+        raise AssertionError("an existing result is computed again")
 
     monkeypatch.setattr(module, "places_of", refuse)
     assert run(module, *options) == page

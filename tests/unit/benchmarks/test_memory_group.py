@@ -1,4 +1,4 @@
-"""Commands in a memory cgroup: the limit holds, peaks are told, nothing is left."""
+"""Commands in a memory cgroup: limit, reported peaks and cleanup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/offload/offload.py: what is run when, under which limit, by whom, and the page it writes."""
+"""benchmarks/offload/offload.py: its runs, memory limits, users and page."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plan(bench: ModuleType, rows: str, **options: Any) -> list[str]:
     return [name for name, _ in bench.cells_of(ours, bench.select(rows))]
 
 
-# What is run.
+# Commands.
 
 
 def test_rows_of_a_question_run_in_turns_every_second_round_in_reverse(bench: ModuleType) -> None:
@@ -131,7 +131,7 @@ def test_nobody_is_run_where_no_group_can_be_made(
     monkeypatch.setattr(sys.modules["benchmarks.machines.memory_group"], "_parents", list)
 
     def refuse(*_: Any) -> None:
-        raise AssertionError("somebody is run without a limit")
+        raise AssertionError("a run has no limit")
 
     monkeypatch.setattr(cells, "Worker", refuse)
     [row] = bench.select("plain")

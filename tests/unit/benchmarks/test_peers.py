@@ -87,7 +87,7 @@ def test_a_worker_ends_with_its_context(bench: ModuleType) -> None:
     assert process.poll() == 0
 
 
-# What is run.
+# Commands.
 
 
 def test_a_round_has_its_share_of_the_prompts(bench: ModuleType, task: Any) -> None:
@@ -156,7 +156,7 @@ def digest(tokens: list[int]) -> str:
 
 
 def cell(*answers: tuple[list[int], float, float, int]) -> dict[str, Any]:
-    """Of (tokens, seconds to the first, seconds in all, steps); prompts are numbered by their first token."""
+    """Answers from (tokens, seconds to the first, total seconds, steps), by the prompt's first token."""
     return {
         "answers": [
             {

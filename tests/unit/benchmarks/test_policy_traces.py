@@ -1,4 +1,4 @@
-"""The workloads of recorded texts: which of them run at once, and beside whom."""
+"""Workloads of recorded texts, and which of them run at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/load/replicas.py: what is measured, and what a page says of it."""
+"""benchmarks/load/replicas.py: measurements and page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in benchmarks/results/: pages, small enough to read, and no raw data."""
+"""benchmarks/results/ has small pages and no raw data."""
 
 from __future__ import annotations
 

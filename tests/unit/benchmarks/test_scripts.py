@@ -145,7 +145,7 @@ def test_structured(script: Script, run: Run, run_again: Run, pair: tuple[str, s
     for _, requests, valid, cut, broken, same, _, _ in rows:
         assert (requests, int(valid) + int(cut), broken, same) == ("2", 2, "0", "2")
     guessed, right = rows[1][-1].split(", ")
-    assert int(guessed) >= int(right) > 0  # of the keys, which a form leaves no choice about
+    assert int(guessed) >= int(right) > 0  # keys, which the schema forces
     assert run_again(module, *options, status=0) == page
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks/load/soak.py and latency.py make of what they measured."""
+"""Pages of benchmarks/load/soak.py and latency.py from their measurements."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_sweep_over_servers_and_their_users(
         _, speed, times, *_, per_step, failed, same = rows[users, "fake+guess"]
         assert float(times) > 0
         assert (per_step, failed) == ("2.50", "0")
-        # One of them is another text: of 8 prompts, or of 9 for three users.
+        # One text differs: of 8 prompts, or of 9 for three users.
         assert same == {"1": "7/8", "3": "8/9"}[users]
         assert rows[users, "fake+broken"][1] == "ended with exit code 1: no such model"
         assert rows[users, "absent"][1] == "not installed; run: make peers-env"
@@ -102,7 +102,7 @@ def test_a_sweep_over_servers_and_their_users(
     assert cell["tokens_counted_as_chunks"] == 0
     assert 0 <= cell["busy_elsewhere"] < 1000
 
-    # What is finished does not run again, what failed does.
+    # Failed cells run again, finished ones do not.
     started = []
     start = bench.start
     monkeypatch.setattr(

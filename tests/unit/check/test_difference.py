@@ -1,4 +1,4 @@
-"""Where two texts part, and when rounding is to blame."""
+"""First difference of two texts, and whether rounding explains it."""
 
 from __future__ import annotations
 

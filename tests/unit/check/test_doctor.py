@@ -1,4 +1,4 @@
-"""What a doctor finds: kernel levels and what became of each, memory's speed, the cost of a pass."""
+"""Facts of the doctor: kernel levels and their checks, memory speed, and the cost of a pass."""
 
 from __future__ import annotations
 

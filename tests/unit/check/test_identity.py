@@ -47,7 +47,7 @@ def answer(tokens: Sequence[int], text: str = "", drafted: int = 3, cached: int 
 
 
 def compared(device: str, *texts: Sequence[int]) -> Verdict:
-    """The verdict on these texts, each of which should be (1, 1)."""
+    """Return the verdict on these texts, each expected to be (1, 1)."""
     target: Any = Fixed(device)
     return compare_texts("n", target, GREEDY, [answer(SAME)] * len(texts), [answer(text) for text in texts])
 
@@ -134,7 +134,7 @@ def test_a_request_is_answered_alike_behind_its_own_cached_prefix(
     tiny: Tiny, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = tiny.llm(drafts=["similar"], lookup=True)
-    llm.generate(LONG, SamplingParams(temperature=0, max_tokens=4))  # what lies in the cache is not read
+    llm.generate(LONG, SamplingParams(temperature=0, max_tokens=4))  # cached blocks are not read
     cached: list[int] = []
     answered = llm.generate
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")  # of quantized weights
 
 PROMPTS = [[7, 8, 9, 7] * 5, [*range(30, 40)], [1, 2, 1, 2, 1]]  # the first is longer than a block
 EFFORT = Effort(max_tokens=10, samples=1, alone=1)
-# One of each way to pack: of GPTQ, AWQ, compressed-tensors, FP8 and bitsandbytes.
+# One model per packing: GPTQ, AWQ, compressed-tensors, FP8 and bitsandbytes.
 PACKED = (
     *("gptq-desc-act", "awq", "w4a16-asymmetric", "w8a8", "float-channel"),
     *("fp8-block", "nf4-nested", "llm-int8"),

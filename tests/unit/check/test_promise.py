@@ -37,7 +37,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def verdicts(tiny: Tiny, *, last: str | None = None, **options: Any) -> dict[str, bool]:
-    """What is found of an engine, up to the check called `last`."""
+    """Return the results of an engine's checks, up to the one called `last`."""
     llm = tiny.llm(**{"drafts": ["similar"], "lookup": True, "max_batch_size": 16, **options})
     found = []
     for verdict in check_promise(llm, PROMPTS, EFFORT):

@@ -1,4 +1,4 @@
-"""What a block head makes of texts, and its pass: in native calls the same as op by op."""
+"""Guesses of a block head; native and op-by-op passes give the same."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def runner(folder: Path, name: str, dtype: torch.dtype, kernels: Kernels) -> Hea
 
 
 def guesses(runner: HeadRunner[BlockModel], levels: int) -> list[torch.Tensor]:
-    """What is read of two texts, and guessed behind them, in three steps.
+    """Rows and guesses of two texts in three steps.
 
     First only one has a block, then both have read something, and at last the first has read nothing more.
     """

@@ -274,7 +274,7 @@ def test_a_head_and_a_model_are_drafts_by_themselves(target: Path, tmp_path: Pat
 
 
 def test_an_early_eagle_with_norms_that_it_has_not_is_refused(target: Path, tmp_path: Path) -> None:
-    """As some of vLLM's have: what fc reads is normed first."""
+    """Some heads for vLLM normalize the input of fc."""
     write_layout(LAYOUTS["EAGLE-1"], tmp_path / "head")
     file = tmp_path / "head" / "model.safetensors"
     save_file(load_file(file) | {"enorm.weight": torch.ones(SIZE)}, file)

@@ -86,7 +86,7 @@ def test_tokens_may_be_mapped_in_any_order(whole: bool, target: Path, tmp_path: 
         for level in range(4):
             rows = tensors[f"lm_heads.{level}.weight"]
             tensors[f"lm_heads.{level}.weight"] = rows[order]
-            if whole:  # rows of all tokens, of which the map chooses
+            if whole:  # rows of all tokens; the map selects some
                 tensors[f"lm_heads.{level}.weight"] = torch.randn(VOCAB, SIZE).index_copy(
                     0, torch.tensor(IDS), rows
                 )

@@ -51,7 +51,7 @@ def test_an_eagle_head_is_what_a_loop_over_rows_makes(config: EagleConfig) -> No
     head = tiny_head(config, spread=0.1 if config.fc_reads_token else 0.3)
     assert isinstance(head, EagleHead)
     taps = taps_of(len(TEXT) - 1, len(config.taps))
-    # The last row's steps are the path; what other rows' steps hold is seen by nobody else.
+    # The last row's steps are the path; other rows do not see each other's steps.
     tokens = torch.full((2, len(TEXT) - 1, 1 + len(PATH)), 3)
     tokens[:, :, 0] = torch.tensor(TEXT[1:])
     tokens[:, -1, 1:] = torch.tensor(PATH)

@@ -29,7 +29,7 @@ from specinfer.processors.changes import BadWords, tokenize_bad_words
 def test_the_last_token_is_banned_behind_the_others(
     words: list[list[int]], output: list[int], banned: list[int]
 ) -> None:
-    for cut in range(len(output) + 1):  # wherever the text ends and the path begins
+    for cut in range(len(output) + 1):  # for every start of the path
         found = BadWords(words)
         found.commit(output[:cut])
         assert found.completions(output[cut:]) == banned
@@ -51,7 +51,7 @@ def test_a_text_that_heeds_the_bans_holds_no_bad_word(words: list[list[int]], to
     )
 
 
-# What a tokenizer with words of its own makes of texts.
+# Tokenizations of texts by a tokenizer with added words.
 TEXTS = {
     "cat": [1],
     " cat": [2],  # the same length, another token: both forms are banned

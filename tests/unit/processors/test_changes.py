@@ -1,4 +1,4 @@
-"""Changes of single logits: what each does, in which order, and which leave every bit."""
+"""Changes of single logits: their effects, their order, and those that change no bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROW = np.array([4, 2, 0, -2, -4, 1], dtype=np.float32)
 
 
 def changes(*entries: tuple[int, tuple[float, float, float, float]]) -> RowChanges:
-    """Of an id each: a bias, a repetition penalty, and what is taken for frequency and presence."""
+    """Return changes by id: bias, repetition penalty, and the sum of frequency and presence penalty."""
     return RowChanges(
         np.array([token for token, _ in entries], dtype=np.int64),
         np.array([terms for _, terms in entries], dtype=np.float32).reshape(-1, 4),
@@ -39,12 +39,12 @@ def bits(row: NDArray[np.float32]) -> list[int]:
         (biases({1: 0.5, 4: -3}), [4, 2.5, 0, -2, -7, 1]),
         # Bias, then repetition, then frequency and presence: (4 + 2) / 2 - 1 - 0.5, (-4 + 2) * 2 - 1 - 0.5.
         (changes((0, (2, 2, 1, 0.5)), (4, (2, 2, 1, 0.5))), [1.5, 2, 0, -2, -5.5, 1]),
-        # Of one id in their order, whatever stands between: (4 + 1) / 2, and then - 1; not 4 / 2 + 1 - 1.
+        # Changes of one id apply in order, with others in between: (4 + 1) / 2 - 1, not 4 / 2 + 1 - 1.
         (
             changes((0, (1, 1, 0, 0)), (5, (9, 1, 0, 0)), (0, (0, 2, 0, 0)), (0, (0, 1, 1, 0))),
             [1.5, 2, 0, -2, -4, 10],
         ),
-        # What is banned stays banned.
+        # Bans cannot be undone.
         (joined([bans([2]), biases({2: 100}), changes((2, (0, 0.5, -2, -2)))]), [4, 2, NO, -2, -4, 1]),
     ],
 )

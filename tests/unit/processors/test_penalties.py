@@ -52,7 +52,7 @@ def penalised(
 def test_what_each_takes_from_a_logit(
     params: dict[str, Any], prompt: list[int], output: list[int], expected: list[float]
 ) -> None:
-    for cut in range(len(output) + 1):  # wherever the text ends and the path begins
+    for cut in range(len(output) + 1):  # for every start of the path
         assert penalised(params, prompt, output[:cut], output[cut:]) == expected
 
 

@@ -1,4 +1,4 @@
-"""Prompt files: what is read, and what is refused with file and line."""
+"""Prompt files: accepted lines, and refusals with file and line."""
 
 from __future__ import annotations
 

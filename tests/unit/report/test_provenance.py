@@ -1,4 +1,4 @@
-"""Where a number comes from."""
+"""Provenance of results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_threads_are_those_of_the_engine(
 
 
 def test_an_installed_copy_has_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A .venv inside somebody's repository must not report that repository's commit as ours.
+    # A .venv inside another repository must not report that repository's commit.
     installed = "/usr/lib/python3/site-packages/specinfer/report/provenance.py"
     monkeypatch.setattr(provenance, "__file__", installed)
     assert provenance.commit() is None

@@ -1,4 +1,4 @@
-"""What a speculator says of its own guesses: numbers from 0 to 1, and what becomes of others."""
+"""Confidences of speculators: numbers from 0 to 1, and the handling of others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of a step's guesses: who has guessed, who has not and why, and what was expected."""
+"""Reported decisions of a step: speculators that guessed, reasons of others, and expectations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specinfer.tree import TokenTree, TreeBuilder
 from tests import plans
 from tests.unit.speculate.policy.priced import Reckless, sized
 
-HALF = CostCurve((1, 3), (1.0, 2.0))  # a row more takes half of what the first takes
+HALF = CostCurve((1, 3), (1.0, 2.0))  # a further row takes half of the first row's time
 
 
 class Chained:
@@ -61,14 +61,14 @@ class Levels(Chained, LevelSpeculator):
 
 
 class Broken(Chain):
-    """Raises when it is asked."""
+    """Raises when it is called."""
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
         raise ZeroDivisionError
 
 
 class NotWorthIt(SpeculationPolicy):
-    """Starts nobody."""
+    """Starts no draft."""
 
     def worth_starting(
         self,
@@ -87,7 +87,7 @@ def entry(**fields: Any) -> PlanEntry:
 def decided(
     *speculators: Chain, policy: SpeculationPolicy | None = None, **fields: Any
 ) -> tuple[Decision, TokenTree]:
-    """What is told of a step of one request, and its tree."""
+    """Return the decision of a one-request step, and its tree."""
     ensemble = Ensemble(speculators, vocab=99, policy=policy or SpeculationPolicy(), clock=lambda: 0.0)
     [tree] = ensemble.propose(plans.plan(entry(**fields)))
     [decision] = ensemble.explain()
@@ -134,7 +134,7 @@ def test_who_has_failed_is_told_of() -> None:
 
 def test_hopes_and_seconds_are_those_that_nodes_were_chosen_by() -> None:
     decision, tree = decided(Chain("a", 10, 11, 12, 13, 14), policy=sized(HALF))
-    # As test_cost_policy has it: of probabilities .88 .78 .68 .60 ... three nodes pay.
+    # As in test_cost_policy: of probabilities .88 .78 .68 .60 ... three nodes pay.
     assert tree.num_nodes == 4
     assert decision.probabilities == pytest.approx((1, 0.881, 0.776, 0.683), abs=1e-3)
     assert decision.expected_tokens == pytest.approx(3.34, abs=0.01)
@@ -158,7 +158,7 @@ def test_prompts_are_in_the_seconds_and_not_in_the_price() -> None:
 
 
 class Silent(SpeculationPolicy):
-    """Lets nobody guess, and does not say why."""
+    """Forbids all guesses, without a reason."""
 
     def begin_step(self, plan: StepPlan) -> StepPlan:
         return StepPlan(tuple(replace(entry, speculators=()) for entry in plan.entries))

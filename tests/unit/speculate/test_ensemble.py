@@ -1,4 +1,4 @@
-"""Several speculators guess for one request, and its nodes go to the best of what they guess."""
+"""Several speculators guess for one request, and its nodes go to the best guesses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_of_each_speculator_its_guesses_are_counted_verified_or_not() -> None:
 
 
 class Reading(Fan):
-    """Reads the target's hidden states behind layer 2, and counts the steps whose choices it was told."""
+    """Reads the target's hidden states after layer 2, and counts the steps whose choices it got."""
 
     taps = (2,)
     told = 0
@@ -110,7 +110,7 @@ def test_samples_have_their_turn_and_their_room_first() -> None:
     ensemble = Ensemble([before, first, second, after], vocab=99, policy=SpeculationPolicy())
     (tree,) = ensemble.propose(plans.plan(entry(5)))
     offered = [fan.offered for fan in (before, first, second, after)]
-    assert offered == [[5], [5], [3], [2]]  # what samples leave: 11 and 14, then 15
+    assert offered == [[5], [5], [3], [2]]  # nodes left by the samples 11, 14 and 15
     assert tree.token_ids == (7, 11, 14, 15, 10)  # and one of the others
     told = [(tree.token_ids[draw.node], draw.speculator) for draw in tree.draws]
     assert told == [
@@ -138,7 +138,7 @@ UNSURE = Draw(0, 1, "wrong", DrawRule.POINT_MASS, confidence=None)  # type: igno
 
 
 class Wrong(Fan):
-    """Gives back `trees`, whatever it is asked."""
+    """Always returns `trees`."""
 
     def __init__(self, *trees: TokenTree) -> None:
         super().__init__("wrong", [])
@@ -165,7 +165,7 @@ class WrongLevels(Wrong):
 
 
 def drawn(**odd: Any) -> TokenTree:
-    """A tree with one draw, something of which is odd."""
+    """A tree with one invalid draw."""
     fields: dict[str, Any] = {"parent": 0, "node": 1, "speculator": "wrong", "rule": DrawRule.POINT_MASS}
     return TokenTree((7, 1), (-1, 0), (Draw(**fields | odd),))
 

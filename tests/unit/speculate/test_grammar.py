@@ -1,4 +1,4 @@
-"""What a grammar leaves no choice about, as chains of guesses; each byte is a token."""
+"""Text that a grammar forces, as chains of guesses; each byte is a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may guess for a request, and how many nodes that takes."""
+"""Speculators that may guess for a request, and their node budgets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Named(Speculator):
         self.name = name
 
     def propose(self, plan: StepPlan) -> list[TokenTree]:
-        raise AssertionError("nobody is asked")
+        raise AssertionError("no speculator may be called")
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         pass
@@ -87,7 +87,7 @@ EVERYBODY = ("lookup", "draft1", "draft2")
         (request({"max_nodes": 1}), EVERYBODY, 1),
         (request({"expansion": "1,1,1", "speculators": "draft1"}), ("draft1",), 1 + 3),
         (request({"expansion": "9,9,9", "speculators": "draft1"}), ("draft1",), 100),
-        # Who guesses from what the request brings is asked only where there is something.
+        # Speculators that read the request's fields count only if these exist.
         (request(choice=["a"]), ("grammar", *EVERYBODY), 1 + FORCED + 2 * DRAFT + LOOKUP),
         (request({"speculators": ["grammar"]}), (), 1),
         (request({"speculators": ["grammar"]}, choice=["a"]), ("grammar",), 1 + FORCED),

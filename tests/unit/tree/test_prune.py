@@ -46,7 +46,7 @@ ALL = {(5,), (5, 6), (7,), (7, 8), (7, 8, 3), (7, 9)}
     ("permits", "left"),
     [
         (lambda path, token: token != 6, ALL - {(5, 6)}),
-        (lambda path, token: token != 7, {(5,), (5, 6)}),  # what hangs below goes with it
+        (lambda path, token: token != 7, {(5,), (5, 6)}),  # its descendants are dropped, too
         (lambda path, token: (path, token) != ((7,), 8), ALL - {(7, 8), (7, 8, 3)}),
         (lambda path, token: (path, token) != ((5,), 8), ALL),  # the same token behind another path
         (lambda path, token: False, set()),

@@ -208,7 +208,7 @@ def test_a_node_is_as_likely_as_its_path() -> None:
     builder = TreeBuilder(root=4)
     first = builder.add(0, 5, "a", confidence=0.2)
     assert first is not None
-    builder.add(0, 5, "b", confidence=0.5)  # the surest is believed
+    builder.add(0, 5, "b", confidence=0.5)  # the highest confidence is kept
     builder.add(first, 6, "a", confidence=0.5)
     builder.add(0, 7, "a", confidence=0.25)
     assert builder.build().likelihoods() == [1.0, 0.5, 0.25, 0.25]

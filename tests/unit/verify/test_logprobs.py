@@ -1,4 +1,4 @@
-"""Log-probabilities that are reported: of the model's law, of the law tokens are chosen from."""
+"""Reported log-probabilities: of the model's law, and of the law that tokens are chosen from."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ROW = [-1.5, -0.7, -math.inf, -1.5, -2.5]
         # The chosen one first; equal ones have one rank, the lowest id first.
         (4, 2, [(4, -2.5, 4, "e"), (1, -0.7, 1, "b"), (0, -1.5, 2, "a")]),
         (3, 3, [(3, -1.5, 2, "d"), (1, -0.7, 1, "b"), (0, -1.5, 2, "a")]),
-        # A token the law excludes is not among the likeliest, however many are asked for.
+        # An excluded token is not among the likeliest, however many are requested.
         (0, 99, [(0, -1.5, 2, "a"), (1, -0.7, 1, "b"), (3, -1.5, 2, "d"), (4, -2.5, 4, "e")]),
         (2, 1, [(2, -math.inf, 5, "c"), (1, -0.7, 1, "b")]),
     ],

@@ -108,7 +108,7 @@ def test_what_engines_count_is_added_up_over_all_of_them(handles: list[Handle]) 
         handles[0].dies()
         assert (await asked)["engine_steps{}"] == 10
         await asyncio.sleep(1)
-        assert (await reported())["engine_steps{}"] == 10  # of the second one, which has not started
+        assert (await reported())["engine_steps{}"] == 10  # the second one's steps, which has not started
         handles[1].state = second
         assert await reported() == {
             "num_preemptions{}": 1,

@@ -187,7 +187,7 @@ def test_requests_that_come_together_are_answered_in_their_order() -> None:
 def test_a_client_that_goes_away_is_missed_by_the_request_that_is_answered(
     received: list[str], following: bytes, together: bool
 ) -> None:
-    """Whatever the client sent after it; queued requests never start."""
+    """This holds for any bytes that the client sent after it; queued requests never start."""
 
     async def run() -> None:
         async with listening(5.0) as (port, state):

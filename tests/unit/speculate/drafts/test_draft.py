@@ -1,4 +1,4 @@
-"""How far a head has read texts: gaps, bounds, shared blocks and requests that begin anew."""
+"""Positions that a head has read: gaps, bounds, shared blocks and restarted requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def entry(name: str = "a", start: int = 0, **fields: Any) -> PlanEntry:
 
 
 def heard(texts: CachedTexts, start: int, count: int, **fields: Any) -> CachedText:
-    """The text after `count` hidden states from `start` on came; each tells its position."""
+    """Return the text after `count` hidden states from `start` on; each state encodes its position."""
     step = entry(start=start, **fields)
     states = torch.arange(start, start + count, dtype=torch.float32)[:, None, None]
     texts.hear(TextFeatures(step, start, TappedRows(states, range(count))))
@@ -71,7 +71,7 @@ def test_blocks_that_it_read_for_another_are_not_read_again() -> None:
     texts.claim(text, entry())  # as the next step does
     other = heard(texts, 8, 3, name="b")
     assert (other.origin, other.cached, other.unread.end) == (0, 8, 11)
-    # Nothing but what the target has found, too: the third block is computed anew.
+    # The target found only two cached blocks, so the third one is computed again.
     assert heard(texts, 4, 3, name="c").cached == 4
     changed = [HASHES[0], b"other", *HASHES[2:]]
     assert heard(texts, 8, 3, name="d", block_hashes=changed).origin == 8

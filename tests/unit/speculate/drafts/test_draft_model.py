@@ -1,4 +1,4 @@
-"""What a draft model keeps in its own cache: a wrong position there costs guesses, never the text."""
+"""The cache of a draft model: a wrong position costs guesses, never the text."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_without_a_policy_trees_with_a_shape_have_all_of_it(tiny: Tiny, params: 
 def test_a_path_through_nodes_that_were_run_in_turns_leaves_a_cache_as_good_as_new(tiny: Tiny) -> None:
     model = shaped(tiny, LEARNED)
     tree = guesses(model, entry(TEXT), Choosing((1, 3), (0, 5)))
-    committed = (*tree.path_tokens(20), 17)  # 2, 8 and 20, of which the last was not run
+    committed = (*tree.path_tokens(20), 17)  # 2, 8 and 20; the last one was not run
     model.observe([outcome(*committed)])
     text = [*TEXT, *committed]
     assert model.begin(plans.plan(entry(text))) == [2]
@@ -167,7 +167,7 @@ def test_a_learned_tree_keeps_likely_children_and_the_first(tiny: Tiny) -> None:
         (SamplingParams(temperature=1.0, speculation={"verifier": "mss"}), 2),  # samples have a shape
         (SamplingParams(temperature=0, speculation={"verifier": "mss"}), 8),
         (SamplingParams(temperature=0, speculation={"expansion": (2, 2, 2)}), 3),
-        (SamplingParams(temperature=0, speculation={"max_nodes": 8}), 2),  # of which all is drawn
+        (SamplingParams(temperature=0, speculation={"max_nodes": 8}), 2),  # everything is drawn
     ],
 )
 def test_who_may_have_a_learned_tree(params: SamplingParams, shape: int) -> None:
@@ -279,7 +279,7 @@ A, B, C = b"98 76", b"98 76 54 32", b"98 76 54 32 10 11 12"  # hashes of TEXT's 
 
 
 def read(model: DraftModel, monkeypatch: pytest.MonkeyPatch, step: PlanEntry) -> list[int]:
-    """What the first pass of a step runs; its guesses are those of a draft that runs everything."""
+    """The rows of a step's first pass; its guesses equal those of a draft that runs everything."""
     passes: list[list[int]] = []
     launch = model._runner.launch
     with monkeypatch.context() as patch:
@@ -327,7 +327,7 @@ def test_a_block_that_got_another_text_is_not_taken_for_the_old_one(
 
 
 class Watching(SpeculationPolicy):
-    """Lets a draft model guess as many levels as it is told, and remembers what it was to read."""
+    """Lets a draft model guess a given number of levels, and records the rows that it had to read."""
 
     def __init__(self) -> None:
         self.unread: list[int] = []

@@ -1,4 +1,4 @@
-"""What each draw rule adds to a tree."""
+"""The draws of each rule."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_draws_without_replacement_take_from_what_is_left() -> None:
 
 @pytest.mark.parametrize("rule", [DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT])
 def test_a_full_tree_stops_sampling_before_it_draws(rule: DrawRule) -> None:
-    # The budget is asked before the uniform is: a third one would be a StopIteration.
+    # The budget is checked before a uniform number is drawn: a third one would raise StopIteration.
     assert len(drawn(draw(rule, 5, [0.2, 0.6], max_nodes=3))) == 2
 
 

@@ -1,4 +1,4 @@
-"""What a draft with tokens of its own keeps in its cache: a wrong place there costs guesses alone."""
+"""The cache of a draft with another vocabulary: a wrong position costs only guesses."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def guesses(model: ForeignDraft, *entries: PlanEntry) -> list[TokenTree]:
 
 
 def read(model: ForeignDraft, monkeypatch: pytest.MonkeyPatch, *entries: PlanEntry) -> list[list[int]]:
-    """What the first pass of a step reads, as bytes."""
+    """Return the rows of a step's first pass, as bytes."""
     passes: list[list[Rows]] = []
     launch, table = model._runner.launch, model._tokens.theirs.token_bytes
 

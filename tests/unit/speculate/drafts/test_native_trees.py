@@ -62,7 +62,7 @@ def loaded(
 
 
 def guessed(sampling: dict[str, Any], count: int, levels: int, most: int = 40) -> list[GuessedTree]:
-    """So many requests, each with levels and a root of its own."""
+    """Return `count` requests, each with its levels and root."""
     found = []
     for i in range(count):
         entry = plans.entry(

@@ -77,7 +77,7 @@ def test_trees_are_as_large_as_is_verified_of_them(trees: OnePassTrees, head: Lo
     assert grown(trees, head[0]) == 32
     trees.see_choices([chain(32)], [chain(11)])
     assert grown(trees, head[0]) == 32
-    trees.see_choices([others], [single_node(1)])  # nothing of its own
+    trees.see_choices([others], [single_node(1)])  # no guess of this draft
     assert grown(trees, head[0]) == 32
     trees.see_choices([chain(32), others], [chain(10), others])
     assert grown(trees, head[0]) == 16
@@ -92,14 +92,14 @@ def test_trees_are_as_large_as_is_verified_of_them(trees: OnePassTrees, head: Lo
 
 
 class Halving(SpeculationPolicy):
-    """Verifies half of what is guessed."""
+    """Verifies half of the guesses."""
 
     def choose_nodes(self, guessed: list[TokenTree]) -> list[TokenTree]:  # type: ignore[override]
         return [chain((tree.num_nodes - 1) // 2) for tree in guessed]
 
 
 class Chain(Speculator):
-    """Guesses a chain of eight, and keeps what it is told."""
+    """Guesses a chain of eight, and records the choices it gets."""
 
     name = "head"
     fails = False
@@ -126,4 +126,4 @@ def test_who_wants_to_know_is_told_what_will_be_verified() -> None:
     assert speculator.seen == [(9, 5)]
     speculator.fails = True
     assert [tree.num_nodes for tree in ensemble.propose(step)] == [5]
-    assert [tree.num_nodes for tree in ensemble.propose(step)] == [1]  # it is not asked again
+    assert [tree.num_nodes for tree in ensemble.propose(step)] == [1]  # it is not called again

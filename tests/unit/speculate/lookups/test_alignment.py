@@ -40,7 +40,7 @@ def test_after_the_end_of_the_prediction_there_is_nothing_to_guess() -> None:
 @pytest.mark.parametrize(
     ("difference", "said", "guessed"),
     [
-        # What the prediction says: abcd efgh ijkl mnop
+        # Prediction: abcd efgh ijkl mnop
         ("inserted: stay", "abcdX", ["efghij", "fghi"]),
         ("replaced one: skip one", "abcdX", ["efghij", "fghi"]),
         ("replaced three: skip three", "abcdXYZ", ["efghij", "hijk"]),

@@ -18,7 +18,7 @@ def letters(text: str) -> array[int]:
 
 
 def after(store: AnswerStore, key: str | None, tail: str) -> list[str]:
-    """What followed `tail` in the texts of a key."""
+    """Return the continuations of `tail` in the texts of a key."""
     store.check_integrity()
     index = store.of(key)
     if index is None:
@@ -109,7 +109,7 @@ def test_what_is_held_are_the_newest_texts_within_the_memory(
     library: Library, added: list[tuple[str | None, int]], memory: int
 ) -> None:
     store = AnswerStore(memory, library)
-    kept: list[tuple[str | None, int]] = []  # key and size of what was held once
+    kept: list[tuple[str | None, int]] = []  # key and size of stored texts
     for key, size in added:
         text = array("i", range(size))
         store.add(key, text)

@@ -283,7 +283,7 @@ def test_no_token_of_another_key_is_ever_proposed(
     past: list[tuple[str | None, list[int]]], text: list[int]
 ) -> None:
     speculator = lookup(max_depth=16, memory=12_000)
-    alphabet = {"x": 0, "y": 10, None: 20}  # a key's tokens are told by their tens, the matches by the units
+    alphabet = {"x": 0, "y": 10, None: 20}  # the tens of a token identify its key, the units its match
     for i, (key, said) in enumerate(past):
         own = [token + alphabet[key] for token in said]
         speculator.propose(plan(entry([99], request_id=str(i), params=salted(key))))
@@ -307,7 +307,7 @@ def test_in_an_engine_an_answer_asked_for_again_takes_the_fewest_steps(
     assert list(first.token_ids) == list(again.token_ids) == expected(tiny)
     assert again.figures.accepted_by == {"lookup": again.figures.accepted_tokens}
     assert first.figures.tokens_per_step < again.figures.tokens_per_step
-    assert again.figures.tokens_per_step > 3.5  # of at most 4, the last step being cut short
+    assert again.figures.tokens_per_step > 3.5  # at most 4 are possible, and the last step is cut short
     speculator.check_integrity()
 
 

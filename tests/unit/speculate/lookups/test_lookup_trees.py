@@ -23,7 +23,7 @@ MOST = (1 << 63) - 1
 
 
 def plainly(tree: TokenTree) -> tuple[Any, ...]:
-    """A tree's parts, of which equal ones are equal: no two draws are."""
+    """Return a tree's comparable parts; draws have no equality."""
     return tree.token_ids, tree.parents, [tuple(draw) for draw in tree.draws]
 
 
@@ -39,7 +39,7 @@ def options_of(luck: random.Random) -> LookupOptions:
 
 
 class Serving:
-    """Requests that come, go on by what a speculator guesses or otherwise, and end."""
+    """Requests that start, continue with or without accepted guesses, and end."""
 
     def __init__(self, luck: random.Random, options: LookupOptions, library: Library) -> None:
         self._luck = luck

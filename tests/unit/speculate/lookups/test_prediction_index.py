@@ -1,4 +1,4 @@
-"""A prediction is cut to what can matter, and indexed once for all that share it."""
+"""A prediction is cut to its useful length, and indexed once for all requests that share it."""
 
 from __future__ import annotations
 

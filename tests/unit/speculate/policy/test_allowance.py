@@ -21,18 +21,18 @@ from specinfer.speculate.policy.allowance import (
     Tolerance,
 )
 
-Step = tuple[float, float]  # what guesses took and what they saved, in plain steps
+Step = tuple[float, float]  # time of guesses and time saved, in plain steps
 
 
 @dataclass
 class Driven:
-    """A guard that is told of steps of one plain step's time, and of what guesses made of them."""
+    """A guard driven by steps of one plain step's time, with costs and savings of guesses."""
 
     tolerance: Tolerance = USUAL
     guard: Allowance = field(init=False)
     seconds: float = 0.0
     lost: float = 0.0
-    guessed: list[int] = field(default_factory=list)  # numbers of the steps in which somebody could guess
+    guessed: list[int] = field(default_factory=list)  # numbers of the steps that allowed speculation
     steps: int = 0
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class Driven:
         requests: int = 1,
         new: bool = False,
     ) -> bool:
-        """One step, in which guesses would take and save so many seconds."""
+        """Run one step whose guesses would take and save these seconds."""
         self.steps += 1
         allowed = self.guard.allows(requests, plain, new=new)
         if allowed:
@@ -91,7 +91,7 @@ def test_no_workload_loses_more_than_the_bound(workload: str, tolerance: Toleran
             assert driven.lost <= driven.bound()
         else:
             driven.step(spent, saved)
-            driven.lost = 0.0  # a pause of the machine, of which the guard is not to blame
+            driven.lost = 0.0  # a pause of the machine, which is not the guard's fault
 
 
 @pytest.mark.parametrize("tolerance", [USUAL, KNOWN], ids=["usual", "known"])
@@ -108,7 +108,7 @@ def test_nor_does_reading_that_is_never_paid_back() -> None:
     driven = Driven()
     for step in range(20_000):
         driven.step(0.0, 0.0, read=2.0 if step % 3 == 0 else 0.0, new=step % 3 == 0)
-    assert driven.lost <= driven.bound() + WINDOW  # what was read stands to its debit until it is earned back
+    assert driven.lost <= driven.bound() + WINDOW  # reading counts as a loss until it is earned back
     assert driven.seconds < 1.03 * 20_000
 
 

@@ -1,4 +1,4 @@
-"""What speculators say of their guesses, and what came of it."""
+"""Confidences of speculators, and the acceptance rates that they had."""
 
 from __future__ import annotations
 

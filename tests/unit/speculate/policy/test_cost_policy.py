@@ -220,6 +220,6 @@ def subtrees(tree: TokenTree, most: int) -> list[TokenTree]:
 
 
 def rate(curve: CostCurve, trees: Sequence[TokenTree]) -> float:
-    """Tokens per second, each node hoped for as it is believed at first, by the tokens it was given."""
+    """Return tokens per second of a tree, with the prior probability of each node."""
     tokens = sum(sum(along_paths(Chances().node_rates(tree), tree.parents)) for tree in trees)
     return tokens / float(curve.seconds([sum(tree.num_nodes for tree in trees)])[0])

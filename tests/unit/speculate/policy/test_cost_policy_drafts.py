@@ -63,7 +63,7 @@ def depths(
 
 
 def teach(policy: CostPolicy, levels: int, steps: int = 200) -> None:
-    """Trees of four levels of which the first `levels` become text."""
+    """Trees of four levels; the first `levels` are accepted."""
     for _ in range(steps):
         policy.begin_step(plan(entry()))
         policy.choose_nodes([chain(*4 * [0.9], speculator="draft")])
@@ -134,7 +134,7 @@ def test_what_another_has_guessed_already_needs_no_draft() -> None:
         (0.9, 0),
         (0.7, 4),
         (0.1, 4),
-    ],  # of n-grams' seven tokens; a draft's pass takes a fifth of the target's
+    ],  # seven tokens of n-grams; a draft's pass takes a fifth of the target's
 )
 def test_the_surer_others_are_on_a_drafts_way_the_sooner_it_stops(sure: float, deepest: int) -> None:
     policy = sized(FREE, CostCurve((1, 1000), (0.2, 0.2)))
@@ -159,7 +159,7 @@ def test_after_a_shift_few_steps_are_lost_to_a_draft_that_is_right_no_more() -> 
     teach(policy, 4, steps=500)
 
     def passes() -> int:
-        """Of the draft in a step of which no guess becomes text."""
+        """The draft's decision in a step without an accepted guess."""
         [levels] = depths(policy, *asked)
         drawn = chain(*levels * [0.9], speculator="draft")
         policy.choose_nodes([drawn])
@@ -181,7 +181,7 @@ def test_reading_a_long_text_has_to_be_worth_it() -> None:
 
 def test_a_prompt_is_not_read_where_others_have_guessed_most_of_late() -> None:
     def reads(prediction: tuple[int, ...]) -> bool:
-        """Whether the draft reads the last chunk of a prompt, where nobody can guess yet."""
+        """Return whether the draft reads the last chunk of a prompt, where no speculator can guess yet."""
         reading = replace(entry("new", room=60, rows=9), max_nodes=1)
         request = replace(reading.request, prediction=prediction)
         return started(policy, [replace(reading, request=request)], unread=500)[0]
@@ -245,7 +245,7 @@ def test_counts_of_a_draft_that_may_not_guess_stay() -> None:
     policy = sized(FREE, CostCurve((1, 1000), (0.5, 0.5)))
     teach(policy, 4)
     known = policy.chances.levels["draft"].all.to_json()
-    for _ in range(400):  # no draft is asked about requests that leave it out
+    for _ in range(400):  # requests that exclude the draft
         policy.begin_step(plan(entry()))
         policy.choose_nodes([single_node(7)])
         policy.observe(StepReport([outcome(99)], {"target_forward": 1.0}))
@@ -276,7 +276,7 @@ def test_a_part_of_a_prompt_is_read_beside_its_target_whatever_the_guard_can_aff
     """Tokens 20 to 79 of 100 are computed; who lacks those before them is late, and has no allowance."""
     policy = CostPolicy.by_curves(
         CostCurve((1, 100), (1.0, 1.5)),
-        {"draft": CostCurve((1, 100), (0.05, 5.0))},  # to read so many takes more than two plain steps
+        {"draft": CostCurve((1, 100), (0.05, 5.0))},  # reading these takes more than two plain steps
         SpeculationConfig(),
         measured=True,
         known=True,

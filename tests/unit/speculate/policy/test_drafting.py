@@ -1,4 +1,4 @@
-"""Who starts a draft: what reading takes is weighed against all that it will bring."""
+"""Start of a draft: the cost of reading is weighed against the expected gain."""
 
 from __future__ import annotations
 
@@ -82,20 +82,20 @@ def predicted(one: PlanEntry) -> PlanEntry:
 
 
 def prompt(room: int = 100) -> PlanEntry:
-    """The last chunk of a prompt, behind which nobody can guess yet."""
+    """The last chunk of a prompt, where no speculator can guess yet."""
     return replace(entry(room=room, rows=9), max_nodes=1)
 
 
 @pytest.mark.parametrize(
     ("reading", "room", "plain", "with_prediction"),
-    [  # .7 tokens a step are hoped for beside 1, or .21 beside 8: of 100 tokens 41 and 2.5, a second each
+    [  # expected: .7 tokens per step for 1 request, .21 for 8: of 100 tokens 41 and 2.5, a second each
         (2.0, 100, True, True),
         (10.0, 100, True, False),
         (18.0, 100, True, False),
         (50.0, 100, False, False),
         (10.0, 20, False, False),
         (0.3, 2, True, False),
-        (0.0, 1, False, False),  # one for which nobody guesses, and a last one that needs no guess
+        (0.0, 1, False, False),  # one without speculators, and a last one that needs no guess
     ],
 )
 def test_who_brings_a_prediction_is_thought_to_need_a_draft_less(

@@ -1,7 +1,7 @@
 """No lie of a clock or a curve, and no draft, makes an engine slower than it is without, but by the bound.
 
-The engine is simulated (tests/simulated_engine.py): its machine's own time is known, and what it would have
-been without guesses; the clock that is told may lie. Inside is a policy that always guesses, the worst there
+The engine is simulated (tests/simulated_engine.py): its true time is known, and the time without guesses. Its
+clock may be wrong. It contains a policy that always guesses, the worst there
 is, or the one that is used.
 """
 
@@ -81,9 +81,9 @@ def simulation(
     gone_at: int | None = None,
     **options: Any,
 ) -> Simulation:
-    """An engine whose passes take TARGET's and DRAFT's seconds, and that was told of other curves.
+    """An engine whose passes take the seconds of TARGET and DRAFT, but which has other curves.
 
-    With `known` they are STREAMED's and TWIN's, and what plain steps take is believed.
+    With `known` they are those of STREAMED and TWIN, and the time of plain steps is known.
     """
     true = (STREAMED, TWIN) if known else (TARGET, DRAFT)
     machine = Machine(takes(true[0]), takes(true[1]), slowness)
@@ -191,7 +191,7 @@ def test_plain_steps_that_are_believed(lie: str, hits: float, careful: bool) -> 
     told = {"curve": STREAMED, "draft_curve": TWIN} | LIES[lie]
     engine = simulation(hits, known=True, careful=careful, **told)
     plain = 1 + KNOWN.first + KNOWN.most
-    for _ in range(40):  # of ten steps, so that it holds at any time
+    for _ in range(40):  # ten steps each, so that the bound is checked often
         engine.run(10)
         assert engine.machine.now - engine.plain < LOSS * engine.machine.now + plain * 1.25
     if hits == GOOD and lie not in ("rows are dear", "a disk that is slow by the minute"):

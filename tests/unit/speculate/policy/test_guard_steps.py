@@ -1,4 +1,4 @@
-"""Nobody guesses where the guard says so, but for requests with a size of their own; and costs learn."""
+"""The guard forbids guesses, except for requests with a fixed size; and costs learn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OWN_SIZE = SpeculationParams(max_nodes=9)
 
 
 class Asked(Speculator):
-    """Guesses one wrong token, and notes for whom it was asked."""
+    """Guesses one wrong token, and records the requests."""
 
     name = "asked"
 
@@ -90,7 +90,7 @@ class Driven:
         plain: float = 1.0,
         passes: Sequence[LevelPass] = (),
     ) -> list[str]:
-        """One step, that takes so long if somebody guesses; for whom the guesser was asked."""
+        """Run one step that takes `seconds` if a speculator guesses; return its requests."""
         self.guesser.asked = []
         plan = plans.plan(*(entries or (entry(),)))
         trees = self.ensemble.propose(plan)
@@ -188,7 +188,7 @@ def test_what_guesses_take_beside_a_prompt_is() -> None:
 
 
 def test_a_step_without_a_guess_loses_what_looking_for_one_took() -> None:
-    """However slow the machine is just then: nobody could have made it quicker by not guessing."""
+    """This holds however slow the machine is: a step without guesses would be as slow."""
     driven = Driven()
     for _ in range(PLAIN_FIRST):
         driven.step()

@@ -1,4 +1,4 @@
-"""What a policy has learnt, over the ends of processes."""
+"""Learned figures of a policy across processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Learned = tuple[Chances, Guard]
 
 
 def guesses() -> TokenTree:
-    """A draft's guess and a lookup's, of which the latter becomes text."""
+    """Guesses of a draft and of lookup; the latter is accepted."""
     builder = TreeBuilder(9)
     builder.add(0, 10, "draft", confidence=0.8)
     builder.add(0, 11, "lookup", confidence=0.5)

@@ -35,7 +35,7 @@ DRAFT = CostCurve((1, 16), (0.05, 0.2))
 
 
 class Run:
-    """Steps of some requests, in which both policies are asked the same; `kinds` has what they answered."""
+    """Run steps in which both policies get the same calls; `kinds` collects their answers."""
 
     def __init__(self, seed: int, requests: int, rule: DrawRule) -> None:
         self.chance = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""What steps without guesses take, from few of them."""
+"""Cost of steps without guesses, from few of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everybody guesses as configured, and of trees without a shape as much is run as of usual ones."""
+"""Speculators guess as configured, and trees without a shape run as many rows as the default ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.speculate.policy.priced import entry
 
 
 def wide(rule: DrawRule = DrawRule.POINT_MASS) -> TokenTree:
-    """Nodes 1 and 2 below the root, 3 and 4 below 1, 5 below 2: of the last level 5 is the likeliest."""
+    """Nodes 1 and 2 below the root, 3 and 4 below 1, 5 below 2; 5 is the likeliest of the last level."""
     builder = TreeBuilder(7)
     for parent, token, sure in ((0, 10, 0.4), (0, 11, 0.6), (1, 12, 0.7), (1, 13, 0.3), (2, 14, 0.9)):
         builder.add(parent, token, "draft", rule, confidence=sure)

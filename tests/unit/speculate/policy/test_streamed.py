@@ -1,4 +1,4 @@
-"""Where a pass waits for its weights the policy is soon as fast as the best fixed depth."""
+"""With streamed weights the policy is soon as fast as the best fixed depth."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def engine(hits: float, sure: float, seed: int) -> Simulation:
 
 
 def tokens(hits: float, levels: int) -> float:
-    """That a step brings with a chain of so many levels."""
+    """Return the tokens of a step with a chain of this many levels."""
     return sum(hits**level for level in range(levels + 1))
 
 
@@ -37,7 +37,7 @@ def seconds(levels: int) -> float:
 
 
 def speed(hits: float, levels: list[int]) -> float:
-    """Tokens per second of steps with chains of so many levels, whatever luck they had."""
+    """Return the expected tokens per second of steps with chains of this many levels."""
     return sum(tokens(hits, one) for one in levels) / sum(map(seconds, levels))
 
 
