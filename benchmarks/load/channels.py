@@ -133,8 +133,8 @@ def main() -> None:
                 talk(self.connection)
                 self.connection.close()
 
-        placed = ray_relay.placed
-        ray_relay.placed = lambda kind, cpus: placed(Talker, cpus)
+        placed = ray_relay.start_actor
+        ray_relay.start_actor = lambda kind, cpus: placed(Talker, cpus)
         ray_relay.main()
 
 

@@ -11,8 +11,9 @@ four loads: one replica and several, alternating; several replicas with SIGKILL 
 and several whose engines are replaced (SIGUSR1) as often. A replica computes with `--threads` cores. After a
 server has ended, the same requests are answered offline, and every text is compared: a lost or repeated token
 gives a different text. A cell has twenty kills, so an interrupted run loses at most these. With ranks or
-stages, rank-kills and rank-stops send SIGKILL or SIGSTOP to a random process of a model. The load `rank-cuts`
-has one of two ranks or stages in another network namespace, and takes their link down (needs root).
+stages, rank-kills and rank-stops send SIGKILL or SIGSTOP to a random process of a model. For rank-cuts, one
+of two ranks or stages runs in another network namespace, and the link between them is taken down (needs
+root).
 
 `--pinned` gives engines, server and users together as many cores as there are replicas: for a machine without
 spare cores for users. The cost of a message from an engine to the server (channels.py) needs no load.

@@ -189,7 +189,7 @@ def test_what_is_asked() -> None:
         ({"timeout": 0.0}, "timeout is 0.0; allowed: a number of seconds above 0"),
         (
             {"body": {"stream": False, "prompt": ""}},
-            "body has prompt, stream, which the benchmark sets itself",
+            "body has prompt, stream, which the benchmark sets",
         ),
         ({"body": {"n": 2}}, "body has n = 2; one text per request is measured"),
     ],

@@ -36,7 +36,7 @@ def test_forced_tokens_are_legal_and_spell_the_text(text):
 def test_long_forced_text_is_found_once_and_checked_no_further_than_asked(monkeypatch):
     text, asked, query = "yes " * 6000, [], Cursor.query  # more than one automaton can follow
     state, expected = grammar_of(choice=[text]).state(), ids(text)
-    monkeypatch.setattr(Cursor, "ask", lambda *args: asked.append(len(args[1])) or query(*args))
+    monkeypatch.setattr(Cursor, "query", lambda *args: asked.append(len(args[1])) or query(*args))
     for step in range(100):
         forced = state.forced((), 8)
         assert list(forced) == expected[8 * step : 8 * step + 8]

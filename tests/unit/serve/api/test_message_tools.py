@@ -199,7 +199,7 @@ def test_complaints_about_tools_are_in_the_words_of_this_endpoint(tokenizer: Tok
         named = await server.refusal(tools=[TIME | {"name": "a b"}])
         assert named[2].startswith("tools[0].name is 'a b'")
         missing = await server.refusal(tools=[TIME], tool_choice={"type": "tool", "name": "x"})
-        assert missing[2].startswith("tool_choice names 'x'")
+        assert missing[2].startswith("tool_choice is 'x'")
 
     ask(tokenizer, [says("Rain.")], do)
 

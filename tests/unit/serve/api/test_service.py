@@ -173,22 +173,22 @@ WHOLE = Delta("", "a", (97,), finish_reason=FinishReason.LENGTH)
 
 
 class Scripted(Slow):
-    """A backend that says what a test says, of works by their number."""
+    """A backend that sends given deltas, of works by number."""
 
-    def __init__(self, *message: tuple[int, Delta] | BackendError) -> None:
+    def __init__(self, *deltas: tuple[int, Delta] | BackendError) -> None:
         super().__init__()
-        self.message = message
+        self.deltas = deltas
 
     async def generate(self, works: Sequence[Work], session: str = "") -> AsyncGenerator[Delta]:
-        for one in self.message:
+        for one in self.deltas:
             if isinstance(one, BackendError):
                 raise one
             yield replace(one[1], id=works[one[0]].id)
 
 
 def test_one_of_several_that_fails_leaves_the_others_their_answers(tokenizer: Tokenizer) -> None:
-    async def run(*message: tuple[int, Delta]) -> list[tuple[int, str | None]]:
-        service = service_of(Scripted(*message), tokenizer)
+    async def run(*deltas: tuple[int, Delta]) -> list[tuple[int, str | None]]:
+        service = service_of(Scripted(*deltas), tokenizer)
         answers = service.answer([(1,)], [SamplingParams(n=2)])
         return [(number, delta.finish_reason) async for number, delta in answers]
 

@@ -89,7 +89,9 @@ def test_a_tree_that_cannot_be_told_ends_no_answer(folder: Path, monkeypatch: py
         params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
         server.send(("add", [Work("a", (65, 66), params, traced=True), Work("b", (67, 68), params)]))
         messages = hear(server, ends("a"))
-    deltas = [delta for message in messages if message[0] == "deltas" for delta in message[1] if delta.id == "a"]
+    deltas = [
+        delta for message in messages if message[0] == "deltas" for delta in message[1] if delta.id == "a"
+    ]
     assert [delta.finish_reason for delta in deltas][-1] == "length"
     assert sum(len(delta.token_ids) for delta in deltas) == 20
 

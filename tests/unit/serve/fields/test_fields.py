@@ -41,8 +41,8 @@ def error_of(kind: Any, body: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("body", "param", "expected"),
     [
-        ({"messages": HI, "temprature": 1}, "temprature", "no field of this endpoint"),
-        ({"messages": [{"role": "user", "content": "Hi", "x": 1}]}, "messages[0].x", "no field"),
+        ({"messages": HI, "temprature": 1}, "temprature", "not a field of this endpoint"),
+        ({"messages": [{"role": "user", "content": "Hi", "x": 1}]}, "messages[0].x", "not a field"),
         ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role", "'system'"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "valid array"),
         ({"messages": [*HI, {"role": "user"}]}, "messages[1].content", "needs content"),
