@@ -35,7 +35,7 @@ def shares(plan: StepPlan) -> list[tuple[str, int, int, int]]:
 
 
 def commit(plan: StepPlan, sequences: list[SequenceState], accepted: int = 0) -> None:
-    """What the engine does after a step in which every tree had `accepted` tokens accepted."""
+    """Update sequences like the engine after a step that accepts `accepted` tokens of every tree."""
     by_id = {s.request.request_id: s for s in sequences}
     for entry in plan.entries:
         state = by_id[entry.request.request_id]

@@ -16,10 +16,10 @@ from tests.ranks import INT8
 
 
 class Hosts:
-    """Followers, each as if on a host of its own, and the options of their engine."""
+    """Followers, each as on a separate host, and the options of their engine."""
 
     def __init__(self, folder: Path, tmp_path: Path) -> None:
-        # A port that no other program is given meanwhile, as nobody listens there.
+        # The bound socket reserves the port, and no program listens on it.
         self._kept = socket.socket()
         self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._kept.bind(("127.0.0.1", 0))
@@ -42,7 +42,7 @@ class Hosts:
         self.begun: list[subprocess.Popen[bytes]] = []
 
     def follow(self, rank: int = 1, count: int = 1, **more: Any) -> subprocess.Popen[bytes]:
-        """Begin a follower, or several that share memory."""
+        """Start a follower, or several that share memory."""
         given = {"model": self.model, "key": self.key, **more}
         command = [sys.executable, "-m", "specinfer", "follow", str(given["model"]), "--rank", str(rank)]
         command += ["--master", self.master, "--key-file", str(given["key"]), "--local-ranks", str(count)]
@@ -51,11 +51,11 @@ class Hosts:
         return self.begun[-1]
 
     def says(self) -> str:
-        """What all of them have said so far."""
+        """Return the log of all followers so far."""
         return self._log.read_text() if self._log.exists() else ""
 
     def workers(self) -> list[psutil.Process]:
-        """The processes that compute, in the order in which their followers were begun."""
+        """The processes that compute, in the order in which their followers started."""
         found: list[psutil.Process] = []
         for one in self.begun:
             with suppress(psutil.NoSuchProcess):

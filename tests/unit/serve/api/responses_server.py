@@ -18,7 +18,7 @@ EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
 def named_events(text: str) -> list[dict[str, Any]]:
-    """The events of a stream's text, each of which has the type that its line says."""
+    """Return the events of a stream; checks that each has the type that its `event` line names."""
     found = []
     for block in text.removesuffix("\n\n").split("\n\n"):
         named, data = block.split("\n")
