@@ -177,13 +177,13 @@ def test_an_answer_says_first_that_it_is_admitted_and_when_its_first_step_begins
         messages = [*hear(server, ends("a")), *hear(server, ends("b"))]
     deltas = [delta for message in messages if message[0] == "deltas" for delta in message[1]]
     order = [
-        (delta.id, "begins" if delta.begun else "ends" if delta.finish_reason else "is taken")
+        (delta.id, "begins" if delta.started else "ends" if delta.finish_reason else "is taken")
         for delta in deltas
         if delta.is_empty or delta.finish_reason
     ]
     assert sorted(order[:3]) == [("a", "begins"), ("a", "is taken"), ("b", "is taken")]
     assert order[3:] == [("a", "ends"), ("b", "begins"), ("b", "ends")]
-    assert [delta.begun for delta in deltas].count(True) == 2
+    assert [delta.started for delta in deltas].count(True) == 2
 
 
 def test_a_work_has_the_adapter_that_it_names(folder: Path, tmp_path: Path) -> None:
