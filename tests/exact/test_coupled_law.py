@@ -1,7 +1,7 @@
 """The coupled rule gives the target's own choices whatever the tree, and these follow the target's law.
 
-The noise cannot be enumerated by branching. So the proof has three parts: the text does not depend on the
-tree (exhaustively on tiny vocabularies); the winner of the exponential race has the law p (on a grid of
+The noise cannot be enumerated by branching. So the proof has three parts. The text does not depend on the
+tree (exhaustively on tiny vocabularies). The winner of the exponential race has the law p (on a grid of
 all uniforms); the noise is what the race supposes (tests/unit/verify/test_noise.py, and chi-square here).
 """
 

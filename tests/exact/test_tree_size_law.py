@@ -16,7 +16,7 @@ from .oracles import processed_law
 from .sized_trees import PARAMS, TARGET, VOCAB, Alike, Guarded, Sized, TakingBack, Wayward
 
 EXACT, SEEN = 1e-9, 1e-3
-LENGTH = 2  # of texts: both levels of a tree count
+LENGTH = 2  # tokens, so that both levels of a tree count
 IID, WITHOUT, POINT = DrawRule.IID, DrawRule.WITHOUT_REPLACEMENT, DrawRule.POINT_MASS
 
 

@@ -129,7 +129,7 @@ def test_from_traces_to_a_page(
 ) -> None:
     monkeypatch.setattr(module, "SIZES", {"linear": (), "4": (4,)})
     monkeypatch.setattr(module, "EPOCHS", 2)
-    other = read_trace(traces[1])  # of the same prompts; with the same ones, nothing would be learned
+    other = read_trace(traces[1])  # other prompts, because equal ones would be excluded from learning
     changed = tuple(replace(text, prompt=(*text.prompt, 7)) for text in other.texts)
     write_trace(traces[1], replace(other, texts=changed))
     options = ["--model", pair[0], "--train", str(traces[1]), "--held-out", str(traces[0])]

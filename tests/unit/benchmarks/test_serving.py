@@ -89,7 +89,7 @@ def test_a_sweep_over_servers_and_their_users(
         _, speed, times, *_, per_step, failed, same = rows[users, "fake+guess"]
         assert float(times) > 0
         assert (per_step, failed) == ("2.50", "0")
-        # One text differs: of 8 prompts, or of 9 for three users.
+        # One text differs, among 8 prompts, or 9 for three users.
         assert same == {"1": "7/8", "3": "8/9"}[users]
         assert rows[users, "fake+broken"][1] == "ended with exit code 1: no such model"
         assert rows[users, "absent"][1] == "not installed; run: make peers-env"

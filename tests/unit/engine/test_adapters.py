@@ -93,7 +93,7 @@ def test_a_batch_of_many_says_what_each_says_alone(
         with open_llm(folder, **options, prefix_reuse=False) as llm:
             for prompt, adapter in zip(PROMPTS, adapters, strict=True):
                 alone += said(llm.generate([prompt], params, lora_request=adapter))
-        with open_llm(folder, **options) as llm:  # which has never heard of adapters
+        with open_llm(folder, **options) as llm:  # without adapters
             plain += said(llm.generate(PROMPTS, params))
     for more in (
         {},
@@ -223,7 +223,7 @@ def test_a_variant_has_the_same_adapters(folder: Path) -> None:
 
 
 def test_a_model_through_transformers_takes_none(folder: Path) -> None:
-    """A family of ours, whose adapters its native code would take."""
+    """A native model family, which would run adapters in native code."""
     refused = "adapter 'one' cannot be used: models of transformers run without; merge it into the model"
     with pytest.raises(ModelError, match=refused):
         open_llm(folder, model_impl="transformers", lora={"one": folder / "one"})

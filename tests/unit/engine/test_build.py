@@ -1,4 +1,4 @@
-"""What is measured, checked and chosen while an engine is put together."""
+"""Measurements, checks and choices while an engine is built."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_native_attention_that_is_asked_for_must_serve(large_heads: Path) -> Non
     ("model", "chosen", "in_a_step"),
     [
         ("target", "native", 1),  # which leaves the cores to the kernels
-        ("large", "auto", 2),  # whose attention is PyTorch's
+        ("large", "auto", 2),  # its attention is PyTorch's
         ("target", "torch", 2),
     ],
 )

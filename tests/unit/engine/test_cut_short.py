@@ -1,4 +1,4 @@
-"""A step that is cut short, by an interrupt or an error: what the other requests make of it."""
+"""Steps that an interrupt or an error cuts short, and the other requests."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_an_answer_that_ended_in_the_step_that_was_cut_short_is_not_lost(
         patch.setattr(target, "move", raise_at(1, target.move))
         with pytest.raises(KeyboardInterrupt):
             list(cut)
-    assert engine_of(llm).has_work  # or the other stream would wait for ever
+    assert engine_of(llm).has_work  # otherwise the other stream would wait forever
     assert [len(output.token_ids) for output in other] == [2]
 
 

@@ -1,4 +1,4 @@
-"""Drafts with an adapter of their own: texts stay, and guesses are those of the merged model."""
+"""Drafts with adapters: the text is unchanged, and guesses are those of the merged model."""
 
 from __future__ import annotations
 

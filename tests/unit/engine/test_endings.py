@@ -1,4 +1,4 @@
-"""Where a text may end, in engines: tokens that end it, min_tokens, in trees and without."""
+"""Ends of texts in engines: ending tokens and min_tokens, with and without trees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine on tiny models: whatever guesses, batches, chunks or preempts, the text is the target's."""
+"""The engine on tiny models: with any speculator, batch, chunk or preemption, the text is the target's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fails in a step costs the request at fault its text, and no other."""
+"""A failure in a step ends only the request at fault."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_the_text_is_that_of_the_target_alone(
     guessed = replace(params, speculation={"expansion": (1, 2, 1)})
     with llms[how].variant(**options) as llm, llms[how].variant(drafts=()) as plain:
         alone = [output.token_ids for output in plain.generate(PROMPTS, params)]
-        for _ in range(2):  # once more behind what the first left in the cache
+        for _ in range(2):  # the second run uses the first one's cache
             outputs = llm.generate(PROMPTS, guessed)
             assert [output.token_ids for output in outputs] == alone
             proposed = sum(output.figures.proposed_by.get("draft", 0) for output in outputs)
@@ -116,7 +116,7 @@ def test_it_guesses_beside_a_draft_of_the_targets_family(folder: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=24)
     with engine(folder, "shared", drafts=drafts, draft_vocabulary=40) as llm:
         assert list(llm.models.foreign) == ["draft1"]
-        assert len(llm.models.foreign["draft1"].vocabulary.ids) == 39  # of 40 one is a token it lacks
+        assert len(llm.models.foreign["draft1"].vocabulary.ids) == 39  # it lacks one of 40 tokens
         alone = llm.variant(drafts=(), draft_vocabulary=None).generate(PROMPTS, params)
         outputs = llm.generate(PROMPTS, params)
         assert [one.token_ids for one in outputs] == [one.token_ids for one in alone]

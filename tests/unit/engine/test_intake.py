@@ -1,4 +1,4 @@
-"""What callers ask for becomes requests that are ready to run, or an error that names the parameter."""
+"""Callers' values become requests, or errors that name the parameter."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def desk(tokenizer: Tokenizer, **options: Any) -> Intake:
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Intake:
-    """Of a model with all bytes, a chat template and an end of text."""
+    """Intake of a model with all bytes, a chat template and an end of text."""
     config = {"chat_template": TEMPLATE, "eos_token": "</s>", "bos_token": "<s>"}
     folder = write_folder(
         tmp_path_factory.mktemp("full"), tokenizer_config=config, config={"eos_token_id": 257}
@@ -67,7 +67,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Intake:
 
 @pytest.fixture(scope="module")
 def poor(tmp_path_factory: pytest.TempPathFactory) -> Intake:
-    """Of a model without letters, chat template and end of text."""
+    """Intake of a model without letters, chat template and end of text."""
     write_byte_tokenizer(folder := tmp_path_factory.mktemp("poor"), 64)
     return desk(Tokenizer.load(folder), vocab=64)
 
@@ -303,7 +303,7 @@ LONG: dict[str, list[Ask]] = {"prompt_logprobs": [prompt("a" * 4191, prompt_logp
 
 
 def refusals() -> Iterator[tuple[str, str, Ask]]:
-    """The model, the parameter that is at fault, and what is asked."""
+    """The model, the invalid parameter, and the call."""
     for model, table in (("full", REFUSALS), ("poor", POOR), ("small", SMALL), ("long", LONG)):
         yield from ((model, parameter, ask) for parameter, asks in table.items() for ask in asks)
 

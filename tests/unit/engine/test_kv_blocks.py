@@ -1,4 +1,4 @@
-"""Blocks: who gets which, which are kept for texts that begin alike, which of these go first."""
+"""KV blocks: assignment, caching of shared prefixes, and eviction order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_two_owners_share_a_block_until_both_have_gone() -> None:
     assert (pool.num_free, pool.unowned([0, 1])) == (2, 1)  # block 1 is kept, block 2 free, block 0 owned
     pool.release(second)
     assert pool.num_free == 3
-    assert pool.find([A, B]) == [0, 1]  # nobody owns them, and they are still there
+    assert pool.find([A, B]) == [0, 1]  # they have no owner, but are still cached
     pool.check_integrity([])
 
 

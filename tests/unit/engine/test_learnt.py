@@ -1,4 +1,4 @@
-"""What a policy learns in one engine, and another engine of the same models knows."""
+"""Figures learned in one engine, used by another engine of the same models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _soon(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One outcome is worth keeping, and whatever steps take, everybody may guess in each."""
+    """One outcome is enough to store, and speculation is always allowed."""
     monkeypatch.setattr(policy_memory, "MIN_OUTCOMES", 1)
     monkeypatch.setattr(Allowance, "allows", lambda *_, **__: True)
     monkeypatch.setattr(PlainSteps, "due", lambda *_: False)

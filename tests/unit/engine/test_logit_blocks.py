@@ -1,4 +1,4 @@
-"""Logits in tiny blocks, of which few are held: an engine says what it says with all of them."""
+"""Logits in tiny blocks, few of them in memory: the output is that with full rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs outside of the model does not depend on how long the answer is by now."""
+"""The cost of a step outside of the model does not depend on the length of the answer."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from specinfer.verify.scan import NUMPY, Ask, Likeliest, Scan
 from tests.engines import engine_of, write_tiny
 
 TOKENS = 32_000
-STEPS = 1000  # whose time is compared
-WEIGHED = 100  # whose memory is
+STEPS = 1000  # steps whose time is compared
+WEIGHED = 100  # steps whose memory is compared
 PROMPT = [ord(letter) for letter in "say it again"]
-SLOWER = 2.0  # times: what a machine that others use may do to a step
-MORE = 16 << 10  # bytes that a step may take for a while, beyond what the first ones take: half of the text
+SLOWER = 2.0  # maximum ratio on a shared machine
+MORE = 16 << 10  # bytes by which a step may exceed the first ones for a while: half of the text
 
 
 class Choices:
@@ -103,7 +103,7 @@ class Recited:
 
 
 def phrases(count: int) -> list[int]:
-    """So many letters, in phrases that come again, so that lookups have something to guess from."""
+    """Return `count` letters in repeated phrases, so that lookup has guesses."""
     chance = random.Random(5)
     known = [[chance.choice(b"abcdefgh \n") for _ in range(30)] for _ in range(300)]
     text: list[int] = []
@@ -140,7 +140,7 @@ def test_the_last_steps_of_a_long_answer_cost_what_its_first_do(tmp_path: Path) 
             admitted = llm.intake.completion(PROMPT, params, request_id="a")
 
             def told(delta: Delta) -> None:
-                """What becomes of a delta on its way to a stream, here or in a server."""
+                """Process a delta on its way to a stream, here or in a server."""
                 admitted.transcript.output(delta.text)
                 ledger.receive(0, "", [pickle.loads(pickle.dumps(delta))])
                 pending, waiter.pending = waiter.pending, {}

@@ -1,4 +1,4 @@
-"""Who looks guesses up in an engine, where it has native kernels and where it has none."""
+"""Lookup implementations of engines with and without native kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong around a loop costs nobody else an output: steps, receivers, an interrupt at any place."""
+"""Failing steps, failing receivers and interrupts around a loop cost no other request an output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop with a thread of its own, for which the others only wait."""
+"""A loop in its own thread, on which callers wait."""
 
 from __future__ import annotations
 

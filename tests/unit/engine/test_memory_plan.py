@@ -1,4 +1,4 @@
-"""What is kept, streamed and guessed by, from bytes and rates alone."""
+"""Memory plans: resident and streamed weights, and drafts, from sizes and rates."""
 
 from __future__ import annotations
 

@@ -40,17 +40,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @pytest.fixture(scope="module")
 def answers(tiny: Tiny) -> dict[SamplingParams, list[list[int]]]:
-    """What the target says alone."""
+    """The target's texts without speculation."""
     return {law: [slow_generate(tiny.target, prompt, law) for prompt in PROMPTS] for law in LAWS}
 
 
 @pytest.fixture(autouse=True)
 def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes take what COSTS says, and no clock is asked: every run is the same."""
+    """Passes take the times of COSTS instead of measured ones, so every run is the same."""
     monkeypatch.setattr("specinfer.runtime.executor.cost_curve", lambda *_, **__: COSTS)
 
 
-Saying = Callable[[Sequence[int]], Sequence[int]]  # of the tokens that follow those that are guessed
+Saying = Callable[[Sequence[int]], Sequence[int]]  # following tokens -> guesses
 
 
 def right(follow: Sequence[int]) -> Sequence[int]:
@@ -70,7 +70,7 @@ def broken(follow: Sequence[int]) -> Sequence[int]:
 
 
 class Knowing:
-    """Knows the texts, and guesses what `first` makes of what follows, later what `then` does."""
+    """Has the texts; guesses `first` of the following tokens, and later `then` of them."""
 
     name = "odd"
 
@@ -123,7 +123,7 @@ def beside(tiny: Tiny, speculator: Knowing) -> LLM:
 def seconds_with(
     tiny: Tiny, answers: list[list[int]], law: SamplingParams, odd: type[Knowing], *how: object
 ) -> float:
-    """What the steps of both requests take by COSTS beside such a speculator; their texts are checked."""
+    """Return the time by COSTS of both requests with such a speculator; checks their texts."""
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
     speculator = odd(texts, *how)  # type: ignore[arg-type]
     rows = Counter[int]()

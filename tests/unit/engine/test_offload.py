@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(llm: LLM, params: list[SamplingParams] | None = None) -> list[RequestOutput]:
-    """Twenty answers, behind which the bookkeeping is right."""
+    """Run twenty answers, after which the bookkeeping is checked."""
     each = [(prompt, one) for one in params or PARAMS for prompt in PROMPTS]
     outputs = llm.generate([prompt for prompt, _ in each], [one for _, one in each])
     assert [output.error for output in outputs if output.error] == []
@@ -299,7 +299,7 @@ def test_what_is_larger_than_the_memory_is_refused_with_the_sum(
 def test_the_first_start_comes_to_the_plan_of_the_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is left of preparing: it was weighed before."""
+    """The rest of the preparation, which was measured before."""
     count_models_alone(monkeypatch)
     taken = [0]
     monkeypatch.setattr(memory, "process_bytes", lambda: taken[0])

@@ -80,7 +80,7 @@ def test_fewer_bytes_are_read_than_whole_layers_have(folder: Path, monkeypatch: 
         [output] = llm.generate([[9]], GREEDY)
         read = llm.statistics().streamed_bytes - before
     passes, whole = len(output.token_ids), LAYERS * COUNT * room.sizes.record
-    # Two of eight experts a layer, some of which are there.
+    # Two of eight experts per layer; some are in memory.
     assert 0 < read <= passes * LAYERS * 2 * room.sizes.record
     assert read < 0.3 * passes * whole
 
@@ -104,7 +104,7 @@ def test_a_disk_that_fails_ends_the_step_and_the_next_goes_on(
 
 
 def limited(folder: Path, memory: int, **options: Any) -> LLM:
-    """A mixture in so many bytes beside its cache."""
+    """Open a mixture of experts with `memory` bytes in addition to its cache."""
     given = {**ENGINE, "kernels": "native", "dtype": "bfloat16", "kv_cache_memory": 1 << 20}
     return LLM(
         folder / "target", memory=memory, offload="auto", progress=NoProgress(), **{**given, **options}

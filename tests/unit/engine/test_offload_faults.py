@@ -1,4 +1,4 @@
-"""Disks, files and users that fail while layers are streamed: somebody hears why, and nothing hangs."""
+"""Failing disks, files and users while layers are streamed: errors are reported, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("own_cache", "no_thread_is_left")
 
 
 class Reads:
-    """What happens to reads of layers."""
+    """Faults of reads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()  # reads wait until it is set
@@ -102,7 +102,7 @@ def test_a_draft_whose_embeddings_cannot_be_read_guesses_no_more(
         monkeypatch.setattr(type(table), "rows", failing)
         assert texts(llm) == want
     assert any("is not asked again" in line for line in caplog.messages)
-    caplog.clear()  # of an error that leads to the models
+    caplog.clear()  # drop records that refer to the models
 
 
 def test_a_disk_that_stalls_is_waited_for_with_a_word(
@@ -177,7 +177,7 @@ def test_closing_does_not_wait_for_the_disk_nor_for_a_variants_pass(
         reads.open.clear()
         first = pool.submit(texts, llm)
         assert reads.stalled.wait(10)
-        second = pool.submit(other.generate, PROMPTS, PARAMS)  # whose pass waits for its turn
+        second = pool.submit(other.generate, PROMPTS, PARAMS)  # its pass waits for its turn
         until(lambda: bool(engine_of(other)._launched))
         began = time.monotonic()
         other.close()

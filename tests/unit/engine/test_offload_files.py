@@ -139,7 +139,7 @@ def test_a_flipped_byte_of_a_twin_or_of_its_target(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """And layers that come into the twin's memory are those of the file that was made anew."""
+    """Layers in the shared memory come from the new file."""
     want, options = wanted(model), {"offload_folder": str(tmp_path / "disk")}
     with streamed(model, monkeypatch, Planned(twin=True), **options) as llm:
         assert texts(llm) == want
@@ -197,7 +197,7 @@ def test_a_folder_that_takes_no_file(
     assert [*folder.glob("*.safetensors*")] in ([], [*folder.glob("*.lock")])
     with streamed(model, monkeypatch, **options) as llm:
         want = texts(llm)
-    with monkeypatch.context() as patch:  # what is there is read
+    with monkeypatch.context() as patch:  # the existing file is read
         patch.setattr(preparing, "locked", fails(errno.EROFS))
         with streamed(model, monkeypatch, **options) as llm:
             assert texts(llm) == want

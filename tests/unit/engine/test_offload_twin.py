@@ -1,4 +1,4 @@
-"""A streamed model and its twin, whose memory layers may have while nobody guesses."""
+"""A streamed model and its quantized copy, whose memory layers use while speculation is off."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def counted(calls: Counter[str], name: str, call: Callable[..., Any]) -> Callabl
 def test_texts_while_layers_have_the_memory_of_the_twin(
     deep: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, kind: str
 ) -> None:
-    """One step in three nobody may guess."""
+    """Speculation is off in one of three steps."""
     options: dict[str, Any] = {"dtype": dtype, "quantization": kind, "max_batch_size": 4}
     want = texts(resident(deep, **options))
     steps = count()

@@ -28,7 +28,7 @@ SIZES = pytest.mark.parametrize(("target", "draft"), [(64, 72), (72, 64), (72, 8
 
 
 def padded(source: Path, folder: Path, size: int) -> Path:
-    """A copy of a model that has embeddings for so many ids; those that are no tokens are likely, too."""
+    """Copy a model with `vocab` embeddings; padding ids are likely, too."""
     folder.mkdir()
     config = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": size}))

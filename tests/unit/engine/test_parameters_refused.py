@@ -84,7 +84,7 @@ def test_a_form_needs_a_model_whose_texts_end(tmp_path: Path) -> None:
     [
         # The last letter of the only choice is not allowed.
         ({"choice": ["abc"], "allowed_token_ids": [97, 98, EOS]}, "ab"),
-        # What the choice must say next would complete a bad word.
+        # The only possible next token would complete a bad word.
         ({"choice": ["abcabcx"], "bad_words": ["cx"]}, "abcabc"),
         # The text is complete, and may not end yet.
         ({"choice": ["aab"], "min_tokens": 5}, "aab"),

@@ -66,7 +66,7 @@ def test_a_conversation_finds_its_own_answers(tiny: Tiny) -> None:
     llm = tiny.llm(block_size=4)
     (answer,) = llm.generate(SYSTEM, GREEDY)
     (reply,) = llm.generate([*SYSTEM, *answer.token_ids, 11, 12], GREEDY)
-    assert reply.cached_tokens == 28  # of 18 + 12 tokens; the last one said was never run
+    assert reply.cached_tokens == 28  # 18 + 12 tokens; the last output token was never computed
 
 
 def test_completions_of_one_prompt_compute_it_once(tiny: Tiny) -> None:

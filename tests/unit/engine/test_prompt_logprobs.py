@@ -1,4 +1,4 @@
-"""What a request for log-probabilities of its prompt costs the others, in steps and rows of logits."""
+"""Cost of a request for prompt log-probabilities, in steps and rows of logits of other requests."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def test_completions_of_a_prompt_share_what_the_first_computes(
 
 
 def until_first_token(llm: LLM, asked: SamplingParams, tokens: int, steps: int) -> tuple[int, int]:
-    """The steps, and the rows with those of logits, until the first token of somebody with another prompt.
+    """Return the steps and rows (with logits) until the first token of another request.
 
-    That one has so many tokens, and comes so many steps after a long prompt.
+    That request has `length` tokens, and arrives `after` steps later than a long prompt.
     """
     rows: list[int] = []
     engine, target = engine_of(llm), runner_of(llm)

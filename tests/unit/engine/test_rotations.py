@@ -41,14 +41,14 @@ def test_texts_do_not_depend_on_trees_batches_and_what_was_cached(
         SamplingParams(max_tokens=28, temperature=0.9, seed=7),
     ]
     target, draft = str(tmp_path / "target"), str(tmp_path / "draft")
-    # What PyTorch's passes cost takes most of a minute to measure.
+    # Measuring PyTorch's passes takes most of a minute.
     options = {**OPTIONS, "kernels": kernels, "tree_size": "fixed" if kernels == "torch" else "cost"}
     with LLM(target, prefix_reuse=False, **options) as llm:
         alone = [llm.generate([prompt], one)[0].token_ids for one in params for prompt in PROMPTS]
     assert {len(text) for text in alone} == {28}
     shaped = [replace(one, speculation=SpeculationParams(expansion=(2, 2, 1))) for one in params]
     with LLM(target, drafts=[draft], **{**options, "lookup": True}) as llm:
-        for _ in range(2):  # the second time behind what the first has cached
+        for _ in range(2):  # the second run uses the first one's cache
             outputs = [output for one in shaped for output in llm.generate(PROMPTS, one)]
             assert [output.token_ids for output in outputs] == alone
             assert sum(output.figures.accepted_tokens for output in outputs) > 28

@@ -1,4 +1,4 @@
-"""The scheduler without a model: who runs, with how many rows, and who gives way."""
+"""The scheduler without a model: selection, numbers of rows, and preemption."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_prompt_does_not_wait_for_trees_that_others_may_grow(nodes: int) -> No
         (0, [3, 3], [0, 0]),
         (10, [3, 3], [3, 3]),
         (5, [9, 9, 9], [2, 2, 1]),
-        (10, [9, 1, 9], [5, 1, 4]),  # what one does not want goes to the others
+        (10, [9, 1, 9], [5, 1, 4]),  # rows that one request does not need go to the others
         (3, [0, 1, 0, 9], [0, 1, 0, 2]),
         (7, [], []),
     ],
@@ -89,7 +89,7 @@ def test_rows_are_shared_fairly(rows: int, wanted: list[int], given: list[int]) 
         (10, [4, 30], 20, [1, 1], [4, 6]),
         (10, [0, 0, 5], 20, [1, 1, 1], [0, 0, 5]),
         (50, [60, 50], 20, [1, 1], [20, 20]),  # more than twenty none may have
-        (30, [60, 50], 20, [1, 1], [15, 15]),  # what each misses in all says who is shorter
+        (30, [60, 50], 20, [1, 1], [15, 15]),  # the total of missing rows decides which is shorter
         (7, [], 20, [], []),
         (21, [90, 90], 90, [2, 1], [10, 1]),  # a row may count as several
         (21, [90, 90], 90, [1, 2], [21, 0]),

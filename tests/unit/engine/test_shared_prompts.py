@@ -1,4 +1,4 @@
-"""The scheduler and prompts with a common beginning: who waits for whose blocks, and scored prompts."""
+"""The scheduler and prompts with a common prefix: requests that wait for blocks, and scored prompts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_of_many_that_wait_for_a_block_one_is_looked_up(monkeypatch: pytest.Monk
     find = s._pool.find
     monkeypatch.setattr(s._pool, "find", lambda hashes: (looked_up.append(len(hashes)), find(hashes))[1])
     assert shares(s.schedule()) == [("a", 0, 1, 0), ("z", 0, 2, 1)]
-    assert looked_up == [5, 4, 0]  # of a, of the first of the others, and of the one that passes them
+    assert looked_up == [5, 4, 0]  # a, the first of the others, and the one that passes them
 
 
 def test_a_step_with_scored_prompts_has_fewer_rows() -> None:
@@ -105,7 +105,7 @@ def test_a_request_that_gave_way_comes_back_behind_what_others_still_share_with_
     commit(s.schedule(), [a])
     s.add(b)
     plan = s.schedule()
-    assert shares(plan) == [("a", 12, 13, 1), ("b", 8, 10, 1)]  # 4 blocks and 1 of its own
+    assert shares(plan) == [("a", 12, 13, 1), ("b", 8, 10, 1)]  # 4 shared blocks and 1 separate one
     for _ in range(4):
         commit(plan, [a, b])
         plan = s.schedule()
@@ -114,7 +114,7 @@ def test_a_request_that_gave_way_comes_back_behind_what_others_still_share_with_
     assert (shares(plan), s.preemptions, b.incarnation, b.computed) == ([("a", 16, 17, 1)], 1, 1, 0)
     s.remove(a)
     assert shares(s.schedule()) == [("b", 8, 13, 1)]
-    assert b.cached_tokens == 8  # what was there when it first came
+    assert b.cached_tokens == 8  # cached when it arrived
 
 
 def test_a_block_that_is_to_be_written_and_can_be_found_is_noticed() -> None:

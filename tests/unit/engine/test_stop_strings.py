@@ -58,7 +58,7 @@ class Counted(str):
 
 
 def test_the_work_grows_with_the_text_and_not_with_its_square() -> None:
-    # The worst there is: long strings of which every character of the text may be a part.
+    # Worst case: every character of the text may be a part of a long string.
     strings = [Counted("a" * (1000 + number) + "b") for number in range(4)]
     stops = StopStrings(strings)
     looks = []

@@ -1,4 +1,4 @@
-"""Walks of several requests down their trees: what is asked for at once, where, and what has no answer."""
+"""Verification walks of several requests: batched queries, their nodes, and dead ends."""
 
 from __future__ import annotations
 

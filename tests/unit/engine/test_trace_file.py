@@ -1,4 +1,4 @@
-"""Trace files: what is one, and what is said of what is none."""
+"""Trace files: valid events, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVENT: dict[str, Any] = {
 
 
 def event() -> dict[str, Any]:
-    """What an engine tells of a step."""
+    """Return the event of an engine's step."""
     builder = TreeBuilder(root=0)
     cat = builder.add(0, 1, "draft") or 0
     builder.add(cat, 3, "lookup")

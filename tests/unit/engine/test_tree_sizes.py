@@ -24,7 +24,7 @@ PROMPTS = [list(range(i, i + 9)) * 2 for i in range(6)]
 FREE = CostCurve((1, 1000), (1.0, 1.0))
 DEAR = CostCurve((1, 2), (1.0, 2.0))
 BENT = CostCurve((1, 7, 8), (1.0, 1.01, 5.0))
-# Of the target's pass, and of a draft's.
+# Costs of the target's and of a draft's pass.
 CURVES = {
     "rows are free": (FREE, CostCurve((1, 1000), (0.01, 0.01))),
     "rows are dear": (DEAR, CostCurve((1, 1000), (0.01, 0.01))),

@@ -1,4 +1,4 @@
-"""Variants: the loaded models as another config wants them."""
+"""Variants: loaded models with another config."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def test_the_usual_bandwidth_is_the_median_of_three_and_all_of_them_are_kept() -
 
 def test_what_is_read_was_written_after_large_pages_were_asked_for() -> None:
     class Writing(Streaming):
-        """Its memory is all ones until somebody writes there."""
+        """Its memory is all ones until it is written."""
 
         def want_huge_pages(self, address: int, size: int) -> None:
             super().want_huge_pages(address, size)
@@ -47,7 +47,7 @@ def test_a_call_is_held_against_the_bandwidth_right_before_and_after(monkeypatch
     library: Any = Streaming(1e9, 1e9, 1e9, 0.5e9)
     milliseconds, times = Bandwidth(library, 64).beside(lambda: None, 1e6, 3)
     assert milliseconds == pytest.approx(2.0)
-    assert times == pytest.approx(4 / 3)  # of 4, 1, and 2 ms where 1 MB streams in 1 or 2 ms: 2 / 1.5
+    assert times == pytest.approx(4 / 3)  # 4, 1 and 2 ms; 1 MB streams in 1 or 2 ms: 2 / 1.5
 
 
 def test_without_a_library_pytorch_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Where libraries come from: what is kept, what is tried again, and what a user is told."""
+"""Builds of libraries: caching, retries, and messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.shown import Shown
 
 AVX2, AMX = (next(level for level in LEVELS if level.name == name) for name in ("avx2", "amx"))
 SOURCES: Final = len(list((Path(build.__file__).parent / "cpu").glob("*.cpp")))
-# A compiler that says its version, writes down what it is asked for, and makes empty files.
+# A compiler that prints its version, records its arguments, and creates empty files.
 WORKING = """#!/bin/sh
 case "$*" in *--version*) echo compiler {version}; exit;; esac
 echo "$*" >> {log}

@@ -102,7 +102,7 @@ def group(folder: str = "", **files: int | str) -> Groups:
     return {f"{folder}memory.{name.rstrip('_')}": f"{value}" for name, value in files.items()}
 
 
-NONE = 9223372036854771712  # what version 1 writes where there is no limit
+NONE = 9223372036854771712  # version 1's value for no limit
 STAT = "anon 1\nfile 50\ninactive_file {}\nactive_file 7"
 SUMS = "cache 1\ninactive_file 1\ntotal_inactive_file {}\ntotal_active_file 7"
 

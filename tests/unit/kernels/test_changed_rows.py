@@ -162,7 +162,7 @@ def test_a_product_is_rounded_before_something_is_taken_from_it() -> None:
 
 
 def assert_same_bits(logits: Row, terms: NDArray[np.float32]) -> None:
-    """Each changed logit, [N], ties with what NumPy makes of it: the first of two equal ones is chosen."""
+    """Changed logits equal NumPy's, and the first of two equal ones is chosen."""
     native, count = native_scan(), len(logits)
     expected = logits.copy()
     RowChanges(np.arange(count), terms).apply(expected)
@@ -230,7 +230,7 @@ def test_changes_that_leave_no_token_cost_no_other_row(native: NativeScan, param
     for lying in block.values():
         got = check(native, lying, [0, 0, 1, 1], asks, [bans(range(70)), bans(range(69)), NOTHING, bans([3])])
         assert got == [NO_TOKEN, 69, NO_TOKEN, NO_TOKEN]
-        # Where what is no number is banned, there are numbers.
+        # If NaNs are banned, only numbers are left.
         [got_behind] = check(native, lying, [1], asks[:1], [joined([bans(range(70)), biases({4: 1.0})])])
         assert got_behind == NO_TOKEN
 

@@ -52,7 +52,7 @@ def read(
     steps: bool = False,
     max_logits: int = 0,
 ) -> Read:
-    """What the head reads of the rows, taps and logits."""
+    """Return the hidden states of rows, taps and logits."""
     batch = build_batch(rows, block_size=BLOCK, device=model.device)
     attend = model.kernels.attention.over(cache.keys, cache.values).bind(batch.paths)
     context = PassContext(batch.positions_T, attend, taps)
@@ -72,7 +72,7 @@ def test_the_bits_are_those_of_the_steps(name: str, dtype: torch.dtype, tmp_path
             made, told, logits, _ = read(model, at_once, rows, taps, max_logits=6)
             wanted, seen, _, _ = read(model, by_steps, rows, taps, steps=True)
             assert torch.equal(made, wanted)
-            if name not in ("gemma3-softcap", "opt-350m"):  # whose logits are not the product alone
+            if name not in ("gemma3-softcap", "opt-350m"):  # their logits are not only the product
                 assert torch.equal(_there(logits), model.logits(wanted))
             assert (told is None and seen is None) if not taps else torch.equal(*map(_there, (told, seen)))
             assert torch.equal(at_once.keys[-1], by_steps.keys[-1])

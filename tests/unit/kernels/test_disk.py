@@ -215,7 +215,7 @@ def test_memory_begins_at_a_page_and_is_zero() -> None:
 
 
 class _Disk:
-    """A source of so many bytes that is never read."""
+    """A source of `size` bytes that is never read."""
 
     path = Path("model")
     direct = True
@@ -236,7 +236,7 @@ class _Disk:
         return self.now
 
     def measured(self, rates: Callable[[int, int], float], seconds: float = 0.5) -> DiskRate:
-        """What is chosen where settings have these rates."""
+        """Return the chosen settings for these rates."""
 
         def trial(
             source: object, memory: memoryview, readers: int, piece: int, place: float, share: float

@@ -21,7 +21,7 @@ from tests.unit.kernels.ranks import GONE, run_ranks
 
 SLOT: Final = 256  # bytes; 64 numbers
 COUNTS: Final = (0, 1, 63, 64, 65, 128, 1000)
-PLACE: Final = 256  # bytes of what the others see of a rank, as exchange.h has it
+PLACE: Final = 256  # bytes of a rank's shared state, as in exchange.h
 Operation = Callable[[SharedExchange], Any]
 
 
@@ -31,13 +31,13 @@ def library() -> Library:
 
 
 def numbers(rank: int, count: int, turn: int = 0) -> NDArray[np.int32]:
-    """Of all sizes, so that sums wrap round."""
+    """Integers of all sizes, so that sums overflow."""
     chance = np.random.default_rng([rank, count, turn])
     return chance.integers(-(2**31), 2**31, count, dtype=np.int32)
 
 
 def floats(rank: int, count: int, turn: int = 0) -> NDArray[np.float32]:
-    """None below 0, and a few that are no numbers, or without end."""
+    """Floats >= 0, a few of them NaN or infinite."""
     chance = np.random.default_rng([rank, count, turn])
     values = chance.standard_exponential(count, dtype=np.float32)
     values[chance.integers(0, 9, count) == 0] = np.inf
@@ -161,7 +161,7 @@ OPERATIONS: Final = (add, add_much, largest, gather)
 
 
 def ended_by(signal_: signal.Signals, at: int, lost: int) -> Operation:
-    """All operations, before one of which a rank gets a signal; the seconds that others then needed."""
+    """Run all operations; a rank gets a signal before one. Return the seconds that others needed then."""
 
     def work(exchange: SharedExchange) -> Any:
         for number, operation in enumerate(OPERATIONS):
@@ -194,7 +194,7 @@ def test_a_rank_that_is_stopped_is_named_when_the_limit_is_over(library: Library
             for why in (
                 "did not respond within 0.2 s",
                 "has ended",
-            )  # as whoever was the first to know tells it
+            )  # as reported by the first rank that noticed it
         )
     assert max(answers[0][0], answers[2][0]) >= 0.2
 

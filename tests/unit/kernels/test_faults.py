@@ -15,7 +15,7 @@ from specinfer.kernels.structures import KINDS
 
 
 def disturbed(library: Library, rows: int | None = None) -> Library:
-    """The library, but with another bit in the first result: of so many rows, or whenever it multiplies."""
+    """The library with a flipped bit in the first result of products with `rows` rows, or of all products."""
     other = copy.copy(library)
 
     def multiply(args: object, kind: int, x: int, count: int, out: int) -> None:
@@ -59,7 +59,7 @@ def test_a_row_that_depends_on_the_others_is_named(real: Library) -> None:
 
 @pytest.mark.parametrize("name", ["find_maxima", "add_up", "finish"])
 def test_parts_that_do_not_add_up_are_named(real: Library, name: str) -> None:
-    other, honest, bits = copy.copy(real), getattr(real, name), cycle((1, 2))  # which do not cancel out
+    other, honest, bits = copy.copy(real), getattr(real, name), cycle((1, 2))  # flips that differ
 
     def wrong(*args: Any) -> None:
         honest(*args)

@@ -25,7 +25,7 @@ SHAPES = [(1, 1), (16, 64), (20, 40), (33, 70), (48, 128)]  # channels, inner
 
 
 def element(blocks: Tensor, row: int, column: int) -> float:
-    """Where cpu/product.h has an element of a matrix."""
+    """Return the position of a matrix element in cpu/product.h's layout."""
     per_word = blocks.shape[3]
     return float(blocks[row // 16, column // per_word, row % 16, column % per_word])
 

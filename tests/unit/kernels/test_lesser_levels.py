@@ -1,15 +1,19 @@
 """The kernels' tests again, with the libraries of every lesser kind of CPU than this one.
 
-A level is the same C++ with other flags, and what differs is little: how wide a register is (vector.h, and so
-how many rows and channels a loop takes at once), and how numbers are multiplied and rounded (the products,
-attention_blocks.h, powers in attention.cpp). So products and ops, which are those loops, run over all shapes
-that the best level runs over. Reads of logits run over sizes below, at and above a register's and over large
-ones; attention over every size of head, every kind of batch, and windows that end within a vector; rows of a
-model at texts around the ends of blocks; layers over the families that have all parts between them. What runs
-at the best level alone has no register in it, or none of the library: choices made in float64 after a read,
-arbitrary rows, blocks of a cache, refusals, PyTorch's twins.
+A level is the same C++ with other flags. Levels differ in the width of a register (vector.h, and so the rows
+and channels of a loop), and in the rounding of products (the products, attention_blocks.h, powers in
+attention.cpp). So tests of products and ops, which consist of such loops, run with all shapes of the best
+level. The others run with these cases:
 
-Where registers are as wide as at the next lesser level and only quantized products differ, these run.
+- Reads of logits: sizes below, at and above a register's, and large ones.
+- Attention: every head size, every kind of batch, and windows that end within a vector.
+- Rows of a model: texts around the ends of blocks.
+- Layers: the families that have all parts between them.
+
+Tests that run only at the best level use no register, or not the library: choices in float64 after a read,
+arbitrary rows, blocks of a cache, refusals, and PyTorch references.
+
+If registers are as wide as at the next lesser level, only tests of quantized products run.
 """
 
 from __future__ import annotations

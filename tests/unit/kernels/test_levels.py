@@ -44,7 +44,7 @@ CPUS = {  # architecture, features, levels
     "ARM without floats": ("aarch64", "", []),
     "POWER10": ("ppc64le", "altivec", []),
 }
-# Of an architecture, the lesser level first.
+# Levels per architecture, the lesser one first.
 STEPS = [
     ("avx2", "avxvnni"),
     ("avx2", "avx512"),

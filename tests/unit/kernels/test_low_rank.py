@@ -1,4 +1,4 @@
-"""What adapters add to products: the sums, rounded once, of each row by itself."""
+"""Low-rank additions to products: sums rounded once, independent of other rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specinfer.kernels.product import Product
 from specinfer.kernels.quantized import quantize_int4, quantize_int8
 from tests.kernels import NAMES, kernels
 
-CHANNELS = (40, 8, 23)  # of the matrices that a product stacks
+CHANNELS = (40, 8, 23)  # channels of the stacked matrices
 INNER = 70
 SIZE = sum(CHANNELS)
 EVERY = pytest.mark.parametrize("name", NAMES)
@@ -36,7 +36,7 @@ def product_of(chosen: Kernels, kind: str) -> Product:
 
 
 def low_rank(seed: int, ranks: Sequence[int], dtype: torch.dtype) -> LowRank:
-    """Of each matrix in the product its rank; 0: nothing is added to that matrix."""
+    """Rank by matrix of the product; 0: no addition."""
     parts, first, offset = [], 0, 0
     for n, (channels, rank) in enumerate(zip(CHANNELS, ranks, strict=True)):
         if rank:
@@ -48,7 +48,7 @@ def low_rank(seed: int, ranks: Sequence[int], dtype: torch.dtype) -> LowRank:
 
 
 def adapters(chosen: Kernels, dtype: torch.dtype) -> list[Adapter]:
-    """Of two products each: one of all matrices, one of some, and one of the second product alone."""
+    """Adapters of two products: all matrices, some, and only the second product."""
     of = (
         [low_rank(10, (4, 16, 17), dtype), None],
         [low_rank(30, (0, 40, 1), dtype), low_rank(40, (1, 1, 1), dtype)],
@@ -58,7 +58,7 @@ def adapters(chosen: Kernels, dtype: torch.dtype) -> list[Adapter]:
 
 
 def added(low: LowRank | None, x: Tensor) -> Tensor:
-    """What an adapter adds, in float64."""
+    """Return an adapter's addition in float64."""
     found = torch.zeros(len(x), SIZE, dtype=torch.float64)
     for part in () if low is None else low.parts:
         down = low.down[part.ranks.start : part.ranks.stop].double()

@@ -1,4 +1,4 @@
-"""What a machine is said to be: how many cores, how much of their time, and what they can do."""
+"""Reported hardware: cores, their available time, and instruction sets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from specinfer.kernels.machine import (
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    """What is asked of the CPU once a process is asked again."""
+    """Clears cached facts of the CPU."""
     for known in (cpu_features, cpu_name):
         known.cache_clear()
     yield
@@ -109,7 +109,7 @@ L1, L2 = (1, "32K", "0"), (2, "1024K", "0")
         ({0: [L1, L2, (3, "32768K", "0-1")], 1: [(3, "32768K", "0-1")]}, 32 << 20),  # one that both share
         ({0: [(3, "96M", "0")], 1: [(3, "96M", "1")]}, 192 << 20),  # one of each
         ({0: [L1, L2], 1: [(1, "32K", "1"), (2, "1024K", "1")]}, 2 << 20),  # no third level
-        ({0: [(3, "much", "0")]}, 16 << 20),  # what nobody can read is unknown
+        ({0: [(3, "much", "0")]}, 16 << 20),  # an unreadable value is unknown
         ({0: [(3, "", "0")]}, 16 << 20),
         ({}, 16 << 20),
     ],
@@ -134,7 +134,7 @@ def test_what_the_last_caches_hold(
     [
         (None, None, 4),
         (None, 3, 3),
-        (None, 9, 9),  # whoever names a number gets it
+        (None, 9, 9),  # an explicit number is used
         ("", None, 4),
         ("2", None, 2),
         ("2", 3, 2),

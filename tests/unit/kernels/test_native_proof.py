@@ -32,7 +32,7 @@ Prove = Callable[[Path, Level], list[str]]
 
 @pytest.fixture(scope="module")
 def prove(tmp_path_factory: pytest.TempPathFactory) -> Prove:
-    """What the proof says of a library: its lines."""
+    """Return the proof's lines for a library."""
     folder = tmp_path_factory.mktemp("proof")
 
     @functools.cache

@@ -15,7 +15,7 @@ from specinfer.kernels.structures import ACTIVATIONS
 from tests.kernels import kernels
 
 TWIN = Ops()
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}  # of a value; bfloat16 twins round twice
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}  # relative; bfloat16 references round twice
 NORMS = ("rms", "layer", "layer with bias")
 SIZES = [1, 8, 15, 16, 40, 576, 1536, 4100]
 UNCLAMPED = [name for name in ACTIVATIONS if name != "clamped_swish"]
@@ -33,7 +33,7 @@ def random(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def assert_near(got: Tensor, want: Tensor, times: int = 1) -> None:
-    """Within the tolerance, or so many times that much from zero."""
+    """Compare within the tolerance, or `near` times it for values near zero."""
     assert got.dtype is want.dtype
     tolerance = TOLERANCE[got.dtype]
     torch.testing.assert_close(got, want, rtol=tolerance, atol=times * tolerance)

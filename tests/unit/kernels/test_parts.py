@@ -21,7 +21,7 @@ from tests.unit.kernels.ranks import run_ranks
 ROWS: Final = (1, 2, 9, 16, 17, 40, 130)
 CHANNELS: Final = 49
 INNER: Final = 1100
-# Of a part of more than 16 groups, and of less than a step.
+# Ends of parts: more than 16 groups, and less than a step.
 ENDS: Final = (32, 160, 192, 736, 768, 1024, 1100)
 SHARES: Final = ((0, 7), (0, 4, 7), (0, 1, 7), (0, 3, 5, 7), (0, 1, 2, 6, 7), (0, 2, 3, 5, 6, 7))
 KINDS: Final = ("float32", "bfloat16", "int4", "loose int4")

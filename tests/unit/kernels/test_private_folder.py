@@ -1,4 +1,4 @@
-"""Whom a library may come from: nobody else may be able to put one where ours is looked for."""
+"""Folders of libraries must not be writable by other users."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _open_umask() -> Iterator[None]:
 
 
 def place(folder: Path, parent: int = 0o755, own: int = 0o755, file: int = 0o755) -> Path:
-    """A library in a folder in a folder, of these modes."""
+    """Create a library in nested folders with these modes."""
     library = folder / "parent" / "own" / "library.so"
     library.parent.mkdir(parents=True)
     library.touch()
@@ -50,8 +50,8 @@ def named(library: Path, name: str) -> Path:
         ({"file": 0o757}, "library.so"),
         ({"own": 0o757}, "own"),
         ({"own": 0o1777}, "own"),  # others can put a file there before we do
-        ({"parent": 0o757}, "parent"),  # and put another folder in the place of ours
-        ({"parent": 0o1777}, None),  # as /tmp is: who does not own a folder there cannot move it
+        ({"parent": 0o757}, "parent"),  # another user could replace the folder
+        ({"parent": 0o1777}, None),  # like /tmp: only the owner of a folder can move it
     ],
 )
 def test_what_others_may_write_to_is_refused(
@@ -88,7 +88,7 @@ def test_what_belongs_to_another_user_is_refused(
 @pytest.mark.parametrize(
     ("members", "primary", "refused"),
     [
-        ([], {}, False),  # many systems give each user a group of his own, and write rights to it
+        ([], {}, False),  # many systems give each user a private group with write access
         (["me", "root"], {"me": 7, "root": 7}, False),
         (["me", "you"], {"me": 7}, True),
         ([], {"me": 7, "you": 7}, True),

@@ -1,4 +1,4 @@
-"""Kernels prove themselves: whatever is wrong with a library costs a line in the log and the next level."""
+"""Proof of kernels: any fault of a library costs a log line and selects the next level."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specinfer.kernels.library import Library
 from specinfer.kernels.machine import LEVELS, VARIABLE, Level
 from specinfer.kernels.native import find_best, load_library, prove
 
-# What a library offers, all of it empty but for what a fake is about.
+# A fake library: all functions are empty except those of the fault.
 FAKE: Final = """
 #include <cstdint>
 #include <cstdlib>
@@ -50,7 +50,7 @@ DECLARED: Final = Path(native.__file__).with_name("library.py").read_text("ascii
 OTHERS: Final = {*re.findall(r"library\.(specinfer_\w+)", DECLARED)} - {*re.findall(r"specinfer_\w+", FAKE)}
 WAIT: Final = "for (volatile int forever = 1; forever;) {}"
 ZEROS: Final = "for (int64_t i = 0; i < rows * product->channels * (type == 0 ? 4 : 2); ++i) out[i] = 0"
-FAKES: Final = {  # what it does, and why it is refused
+FAKES: Final = {  # fault -> (functions, reason of the refusal)
     "an instruction the CPU lacks": ({"multiply": "ILLEGAL"}, "the trial ended with SIGILL"),
     "a wrong address": ({"multiply": "*(volatile char*)8 = 1"}, "the trial ended with SIGSEGV"),
     "a wrong result": ({"multiply": ZEROS}, r"float32 33 x 96: results are off by \d+(\.\d+)?"),
@@ -125,7 +125,7 @@ def offer(monkeypatch: pytest.MonkeyPatch, folder: Path, libraries: dict[Level, 
     monkeypatch.setattr(native, "find_library", lambda level, progress=None: libraries[level])
 
 
-# ---- what is remembered ----
+# ---- stored results ----
 
 
 def test_an_honest_library_passes_and_is_not_tried_again(
@@ -204,7 +204,7 @@ def test_a_cache_that_cannot_be_written_costs_the_memory_alone(
         assert len(children) == tries
 
 
-# ---- what a fault costs ----
+# ---- consequences of a fault ----
 
 
 def is_told(message: str, level: Level, reason: str) -> bool:

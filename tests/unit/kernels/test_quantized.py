@@ -22,7 +22,7 @@ from tests.kernels import NAMES, kernels
 
 SHAPES = [(1, 1), (16, 32), (33, 33), (48, 80), (49, 576), (40, 1100)]  # channels, inner
 ROWS = [0, 1, 2, 3, 5, 8, 9, 10, 11, 17, 33, 40, 70]
-NOISE = {"int8": 0.02, "int4": 0.1}  # of the norm of all outputs, for random weights
+NOISE = {"int8": 0.02, "int4": 0.1}  # relative to the norm of all outputs, for random weights
 KINDS = pytest.mark.parametrize("kind", NOISE)
 
 
@@ -174,7 +174,7 @@ def test_sizes_are_those_of_the_tensors() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_weight_of_another_shape_is_refused(name: Literal["torch", "native"]) -> None:
-    """With the sizes that were got and those that are wanted, whatever the product."""
+    """The error has the given and the required sizes, for any product."""
     products, weight = kernels(name).products, random(16, 64)
     int8, int4 = quantize_int8(weight), quantize_int4(weight)
     with pytest.raises(

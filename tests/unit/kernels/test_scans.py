@@ -160,7 +160,7 @@ def near(x: float) -> list[float]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("top_k", [0, 40])
 def test_choices_where_top_p_or_min_p_hang_on_a_rounding(native: NativeScan, top_k: int) -> None:
-    """Cuts that stand right at a sum or a weight: whoever rounds otherwise keeps another set of tokens."""
+    """Cuts exactly at a sum or a weight, so that other rounding keeps other tokens."""
     rng = np.random.default_rng(2)
     for line in (
         np.zeros(300),  # sums are whole numbers
@@ -290,7 +290,7 @@ def test_the_likeliest_are_the_most_likely_of_each_row(native: NativeScan, vocab
             np.testing.assert_allclose(got.masses, want.masses, rtol=2 * MASS_ERROR)
 
 
-# ---- what is refused ----
+# ---- refusals ----
 
 
 def test_rows_that_are_not_there_are_refused(native: NativeScan) -> None:

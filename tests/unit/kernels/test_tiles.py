@@ -146,7 +146,7 @@ def test_parts_on_tiles_are_added_by_the_tree(plain: Library, kind: str) -> None
 def test_int4_on_tiles_is_the_product_with_bfloat16_weights(
     plain: Library, dtype: torch.dtype, channels: int, inner: int
 ) -> None:
-    """To what adding up in float32 rounds; the weights are those the next test holds to the bit."""
+    """Equal up to float32 sums; the next test compares the weights bit by bit."""
     weight, bias = quantize_int4(random(channels, inner, seed=0)), random(channels, seed=2)
     ours = native_kernels(plain).products.int4(weight, bias, inner, channels)
     levels, zeros = (part[:channels, :inner].double() for part in as_bfloat16(weight))
@@ -175,7 +175,7 @@ def test_few_rows_of_a_loose_int4_product_stay_integers(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_propagates_in_int4(plain: Library, value: float) -> None:
-    """Of a row that row alone; of a weight the whole matrix, as its largest scale is none."""
+    """A NaN in a row changes only that row; in a weight, the whole matrix, because its scale is NaN."""
     products, weight, x = native_kernels(plain).products, random(33, 96, seed=0), random(17, 96, seed=1)
     broken = x.clone()
     broken[3, 40] = value
@@ -235,7 +235,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
         assert torch.equal(run(x[len(x) - rows :]), whole[len(x) - rows :]), f"the last {rows}"
 
 
-# ---- what AMX does, to the last bit ----
+# ---- AMX, bit by bit ----
 
 
 def same_bits(amx: Library, plain: Library, weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What a model cannot be is refused before anything of it is read."""
+"""Impossible models are refused before their weights are read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_switches_that_do_not_go_together_are_refused(changes: dict[str, object]
 def test_alibi_slopes_are_those_of_the_paper() -> None:
     assert Alibi.of(8).slopes == tuple(2.0**-i for i in range(1, 9))
     assert Alibi.of(1).slopes == (2.0**-8,)
-    # Of 6 heads: four that 4 heads have, and the first and third of 8.
+    # 6 heads have the slopes of 4 heads, and the first and third of 8.
     assert Alibi.of(6).slopes == (2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3)
     assert Alibi.of(2, steepest=4.0).slopes == (2.0**-2, 2.0**-4)
 

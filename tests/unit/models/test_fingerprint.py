@@ -1,4 +1,4 @@
-"""A fingerprint is one model's in every format, and tells fine-tunes from their base."""
+"""A fingerprint is equal in every format of a model, and differs between fine-tunes and base."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_dtypes_that_differ_within_a_model_leave_its_rows_out(base: OpenModel, t
 
 
 def test_the_first_version_is_still_read(base: OpenModel, tmp_path: Path) -> None:
-    """64 digits: the sizes, and the last norm, which is all they tell."""
+    """64 digits that depend only on the sizes and the final norm."""
     norm = load_file(base.path / "model.safetensors")["model.norm.weight"].float()
     kept = hashlib.sha256(b"('llama', 64, 32, 2, 4, 2)" + norm.numpy().tobytes()).hexdigest()
     assert is_of(kept, base)

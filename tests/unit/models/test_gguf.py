@@ -1,4 +1,4 @@
-"""GGUF files: rows are read alike however they are cut, and damage is told in one line."""
+"""GGUF files: rows do not depend on how they are cut, and damage is reported in one line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _dequantizes(kind):
     return True
 
 
-# Whatever the package knows: a kind that a later one has is tested, too.
+# All kinds of the package, including those of later versions.
 ALL_KINDS = [kind.name for kind in Kind if kind in GGML_QUANT_SIZES and _dequantizes(kind)]
 
 

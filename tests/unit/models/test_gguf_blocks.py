@@ -1,4 +1,4 @@
-"""GGUF files whose own blocks run: what a model computes, and what is refused."""
+"""GGUF files whose blocks run unchanged: outputs, and refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.kernels import kernels
 from tests.tiny_models import write_tiny_llama
 
 PROMPT = [5, 17, 39, 3, 31, 12, 12, 29]
-# As llama.cpp mixes them: what is stacked is of several kinds.
+# Mixed like llama.cpp's files, so that stacked matrices have several kinds.
 MIXED = {"blk.0.attn_v.weight": "Q6_K", "blk.0.ffn_down.weight": "Q6_K", "output.weight": "Q6_K"}
 
 

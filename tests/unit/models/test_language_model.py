@@ -1,4 +1,4 @@
-"""The last steps of a model: what the head reads of chosen rows, and logits in blocks of rows."""
+"""The last steps of a model: hidden states of chosen rows, and logits in blocks of rows."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def prepared(folder: Path, quantization: Quantization, progress: Progress | None
 def logits(
     folder: Path, quantization: Quantization, cache: str = "prepared", ids: Sequence[int] | None = None
 ) -> Tensor:
-    """What an ordinary start computes."""
+    """Return the weights of an ordinary start."""
     model = load_model(
         folder,
         dtype=torch.float32,
@@ -276,7 +276,7 @@ def test_a_damaged_file_that_cannot_be_removed_is_not_needed(
 
 
 def test_damage_of_what_was_made_anew_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes find the file damaged, one makes it anew, and the other finds that damaged, too."""
+    """Two processes find a damaged file; one rebuilds it, and the other finds that damaged, too."""
     damage(prepared(folder, "int8").path)
     monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: None)
     with pytest.raises(ModelFileError, match="wrong checksum; the disk may be failing") as caught:

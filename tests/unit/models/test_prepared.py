@@ -43,12 +43,12 @@ def floats() -> FloatWeight:
 
 
 def contents() -> list[tuple[str, Weight]]:
-    """A file of every kind: a table, of which the output layer is made too, and two layers."""
+    """A file of every kind: an embedding table, also used as output layer, and two layers."""
     return [
         (TABLE, FloatTable(random(5, 7).bfloat16())),
         (TABLE, quantize_int8(random(5, 7))),
         (QKV, quantize_int8(random(20, 40))),
-        ("layers.0.g.weight", quantize_int4(random(5, 7))),  # whose 16 zeros fill no line
+        ("layers.0.g.weight", quantize_int4(random(5, 7))),  # its 16 zero points fill no line
         ("layers.0.o.weight", quantize_int4(random(20, 40))),
         ("layers.1.q.weight", floats()),
     ]
@@ -282,7 +282,7 @@ def test_without_finish_nothing_is_left(tmp_path: Path) -> None:
 def test_a_file_takes_the_place_of_an_older_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_bytes(b"old")
     monkeypatch.setenv("SPECINFER_CACHE", str(path.parent))
-    old = path.parent / "quantized" / path.name  # where the version before this one had it
+    old = path.parent / "quantized" / path.name  # path of the previous version
     old.parent.mkdir()
     old.write_bytes(b"old")
     write(path)
@@ -303,7 +303,7 @@ def test_what_killed_processes_left_is_removed_by_who_has_the_lock(path: Path) -
 
 def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
-        """A disk that takes a header's room and nothing else."""
+        """A disk with space only for the header."""
 
         def __init__(self, number: int) -> None:
             self._number = number

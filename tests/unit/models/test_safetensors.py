@@ -1,4 +1,4 @@
-"""Headers of safetensors files that are damaged, or meant to harm; quantized tensors nobody announced."""
+"""Damaged and malicious headers of safetensors files; undeclared quantized tensors."""
 
 from __future__ import annotations
 

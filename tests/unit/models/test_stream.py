@@ -73,7 +73,7 @@ def test_the_next_pass_finds_its_first_records_read() -> None:
             for number in range(5):
                 stream.take(number)
         until(lambda: stream.read_bytes == 7 * PAGE)
-        source.open.clear()  # whatever is read from now on does not come
+        source.open.clear()  # further reads do not finish
         assert taken(stream, 0, records[0]) == bytes_of(source, records[0])
         assert taken(stream, 1, records[1]) == bytes_of(source, records[1])
         source.open.set()

@@ -1,4 +1,4 @@
-"""What a home of weights may do without a model's knowing: fill them later, and hold slices of them."""
+"""Memory of weights: filled after loading, and shared in slices."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class LateWeights(Weights):
     def _view(self, *shape: int) -> Tensor:
         size = torch.Size(shape).numel()
         start = self._taken
-        self._taken += -(-size // 16) * 16  # lines of 64 bytes, as the library wants them
+        self._taken += -(-size // 16) * 16  # lines of 64 bytes, as the library requires
         return self._buffer[start : start + size].view(shape)
 
 

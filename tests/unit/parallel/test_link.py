@@ -1,4 +1,4 @@
-"""Links over TCP: who does not know the key learns nothing, and nobody believes what comes over them."""
+"""Links over TCP: a peer without the key gets no data and has no effect."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def met(
     pool: ThreadPoolExecutor, dials: Callable[[int], object], limit: float = 30.0
 ) -> tuple[Future[Link], Future[object]]:
-    """What becomes of a connection at the side that listens with KEY, and at the other."""
+    """Return the results of a connection on the listening side, which has KEY, and on the other."""
     listening = listen("127.0.0.1", 0)
 
     def greets() -> Link:
@@ -114,7 +114,7 @@ def test_whoever_shows_no_key_hears_nothing_but_a_number(pool: ThreadPoolExecuto
 
 
 def test_a_stranger_who_repeats_what_it_hears_is_found_out(pool: ThreadPoolExecutor) -> None:
-    """It has no key, and asks each side for the other's proof."""
+    """An attacker without the key forwards each side's challenge to the other."""
 
     def mirror(listening: socket.socket) -> None:
         with listening, listening.accept()[0] as connection:

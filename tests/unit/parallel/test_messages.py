@@ -1,4 +1,4 @@
-"""What a follower reads: whatever is not a message of ours, or does not fit, is refused whole."""
+"""Messages of followers: malformed or inconsistent ones are refused as a whole."""
 
 from __future__ import annotations
 

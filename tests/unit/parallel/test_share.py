@@ -1,4 +1,4 @@
-"""Shares as tables of ranges: all of a model is somebody's, and nothing is two ranks'."""
+"""Shards as tables of ranges: they cover a model without overlap."""
 
 from __future__ import annotations
 

@@ -225,12 +225,12 @@ def test_memory_is_for_the_caches_of_all_ranks(llama: Path, tmp_path: Path) -> N
         executor = LocalExecutor.within_memory(
             target, [], limit=1 << 20, hosts=[Host("", parts[1:])], **wanted
         )
-        there = Host("10.0.0.2", parts[1:], free=1 << 19)  # half of which its caches may have
+        there = Host("10.0.0.2", parts[1:], free=1 << 19)  # its caches may have half of it
         shared = LocalExecutor.within_memory(target, [], limit=None, hosts=[Host("", ()), there], **wanted)
         with pytest.raises(CapacityError, match=r"kv_cache_memory is 1.00 MiB, but .* free on 10\.0\.0\.2"):
             LocalExecutor.within_memory(target, [], limit=1 << 20, hosts=[Host("", ()), there], **wanted)
     assert executor.num_blocks == blocks
-    # Of 2 layers K and V, 4 bytes an element, 16 positions.
+    # K and V of 2 layers, 4 bytes per element, 16 positions.
     block = len(parts[1].part.keys) * 2 * 2 * 4 * 16
     assert shared.num_blocks == (1 << 18) // block
     assert there.free == (1 << 19) - shared.num_blocks * block
@@ -280,7 +280,7 @@ def test_a_pass_that_fails_at_rank_0_ends_the_group(
 
     with ranks_of(llama, 2, kernels("native"), tmp_path) as model:
         runner = ModelRunner(model, num_blocks=1, block_size=8)
-        with pytest.raises(ValueError, match="block"):  # before anybody is told
+        with pytest.raises(ValueError, match="block"):  # before a message is sent
             runner.forward([Rows((3,), 0, [7], 0)])
         assert runner.forward([Rows((3,), 0, [0], 0)]).shape == (1, 64)
         monkeypatch.setattr(model, "embed", fail)

@@ -99,7 +99,7 @@ def test_drafts_go_deeper_than_the_expansion_as_far_as_was_recorded(trace: Trace
     assert deep == play_fixed(parts, speculation, FixedChoice(("0-similar",), 3, 6))
     with pytest.raises(TraceTooSmallError):
         play_fixed(parts, speculation, FixedChoice(("0-similar",), 4, 6))
-    with pytest.raises(TraceTooSmallError):  # what an engine does is not left out
+    with pytest.raises(TraceTooSmallError):  # work of an engine must not be left out
         best_fixed(parts, replace(speculation, expansion=Expansion((2, 1, 1, 1))), (6,))
 
 

@@ -1,4 +1,4 @@
-"""What was chosen over time, in figures and as a picture."""
+"""Choices over time, as figures and as a plot."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_stretches_have_about_as_many_tokens() -> None:
     steps = [chosen(0, 2, 1)] * 30 + [chosen(1, 10, 5)] * 6
     places, averages = along_text(steps, 4)
     assert [one.tokens for one in averages] == [2, 2, 10, 10]
-    assert places == [16, 46, 80, 110]  # of 30 tokens each, the mean of their steps' ends
+    assert places == [16, 46, 80, 110]  # 30 tokens each: the mean of their steps' ends
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])

@@ -35,7 +35,7 @@ from tests.unit.replay.conftest import DRAFT, PROMPTS, TARGET, recorded, request
 
 @pytest.fixture
 def trace(tiny: Tiny, made: list[Trace]) -> Trace:
-    """A draft's trace, on whose clock nothing but passes takes time."""
+    """A draft's trace; on its clock only passes take time."""
     if not made:
         llm = tiny.llm(drafts=("similar",), expansion=(2, 1, 1))
         made.append(replace(record(llm, requests(llm, PROMPTS, temperature=0, max_tokens=20)), stages={}))
@@ -100,7 +100,7 @@ def test_what_a_trace_does_not_know_of_its_target_is_not_made_up(trace: Trace) -
     entry = plans.entry(text, request_id="0")
     flight = executor.launch(StepPlan((entry,)), [tree]).flight()
     assert flight.choices([0, 2], []) == [5, 6]
-    for beside in (1, 3):  # nobody asks there: one is no text, and the text ends with the other
+    for beside in (1, 3):  # no query there: one is no text, and the text ends with the other
         with pytest.raises(KeyError):
             flight.choices([beside], [])
     for ask in (

@@ -30,7 +30,7 @@ def at(trie: GuessTrie, place: int, *path: int) -> int:
 
 def test_trees_of_several_shapes_below_a_root_become_one_trie() -> None:
     notes = GuessRecorder()
-    notes.close_root()  # a place where nobody guessed
+    notes.close_root()  # a position without guesses
     note(notes, (), [5])
     note(notes, (5,), [6, 7, 8])
     note(notes, (), [5, 9, 4])

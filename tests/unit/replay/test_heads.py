@@ -1,4 +1,4 @@
-"""Traces of block heads: what is played does what live engines do, tree by tree and number by number."""
+"""Traces of block heads: replay equals live engines, tree by tree and number by number."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def tiny(folder: Path) -> Tiny:
 @pytest.fixture(scope="module")
 def heads(folder: Path, tiny: Tiny) -> dict[str, AnyHeadModel]:
     target, loaded = open_model(folder / "target"), {}
-    for number, (name, config) in enumerate(CONFIGS.items()):  # of this seed each is right now and then
+    for number, (name, config) in enumerate(CONFIGS.items()):  # with this seed each is right now and then
         head = HeadFolder(write_any(config, folder / f"head{number}", seed=2), target.config)
         loaded[name] = load_head(head, target, tiny.target, kernels=guessing(choose_kernels("auto", CPU)[0]))
     return loaded
@@ -214,7 +214,7 @@ def test_who_knows_the_text_follows_a_head_further_than_anybody(trace: Trace) ->
     assert knowing.seconds < min(
         played(trace, "cost", 1)[1].seconds, fixed.seconds, play_without(parts).seconds
     )
-    # A tree of all that was recorded reaches further than one of what is verified.
+    # A tree of all recorded nodes is deeper than one of the verified nodes.
     small, large = (played(trace, "fixed", 1, whole_trees=each)[1] for each in (False, True))
     assert large.nodes > small.nodes
 

@@ -125,7 +125,7 @@ def test_figures_are_those_of_a_live_run(tiny: Tiny) -> None:
 def test_texts_are_paired() -> None:
     before = [1.0, 5.0, 2.0, 80.0] * 4
     found = speedup(before, [seconds / 2 for seconds in before])
-    # Each text is twice as quick: however different they are, nobody doubts the ratio.
+    # Each text is twice as quick, so the ratio is certain however different the texts are.
     assert (found.ratio, found.low, found.high) == (2.0, pytest.approx(2.0), pytest.approx(2.0))
     assert str(found) == "2.000 [2.000, 2.000]"
 

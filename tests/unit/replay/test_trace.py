@@ -1,4 +1,4 @@
-"""Trace files: what was written is read again, and what is no trace is refused in one line."""
+"""Trace files: written ones are read again, and invalid ones are refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pass costs: the hull of what was measured, and the file it is kept in."""
+"""Cost of a pass: the convex hull of measurements, and its file."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_between_sizes_it_is_straight_and_beyond_them_it_goes_on() -> None:
 @pytest.mark.parametrize(
     ("least", "seconds"),
     [
-        (1.0, [2, 2, 2, 3, 4, 6, 10, 110]),  # below what one row takes: the curve as it is
+        (1.0, [2, 2, 2, 3, 4, 6, 10, 110]),  # less than one row's cost: the curve is unchanged
         (3.0, [3, 3, 3, 3, 4, 6, 10, 110]),  # it crosses at a size
         (3.5, [3.5, 3.5, 3.5, 3.5, 4, 6, 10, 110]),  # and between two
         (50.0, [50, 50, 50, 50, 50, 50, 50, 110]),  # or where it goes on

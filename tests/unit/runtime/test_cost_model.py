@@ -1,4 +1,4 @@
-"""Costs follow what passes take, and nothing that is no pass's time."""
+"""Cost models follow the times of passes, and ignore interruptions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def taught(
     noise: float = 0.05,
     interrupted: float = 0.03,
 ) -> CostModel:
-    """A model that has seen passes, some of which something interrupted for a hundred times as long."""
+    """A model after passes, some of them interrupted for a hundred times as long."""
     model, chance = CostModel("target", CURVE), random.Random(1)
     for number in range(passes):
         size, there = chance.choice(rows), context(number)
@@ -40,7 +40,7 @@ def taught(
     return model
 
 
-TRUTHS: dict[str, tuple[Truth, float]] = {  # and how far off a pass may be thought to be
+TRUTHS: dict[str, tuple[Truth, float]] = {  # and the allowed error of a pass
     "as measured": (lambda number, rows, context: at(rows), 0.03),
     "twice as slow": (lambda number, rows, context: 2 * at(rows), 0.05),
     "half as slow": (lambda number, rows, context: at(rows) / 2, 0.05),

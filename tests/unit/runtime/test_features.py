@@ -14,13 +14,13 @@ from tests import plans
 
 
 def rows_of(first: int, count: int, others: int = 0) -> TappedRows:
-    """Hidden states that tell their position, [count, 1, 1], behind those of so many other rows."""
+    """Return hidden states that encode their position, [count, 1, 1], after `before` other rows."""
     states = torch.arange(first - others, first + count, dtype=torch.float32)[:, None, None]
     return TappedRows(states, range(others, others + count))
 
 
 def told(states: Sequence[TappedRows]) -> list[int]:
-    """The positions that these rows tell, read as copies and where they lie."""
+    """Return the positions that these rows encode, read as copies and in place."""
     found: list[int] = []
     for part in states:
         copied = part.copied()

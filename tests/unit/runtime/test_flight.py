@@ -1,4 +1,4 @@
-"""A pass gives answers; its logits are made in blocks, of which few are held."""
+"""Answers of a pass; its logits are computed in blocks, few of them in memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_pass_that_wants_no_logits_makes_none() -> None:
     ("rows", "likelihoods", "passes"),
     [
         (64, lambda: pytest.fail("asked without need"), [64]),
-        (200, None, [200]),  # all will be asked for
+        (200, None, [200]),  # all will be requested
         (200, lambda: [1.0] * 200, [64]),
     ],
 )

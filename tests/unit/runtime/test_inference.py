@@ -16,7 +16,7 @@ def test_nothing_computed_inside_has_a_gradient_and_the_mode_ends_with_the_call(
 
     @inference
     def doubled(x: torch.Tensor, *, times: int) -> torch.Tensor:
-        """What it says."""
+        """Return its output."""
         return times * x
 
     made = doubled(weight, times=2)

@@ -22,8 +22,8 @@ def blocks(free: int, **changes: int | None) -> int:
 
 def test_the_cache_takes_what_is_wanted_but_no_more_than_its_share() -> None:
     assert blocks(1 << 30) == 25
-    assert blocks(20 * 1024) == 10  # half of what is free
-    assert blocks(1 << 30, limit=64 * 1024) == 64  # what the caller says
+    assert blocks(20 * 1024) == 10  # half of the free memory
+    assert blocks(1 << 30, limit=64 * 1024) == 64  # the caller's limit
 
 
 @pytest.mark.parametrize(

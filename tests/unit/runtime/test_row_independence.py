@@ -18,7 +18,7 @@ from tests.tiny_models import write_tiny_llama
 CPU = torch.device("cpu")
 TREE = 12  # a root and eleven children
 FEW = (12, 63, 505)
-LENGTHS = range(12, 620, 17)  # of the text; trees cross every multiple of 64 and of 512 somewhere
+LENGTHS = range(12, 620, 17)  # lengths of the text; trees cross multiples of 64 and of 512
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
@@ -103,7 +103,7 @@ def test_a_node_is_the_same_in_a_tree_and_in_a_chain(folder: Path, name: str, dt
 
 @pytest.fixture(params=[2, 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """PyTorch with so many threads."""
+    """Sets the number of PyTorch's threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param

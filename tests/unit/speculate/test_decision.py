@@ -134,7 +134,7 @@ def test_who_has_failed_is_told_of() -> None:
 
 def test_hopes_and_seconds_are_those_that_nodes_were_chosen_by() -> None:
     decision, tree = decided(Chain("a", 10, 11, 12, 13, 14), policy=sized(HALF))
-    # As in test_cost_policy: of probabilities .88 .78 .68 .60 ... three nodes pay.
+    # As in test_cost_policy: three of the probabilities .88 .78 .68 .60 ... pay.
     assert tree.num_nodes == 4
     assert decision.probabilities == pytest.approx((1, 0.881, 0.776, 0.683), abs=1e-3)
     assert decision.expected_tokens == pytest.approx(3.34, abs=0.01)

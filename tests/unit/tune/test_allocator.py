@@ -1,4 +1,4 @@
-"""Memory that is freed, in a process of its own."""
+"""Freed memory, in a separate process."""
 
 from __future__ import annotations
 

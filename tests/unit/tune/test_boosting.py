@@ -1,4 +1,4 @@
-"""What the next member of a pool learns: other texts, other places, another law."""
+"""Training of a pool's next member: other texts, other positions, another law."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def pretended(tokens: list[int]) -> list[Tensor]:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Corpus:
-    """Four greedy texts of which every place is the first law: 7 is the likeliest."""
+    """Four greedy texts; each position has the first law, whose likeliest token is 7."""
     made = Corpus(tmp_path)
     for number in range(4):
         one = text(GREEDY + 48 * HELD_OUT * number, (1, 7, 7, 7))
@@ -89,7 +89,7 @@ def test_texts_that_are_predicted_best_are_left_out(corpus: Corpus) -> None:
 
     assert left() == [0, 1, 2, 3]
     assert left(first) == [1, 3]
-    assert left(first, second) == [3]  # of the two that were left the second predicts one
+    assert left(first, second) == [3]  # the second one predicts one of the two remaining
 
 
 def test_places_that_are_predicted_count_less(corpus: Corpus) -> None:
@@ -98,7 +98,9 @@ def test_places_that_are_predicted_count_less(corpus: Corpus) -> None:
     assert left.text(0).weights_R.tolist() == pytest.approx([1, 0.3, 0.3])
     assert left.text(1).weights_R.tolist() == [1, 1, 1]
     law = left.text(0).label_logprobs_RK.exp()
-    assert law[0].tolist() == pytest.approx([0.5, 0.3, 0.2], abs=1e-3)  # nobody guesses a text's first token
+    assert law[0].tolist() == pytest.approx(
+        [0.5, 0.3, 0.2], abs=1e-3
+    )  # a text's first token is never guessed
     assert law[1].tolist() == pytest.approx([3 / 13, 6 / 13, 4 / 13], abs=1e-3)  # 0.15, 0.3, 0.2 of 0.65
     for whole in (dataset_of(corpus, "none", known), dataset_of(corpus, "discount", [])):
         assert whole.text(0).weights_R.tolist() == [1, 1, 1]
@@ -127,7 +129,7 @@ def test_a_member_proposes_its_likeliest_tokens(target: Path, corpus: Corpus, tm
 
 
 def test_of_many_taps_a_member_sees_its_own(target: Path, tmp_path: Path) -> None:
-    """Where hidden states were collected for others, a small model reads none of them."""
+    """A small model reads no hidden states, even if they were collected for others."""
     whole = Corpus(tmp_path / "shards")
     (tmp_path / "shards").mkdir()
     for number in range(3):

@@ -1,4 +1,4 @@
-"""Whose licence a draft's card names: what the target's files say, and nothing where they say nothing."""
+"""Licence on a draft's card: that of the target's files, or none."""
 
 from __future__ import annotations
 

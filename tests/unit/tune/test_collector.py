@@ -1,4 +1,4 @@
-"""Collecting: what is kept of a text is what the target thinks when it reads the text alone."""
+"""Collection: recorded values equal those of the target on the text alone."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_target_that_says_nothing_is_told_of(tmp_path: Path) -> None:
     asked = read_prompts([write_prompts(tmp_path, [f"{n}" for n in range(200)])])
     with pytest.raises(TuneError, match=r"gave no usable answer to \d+ prompts") as error:
         collect(silent, asked, tmp_path / "shards")
-    assert int(re.search(r"to (\d+) prompts", str(error.value))[1]) < 200  # it is not asked for ever
+    assert int(re.search(r"to (\d+) prompts", str(error.value))[1]) < 200  # the number of attempts is limited
     assert list((tmp_path / "shards").iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""What a head knows before it learns: the target's last layers, least squares, and counts of pairs."""
+"""Initial heads: the target's last layers, least squares, and pair counts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def text_of(
 def test_the_markov_term_is_the_law_of_pairs(opened: OpenModel, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     laws = torch.zeros(64, 64)
-    for token in range(24):  # each is followed by one of four, of which one is the likeliest
+    for token in range(24):  # four tokens may follow each; one is the likeliest
         laws[token, torch.randperm(24, generator=generator)[:4]] = torch.tensor([0.6, 0.2, 0.15, 0.05])
     texts = []
     for _ in range(30):
@@ -82,7 +82,7 @@ def test_the_entry_says_what_can_be_known_of_the_last_tap(opened: OpenModel) -> 
     texts = []
     for _ in range(40):
         tokens_T = torch.randint(64, (30,), generator=generator)
-        # The last tap is a sum of what the token is and what the last tap was: both are known.
+        # The last tap is a sum of the token's and the previous tap's values, which are both known.
         last = torch.randn(32, generator=generator)
         rows = []
         for token in tokens_T[:-1]:

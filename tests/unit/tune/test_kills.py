@@ -18,9 +18,9 @@ from specinfer.sampling_params import SamplingParams
 from specinfer.tune.training import read_checkpoint
 from tests.unit.tune.conftest import engine
 
-_MINUTES = 0.06  # of the first run, of which a third is for collecting; each later one has as many more
-_PATIENCE = 120.0  # seconds until a run has come so far
-# What a run is seen to write, soon after which it is killed: its claim, its first draft, a checkpoint.
+_MINUTES = 0.06  # length of the first run, a third of it for collecting; each later run adds the same
+_PATIENCE = 120.0  # seconds until a run writes the file
+# Files after which a run is killed: its claim, its first draft, a checkpoint.
 _SEEN = ("work/tuning.json", "config.json", "work/checkpoint.safetensors")
 _SMALL = (
     "--dtype float32 --kv-cache-memory 16MB --max-context 64 --max-tokens 8 --raw --vocabulary 32 --depth 3"
@@ -66,7 +66,7 @@ def _command(target: Path, prompts: Path, out: Path, minutes: float) -> list[str
 
 
 def _killed(command: list[str], seen: Path, later: float) -> bool:
-    """Kill a run so many seconds after it has written a file; False where it has just ended by then."""
+    """Kill a run `seconds` after it has written a file; return False if it ended before."""
     old = _written(seen)
     deadline = time.monotonic() + _PATIENCE
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:

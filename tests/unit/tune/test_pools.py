@@ -150,7 +150,7 @@ def test_another_boost_is_another_tuning(pool: Path, target: Path, prompts: Path
 def test_costs_are_those_an_engine_reckons_with(
     target: Path, pool: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same curves, under the same keys: what tuning measured no engine measures again."""
+    """The same curves under the same keys, so that engines reuse the measurements of tuning."""
     asked: list[tuple[str, int, bool]] = []
 
     def curve(runner: Timed, *, max_rows: int, variant: str, every_row: bool, **_: object) -> CostCurve:

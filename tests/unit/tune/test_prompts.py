@@ -1,4 +1,4 @@
-"""What a target is asked: read in spite of bad lines, split by what is asked alone."""
+"""Prompts of a run: bad lines are skipped, and the split depends only on the content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was tuned takes an older draft's place where that is better beyond doubt; else a line says why."""
+"""A tuned draft replaces an older one if it is clearly better; otherwise a line has the reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.unit.tune.test_small_model import opened
 @pytest.mark.parametrize(
     ("new", "old", "better"),
     [
-        ([2.0, 3.0, 4.0], [1.0, 2.0, 3.0], True),  # the same gain each time: no doubt
+        ([2.0, 3.0, 4.0], [1.0, 2.0, 3.0], True),  # the same gain each time: certain
         ([2.0, 3.0, 4.0], [2.0, 3.0, 4.0], False),
         ([2.0, 2.0, 5.0], [1.0, 3.0, 4.0], False),  # gains 1, -1, 1: 1/3, and an error of 2/3
         ([2.0, 3.0, 5.0], [1.0, 3.0, 4.0], True),  # gains 1, 0, 1: 2/3, and an error of 1/3

@@ -1,4 +1,4 @@
-"""Whole tunings of a tiny target: what comes out, what is gone on with, and how they end early."""
+"""Whole tunings of a tiny target: results, continued runs and early ends."""
 
 from __future__ import annotations
 

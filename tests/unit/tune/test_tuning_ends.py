@@ -169,7 +169,7 @@ def test_what_a_draft_cannot_begin_as_is_refused_before_anything_is_collected(
 ) -> None:
     """And the folder is free for the corrected command."""
     out = tmp_path / "head"
-    other = target if kind is SHAPE else tuned  # a model, where a head is wanted, and the other way round
+    other = target if kind is SHAPE else tuned  # a model in place of a head, and the other way round
     with pytest.raises(ModelError, match="no model is called 'typo'"):
         Tuning(tuning_of(target, out, kind=kind, init="typo"))
     with pytest.raises(TuneError, match=r"is not a draft head|is a draft head|differs in shape"):

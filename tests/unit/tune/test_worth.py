@@ -1,4 +1,4 @@
-"""What a single draft costs here, and whether it pays: in the report, on its card, as it ends."""
+"""Cost and gain of a single draft: in the report, on its card, at its end."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_card_says_it_once_and_of_the_last_run(target: Path, prompts: Path, tm
 
 
 def test_the_figures_are_of_the_draft_that_is_kept(target: Path, prompts: Path, tmp_path: Path) -> None:
-    """Of a run that finds nothing better, too: what was learnt since is not in the folder."""
+    """Also for a run without a better draft, whose later weights are not in the folder."""
     out = tmp_path / "head"
     first, _ = tuned(target, prompts, out, cheap, minutes=3.0)
     kept = (out / "model.safetensors").read_bytes()

@@ -1,4 +1,4 @@
-"""Reported log-probabilities: of the model's law, and of the law that tokens are chosen from."""
+"""Reported log-probabilities: raw ones, and those of the law that tokens are chosen from."""
 
 from __future__ import annotations
 

@@ -50,6 +50,7 @@ def test_without_replacement_renormalises_what_the_speculator_has_left():
     q = [0.5, 0.25, 0.25]
     tree = root_with((0, WITHOUT, q), (1, WITHOUT, q))
     # turn 0: 0.2 / 0.5; left (0, .25, .25) -> (0, .5, .5) from p = (.2, .5, .3) - q = (0, .25, .05)
+    #
     # turn 1: p(1) = .25 / .3 = .83, q(1) = .5: always accepted
     assert verify(tree, [0.2, 0.5, 0.3], [[0.41, 0.999], [0.0]]) == Acceptance((2,), 0)
 

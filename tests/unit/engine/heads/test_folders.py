@@ -1,4 +1,4 @@
-"""Folders of heads as drafts: loaded, timed, sized by what passes cost, or refused."""
+"""Folders of heads as drafts: loading, timing, cost-based sizes, and refusals."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.unit.engine.heads.head_engines import HEADS, PROMPTS, SAMPLED, engine
 
 END = 63
 SCHEMA = {"type": "string", "maxLength": 9}
-# What is asked of a text, and whether a whole one has it. No choice is forced, so all is left to the head.
+# Parameters, and checks of complete texts. No token is forced, so the head guesses all of them.
 FORMS: list[tuple[dict[str, Any], Callable[[str], object]]] = [
     ({"regex": "[0-9 ,]{18}"}, re.compile("[0-9 ,]{18}").fullmatch),
     (

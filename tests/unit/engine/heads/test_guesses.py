@@ -81,7 +81,7 @@ def test_requests_of_one_pass_are_guessed_for_as_alone(
 def test_a_text_whose_beginning_nobody_read_is_seen_from_the_next_block_on(
     tiny: Tiny, heads: dict[str, AnyHeadModel], modules: dict[str, AnyHead], name: str
 ) -> None:
-    prompt, seen_from = PROMPTS[0], 8  # of 12 tokens two blocks of four are found
+    prompt, seen_from = PROMPTS[0], 8  # two blocks of four are cached among 12 tokens
     events: list[TreeEvent] = []
     with engine(tiny, heads[name], block_size=4) as llm:
         unseen = SpeculationParams(enabled=False)
@@ -132,7 +132,7 @@ def test_samples_are_drawn_from_the_law_that_is_told(
 def test_guesses_are_the_likeliest_with_what_the_token_before_adds(tiny: Tiny, folder: Path) -> None:
     head = tiny_head(block_config(reads_last=True), seed=9)
     with torch.no_grad():
-        head.markov_head.markov_w2.weight.mul_(15)  # what stands before decides, more than hidden states
+        head.markov_head.markov_w2.weight.mul_(15)  # the previous token decides more than hidden states
     written = HeadFolder(write_tiny_head(head, folder / "pairs"), open_model(folder / "target").config)
     kernels = guessing(choose_kernels("auto", CPU)[0])
     loaded = load_head(written, open_model(folder / "target"), tiny.target, kernels=kernels)
@@ -152,10 +152,10 @@ def test_guesses_are_the_likeliest_with_what_the_token_before_adds(tiny: Tiny, f
                 continue
             said = module_logits(module, text[:end], hidden_TND, list(tree.path_tokens(node)))
             likeliest = module.ids[said.argsort(descending=True)[: len(below)]].tolist()
-            if node == 0:  # what stands before is known: all children are the likeliest, in order
+            if node == 0:  # the previous token is known: all children are the likeliest, in order
                 assert below == likeliest
                 roots += 1
-            else:  # candidates are chosen behind the mean of what may stand there
+            else:  # candidates are chosen after the mean of possible previous tokens
                 deeper.append(below[0] == likeliest[0])
         end += 1 + len(event.acceptance.path)
     assert roots > 3

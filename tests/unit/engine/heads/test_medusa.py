@@ -1,4 +1,4 @@
-"""Medusa's heads in engines: the state that they read, and what a pass of theirs is."""
+"""Medusa heads in engines: the hidden state that they read, and their passes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_medusa_step_is_priced_by_a_pass_for_as_many_texts(
     tiny: Tiny, heads: dict[str, AnyHeadModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unread: list[list[int]] = []
-    passes: list[tuple[int, int]] = []  # rows that are asked the price of, and texts that are run
+    passes: list[tuple[int, int]] = []  # priced rows, and computed texts
     begin, run = MedusaDraft.begin, MedusaModel.guess
 
     def noted_begin(draft: MedusaDraft, plan: StepPlan) -> list[int]:

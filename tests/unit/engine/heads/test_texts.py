@@ -21,7 +21,7 @@ def test_the_text_is_that_of_the_target_alone(
     params = SamplingParams(max_tokens=24, **sampling)
     alone = [slow_generate(tiny.target, prompt, params) for prompt in PROMPTS]
     with engine(tiny, heads[name], block_size=4, prefix_reuse=reuse, max_step_tokens=20) as llm:
-        for _ in range(2):  # once more behind what the first left in the cache
+        for _ in range(2):  # the second run uses the first one's cache
             outputs = llm.generate(PROMPTS, params)
             assert [list(output.token_ids) for output in outputs] == alone
             assert sum(output.figures.proposed_by.get("draft", 0) for output in outputs) > 0

@@ -1,4 +1,4 @@
-"""What an adapter_config.json says of each module, and what is refused."""
+"""adapter_config.json: settings per module, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers makes of quantized tensors by itself is what is read."""
+"""Quantized tensors are read like in transformers."""
 
 from __future__ import annotations
 

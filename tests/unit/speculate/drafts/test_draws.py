@@ -48,7 +48,7 @@ def test_greedy_is_top_k_whatever_the_rule(rule: DrawRule) -> None:
 
 
 def test_iid_draws_may_repeat_and_keep_their_law() -> None:
-    builder = draw(DrawRule.IID, 3, [0.06, 0.44, 0.99])  # cumulated: .05 .45 .75 .95 1
+    builder = draw(DrawRule.IID, 3, [0.06, 0.44, 0.99])  # cumulative: .05 .45 .75 .95 1
     assert drawn(builder) == [1, 1, 4]
     assert builder.token_ids == [0, 1, 4]  # two draws share a node
     for d in builder.draws:
@@ -57,7 +57,7 @@ def test_iid_draws_may_repeat_and_keep_their_law() -> None:
 
 
 def test_draws_without_replacement_take_from_what_is_left() -> None:
-    # Without 1 the masses cumulate to .05 .05 .35 .55 .6 of .6: a uniform of .9 is .54, token 3.
+    # Without 1 the cumulative masses are .05 .05 .35 .55 .6; a uniform number of .9 is .54, token 3.
     assert drawn(draw(DrawRule.WITHOUT_REPLACEMENT, 3, [0.2, 0.9, 0.0])) == [1, 3, 0]
     assert sorted(drawn(draw(DrawRule.WITHOUT_REPLACEMENT, 9, [0.5] * 5))) == [0, 1, 2, 3, 4]
 

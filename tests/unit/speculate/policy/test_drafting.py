@@ -88,7 +88,7 @@ def prompt(room: int = 100) -> PlanEntry:
 
 @pytest.mark.parametrize(
     ("reading", "room", "plain", "with_prediction"),
-    [  # expected: .7 tokens per step for 1 request, .21 for 8: of 100 tokens 41 and 2.5, a second each
+    [  # expected tokens per step: .7 for 1 request, .21 for 8; so 41 and 2.5 in 100 tokens, a second each
         (2.0, 100, True, True),
         (10.0, 100, True, False),
         (18.0, 100, True, False),
